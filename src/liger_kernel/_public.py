@@ -1,0 +1,50 @@
+"""Where the public modules live. An alias is the same module object as its home: patching one patches the other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+
+HOMES = {
+    "ops.geglu": "ops.glu",
+    "ops.swiglu": "ops.glu",
+    "transformers.cross_entropy": "ops.cross_entropy",
+    "transformers.fused_linear_cross_entropy": "ops.fused_linear_cross_entropy",
+    "transformers.geglu": "ops.glu",
+    "transformers.model.loss_utils": "transformers.causal_lm",
+    "transformers.model.output_classes": "transformers.causal_lm",
+    "transformers.monkey_patch": "transformers.families",
+    "transformers.rms_norm": "ops.rms_norm",
+    "transformers.rope": "ops.rope",
+    "transformers.swiglu": "ops.glu",
+}
+PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {"ops", "transformers"}  # that hold nothing but aliases
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname, path=None, target=None):
+        root, _, name = fullname.partition(".")
+        if root == "liger_kernel" and (name in HOMES or name in PACKAGES):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
+        return None
+
+    def create_module(self, spec):
+        home = HOMES.get(spec.name.removeprefix("liger_kernel."))
+        if home is None:
+            return None
+        module = importlib.import_module(f"liger_kernel.{home}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module):
+        spec = module.__spec__  # the import system has just set the alias's: give the home its own back
+        if spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+            module.__loader__ = spec.loader_state.loader
+
+
+def install() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,1 @@
+"""Preference, policy and distillation losses over token log-probabilities."""

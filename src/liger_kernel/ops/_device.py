@@ -1,0 +1,61 @@
+"""The only file that knows which devices there are: where kernels run, on what, and under which guard."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import torch
+
+from ._tile import TRITON
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor; elsewhere an operator runs its PyTorch reference."""
+    if tensor.is_cuda or tensor.is_xpu:
+        return TRITON
+    return INTERPRETED and TRITON and tensor.device.type == "cpu"
+
+
+def require_kernels(name: str, tensor: torch.Tensor) -> None:
+    if not has_kernels(tensor):
+        raise RuntimeError(f"{name}: no Triton kernels for a tensor on {tensor.device}; call the liger_* function instead")
+
+
+def guard(tensor: torch.Tensor):
+    """Make the tensor's device the current one: Triton launches on the current device, wherever the pointers lead."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.get_device())
+    if tensor.is_xpu and tensor.get_device() != torch.xpu.current_device():
+        return torch.xpu.device(tensor.get_device())
+    return contextlib.nullcontext()
+
+
+@functools.cache
+def _properties(kind: str, index: int) -> tuple[str, int, int]:
+    """(architecture, multiprocessors, most warps in a program)."""
+    if kind == "cuda":
+        p = torch.cuda.get_device_properties(index)
+        if torch.version.hip:
+            return p.gcnArchName.split(":")[0], p.multi_processor_count, 1024 // p.warp_size
+        return f"sm_{p.major}{p.minor}", p.multi_processor_count, 32
+    if kind == "xpu":
+        return "xpu", torch.xpu.get_device_properties(index).gpu_subslice_count, 32
+    return "cpu", 4, 32
+
+
+def arch(tensor: torch.Tensor) -> str:
+    """"sm_90", "gfx942", "xpu"; "cpu" in the interpreter."""
+    return _properties(tensor.device.type, tensor.get_device())[0]
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    return _properties(tensor.device.type, tensor.get_device())[1]
+
+
+def warps(wanted: int, tensor: torch.Tensor) -> int:
+    """``wanted`` warps, or as many as a program may have there (1,024 threads: 16 warps of 64 on AMD's CDNA)."""
+    return max(1, min(wanted, _properties(tensor.device.type, tensor.get_device())[2]))

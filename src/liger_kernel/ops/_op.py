@@ -1,0 +1,129 @@
+"""What every operator is built on: registration with torch, its autograd Function, its `Case`.
+
+An operator has one path for each way of running:
+
+* eager on a GPU: `liger_<op>()` → `Liger<Op>Function.apply` → the kernels, with no dispatcher in between;
+* under `torch.compile`: the same code, where `custom_op` puts one opaque `liger::<op>` node into the graph;
+* on any other device: the PyTorch reference, differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import _device
+
+
+def custom_op(name: str, like: Callable):
+    """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs and doubles as the fake kernel.
+
+    The function runs with its first argument's device as the current one. Eager calls go straight to it: the
+    dispatcher costs more than a small memory-bound kernel.
+    """
+
+    def wrap(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def guarded(*args):
+            with _device.guard(args[0]):
+                return fn(*args)
+
+        op = torch.library.custom_op(f"liger::{name}", guarded, mutates_args=())
+        op.register_fake(like)
+
+        @functools.wraps(fn)
+        def call(*args):
+            return op(*args) if torch.compiler.is_compiling() else guarded(*args)
+
+        call.op = op
+        return call
+
+    return wrap
+
+
+class Function(torch.autograd.Function):
+    """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
+
+    A subclass gives ``reference(*args)``: the same outputs in plain PyTorch.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        if not _device.has_kernels(args[0]):
+            return cls.reference(*args)
+        if not torch.is_grad_enabled():
+            args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        return super().apply(*args)
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How many hold the tensor, its Python object and its memory; the same of the tensor that it is a view of."""
+    counts = tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    base = tensor._base
+    return counts if base is None else (*counts, base._use_count(), sys.getrefcount(base))
+
+
+class _Probe(torch.autograd.Function):
+    """Saves a tensor that nothing else holds, and counts its holders in backward as `may_overwrite` does."""
+
+    counts: dict[bool, tuple[int, ...]] = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        _Probe.counts[x._base is not None] = _within(x)
+        return dy.expand_as(x)
+
+
+def _within(tensor: torch.Tensor) -> tuple[int, ...]:  # one frame deep, like may_overwrite's own call
+    return _holders(tensor)
+
+
+@functools.cache
+def _sole_holder(view: bool) -> tuple[int, ...]:
+    """The counts that this build of torch shows for a saved tensor which nobody but the graph holds."""
+    with torch.enable_grad(), torch.device("cpu"):
+        leaf = torch.zeros(2, requires_grad=True)
+        with torch.inference_mode(False):
+            _Probe.apply((leaf * 1).view(2, 1) if view else leaf * 1).backward()
+    return _Probe.counts[view]
+
+
+def may_overwrite(saved: torch.Tensor) -> bool:
+    """In backward: may a gradient be written over the memory of this tensor from ``ctx.saved_tensors``?
+
+    Only if the graph is about to be freed and nobody but the graph can still see that memory: no variable of the
+    caller's, no view, no other node. A caller who does write must call `torch.autograd.graph.increment_version`.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    if saved.is_leaf or not saved.requires_grad:
+        return False
+    return all(a <= b for a, b in zip(_holders(saved), _sole_holder(saved._base is not None), strict=True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator, as the generic tests and the benchmark see it. It describes verification; it generates no code."""
+
+    name: str
+    fn: Callable  # the operator: fn(**inputs, **option) -> a tensor or a tuple of tensors
+    reference: Callable  # the same call in plain PyTorch, any dtype
+    inputs: Callable  # (*shape) -> dict of tensors on the default device; float32 ones are cast to the dtype tested
+    shapes: tuple  # small ones: odd sizes, one row, not a power of two
+    options: tuple = ({},)  # keyword variants; one may replace an input (w=None)
+    bench: tuple = ()  # real ones
+    traffic: Callable | None = None  # (inputs) -> the fewest bytes that (forward, backward) must move
+    flops: Callable | None = None  # (inputs) -> operations of forward + backward, where the matrix units bound it
+
+
+CASES: list[Case] = []

@@ -1,0 +1,41 @@
+"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are defined."""
+
+import os
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
+
+import pytest  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+
+def _round_like_a_gpu(convert):
+    """The interpreter cuts fp32 off to bf16; every GPU rounds to nearest even."""
+    import numpy as np
+    import triton.language as tl
+
+    def call(data, source, target, rounding_mode):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            values = torch.from_numpy(np.ascontiguousarray(data.view(np.float32)))
+            return values.to(torch.bfloat16).view(torch.uint16).numpy().reshape(data.shape)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
+        return convert(data, source, target, rounding_mode)
+
+    return call
+
+
+interpreter._convert_float = _round_like_a_gpu(interpreter._convert_float)
+
+
+@pytest.fixture
+def reference_only(monkeypatch):
+    """CPU tensors take the operators' PyTorch reference, as they do for a user without a GPU."""
+    from liger_kernel.ops import _device
+
+    monkeypatch.setattr(_device, "INTERPRETED", False)
