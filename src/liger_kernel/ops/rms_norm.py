@@ -201,9 +201,9 @@ class LigerRMSNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
         _device.require_kernels("LigerRMSNormFunction", X)
-        x, cast = _rows(X), CASTINGS.index(casting_mode)
-        y, rstd = rms_norm_fwd(x, W, eps, offset, cast)
-        ctx.save_for_backward(x, W, rstd)
+        x, w, cast = _rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
+        y, rstd = rms_norm_fwd(x, w, eps, offset, cast)
+        ctx.save_for_backward(x, w, rstd)
         ctx.offset, ctx.cast = offset, cast
         return y.view(X.shape)
 
