@@ -60,9 +60,21 @@ class Function(torch.autograd.Function):
         return super().apply(*args)
 
 
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """Stands for None among a Function's outputs: at a None, dynamo of torch 2.11 loses the other outputs' gradient."""
+    return like.new_empty(0, dtype=torch.uint8)
+
+
+def asked(outputs: tuple) -> tuple:
+    """The outputs, None for `nothing`."""
+    return tuple(None if o is None or o.dtype == torch.uint8 else o for o in outputs)
+
+
 def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How many hold the tensor, its Python object and its memory; the same of the tensor that it is a view of."""
-    counts = tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How many hold the tensor and its memory, in C++ and in Python; the same of the tensor that it is a view of."""
+    memory = tensor.untyped_storage()
+    counts = tensor._use_count(), sys.getrefcount(tensor)
+    counts += torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
     base = tensor._base
     return counts if base is None else (*counts, base._use_count(), sys.getrefcount(base))
 
@@ -124,6 +136,7 @@ class Case:
     bench: tuple = ()  # real ones
     traffic: Callable | None = None  # (inputs) -> the fewest bytes that (forward, backward) must move
     flops: Callable | None = None  # (inputs) -> operations of forward + backward, where the matrix units bound it
+    fp32_roundings: int = 1  # allowed beyond PyTorch's own error; 2 where exp and log are the hardware's (2 ulp)
 
 
 CASES: list[Case] = []

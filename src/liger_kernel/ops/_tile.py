@@ -25,9 +25,17 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """Without libdevice. Near 0 the quotient cancels, so a series takes over (relative error 1e-7 at 0.1)."""
+    """Without libdevice: 1 - 2e/(1 + e), and a series near 0, where it cancels. Within 2e-7 of tanh."""
     e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+    far = 1.0 - 2.0 * e / (1.0 + e)
     s = x * x
-    near = x * (1.0 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.0539682540 + s * 0.0218694885))))
-    return tl.where(s < 0.01, near, tl.where(x < 0, -far, far))
+    near = 0.021869488536 + s * (-0.0088632355 + s * 0.003592128)
+    near = x + x * s * (-0.333333333333 + s * (0.133333333333 + s * (-0.053968253968 + s * near)))
+    return tl.where(s < 0.1, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def tanh_slope(x):
+    """1 - tanh(x)², which cancels where tanh saturates, without the cancellation: 4e / (1 + e)²."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))

@@ -50,8 +50,8 @@ def _fwd(
     square = x.to(tl.float32) * x.to(tl.float32)
     if not WHOLE:
         for start in range(BLOCK_N, N, BLOCK_N):
-            x = tl.load(x_row + start + n, mask=(m < M) & (start + n < N), other=0.0).to(tl.float32)
-            square += x * x
+            more = tl.load(x_row + start + n, mask=(m < M) & (start + n < N), other=0.0).to(tl.float32)
+            square += more * more
     rstd = 1.0 / tl.sqrt(tl.sum(square, axis=1, keep_dims=True) / N + eps)
     tl.store(rstd_ptr + m, rstd, mask=m < M)
     for start in range(0, N, BLOCK_N):
@@ -69,7 +69,7 @@ def _fwd(
 @triton.jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, stride_dy, stride_x, M, N, offset,
-    CAST: tl.constexpr, DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAST: tl.constexpr, DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th block of BLOCK_M rows, and owns one row of the partial dw.
 
@@ -80,7 +80,7 @@ def _bwd(
     if w_ptr is not None:
         w = tl.load(w_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for block in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (m < M) & (n < N)
         dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
@@ -127,10 +127,25 @@ WIDE = 16384  # columns; a wider row doesn't fit a program's registers and is wa
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program's block."""
+    """(rows, columns, warps) of a forward program's block.
+
+    H200, 2026-11-20, bf16, TB/s of the bytes that must move: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with 4 3.58,
+    with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.56 (16 rows, 4 warps).
+    """
     columns = min(triton.next_power_of_2(N), WIDE)
     rows = max(1, 2048 // columns)
-    return rows, columns, min(max(rows * columns // 512, 1), 16)
+    return rows, columns, min(max(rows * columns // 512, 1), 8)
+
+
+def _launch_bwd(N):
+    """(rows, columns, warps, programs on a multiprocessor) of a backward program.
+
+    H200, 2026-11-20, bf16, three loads in flight (`_device.stages`): 8192x2048 2.65, 8192x4096 3.26, 16384x8192 3.99,
+    65536x128 1.95 TB/s; with one load in flight 2.33, 2.79, 3.04, 1.76.
+    """
+    columns = min(triton.next_power_of_2(N), WIDE)
+    rows = max(1, 4096 // columns)
+    return rows, columns, 8 if columns <= 8192 else 16, 2 if columns <= 4096 else 1
 
 
 def _outputs(x, w, eps, offset, cast):
@@ -164,17 +179,18 @@ def rms_norm_bwd(
     """-> dx (M, N), dw (N,); an empty tensor in place of one that isn't needed."""
     dx, dw = _gradients(dy, x, w, rstd, offset, cast, need_dx, need_dw)
     M, N = x.shape
-    rows, columns, warps = _launch(N)
+    rows, columns, warps, resident = _launch_bwd(N)
     warps = _device.warps(warps, x)
     whole = columns >= N
     if need_dx and not whole:
         _bwd_wide[(M,)](dy, x, w, rstd, dx, dy.stride(0), x.stride(0), N, offset, BLOCK_N=columns, num_warps=warps)
     if need_dw or whole:
-        programs = min(triton.cdiv(M, rows), 2 * _device.multiprocessors(x))
+        programs = min(triton.cdiv(M, rows), resident * _device.multiprocessors(x))
         partial = x.new_empty((programs, N), dtype=torch.float32) if need_dw else None
         _bwd[(programs, triton.cdiv(N, columns))](
             dy, x, w, rstd, dx, partial, dy.stride(0), x.stride(0), M, N, offset,
-            CAST=cast, DX=need_dx and whole, BLOCK_M=rows, BLOCK_N=columns, num_warps=warps,
+            CAST=cast, DX=need_dx and whole, BLOCK_M=rows, BLOCK_N=columns,
+            STAGES=_device.stages(2 * rows * columns * x.element_size(), x), num_warps=warps,
         )  # fmt: skip
         if need_dw:
             sum_rows(partial, dw)
@@ -264,9 +280,7 @@ class LigerRMSNorm(torch.nn.Module):
         self.in_place, self.row_mode = in_place, row_mode
 
     def forward(self, hidden_states):
-        return liger_rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
-        )
+        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self):
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)
@@ -335,9 +349,7 @@ CASES.append(
         "rms_norm",
         fn=lambda x, w=None, offset=0.0, casting="llama": liger_rms_norm(x, w, 1e-6, offset, casting),
         reference=lambda x, w=None, offset=0.0, casting="llama": rms_norm_reference(x, w, 1e-6, offset, casting),
-        inputs=lambda *shape: dict(
-            x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_()
-        ),
+        inputs=lambda *shape: dict(x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_()),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(casting="none"), dict(w=None)),
         bench=((8192, 2048), (8192, 4096), (16384, 8192), (65536, 128)),

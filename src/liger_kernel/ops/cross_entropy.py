@@ -1,0 +1,320 @@
+r"""Cross entropy of given logits.
+
+The mathematics stands in `_token_loss`: softcap, class weights, label smoothing and z-loss in fp32, whatever the
+logits' dtype, as Hugging Face computes it on ``logits.float()`` but without that copy. Forward reads the logits once
+and leaves them as they are; backward reads them once and writes the gradient once, over the logits where nobody but
+the graph can see them any more (`_op.may_overwrite`), so that a training step needs no second tensor of their size.
+
+Sources: label smoothing arXiv:1512.00567, z-loss (PaLM) arXiv:2204.02311, softcap (Gemma 2) arXiv:2408.00118.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import _device
+from ._op import CASES, Case, Function, asked, custom_op, may_overwrite, nothing
+from ._token_loss import normalisers, token_gradient, token_loss
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass
+class CrossEntropyOutput:
+    """What a loss returns when more than the loss was asked for."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def cross_entropy_reference(
+    x, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
+    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    logit_scale=1.0, use_token_scaling=False,
+):  # fmt: skip
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), loss and z_loss in fp32 (fp64 for fp64 logits)."""
+    z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    weight = None if weight is None else weight.to(z.dtype)
+    valid = target != ignore_index
+    n = valid.sum()
+    label = target.where(valid, 0)
+    ce = F.cross_entropy(
+        z, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    z_loss = (lse_square_scale * z.logsumexp(-1).square()).where(valid, 0)
+    if reduction == "mean":
+        ce = ce / (n if weight is None else weight[label].where(valid, 0).sum())
+        z_loss = z_loss / n
+    if use_token_scaling:
+        token = z.detach().softmax(-1).gather(-1, label[:, None]).squeeze(-1).where(valid, 0)
+        ce, z_loss = ce * token, z_loss * token
+    loss = torch.where(valid, ce + z_loss, 0)
+    best = z.detach().argmax(-1)
+    correct = ((best == target) & valid).float()
+    if reduction != "none":
+        loss, z_loss, correct = loss.sum(), z_loss.sum(), correct.sum() / n
+    return (
+        loss,
+        z_loss.detach() if return_z_loss else None,
+        correct if return_token_accuracy else None,
+        best.where(valid, -1) if return_predicted_tokens else None,
+    )
+
+
+def _outputs(
+    x, target, weight, ignore_index, lse_square_scale, label_smoothing, mean, softcap, need_z, need_best
+):  # fmt: skip
+    rows = x.shape[0]
+    shapes = (rows,), (rows, 2), (rows if need_z else 0,), (4,)
+    return *(x.new_empty(shape, dtype=torch.float32) for shape in shapes), target.new_empty(
+        rows if need_best else 0, dtype=torch.int64
+    )
+
+
+@custom_op("cross_entropy", _outputs)
+def cross_entropy_fwd(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, lse_square_scale: float,
+    label_smoothing: float, mean: bool, softcap: float | None, need_z: bool, need_best: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x (M, V) -> loss (M,), (max, log-sum) (M, 2), z_loss (M,), normalisers (4,), predicted (M,) or what is needed."""
+    loss, stats, z_loss, _, best = _outputs(
+        x, target, weight, ignore_index, lse_square_scale, label_smoothing, mean, softcap, need_z, need_best
+    )
+    norm = normalisers(target, weight, x.shape[1], ignore_index, mean)
+    token_loss(
+        x, target, weight, norm, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0,
+        loss, stats, z_loss if need_z else None, None, best if need_best else None,
+    )  # fmt: skip
+    return loss, stats, z_loss, norm, best
+
+
+def _gradient(g, x, target, weight, norm, stats, ignore_index, label_smoothing, lse_square_scale, softcap):
+    return x.new_empty(x.shape)
+
+
+@custom_op("cross_entropy_backward", _gradient)
+def cross_entropy_bwd(
+    g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, norm: torch.Tensor,
+    stats: torch.Tensor, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """g: one element, or (M,) -> dx (M, V)."""
+    dx = x.new_empty(x.shape)
+    token_gradient(g, x, target, weight, norm, stats, dx, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0)
+    return dx
+
+
+class LigerCrossEntropyFunction(Function):
+    """``apply(_input (M, V), target (M,), weight, ...) -> (loss, z_loss, token_accuracy, predicted_tokens)``.
+
+    What was not asked for is None. ``loss_dtype`` is the dtype of loss and z_loss (None: the logits').
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        return asked(super().apply(*args))
+
+    @staticmethod
+    def reference(
+        _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
+        softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None,
+    ):  # fmt: skip
+        loss, z_loss, *counts = cross_entropy_reference(
+            _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, return_token_accuracy, return_predicted_tokens,
+        )  # fmt: skip
+        dtype = loss_dtype or _input.dtype
+        return loss.to(dtype), None if z_loss is None else z_loss.to(dtype), *counts
+
+    @staticmethod
+    def forward(
+        ctx, _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+        reduction="mean", softcap=None, return_z_loss=False, return_token_accuracy=False,
+        return_predicted_tokens=False, loss_dtype=None,
+    ):  # fmt: skip
+        _device.require_kernels("LigerCrossEntropyFunction", _input)
+        x = _input if _input.stride(-1) == 1 else _input.contiguous()
+        target = target.contiguous()
+        weight = None if weight is None else weight.contiguous()
+        loss, stats, z_loss, norm, best = cross_entropy_fwd(
+            x, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction == "mean", softcap,
+            return_z_loss, return_token_accuracy or return_predicted_tokens,
+        )  # fmt: skip
+        ctx.save_for_backward(x, target, weight, norm, stats)
+        ctx.options = ignore_index, label_smoothing, lse_square_scale, softcap
+        dtype = loss_dtype or x.dtype
+        scalar = reduction != "none"
+        correct = (best == target).float() if return_token_accuracy else None
+        loss = (loss.sum() if scalar else loss).to(dtype)
+        z_loss = (z_loss.sum() if scalar else z_loss).to(dtype) if return_z_loss else nothing(x)
+        accuracy = nothing(x) if correct is None else correct.sum() / norm[3] if scalar else correct
+        best = best if return_predicted_tokens else nothing(x)
+        ctx.mark_non_differentiable(z_loss, accuracy, best)
+        return loss, z_loss, accuracy, best
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        x, target, weight, norm, stats = ctx.saved_tensors
+        if may_overwrite(x):
+            with _device.guard(x):
+                token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
+            torch.autograd.graph.increment_version(x)
+            dx = x
+        else:
+            dx = cross_entropy_bwd(dloss, x, target, weight, norm, stats, *ctx.options)
+        return dx, *[None] * 11
+
+
+def check_options(name, reduction, label_smoothing, softcap):
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing is {label_smoothing}, give a number from 0 to 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name}: softcap is {softcap}, give a positive number or None")
+
+
+def check_rows(name, rows, target, weight, V):
+    if target.dim() != 1 or target.shape[0] != rows.shape[0]:
+        raise ValueError(f"{name}: target has shape {tuple(target.shape)}, give one label a row: ({rows.shape[0]},)")
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise TypeError(f"{name}: target is {target.dtype}, give class indices (torch.int64)")
+    if weight is not None and weight.shape != (V,):
+        raise ValueError(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
+    if weight is not None and not weight.is_floating_point():
+        raise TypeError(f"{name}: the class weight is {weight.dtype}, give a floating point tensor")
+
+
+def packed(loss, z_loss, token_accuracy, predicted_tokens):
+    """The bare loss, or a `CrossEntropyOutput` if more was asked for."""
+    loss, z_loss, token_accuracy, predicted_tokens = asked((loss, z_loss, token_accuracy, predicted_tokens))
+    if z_loss is None and token_accuracy is None and predicted_tokens is None:
+        return loss
+    return CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)
+
+
+def liger_cross_entropy(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
+    return_predicted_tokens=False, loss_dtype=None,
+):  # fmt: skip
+    """Cross entropy of logits, as `torch.nn.functional.cross_entropy`, in fp32 arithmetic for any dtype.
+
+    Args:
+        input: (M, V) logits, fp32, bf16 or fp16. Not written to in forward. In backward their memory becomes that of
+            their gradient if nobody else can see it any more.
+        target: (M,) class indices.
+        weight: (V,) class weights.
+        size_average, reduce: deprecated spellings of ``reduction``, as in torch.
+        ignore_index: target value of rows that count for nothing.
+        reduction: "mean" (over the valid rows, weighted), "sum" or "none".
+        label_smoothing: in [0, 1].
+        lse_square_scale: z-loss: this times the squared log-sum-exp is added to each row's loss.
+        softcap: logits become ``softcap·tanh(logits / softcap)``.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a `CrossEntropyOutput`.
+        loss_dtype: dtype of loss and z_loss; None: that of the logits.
+
+    Returns:
+        The loss: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput` with z_loss (the part of
+        the loss that it is), token_accuracy (fp32, over the valid rows) and predicted_tokens ((M,) int64, the lowest
+        index on ties, -1 where ignored), None where not asked for. If all rows are ignored the loss is 0.
+
+    Raises:
+        ValueError, TypeError: shapes or options that don't fit.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    check_options("liger_cross_entropy", reduction, label_smoothing, softcap)
+    if input.dim() != 2:
+        raise ValueError(
+            f"liger_cross_entropy: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)"
+        )
+    check_rows("liger_cross_entropy", input, target, weight, input.shape[1])
+    run = LigerCrossEntropyFunction.apply if _device.has_kernels(input) else LigerCrossEntropyFunction.reference
+    return packed(
+        *run(
+            input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, return_token_accuracy, return_predicted_tokens, loss_dtype,
+        )
+    )  # fmt: skip
+
+
+class LigerCrossEntropyLoss(torch.nn.Module):
+    """`liger_cross_entropy` with its options kept: ``forward(_input (M, V), target (M,))``."""
+
+    def __init__(
+        self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
+        return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    ):  # fmt: skip
+        super().__init__()
+        check_options(type(self).__name__, reduction, label_smoothing, softcap)
+        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input, target):
+        return liger_cross_entropy(
+            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,
+            return_z_loss=self.return_z_loss, return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def labels(rows, classes, ignored=3):
+    """Random targets, every ``ignored``-th one -100."""
+    target = torch.randint(classes, (rows,))
+    return target.where(torch.arange(rows) % ignored != 1, -100)
+
+
+def unpacked(out):
+    """What `packed` made, as a tensor or a tuple of them."""
+    if not isinstance(out, CrossEntropyOutput):
+        return out
+    return out.loss, out.z_loss, out.token_accuracy, out.predicted_tokens
+
+
+EVERYTHING = dict(
+    label_smoothing=0.1, lse_square_scale=1e-2, softcap=5.0,
+    return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
+)  # fmt: skip
+
+CASES.append(
+    Case(
+        "cross_entropy",
+        # the logits are made by an operation, as a head makes them: a leaf is never written over
+        fn=lambda x, target, class_weights=False, **options: unpacked(
+            liger_cross_entropy(x * 1, target, _weights(x) if class_weights else None, loss_dtype=_exact(x), **options)
+        ),
+        reference=lambda x, target, class_weights=False, **options: cross_entropy_reference(
+            x * 1, target, _weights(x) if class_weights else None, **options
+        ),
+        inputs=lambda M, V: dict(x=torch.randn(M, V).mul(3).requires_grad_(), target=labels(M, V)),
+        shapes=((1, 8), (5, 123), (9, 513), (3, 17000)),
+        options=(
+            dict(),
+            dict(reduction="sum", label_smoothing=0.1),
+            dict(reduction="none", lse_square_scale=1e-2, softcap=5.0),
+            dict(class_weights=True, **EVERYTHING),
+            dict(class_weights=True, reduction="none", **EVERYTHING),
+        ),
+        bench=((16384, 32000), (8192, 128256), (8192, 256000)),
+        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (1, 2)),
+        fp32_roundings=2,
+    )
+)
+
+
+def _weights(x):
+    return torch.linspace(0.5, 2, x.shape[1], device=x.device)
+
+
+def _exact(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,403 @@
+r"""Gated linear units: SwiGLU and GeGLU.
+
+    y = act(gm·a)·b·dm
+
+    da = dy·b·act'(gm·a)·gm·dm,   db = dy·act(gm·a)·dm
+
+    silu:         act(x) = x·σ(x),        act' = σ(x) + x·σ(x)·σ(-x)
+    GELU, tanh:   act(x) = x·σ(z),        act' = σ(z) + x·σ(z)·σ(-z)·z',   z = 2·√(2/π)·(x + 0.044715·x³)
+    GELU, exact:  act(x) = x·Φ(x),        act' = Φ(x) + x·φ(x)
+
+GELU's ½·(1 + tanh u) is σ(2u). Hugging Face rounds act(x) to the input's dtype, and the product again. Here arithmetic
+is in fp32 and the result is rounded once.
+
+Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of Falcon-H1,
+arXiv:2507.22448.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from . import _device
+from ._op import CASES, Case, Function, custom_op, may_overwrite
+from ._tile import tl, triton
+
+
+def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    y = F.silu(a if gate_multiplier == 1 else a * gate_multiplier) * b
+    return y if down_multiplier == 1 else y * down_multiplier
+
+
+def geglu_reference(a, b, approximate="tanh"):
+    return F.gelu(a, approximate=approximate) * b
+
+
+@triton.jit
+def _sigmoid(z):
+    """σ(z), and σ(z)·σ(-z) without the cancellation in 1 - σ(z). Nothing overflows."""
+    e = tl.exp(-tl.abs(z))
+    p = 1.0 / (1.0 + e)
+    return tl.where(z < 0, e * p, p), e * p * p
+
+
+@triton.jit
+def _silu(x):
+    """An activation returns act(x) and act'(x); what a kernel doesn't use is not computed."""
+    s, ds = _sigmoid(x)
+    return x * s, s + x * ds
+
+
+@triton.jit
+def _gelu_tanh(x):
+    s, ds = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * s, s + x * ds * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+
+
+@triton.jit
+def _gelu(x):
+    cdf = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+
+
+ACTS = {"silu": _silu, "tanh": _gelu_tanh, "none": _gelu}  # the two GELUs by torch's names
+
+
+@triton.jit
+def _fwd(a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    """One program computes BLOCK columns of one row."""
+    blocks = tl.cdiv(N, BLOCK)
+    m = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    n = tl.cast(tl.program_id(0) % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + m * stride_a + n, mask=n < N).to(tl.float32)
+    b = tl.load(b_ptr + m * stride_b + n, mask=n < N).to(tl.float32)
+    act, _ = ACT(a * gm)
+    tl.store(y_ptr + m * N + n, (act * b * dm).to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _bwd(
+    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, stride_dy, stride_a, stride_b, N, gm, dm,
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """da and db may be the memory of a and b: a program reads what it writes before it writes it."""
+    blocks = tl.cdiv(N, BLOCK)
+    m = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    n = tl.cast(tl.program_id(0) % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy = tl.load(dy_ptr + m * stride_dy + n, mask=n < N).to(tl.float32) * dm
+    a = tl.load(a_ptr + m * stride_a + n, mask=n < N).to(tl.float32)
+    b = tl.load(b_ptr + m * stride_b + n, mask=n < N).to(tl.float32)
+    act, slope = ACT(a * gm)
+    if da_ptr is not None:
+        tl.store(da_ptr + m * N + n, (dy * b * slope * gm).to(da_ptr.dtype.element_ty), mask=n < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + m * N + n, (dy * act).to(db_ptr.dtype.element_ty), mask=n < N)
+
+
+def _launch(N):
+    """(columns, warps) of a program: 16 bytes of each operand a thread."""
+    columns = 1024 if N > 512 else triton.next_power_of_2(max(N, 1))
+    return columns, max(1, columns // 256)
+
+
+def _rows(*tensors):
+    """(..., N) each as (M, N) with unit stride in N: one long row if all are contiguous, a copy only where need be."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    rows = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    return [t if t.stride(1) == 1 else t.contiguous() for t in rows]
+
+
+def _output(a, b, act, gm, dm):
+    return a.new_empty(a.shape)
+
+
+def _gradients(dy, a, b, act, gm, dm, need_da, need_db):
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in ((a, need_da), (b, need_db)))
+
+
+@custom_op("glu", _output)
+def glu_fwd(a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float) -> torch.Tensor:
+    """a, b of one shape and dtype, any strides -> y, contiguous."""
+    y = _output(a, b, act, gm, dm)
+    a, b = _rows(a, b)
+    M, N = a.shape
+    columns, warps = _launch(N)
+    _fwd[(M * triton.cdiv(N, columns),)](
+        a, b, y, a.stride(0), b.stride(0), N, gm, dm, ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a)
+    )
+    return y
+
+
+def _launch_bwd(dy, a, b, da, db, act, gm, dm):
+    dy, a, b = _rows(dy, a, b)
+    M, N = a.shape
+    columns, warps = _launch(N)
+    _bwd[(M * triton.cdiv(N, columns),)](
+        dy, a, b, da, db, dy.stride(0), a.stride(0), b.stride(0), N, gm, dm,
+        ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a),
+    )  # fmt: skip
+
+
+@custom_op("glu_backward", _gradients)
+def glu_bwd(
+    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float, need_da: bool, need_db: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> da, db, contiguous; an empty tensor in place of one that isn't needed."""
+    da, db = _gradients(dy, a, b, act, gm, dm, need_da, need_db)
+    _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, act, gm, dm)
+    return da, db
+
+
+def _check(name, a, b):
+    if a.shape != b.shape:
+        raise ValueError(f"{name}: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, give equal ones")
+    if a.dtype != b.dtype:
+        raise TypeError(f"{name}: a is {a.dtype}, b {b.dtype}, cast one of them")
+    if a.device != b.device:
+        raise ValueError(f"{name}: a is on {a.device}, b on {b.device}, move one of them")
+
+
+class _GLUFunction(Function):
+    """Saves a and b, recomputes the activation, and leaves da and db in their memory where nobody else can see it."""
+
+    @staticmethod
+    def save(ctx, a, b, act, gm, dm):
+        ctx.save_for_backward(a, b)
+        ctx.options = act, gm, dm
+        return glu_fwd(a, b, act, gm, dm)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        need_da, need_db = ctx.needs_input_grad[:2]
+        over_a = need_da and a.is_contiguous() and may_overwrite(a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(b)
+        if not (over_a or over_b):
+            da, db = glu_bwd(dy, a, b, *ctx.options, need_da, need_db)
+        else:
+            da = a.detach() if over_a else a.new_empty(a.shape)
+            db = b.detach() if over_b else b.new_empty(b.shape)
+            with _device.guard(a):
+                _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, *ctx.options)
+            torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
+        return da if need_da else None, db if need_db else None, None, None
+
+
+class LigerSiLUMulFunction(_GLUFunction):
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0) -> silu(gate_multiplier·a)·b·down_multiplier``."""
+
+    @staticmethod
+    def reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+        _check("LigerSiLUMulFunction", a, b)
+        return swiglu_reference(a, b, gate_multiplier, down_multiplier)
+
+    @staticmethod
+    def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
+        _device.require_kernels("LigerSiLUMulFunction", a)
+        _check("LigerSiLUMulFunction", a, b)
+        return _GLUFunction.save(ctx, a, b, "silu", float(gate_multiplier), float(down_multiplier))
+
+
+class LigerGELUMulFunction(_GLUFunction):
+    """``apply(a, b, approximate="tanh") -> gelu(a)·b``; "none" is the exact GELU."""
+
+    @staticmethod
+    def reference(a, b, approximate="tanh"):
+        _check("LigerGELUMulFunction", a, b)
+        return geglu_reference(a, b, approximate)
+
+    @staticmethod
+    def forward(ctx, a, b, approximate="tanh"):
+        _device.require_kernels("LigerGELUMulFunction", a)
+        _check("LigerGELUMulFunction", a, b)
+        return _GLUFunction.save(ctx, a, b, approximate, 1.0, 1.0)
+
+
+def liger_swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    """``silu(gate_multiplier·a)·b·down_multiplier``.
+
+    Args:
+        a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
+        gate_multiplier, down_multiplier: numbers, as in Falcon-H1.
+
+    Returns:
+        A contiguous tensor like a and b.
+
+    Raises:
+        ValueError: a and b differ in shape or device. TypeError: they differ in dtype.
+
+    Source: arXiv:2002.05202.
+    """
+    return LigerSiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
+
+
+def liger_geglu(a, b, approximate="tanh"):
+    """``gelu(a)·b``.
+
+    Args:
+        a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
+        approximate: "tanh", or "none" for the exact GELU, as in `torch.nn.functional.gelu`.
+
+    Returns:
+        A contiguous tensor like a and b.
+
+    Raises:
+        ValueError: unknown approximation; a and b differ in shape or device. TypeError: they differ in dtype.
+
+    Source: arXiv:2002.05202.
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"liger_geglu: approximate is {approximate!r}, give 'tanh' or 'none'")
+    return LigerGELUMulFunction.apply(a, b, approximate)
+
+
+def _require_silu(module, act):
+    if act not in ("silu", "swish"):
+        raise ValueError(f"{type(module).__name__}: the config's activation is {act!r}, it computes 'silu' alone")
+
+
+def _projections(module, config, intermediate_size, bias=False):
+    module.config = config
+    module.hidden_size, module.intermediate_size = config.hidden_size, intermediate_size
+    module.gate_proj = torch.nn.Linear(module.hidden_size, module.intermediate_size, bias=bias)
+    module.up_proj = torch.nn.Linear(module.hidden_size, module.intermediate_size, bias=bias)
+    module.down_proj = torch.nn.Linear(module.intermediate_size, module.hidden_size, bias=bias)
+
+
+class LigerSwiGLUMLP(torch.nn.Module):
+    """``down_proj(silu(gate_proj(x))·up_proj(x))``. The state dict is Hugging Face's.
+
+    ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
+    """
+
+    def __init__(self, config, intermediate_size=None):
+        super().__init__()
+        _require_silu(self, config.hidden_act)
+        _projections(self, config, config.intermediate_size if intermediate_size is None else intermediate_size)
+
+    def forward(self, x):
+        return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    pass
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    def __init__(self, config):
+        torch.nn.Module.__init__(self)
+        _require_silu(self, config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act)
+        _projections(self, config, config.intermediate_size)
+
+
+class LigerFalconH1SwiGLUMLP(torch.nn.Module):
+    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: the bias is multiplied too."""
+
+    def __init__(self, config):
+        super().__init__()
+        _require_silu(self, config.hidden_act)
+        _projections(self, config, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x):
+        y = liger_swiglu(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
+
+
+class LigerBlockSparseTop2MLP(torch.nn.Module):
+    """One expert of Mixtral: ``w2(silu(w1(x))·w3(x))``."""
+
+    def __init__(self, config):
+        super().__init__()
+        _require_silu(self, config.hidden_act)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = torch.nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
+
+
+class LigerPhi3SwiGLUMLP(torch.nn.Module):
+    """Gate and up projection in one, the gate first. Its halves are read in place."""
+
+    def __init__(self, config):
+        super().__init__()
+        _require_silu(self, config.hidden_act)
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = torch.nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(liger_swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
+
+
+class LigerGEGLUMLP(torch.nn.Module):
+    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU, whatever the config's activation.
+
+    ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        _projections(self, config, config.intermediate_size)
+
+    def forward(self, x):
+        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """Twice as wide in the layers that share their keys and values, if the config says so."""
+
+    def __init__(self, config, layer_idx=None):
+        torch.nn.Module.__init__(self)
+        shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        wide = wide and layer_idx >= config.num_hidden_layers - shared
+        _projections(self, config, config.intermediate_size * (2 if wide else 1))
+
+
+def _inputs(*shape):
+    return dict(a=(3 * torch.randn(shape)).requires_grad_(), b=torch.randn(shape).requires_grad_())
+
+
+def _traffic(t):
+    size = t["a"].numel() * t["a"].element_size()
+    return 3 * size, 5 * size
+
+
+SHAPES = ((1, 8), (5, 123), (2, 7, 512), (3, 1025))
+CASES.append(
+    Case(
+        "swiglu",
+        fn=liger_swiglu,
+        reference=swiglu_reference,
+        inputs=_inputs,
+        shapes=SHAPES,
+        options=(dict(), dict(gate_multiplier=0.7, down_multiplier=1.3)),
+        bench=((8192, 14336),),
+        traffic=_traffic,
+    )
+)
+CASES.append(
+    Case(
+        "geglu",
+        fn=liger_geglu,
+        reference=geglu_reference,
+        inputs=_inputs,
+        shapes=SHAPES,
+        options=(dict(), dict(approximate="none")),
+        bench=((8192, 14336),),
+        traffic=_traffic,
+    )
+)
