@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import _device
 
@@ -48,8 +49,14 @@ def custom_op(name: str, like: Callable):
 class Function(torch.autograd.Function):
     """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
 
-    A subclass gives ``reference(*args)``: the same outputs in plain PyTorch.
+    A subclass gives ``reference(*args)``: the same outputs in plain PyTorch. There are no second derivatives: asking
+    for them raises.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "backward" in vars(cls):
+            cls.backward = staticmethod(once_differentiable(cls.backward))
 
     @classmethod
     def apply(cls, *args):
@@ -60,14 +67,9 @@ class Function(torch.autograd.Function):
         return super().apply(*args)
 
 
-def nothing(like: torch.Tensor) -> torch.Tensor:
-    """Stands for None among a Function's outputs: at a None, dynamo of torch 2.11 loses the other outputs' gradient."""
-    return like.new_empty(0, dtype=torch.uint8)
-
-
-def asked(outputs: tuple) -> tuple:
-    """The outputs, None for `nothing`."""
-    return tuple(None if o is None or o.dtype == torch.uint8 else o for o in outputs)
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in ``dtype``. Dynamo of torch 2.11 loses the gradient of an output at a ``.to`` that has nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from . import _device
-from ._op import CASES, Case, Function, asked, custom_op, may_overwrite, nothing
+from ._op import CASES, Case, Function, custom_op, may_overwrite, rounded
 from ._token_loss import normalisers, token_gradient, token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -116,10 +116,6 @@ class LigerCrossEntropyFunction(Function):
     What was not asked for is None. ``loss_dtype`` is the dtype of loss and z_loss (None: the logits').
     """
 
-    @classmethod
-    def apply(cls, *args):
-        return asked(super().apply(*args))
-
     @staticmethod
     def reference(
         _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
@@ -151,12 +147,14 @@ class LigerCrossEntropyFunction(Function):
         dtype = loss_dtype or x.dtype
         scalar = reduction != "none"
         correct = (best == target).float() if return_token_accuracy else None
-        loss = (loss.sum() if scalar else loss).to(dtype)
-        z_loss = (z_loss.sum() if scalar else z_loss).to(dtype) if return_z_loss else nothing(x)
-        accuracy = nothing(x) if correct is None else correct.sum() / norm[3] if scalar else correct
-        best = best if return_predicted_tokens else nothing(x)
-        ctx.mark_non_differentiable(z_loss, accuracy, best)
-        return loss, z_loss, accuracy, best
+        outputs = (
+            rounded(loss.sum() if scalar else loss, dtype),
+            rounded(z_loss.sum() if scalar else z_loss, dtype) if return_z_loss else None,
+            correct.sum() / norm[3] if return_token_accuracy and scalar else correct,
+            best if return_predicted_tokens else None,
+        )
+        ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
+        return outputs
 
     @staticmethod
     def backward(ctx, dloss, *_):
@@ -193,7 +191,6 @@ def check_rows(name, rows, target, weight, V):
 
 def packed(loss, z_loss, token_accuracy, predicted_tokens):
     """The bare loss, or a `CrossEntropyOutput` if more was asked for."""
-    loss, z_loss, token_accuracy, predicted_tokens = asked((loss, z_loss, token_accuracy, predicted_tokens))
     if z_loss is None and token_accuracy is None and predicted_tokens is None:
         return loss
     return CrossEntropyOutput(loss, z_loss, token_accuracy, predicted_tokens)

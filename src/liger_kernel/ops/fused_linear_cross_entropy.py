@@ -21,14 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from . import _device
-from ._op import CASES, Case, Function, asked, custom_op, nothing
+from ._op import CASES, Case, Function, custom_op, rounded
 from ._tile import tl, triton
 from ._token_loss import normalisers, token_gradient, token_loss
 from .cross_entropy import EVERYTHING, check_options, check_rows, cross_entropy_reference, labels, packed, unpacked
 
-ROWS = 2048  # of a chunk. H200: 512 rows cost 10-17 % of the matmul rate
-CHUNKS = 8  # that dW may be accumulated over in 16 bits: the error against fp64 grows by 1.3x at 16
-LOGITS_BYTES = 2**30  # what a chunk of more rows, in favour of fewer chunks, may take
+ROWS = 2048  # of a chunk. Chunks of 512 cost 10-17 % of the matmul rate on an H200
+CHUNKS = 4  # over which dW may be accumulated in 16 bits: k roundings make its error at most √((k+1)/2) times one's
 
 
 def fused_linear_cross_entropy_reference(
@@ -80,10 +79,9 @@ def _compute_dtype(input, weight):
     return weight.dtype
 
 
-def _chunks(M, V, itemsize, factor):
+def _chunks(M, factor):
     """(rows of a chunk, number of chunks)."""
-    rows = max(ROWS, min(triton.cdiv(M, CHUNKS), LOGITS_BYTES // (V * itemsize))) * factor
-    count = max(triton.cdiv(M, rows), 1)
+    count = max(triton.cdiv(M, ROWS * factor), 1)
     even = triton.cdiv(triton.cdiv(M, count), 128) * 128  # the matmuls like multiples of 128
     return max(min(even, M), 1), count
 
@@ -112,9 +110,8 @@ class _Head:
     def __init__(self, h, w, b, dtype, factor):
         self.h, self.dtype = h, dtype
         self.w, self.b = w.to(dtype), None if b is None else b.to(dtype)
-        V = w.shape[0]
-        self.rows, _ = _chunks(h.shape[0], V, dtype.itemsize, factor)
-        self.logits = torch.empty((self.rows, V), dtype=dtype, device=h.device)
+        self.rows, _ = _chunks(h.shape[0], factor)
+        self.logits = torch.empty((self.rows, w.shape[0]), dtype=dtype, device=h.device)
 
     def chunks(self):
         """For each chunk its slice, its rows of h, and its logits in a buffer that is used again."""
@@ -141,7 +138,7 @@ class _Head:
 
 def _gradients(h, w, b, dtype, accum_dtype, factor, need_h, need_w, need_b):
     """Empty dh, dw, db; of no elements where not needed. dw is zero where no chunk will write it."""
-    rows, count = _chunks(h.shape[0], w.shape[0], dtype.itemsize, factor)
+    _, count = _chunks(h.shape[0], factor)
     exact = dtype == torch.float16 or (count > CHUNKS and w.dtype != torch.float32)
     dw_dtype = accum_dtype or (torch.float32 if exact else w.dtype)
     new = torch.zeros if h.shape[0] == 0 else torch.empty
@@ -241,9 +238,9 @@ def fused_linear_cross_entropy_forward(
     correct = (best == target).float() if return_token_accuracy else None
     outputs = (
         loss.sum() if scalar else loss,
-        (z_loss.sum() if scalar else z_loss).to(_input.dtype) if return_z_loss else nothing(_input),
-        nothing(_input) if correct is None else correct.sum() / norm[3] if scalar else correct,
-        best if return_predicted_tokens else nothing(_input),
+        rounded(z_loss.sum() if scalar else z_loss, _input.dtype) if return_z_loss else None,
+        correct.sum() / norm[3] if return_token_accuracy and scalar else correct,
+        best if return_predicted_tokens else None,
     )
     return outputs, grads, (stats, token, norm, dtype)
 
@@ -266,10 +263,6 @@ class LigerFusedLinearCrossEntropyFunction(Function):
     """
 
     reference = staticmethod(fused_linear_cross_entropy_reference)
-
-    @classmethod
-    def apply(cls, *args):
-        return asked(super().apply(*args))
 
     @staticmethod
     def forward(
@@ -300,7 +293,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
                 chunk_mem_const,
             )  # fmt: skip
             ctx.save_for_backward(_input, weight, bias, target, ce_weight, norm, stats, token)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
     @staticmethod
@@ -314,7 +307,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             h, w, b, target, ce_weight, norm, stats, token = ctx.saved_tensors
             g = (dloss * token if ctx.token_scaling else dloss).contiguous()
             dh, dw, db = flce_bwd(g, h, w, b, target, ce_weight, norm, stats, *ctx.options, *ctx.needs)
-            dw, db = dw.to(ctx.dtypes[0]), db.to(ctx.dtypes[1] or db.dtype)
+            dw, db = rounded(dw, ctx.dtypes[0]), rounded(db, ctx.dtypes[1] or db.dtype)
         need_h, need_w, need_b = ctx.needs
         return dh if need_h else None, dw if need_w else None, None, db if need_b else None, *[None] * 15
 

@@ -184,6 +184,8 @@ def rms_norm_bwd(
     whole = columns >= N
     if need_dx and not whole:
         _bwd_wide[(M,)](dy, x, w, rstd, dx, dy.stride(0), x.stride(0), N, offset, BLOCK_N=columns, num_warps=warps)
+    if not whole:
+        columns, warps = 4096, _device.warps(8, x)  # dw alone couples no columns: a block that spills no registers
     if need_dw or whole:
         programs = min(triton.cdiv(M, rows), resident * _device.multiprocessors(x))
         partial = x.new_empty((programs, N), dtype=torch.float32) if need_dw else None

@@ -1,0 +1,48 @@
+"""What is timed, by the name of a `Case` and with its inputs: the line that a user writes.
+
+``LIGER`` runs in our process and in the published package's, whose public names are the same. ``PLAIN`` is PyTorch for
+it, where the case's reference computes more than that line asks for. A case that doesn't stand here is timed as its
+own ``fn`` and ``reference``, without a peer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def _liger(name, *args):
+    import liger_kernel.transformers.functional as functional
+
+    return getattr(functional, f"liger_{name}")(*args)
+
+
+LIGER = {
+    "rms_norm": lambda x, w: _liger("rms_norm", x, w, 1e-6),
+    "rope": lambda q, k, cos, sin: _liger("rope", q, k, cos, sin),
+    "swiglu": lambda a, b: _liger("swiglu", a, b),
+    "geglu": lambda a, b: _liger("geglu", a, b),
+    "cross_entropy": lambda x, target: _liger("cross_entropy", x, target),
+    "fused_linear_cross_entropy": lambda input, weight, target: _liger(
+        "fused_linear_cross_entropy", input, weight, target
+    ),
+}
+
+
+def _rope(q, k, cos, sin):
+    """As Hugging Face's models have it."""
+
+    def turned(x):
+        x1, x2 = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-x2, x1), -1) * sin[:, None]
+
+    return turned(q), turned(k)
+
+
+PLAIN = {
+    "rope": _rope,
+    "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target),
+    "fused_linear_cross_entropy": lambda input, weight, target: F.cross_entropy(
+        F.linear(input, weight).float(), target
+    ),
+}

@@ -1,0 +1,289 @@
+"""Real kernels at real and extreme shapes, in CUDA graphs, without host synchronisation, within their memory bounds.
+
+`scripts/gpu-tests` runs this and the rest of the suite on a machine with a GPU. test_ops.py has the small shapes.
+"""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_ops import cast
+
+import liger_kernel.ops  # noqa: F401  (fills CASES)
+from liger_kernel.ops import fused_linear_cross_entropy as flce
+from liger_kernel.ops._op import CASES
+from liger_kernel.ops.cross_entropy import liger_cross_entropy
+from liger_kernel.ops.glu import liger_swiglu
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA or ROCm device: these shapes and CUDA graphs need one", allow_module_level=True)
+
+BY_NAME = {case.name: case for case in CASES}
+BY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+WITH_OPTIONS = pytest.mark.parametrize(
+    "case,option", [pytest.param(c, o, id=f"{c.name}-{i}") for c in CASES for i, o in enumerate(c.options)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _free_memory():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def drawn(case, shape, option, dtype=torch.bfloat16, seed=0):
+    """The case's inputs, drawn on the GPU."""
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        tensors = case.inputs(*shape)
+    return cast({**tensors, **option}, dtype)
+
+
+def outputs(out):
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+
+
+def leaves(tensors):
+    return {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+
+
+def incoming(out):
+    """The gradients that come in: random, but the same for every implementation and dtype."""
+    g = torch.Generator("cuda").manual_seed(0)
+    ends = [o for o in outputs(out) if o.requires_grad]
+    return ends, [torch.randn(o.shape, generator=g, device="cuda").bfloat16().to(o.dtype) for o in ends]
+
+
+def results(fn, tensors):
+    out = fn(**tensors)
+    ends, dys = incoming(out)
+    wanted = leaves(tensors)
+    grads = torch.autograd.grad(ends, list(wanted.values()), dys)
+    named = {f"output {i}": o.detach() for i, o in enumerate(outputs(out))}
+    return named | {f"d{k}": d for k, d in zip(wanted, grads, strict=True)}
+
+
+def error(a, exact):
+    """max |a - exact| and max |exact|, piece by piece: the whole in fp64 would not fit."""
+    pieces = zip(a.flatten().split(2**26), exact.flatten().split(2**26), strict=True)
+    both = torch.stack([torch.stack(((x.double() - e).abs().max(), e.abs().max())) for x, e in pieces])
+    return both.amax(0).tolist()
+
+
+def assert_as_exact_as(got, plain, exact, inputs, roundings=1, eps=None):
+    """No further from fp64 than PyTorch's own result, plus a rounding of the largest value (see test_ops.errors)."""
+    largest_input = max(float(t.detach().abs().max()) for t in leaves(inputs).values())
+    for k, e in exact.items():
+        assert got[k].dtype == plain[k].dtype, k
+        (mine, largest), (theirs, _) = error(got[k], e), error(plain[k], e)
+        if k.startswith("output"):
+            largest = max(largest, largest_input)
+        floor = (eps or torch.finfo(got[k].dtype).eps) * largest * roundings
+        assert mine <= theirs + floor, f"{k}: error {mine:.3g}, PyTorch's own {theirs:.3g}, a rounding {floor:.3g}"
+
+
+def fitting(case, shape):
+    """The shape, of rows of logits only so many that their float64 reference fits: a row doesn't know of the others."""
+    rows = shape[0]
+    while case.name.endswith("cross_entropy") and rows * shape[-1] > 2**29:
+        rows //= 2
+    return rows, *shape[1:]
+
+
+REAL = {(c.name, fitting(c, shape)): None for c in CASES for shape in c.bench}  # a dict: cut shapes may coincide
+WIDE = [("rms_norm", (16, 70001)), ("rms_norm", (16, 131072)), ("cross_entropy", (8, 300001))]
+
+
+@pytest.mark.parametrize("name,shape", [*REAL, *WIDE], ids=str)
+def test_real_shapes(name, shape):
+    case = BY_NAME[name]
+    tensors = drawn(case, shape, case.options[0])
+    got = results(case.fn, tensors)
+    plain = results(case.reference, tensors)
+    exact = results(case.reference, cast(tensors, torch.float64))
+    assert_as_exact_as(got, plain, exact, tensors, case.fp32_roundings)
+
+
+def logits(x, target):
+    return liger_cross_entropy(x, target, reduction="none")
+
+
+def halves():
+    return {"x": torch.randn(2**18 + 5, 8192, dtype=torch.bfloat16, device="cuda", requires_grad=True)}
+
+
+V = 128256
+FAR = {  # name: function, inputs, and the dimension along which an input's entries don't depend on each other
+    "rms_norm": (BY_NAME["rms_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
+    "swiglu": (BY_NAME["swiglu"].fn, (2**31 // 14336 + 5, 14336), {"a": 0, "b": 0}),
+    "swiglu of halves": (lambda x: liger_swiglu(*x.chunk(2, -1)), halves, {"x": 0}),
+    "rope": (BY_NAME["rope"].fn, (1, 2**19 + 7, 32, 8, 128), {"q": 2, "k": 2, "cos": 1, "sin": 1}),
+    "cross_entropy": (logits, (2**31 // V + 5, V), {"x": 0, "target": 0}),
+    "cross_entropy in place": (lambda x, target: logits(x * 1, target), (2**31 // V + 5, V), {"x": 0, "target": 0}),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_more_than_2_31_elements(name):
+    """The far end of a tensor whose offsets don't fit 32 bits: the same as its last rows alone. Only they have a dy."""
+    fn, shape, dims = FAR[name]
+    tensors = shape() if callable(shape) else drawn(BY_NAME[name.split()[0]], shape, {})
+    assert max(t.numel() for t in leaves(tensors).values()) > 2**31
+
+    def last(t, dim):
+        return t.narrow(dim, t.shape[dim] - 3, 3)
+
+    few = {k: cast({k: last(t, dims[k])}, t.dtype)[k] if k in dims else t for k, t in tensors.items()}
+    want = results(fn, few)
+    few_dys = incoming(fn(**few))[1]
+
+    dim = next(iter(dims.values()))
+    outs = outputs(fn(**tensors))
+    dys = [torch.zeros_like(o) for o in outs]
+    for dy, given in zip(dys, few_dys, strict=True):
+        last(dy, dim).copy_(given)
+    for i, o in enumerate(outs):
+        torch.testing.assert_close(last(o.detach(), dim), want[f"output {i}"])
+    wanted = leaves(tensors)
+    for (k, t), d in zip(wanted.items(), torch.autograd.grad(outs, list(wanted.values()), dys), strict=True):
+        torch.testing.assert_close(last(d, dims[k]) if k in dims else d, want[f"d{k}"])
+        if k in dims:
+            assert not d.narrow(dims[k], 0, t.shape[dims[k]] - 3).any(), f"d{k} where dy is 0"
+
+
+@WITH_OPTIONS
+def test_cuda_graph(case, option):
+    """Forward and backward captured, then replayed on other data."""
+    tensors = drawn(case, case.shapes[1], option)
+    wanted = list(leaves(tensors).values())
+    dys = incoming(case.fn(**tensors))[1]
+
+    def step():
+        outs = outputs(case.fn(**tensors))
+        return outs, torch.autograd.grad([o for o in outs if o.requires_grad], wanted, dys)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs, grads = step()
+
+    other = drawn(case, case.shapes[1], option, seed=1)
+    with torch.no_grad():
+        for k, t in tensors.items():
+            if isinstance(t, torch.Tensor):
+                t.copy_(other[k])
+    graph.replay()
+    replayed = [t.detach().clone() for t in (*outs, *grads)]
+    now, then = step()
+    for got, want in zip(replayed, (*now, *then), strict=True):
+        torch.testing.assert_close(got, want.detach())
+
+
+@WITH_OPTIONS
+def test_no_host_synchronisation(case, option):
+    tensors = drawn(case, case.shapes[1], option)
+    wanted = list(leaves(tensors).values())
+    ends, dys = incoming(case.fn(**tensors))
+    torch.autograd.grad(ends, wanted, dys)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ends = [o for o in outputs(case.fn(**tensors)) if o.requires_grad]
+        torch.autograd.grad(ends, wanted, dys)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@BY_CASE
+def test_runs_where_the_tensor_is(case):
+    here = drawn(case, case.shapes[1], case.options[0])
+    there = dict(here)
+    for k, t in here.items():
+        if isinstance(t, torch.Tensor):
+            there[k] = t.detach().to("cuda:1").requires_grad_(t.requires_grad)
+    ends, dys = incoming(case.fn(**here))
+    want = torch.autograd.grad(ends, list(leaves(here).values()), dys)
+    ends = [o for o in outputs(case.fn(**there)) if o.requires_grad]
+    got = torch.autograd.grad(ends, list(leaves(there).values()), [dy.to("cuda:1") for dy in dys])
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(got, want, strict=True):
+        assert a.device.index == 1
+        torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+@BY_CASE
+def test_inductor(case):
+    torch._dynamo.reset()
+    tensors = drawn(case, case.shapes[1], case.options[0], torch.float32)
+    got = results(torch.compile(case.fn, fullgraph=True, dynamic=False), tensors)
+    for k, want in results(case.fn, tensors).items():
+        torch.testing.assert_close(got[k], want, rtol=1e-5, atol=1e-5)
+
+
+@BY_CASE
+def test_autocast(case):
+    """fp32 inputs under bf16 autocast: the dtypes of the PyTorch code, and no more error."""
+    tensors = drawn(case, case.shapes[1], case.options[0], torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        got, plain = results(case.fn, tensors), results(case.reference, tensors)
+    exact = results(case.reference, cast(tensors, torch.float64))
+    assert_as_exact_as(got, plain, exact, tensors, eps=torch.finfo(torch.bfloat16).eps)
+
+
+def peak(run):
+    """Bytes in use at most while it runs, beyond those before; after one run for what stays (cuBLAS's workspace)."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        torch.cuda.synchronize()
+        del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_cross_entropy_needs_no_second_logits():
+    """Logits from a head, as in training: the gradient takes their memory."""
+    M, H, V = 8192, 64, 128256
+    h, w = (torch.randn(n, H, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (M, V))
+    target = torch.randint(V, (M,), device="cuda")
+
+    def step():
+        return torch.autograd.grad(liger_cross_entropy(F.linear(h, w), target), (h, w))
+
+    logits = 2 * M * V
+    assert peak(step) <= 1.03 * logits
+
+
+def test_linear_cross_entropy_memory():
+    """At most 1.6x of the gradients themselves."""
+    M, H, V = 8192, 4096, 128256
+    h, w = (torch.randn(n, H, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_() for n in (M, V))
+    target = torch.randint(V, (M,), device="cuda")
+
+    def step():
+        return torch.autograd.grad(flce.liger_fused_linear_cross_entropy(h, w, target), (h, w))
+
+    assert peak(step) <= 1.6 * 2 * H * (M + V)
+
+
+@pytest.mark.parametrize("chunks", [4, 16, 64])
+def test_head_gradient_over_many_chunks(chunks, monkeypatch):
+    """Over few chunks roundings to 16 bits add up, no more than as many independent ones; beyond, there's just one."""
+    M = 8192
+    monkeypatch.setattr(flce, "ROWS", M // chunks)
+    assert flce._chunks(M, 1)[1] == chunks
+    grown = 1.05 if chunks > flce.CHUNKS else ((chunks + 1) / 2) ** 0.5
+    case = BY_NAME["fused_linear_cross_entropy"]
+    tensors = drawn(case, (M, 512, 8192), {"bias": None})
+    got, plain = (results(fn, tensors) for fn in (case.fn, case.reference))
+    exact = results(case.reference, cast(tensors, torch.float64))
+    mine, theirs = ((r["dweight"].double() - exact["dweight"]).norm() / exact["dweight"].norm() for r in (got, plain))
+    assert mine <= grown * theirs, f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
