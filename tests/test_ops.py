@@ -66,7 +66,7 @@ def errors(got, plain, exact, inputs):
 
 
 def assert_as_exact_as(draws, roundings=1):
-    """Over some draws of the inputs, since one small draw is luck: never further off than PyTorch's worst + a rounding."""
+    """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a rounding."""
     for k in draws[0]:
         mine, theirs, rounding = torch.stack([d[k] for d in draws]).amax(0).tolist()
         bound = theirs + roundings * rounding

@@ -1,0 +1,48 @@
+"""The command line: ``liger-kernel compare | doctor | models``.
+
+Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input cannot be used,
+3 a process of ours ended without a result, 130 interrupted. Nothing here imports torch before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from liger_kernel._version import __version__
+from liger_kernel.cli import compare, doctor, models
+from liger_kernel.cli._child import BadInput, Crash
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise BadInput(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    root = _Parser(
+        "liger-kernel", description="Kernels that make training of large language models faster and smaller."
+    )
+    root.add_argument("--version", action="version", version=f"liger-kernel {__version__}")
+    commands = root.add_subparsers(metavar="command", required=True)
+    for name, module in (("compare", compare), ("doctor", doctor), ("models", models)):
+        summary = module.__doc__.partition("\n")[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parser().parse_args(argv)
+        return args.run(args)
+    except BadInput as problem:
+        print(f"liger-kernel: {problem}", file=sys.stderr)
+        return 2
+    except Crash as problem:
+        print(f"liger-kernel: {problem}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130

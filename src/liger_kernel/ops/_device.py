@@ -70,3 +70,8 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
     (H200, 2026-11-20, RMSNorm backward 8192x4096: 2.79, 2.70, 3.26 TB/s).
     """
     return 3 if 3 * bytes_of_one + 2048 <= _properties(tensor.device.type, tensor.get_device())[3] else 1
+
+
+def multiplies_into_fp32(tensor: torch.Tensor) -> bool:
+    """Whether torch's matmuls of 16-bit tensors can add to an fp32 one there, without a temporary."""
+    return tensor.is_cuda

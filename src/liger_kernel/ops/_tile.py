@@ -19,11 +19,6 @@ except ImportError:  # no Triton for this platform: kernels are never launched, 
 
 
 @triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def tanh(x):
     """Without libdevice: 1 - 2e/(1 + e), and a series near 0, where it cancels. Within 2e-7 of tanh."""
     e = tl.exp(-2.0 * tl.abs(x))

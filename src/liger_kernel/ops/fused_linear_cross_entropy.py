@@ -87,10 +87,10 @@ def _chunks(M, factor):
 
 
 def _add_product(out, a, b, first):
-    """out (+)= a @ b, whatever the dtype of out; cuBLAS accumulates into fp32 without a temporary."""
+    """out (+)= a @ b, whatever the dtype of out."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-    elif out.is_cuda and out.dtype == torch.float32:
+    elif out.dtype == torch.float32 and _device.multiplies_into_fp32(out):
         torch.mm(a, b, out_dtype=torch.float32, out=out) if first else torch.addmm(
             out, a, b, out_dtype=torch.float32, out=out
         )

@@ -1,0 +1,86 @@
+"""Faster kernels for Hugging Face models: one line, one family, or single operators.
+
+The operators need torch alone. What patches models needs transformers, and is imported when it is asked for.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from liger_kernel.ops.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_kernel.ops.glu import (
+    LigerBlockSparseTop2MLP,
+    LigerFalconH1SwiGLUMLP,
+    LigerGEGLUMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerQwen3MoeSwiGLUMLP,
+    LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,
+)
+from liger_kernel.ops.rms_norm import (
+    LigerRMSNorm,
+    LigerRMSNormForGemma,
+    LigerRMSNormForGemma2,
+    LigerRMSNormForGemma3,
+    LigerRMSNormForGemma4,
+    LigerRMSNormForGlm4,
+    LigerRMSNormForMuseGlimmer,
+    LigerRMSNormForMuseGlimmerTextCentered,
+    LigerRMSNormForOlmo2,
+    LigerRMSNormForQwen3Next,
+)
+from liger_kernel.ops.rope import liger_rotary_pos_emb
+
+_OPERATORS = [
+    "LigerBlockSparseTop2MLP",
+    "LigerCrossEntropyLoss",
+    "LigerFalconH1SwiGLUMLP",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
+    "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
+    "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
+    "liger_rotary_pos_emb",
+]
+_PATCHES = {
+    "AutoLigerKernelForCausalLM": "auto_model",
+    "MODEL_TYPE_TO_APPLY_LIGER_FN": "families",
+    "_apply_liger_kernel": "families",
+    "_apply_liger_kernel_to_instance": "families",
+    "apply_liger_kernel": "families",
+    "apply_liger_kernel_to_gemma": "families",
+    "apply_liger_kernel_to_gemma2": "families",
+    "apply_liger_kernel_to_granite": "families",
+    "apply_liger_kernel_to_llama": "families",
+    "apply_liger_kernel_to_mistral": "families",
+    "apply_liger_kernel_to_mixtral": "families",
+    "apply_liger_kernel_to_phi3": "families",
+    "apply_liger_kernel_to_qwen2": "families",
+    "apply_liger_kernel_to_qwen3": "families",
+    "revert": "families",
+}
+
+__all__ = [*_OPERATORS, *_PATCHES, "is_transformers_available"]
+
+
+def is_transformers_available() -> bool:
+    return find_spec("transformers") is not None
+
+
+def __getattr__(name):
+    if name not in _PATCHES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_transformers_available():
+        raise ImportError(f"liger_kernel.transformers.{name} needs transformers: pip install 'liger-kernel[transformers]'")
+    return getattr(import_module(f"{__name__}.{_PATCHES[name]}"), name)

@@ -1,0 +1,17 @@
+"""The operators as functions. What patched models call is looked up here at the time of the call."""
+
+from liger_kernel.ops.cross_entropy import CrossEntropyOutput, liger_cross_entropy
+from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.glu import liger_geglu, liger_swiglu
+from liger_kernel.ops.rms_norm import liger_rms_norm
+from liger_kernel.ops.rope import liger_rotary_pos_emb as liger_rope
+
+__all__ = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_swiglu",
+]

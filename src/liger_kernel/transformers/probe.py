@@ -1,0 +1,339 @@
+"""A class is recognised by what it computes, not by its name.
+
+A module is run as a *shell*: an object of its class with its attributes, its configuration and its activation, but with
+tiny random weights of ours, so that no weight is looked at (it may be on "meta", or a shard). What comes out is compared
+with our formula, in fp32 for the formula itself and in bf16 for where it rounds. Whatever is not proved equal is a
+`str`, the reason why the module is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.ops.rms_norm import rms_norm_reference
+
+SIZE, INNER = 16, 24
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), which attribute holds its eps."""
+
+    offset: float
+    casting: str
+    eps: str
+    weight: bool
+
+
+@dataclass(frozen=True)
+class GLU:
+    """``down(act(gate)·up)``; gate and up are one projection where ``gate`` and ``up`` name the same module."""
+
+    act: str  # of ACTIVATIONS
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Rope:
+    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`."""
+
+    interleaved: bool | str
+
+
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": F.silu,
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+}
+PROJECTIONS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+)
+
+
+@contextlib.contextmanager
+def _calmly():
+    """On the CPU and without autocast, whatever contexts the model is being built in. Seeds of the user's stay theirs."""
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _random(*shape, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def shell(module: torch.nn.Module, parameters=None, children=None, buffers=None, **attributes):
+    """An object of the module's class with its attributes, but with these parameters, children and buffers alone."""
+    it = object.__new__(type(module))
+    it.__dict__.update(module.__dict__)
+    it.__dict__.update(_parameters=parameters or {}, _modules=children or {}, _buffers=buffers or {}, **attributes)
+    return it
+
+
+def _call(module, *args):
+    return type(module).forward(module, *args)
+
+
+def _in_both_modes(run):
+    """What comes out, nothing if that depends on the mode (dropout)."""
+    training, evaluation = run(training=True), run(training=False)
+    if not _equal(training, evaluation):
+        raise ValueError("it does something else in training than in evaluation")
+    return training
+
+
+def _takes_one_tensor(cls) -> bool:
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _held(members: dict) -> set[str]:
+    return {name for name, value in members.items() if value is not None}
+
+
+def norm(module: torch.nn.Module) -> Norm | str:
+    if not _takes_one_tensor(type(module)):
+        return "its forward takes more than one tensor"
+    if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {"weight"}:
+        return "it holds more than a weight"
+    weighted = "weight" in _held(module._parameters)
+    epsilons = [name for name, value in module.__dict__.items() if isinstance(value, float)]
+    x, w = _random(64, SIZE), _random(SIZE, seed=1)
+    x[::2] *= 0.03  # rows for which eps matters
+
+    def run(dtype, **attributes):
+        parameters = {name: w.to(dtype) if name == "weight" else None for name in module._parameters}
+        return _in_both_modes(lambda **mode: _call(shell(module, parameters, **attributes, **mode), x.to(dtype)))
+
+    def formula(dtype, eps, offset, casting):
+        return rms_norm_reference(x.to(dtype), w.to(dtype) if weighted else None, eps, offset, casting)
+
+    with _calmly():
+        try:
+            for name in epsilons:
+                outs = {eps: (run(torch.float32, **{name: eps}), run(torch.bfloat16, **{name: eps})) for eps in (1e-3, 0.5)}
+                for offset in (0.0, 1.0) if weighted else (0.0,):
+                    if not all(_close(out, formula(torch.float32, eps, offset, "gemma")) for eps, (out, _) in outs.items()):
+                        continue
+                    for casting in ("llama", "gemma"):
+                        if all(_equal(low, formula(torch.bfloat16, eps, offset, casting)) for eps, (_, low) in outs.items()):
+                            return Norm(offset, casting, name, weighted)
+                    return "it rounds elsewhere than the RMSNorms that are known"
+        except Exception as error:
+            return f"it could not be tried: {_line(error)}"
+    return "it does not compute an RMSNorm"
+
+
+def glu(module: torch.nn.Module) -> GLU | str:
+    children = _held(module._modules)
+    projections = next((names for names in PROJECTIONS if set(names) <= children), None)
+    if projections is None or not _takes_one_tensor(type(module)):
+        return "it is not made of gate, up and down projections"
+    if _held(module._parameters) or _held(module._buffers):
+        return "it holds parameters beside its projections"
+    others = {name: module._modules[name] for name in children - set(projections)}
+    if any(next(other.parameters(), None) is not None for other in others.values()):
+        return f"it has further layers: {', '.join(sorted(others))}"
+    gate, up, down = projections
+    fused = gate == up
+    weights = {gate: (2 if fused else 1) * INNER, up: (2 if fused else 1) * INNER, down: SIZE}
+    weights = {
+        name: (_random(out, SIZE if out != SIZE else INNER, seed=i), _random(out, seed=i + 10))
+        for i, (name, out) in enumerate(weights.items())
+    }
+    x = _random(7, SIZE, seed=20)
+
+    def linear(name, dtype):
+        w, b = weights[name]
+        return lambda h: F.linear(h, w.to(dtype), b.to(dtype))
+
+    def run(dtype):
+        children = {**others, **{n: linear(n, dtype) for n in weights}}
+        return _in_both_modes(lambda **mode: _call(shell(module, {}, children, **mode), x.to(dtype)))
+
+    def formula(dtype, act):
+        h = x.to(dtype)
+        a, b = linear(gate, dtype)(h).chunk(2, -1) if fused else (linear(gate, dtype)(h), linear(up, dtype)(h))
+        return linear(down, dtype)(act(a) * b)
+
+    with _calmly():
+        try:
+            out, low = run(torch.float32), run(torch.bfloat16)
+            for name, act in ACTIVATIONS.items():
+                if _close(out, formula(torch.float32, act)):
+                    if _equal(low, formula(torch.bfloat16, act)):
+                        return GLU(name, gate, up, down)
+                    return f"it rounds elsewhere than act(gate)·up with {name}"
+        except Exception as error:
+            return f"it could not be tried: {_line(error)}"
+    return f"it does not compute down(act(gate)·up) with act one of {', '.join(ACTIVATIONS)}"
+
+
+def rope(function: Callable) -> Rope | str:
+    parameters = list(inspect.signature(function).parameters.values())
+    if [p.name for p in parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"] or parameters[-1].default != 1:
+        return f"its arguments are ({', '.join(p.name for p in parameters)})"
+    with _calmly():
+        try:
+            for interleaved in (False, True, "repeated"):
+                cases = [(SIZE, 1), (SIZE, 2)]
+                if all(_same_turn(function, interleaved, *case) for case in cases):
+                    if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
+                        return "it turns a part of each head in a way that is not known"
+                    return Rope(interleaved)
+        except Exception as error:
+            return f"it could not be tried: {_line(error)}"
+    return "it turns queries and keys in a way that is not known"
+
+
+def _angles(interleaved, width):
+    half = _random(2, 5, width // 2, seed=3) * 2
+    whole = half.repeat_interleave(2, -1) if interleaved == "repeated" else torch.cat((half, half), -1)
+    return whole.cos() * 1.25, whole.sin() * 1.25
+
+
+def _turns(function, width) -> bool:
+    q = _random(2, 3, 5, SIZE)
+    try:
+        function(q, q, *_angles(False, width))
+    except RuntimeError:  # shapes that do not fit: the model never asks for it
+        return False
+    return True
+
+
+def _same_turn(function, interleaved, width, heads_dim) -> bool:
+    shapes = [(2, heads, 5, SIZE) if heads_dim == 1 else (2, 5, heads, SIZE) for heads in (3, 1)]
+    q, k = (_random(*shape, seed=i) for i, shape in enumerate(shapes))
+    cos, sin = _angles(interleaved, width)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [x.to(dtype) for x in (q, k, cos, sin)]
+        got = function(*tensors, unsqueeze_dim=heads_dim)
+        if dtype == torch.float32:
+            want = [_turned(x, *tensors[2:], interleaved, heads_dim) for x in tensors[:2]]
+            if not all(map(_close, got, want)):
+                return False
+        else:
+            stepwise = [_turned(x, *tensors[2:], interleaved, heads_dim) for x in tensors[:2]]
+            once = [_turned(*(t.float() for t in (x, *tensors[2:])), interleaved, heads_dim).to(dtype) for x in tensors[:2]]
+            if not (all(map(_equal, got, stepwise)) or all(map(_equal, got, once))):
+                return False
+    return True
+
+
+def _turned(x, cos, sin, interleaved, heads_dim):
+    """x·cos + rotate(x)·sin over the first entries of each head, rounded after each step as in x's dtype."""
+    width = cos.shape[-1]
+    columns = torch.arange(width // 2).repeat_interleave(2) if interleaved is True else torch.arange(width)
+    cos, sin = (t[..., columns].unsqueeze(heads_dim) for t in (cos, sin))
+    x, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        rotated = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
+    return torch.cat((x * cos + rotated * sin, rest), -1)
+
+
+def angles(module: torch.nn.Module, interleaved) -> str | None:
+    """Whether a rotary embedding's cos and sin have the layout that the turn was proved with: None, or why not."""
+    frequencies = {name: _random(SIZE // 2).abs() for name in module._buffers if "inv_freq" in name}
+    positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
+    parameters = inspect.signature(type(module).forward).parameters
+    layer_types = [None]
+    if "layer_type" in parameters:
+        layer_types = sorted(set(getattr(getattr(module, "config", None), "layer_types", None) or [None]))
+    with _calmly():
+        try:
+            for layer_type in layer_types:
+                extra = () if layer_type is None else (layer_type,)
+                it = shell(module, {}, {}, dict(frequencies))
+                for table in _call(it, torch.zeros(1, 5, SIZE), positions, *extra):
+                    half = table.shape[-1] // 2
+                    pairs = (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.split(half, -1)
+                    if table.shape[-1] % 2 or not torch.equal(*pairs):
+                        return "cos and sin are laid out in a way that is not known"
+        except Exception as error:
+            return f"its rotary embedding could not be tried: {_line(error)}"
+    return None
+
+
+# ---- functions ----
+
+
+def layers(function):
+    """A function and those that it wraps, as decorators do: found in its closure."""
+    found, waiting = [], [function]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, types.FunctionType) and one not in found:
+            found.append(one)
+            waiting += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
+    return found
+
+
+def _filled(cell) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def mentions(function, name: str) -> bool:
+    """Whether the function, or one that it wraps, uses the name: a global or an attribute."""
+    return any(name in layer.__code__.co_names for layer in layers(function))
+
+
+def global_of(function, name: str):
+    """What the function, or one that it wraps, means by a global name; None if it does not use it."""
+    using = (layer for layer in layers(function) if name in layer.__code__.co_names)
+    return next((layer.__globals__[name] for layer in using if name in layer.__globals__), None)
+
+
+def rebind(function: types.FunctionType, name: str, value) -> types.FunctionType:
+    """The function with one of its globals bound anew, in itself or in the function that it wraps.
+
+    The copied globals leave out ``__name__``: torch.compile then looks names up in them and not in the module.
+    """
+    if name in function.__code__.co_names and name in function.__globals__:
+        scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | {name: value}
+        return _copy(function, scope, function.__closure__)
+    cells = [
+        types.CellType(rebind(cell.cell_contents, name, value))
+        if _filled(cell) and global_of(cell.cell_contents, name) is not None
+        else cell
+        for cell in function.__closure__ or ()
+    ]
+    return _copy(function, function.__globals__, tuple(cells) or None)
+
+
+def _copy(function, scope, closure):
+    new = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__annotations__ = function.__annotations__
+    new.__qualname__, new.__doc__, new.__module__ = function.__qualname__, function.__doc__, function.__module__
+    new.__dict__.update({k: v for k, v in function.__dict__.items() if k != "__wrapped__"})
+    return new
+
+
+def _close(got, want) -> bool:
+    return got.dtype == want.dtype and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _equal(got, want) -> bool:
+    return got.dtype == want.dtype and got.shape == want.shape and torch.equal(got, want)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,231 @@
+"""Hugging Face's Trainer, for real: bytes of text, the patch switched on by its own arguments."""
+
+import inspect
+import os
+
+import peft
+import pytest
+import tiny
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import liger_kernel.transformers as liger
+from liger_kernel.transformers import functional
+
+TEXT = (inspect.getdoc(inspect) + inspect.getsource(inspect.signature) + inspect.getsource(inspect.getdoc)) * 2
+LENGTH = 24
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(reference_only, monkeypatch):
+    torch._dynamo.reset()
+    with monkeypatch.context() as own:
+        own.setattr(os, "environ", os.environ.copy())  # TrainingArguments(torch_compile=True) writes to it
+        yield
+
+
+def texts(first, count):
+    """Bytes; of each text another share counts, so that gradient accumulation must weigh by tokens."""
+    data = torch.tensor(list(TEXT.encode()))
+    items = []
+    for i in range(first, first + count):
+        ids = data[i * LENGTH : (i + 1) * LENGTH].clone()
+        labels = ids.clone()
+        labels[: (i * 5) % 17] = -100
+        items.append(dict(input_ids=ids, labels=labels))
+    assert all(len(item["input_ids"]) == LENGTH for item in items)
+    return items
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.seen.append(float(logs["loss"]))
+
+
+def byte_model(family="llama", **config):
+    return tiny.model(family, vocab_size=256, **config)
+
+
+def trainer(folder, model, patched, steps=8, compute_metrics=None, **arguments):
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, logging_first_step=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=0, use_liger_kernel=patched,
+        **{"bf16": False, **arguments},
+    )  # fmt: skip
+    losses = Losses()
+    made = Trainer(
+        model=model, args=args, train_dataset=texts(0, 32), eval_dataset=texts(32, 7), callbacks=[losses],
+        compute_metrics=compute_metrics,
+    )  # fmt: skip
+    made.losses = losses.seen
+    return made
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Shapes of the hidden states that the fused head got."""
+    seen, op = [], functional.liger_fused_linear_cross_entropy
+
+    def noting(input, *args, **kwargs):
+        seen.append(tuple(input.shape))
+        return op(input, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", noting)
+    return seen
+
+
+def both(tmp_path, make=byte_model, patched_only=(), **arguments):
+    """The losses of the unpatched and of the patched run, and the patched Trainer."""
+    theirs = trainer(tmp_path / "theirs", make(), False, **{k: v for k, v in arguments.items() if k not in patched_only})
+    theirs.train()
+    mine = trainer(tmp_path / "mine", make(), True, **arguments)
+    mine.train()
+    assert len(mine.losses) == len(theirs.losses) >= 4
+    return mine.losses, theirs.losses, mine
+
+
+def assert_same(mine, theirs):
+    """Eight steps of Adam from the same start: the differences of single steps, some 1e-7, have not grown past 1e-4."""
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=0)
+
+
+def test_available():
+    from transformers.utils import is_liger_kernel_available
+
+    assert is_liger_kernel_available()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_learns_as_before(family, tmp_path, fused):
+    mine, theirs, run = both(tmp_path, lambda: byte_model(family))
+    assert_same(mine, theirs)
+    assert mine[-1] < mine[0] - 0.5
+    assert len(fused) == 16 and set(fused) == {(2 * LENGTH, 32)}
+    assert type(run.model) is not tiny.model_class(family)
+
+
+def test_the_configuration_is_honoured(tmp_path, fused):
+    config = dict(rope=False, swiglu=False, geglu=True, layer_norm=True, fused_linear_cross_entropy=False, cross_entropy=True)
+    mine, theirs, run = both(tmp_path, liger_kernel_config=config, steps=4, patched_only=["liger_kernel_config"])
+    assert_same(mine, theirs)
+    llama = tiny.model("llama")
+    model = run.model
+    assert not fused and type(model) is type(llama)
+    assert type(model.model.layers[0].mlp) is type(llama.model.layers[0].mlp)
+    assert type(model.model.layers[0].self_attn) is type(llama.model.layers[0].self_attn)
+    assert type(model.model.norm) is not type(llama.model.norm)
+
+
+def test_training_twice(tmp_path):
+    """The Trainer patches on every call of train()."""
+    run = trainer(tmp_path, byte_model(), True, steps=4)
+    run.train()
+    types = [type(m) for m in run.model.modules()]
+    run.train()
+    assert [type(m) for m in run.model.modules()] == types and run.losses[-1] < run.losses[0]
+
+
+def test_evaluation(tmp_path, fused):
+    """The loss alone is computed without logits; metrics get the logits that they got before, and nothing else."""
+    model = byte_model()
+    theirs, mine = trainer(tmp_path / "a", byte_model(), False, steps=2), trainer(tmp_path / "b", model, True, steps=2)
+    theirs.train(), mine.train()
+    fused.clear()
+    want, got = theirs.evaluate()["eval_loss"], mine.evaluate()["eval_loss"]
+    assert got == pytest.approx(want, rel=1e-5) and len(fused) == 3
+    seen = []
+
+    def metrics(predictions):
+        seen.append(torch.from_numpy(predictions.predictions))
+        return dict(accuracy=float((predictions.predictions.argmax(-1) == predictions.label_ids).mean()))
+
+    theirs.compute_metrics = mine.compute_metrics = metrics
+    want, got = theirs.evaluate(), mine.evaluate()
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
+    assert got["eval_accuracy"] == want["eval_accuracy"]
+    assert seen[1].shape == (7, LENGTH, 256)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(mine.predict(texts(40, 2)).predictions), torch.from_numpy(theirs.predict(texts(40, 2)).predictions),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
+def test_evaluation_before_training(tmp_path):
+    """skip_logits then reaches a model that nobody has patched yet."""
+    want = trainer(tmp_path, byte_model(), False).evaluate()["eval_loss"]
+    assert trainer(tmp_path, byte_model(), True).evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_evaluation_during_training(tmp_path):
+    mine, theirs, run = both(tmp_path, steps=4, eval_strategy="steps", eval_steps=2)
+    assert_same(mine, theirs)
+    assert sum("eval_loss" in entry for entry in run.state.log_history) == 2
+
+
+def test_gradient_checkpointing(tmp_path):
+    checkpointing = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    mine, theirs, _ = both(tmp_path, steps=4, **checkpointing)
+    assert_same(mine, theirs)
+
+
+def test_torch_compile(tmp_path):
+    """Every step compiled, one compilation: the losses are those of the eager, unpatched run."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+
+    def make():
+        return byte_model(num_hidden_layers=1)
+
+    compiling = dict(torch_compile=True, torch_compile_backend="aot_eager")
+    mine, theirs, _ = both(tmp_path, make, steps=4, patched_only=compiling, **compiling)
+    assert_same(mine, theirs)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
+
+
+def test_bf16_autocast(tmp_path):
+    """As close to the fp32 run as the unpatched one."""
+    exact = trainer(tmp_path / "exact", byte_model(), False, steps=6)
+    exact.train()
+    mine, theirs, _ = both(tmp_path, steps=6, bf16=True)
+    far = (torch.tensor(mine) - torch.tensor(exact.losses)).abs()
+    limit = (torch.tensor(theirs) - torch.tensor(exact.losses)).abs().max()
+    assert far.max() <= 2 * limit + torch.finfo(torch.bfloat16).eps, (far, limit)
+    assert mine[-1] < mine[0] - 0.5
+
+
+@pytest.mark.parametrize("case", ["body", "head", "modules_to_save"])
+def test_peft(case, tmp_path, fused):
+    config = {
+        "body": dict(target_modules=["q_proj", "down_proj"]),
+        "head": dict(target_modules=["q_proj", "lm_head"]),
+        "modules_to_save": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    }[case]
+
+    def make():
+        model = byte_model()
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
+
+    mine, theirs, _ = both(tmp_path, make, steps=4)
+    assert_same(mine, theirs)
+    assert mine[-1] < mine[0]
+    assert len(fused) == (0 if case == "head" else 8)
+
+
+def test_a_family_patch_before_loading(tmp_path, fused):
+    """As axolotl and LLaMA-Factory do it, without the Trainer's knowledge."""
+    theirs = trainer(tmp_path / "theirs", byte_model("qwen3"), False, steps=4)
+    try:
+        liger.apply_liger_kernel_to_qwen3()
+        mine = trainer(tmp_path / "mine", byte_model("qwen3"), False, steps=4)
+    finally:
+        liger.revert("qwen3")
+    theirs.train(), mine.train()
+    assert_same(mine.losses, theirs.losses)
+    assert len(fused) == 8
