@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from . import _device
 from ._op import CASES, Case, Function, custom_op, rounded
@@ -27,6 +28,7 @@ from ._token_loss import normalisers, token_gradient, token_loss
 from .cross_entropy import EVERYTHING, check_options, check_rows, cross_entropy_reference, labels, packed, unpacked
 
 ROWS = 2048  # of a chunk. Chunks of 512 cost 10-17 % of the matmul rate on an H200
+ROWS_WITHOUT_KERNELS = 256  # of a chunk on the CPU
 CHUNKS = 4  # over which dW may be accumulated in 16 bits: k roundings make its error at most √((k+1)/2) times one's
 
 
@@ -44,6 +46,34 @@ def fused_linear_cross_entropy_reference(
         return_z_loss, return_token_accuracy, return_predicted_tokens, logit_scale, use_token_scaling,
     )  # fmt: skip
     return loss, None if z_loss is None else z_loss.to(input.dtype), *counts
+
+
+def fused_linear_cross_entropy_in_chunks(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", *args, **kwargs,
+):  # fmt: skip
+    """The reference a few rows at a time, each chunk's logits made again in backward: what runs without kernels."""
+    options = ignore_index, lse_square_scale, label_smoothing
+    if torch.compiler.is_compiling() or (reduction == "mean" and ce_weight is not None and lse_square_scale):
+        return fused_linear_cross_entropy_reference(
+            input, weight, target, bias, ce_weight, *options, reduction, *args, **kwargs
+        )
+
+    def of_chunk(h, y):
+        return fused_linear_cross_entropy_reference(h, weight, y, bias, ce_weight, *options, "none", *args, **kwargs)
+
+    chunks = zip(input.split(ROWS_WITHOUT_KERNELS), target.split(ROWS_WITHOUT_KERNELS), strict=True)
+    chunks = [checkpoint(of_chunk, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
+    loss, z_loss, correct, best = (None if of[0] is None else torch.cat(of) for of in zip(*chunks, strict=True))
+    if reduction != "none":
+        valid = target != ignore_index
+        n = valid.sum()
+        loss, z_loss = loss.sum(), None if z_loss is None else z_loss.sum()
+        correct = None if correct is None else correct.sum() / n
+        if reduction == "mean":
+            total = n if ce_weight is None else ce_weight[target.where(valid, 0)].where(valid, 0).sum()
+            loss, z_loss = loss / total.clamp(min=1e-30), None if z_loss is None else z_loss / n.clamp(min=1)
+    return loss, z_loss, correct, best
 
 
 @triton.jit
@@ -74,7 +104,7 @@ def _scaled(x, g, dtype, in_place):
 def _compute_dtype(input, weight):
     """Autocast's dtype where it is on; otherwise that of the weight."""
     kind = input.device.type
-    if input.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+    if input.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return weight.dtype
 
@@ -262,7 +292,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
     What was not asked for is None. ``ce_impl`` and ``ce_mode`` are accepted and choose nothing.
     """
 
-    reference = staticmethod(fused_linear_cross_entropy_reference)
+    reference = staticmethod(fused_linear_cross_entropy_in_chunks)
 
     @staticmethod
     def forward(
@@ -355,7 +385,7 @@ def liger_fused_linear_cross_entropy(
     check_rows(name, input, target, ce_weight, weight.shape[0])
     run = LigerFusedLinearCrossEntropyFunction.apply
     if not _device.has_kernels(input):
-        run = fused_linear_cross_entropy_reference
+        run = fused_linear_cross_entropy_in_chunks
     elif not torch.is_grad_enabled():  # apply does this in eager; under torch.compile it is skipped
         input, weight, bias = input.detach(), weight.detach(), None if bias is None else bias.detach()
     return packed(

@@ -11,14 +11,20 @@ r"""Gated linear units: SwiGLU and GeGLU.
 GELU's ½·(1 + tanh u) is σ(2u). Hugging Face rounds act(x) to the input's dtype, and the product again. Here arithmetic
 is in fp32 and the result is rounded once.
 
+With the linear layer behind it, out = y·Wᵀ + bias, y is not kept for dW = doutᵀ·y: a, b and W are. The kernel that
+takes dy = dout·W and gives da and db has act(a) anyway, and writes y over dy.
+
 Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of Falcon-H1,
 arXiv:2507.22448.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
+from torch.nn.modules import module as _modules
 
 from . import _device
 from ._op import CASES, Case, Function, custom_op, may_overwrite
@@ -32,6 +38,10 @@ def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
 
 def geglu_reference(a, b, approximate="tanh"):
     return F.gelu(a, approximate=approximate) * b
+
+
+def glu_linear_reference(a, b, weight, bias=None, act="silu"):
+    return F.linear(swiglu_reference(a, b) if act == "silu" else geglu_reference(a, b, act), weight, bias)
 
 
 @triton.jit
@@ -61,6 +71,10 @@ def _gelu(x):
     return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # what a kernel can read: no subclass
+LINEAR_FORWARD, MODULE_CALL = torch.nn.Linear.forward, torch.nn.Module.__call__
+
+
 ACTS = {"silu": _silu, "tanh": _gelu_tanh, "none": _gelu}  # the two GELUs by torch's names
 
 
@@ -78,10 +92,10 @@ def _fwd(a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, ACT: tl.constexpr, 
 
 @triton.jit
 def _bwd(
-    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, stride_dy, stride_a, stride_b, N, gm, dm,
+    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, N, gm, dm,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """da and db may be the memory of a and b: a program reads what it writes before it writes it."""
+    """da, db and y (`_fwd`'s) may be the memory of a, b and dy: a program reads what it writes before it writes it."""
     blocks = tl.cdiv(N, BLOCK)
     m = tl.cast(tl.program_id(0) // blocks, tl.int64)
     n = tl.cast(tl.program_id(0) % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,6 +107,8 @@ def _bwd(
         tl.store(da_ptr + m * N + n, (dy * b * slope * gm).to(da_ptr.dtype.element_ty), mask=n < N)
     if db_ptr is not None:
         tl.store(db_ptr + m * N + n, (dy * act).to(db_ptr.dtype.element_ty), mask=n < N)
+    if y_ptr is not None:
+        tl.store(y_ptr + m * N + n, (act * b * dm).to(y_ptr.dtype.element_ty), mask=n < N)
 
 
 def _launch(N):
@@ -107,6 +123,11 @@ def _rows(*tensors):
         return [t.view(1, -1) for t in tensors]
     rows = [t.reshape(-1, t.shape[-1]) for t in tensors]
     return [t if t.stride(1) == 1 else t.contiguous() for t in rows]
+
+
+def _matrix(t):
+    """(..., N) as (M, N), for N = 0, too."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _output(a, b, act, gm, dm):
@@ -130,12 +151,12 @@ def glu_fwd(a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float) ->
     return y
 
 
-def _launch_bwd(dy, a, b, da, db, act, gm, dm):
+def _launch_bwd(dy, a, b, da, db, y, act, gm, dm):
     dy, a, b = _rows(dy, a, b)
     M, N = a.shape
     columns, warps = _launch(N)
     _bwd[(M * triton.cdiv(N, columns),)](
-        dy, a, b, da, db, dy.stride(0), a.stride(0), b.stride(0), N, gm, dm,
+        dy, a, b, da, db, y, dy.stride(0), a.stride(0), b.stride(0), N, gm, dm,
         ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a),
     )  # fmt: skip
 
@@ -146,7 +167,17 @@ def glu_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> da, db, contiguous; an empty tensor in place of one that isn't needed."""
     da, db = _gradients(dy, a, b, act, gm, dm, need_da, need_db)
-    _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, act, gm, dm)
+    _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, None, act, gm, dm)
+    return da, db
+
+
+def _glu_bwd_over(dy, a, b, act, gm, dm, need_da, need_db, over_a, over_b, y=None):
+    """-> da, db, over a and b as far as said; None in place of one that isn't needed. y is filled, if given."""
+    da = (a.detach() if over_a else a.new_empty(a.shape)) if need_da else None
+    db = (b.detach() if over_b else b.new_empty(b.shape)) if need_db else None
+    with _device.guard(a):
+        _launch_bwd(dy, a, b, da, db, y, act, gm, dm)
+    torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
     return da, db
 
 
@@ -174,14 +205,10 @@ class _GLUFunction(Function):
         need_da, need_db = ctx.needs_input_grad[:2]
         over_a = need_da and a.is_contiguous() and may_overwrite(a)
         over_b = need_db and b.is_contiguous() and may_overwrite(b)
-        if not (over_a or over_b):
-            da, db = glu_bwd(dy, a, b, *ctx.options, need_da, need_db)
+        if over_a or over_b:
+            da, db = _glu_bwd_over(dy, a, b, *ctx.options, need_da, need_db, over_a, over_b)
         else:
-            da = a.detach() if over_a else a.new_empty(a.shape)
-            db = b.detach() if over_b else b.new_empty(b.shape)
-            with _device.guard(a):
-                _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, *ctx.options)
-            torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
+            da, db = glu_bwd(dy, a, b, *ctx.options, need_da, need_db)
         return da if need_da else None, db if need_db else None, None, None
 
 
@@ -215,6 +242,50 @@ class LigerGELUMulFunction(_GLUFunction):
         return _GLUFunction.save(ctx, a, b, approximate, 1.0, 1.0)
 
 
+class LigerGLULinearFunction(Function):
+    """``apply(a, b, weight, bias=None, act="silu") -> (act(a)·b)·weightᵀ + bias``: saves a, b and weight.
+
+    All of one dtype, without autocast; `liger_glu_linear` knows what to do elsewhere.
+    """
+
+    reference = staticmethod(glu_linear_reference)
+
+    @staticmethod
+    def forward(ctx, a, b, weight, bias=None, act="silu"):
+        _device.require_kernels("LigerGLULinearFunction", a)
+        _check("LigerGLULinearFunction", a, b)
+        need_dy, need_dw = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        a_b = (a, b) if need_dy or need_dw else (None, None)
+        ctx.save_for_backward(*a_b, weight if need_dy else None)
+        ctx.act = act
+        y = glu_fwd(a, b, act, 1.0, 1.0)
+        if bias is None or a.dim() == 2:
+            return F.linear(y, weight, bias)
+        out = F.linear(_matrix(y), weight, bias)  # of more dimensions, it would return a view, and autograd forbids
+        return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[-1]))  # to write to one that we return
+
+    @staticmethod
+    def backward(ctx, dout):
+        a, b, weight = ctx.saved_tensors
+        need_da, need_db, need_dw, need_dbias = ctx.needs_input_grad[:4]
+        over_a = need_da and a.is_contiguous() and may_overwrite(a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(b)
+        options = ctx.act, 1.0, 1.0
+        dout = _matrix(dout)
+        da = db = y = None
+        if need_da or need_db:
+            dy = torch.mm(dout, weight)
+            if torch.compiler.is_compiling():  # compiled autograd, where custom ops alone can be traced
+                da, db = glu_bwd(dy, a, b, *options, need_da, need_db)
+            else:
+                y = dy if need_dw else None
+                da, db = _glu_bwd_over(dy, a, b, *options, need_da, need_db, over_a, over_b, y)
+        if need_dw and y is None:
+            y = _matrix(glu_fwd(a, b, *options))
+        dw = torch.mm(dout.t(), y) if need_dw else None
+        return da if need_da else None, db if need_db else None, dw, dout.sum(0) if need_dbias else None, None
+
+
 def liger_swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     """``silu(gate_multiplier·a)·b·down_multiplier``.
 
@@ -230,7 +301,8 @@ def liger_swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
 
     Source: arXiv:2002.05202.
     """
-    return LigerSiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
+    run = LigerSiLUMulFunction.apply if _device.has_kernels(a) else LigerSiLUMulFunction.reference
+    return run(a, b, gate_multiplier, down_multiplier)
 
 
 def liger_geglu(a, b, approximate="tanh"):
@@ -250,7 +322,99 @@ def liger_geglu(a, b, approximate="tanh"):
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"liger_geglu: approximate is {approximate!r}, give 'tanh' or 'none'")
-    return LigerGELUMulFunction.apply(a, b, approximate)
+    run = LigerGELUMulFunction.apply if _device.has_kernels(a) else LigerGELUMulFunction.reference
+    return run(a, b, approximate)
+
+
+def _glu(a, b, act):
+    """act(a)·b of whatever tensors: in plain PyTorch where they are a subclass (DTensor) or differ in dtype."""
+    if type(a) not in PLAIN or type(b) not in PLAIN or a.dtype != b.dtype:
+        return swiglu_reference(a, b) if act == "silu" else geglu_reference(a, b, act)
+    return liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act)
+
+
+def _fuses(a, b, weight, bias):
+    """Whether `LigerGLULinearFunction` can be applied, and keeps less than the two operators do one after the other."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad  # else y isn't kept anyway
+        and (a.requires_grad or b.requires_grad)  # else a and b aren't, and y is less
+        and type(a) in PLAIN
+        and type(b) in PLAIN
+        and type(weight) in PLAIN
+        and (bias is None or (type(bias) in PLAIN and bias.dtype == a.dtype and bias.device == a.device))
+        and a.dtype == b.dtype == weight.dtype
+        and a.device == weight.device
+        and _device.has_kernels(a)
+        and not torch.is_autocast_enabled(a.device.type)
+    )
+
+
+def liger_glu_linear(a, b, weight, bias=None, act="silu"):
+    """``linear(act(a)·b, weight, bias)``, which keeps a, b and weight for backward, and not the linear's input.
+
+    Args:
+        a, b: (..., F) gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
+        weight, bias: (H, F) and (H,) of the linear layer.
+        act: "silu", "tanh" (GELU) or "none" (exact GELU).
+
+    Returns:
+        (..., H). Where the saving isn't possible (under `torch.compile`, autocast, without a GPU, of mixed dtypes) or
+        there is none (the weight is frozen), the same from the two operators one after the other.
+
+    Raises:
+        ValueError: unknown activation; shapes that don't fit. TypeError, RuntimeError: as the two operators.
+
+    Source: arXiv:2002.05202.
+    """
+    if act not in ACTS:
+        raise ValueError(f"liger_glu_linear: act is {act!r}, give one of {', '.join(ACTS)}")
+    if weight.dim() != 2 or a.dim() == 0 or weight.shape[1] != a.shape[-1]:
+        raise ValueError(
+            f"liger_glu_linear: weight has shape {tuple(weight.shape)}, a {tuple(a.shape)}, give (H, F) and (..., F)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"liger_glu_linear: bias has shape {tuple(bias.shape)}, give ({weight.shape[0]},)")
+    if torch.compiler.is_compiling() or not _fuses(a, b, weight, bias):
+        return F.linear(liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act), weight, bias)
+    return LigerGLULinearFunction.apply(a, b, weight, bias, act)
+
+
+def _only_multiplies(linear):
+    """Whether calling this module does what `F.linear` with its weight and bias does, and nothing else."""
+    cls = type(linear)
+    return (
+        (cls is torch.nn.Linear or (issubclass(cls, torch.nn.Linear) and not hasattr(cls, "weight")))
+        and cls.forward is LINEAR_FORWARD
+        and cls.__call__ is MODULE_CALL
+        and "forward" not in linear.__dict__
+        and linear._compiled_call_impl is None
+        and not (
+            linear._forward_hooks
+            or linear._forward_pre_hooks
+            or linear._backward_hooks
+            or linear._backward_pre_hooks
+            or _modules._global_forward_hooks
+            or _modules._global_forward_pre_hooks
+            or _modules._global_backward_hooks
+            or _modules._global_backward_pre_hooks
+        )
+    )
+
+
+def gated_linear(a, b, act, linear):
+    """``linear(act(a)·b)``, by `LigerGLULinearFunction` where ``linear`` is nothing but a matmul.
+
+    What shards, quantises or adapts a layer changes its class, its forward, its weight's class or shape, or puts hooks
+    on it (FSDP, ZeRO-3, TP, PEFT, accelerate): such a layer is called. ``act`` is one of `ACTS`.
+    """
+    if torch.compiler.is_compiling() or not _only_multiplies(linear):
+        return linear(_glu(a, b, act))
+    weight, bias = linear.weight, linear.bias
+    whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or nothing
+    if not whole or a.shape != b.shape or not _fuses(a, b, weight, bias):
+        return linear(_glu(a, b, act))
+    return LigerGLULinearFunction.apply(a, b, weight, bias, act)
 
 
 def _require_silu(module, act):
@@ -278,7 +442,7 @@ class LigerSwiGLUMLP(torch.nn.Module):
         _projections(self, config, config.intermediate_size if intermediate_size is None else intermediate_size)
 
     def forward(self, x):
-        return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))
+        return gated_linear(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -324,7 +488,7 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
         self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x):
-        return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
+        return gated_linear(self.w1(x), self.w3(x), "silu", self.w2)
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
@@ -339,7 +503,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(liger_swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
+        return gated_linear(*self.gate_up_proj(x).chunk(2, dim=-1), "silu", self.down_proj)
 
 
 class LigerGEGLUMLP(torch.nn.Module):
@@ -353,7 +517,7 @@ class LigerGEGLUMLP(torch.nn.Module):
         _projections(self, config, config.intermediate_size)
 
     def forward(self, x):
-        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x)))
+        return gated_linear(self.gate_proj(x), self.up_proj(x), "tanh", self.down_proj)
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
@@ -374,6 +538,11 @@ def _inputs(*shape):
 def _traffic(t):
     size = t["a"].numel() * t["a"].element_size()
     return 3 * size, 5 * size
+
+
+def _inputs_linear(M, F, H):
+    weight, bias = torch.randn(H, F) / max(F, 1) ** 0.5, torch.randn(H)
+    return _inputs(M, F) | dict(weight=weight.requires_grad_(), bias=bias.requires_grad_())
 
 
 SHAPES = ((1, 8), (5, 123), (2, 7, 512), (3, 1025))
@@ -399,5 +568,17 @@ CASES.append(
         options=(dict(), dict(approximate="none")),
         bench=((8192, 14336),),
         traffic=_traffic,
+    )
+)
+CASES.append(
+    Case(
+        "glu_linear",
+        fn=liger_glu_linear,
+        reference=glu_linear_reference,
+        inputs=_inputs_linear,
+        shapes=((1, 8, 8), (5, 123, 9), (2, 520, 24), (3, 1025, 4)),
+        options=(dict(), dict(act="tanh"), dict(act="none"), dict(bias=None)),
+        bench=((8192, 14336, 4096), (32768, 8192, 2048)),
+        flops=lambda t: 6 * t["a"].numel() * t["weight"].shape[0],
     )
 )

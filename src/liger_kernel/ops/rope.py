@@ -289,7 +289,8 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
 
     Source: arXiv:2104.09864.
     """
-    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
+    run = LigerRopeFunction.apply if _device.has_kernels(q) else rope_reference
+    return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
 
 
 liger_rope = liger_rotary_pos_emb
