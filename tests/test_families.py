@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
+from liger_kernel.ops import glu
 from liger_kernel.transformers import causal_lm, families, functional, patch, probe
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -58,8 +59,13 @@ def pending(model):
 
 @contextlib.contextmanager
 def counted(monkeypatch):
-    """How often each operator runs: patched code looks them up in `functional` when it calls them."""
+    """How often each operator runs: patched code looks them up when it calls them."""
     calls = dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), 0)
+    gated_linear = glu.gated_linear
+
+    def counting_glu(a, b, act, linear):
+        calls["swiglu" if act == "silu" else "geglu"] += 1
+        return gated_linear(a, b, act, linear)
 
     def counting(name, function):
         def call(*args, **kwargs):
@@ -69,7 +75,8 @@ def counted(monkeypatch):
         return call
 
     with monkeypatch.context() as patched:
-        for name in calls:
+        patched.setattr(glu, "gated_linear", counting_glu)
+        for name in set(calls) - {"swiglu", "geglu"}:
             patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
         yield calls
 
@@ -768,6 +775,75 @@ def test_accelerate_hooks():
         assert calls == expected("llama")
 
 
+class Counted(torch.autograd.Function):
+    """What ZeRO-3 puts behind a module's outputs."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        Counted.backwards += 1
+        return dy
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("wrapping", ["another tensor", "another dtype"])
+def test_hooks_of_the_head_are_in_the_graph(wrapping, steps):
+    """They come before our own: the loss is made of the tensor that they returned, and bf16 costs it no digit."""
+    theirs, mine = built("llama", "instance")
+    Counted.backwards = 0
+    mine.lm_head.register_forward_hook(
+        lambda head, args, out: Counted.apply(out if wrapping == "another tensor" else out.bfloat16())
+    )
+    for _ in range(steps):
+        got = step(mine)
+    assert_same_step(got, step(theirs))
+    assert Counted.backwards == steps and mine._liger_unfusable is None
+
+
+@pytest.mark.parametrize("head", ["sequential", "replaced forward", "shard"])
+def test_a_head_that_is_not_known_gives_logits(head):
+    """No linear layer to read or to call in chunks: the family's loss on its logits."""
+
+    def changed(model):
+        linear = model.lm_head
+        if head == "sequential":
+            model.lm_head = torch.nn.Sequential(torch.nn.LayerNorm(32), linear)
+        elif head == "replaced forward":  # as Hugging Face's tensor parallelism does it
+            linear.forward = lambda x, own=linear.forward: own(x) * 2
+        else:
+            linear.out_features = 1000
+        return model
+
+    theirs, mine = (changed(tiny.model("llama")) for _ in range(2))
+    apply("llama", mine)
+    for _ in range(2):
+        got = step(mine, num_items_in_batch=9)
+        assert_same_step(got, step(theirs, num_items_in_batch=9))
+    assert got[0].logits is None
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_gives_the_forward_back(precision):
+    """`unwrap_model` follows ``__wrapped__``: it must find the patched forward and not the family's."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    theirs, mine = built("llama", "instance")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision=precision, cpu=True)
+    out = accelerator.prepare(mine)(**tiny.batch(), return_token_accuracy=True)
+    assert out.token_accuracy is not None and out.logits is None
+    accelerator.unwrap_model(mine, keep_fp32_wrapper=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert inspect.ismethod(mine.forward) and "skip_logits" in inspect.signature(mine.forward).parameters
+    assert_same_step(step(mine), step(theirs))
+
+
 def test_a_forward_set_on_the_instance_is_left_alone():
     model = tiny.model("llama")
     norm, forward = model.model.norm, model.model.norm.forward
@@ -923,6 +999,10 @@ def test_other_losses_are_left_alone(caplog):
     model.loss_function = loss
     out, _ = step(model)
     torch.testing.assert_close(out.loss, model(input_ids=tiny.batch()["input_ids"]).logits.pow(2).mean())
+    seen = {}
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: seen.update(kwargs) or logits.mean()
+    step(model, use_token_scaling=True, num_items_in_batch=3, shift_labels=tiny.batch()["labels"])
+    assert seen["use_token_scaling"] and seen["num_items_in_batch"] == 3 and "shift_labels" in seen
 
 
 @LEVEL
@@ -980,6 +1060,15 @@ def test_compiled_after_a_step():
     step(mine)
     compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(step(compiled)[0].loss, step(theirs)[0].loss, rtol=1e-5, atol=0)
+
+
+def test_a_lora_head_compiles():
+    """With logits: chunks under checkpointing are for eager mode."""
+    torch._dynamo.reset()
+    theirs, mine = (lora(tiny.model("llama", **ONE_LAYER), target_modules=["lm_head"]) for _ in range(2))
+    liger.apply_liger_kernel(mine)
+    out, grads = step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
+    assert_same_step((out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), step(theirs))
 
 
 def test_an_unknown_tail_compiles():

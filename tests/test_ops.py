@@ -32,14 +32,14 @@ def cast(tensors, dtype):
     return {name: one(t) for name, t in tensors.items()}
 
 
-def run(fn, tensors):
+def run(fn, tensors, strided=False):
     """fn's outputs and the gradients of everything that requires one, twice over the same graph."""
-    out = fn(**tensors)
-    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+    outs = run_forward(fn, tensors)
     leaves = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad}
     differentiable = [o for o in outs if o.requires_grad]
     g = torch.Generator().manual_seed(0)
     dys = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.device, o.dtype) for o in differentiable]
+    dys = [spread(dy) for dy in dys] if strided else dys
     once = torch.autograd.grad(differentiable, list(leaves.values()), dys, retain_graph=True)
     twice = torch.autograd.grad(differentiable, list(leaves.values()), dys)
     named = {f"output {i}": o.detach() for i, o in enumerate(outs)}
@@ -124,10 +124,24 @@ def test_non_contiguous(case):
     """Every input as a strided view, the incoming gradient too: the same result as for contiguous ones."""
     tensors = given(case, case.shapes[-2], {})
     strided = {k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()}
-    got, *_ = run(case.fn, strided)
-    want, *_ = run(case.fn, tensors)
-    for k in want:
-        torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
+    for option in case.options:
+        got, *_ = run(case.fn, strided | option, strided=True)
+        want, *_ = run(case.fn, tensors | option)
+        for k in want:
+            torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
+
+
+@BY_CASE
+def test_outputs_may_be_written_to(case):
+    """As those of the PyTorch code may: a residual is added in place, say."""
+    for o in run_forward(case.fn, given(case, case.shapes[1], {})):
+        if o.is_floating_point():
+            o.mul_(2)
+
+
+def run_forward(fn, tensors):
+    out = fn(**tensors)
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
 
 
 def spread(t):

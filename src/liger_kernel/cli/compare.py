@@ -77,6 +77,8 @@ class _Progress:
     def __call__(self, event: dict) -> None:
         step, loss = event["step"], f"{event['loss']:.4f}"
         if self.bar is not None:
+            if step == 1:
+                self.bar.unpause()  # loading is no part of the rate
             self.bar.set_postfix(loss=loss, refresh=False)
             self.bar.update()
         elif step in (1, self.steps) or step % self.every == 0:

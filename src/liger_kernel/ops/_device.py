@@ -14,7 +14,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels take this tensor; elsewhere an operator runs its PyTorch reference."""
+    """Whether the Triton kernels take this tensor; otherwise an operator runs its PyTorch reference.
+
+    The kernels compute in fp32, so not fp64.
+    """
+    if tensor.dtype == torch.float64:
+        return False
     if tensor.is_cuda or tensor.is_xpu:
         return TRITON
     return INTERPRETED and TRITON and tensor.device.type == "cpu"

@@ -243,11 +243,11 @@ def token_loss(
 def token_gradient(
     g, x, target, weight, norm, stats, dx, ignore_index, smoothing, lse_square_scale, softcap, logit_scale
 ):  # fmt: skip
-    """dx (M, V) of loss·g, for g of one element or one of a row; dx may be x."""
+    """dx (M, V) of loss·g, for g 0-d or (M,) of any stride; dx may be x."""
     M, V = x.shape
     columns, warps = _launch_gradient(V)
     _gradient[(M, triton.cdiv(V, columns))](
-        g, x, target, weight, norm, stats, dx, 1 if g.numel() > 1 else 0, x.stride(0), dx.stride(0), V, ignore_index,
+        g, x, target, weight, norm, stats, dx, g.stride(0) if g.dim() else 0, x.stride(0), dx.stride(0), V, ignore_index,
         smoothing, lse_square_scale, softcap or 1.0, logit_scale,
         SMOOTH=smoothing != 0, SOFTCAP=softcap is not None, BLOCK=columns, num_warps=_device.warps(warps, x),
     )  # fmt: skip

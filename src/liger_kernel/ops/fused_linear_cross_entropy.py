@@ -335,7 +335,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes, in_place=in_place)
         else:
             h, w, b, target, ce_weight, norm, stats, token = ctx.saved_tensors
-            g = (dloss * token if ctx.token_scaling else dloss).contiguous()
+            g = dloss * token if ctx.token_scaling else dloss
             dh, dw, db = flce_bwd(g, h, w, b, target, ce_weight, norm, stats, *ctx.options, *ctx.needs)
             dw, db = rounded(dw, ctx.dtypes[0]), rounded(db, ctx.dtypes[1] or db.dtype)
         need_h, need_w, need_b = ctx.needs

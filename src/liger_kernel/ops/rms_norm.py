@@ -223,7 +223,7 @@ class LigerRMSNormFunction(Function):
         y, rstd = rms_norm_fwd(x, w, eps, offset, cast)
         ctx.save_for_backward(x, w, rstd)
         ctx.offset, ctx.cast = offset, cast
-        return y.view(X.shape)
+        return torch.ops.aten._unsafe_view(y, X.shape)  # no view: the caller may write to it in place
 
     @staticmethod
     def backward(ctx, dY):

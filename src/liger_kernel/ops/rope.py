@@ -131,7 +131,8 @@ def _launch(HQ, HK, D, R):
 
 def _like(x, token_rows):
     B, H, T, D = x.shape
-    return x.new_empty(B, T, H, D).transpose(1, 2) if token_rows else x.new_empty(B, H, T, D)
+    strides = (T * H * D, D, H * D, 1) if token_rows else (H * T * D, T * D, D, 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def _outputs(q, k, cos, sin, rotary_dim, pairs, sign, q_token_rows, k_token_rows):

@@ -188,6 +188,9 @@ def _finished(out, result, skip_logits):
 # ---- between head and loss ----
 
 
+SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+
+
 class Tail(typing.NamedTuple):
     """What a family does to its logits before the loss: ``softcap·tanh(scale·x / softcap)``."""
 
@@ -204,7 +207,8 @@ def declared_tail(config) -> Tail:
     scale = getattr(config, "logit_scale", None)
     divisor = getattr(config, "logits_scaling", None)
     scale = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
-    return Tail(scale, getattr(config, "final_logit_softcapping", None))
+    caps = (getattr(config, name, None) for name in SOFTCAPS)
+    return Tail(scale, next((cap for cap in caps if cap is not None), None))
 
 
 def _nothing_of(x):
@@ -219,7 +223,7 @@ def _may_look(tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _plain(*tensors) -> bool:
+def plain(*tensors) -> bool:
     """No DTensor, no quantised or other subclass: what a kernel can read."""
     return all(t is None or type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
@@ -245,23 +249,19 @@ class _Request:
 
     # -- in the head --
 
-    def of_head(self, head, plain_forward, hidden_states):
+    def of_head(self, head, own_forward, hidden_states):
         """The head's forward: the loss as (1, 1, 1), or logits where the loss cannot be computed here."""
         self.calls += 1
-        weight = getattr(head, "weight", None)
-        if self.calls > 1 or not _plain(hidden_states):
-            return plain_forward(head, hidden_states)
-        if plain_forward is torch.nn.Linear.forward and _plain(weight, head.bias):
-            if weight.shape[0] != head.out_features:  # a tensor-parallel shard: only the gathered logits are whole
-                return plain_forward(head, hidden_states)
-            self.result = self._fused(head, hidden_states)
-        elif hasattr(head, "out_features") and "ce_weight" not in self.options and not torch.compiler.is_compiling():
-            self.result = self._called(head, plain_forward, hidden_states)
+        if self.calls > 1 or not plain(hidden_states):
+            return own_forward(head, hidden_states)
+        self.result = self._fused(head, own_forward, hidden_states)
         if self.result is None:
-            return plain_forward(head, hidden_states)
+            self.result = self._called(head, own_forward, hidden_states)
+        if self.result is None:
+            return own_forward(head, hidden_states)
         loss = unpack_cross_entropy_result(self.result)[0]
         if self.proved or not _may_look(loss):
-            self.sent = loss.reshape(1, 1, 1)
+            self.sent = loss.reshape(1, 1, 1).clone()  # FSDP wants no view
         else:  # the first step: a row as wide as the vocabulary, whose values show any cap, scale, cut or mask
             self.row = torch.linspace(-60, 60, head.out_features, device=loss.device, dtype=torch.float32)[None, None]
             self.sent = self.row + _nothing_of(loss)
@@ -292,7 +292,12 @@ class _Request:
             )
         return target
 
-    def _fused(self, head, hidden_states):
+    def _fused(self, head, own_forward, hidden_states):
+        """By the head's weight, read here and now."""
+        if own_forward is not torch.nn.Linear.forward or not plain(head.weight, head.bias):
+            return None
+        if head.weight.shape[0] != head.out_features:  # a tensor-parallel shard
+            return None
         options = dict(self.options)
         if head.bias is not None:
             options["bias"] = head.bias
@@ -304,9 +309,15 @@ class _Request:
             final_logit_softcapping=self.tail.softcap, **options,
         )  # fmt: skip
 
-    def _called(self, head, plain_forward, hidden_states):
-        """Chunk by chunk: logits exist for `CHUNK` rows at a time, and once more in backward."""
+    def _called(self, head, own_forward, hidden_states):
+        """By calling the head (LoRA, quantised): logits exist for `CHUNK` rows at a time, and once more in backward."""
         options = {k: v for k, v in self.options.items() if k != "num_items_in_batch"}
+        if "ce_weight" in options or torch.compiler.is_compiling():
+            return None
+        with torch.no_grad():
+            logits = own_forward(head, hidden_states.reshape(-1, hidden_states.shape[-1])[:1])
+        if not plain(logits) or logits.shape[-1] != head.out_features:  # tensor-parallel: whole only after its hooks
+            return None
         ignore_index = options.get("ignore_index", -100)
         target = self._target(hidden_states)
         if target is None:
@@ -314,7 +325,7 @@ class _Request:
         rows, target = hidden_states.reshape(-1, hidden_states.shape[-1]), target.reshape(-1).to(hidden_states.device)
 
         def of_chunk(h, y):
-            logits = self.tail(plain_forward(head, h))
+            logits = self.tail(own_forward(head, h))
             result = liger_causal_lm_loss(logits, None, logits.shape[-1], 1, shift_labels=y, **options)
             loss, _, accuracy, tokens = unpack_cross_entropy_result(result)
             return loss, accuracy, tokens
@@ -446,6 +457,7 @@ def fused_forward(hf_forward, prepare):
                 prepare(head)
             out, problem = _in_head(self, hf_forward, kwargs, request, head)
         if out is None:
+            options = {k: v for k, v in options.items() if skip_logits or k not in METRICS}
             request = _request(self, kwargs, shift_labels, options)
             out = _on_logits(self, hf_forward, kwargs, request)
         if problem is not None:
@@ -480,7 +492,7 @@ def _in_head(model, hf_forward, kwargs, request, head):
         for leaf in asked:
             leaf._liger_request = request
         out = hf_forward(model, **kwargs)
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         if request.row is None or isinstance(error, torch.OutOfMemoryError):
             raise
         return None, f"its forward failed on what stands for the logits ({type(error).__name__}: {error})"
@@ -507,14 +519,14 @@ def _in_head(model, hf_forward, kwargs, request, head):
 
 def _on_logits(model, hf_forward, kwargs, request):
     """The family's own forward; with our loss only where an option asks for what Hugging Face's does not know."""
-    options = request.options
-    if is_causal(request.family_loss) and _any(options, NOT_HUGGING_FACES + METRICS):
+    causal, options = is_causal(request.family_loss), request.options
+    if causal and _any(options, NOT_HUGGING_FACES + METRICS):
         try:
             model._liger_request = request
             return hf_forward(model, **kwargs)
         finally:
             model._liger_request = None
-    given = {name: options[name] for name in HUGGING_FACES if name in options}
+    given = {name: value for name, value in options.items() if name in HUGGING_FACES or not causal}
     if request.shift_labels is not None:
         given["shift_labels"] = request.shift_labels
     return hf_forward(model, **kwargs, **given)
@@ -529,7 +541,8 @@ def _warn(model, problem):
 
 
 def _any(options, names) -> bool:
-    return any(options.get(name) is not None and options[name] is not False for name in names)
+    given = [options[name] for name in names if options.get(name) is not None]
+    return any(isinstance(value, torch.Tensor) or value for value in given)
 
 
 def _by_name(model, names, args, kwargs):

@@ -22,6 +22,7 @@ from types import MethodType
 
 import torch
 
+from liger_kernel.ops import glu
 from liger_kernel.transformers import causal_lm, functional, probe
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def _rebuilt(cls, what):
 def _norm_members(cls, what):
     def forward(self, hidden_states):
         weight = self.weight if what.weight else None
-        if not causal_lm._plain(hidden_states, weight):
+        if not causal_lm.plain(hidden_states, weight):
             return cls.forward(self, hidden_states)
         return functional.liger_rms_norm(hidden_states, weight, getattr(self, what.eps), what.offset, what.casting)
 
@@ -101,22 +102,15 @@ def _norm_members(cls, what):
 
 
 def _glu_members(cls, what):
-    act, gate_up, down = probe.ACTIVATIONS[what.act], (what.gate, what.up), what.down
+    act = {"silu": "silu", "gelu (tanh)": "tanh", "gelu": "none"}[what.act]
 
-    def gated(a, b):
-        if not causal_lm._plain(a, b) or a.dtype != b.dtype:
-            return act(a) * b
-        if what.act == "silu":
-            return functional.liger_swiglu(a, b)
-        return functional.liger_geglu(a, b, "none" if what.act == "gelu" else "tanh")
-
-    # The projections are called: they may be quantised, sharded, or carry a LoRA.
+    # The projections are called, all three: they may be quantised, sharded, or carry a LoRA.
     def forward(self, x):
         if what.gate == what.up:
             a, b = getattr(self, what.gate)(x).chunk(2, dim=-1)
         else:
-            a, b = (getattr(self, name)(x) for name in gate_up)
-        return getattr(self, down)(gated(a, b))
+            a, b = getattr(self, what.gate)(x), getattr(self, what.up)(x)
+        return glu.gated_linear(a, b, act, getattr(self, what.down))
 
     return {"forward": forward}
 
@@ -125,7 +119,7 @@ def _rope_members(cls, what):
     family = probe.global_of(cls.forward, ROPE)
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        if not causal_lm._plain(q, k, cos, sin):
+        if not causal_lm.plain(q, k, cos, sin):
             return family(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=what.interleaved)
 
@@ -206,7 +200,8 @@ def _gives_logits(leaf) -> bool:
 class _Patcher:
     def __init__(self, model, flags):
         self.model, self.flags = model, flags
-        self.report = Report(type(model).__name__)
+        self.models = causal_lms(model)
+        self.report = Report(type(self.models[0] if self.models else model).__name__)
         self.found = Counter()  # flag -> modules, those of earlier calls too
         self.proofs = {}
         self.rotary = [m for m in model.modules() if "rotary" in type(m).__name__.lower() and m._buffers]
@@ -286,8 +281,7 @@ class _Patcher:
         if not (self.flags.get("fused_linear_cross_entropy") or self.flags.get("cross_entropy")):
             return
         flag = "fused_linear_cross_entropy" if self.flags.get("fused_linear_cross_entropy") else "cross_entropy"
-        models = causal_lms(self.model)
-        for model in models:
+        for model in self.models:
             fused = isinstance(getattr(model, "_liger", (None, None))[1], CausalLM)
             if (fused if flag != "cross_entropy" else model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss):
                 self.found[flag] += 1
@@ -307,7 +301,8 @@ class _Patcher:
             prepare_head(head)
             by = "liger_fused_linear_cross_entropy, no logits"
             if any(getattr(leaf, "_liger", (None, None))[0] is not torch.nn.Linear for leaf in causal_lm.leaves(head)):
-                by = f"liger_cross_entropy, {type(head).__name__} called {causal_lm.CHUNK} rows at a time"
+                library = type(head).__module__.partition(".")[0]
+                by = f"liger_cross_entropy, {library}'s {type(head).__name__} called {causal_lm.CHUNK} rows at a time"
             if not all(hasattr(leaf, "_liger_request") for leaf in causal_lm.leaves(head)):
                 self.report.left_alone[f"{type(head).__name__} (head)", "it does not look like a linear layer"] += 1
                 by = "the family's own loss on logits"
@@ -380,32 +375,48 @@ def revert_model(model: torch.nn.Module) -> None:
 
 # ---- every model of a family ----
 
-_at_birth: dict[type, dict[str, bool]] = {}  # a family's base class -> flags
+_at_birth: dict[type, tuple] = {}  # a family's base class -> (switches, the post_init of its own that it had)
 
 
 def patch_family(model_type: str, flags: dict[str, bool]) -> Report:
     """Models of the family that are built from now on patch themselves. The report is that of one without weights."""
     revert_family(model_type)
-    report = patch(_trial(model_type), flags)
+    report = _rehearsal(model_type, flags)
     report.target += ", every one built from now on"
     for base in _bases(model_type):
-        _at_birth[base] = dict(flags)
+        _at_birth[base] = dict(flags), base.__dict__.get("post_init")
         base.post_init = _post_init(base)
     return report
 
 
 def revert_family(model_type: str) -> None:
     for base in _bases(model_type):
-        if _at_birth.pop(base, None) is not None:
+        if base in _at_birth:
+            _, own = _at_birth.pop(base)
             del base.post_init
+            if own is not None:
+                base.post_init = own
 
 
 def _post_init(base):
     def post_init(self):
-        super(base, self).post_init()
-        patch(self, _at_birth[base])
+        flags, own = _at_birth[base]
+        super(base, self).post_init() if own is None else own(self)
+        patch(self, flags)
 
     return post_init
+
+
+def _rehearsal(model_type: str, flags: dict[str, bool]) -> Report:
+    cls = _causal_lm_class(model_type)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = cls(cls.config_class(num_hidden_layers=2))
+    except Exception as error:
+        report = Report(cls.__name__)
+        report.warnings.append(f"what will be replaced is not known: a default {cls.__name__} cannot be built ({error})")
+        return report
+    return patch(model, flags)
 
 
 def _causal_lm_class(model_type: str) -> type:
@@ -421,9 +432,3 @@ def _bases(model_type: str) -> list[type]:
 
     module = sys.modules[_causal_lm_class(model_type).__module__]
     return [c for c in vars(module).values() if isinstance(c, type) and PreTrainedModel in c.__bases__]
-
-
-def _trial(model_type: str) -> torch.nn.Module:
-    cls = _causal_lm_class(model_type)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return cls(cls.config_class(num_hidden_layers=2))

@@ -103,6 +103,8 @@ def _held(members: dict) -> set[str]:
 
 
 def norm(module: torch.nn.Module) -> Norm | str:
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, torch.nn.RMSNorm):
+        return f"it is PyTorch's {type(module).__name__}"
     if not _takes_one_tensor(type(module)):
         return "its forward takes more than one tensor"
     if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {"weight"}:
