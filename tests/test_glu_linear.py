@@ -89,7 +89,7 @@ def test_a_vector(fused):
 
 
 def test_halves_and_other_strides(fused):
-    """Phi3's halves, a transposed weight, an expanded incoming gradient."""
+    """Phi3's halves, a transposed weight, an expanded incoming gradient: for cuBLAS, other matmuls than autograd's."""
     _, _, weight, bias = tensors()
     both = torch.randn(2, 5, 2 * WIDTH, device=DEVICE, requires_grad=True)
     turned = weight.detach().t().contiguous().t().requires_grad_()
@@ -98,7 +98,9 @@ def test_halves_and_other_strides(fused):
         out = fn(*(1 * both).chunk(2, -1), turned, bias)
         return [out.detach(), *torch.autograd.grad(collect(out.sum()), (both, turned, bias))]
 
-    assert same(graph(liger_glu_linear), graph(unfused)) and fused
+    for got, want in zip(graph(liger_glu_linear), graph(unfused), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert fused
 
 
 def kept(fn, given):

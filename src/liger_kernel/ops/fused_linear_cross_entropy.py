@@ -27,7 +27,7 @@ from ._tile import tl, triton
 from ._token_loss import normalisers, token_gradient, token_loss
 from .cross_entropy import EVERYTHING, check_options, check_rows, cross_entropy_reference, labels, packed, unpacked
 
-ROWS = 2048  # of a chunk. Chunks of 512 cost 10-17 % of the matmul rate on an H200
+ROWS = 2048  # of a chunk, twice as many for more than CHUNKS of them. 512 cost 10-17 % of the matmul rate on an H200
 ROWS_WITHOUT_KERNELS = 256  # of a chunk on the CPU
 CHUNKS = 4  # over which dW may be accumulated in 16 bits: k roundings make its error at most √((k+1)/2) times one's
 
@@ -112,6 +112,8 @@ def _compute_dtype(input, weight):
 def _chunks(M, factor):
     """(rows of a chunk, number of chunks)."""
     count = max(triton.cdiv(M, ROWS * factor), 1)
+    if count > CHUNKS:  # each chunk reads and writes all of dW
+        count = triton.cdiv(M, 2 * ROWS * factor)
     even = triton.cdiv(triton.cdiv(M, count), 128) * 128  # the matmuls like multiples of 128
     return max(min(even, M), 1), count
 
