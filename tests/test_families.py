@@ -40,6 +40,7 @@ def step(model, **given):
     """The output and every gradient of one training step."""
     model.zero_grad()
     out = model(**{**tiny.batch(), **given})
+    out = dict(loss=out[0]) if type(out) is tuple else out
     out["loss"].backward()
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -294,14 +295,27 @@ def test_a_class_is_not_taken_for_what_its_name_says():
         def forward(self, hidden_states):
             return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
 
-    model = tiny.model("llama")
-    model.model.norm.__class__ = LlamaRMSNorm
-    model.model.layers[0].mlp.__class__ = LlamaMLP
-    want = step(model)
-    report = apply("llama", model)
-    assert report.of("LlamaMLP") == 1 and report.of("LlamaRMSNorm") == 4
-    assert {what for what, _ in report.left_alone} == {"LlamaMLP", "LlamaRMSNorm"}
-    assert_same_step(step(model), want)
+    class RoundedOnce(llama.LlamaMLP):
+        def forward(self, x):
+            gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+            return self.down_proj((self.act_fn(gate) * up).to(x.dtype))
+
+    class RoundedThroughoutNorm(llama.LlamaRMSNorm):
+        def forward(self, x):
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    class Throughout(RoundedThroughoutNorm):
+        pass
+
+    for mlp, norm in ((LlamaMLP, LlamaRMSNorm), (RoundedOnce, RoundedThroughoutNorm), (RoundedOnce, Throughout)):
+        model = tiny.model("llama")
+        model.model.norm.__class__ = norm
+        model.model.layers[0].mlp.__class__ = mlp
+        want = step(model)
+        report = apply("llama", model)
+        assert report.of("LlamaMLP") == 1 and report.of("LlamaRMSNorm") == 4
+        assert {what for what, _ in report.left_alone} == {mlp.__name__, norm.__name__} - {"Throughout"}
+        assert_same_step(step(model), want)
 
 
 def test_a_rope_that_is_not_known_is_left_alone(monkeypatch):
@@ -795,19 +809,25 @@ class Counted(torch.autograd.Function):
 def test_hooks_of_the_head_are_in_the_graph(wrapping, steps):
     """They come before our own: the loss is made of the tensor that they returned, and bf16 costs it no digit."""
     theirs, mine = built("llama", "instance")
-    Counted.backwards = 0
+    Counted.backwards, views = 0, []
     mine.lm_head.register_forward_hook(
-        lambda head, args, out: Counted.apply(out if wrapping == "another tensor" else out.bfloat16())
+        lambda head, args, out: views.append(out._is_view())
+        or Counted.apply(out if wrapping == "another tensor" else out.bfloat16())
     )
     for _ in range(steps):
         got = step(mine)
     assert_same_step(got, step(theirs))
     assert Counted.backwards == steps and mine._liger_unfusable is None
+    assert views == [False] * steps  # an operation in place on a view would lose the hook
 
 
-@pytest.mark.parametrize("head", ["sequential", "replaced forward", "shard"])
+@pytest.mark.parametrize("head", ["sequential", "replaced forward", "shard", "shard of another class"])
 def test_a_head_that_is_not_known_gives_logits(head):
     """No linear layer to read or to call in chunks: the family's loss on its logits."""
+
+    class Other(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
 
     def changed(model):
         linear = model.lm_head
@@ -815,8 +835,12 @@ def test_a_head_that_is_not_known_gives_logits(head):
             model.lm_head = torch.nn.Sequential(torch.nn.LayerNorm(32), linear)
         elif head == "replaced forward":  # as Hugging Face's tensor parallelism does it
             linear.forward = lambda x, own=linear.forward: own(x) * 2
-        else:
-            linear.out_features = 1000
+        else:  # a part of the vocabulary: the hook gathers the rest
+            rest = linear.weight.detach()[40:].clone()
+            linear.weight = torch.nn.Parameter(linear.weight.detach()[:40].clone())
+            linear.register_forward_hook(lambda head, args, out: torch.cat((out, args[0] @ rest.T), -1))
+            if head != "shard":
+                linear.__class__ = Other
         return model
 
     theirs, mine = (changed(tiny.model("llama")) for _ in range(2))
@@ -972,8 +996,9 @@ def test_a_wrong_declaration_is_found_out():
     assert mine._liger_unfusable
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
 def test_a_tail_that_changes_later_is_proved_again(family):
+    """Llama's forward does not look at what its config says then."""
     theirs, mine = built(family, "instance")
     step(mine)
     for model in (theirs, mine):
@@ -982,6 +1007,45 @@ def test_a_tail_that_changes_later_is_proved_again(family):
         else:
             model.config.logits_scaling = 2.0
     assert_same_step(step(mine), step(theirs))
+    assert (mine._liger_unfusable is None) == (family != "llama")
+
+
+def odd_forward(how):
+    """Llamas whose loss is not that of one head on the labels that came in."""
+    base = tiny.model_class("llama")
+
+    class LlamaForCausalLM(base):
+        def forward(self, input_ids=None, labels=None, own_loss=True, **kwargs):
+            hidden_states = self.model(input_ids=input_ids).last_hidden_state
+            if how == "other labels":
+                labels = torch.where(labels == 5, -100, labels)
+            logits = self.lm_head(hidden_states)
+            if how == "two heads":
+                logits = logits + self.lm_head(hidden_states.flip(-1))
+            if how == "a tuple":
+                return (self.loss_function(logits, labels, 96), logits)
+            if own_loss and how == "own loss":
+                loss = logits.float().logsumexp(-1).mean()
+            elif how == "ignore_index":
+                loss = self.loss_function(logits, labels, 96, ignore_index=5, **kwargs)
+            else:
+                loss = self.loss_function(logits, labels, 96, **kwargs)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = tiny.model("llama")
+    model.__class__ = LlamaForCausalLM
+    return model
+
+
+@pytest.mark.parametrize("how", ["other labels", "two heads", "own loss", "ignore_index", "a tuple"])
+def test_an_unusual_forward_gets_real_logits(how, caplog):
+    theirs, mine = odd_forward(how), odd_forward(how)
+    labels = tiny.batch()["labels"].clamp(min=5)
+    apply("llama", mine)
+    with caplog.at_level(logging.WARNING, logger="liger_kernel"):
+        for _ in range(2):
+            assert_same_step(step(mine, labels=labels), step(theirs, labels=labels))
+    assert mine._liger_unfusable and len(caplog.records) == 1
 
 
 def test_other_losses_are_left_alone(caplog):
@@ -1019,6 +1083,10 @@ def test_cross_entropy_on_logits(family, level, monkeypatch):
     assert type(mine) is tiny.model_class(family)
     liger.revert(mine)
     assert "_loss_function" not in mine.__dict__ and mine.loss_function is theirs.loss_function
+    theirs.loss_function = theirs.loss_function  # explicitly
+    apply(family, theirs, **on_logits)
+    liger.revert(theirs)
+    assert theirs.__dict__["_loss_function"] is mine.loss_function
 
 
 # ---- torch.compile ----
@@ -1097,6 +1165,16 @@ def test_norms_of_other_families():
     assert isinstance(probe.norm(T5LayerNorm(8)), (str, probe.Norm))
     for other in (CohereLayerNorm(8), MambaRMSNormGated(8, 8), torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8)):
         assert isinstance(probe.norm(other), str), other
+
+
+def test_a_norm_by_another_name():
+    class Scale(modeling("llama").LlamaRMSNorm):
+        pass
+
+    model = tiny.model("llama")
+    model.model.norm.__class__ = Scale
+    report = apply("llama", model)
+    assert report.of("Scale") == 1 and type(model.model.norm).__name__ == "Scale"
 
 
 def test_ropes_of_other_families():

@@ -111,10 +111,15 @@ def _bwd(
         tl.store(y_ptr + m * N + n, (act * b * dm).to(y_ptr.dtype.element_ty), mask=n < N)
 
 
-def _launch(N):
-    """(columns, warps) of a program: 16 bytes of each operand a thread."""
-    columns = 1024 if N > 512 else triton.next_power_of_2(max(N, 1))
-    return columns, max(1, columns // 256)
+def _launch(N, act):
+    """(columns, warps) of a program: 16 bytes of each operand a thread, twice that where the activation is dear.
+
+    H200, 2026-11-20, bf16 8192x14336, TB/s forward with 1024 and with 2048 columns: SiLU 4.26, 4.24; tanh GELU 4.05,
+    4.24; GELU 3.16, 3.37.
+    """
+    most = 1024 if act == "silu" else 2048
+    columns = most if N > most // 2 else triton.next_power_of_2(max(N, 1))
+    return columns, max(1, 4 * columns // most)
 
 
 def _rows(*tensors):
@@ -144,7 +149,7 @@ def glu_fwd(a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float) ->
     y = _output(a, b, act, gm, dm)
     a, b = _rows(a, b)
     M, N = a.shape
-    columns, warps = _launch(N)
+    columns, warps = _launch(N, act)
     _fwd[(M * triton.cdiv(N, columns),)](
         a, b, y, a.stride(0), b.stride(0), N, gm, dm, ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a)
     )
@@ -154,7 +159,7 @@ def glu_fwd(a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float) ->
 def _launch_bwd(dy, a, b, da, db, y, act, gm, dm):
     dy, a, b = _rows(dy, a, b)
     M, N = a.shape
-    columns, warps = _launch(N)
+    columns, warps = _launch(N, act)
     _bwd[(M * triton.cdiv(N, columns),)](
         dy, a, b, da, db, y, dy.stride(0), a.stride(0), b.stride(0), N, gm, dm,
         ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a),

@@ -235,7 +235,7 @@ class _Patcher:
     def recognised(self, module):
         """-> (flag, what it computes | why it is left alone), (None, None) if it is none of our business."""
         name, proof = type(module).__name__.lower(), None
-        if self.flags.get("rms_norm") and "norm" in name and not module._modules:
+        if self.flags.get("rms_norm") and not module._modules and ("norm" in name or _may_be_norm(module)):
             flag, proof = "rms_norm", probe.norm
         elif self.glu_asked() and ("mlp" in name or "experts" in name or _holds_projections(module)):
             flag, proof = "swiglu", self.glu
@@ -249,6 +249,8 @@ class _Patcher:
         if key not in self.proofs:
             self.proofs[key] = proof(module)
         what = self.proofs[key]
+        if isinstance(what, str) and proof is probe.norm and "norm" not in name:
+            return None, None
         if isinstance(what, probe.GLU):
             flag = next(flag for flag, acts in GATED.items() if what.act in acts)
             if not self.flags.get(flag):
@@ -307,6 +309,10 @@ class _Patcher:
                 self.report.left_alone[f"{type(head).__name__} (head)", "it does not look like a linear layer"] += 1
                 by = "the family's own loss on logits"
             self.report.replaced[f"{type(model).__name__}'s head and loss", by] += 1
+
+
+def _may_be_norm(module):
+    return set(module._parameters) <= {"weight"} and any(isinstance(v, float) for v in module.__dict__.values())
 
 
 def _holds_projections(module):
