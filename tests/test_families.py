@@ -961,6 +961,7 @@ TAILS = {
     "cut": lambda x: x[..., :90],
     "picked": lambda x: x[..., torch.arange(95)],
     "reordered": lambda x: x.flip(-1),
+    "reshaped": lambda x: x.view(2, 13, 96),
 }
 
 
@@ -1015,13 +1016,15 @@ def odd_forward(how):
     base = tiny.model_class("llama")
 
     class LlamaForCausalLM(base):
-        def forward(self, input_ids=None, labels=None, own_loss=True, **kwargs):
+        def forward(self, input_ids=None, labels=None, own_loss=True, twice=False, **kwargs):
             hidden_states = self.model(input_ids=input_ids).last_hidden_state
             if how == "other labels":
                 labels = torch.where(labels == 5, -100, labels)
             logits = self.lm_head(hidden_states)
             if how == "two heads":
                 logits = logits + self.lm_head(hidden_states.flip(-1))
+            if twice:
+                logits = self.lm_head(hidden_states * 2)
             if how == "a tuple":
                 return (self.loss_function(logits, labels, 96), logits)
             if own_loss and how == "own loss":
@@ -1035,6 +1038,15 @@ def odd_forward(how):
     model = tiny.model("llama")
     model.__class__ = LlamaForCausalLM
     return model
+
+
+def test_a_second_call_of_the_head_is_noticed_at_any_step():
+    theirs, mine = odd_forward("two heads later"), odd_forward("two heads later")
+    apply("llama", mine)
+    assert_same_step(step(mine), step(theirs))
+    assert mine._liger_unfusable is None
+    assert_same_step(step(mine, twice=True), step(theirs, twice=True))
+    assert "more than once" in mine._liger_unfusable
 
 
 @pytest.mark.parametrize("how", ["other labels", "two heads", "own loss", "ignore_index", "a tuple"])

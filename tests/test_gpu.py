@@ -6,6 +6,7 @@
 import gc
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from test_ops import cast
@@ -287,3 +288,32 @@ def test_head_gradient_over_many_chunks(chunks, monkeypatch):
     exact = results(case.reference, cast(tensors, torch.float64))
     mine, theirs = ((r["dweight"].double() - exact["dweight"]).norm() / exact["dweight"].norm() for r in (got, plain))
     assert mine <= grown * theirs, f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
+
+
+# ---- whole models ----
+
+
+def training_step(model, batch):
+    model.zero_grad()
+    out = model(**batch)
+    out.loss.backward()
+    return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family,compiled", [*((f, False) for f in tiny.FAMILIES), ("llama", True), ("gemma2", True)])
+def test_families_train_as_before(family, compiled):
+    """With real kernels: loss and every gradient of the unpatched model, with no logits."""
+    from liger_kernel.transformers import apply_liger_kernel
+
+    model = tiny.model(family).cuda()
+    batch = {k: v.cuda() for k, v in tiny.batch(3, 33).items()}
+    want, gradients = training_step(model, batch)
+    report = apply_liger_kernel(model)
+    assert report.replaced
+    torch._dynamo.reset()
+    got, mine = training_step(torch.compile(model) if compiled else model, batch)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-5)
+    for name, g in gradients.items():
+        d = mine[f"_orig_mod.{name}" if compiled else name]
+        torch.testing.assert_close(d, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
