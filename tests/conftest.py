@@ -6,9 +6,9 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+torch.set_num_threads(1)  # several test processes share the cores
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)
 
 import pytest  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
