@@ -53,8 +53,8 @@ def byte_model(family="llama", **config):
 def trainer(folder, model, patched, steps=8, compute_metrics=None, **arguments):
     args = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, logging_first_step=True,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=0, use_liger_kernel=patched,
+        per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, seed=0,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, use_liger_kernel=patched,
         **{"bf16": False, **arguments},
     )  # fmt: skip
     losses = Losses()
@@ -81,7 +81,8 @@ def fused(monkeypatch):
 
 def both(tmp_path, make=byte_model, patched_only=(), **arguments):
     """The losses of the unpatched and of the patched run, and the patched Trainer."""
-    theirs = trainer(tmp_path / "theirs", make(), False, **{k: v for k, v in arguments.items() if k not in patched_only})
+    common = {k: v for k, v in arguments.items() if k not in patched_only}
+    theirs = trainer(tmp_path / "theirs", make(), False, **common)
     theirs.train()
     mine = trainer(tmp_path / "mine", make(), True, **arguments)
     mine.train()
@@ -110,7 +111,8 @@ def test_learns_as_before(family, tmp_path, fused):
 
 
 def test_the_configuration_is_honoured(tmp_path, fused):
-    config = dict(rope=False, swiglu=False, geglu=True, layer_norm=True, fused_linear_cross_entropy=False, cross_entropy=True)
+    config = dict(rope=False, swiglu=False, geglu=True, layer_norm=True)
+    config |= dict(fused_linear_cross_entropy=False, cross_entropy=True)
     mine, theirs, run = both(tmp_path, liger_kernel_config=config, steps=4, patched_only=["liger_kernel_config"])
     assert_same(mine, theirs)
     llama = tiny.model("llama")
@@ -150,10 +152,8 @@ def test_evaluation(tmp_path, fused):
     assert got["eval_accuracy"] == want["eval_accuracy"]
     assert seen[1].shape == (7, LENGTH, 256)
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        torch.from_numpy(mine.predict(texts(40, 2)).predictions), torch.from_numpy(theirs.predict(texts(40, 2)).predictions),
-        rtol=1e-4, atol=1e-4,
-    )  # fmt: skip
+    got, want = (torch.from_numpy(run.predict(texts(40, 2)).predictions) for run in (mine, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_evaluation_before_training(tmp_path):

@@ -31,7 +31,7 @@ from liger_kernel.ops.rms_norm import (
 )
 from liger_kernel.ops.rope import liger_rotary_pos_emb
 
-_OPERATORS = [
+__all__ = [
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
     "LigerFalconH1SwiGLUMLP",
@@ -51,6 +51,7 @@ _OPERATORS = [
     "LigerRMSNormForQwen3Next",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
+    "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
 _PATCHES = {
@@ -71,7 +72,7 @@ _PATCHES = {
     "revert": "families",
 }
 
-__all__ = [*_OPERATORS, *_PATCHES, "is_transformers_available"]
+__all__ += _PATCHES
 
 
 def is_transformers_available() -> bool:
@@ -82,5 +83,5 @@ def __getattr__(name):
     if name not in _PATCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
-        raise ImportError(f"liger_kernel.transformers.{name} needs transformers: pip install 'liger-kernel[transformers]'")
+        raise ImportError(f"{__name__}.{name} needs transformers: pip install 'liger-kernel[transformers]'")
     return getattr(import_module(f"{__name__}.{_PATCHES[name]}"), name)

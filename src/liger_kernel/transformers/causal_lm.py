@@ -2,15 +2,15 @@
 
 1. The model's forward (`fused_forward`) takes out the arguments of the loss and leaves a `_Request` on the model and on
    its head. Then it runs the family's forward.
-2. ``lm_head(hidden_states)`` finds the request, computes the loss from the hidden states and its own weight, and returns
-   it as a (1, 1, 1) tensor where the logits would be. The head is *called*, so the hooks of FSDP, ZeRO, PEFT and
+2. ``lm_head(hidden_states)`` finds the request, computes the loss from the hidden states and its own weight, and gives
+   it back as a (1, 1, 1) tensor where the logits would be. The head is *called*, so the hooks of FSDP, ZeRO, PEFT and
    accelerate run around it, and the weight is read where they have gathered it.
 3. ``self.loss_function(...)`` of the family's code returns that loss: the tensor which the head's hooks have seen last.
 4. The output gets ``logits=None`` and the fields ``token_accuracy`` and ``predicted_tokens``.
 
-A head whose weight cannot be used by itself (LoRA, quantised) is called chunk by chunk under checkpointing. What a family
-does between head and loss is declared by its config and proved on the first step (`_Request.loss_function`); what is not
-proved gets real logits and the family's loss, and a warning.
+A head whose weight cannot be used by itself (LoRA, quantised) is called chunk by chunk under checkpointing. What a
+family does between head and loss is declared by its config and proved on the first step (`_Request.loss_function`);
+what is not proved gets real logits and the family's loss, and a warning.
 
 torch.compile traces all of this into one graph.
 """
@@ -21,7 +21,6 @@ import dataclasses
 import inspect
 import logging
 import typing
-from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +176,7 @@ def __getattr__(name):
 
 
 def _finished(out, result, skip_logits):
-    """The family's output as ours: with what else was asked for in place of the logits, or as it is but for its class."""
+    """The family's output as ours: with what else was asked for in place of the logits, or with another class alone."""
     values = dict(out.items())
     if skip_logits:
         values["logits"] = None
@@ -379,7 +378,7 @@ class _Request:
             passed = (logits is seen) == (self.tail == Tail(1.0, None))
         else:
             passed = _equal(logits, self.tail(self.row))
-        return None if passed else f"its forward does something to the logits that its config does not declare: {self.tail}"
+        return None if passed else f"its forward changes the logits otherwise than its config declares ({self.tail})"
 
 
 def _equal(got, want) -> bool:
@@ -433,8 +432,8 @@ def fused_forward(hf_forward, prepare):
         if labels is None and shift_labels is None:
             if skip_logits:
                 raise ValueError(
-                    f"{type(self).__name__}.forward: skip_logits is True, but labels and shift_labels are None; give one "
-                    "of them, or skip_logits=False"
+                    f"{type(self).__name__}.forward: skip_logits is True, but labels and shift_labels are None; "
+                    "give one of them, or skip_logits=False"
                 )
             return hf_forward(self, **kwargs)
         if labels is None:
@@ -478,14 +477,13 @@ def fused_forward(hf_forward, prepare):
 
 
 def _request(model, kwargs, shift_labels, options):
-    tail = declared_tail(model.config)
-    keep = kwargs.get("logits_to_keep", 0)
-    return _Request(model._liger_family_loss(), kwargs["labels"], shift_labels, keep, tail, model._liger_proved == tail, options)
+    loss, tail, keep = model._liger_family_loss(), declared_tail(model.config), kwargs.get("logits_to_keep", 0)
+    return _Request(loss, kwargs["labels"], shift_labels, keep, tail, model._liger_proved == tail, options)
 
 
 def _in_head(model, hf_forward, kwargs, request, head):
     """-> (output, None), or (None, why the loss that came out cannot be trusted)."""
-    asked = [leaf for leaf in leaves(head) if hasattr(leaf, "_liger_request")]
+    asked = [leaf for leaf in leaves(head) if "_liger_request" in leaf.__dict__]
     hook = None if torch.compiler.is_compiling() else head.register_forward_hook(request.look)
     try:
         model._liger_request = request
@@ -547,7 +545,7 @@ def _any(options, names) -> bool:
 
 def _by_name(model, names, args, kwargs):
     if len(args) > len(names):
-        raise TypeError(f"{type(model).__name__}.forward takes {len(names)} positional arguments, {len(args)} were given")
+        raise TypeError(f"{type(model).__name__}.forward takes {len(names)} arguments by position, not {len(args)}")
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
         raise TypeError(f"{type(model).__name__}.forward got {', '.join(twice)} twice")

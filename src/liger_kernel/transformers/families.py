@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -24,10 +24,8 @@ class Family:
     glu: str = "swiglu"
 
     def switches(self) -> dict[str, bool]:
-        return dict(
-            rope=self.rope, cross_entropy=self.cross_entropy, fused_linear_cross_entropy=self.fused_linear_cross_entropy,
-            rms_norm=self.rms_norm, **{self.glu: True},
-        )  # fmt: skip
+        switches = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "glu"}
+        return switches | {self.glu: True}
 
 
 FAMILIES = {
@@ -41,13 +39,13 @@ FAMILIES = {
     "qwen2": Family(),
     "qwen3": Family(),
 }
-EVERYTHING = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, geglu=True)
+EVERYTHING = {**Family().switches(), "geglu": True}
 
 DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that compute the same.
 
     Args:
         rope, rms_norm, {glu}: that operator's kernel.
-        fused_linear_cross_entropy: the loss without the logits in memory (while training, or with ``skip_logits=True``).
+        fused_linear_cross_entropy: the loss without logits in memory (in training, or with ``skip_logits=True``).
         cross_entropy: the loss on logits without their fp32 copy; in place of fused_linear_cross_entropy.
         model: a model, to patch it and no other; without it every {name} model that is built from now on.
 
@@ -81,9 +79,9 @@ def _logged(report: patch.Report) -> patch.Report:
 
 def _make(model_type: str, family: Family):
     name, switches = f"apply_liger_kernel_to_{model_type}", family.switches()
-    parameter = inspect.Parameter
-    parameters = [parameter(k, parameter.POSITIONAL_OR_KEYWORD, default=v, annotation=bool) for k, v in switches.items()]
-    parameters.append(parameter("model", parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="PreTrainedModel | None"))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(k, kind, default=v, annotation=bool) for k, v in switches.items()]
+    parameters.append(inspect.Parameter("model", kind, default=None, annotation="PreTrainedModel | None"))
     signature = inspect.Signature(parameters, return_annotation="Report")
 
     def apply(*args, **kwargs):

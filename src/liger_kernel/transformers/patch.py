@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
-import inspect
 import logging
 import sys
 from collections import Counter
@@ -74,8 +72,8 @@ class CausalLM:
 def private(cls: type, what) -> type:
     """The subclass of ``cls`` whose forward is ours. One for each pair, so that modules share it."""
     members = _MEMBERS[type(what)](cls, what)
-    names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    return type(cls)(cls.__name__, (cls,), {**names, "__reduce_ex__": _reduce, "_liger": (cls, what), "_liger_state": {}, **members})
+    names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __reduce_ex__=_reduce)
+    return type(cls)(cls.__name__, (cls,), {**names, "_liger": (cls, what), "_liger_state": {}, **members})
 
 
 def _reduce(self, protocol):
@@ -189,7 +187,7 @@ def _own_forward(module) -> bool:
 def prepare_head(head) -> None:
     """Heads are replaced after the patch, too: by resize_token_embeddings, by PEFT, by the user."""
     for leaf in causal_lm.leaves(head):
-        if not hasattr(leaf, "_liger_request") and _gives_logits(leaf) and not _own_forward(leaf):
+        if "_liger_request" not in leaf.__dict__ and _gives_logits(leaf) and not _own_forward(leaf):
             become(leaf, Head())
 
 
@@ -199,141 +197,180 @@ def _gives_logits(leaf) -> bool:
 
 class _Patcher:
     def __init__(self, model, flags):
-        self.model, self.flags = model, flags
+        self.model, self.flags = model, {flag for flag in FLAGS if flags.get(flag)}
         self.models = causal_lms(model)
         self.report = Report(type(self.models[0] if self.models else model).__name__)
-        self.found = Counter()  # flag -> modules, those of earlier calls too
+        self.done = set()  # flags for which there is something, be it from an earlier call
+        self.obstacles = {flag: [] for flag in FLAGS}
         self.proofs = {}
         self.rotary = [m for m in model.modules() if "rotary" in type(m).__name__.lower() and m._buffers]
 
     def run(self) -> Report:
         for module in list(self.model.modules()):
-            flag, by = self.known(module)
-            if flag is None:
-                flag, what = self.recognised(module)
-                if flag is None:
-                    continue
-                if isinstance(what, str):
-                    self.report.left_alone[type(module).__name__, what] += 1
-                    continue
-                by = _name_of(what)
-                become(module, what)
-                self.report.replaced[ROPE if flag == "rope" else type(module).__name__, by] += 1
-            self.found[flag] += 1
-        self.loss()
+            what = _known_as(module)
+            if what is None:
+                for flag, look in LOOKS:
+                    if flag in self.flags and look(module):
+                        self.replace(flag, module)
+                        break
+            elif type(what) in FLAG_OF:
+                self.done.add(FLAG_OF[type(what)](what))
+        for flag, has_it, give_it in LOSSES:
+            for model in self.models if flag in self.flags else ():
+                self.loss(flag, model, has_it, give_it)
         for flag in FLAGS:
-            if self.flags.get(flag) and not self.found[flag]:
-                self.report.warnings.append(f"{flag}: {self.nothing(flag)}")
+            if flag in self.flags - self.done:
+                seen = "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag])) if self.obstacles[flag] else ""
+                self.report.warnings.append(f"{flag}: nothing here is proved equal{seen}")
         return self.report
 
-    def known(self, module):
-        what = getattr(type(module), "_liger", (None, None))[1]
-        if isinstance(what, probe.GLU):
-            return next(flag for flag, acts in GATED.items() if what.act in acts), None
-        return {probe.Norm: "rms_norm", probe.Rope: "rope"}.get(type(what)), None
+    def replace(self, flag, module):
+        what, name = self.proof(flag, module), type(module).__name__
+        if isinstance(what, probe.GLU) and _glu_flag(what) not in self.flags:
+            what = f"it computes {what.act}(gate)·up, which is {_glu_flag(what)}'s"
+        if not isinstance(what, str):
+            become(module, what)
+            self.report.replaced[ROPE if flag == "rope" else name, _name_of(what)] += 1
+            self.done.add(FLAG_OF[type(what)](what))
+        elif flag != "rms_norm" or "norm" in name.lower():
+            self.leave(flag, name, what)
 
-    def recognised(self, module):
-        """-> (flag, what it computes | why it is left alone), (None, None) if it is none of our business."""
-        name, proof = type(module).__name__.lower(), None
-        if self.flags.get("rms_norm") and not module._modules and ("norm" in name or _may_be_norm(module)):
-            flag, proof = "rms_norm", probe.norm
-        elif self.glu_asked() and ("mlp" in name or "experts" in name or _holds_projections(module)):
-            flag, proof = "swiglu", self.glu
-        elif self.flags.get("rope") and probe.global_of(type(module).forward, ROPE) is not None:
-            flag, proof = "rope", self.rope
-        if proof is None:
-            return None, None
+    def leave(self, flag, name, why):
+        self.report.left_alone[name, why] += 1
+        for asked in GATED if flag in GATED else (flag,):
+            self.obstacles[asked].append(f"{name} ({why})")
+
+    def proof(self, flag, module):
         if _own_forward(module):
-            return flag, "its forward was replaced on the instance"
+            return "its forward was replaced on the instance"
         key = flag, _traits(module)
         if key not in self.proofs:
-            self.proofs[key] = proof(module)
-        what = self.proofs[key]
-        if isinstance(what, str) and proof is probe.norm and "norm" not in name:
-            return None, None
-        if isinstance(what, probe.GLU):
-            flag = next(flag for flag, acts in GATED.items() if what.act in acts)
-            if not self.flags.get(flag):
-                return flag, f"it computes {what.act}(gate)·up, which {flag} asks for"
-        return flag, what
+            proofs = {"rms_norm": probe.norm, "rope": self.rope}
+            self.proofs[key] = proofs.get(flag, _glu)(module)
+        return self.proofs[key]
 
-    def glu_asked(self):
-        return any(self.flags.get(flag) for flag in GATED)
-
-    def glu(self, module):
-        if any(p is not None and name.endswith("_proj") for name, p in module._parameters.items()):
-            return "its experts' weights are stacked, not projections that can be called"
-        return probe.glu(module)
-
-    def rope(self, module):
-        what = probe.rope(probe.global_of(type(module).forward, ROPE))
+    def rope(self, attention):
+        what = probe.rope(probe.global_of(type(attention).forward, ROPE))
         if isinstance(what, str):
             return what
         if not self.rotary:
             return "there is no rotary embedding to learn the layout of cos and sin from"
         return next(filter(None, (probe.angles(rotary, what.interleaved) for rotary in self.rotary)), what)
 
-    def nothing(self, flag):
-        seen = [f"{what} ({why})" for what, why in self.report.left_alone]
-        return "nothing here is proved equal" + (f"; left alone: {', '.join(seen)}" if seen else "")
-
-    # -- the loss --
-
-    def loss(self):
-        if not (self.flags.get("fused_linear_cross_entropy") or self.flags.get("cross_entropy")):
-            return
-        flag = "fused_linear_cross_entropy" if self.flags.get("fused_linear_cross_entropy") else "cross_entropy"
-        for model in self.models:
-            fused = isinstance(getattr(model, "_liger", (None, None))[1], CausalLM)
-            if (fused if flag != "cross_entropy" else model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss):
-                self.found[flag] += 1
-                continue
-            why = _not_fusable(model, flag)
+    def loss(self, flag, model, has_it, give_it):
+        name = f"{type(model).__name__}'s loss"
+        if not has_it(model):
+            why = _obstacle(model, flag)
             if why is not None:
-                self.report.left_alone[f"{type(model).__name__}'s loss", why] += 1
-                continue
-            self.found[flag] += 1
-            if flag == "cross_entropy":
-                model.__dict__["_liger_loss_before"] = model.__dict__.get("_loss_function")
-                model.loss_function = causal_lm.liger_causal_lm_loss
-                self.report.replaced[f"{type(model).__name__}.loss_function", "liger_cross_entropy on the logits"] += 1
-                continue
-            become(model, CausalLM())
-            head = model.get_output_embeddings()
-            prepare_head(head)
-            by = "liger_fused_linear_cross_entropy, no logits"
-            if any(getattr(leaf, "_liger", (None, None))[0] is not torch.nn.Linear for leaf in causal_lm.leaves(head)):
-                library = type(head).__module__.partition(".")[0]
-                by = f"liger_cross_entropy, {library}'s {type(head).__name__} called {causal_lm.CHUNK} rows at a time"
-            if not all(hasattr(leaf, "_liger_request") for leaf in causal_lm.leaves(head)):
-                self.report.left_alone[f"{type(head).__name__} (head)", "it does not look like a linear layer"] += 1
-                by = "the family's own loss on logits"
-            self.report.replaced[f"{type(model).__name__}'s head and loss", by] += 1
+                return self.leave(flag, name, why)
+            self.report.replaced[name, give_it(model)] += 1
+        self.done.add(flag)
 
 
-def _may_be_norm(module):
-    return set(module._parameters) <= {"weight"} and any(isinstance(v, float) for v in module.__dict__.values())
+# ---- what a module may be ----
 
 
-def _holds_projections(module):
-    return any(set(names) <= set(module._modules) for names in probe.PROJECTIONS)
+def _known_as(module):
+    """What a patched module's class was proved to be."""
+    return getattr(type(module), "_liger", (None, None))[1]
+
+
+def _may_be_norm(module) -> bool:
+    weight_alone = not module._modules and set(module._parameters) <= {"weight"}
+    numbers = any(isinstance(value, float) for value in module.__dict__.values())
+    return not module._modules and "norm" in type(module).__name__.lower() or weight_alone and numbers
+
+
+def _may_be_glu(module) -> bool:
+    name, children = type(module).__name__.lower(), set(module._modules)
+    return "mlp" in name or "experts" in name or any(set(names) <= children for names in probe.PROJECTIONS)
+
+
+def _may_turn(module) -> bool:
+    return probe.global_of(type(module).forward, ROPE) is not None
+
+
+def _glu(module):
+    if any(p is not None and name.endswith("_proj") for name, p in module._parameters.items()):
+        return "its experts' weights are stacked, not projections that can be called"
+    return probe.glu(module)
+
+
+def _glu_flag(what: probe.GLU) -> str:
+    return next(flag for flag, activations in GATED.items() if what.act in activations)
+
+
+LOOKS = ("rms_norm", _may_be_norm), ("swiglu", _may_be_glu), ("geglu", _may_be_glu), ("rope", _may_turn)
+FLAG_OF = {probe.Norm: lambda what: "rms_norm", probe.Rope: lambda what: "rope", probe.GLU: _glu_flag}
 
 
 def _traits(module):
     """What of a module can make it compute something else than another of its class."""
     kept = {k: v for k, v in module.__dict__.items() if not k.startswith("_") and k not in ("training", "layer_idx")}
-    plain = {k: v if isinstance(v, (bool, int, float, str, type(None))) else id(v) for k, v in kept.items()}
+    simple = {k: v if isinstance(v, (bool, int, float, str, type(None))) else id(v) for k, v in kept.items()}
     children = {k: type(v) for k, v in module._modules.items()}
     tensors = [k for group in (module._parameters, module._buffers) for k, v in group.items() if v is not None]
-    return type(module), tuple(plain.items()), tuple(children.items()), tuple(tensors)
+    return type(module), tuple(simple.items()), tuple(children.items()), tuple(tensors)
 
 
-def _name_of(what):
+def _name_of(what) -> str:
     if isinstance(what, probe.Norm):
         return f"liger_rms_norm ({what.casting}, offset {what.offset:g}{'' if what.weight else ', no weight'})"
     if isinstance(what, probe.GLU):
         return "liger_swiglu" if what.act == "silu" else f"liger_geglu ({what.act})"
     return "liger_rotary_pos_emb" + (f" (interleaved={what.interleaved})" if what.interleaved else "")
+
+
+# ---- the loss ----
+
+
+def _has_loss_in_head(model) -> bool:
+    return isinstance(_known_as(model), CausalLM)
+
+
+def _put_loss_in_head(model) -> str:
+    become(model, CausalLM())
+    head = model.get_output_embeddings()
+    prepare_head(head)
+    leaves = causal_lm.leaves(head)
+    if all(type(leaf)._liger[0] is torch.nn.Linear for leaf in leaves):
+        return "liger_fused_linear_cross_entropy, no logits"
+    library = type(head).__module__.partition(".")[0]
+    return f"liger_cross_entropy, {library}'s {type(head).__name__} called {causal_lm.CHUNK} rows at a time"
+
+
+def _has_loss_on_logits(model) -> bool:
+    return model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss
+
+
+def _put_loss_on_logits(model) -> str:
+    model.__dict__["_liger_loss_before"] = model.__dict__.get("_loss_function")
+    model.loss_function = causal_lm.liger_causal_lm_loss
+    return "liger_cross_entropy, on logits"
+
+
+LOSSES = (
+    ("fused_linear_cross_entropy", _has_loss_in_head, _put_loss_in_head),
+    ("cross_entropy", _has_loss_on_logits, _put_loss_on_logits),
+)
+
+
+def _obstacle(model, flag) -> str | None:
+    if not isinstance(getattr(type(model), "loss_function", None), property):
+        return "it has no loss_function"
+    loss = model.loss_function
+    if not causal_lm.is_causal(loss):
+        return f"it is {getattr(loss, '__name__', loss)}, not ForCausalLMLoss"
+    if not any(probe.mentions(cls.__dict__.get("forward"), "loss_function") for cls in type(model).__mro__):
+        return "the model's forward does not call self.loss_function"
+    if flag == "cross_entropy":
+        return None
+    if _own_forward(model):
+        return "the model's forward was replaced on the instance"
+    head = model.get_output_embeddings()
+    if not all(_gives_logits(leaf) and not _own_forward(leaf) for leaf in causal_lm.leaves(head)):
+        return f"nothing is known of the model's head, {type(head).__name__}"
+    return None
 
 
 def causal_lms(model) -> list:
@@ -343,19 +380,6 @@ def causal_lms(model) -> list:
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
         return [model]
     return [found for child in model.children() for found in causal_lms(child)]
-
-
-def _not_fusable(model, flag) -> str | None:
-    if not isinstance(getattr(type(model), "loss_function", None), property):
-        return "it has no loss_function"
-    loss = model.loss_function
-    if not causal_lm.is_causal(loss):
-        return f"its loss is {getattr(loss, '__name__', loss)}, not ForCausalLMLoss"
-    if not any(probe.mentions(cls.__dict__.get("forward"), "loss_function") for cls in type(model).__mro__):
-        return "its forward does not call self.loss_function"
-    if flag == "fused_linear_cross_entropy" and _own_forward(model):
-        return "its forward was replaced on the instance"
-    return None
 
 
 def patch(model: torch.nn.Module, flags: dict[str, bool]) -> Report:
@@ -370,7 +394,7 @@ def revert_model(model: torch.nn.Module) -> None:
                 del module.__dict__[name]
             swap(module, own[0])
         elif hasattr(type(module), "_liger"):
-            logger.warning("revert: %s was wrapped after it was patched (FSDP2?) and stays patched", type(module).__name__)
+            logger.warning("revert: %s was given another class after it was patched, and stays", type(module).__name__)
             continue
         if "_liger_loss_before" in module.__dict__:
             del module.__dict__["_loss_function"]
@@ -419,9 +443,7 @@ def _rehearsal(model_type: str, flags: dict[str, bool]) -> Report:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = cls(cls.config_class(num_hidden_layers=2))
     except Exception as error:
-        report = Report(cls.__name__)
-        report.warnings.append(f"what will be replaced is not known: a default {cls.__name__} cannot be built ({error})")
-        return report
+        return Report(cls.__name__, warnings=[f"a default model cannot be built, to show what it replaces ({error})"])
     return patch(model, flags)
 
 
