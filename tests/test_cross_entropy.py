@@ -37,9 +37,7 @@ def test_a_confident_row_keeps_its_digits():
     exact = x.detach().double().requires_grad_()
     loss, want = liger_cross_entropy(x, y, reduction="none"), F.cross_entropy(exact, y, reduction="none")
     torch.testing.assert_close(loss.double(), want, rtol=1e-2, atol=1.2e-7)  # 1 + 3e-4 is rounded in fp32
-    torch.testing.assert_close(
-        gradient(loss.sum(), x).double(), gradient(want.sum(), exact), rtol=1e-5, atol=2.4e-7
-    )
+    torch.testing.assert_close(gradient(loss.sum(), x).double(), gradient(want.sum(), exact), rtol=1e-5, atol=2.4e-7)
 
 
 def test_a_masked_vocabulary():
