@@ -247,7 +247,7 @@ def token_gradient(
     M, V = x.shape
     columns, warps = _launch_gradient(V)
     _gradient[(M, triton.cdiv(V, columns))](
-        g, x, target, weight, norm, stats, dx, g.stride(0) if g.dim() else 0, x.stride(0), dx.stride(0), V, ignore_index,
-        smoothing, lse_square_scale, softcap or 1.0, logit_scale,
+        g, x, target, weight, norm, stats, dx, g.stride(0) if g.dim() else 0, x.stride(0), dx.stride(0), V,
+        ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale,
         SMOOTH=smoothing != 0, SOFTCAP=softcap is not None, BLOCK=columns, num_warps=_device.warps(warps, x),
     )  # fmt: skip
