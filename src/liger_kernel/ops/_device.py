@@ -48,7 +48,7 @@ def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
         p = torch.cuda.get_device_properties(index)
         if torch.version.hip:
             return p.gcnArchName.split(":")[0], p.multi_processor_count, 1024 // p.warp_size, 0
-        return f"sm_{p.major}{p.minor}", p.multi_processor_count, 32, p.shared_memory_per_block_optin
+        return f"sm_{p.major}{p.minor}", p.multi_processor_count, 32, getattr(p, "shared_memory_per_block_optin", 0)
     if kind == "xpu":
         return "xpu", torch.xpu.get_device_properties(index).gpu_subslice_count, 32, 0
     return "cpu", 4, 32, 0
@@ -78,5 +78,5 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
 
 
 def multiplies_into_fp32(tensor: torch.Tensor) -> bool:
-    """Whether torch's matmuls of 16-bit tensors can add to an fp32 one there, without a temporary."""
-    return tensor.is_cuda
+    """Whether torch's matmuls of 16-bit tensors can add to an fp32 one there, without a temporary (torch 2.8)."""
+    return tensor.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads()
