@@ -306,7 +306,10 @@ def test_ctrl_c_stops_the_training_process(tmp_path):
         "--device",
         "cpu",
     ]
-    process = subprocess.Popen(command, env=_child._environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=_child._environment(), stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+    )  # fmt: skip
     try:
         assert "step 1 of" in process.stderr.readline()
         child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
