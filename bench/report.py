@@ -151,7 +151,20 @@ def train(data: dict) -> str:
     rows = [[train_label(r), *(of(r, n, cell) for n in names), gain(r)] for r in data["rows"]]
     parts = [heading(data), "Tokens per second (time of a step) and peak memory of whole training steps:"]
     parts += [table(["model, sequence × batch", *(NAMES[n] for n in names), "ours against eager"], rows)]
+    parts += hot_ceilings(data["rows"])
     return "\n\n".join(parts + failures(data["rows"], train_label))
+
+
+def hot_ceilings(rows: list[dict]) -> list[str]:
+    """The card's ceilings as the runs left it: lowest to highest."""
+    rates = [e["ceilings"] for r in rows for e in r["contestants"].values() if e.get("ceilings")]
+    if not rates:
+        return []
+    products, copies = ([rate[name] / 1e12 for rate in rates] for name in ("matmul", "copy"))
+    return [
+        f"Right after each run a bf16 8192³ product reached {min(products):.0f} to {max(products):.0f} TFLOP/s, a large "
+        f"copy {min(copies):.2f} to {max(copies):.2f} TB/s."
+    ]
 
 
 def train_label(row: dict) -> str:
