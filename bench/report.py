@@ -162,8 +162,8 @@ def hot_ceilings(rows: list[dict]) -> list[str]:
         return []
     products, copies = ([rate[name] / 1e12 for rate in rates] for name in ("matmul", "copy"))
     return [
-        f"Right after each run a bf16 8192³ product reached {min(products):.0f} to {max(products):.0f} TFLOP/s, a large "
-        f"copy {min(copies):.2f} to {max(copies):.2f} TB/s."
+        f"Right after each run a bf16 8192³ product reached {min(products):.0f} to {max(products):.0f} TFLOP/s, "
+        f"a large copy {min(copies):.2f} to {max(copies):.2f} TB/s."
     ]
 
 
