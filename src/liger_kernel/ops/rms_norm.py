@@ -47,7 +47,8 @@ def _fwd(
     n = tl.arange(0, BLOCK_N)[None, :]
     x_row, y_row = x_ptr + m * stride_x, y_ptr + m * N
     x = tl.load(x_row + n, mask=(m < M) & (n < N), other=0.0)
-    if WHOLE and w_ptr is not None:  # before the sum, so that both loads are in flight together
+    ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # before the sum, with x in flight; a wider one takes registers
+    if ahead and w_ptr is not None:
         w = tl.load(w_ptr + n, mask=n < N, other=0.0)
     square = x.to(tl.float32) * x.to(tl.float32)
     if not WHOLE:
@@ -64,7 +65,7 @@ def _fwd(
         if CAST == LLAMA:
             y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
-            if not WHOLE:
+            if not ahead:
                 w = tl.load(w_ptr + start + n, mask=start + n < N, other=0.0)
             y *= w.to(tl.float32) + offset
         tl.store(y_row + start + n, y.to(y_ptr.dtype.element_ty), mask=mask)
