@@ -89,7 +89,7 @@ def test_a_vector(fused):
 
 
 def test_halves_and_other_strides(fused):
-    """Phi3's halves, a transposed weight, an expanded incoming gradient: for cuBLAS, other matmuls than autograd's."""
+    """Phi3's halves, a transposed weight, an expanded incoming gradient. For cuBLAS these are other matmuls."""
     _, _, weight, bias = tensors()
     both = torch.randn(2, 5, 2 * WIDTH, device=DEVICE, requires_grad=True)
     turned = weight.detach().t().contiguous().t().requires_grad_()
@@ -98,8 +98,9 @@ def test_halves_and_other_strides(fused):
         out = fn(*(1 * both).chunk(2, -1), turned, bias)
         return [out.detach(), *torch.autograd.grad(collect(out.sum()), (both, turned, bias))]
 
+    bound = 0 if DEVICE == "cpu" else 1e-5
     for got, want in zip(graph(liger_glu_linear), graph(unfused), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=bound, atol=bound)
     assert fused
 
 

@@ -55,7 +55,7 @@ def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
 
 
 def arch(tensor: torch.Tensor) -> str:
-    """ "sm_90", "gfx942", "xpu"; "cpu" in the interpreter."""
+    """As its maker names it: sm_90, gfx942, xpu; cpu in the interpreter."""
     return _properties(tensor.device.type, tensor.get_device())[0]
 
 

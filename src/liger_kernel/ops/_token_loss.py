@@ -75,6 +75,7 @@ def _logits(x, softcap, logit_scale, SOFTCAP: tl.constexpr):
 def _row_gradient(
     x, v, y, w, top, log_sum, a, b, c, softcap, logit_scale, SOFTCAP: tl.constexpr
 ):  # fmt: skip
+    """dx of a block, from the row's coefficients."""
     z = _logits(x, softcap, logit_scale, SOFTCAP)
     p = tl.exp((z - top) - log_sum)
     d = a * (p - (v == y).to(tl.float32)) + (b * p - c * w)

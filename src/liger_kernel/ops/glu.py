@@ -71,11 +71,9 @@ def _gelu(x):
     return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
+ACTS = {"silu": _silu, "tanh": _gelu_tanh, "none": _gelu}  # the two GELUs by torch's names
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # what a kernel can read: no subclass
 LINEAR_FORWARD, MODULE_CALL = torch.nn.Linear.forward, torch.nn.Module.__call__
-
-
-ACTS = {"silu": _silu, "tanh": _gelu_tanh, "none": _gelu}  # the two GELUs by torch's names
 
 
 @triton.jit
