@@ -1,8 +1,9 @@
-"""Turn the JSON files of `bench/results` into the tables that the README shows.
+"""Turn the JSON files of `bench/results` into the tables and the chart that the README and the docs show.
 
-    python -m bench.report [FILE ...] [--write README.md]
+    python -m bench.report [FILE ...] [--write README.md] [--write docs/linear-head.md] [--chart docs/linear-head.svg]
 
-``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->``, NAME a file's ``kind``.
+``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->``, NAME a file's ``kind``, in
+each file given that has them. ``--chart`` draws what `bench.head` measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import pathlib
 import re
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-NAMES = {"eager": "PyTorch eager", "compile": "torch.compile", "peer": "liger-kernel", "ours": "ours"}
+NAMES = {
+    "eager": "PyTorch eager",
+    "compile": "torch.compile",
+    "peer": "liger-kernel",
+    "ours": "ours",
+    "ours fp32": "ours, fp32 dW",
+}
+BLUE, GREY = "#1f6feb", "#6b717a"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -37,6 +45,11 @@ def heading(data: dict) -> str:
 def contestants(rows: list[dict]) -> list[str]:
     present = {name for row in rows for name in row["contestants"]}
     return [name for name in NAMES if name in present]
+
+
+def title(name: str) -> str:
+    """ "ours 1.15" is ours with a budget of memory."""
+    return NAMES.get(name) or name.replace("ours ", "ours, ") + "×" * name.startswith("ours ")
 
 
 def label(row: dict) -> str:
@@ -111,7 +124,7 @@ def ops(data: dict) -> str:
 
 def failures(rows: list[dict], name) -> list[str]:
     lines = [
-        f"- {name(r)}, {NAMES[n]}: {e['error']}" for r in rows for n, e in r["contestants"].items() if "error" in e
+        f"- {name(r)}, {title(n)}: {e['error']}" for r in rows for n, e in r["contestants"].items() if "error" in e
     ]
     return ["Not measured:\n" + "\n".join(lines)] if lines else []
 
@@ -198,7 +211,169 @@ def parity(data: dict) -> str:
     )
 
 
-KINDS = {"ops": ops, "train": train, "parity": parity}
+def share(row: dict, entry: dict) -> float:
+    """Of the ceiling, by the row's operations."""
+    return row["flops"] / (mean(entry["ms"][row["kinds"][0]]) * 1e-3) / mean(entry["ceiling"])
+
+
+def multiple(row: dict, entry: dict) -> float:
+    """Peak memory in units of dX and dW."""
+    return entry["peak_bytes"] / row["gradient_bytes"]
+
+
+def head_cell(row: dict, entry: dict, shared: bool = True) -> str:
+    if "error" in entry:
+        return entry["error"].split(":")[0]
+    reached = f" ({share(row, entry):.0%})" if shared else ""
+    return f"{mean(entry['ms'][row['kinds'][0]]):.3g} ms{reached}, {multiple(row, entry):.2f}×"
+
+
+def head_label(row: dict) -> str:
+    return "×".join(map(str, row["shape"]))
+
+
+def head_line(row: dict) -> str:
+    """One row while the measurement runs."""
+    cells = (f"{name}: {head_cell(row, entry)}" for name, entry in row["contestants"].items())
+    return f"{row['way']} {head_label(row)}: " + "; ".join(cells)
+
+
+def in_training(data: dict) -> list[dict]:
+    return [row for row in data["rows"] if row["way"] == "training"]
+
+
+def budgets(row: dict) -> list[str]:
+    """The row's contestants with a budget of memory, smallest first."""
+    return [name for name in row["contestants"] if name not in NAMES]
+
+
+def head(data: dict) -> str:
+    rows = in_training(data)
+    names, limited = contestants(rows), budgets(rows[0])
+
+    def cells(row, names):
+        return [of(row, n, lambda entry: head_cell(row, entry)) for n in names]
+
+    parts = [
+        heading(data),
+        "Loss and gradients for M tokens, H channels, V classes: time, its share of the ceiling (6·M·H·V operations at "
+        "the rate of a bf16 8192³ product in the same minute), and peak memory beyond the inputs as a multiple of dX "
+        "and dW:",
+        table(
+            ["M×H×V", "ceiling, TFLOP/s", *map(title, names)],
+            [[head_label(r), ceiling_of(r), *cells(r, names)] for r in rows],
+        ),
+        "Ours with `memory=` such that the whole takes no more than a multiple of dX and dW:",
+        table(
+            ["M×H×V", *(title(n).removeprefix("ours, ") for n in limited)],
+            [[head_label(r), *cells(r, limited)] for r in rows],
+        ),
+    ]
+    parts += other_ways(data["rows"]) + head_errors(data.get("errors"))
+    return "\n\n".join(parts + failures(data["rows"], lambda r: f"{r['way']} {head_label(r)}"))
+
+
+def other_ways(rows: list[dict]) -> list[str]:
+    titles = {
+        "loss alone": "loss under `torch.no_grad`, 2·M·H·V",
+        "log-probabilities": "`token_log_probs` and backward, 8·M·H·V",
+    }
+    found, parts = [r for r in rows if r["way"] in titles], []
+    names = contestants(found)
+    if found:
+        parts += [
+            f"Other ways to call it at {head_label(found[0])}, the share only of ours, whose operations these are:",
+            table(
+                ["way, operations", *map(title, names)],
+                [
+                    [titles[r["way"]], *(of(r, n, lambda e, r=r, n=n: head_cell(r, e, n == "ours")) for n in names)]
+                    for r in found
+                ],
+            ),
+        ]
+    for entries in (r["contestants"] for r in rows if r["way"] == "ignoring"):
+        if all("ms" in e for e in entries.values()):
+            ms = {name: mean(e["ms"]["both"]) for name, e in entries.items()}
+            whole = ms["none ignored"]
+            parts.append(
+                f"With half of the rows ignored it takes {ms['half ignored'] / whole:.0%} of the {whole:.3g} ms "
+                f"without ignored rows, with `drop_ignored=True` {ms['half dropped'] / whole:.0%}."
+            )
+    return parts
+
+
+def head_errors(found: dict | None) -> list[str]:
+    if not found:
+        return []
+    names = [n for n in next(iter(found["targets"].values()))["errors"] if n != "eager"]
+    rows = []
+    for kind, of in found["targets"].items():
+        error = of["errors"]
+        ratios = [f"{error[n] / error['eager']:.2f}" for n in names]
+        rows.append([kind, f"{of['loss']:.2f}", f"{error['eager']:.2e}", *ratios])
+    return [
+        f"Relative error of dW against fp64 (Frobenius norm) at {head_label(found)}, {found['ignored']} rows ignored: "
+        "PyTorch eager's, and ours as a multiple of it:",
+        table(["targets", "loss", title("eager"), *map(title, names)], rows),
+    ]
+
+
+def chart(data: dict, path: pathlib.Path) -> None:
+    """Share of the ceiling against peak memory at the first shape: ours over its budgets, the others as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    row = in_training(data)[0]
+    at = {n: (multiple(row, e), share(row, e)) for n, e in row["contestants"].items() if "ms" in e}
+    line = [at[name] for name in budgets(row) if name in at]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 11}):
+        figure, axes = pyplot.subplots(figsize=(8.5, 4.8), layout="constrained")
+
+        def label(point, text, offset, colour):
+            behind = dict(facecolor="white", edgecolor="none", pad=1)
+            side = dict(ha="left" if offset[0] else "center", va="center")
+            axes.annotate(text, point, offset, textcoords="offset points", color=colour, bbox=behind, **side)
+
+        if line:
+            axes.plot(*zip(*line, strict=True), "o-", color=BLUE, markersize=5, linewidth=2)
+            label(line[-1], "ours, by budget", (10, 0), BLUE)
+        for name, text, offset, colour in (
+            ("eager", title("eager"), (0, 14), GREY),
+            ("compile", title("compile"), (0, 14), GREY),
+            ("peer", f"{title('peer')} {data.get('peer') or ''}".strip(), (10, 0), GREY),
+            ("ours", "ours, default", (8, -13), BLUE),
+        ):
+            if name in at:
+                axes.plot(*at[name], "o", color=colour, markersize=9)
+                label(at[name], text, offset, colour)
+        axes.axhline(1, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
+        axes.set_xscale("log")
+        axes.set_xlim(0.95, 1.35 * max(x for x, _ in at.values()))
+        axes.set_ylim(min(0.6, *(y - 0.05 for _, y in at.values())), 1.05)
+        axes.xaxis.set_major_locator(ticker.FixedLocator([1, 1.2, 1.5, 2, 3, 5, 10, 20, 50]))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter("{x:g}×")
+        axes.yaxis.set_major_locator(ticker.MultipleLocator(0.1))
+        axes.yaxis.set_major_formatter(ticker.PercentFormatter(1, 0))
+        axes.set_xlabel("peak memory beyond the inputs, as a multiple of dX and dW")
+        axes.set_ylabel("share of the rate of a bf16 8192³ product")
+        axes.set_title(
+            "Linear head and cross entropy, forward and backward, bf16\n"
+            "{:,} tokens, {:,} channels, {:,} classes, {gpu}".format(*row["shape"], gpu=data["machine"].get("gpu")),
+            fontsize=11, loc="left", linespacing=1.4,
+        )  # fmt: skip
+        axes.grid(color="#e4e6ea", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GREY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+KINDS = {"ops": ops, "train": train, "parity": parity, "head": head}
 
 
 def write(path: pathlib.Path, kind: str, text: str) -> bool:
@@ -212,7 +387,10 @@ def write(path: pathlib.Path, kind: str, text: str) -> bool:
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("files", nargs="*", type=pathlib.Path, help="JSON files (all of bench/results)")
-    p.add_argument("--write", type=pathlib.Path, help="markdown file with markers for the tables")
+    p.add_argument(
+        "--write", type=pathlib.Path, action="append", default=[], help="markdown file with markers; may be repeated"
+    )
+    p.add_argument("--chart", type=pathlib.Path, help="picture of the linear head's speed and memory (.svg, .png)")
     args = p.parse_args(argv)
     for path in args.files or sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
@@ -220,8 +398,11 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(f"bench.report: {path} is of kind {data.get('kind')!r}, not one of {', '.join(KINDS)}")
         text = KINDS[data["kind"]](data)
         print(f"{text}\n")
-        if args.write and not write(args.write, data["kind"], text):
-            raise SystemExit(f"bench.report: {args.write} has no line <!-- bench:{data['kind']} -->")
+        if args.write and not any([write(file, data["kind"], text) for file in args.write]):
+            files = ", ".join(map(str, args.write))
+            raise SystemExit(f"bench.report: {files}: no line <!-- bench:{data['kind']} -->")
+        if args.chart and data["kind"] == "head":
+            chart(data, args.chart)
 
 
 if __name__ == "__main__":

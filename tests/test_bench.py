@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
 
 import liger_kernel.ops  # noqa: E402, F401  (fills CASES)
-from bench import calls, contest, machine, models, ops, parity, report, sweep, text, train  # noqa: E402
+from bench import calls, contest, head, machine, models, ops, parity, report, sweep, text, train  # noqa: E402
 from liger_kernel.ops._op import CASES  # noqa: E402
 
 
@@ -126,6 +126,118 @@ def test_training_table(tmp_path):
     report.main([str(figures), "--write", str(readme)])
     assert "old" not in readme.read_text() and "| M, 8 × 2 |" in readme.read_text()
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("<!-- bench:end -->\nafter\n")
+
+
+class Ceilings(machine.Ceilings):
+    def __init__(self):
+        self.stopwatch = HostClock()
+
+    def matmul(self):
+        return 1.0
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
+    monkeypatch.setattr(contest, "peak_bytes", lambda run: run() or 10**6)
+
+
+@pytest.mark.parametrize("way", head.WAYS)
+def test_ways_to_call_the_head(way, on_the_host):
+    """Contestants compute the same, whatever their memory, and can be timed."""
+    M, H, V = size = 24, 16, 96
+    inputs, fns = head.WAYS[way].inputs(*size, device="cpu"), head.WAYS[way].fns(*size)
+    outs = {name: fn(**inputs).detach() for name, fn in fns.items()}
+    if way == "ignoring":
+        assert outs.pop("none ignored") != outs["half dropped"]
+    first = next(iter(outs.values()))
+    assert first.isfinite().all() and first.shape == ((M,) if way == "log-probabilities" else ())
+    for name, out in outs.items():
+        torch.testing.assert_close(out, first, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+
+    request = next(r for r in head.plan([size], peer=True, seconds=0) if r["way"] == way)
+    names = request.pop("contestants")
+    assert names == [*fns, *(["peer"] if way == "training" else [])]
+    names = [names[0], names[-1]]
+    workers = {"ours": head.Here(Ceilings(), "cpu"), "peer": FakeWorker(reply("peer", 1.0))}
+    row = ops.measure(request, names, workers, 1, lambda: 1)
+    assert list(row["contestants"]) == names and not report.failures([row], report.head_label)
+    assert row["contestants"][names[0]]["peak_bytes"] == 10**6 and names[1] in report.head_line(row)
+
+
+def test_weight_gradient_against_fp64(on_the_host):
+    found = head.errors(48, 16, 96, device="cpu")
+    assert found["ignored"] == 1 and list(found["targets"]) == list(head.TARGETS)
+    loss = {kind: of["loss"] for kind, of in found["targets"].items()}
+    assert loss["Zipf, h + 6·W[target]"] < loss["Zipf"] - 1
+    for of in found["targets"].values():
+        assert 1e-4 < of["errors"]["eager"] < 1e-2
+        assert all(error < 2 * of["errors"]["eager"] for error in of["errors"].values())
+
+
+def head_figures():
+    """Contestants at 73 TFLOP/s of 100, each with as many gradients' memory as it stands in the row."""
+    requests = head.plan([(8192, 4096, 128256), (512, 4096, 128256)], peer=True, seconds=1.0)
+    for request in requests:
+        names, kind = request.pop("contestants"), request["kinds"][0]
+        request["contestants"] = {
+            name: {
+                "ms": {kind: [request["flops"] / 73e12 * 1e3]},
+                "peak_bytes": i * request["gradient_bytes"],
+                "ceiling": [1e14],
+            }
+            for i, name in enumerate(names, 1)
+        }
+    requests[1]["contestants"]["ours 1.15"] = {"error": "OutOfMemoryError: tried to allocate"}
+    errors = dict.fromkeys(head.CHECKED, 3e-3) | {"eager": 2e-3}
+    targets = {kind: {"loss": 12.3, "errors": errors} for kind in head.TARGETS}
+    return {
+        "kind": "head",
+        "machine": {"gpu": "GPU X", "date": "today"},
+        "peer": "0.8.5",
+        "rows": requests,
+        "errors": {"shape": [8192, 4096, 128256], "ignored": 192, "targets": targets},
+    }
+
+
+def test_head_tables(tmp_path):
+    figures, readme, page = (tmp_path / name for name in ("head.json", "README.md", "page.md"))
+    figures.write_text(json.dumps(head_figures()))
+    readme.write_text("<!-- bench:ops -->\n<!-- bench:end -->\n")
+    page.write_text("before\n<!-- bench:head -->\nold\n<!-- bench:end -->\nafter\n")
+    report.main([str(figures), "--write", str(readme), "--write", str(page)])
+    table = page.read_text()
+    assert "old" not in table and readme.read_text() == "<!-- bench:ops -->\n<!-- bench:end -->\n"
+    assert "| 8192×4096×128256 | 100 | 354 ms (73%), 1.00× | 354 ms (73%), 2.00× |" in table
+    assert "| M×H×V | 1.05× | 1.15× | 1.3× | 1.5× | 2× | 3× |" in table
+    assert "| loss under `torch.no_grad`, 2·M·H·V | 118 ms, 1.00× | 118 ms, 2.00× | 118 ms (73%), 3.00× |" in table
+    assert "it takes 100% of the 354 ms without ignored rows, with `drop_ignored=True` 100%" in table
+    assert "| Zipf, h + 6·W[target] | 12.30 | 2.00e-03 | 1.50 | 1.50 | 1.50 | 1.50 |" in table
+    assert "training 512×4096×128256, ours, 1.15×: OutOfMemoryError: tried to allocate" in table
+    with pytest.raises(SystemExit, match="README.md: no line <!-- bench:head -->"):
+        report.main([str(figures), "--write", str(readme)])
+
+
+def test_head_chart(tmp_path):
+    """One point less where a contestant failed, and the same file for the same figures."""
+    pytest.importorskip("matplotlib")
+    data, first, again = head_figures(), tmp_path / "first.svg", tmp_path / "again.svg"
+    report.chart(data, first)
+    report.chart(data, again)
+    labels = "PyTorch eager", "torch.compile", "liger-kernel 0.8.5", "ours, default", "ours, by budget"
+    assert all(label in first.read_text() for label in labels) and first.read_text() == again.read_text()
+    data["rows"][0]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
+    report.chart(data, again)
+    assert [label for label in labels if label not in again.read_text()] == ["PyTorch eager"]
+
+
+def test_shapes_of_the_head(capsys):
+    assert head.shape("8192,4096,128256") == (8192, 4096, 128256)
+    with pytest.raises(SystemExit):
+        head.main(["--shape", "8192,4096"])
+    assert "--shape: invalid shape value: '8192,4096'" in capsys.readouterr().err
+    ways = [(request["way"], request["shape"][0]) for request in head.plan([(5, 8, 9), (3, 8, 9)], False, 1.0)]
+    assert ways == [("training", 5), ("training", 3), ("loss alone", 5), ("log-probabilities", 5), ("ignoring", 5)]
 
 
 def test_launches_to_try():

@@ -119,7 +119,12 @@ def test_no_assert_and_no_swallowed_error(name):
 
 
 HOST = {"item", "cpu", "tolist", "numpy", "nonzero", "argwhere", "synchronize", "equal", "masked_select", "unique"}
-WAITS = {}  # (file, attribute) -> why the host may wait for the device there
+WAITS = {  # (file, attribute) -> why the host may wait for the device there
+    ("ops.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
+    ("ops.linear_head", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
+}
+PLAIN = "linear_token_loss", "token_log_probs"  # functions that no published package has
+COMPOSED = {"ops.fused_linear_scaled_cross_entropy"}  # of another operator: no kernels of its own
 
 
 @EVERY_OP_FILE
@@ -148,7 +153,7 @@ def test_kernels_are_portable(name):
             assert not banned, f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)}"
 
 
-@EVERY_OPERATOR
+@pytest.mark.parametrize("name", [n for n in OPERATORS if n not in COMPOSED])
 def test_an_operators_file_has_its_parts(name):
     """In this order: docstring, reference, Function, liger_* function, Case."""
     tree = TREES[name]
@@ -157,13 +162,13 @@ def test_an_operators_file_has_its_parts(name):
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_reference"):
             part = "reference"
-        elif isinstance(node, ast.ClassDef) and node.name.startswith("Liger") and node.name.endswith("Function"):
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Function"):
             part = "Function"
             methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             methods |= {t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets}
             inherits = any(ast.unparse(base) != "Function" for base in node.bases)
             assert inherits or {"reference", "forward", "backward"} <= methods, f"{node.name} lacks a method"
-        elif isinstance(node, ast.FunctionDef) and node.name.startswith("liger_"):
+        elif isinstance(node, ast.FunctionDef) and (node.name.startswith("liger_") or node.name in PLAIN):
             part = "liger_ function"
             assert ast.get_docstring(node), f"{node.name} has no docstring"
         elif isinstance(node, ast.Expr) and ast.unparse(node).startswith(

@@ -7,15 +7,21 @@ For a row x with target y, class weights w (1 if not given), smoothing ε and λ
     CE  = (1-ε)·w_y·(lse - z_y) + ε/V·Σ_v w_v·(lse - z_v)
     Z   = λ·lse²
     loss = (CE/n₀ + Z/n₁)·t
+    entropy = -Σ_v p_v·log p_v,   p = exp(z - lse)
 
-    dz_v = a·(p_v - 1[v=y]) + b·p_v - c·w_v,   p = exp(z - lse)
-    a = (1-ε)·w_y·g·t/n₀,   b = ε·W/V·g·t/n₀ + 2λ·lse·g·t/n₁,   c = ε/V·g·t/n₀
+    dz_v = a·(p_v - 1[v=y]) + b·p_v - c·w_v - gₑ·p_v·(log p_v + entropy)
+    a = (1-ε)·w_y·g·t/n₀,   b = ε·W/V·g·t/n₀ + 2λ·lse·g·t/n₁ + gₛ,   c = ε/V·g·t/n₀
     dx   = dz·(1 - (z/softcap)²)·logit_scale
 
-with W = Σ_v w_v and the normalisers n₀ = Σ_valid w_y, n₁ = n of "mean" (1 for "sum" and "none", and where all rows are
-ignored). t = p_y, without a gradient of its own, with token scaling (DFT); 1 otherwise. A row is read once for the
-loss. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is formed as (z - max z) - log Σ, so that a
-confident row keeps its digits.
+with g, gₑ, gₛ the incoming gradients of loss, entropy and lse, W = Σ_v w_v and the normalisers n₀ = Σ_valid w_y, n₁ = n
+of "mean" (1 for "sum" and "none", and where all rows are ignored). t = p_y, without a gradient of its own, with token
+scaling (DFT); 1 otherwise.
+
+Logits are (T, V) with any strides. Where the classes of a token are contiguous, a program reads a row; where the
+tokens are (the linear head's logits), it reads a strip of classes for some tokens. Either way each lane keeps its own
+maximum and sums: nothing crosses lanes until the end, when `_merge` combines the strips, and those of a group's ranks
+where each holds a shard of the classes. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is formed
+as (z - max z) - log Σ, so that a confident row keeps its digits.
 
 An ignored row gives 0 everywhere. A target out of range gives NaN and reads nothing outside the row.
 """
@@ -25,14 +31,18 @@ from __future__ import annotations
 import torch
 
 from . import _device
+from ._parallel import gathered, place
 from ._tile import tanh, tanh_slope, tl, triton
 
 INF = tl.constexpr(float("inf"))
+SLOTS = (
+    7  # of what `_partials` and `_merge` keep for a token: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
+)
 
 
 @triton.jit
 def _normalise(
-    target_ptr, weight_ptr, norm_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+    target_ptr, weight_ptr, items_ptr, norm_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """norm = (n₀, n₁, W, n); one program."""
     i = tl.arange(0, BLOCK)
@@ -53,7 +63,11 @@ def _normalise(
         for start in range(0, V, BLOCK):
             all_weight += tl.load(weight_ptr + start + i, mask=start + i < V, other=0.0).to(tl.float32)
         total = tl.sum(all_weight)
-    if MEAN:
+    if items_ptr is not None:
+        items = tl.load(items_ptr).to(tl.float32)
+        tl.store(norm_ptr, items)
+        tl.store(norm_ptr + 1, items)
+    elif MEAN:
         tl.store(norm_ptr, tl.where(n0 == 0.0, 1.0, n0))
         tl.store(norm_ptr + 1, tl.maximum(n, 1.0))
     else:
@@ -64,191 +78,326 @@ def _normalise(
 
 
 @triton.jit
-def _logits(x, softcap, logit_scale, SOFTCAP: tl.constexpr):
-    z = x.to(tl.float32) * logit_scale
+def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    z = x.to(tl.float32)
+    if SCALED:
+        z *= logit_scale
     if SOFTCAP:
         z = softcap * tanh(z / softcap)
     return z
 
 
 @triton.jit
-def _row_gradient(
-    x, v, y, w, top, log_sum, a, b, c, softcap, logit_scale, SOFTCAP: tl.constexpr
-):  # fmt: skip
-    """dx of a block, from the row's coefficients."""
-    z = _logits(x, softcap, logit_scale, SOFTCAP)
-    p = tl.exp((z - top) - log_sum)
-    d = a * (p - (v == y).to(tl.float32)) + (b * p - c * w)
-    if SOFTCAP:
-        d *= tanh_slope(x.to(tl.float32) * logit_scale / softcap)
-    return d * logit_scale
+def _finite(top):
+    """What may be subtracted from a -inf."""
+    return tl.where(top == -INF, 0.0, top)
 
 
 @triton.jit
-def _coefficients(g, wy, lse, norm_ptr, V, smoothing, lse_square_scale):
-    g0, g1 = g / tl.load(norm_ptr), g / tl.load(norm_ptr + 1)
-    b = smoothing * tl.load(norm_ptr + 2) / V * g0 + 2.0 * lse_square_scale * lse * g1
-    return (1.0 - smoothing) * wy * g0, b, smoothing / V * g0
+def _times(p, log_p):
+    """p·log p, 0 for p = 0."""
+    return tl.where(p == 0.0, 0.0, p * log_p)
 
 
 @triton.jit
-def _loss(
-    x_ptr, target_ptr, weight_ptr, norm_ptr, loss_ptr, z_ptr, stats_ptr, token_ptr, best_ptr,
-    stride_x, V, ignore_index, smoothing, lse_square_scale, softcap, logit_scale,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _partials(
+    x_ptr, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first, ignore_index, softcap, logit_scale,
+    ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program reads one row, once. With GRADIENT it reads it again and writes dx over it."""
-    row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + row * stride_x
-    v = tl.arange(0, BLOCK)
-    y = tl.load(target_ptr + row)
-    if y == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        tl.store(stats_ptr + 2 * row, 0.0)
-        tl.store(stats_ptr + 2 * row + 1, 0.0)
-        if z_ptr is not None:
-            tl.store(z_ptr + row, 0.0)
-        if token_ptr is not None:
-            tl.store(token_ptr + row, 0.0)
-        if best_ptr is not None:
-            tl.store(best_ptr + row, -1)
-        if GRADIENT:
-            for start in range(0, V, BLOCK):
-                tl.store(x_row + start + v, tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty), mask=start + v < V)
+    """One program: STRIP classes of BLOCK_T tokens, read once; in each iteration a lane takes EACH classes of a token.
+
+    With ROWS, where the classes of a token are contiguous, they are neighbours; otherwise the tokens' lanes are.
+    """
+    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
+    tokens = t0 + tl.arange(0, BLOCK_T)
+    y = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
+    if tl.sum((y != ignore_index).to(tl.int32)) == 0:
         return
-
-    inside = (y >= 0) & (y < V)
-    zy = _logits(tl.load(x_row + y, mask=inside, other=float("nan")), softcap, logit_scale, SOFTCAP)
-    top = -INF
-    total = 0.0
-    weighted = 0.0
-    best = tl.zeros((), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        mask = start + v < V
-        z = _logits(tl.load(x_row + start + v, mask=mask, other=0.0), softcap, logit_scale, SOFTCAP)
-        z = tl.where(mask, z, -INF)
-        if best_ptr is not None:
-            block_top, at = tl.max(z, axis=0, return_indices=True)
-            best = tl.where(block_top > top, tl.cast(start + at, tl.int64), best)
-        else:
-            block_top = tl.max(z, axis=0)
-        new = tl.maximum(top, block_top)
-        shift = tl.where(new == -INF, 0.0, new)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift))
+    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
+    if ROWS:
+        i, t = lane * EACH + each, lane * 0
+    else:
+        i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
+    x = x_ptr + t0.to(tl.int64) * stride_t + begin.to(tl.int64) * stride_v + (i * stride_v + t * stride_t)
+    known = t0 + t < T
+    top = tl.full((LANES,), -INF, dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    pz, wz, sz = total, total, total
+    best = tl.zeros((LANES,), dtype=tl.int32)
+    left = tl.minimum(STRIP, V - begin)
+    for start in range(0, left, EACH * LANES // BLOCK_T):
+        mask = (start + i < left) & known
+        z = _logits(tl.load(x + start * stride_v, mask=mask, other=-INF), softcap, logit_scale, SCALED, SOFTCAP)
+        if SCALED or SOFTCAP:
+            z = tl.where(mask, z, -INF)
+        higher = tl.max(z, axis=0)
+        if BEST:
+            at = tl.min(tl.where(z == higher[None, :], begin + start + i, 2147483647), axis=0)
+            best = tl.where(higher > top, at, best)
+        new = tl.maximum(top, higher)
+        shift = _finite(new)
+        keep = tl.exp(top - shift)
+        z -= shift[None, :]
+        p = tl.exp(z)
+        if ENTROPY:
+            pz = _times(keep, pz + (_finite(top) - shift) * total) + tl.sum(_times(p, z), axis=0)
+        total = total * keep + tl.sum(p, axis=0)
         top = new
-        if SMOOTH:
-            w = 1.0
-            if weight_ptr is not None:
-                w = tl.load(weight_ptr + start + v, mask=mask, other=0.0).to(tl.float32)
-            weighted += tl.sum(tl.where(mask, w * z, 0.0))
+        if SMOOTH or MEAN:
+            z = tl.where(mask, z + shift[None, :], 0.0)
+            if MEAN:
+                sz += tl.sum(z, axis=0)
+            if SMOOTH:
+                if weight_ptr is not None:
+                    z *= tl.load(weight_ptr + first + begin + start + i, mask=mask, other=0.0).to(tl.float32)
+                wz += tl.sum(z, axis=0)
+
+    top = tl.reshape(top, (LANES // BLOCK_T, BLOCK_T))
+    total = tl.reshape(total, (LANES // BLOCK_T, BLOCK_T))
+    highest = tl.max(top, axis=0)
+    shift = _finite(highest)
+    keep = tl.exp(top - shift[None, :])
+    slot = tl.num_programs(1) * T
+    part = part_ptr + tl.program_id(1) * T + tokens
+    mask = tokens < T
+    tl.store(part, highest, mask=mask)
+    tl.store(part + slot, tl.sum(total * keep, axis=0), mask=mask)
+    if ENTROPY:
+        pz = tl.reshape(pz, (LANES // BLOCK_T, BLOCK_T))
+        pz = _times(keep, pz + (_finite(top) - shift[None, :]) * total)
+        tl.store(part + 2 * slot, tl.sum(pz, axis=0), mask=mask)
+    if SMOOTH:
+        tl.store(part + 3 * slot, tl.sum(tl.reshape(wz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
+    if MEAN:
+        tl.store(part + 4 * slot, tl.sum(tl.reshape(sz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
+    if BEST:
+        best = tl.reshape(best, (LANES // BLOCK_T, BLOCK_T))
+        at = tl.min(tl.where(top == highest[None, :], best, 2147483647), axis=0)
+        tl.store(part + 5 * slot, (first + at).to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _merge(
+    part_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr, z_ptr, token_ptr, entropy_ptr,
+    mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first, shard, ignore_index, smoothing,
+    lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr,
+    BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """N strips become one, in ``merged``; or, where there is none, the tokens' outputs.
+
+    The target's logit is read from x, the classes from ``first`` to ``first + shard``; without x it is in the strips.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    known = t < T
+    n = tl.arange(0, BLOCK_N)[:, None]
+    part = part_ptr + n * stride_n + t[None, :]
+    mask = (n < N) & known[None, :]
+    tops = tl.load(part, mask=mask, other=-INF)
+    top = tl.max(tops, axis=0)
+    shift = _finite(top)
+    keep = tl.exp(tops - shift[None, :])
+    totals = tl.load(part + stride_slot, mask=mask, other=0.0)
+    total = tl.sum(totals * keep, axis=0)
+    pz, wz, sz, best = total, total, total, tl.zeros((BLOCK_T,), dtype=tl.int32)
+    if ENTROPY:
+        pzs = tl.load(part + 2 * stride_slot, mask=mask, other=0.0)
+        pz = tl.sum(_times(keep, pzs + (_finite(tops) - shift[None, :]) * totals), axis=0)
+    if SMOOTH:
+        wz = tl.sum(tl.load(part + 3 * stride_slot, mask=mask, other=0.0), axis=0)
+    if MEAN:
+        sz = tl.sum(tl.load(part + 4 * stride_slot, mask=mask, other=0.0), axis=0)
+    if BEST:
+        at = tl.load(part + 5 * stride_slot, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        best = tl.min(tl.where((tops == top[None, :]) & mask, at, 2147483647), axis=0)
+
+    y = tl.load(target_ptr + t, mask=known, other=ignore_index)
+    valid = y != ignore_index
+    inside = (y >= 0) & (y < V)
+    if x_ptr is not None:
+        here = valid & (y >= first) & (y < first + shard)
+        x = tl.load(x_ptr + t.to(tl.int64) * stride_t + (y - first) * stride_v, mask=here, other=0.0)
+        zy = tl.where(here, _logits(x, softcap, logit_scale, SCALED, SOFTCAP), tl.where(inside, 0.0, float("nan")))
+    else:
+        zy = tl.sum(tl.load(part + 6 * stride_slot, mask=mask, other=0.0), axis=0)
+    if merged_ptr is not None:
+        tl.store(merged_ptr + t, top, mask=known)
+        tl.store(merged_ptr + T + t, total, mask=known)
+        tl.store(merged_ptr + 2 * T + t, pz, mask=known)
+        tl.store(merged_ptr + 3 * T + t, wz, mask=known)
+        tl.store(merged_ptr + 4 * T + t, sz, mask=known)
+        tl.store(merged_ptr + 5 * T + t, best.to(tl.float32, bitcast=True), mask=known)
+        tl.store(merged_ptr + 6 * T + t, zy, mask=known)
+        return
 
     log_sum = tl.log(total)
     nll = log_sum + (top - zy)
     lse = log_sum + top
     wy = 1.0
     if weight_ptr is not None:
-        wy = tl.load(weight_ptr + y, mask=inside, other=0.0).to(tl.float32)
+        wy = tl.load(weight_ptr + y, mask=valid & inside, other=0.0).to(tl.float32)
     ce = wy * nll
     if SMOOTH:
-        ce = (1.0 - smoothing) * ce + smoothing / V * (tl.load(norm_ptr + 2) * lse - weighted)
-    token = 1.0
+        ce = (1.0 - smoothing) * ce + smoothing / V * (tl.load(norm_ptr + 2) * lse - wz)
+    token = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     if TOKEN_SCALING:
         token = tl.exp(-nll)
     z_loss = lse_square_scale * lse * lse / tl.load(norm_ptr + 1) * token
-    tl.store(loss_ptr + row, ce / tl.load(norm_ptr) * token + z_loss)
-    tl.store(stats_ptr + 2 * row, top)
-    tl.store(stats_ptr + 2 * row + 1, log_sum)
+    tl.store(loss_ptr + t, tl.where(valid, ce / tl.load(norm_ptr) * token + z_loss, 0.0), mask=known)
+    tl.store(stats_ptr + 2 * t, tl.where(valid, top, 0.0), mask=known)
+    tl.store(stats_ptr + 2 * t + 1, tl.where(valid, log_sum, 0.0), mask=known)
     if z_ptr is not None:
-        tl.store(z_ptr + row, z_loss)
+        tl.store(z_ptr + t, tl.where(valid, z_loss, 0.0), mask=known)
     if token_ptr is not None:
-        tl.store(token_ptr + row, token)
+        tl.store(token_ptr + t, tl.where(valid, token, 0.0), mask=known)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + t, tl.where(valid, log_sum - pz / total, 0.0), mask=known)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + t, tl.where(valid, sz / V, 0.0), mask=known)
     if best_ptr is not None:
-        tl.store(best_ptr + row, best)
-    if GRADIENT:
-        a, b, c = _coefficients(token, wy, lse, norm_ptr, V, smoothing, lse_square_scale)
-        for start in range(0, V, BLOCK):
-            mask = start + v < V
-            x = tl.load(x_row + start + v, mask=mask, other=0.0)
-            w = 1.0
-            if SMOOTH and weight_ptr is not None:
-                w = tl.load(weight_ptr + start + v, mask=mask, other=0.0).to(tl.float32)
-            d = _row_gradient(x, start + v, y, w, top, log_sum, a, b, c, softcap, logit_scale, SOFTCAP)
-            tl.store(x_row + start + v, d.to(x_ptr.dtype.element_ty), mask=mask)
+        tl.store(best_ptr + t, tl.where(valid, best, -1).to(tl.int64), mask=known)
 
 
 @triton.jit
 def _gradient(
-    g_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr, dx_ptr, stride_g, stride_x, stride_dx, V, ignore_index,
-    smoothing, lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr, entropy_ptr, dx_ptr, stride_g,
+    stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index, smoothing, lse_square_scale, softcap,
+    logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of one row. dx may be x."""
-    row = tl.program_id(0).to(tl.int64)
-    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = v < V
-    y = tl.load(target_ptr + row)
-    if y == ignore_index:
-        tl.store(dx_ptr + row * stride_dx + v, tl.zeros((BLOCK,), dtype=dx_ptr.dtype.element_ty), mask=mask)
+    """One program: one block of classes of some tokens. dx may be x. g is 1 where none is given."""
+    t0, v0 = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_V
+    i, j = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_T)[None, :]
+    t = t0 + tl.arange(0, BLOCK_T)
+    known = t < T
+    mask = (v0 + i < shard) & (t0 + j < T)
+    dx = dx_ptr + t0.to(tl.int64) * stride_dt + v0.to(tl.int64) * stride_dv + (i * stride_dv + j * stride_dt)
+    y = tl.load(target_ptr + t, mask=known, other=ignore_index)
+    valid = y != ignore_index
+    if tl.sum(valid.to(tl.int32)) == 0:
+        tl.store(dx, tl.zeros((BLOCK_V, BLOCK_T), dtype=dx_ptr.dtype.element_ty), mask=mask)
         return
-    x = tl.load(x_ptr + row * stride_x + v, mask=mask, other=0.0)
-    top, log_sum = tl.load(stats_ptr + 2 * row), tl.load(stats_ptr + 2 * row + 1)
-    wy, w = 1.0, 1.0
+    x = x_ptr + t0.to(tl.int64) * stride_t + v0.to(tl.int64) * stride_v + (i * stride_v + j * stride_t)
+    x = tl.load(x, mask=mask, other=0.0)
+    top = tl.load(stats_ptr + 2 * t, mask=known, other=0.0)
+    log_sum = tl.load(stats_ptr + 2 * t + 1, mask=known, other=0.0)
+    g = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
+    if g_ptr is not None:
+        g = tl.load(g_ptr + t.to(tl.int64) * stride_g, mask=known, other=0.0).to(tl.float32)
+    g0, g1 = g * logit_scale / tl.load(norm_ptr), g * logit_scale / tl.load(norm_ptr + 1)
+    a = (1.0 - smoothing) * g0
     if weight_ptr is not None:
-        wy = tl.load(weight_ptr + y, mask=(y >= 0) & (y < V), other=0.0).to(tl.float32)
-        if SMOOTH:
-            w = tl.load(weight_ptr + v, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + row * stride_g).to(tl.float32)
-    a, b, c = _coefficients(g, wy, top + log_sum, norm_ptr, V, smoothing, lse_square_scale)
-    d = _row_gradient(x, v, y, w, top, log_sum, a, b, c, softcap, logit_scale, SOFTCAP)
-    tl.store(dx_ptr + row * stride_dx + v, d.to(dx_ptr.dtype.element_ty), mask=mask)
+        a *= tl.load(weight_ptr + y, mask=valid & (y >= 0) & (y < V), other=0.0).to(tl.float32)
+    b = smoothing * tl.load(norm_ptr + 2) / V * g0 + 2.0 * lse_square_scale * (top + log_sum) * g1
+    if g_lse_ptr is not None:
+        b += tl.load(g_lse_ptr + t, mask=known, other=0.0) * logit_scale
+    of_target = tl.where((y >= first + v0) & (y < first + v0 + BLOCK_V), y - first - v0, -1).to(tl.int32)
+
+    log_p = (_logits(x, softcap, logit_scale, SCALED, SOFTCAP) - top[None, :]) - log_sum[None, :]
+    p = tl.exp(log_p)
+    d = a[None, :] * (p - (i == of_target[None, :]).to(tl.float32)) + b[None, :] * p
+    if SMOOTH:
+        c = smoothing / V * g0
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + first + v0 + i, mask=v0 + i < shard, other=0.0).to(tl.float32)
+            d -= c[None, :] * w
+        else:
+            d -= c[None, :]
+    if g_entropy_ptr is not None:
+        e = tl.load(g_entropy_ptr + t, mask=known, other=0.0) * logit_scale
+        entropy = tl.load(entropy_ptr + t, mask=known, other=0.0)
+        d -= e[None, :] * _times(p, log_p + entropy[None, :])
+    if SOFTCAP:
+        d *= tanh_slope(x.to(tl.float32) * logit_scale / softcap)
+    d = tl.where(valid[None, :], d, 0.0)
+    tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(V):
-    """(columns, warps) of a program that reads a row.
+def _launch(x):
+    """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads logits.
 
-    H200, 2026-11-20, bf16 loss, TB/s read: 8192x128256 3.71, 8192x256000 3.82, 16384x32000 3.60; blocks of 8192 (8
-    warps) 3.57, 3.64, 3.38. Having loads run ahead through shared memory costs 4 %.
+    H200, 2026-11-20, bf16, share of the copy rate (4.26 TB/s). Rows of 32000, 128256, 256000: 0.95, 1.00, 1.02; twice
+    the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V, T) of 128256 classes and 2048, 4096,
+    6144 tokens: 0.76, 0.86, 0.90; half the classes of a lane 0.74, 0.84, 0.88; twice the tokens 0.75, 0.84, 0.90.
     """
-    columns = min(triton.next_power_of_2(V), 4096)
-    return columns, max(columns // 1024, 1)
+    T, V = x.shape
+    if x.stride(1) == 1:
+        lanes = min(max(triton.next_power_of_2(V) // 8, 1), 256)
+        return 1, lanes, 8, V, max(lanes // 64, 1)
+    return min(triton.next_power_of_2(T), 64), 1024, 8, 2048, 4
 
 
-def _launch_gradient(V):
-    """(columns, warps) of a program that turns one block. The same day, read + written: 3.85, 3.92, 3.84 TB/s."""
-    columns = min(triton.next_power_of_2(V), 2048)
-    return columns, max(columns // 512, 1)
+def _launch_gradient(x):
+    """(tokens, classes, warps) of a program that turns one block.
+
+    The same day, read + written: rows 0.92, 0.93, 0.93, with 4 warps 0.88, 0.90, 0.91; (V, T) 0.86, 0.88, 0.88, with
+    32 classes 0.83, with 64 tokens 0.59 to 0.63, with 8 warps 0.53.
+    """
+    T, V = x.shape
+    if x.stride(1) == 1:
+        columns = min(triton.next_power_of_2(V), 2048)
+        return 1, columns, max(columns // 1024, 1)
+    tokens = min(triton.next_power_of_2(T), 128)
+    return tokens, 8192 // tokens, 4
 
 
-def normalisers(target, weight, V, ignore_index, mean):
-    """-> fp32 (n₀, n₁, W, n) on the device, without asking the host."""
+def normalisers(target, weight, V, ignore_index, mean, items=None):
+    """-> fp32 (n₀, n₁, W, n) on the device, without asking the host. ``items`` (0-d) is both n₀ and n₁ if given."""
     norm = torch.empty(4, dtype=torch.float32, device=target.device)
-    _normalise[(1,)](target, weight, norm, target.numel(), V, ignore_index, MEAN=mean, BLOCK=1024, num_warps=8)
+    _normalise[(1,)](target, weight, items, norm, target.numel(), V, ignore_index, MEAN=mean, BLOCK=1024, num_warps=8)
     return norm
 
 
 def token_loss(
-    x, target, weight, norm, ignore_index, smoothing, lse_square_scale, softcap, logit_scale,
-    loss, stats, z_loss=None, token=None, best=None, token_scaling=False, gradient=False,
+    x, target, weight, norm, ignore_index, smoothing, lse_square_scale, softcap, logit_scale, loss, stats,
+    z_loss=None, token=None, entropy=None, mean=None, best=None, token_scaling=False, group=None,
 ):  # fmt: skip
-    """Fill loss (M,), stats (M, 2), and z_loss, token, best where given, for x (M, V); with ``gradient`` dx over x."""
-    V = x.shape[1]
-    columns, warps = _launch(V)
-    _loss[(x.shape[0],)](
-        x, target, weight, norm, loss, z_loss, stats, token, best,
-        x.stride(0), V, ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale,
-        SMOOTH=smoothing != 0, SOFTCAP=softcap is not None, TOKEN_SCALING=token_scaling, GRADIENT=gradient,
-        BLOCK=columns, num_warps=_device.warps(warps, x),
+    """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
+
+    With a ``group`` x is this rank's shard of the classes, and one small tensor is gathered.
+    """
+    (T, shard), world, rank = x.shape, *place(group)
+    tokens, lanes, each, strip, warps = _launch(x)
+    strips = triton.cdiv(shard, strip)
+    kind = dict(SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
+    kind |= dict(ENTROPY=entropy is not None, SMOOTH=smoothing != 0, MEAN=mean is not None, BEST=best is not None)
+    slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
+    part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
+    _partials[(triton.cdiv(T, tokens), strips)](
+        x, target, weight, part, x.stride(0), x.stride(1), T, shard, strip, rank * shard, ignore_index, softcap or 1.0,
+        logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
+        num_warps=_device.warps(warps, x),
     )  # fmt: skip
+
+    def merge(part, n, stride_n, stride_slot, x, merged):
+        rows = max(16, min(64, 2048 // triton.next_power_of_2(n)))
+        _merge[(triton.cdiv(T, rows),)](
+            part, x, target, weight, norm, merged, loss, stats, z_loss, token, entropy, mean, best,
+            stride_n, stride_slot, *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard,
+            ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale, **kind,
+            TOKEN_SCALING=token_scaling, BLOCK_N=triton.next_power_of_2(n), BLOCK_T=rows, num_warps=4,
+        )  # fmt: skip
+
+    if world == 1:
+        merge(part, strips, T, strips * T, x, None)
+    else:
+        merged = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
+        merge(part, strips, T, strips * T, x, merged)
+        merge(gathered(merged, group), world, SLOTS * T, T, None, None)
 
 
 def token_gradient(
-    g, x, target, weight, norm, stats, dx, ignore_index, smoothing, lse_square_scale, softcap, logit_scale
+    g, x, target, weight, norm, stats, dx, ignore_index, smoothing, lse_square_scale, softcap, logit_scale,
+    g_entropy=None, g_lse=None, entropy=None, group=None,
 ):  # fmt: skip
-    """dx (M, V) of loss·g, for g 0-d or (M,) of any stride; dx may be x."""
-    M, V = x.shape
-    columns, warps = _launch_gradient(V)
-    _gradient[(M, triton.cdiv(V, columns))](
-        g, x, target, weight, norm, stats, dx, g.stride(0) if g.dim() else 0, x.stride(0), dx.stride(0), V,
-        ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale,
-        SMOOTH=smoothing != 0, SOFTCAP=softcap is not None, BLOCK=columns, num_warps=_device.warps(warps, x),
+    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,). dx may be x."""
+    (T, shard), world, rank = x.shape, *place(group)
+    tokens, block, warps = _launch_gradient(x)
+    stride_g = g.stride(0) if g is not None and g.dim() else 0
+    _gradient[(triton.cdiv(T, tokens), triton.cdiv(shard, block))](
+        g, g_entropy, g_lse, x, target, weight, norm, stats, entropy, dx, stride_g,
+        *x.stride(), *dx.stride(), T, world * shard, rank * shard, shard, ignore_index, smoothing, lse_square_scale,
+        softcap or 1.0, logit_scale, SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None,
+        BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x),
     )  # fmt: skip

@@ -10,6 +10,7 @@ Sources: label smoothing arXiv:1512.00567, z-loss (PaLM) arXiv:2204.02311, softc
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ def cross_entropy_fwd(
     norm = normalisers(target, weight, x.shape[1], ignore_index, mean)
     token_loss(
         x, target, weight, norm, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0,
-        loss, stats, z_loss if need_z else None, None, best if need_best else None,
+        loss, stats, z_loss if need_z else None, best=best if need_best else None,
     )  # fmt: skip
     return loss, stats, z_loss, norm, best
 
@@ -189,6 +190,21 @@ def check_rows(name, rows, target, weight, V):
         raise TypeError(f"{name}: the class weight is {weight.dtype}, give a floating point tensor")
 
 
+def check_targets(name, target, V, ignore_index):
+    """Where looking at them costs no synchronisation, and anywhere with LIGER_KERNEL_DEBUG=1."""
+    if torch.compiler.is_compiling() or target.is_meta or target.numel() == 0:
+        return
+    if target.device.type != "cpu" and os.environ.get("LIGER_KERNEL_DEBUG", "0") in ("", "0"):
+        return
+    wrong = ((target < 0) | (target >= V)) & (target != ignore_index)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name}: the target of row {row} is {int(target[row])}, give a class from 0 to {V - 1}, or {ignore_index} "
+            "to ignore the row"
+        )
+
+
 def packed(loss, z_loss, token_accuracy, predicted_tokens):
     """The bare loss, or a `CrossEntropyOutput` if more was asked for."""
     if z_loss is None and token_accuracy is None and predicted_tokens is None:
@@ -233,6 +249,7 @@ def liger_cross_entropy(
             f"liger_cross_entropy: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)"
         )
     check_rows("liger_cross_entropy", input, target, weight, input.shape[1])
+    check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
     run = LigerCrossEntropyFunction.apply if _device.has_kernels(input) else LigerCrossEntropyFunction.reference
     return packed(
         *run(

@@ -32,7 +32,7 @@ from liger_kernel.transformers.functional import CrossEntropyOutput
 
 logger = logging.getLogger(__name__)
 
-_GIVEN = ("input", "weight", "target", "bias", "ignore_index", "reduction", "softcap")
+_GIVEN = ("input", "weight", "target", "bias", "ignore_index", "reduction", "softcap", "num_items", "group")
 OPTIONS = {name for name in inspect.signature(_fused_op).parameters if name not in _GIVEN}  # a model call may give them
 NOT_HUGGING_FACES = ("use_token_scaling", "label_smoothing", "lse_square_scale", "ce_weight")  # they change the loss
 METRICS = ("return_token_accuracy", "return_predicted_tokens")
@@ -56,6 +56,9 @@ def fixed_fused_linear_cross_entropy(
 ):  # fmt: skip
     """Linear cross entropy of (M, H) rows: their mean, or their sum over ``num_items_in_batch`` (int or tensor)."""
     options = {k: v for k, v in kwargs.items() if k in OPTIONS or k == "bias"}
+    items_inside = functional.liger_fused_linear_cross_entropy is _fused_op  # frameworks put their own there
+    if items_inside:
+        options["num_items"], num_items_in_batch = num_items_in_batch, None
     result = functional.liger_fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum", softcap=final_logit_softcapping,

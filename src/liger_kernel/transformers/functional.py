@@ -2,7 +2,9 @@
 
 from liger_kernel.ops.cross_entropy import CrossEntropyOutput, liger_cross_entropy
 from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.fused_linear_scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp
 from liger_kernel.ops.glu import liger_geglu, liger_swiglu
+from liger_kernel.ops.linear_head import linear_token_loss, token_log_probs
 from liger_kernel.ops.rms_norm import liger_rms_norm
 from liger_kernel.ops.rope import liger_rotary_pos_emb as liger_rope
 
@@ -10,8 +12,11 @@ __all__ = [
     "CrossEntropyOutput",
     "liger_cross_entropy",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_geglu",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",
+    "linear_token_loss",
+    "token_log_probs",
 ]

@@ -1,0 +1,573 @@
+r"""The linear head and what a loss wants to know of its logits, which are never all in memory.
+
+    X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`_token_loss`: softcap, class weights, smoothing, ...)
+    dh = dX·W,   dW = dXᵀ·h,   db = Σ_tokens dX
+
+The logits live in the memory of dW. They are made with the tokens contiguous, as a matrix (V, T); one kernel reads
+them for the loss, one turns them into their gradient in place, and then a strip of classes at a time becomes a strip of
+dW in the memory of the strips before it:
+
+    | ░ D₁ D₂ D₃ D₄ |  →  | dW₁ ░ D₂ D₃ D₄ |  →  | dW₁ dW₂ ░ D₃ D₄ |  →  ...           ░ one strip more
+
+So as many tokens as the head has hidden channels go through in one pass that needs no memory beyond the gradients, and
+their dW is one product, rounded once. More tokens need a wider matrix, or further passes, each of which adds to dW: see
+`plan`. A scalar loss takes its gradients in forward, three products in all, and the weight may be gone in backward
+(ZeRO-3); backward only multiplies them by the incoming gradient. Where each token has incoming gradients of its own,
+backward makes the logits again. Logits are rounded to the compute dtype, as Hugging Face's head rounds them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from . import _device
+from ._op import CASES, Case, Function, custom_op, rounded
+from ._parallel import copy_to_group, group_name, local, place, summed, token_loss_reference_parallel
+from ._tile import tl, triton
+from ._token_loss import normalisers, token_gradient, token_loss
+from .cross_entropy import check_options, check_rows, check_targets, labels
+
+ROWS = 2048  # tokens of a pass that keep the matrix units busy
+LEAST = 256  # tokens of a pass, whatever the budget
+LEAST_STRIP = 2048  # classes of dW made at once
+FREE = 2**29  # bytes that aren't worth a second pass
+ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
+VARIABLE = "LIGER_KERNEL_HEAD_MEMORY"
+
+
+# ---- how much at once ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How M tokens go through: ``first`` of them in one pass, then ``rows`` at a time."""
+
+    first: int
+    rows: int
+    accum_dtype: torch.dtype  # of dW until it is finished
+
+
+def budget(memory) -> int:
+    """Bytes, or -1 for "auto", which the environment may replace."""
+    if memory == "auto":
+        memory = os.environ.get(VARIABLE, "auto")
+        if memory == "auto":
+            return -1
+        try:
+            memory = int(float(memory))
+        except ValueError:
+            raise ValueError(f"{VARIABLE} is {memory!r}, give a number of bytes or auto") from None
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
+        raise ValueError(f"memory is {memory!r}, give a number of bytes or 'auto'")
+    return memory
+
+
+def _up(n):
+    """The strides that matmuls like."""
+    return triton.cdiv(n, 64) * 64
+
+
+def _strip(tokens):
+    """Classes of dW made at once: 50 to 100 µs of work for a large GPU, so that launches don't show."""
+    return max(2**24 // max(tokens, 1) // 1024 * 1024, LEAST_STRIP)
+
+
+def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True) -> Plan:
+    """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
+
+    dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
+    byte beyond it more of them. One pass rounds dW once, as PyTorch does; a second one reads it, adds and rounds again.
+    For more than two dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
+    divided by the number of tokens: always fp32.
+
+    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
+    passes of 4,096 for more.
+    """
+    token = V * dtype.itemsize
+    if not need_w:
+        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), weight_dtype)
+    fixed = accum_dtype or (torch.float32 if dtype == torch.float16 else None)
+
+    def passes(accum, beyond):
+        """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
+        row = H * accum.itemsize // dtype.itemsize
+        strip = triton.cdiv(_strip(row) * row, V)
+        sums = triton.cdiv(LEAST_STRIP * 2 * row, V) if accum.itemsize == dtype.itemsize == 2 else 0
+        least = triton.cdiv(M - row + strip + sums, 2)
+        if beyond is None:
+            beyond = _up(least)
+        first = min(M, row + max(beyond - strip, 0) // 64 * 64)
+        if beyond >= least:
+            return Plan(first, M - first, accum)
+        count = triton.cdiv(M - first, max(beyond // 64 * 64, LEAST))
+        return Plan(first, triton.cdiv(M - first, 64 * count) * 64, accum)
+
+    narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
+    held = H * narrow.itemsize // dtype.itemsize
+    if memory < 0:
+        if (M - held) * token <= FREE:
+            return Plan(M, 0, narrow)
+        return passes(narrow, None) if M <= 5 * held else passes(wide, 2 * ROWS)
+    beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
+    least = passes(narrow, beyond[narrow])
+    enough = M <= least.first + least.rows or beyond[wide] < ROWS // 2
+    return least if enough else passes(wide, beyond[wide])
+
+
+# ---- the passes ----
+
+
+def _add_product(out, a, b, add=False):
+    """out (+)= a @ b, whatever the dtype of out."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    elif out.dtype == torch.float32 and _device.multiplies_into_fp32(out):
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out) if add else torch.mm(
+            a, b, out_dtype=torch.float32, out=out
+        )
+    else:
+        product = a.to(out.dtype) @ b.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+@triton.jit
+def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """x += y, rounded once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0)
+    tl.store(x_ptr + i, (x + y).to(x_ptr.dtype.element_ty), mask=i < N)
+
+
+class _Memory:
+    """dW and, while it isn't needed whole, the logits of the tokens of a pass: see the top of this file."""
+
+    def __init__(self, h, V, dtype, plan, need_w):
+        (M, H), self.V, self.plan = h.shape, V, plan
+        later = _up(min(plan.rows, M))
+        if not need_w:
+            self.logits, self.dw = h.new_empty(V * later, dtype=dtype), None
+            return
+        accum = plan.accum_dtype
+        row = triton.cdiv(H * accum.itemsize, dtype.itemsize)  # of dW, in logits
+        self.stride, self.strip = _up(plan.first), min(_strip(plan.first), V)
+        # a 16-bit dW of two passes gets the second one by way of fp32: cuBLAS's own addition rounds the product, too
+        self.through_fp32 = 0 < M - plan.first <= plan.rows and accum.itemsize == dtype.itemsize == 2
+        sums = min(LEAST_STRIP, V) * H * 2 if self.through_fp32 else 0
+        first = V * max(row, self.stride) + self.strip * min(row, self.stride)
+        self.logits = h.new_empty(max(first, V * (row + later) + sums), dtype=dtype)
+        self.dw = self.logits[: V * row].view(accum)[: V * H].view(V, H)
+        self.sums = self.logits[V * row :][:sums].view(torch.float32).view(-1, H)
+
+    def of(self, n, first):
+        """Logits (V, n), at the end."""
+        stride = self.stride if first else _up(n)
+        return self.logits[self.logits.numel() - self.V * stride :].view(self.V, stride)[:, :n]
+
+    def to_dw(self, x, h, first):
+        """dW (+)= x @ h, over x in the first pass."""
+        if first:
+            for v in range(0, self.V, self.strip):
+                _add_product(self.dw[v : v + self.strip], x[v : v + self.strip], h)
+        elif self.through_fp32:
+            for v in range(0, self.V, LEAST_STRIP):
+                part = self.dw[v : v + LEAST_STRIP]
+                _add_product(self.sums[: len(part)], x[v : v + LEAST_STRIP], h)
+                _add[(triton.cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+        else:
+            _add_product(self.dw, x, h, add=True)
+
+
+def _run(h, w, b, dtype, plan, turn, needs, group=None):
+    """Every pass: logits, ``turn(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
+
+    -> dh, dW, db, of no elements where not needed. dh is the sum over the group's shards.
+    """
+    (M, V), (need_h, need_w, need_b) = (h.shape[0], w.shape[0]), needs
+    dh = h.new_empty(h.shape if need_h else 0, dtype=h.dtype if group is None else torch.float32)
+    db = h.new_zeros(V if need_b else 0, dtype=torch.float32)
+    w, b = w.to(dtype), None if b is None else b.to(dtype)
+    memory = _Memory(h, V, dtype, plan, need_w)
+    start = 0
+    while start < M:
+        first = start < plan.first
+        stop = plan.first if first else min(start + plan.rows, M)
+        i, x = slice(start, stop), memory.of(stop - start, first)
+        part = h[i].to(dtype)
+        torch.mm(w, part.t(), out=x) if b is None else torch.addmm(b[:, None], w, part.t(), out=x)
+        turn(i, x.t())
+        if need_h:
+            _add_product(dh[i], x.t(), w)
+        if need_b:
+            db.add_(x.sum(1, dtype=torch.float32))
+        if need_w:
+            memory.to_dw(x, part, first)
+        start = stop
+    if need_h and group is not None:
+        dh = summed(dh, group).to(h.dtype)
+    dw = h.new_empty(0) if memory.dw is None else memory.dw if M else memory.dw.zero_()
+    return dh, dw, db
+
+
+# ---- as custom ops ----
+
+WANTS = "z_loss", "token", "entropy", "mean", "best"  # what forward may be asked for beside the loss
+
+
+def _gradients(h, w, b, dtype, accum_dtype, memory, needs):
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    return (
+        h.new_empty(h.shape if needs[0] else 0),
+        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.accum_dtype if needs[1] else h.dtype),
+        h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
+    )
+
+
+def _forward_outputs(
+    h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, accum_dtype, memory, group,
+    wants, needs,
+):  # fmt: skip
+    M = h.shape[0]
+    shapes = (M,), (M, 2), (4,), *((M if want else 0,) for want in wants[:-1])
+    floats = (h.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    best = target.new_empty(M if wants[-1] else 0, dtype=torch.int64)
+    return *floats, best, *_gradients(h, w, b, dtype, accum_dtype, memory, needs)
+
+
+@custom_op("linear_head", _forward_outputs)
+def head_fwd(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None,
+    items: torch.Tensor | None, numbers: list[float], ignore_index: int, mean: bool, token_scaling: bool,
+    dtype: torch.dtype, accum_dtype: torch.dtype | None, memory: int, group: str | None, wants: list[bool],
+    needs: list[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor,
+]:  # fmt: skip
+    """-> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh, dW, db.
+
+    numbers: lse_square_scale, label_smoothing, softcap or 0, logit_scale. The losses are divided by ``items`` (0-d) if
+    given. The gradients are of the sum of the losses; for fp16, which can't hold them divided, of that times n₀.
+    """
+    world = place(group)[0]
+    options = _options(numbers, ignore_index)
+    norm = normalisers(target, ce_weight, w.shape[0] * world, ignore_index, mean, items)
+    inside = norm if dtype != torch.float16 else torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
+    loss, stats = h.new_empty(h.shape[0], dtype=torch.float32), h.new_empty((h.shape[0], 2), dtype=torch.float32)
+    wanted = {name: torch.empty_like(loss) for name, want in zip(WANTS, wants, strict=True) if want}
+    if wants[-1]:
+        wanted["best"] = target.new_empty(h.shape[0], dtype=torch.int64)
+    if token_scaling and "token" not in wanted and any(needs):
+        wanted["token"] = torch.empty_like(loss)
+
+    def turn(i, x):
+        y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
+        token_loss(
+            x, y, ce_weight, inside, *options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
+        )
+        if any(needs):
+            g = parts["token"] if token_scaling else None
+            token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
+
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    gradients = _run(h, w, b, dtype, chosen, turn, needs, group)
+    if dtype == torch.float16:
+        loss.div_(norm[0])
+        if wants[0]:
+            wanted["z_loss"].div_(norm[0])
+    kind = dict.fromkeys(WANTS, torch.float32) | dict(best=torch.int64)
+    outputs = (
+        wanted[name] if want else h.new_empty(0, dtype=kind[name]) for name, want in zip(WANTS, wants, strict=True)
+    )
+    return loss, stats, norm, *outputs, *gradients
+
+
+def _backward_outputs(
+    g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, dtype, accum_dtype,
+    memory, group, needs,
+):  # fmt: skip
+    return _gradients(h, w, b, dtype, accum_dtype, memory, needs)
+
+
+@custom_op("linear_head_backward", _backward_outputs)
+def head_bwd(
+    g: torch.Tensor, g_entropy: torch.Tensor | None, g_lse: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
+    b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None, norm: torch.Tensor,
+    stats: torch.Tensor, entropy: torch.Tensor | None, numbers: list[float], ignore_index: int, dtype: torch.dtype,
+    accum_dtype: torch.dtype | None, memory: int, group: str | None, needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
+    options = _options(numbers, ignore_index)
+
+    def turn(i, x):
+        ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
+        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
+
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    return _run(h, w, b, dtype, chosen, turn, needs, group)
+
+
+def _options(numbers, ignore_index):
+    """In the order of `token_loss` and `token_gradient`."""
+    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+    return ignore_index, label_smoothing, lse_square_scale, softcap or None, logit_scale
+
+
+# ---- without kernels ----
+
+
+def compute_dtype(h, w):
+    """Autocast's dtype where it is on; otherwise that of the weight."""
+    kind = h.device.type
+    if h.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return w.dtype
+
+
+def token_reference(h, w, b, target, ce_weight, numbers, ignore_index, group=None):
+    """-> loss, logsumexp, entropy, z_loss, correct, predicted, mean logit: (M,) each, three of them with gradients."""
+    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+    dtype = compute_dtype(h, w)
+    x = F.linear(copy_to_group(h.to(dtype), group), w.to(dtype), None if b is None else b.to(dtype))
+    z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    return token_loss_reference_parallel(z, target, group, ce_weight, ignore_index, label_smoothing, lse_square_scale)
+
+
+def in_chunks(of_chunk, h, target):
+    """``of_chunk(h, target)`` a few rows at a time, each chunk's logits made again in backward."""
+    if torch.compiler.is_compiling() or h.shape[0] <= ROWS_WITHOUT_KERNELS:
+        return of_chunk(h, target)
+    chunks = zip(h.split(ROWS_WITHOUT_KERNELS), target.split(ROWS_WITHOUT_KERNELS), strict=True)
+    chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(None if of[0] is None else torch.cat(of) for of in zip(*chunks, strict=True))
+
+
+# ---- per token ----
+
+
+@dataclass
+class TokenOutputs:
+    """What `linear_token_loss` returns, (M,) each, None where not asked for."""
+
+    loss: torch.Tensor
+    logsumexp: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    z_loss: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+
+
+class LinearTokenLossFunction(Function):
+    """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss, best, mean``.
+
+    The first three are differentiable. Backward makes the logits again.
+    """
+
+    @staticmethod
+    def reference(h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+        def of_chunk(h, y):
+            return token_reference(h, w, b, y, ce_weight, numbers, ignore_index, group)
+
+        loss, lse, entropy, z_loss, _, best, mean = in_chunks(of_chunk, h, target)
+        return loss, lse, entropy, z_loss, best, mean
+
+    @staticmethod
+    def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+        dtype = compute_dtype(h, w)
+        target = target.contiguous()
+        loss, stats, norm, z_loss, _, entropy, mean, best, *_ = head_fwd(
+            h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, accum_dtype, memory, group,
+            [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3,
+        )  # fmt: skip
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        ctx.needs = list(ctx.needs_input_grad[:3])
+        ctx.save_for_backward(h, w, b, target, ce_weight, norm, stats, entropy if wants[1] else None)
+        ctx.mark_non_differentiable(z_loss, best, mean)
+        ctx.set_materialize_grads(False)
+        return loss, stats.sum(1), entropy, z_loss, best, mean
+
+    @staticmethod
+    def backward(ctx, g, g_lse, g_entropy, *_):
+        h, w, b, target, ce_weight, norm, stats, entropy = ctx.saved_tensors
+        g = stats.new_zeros(stats.shape[0]) if g is None else g
+        g_entropy, g_lse = (None if of is None else of.contiguous() for of in (g_entropy, g_lse))
+        grads = head_bwd(
+            g, None if entropy is None else g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy,
+            *ctx.options, ctx.needs,
+        )  # fmt: skip
+        grads = zip(grads, (h, w, b), ctx.needs, strict=True)
+        return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 8
+
+
+def check_head(name, hidden, weight, bias, target, class_weight, group=None):
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: the hidden states have shape {tuple(hidden.shape)} and the weight {tuple(weight.shape)}, give "
+            "(rows, hidden size) and (classes, hidden size)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}, give one number a class: ({weight.shape[0]},)")
+    check_rows(name, hidden, target, class_weight, weight.shape[0] * place(group)[0])
+
+
+def only_valid(hidden, target, ignore_index, drop_ignored):
+    """(indices of the rows that are not ignored or None for all, their hidden states, their targets).
+
+    Dropping the others waits for the device, except where the targets are on the host: there it is the default.
+    """
+    on_host = target.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (on_host if drop_ignored is None else drop_ignored):
+        return None, hidden, target.to(hidden.device)
+    rows = (target != ignore_index).nonzero().squeeze(1)
+    if on_host and rows.numel() == target.numel():
+        return None, hidden, target.to(hidden.device)
+    target = target[rows].to(hidden.device, non_blocking=True)
+    rows = rows.to(hidden.device, non_blocking=True)
+    return rows, hidden.index_select(0, rows), target
+
+
+def linear_token_loss(
+    hidden, weight, target, bias=None, *, temperature=1.0, logit_scale=1.0, softcap=None, ignore_index=-100,
+    label_smoothing=0.0, class_weight=None, lse_square_scale=0.0, return_logsumexp=False, return_entropy=False,
+    return_z_loss=False, return_accuracy=False, return_predicted=False, return_mean_logit=False, accum_dtype=None,
+    memory="auto", drop_ignored=None, group=None,
+):  # fmt: skip
+    """What a linear head makes of each token, without its logits in memory: cross entropy, and more on request.
+
+    Args:
+        hidden: (M, H) hidden states, fp32, bf16 or fp16; any strides.
+        weight: (V, H) of the head; bias: (V,). Logits are computed in the weight's dtype, or autocast's where it is on.
+        target: (M,) class indices. They may be on the host.
+        temperature: the logits are divided by it, after everything else.
+        logit_scale: the logits are multiplied by it; softcap: then they become ``softcap·tanh(logits / softcap)``.
+        ignore_index: target of rows that give 0 everywhere (predicted -1).
+        label_smoothing: in [0, 1]; class_weight: (V,); lse_square_scale: of the z-loss, which is part of the loss.
+        return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted, return_mean_logit: what to
+            return beside the loss.
+        accum_dtype: dtype in which dW is added up over several passes: see ``memory``. torch.float32 makes it exact.
+        memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto": as much as a fast
+            head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). The environment variable
+            LIGER_KERNEL_HEAD_MEMORY is what "auto" stands for if it is set.
+        drop_ignored: leave ignored rows out before the projection. This waits for the device once; None: only where
+            the targets are on the host, where it costs nothing.
+        group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard of the classes:
+            weight, bias and their gradients are this rank's. All else is the same on every rank; class indices and
+            class_weight are of all classes. It is known where hidden and weight are DTensors of one mesh.
+
+    Returns:
+        `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
+        are differentiable, once, in hidden, weight and bias; backward makes the logits again.
+
+    Raises:
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row otherwise gives NaN.
+    """
+    name = "linear_token_loss"
+    check_options(name, "none", label_smoothing, softcap)
+    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+        raise ValueError(f"{name}: temperature is {temperature!r}, give a positive number")
+    hidden, weight, bias, group = local(name, hidden, weight, bias, group)
+    check_head(name, hidden, weight, bias, target, class_weight, group)
+    check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
+    rows, h, y = only_valid(hidden, target, ignore_index, drop_ignored)
+    numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
+    need_best = return_accuracy or return_predicted
+    run = LinearTokenLossFunction.apply
+    if not _device.has_kernels(h):
+        run = LinearTokenLossFunction.reference
+    elif not torch.is_grad_enabled():
+        h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
+    loss, lse, entropy, z_loss, best, mean = run(
+        h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), group_name(group),
+        [return_z_loss, return_entropy, return_mean_logit, need_best],
+    )  # fmt: skip
+    correct = (best == y).float() if return_accuracy else None
+
+    def whole(x, wanted=True, ignored=0):
+        if not wanted or rows is None:
+            return x if wanted else None
+        return x.new_full(target.shape, ignored).index_copy(0, rows, x)
+
+    return TokenOutputs(
+        whole(loss), whole(lse, return_logsumexp), whole(entropy, return_entropy), whole(z_loss, return_z_loss),
+        whole(correct, return_accuracy), whole(best, return_predicted, -1), whole(mean, return_mean_logit),
+    )  # fmt: skip
+
+
+def token_log_probs(
+    hidden, weight, target, bias=None, *, temperature=1.0, logit_scale=1.0, softcap=None, ignore_index=-100,
+    return_entropy=False, accum_dtype=None, memory="auto", drop_ignored=None, group=None,
+):  # fmt: skip
+    """log p(target | hidden) of each token under a linear head, and the entropy, without its logits in memory.
+
+    The quantities that DPO, GRPO, PPO and distillation are made of, differentiable in hidden, weight and bias.
+
+    Args:
+        hidden: (..., H); target: (...). The rest as in `linear_token_loss`.
+
+    Returns:
+        log-probabilities (...) in fp32, 0 where the target is ``ignore_index``; with ``return_entropy`` the pair of
+        them and the entropies of the distributions (...).
+    """
+    out = linear_token_loss(
+        hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, temperature=temperature,
+        logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index, return_entropy=return_entropy,
+        accum_dtype=accum_dtype, memory=memory, drop_ignored=drop_ignored, group=group,
+    )  # fmt: skip
+    log_probs = -out.loss.view(target.shape)
+    return (log_probs, out.entropy.view(target.shape)) if return_entropy else log_probs
+
+
+def _case(fn):
+    def call(hidden, weight, target, bias=None, class_weights=False, **options):
+        w = torch.linspace(0.5, 2, weight.shape[0], device=weight.device) if class_weights else None
+        return fn(hidden, weight, target, bias, class_weight=w, **options)
+
+    return call
+
+
+def _of_kernels(*args, **options):
+    out = linear_token_loss(
+        *args, **options, return_logsumexp=True, return_entropy=True, return_z_loss=True, return_mean_logit=True,
+        drop_ignored=False,
+    )  # fmt: skip
+    return out.loss, out.logsumexp, out.entropy, out.z_loss, out.mean_logit
+
+
+def _of_reference(
+    h, w, y, b, class_weight, temperature=1.0, softcap=None, label_smoothing=0.0, lse_square_scale=0.0, logit_scale=1.0
+):  # fmt: skip
+    numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
+    loss, lse, entropy, z_loss, _, _, mean = token_reference(h, w, b, y, class_weight, numbers, -100)
+    return loss, lse, entropy, z_loss, mean
+
+
+def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
+    tensors = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5, torch.randn(V)
+    return {k: t.requires_grad_() for k, t in zip(names, tensors, strict=True)} | dict(target=labels(M, V))
+
+
+CASES.append(
+    Case(
+        "linear_token_loss",
+        fn=_case(_of_kernels),
+        reference=_case(_of_reference),
+        inputs=head_inputs,
+        shapes=((1, 8, 8), (5, 24, 123), (70, 32, 513), (4, 16, 9000)),
+        options=(
+            dict(bias=None),
+            dict(temperature=0.7, softcap=5.0),
+            dict(class_weights=True, label_smoothing=0.1, lse_square_scale=1e-2, softcap=5.0, logit_scale=0.5),
+        ),
+        bench=((8192, 4096, 128256),),
+        flops=lambda t: 8 * t["hidden"].numel() * t["weight"].shape[0],
+        fp32_roundings=4,  # as of fused_linear_cross_entropy
+    )
+)
