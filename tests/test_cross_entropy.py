@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import DEVICE
 
 from liger_kernel.ops import fused_linear_cross_entropy as flce
-from liger_kernel.ops.cross_entropy import LigerCrossEntropyLoss, liger_cross_entropy
+from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, LigerCrossEntropyLoss, liger_cross_entropy
 from liger_kernel.ops.fused_linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
@@ -59,13 +59,30 @@ def test_nan_is_seen():
     assert rows[2].isnan() and not rows[[0, 1, 3, 4, 5]].isnan().any()
 
 
-@pytest.mark.parametrize("target", [123, 10**6, -1, -(10**6)])
+OUTSIDE = pytest.mark.parametrize("target", [123, 10**6, -1, -(10**6)])
+
+
+@OUTSIDE
 def test_a_target_out_of_range_is_nan_and_reads_nothing_else(target):
-    """Memcheck runs this on a GPU; what can be seen here is that the loss is no number that one could mistake."""
+    """Where nobody looked. Memcheck runs this on a GPU; what can be seen here is that nobody mistakes it for a loss."""
     x, y = logits()
     y[3] = target
-    rows = liger_cross_entropy(x, y, torch.rand(123, device=DEVICE), reduction="none", label_smoothing=0.1)
+    rows, *_ = LigerCrossEntropyFunction.apply(x, y, torch.rand(123, device=DEVICE), -100, 1e-2, 0.1, "none")
     assert rows[3].isnan() and not rows[[0, 1, 2, 4, 5]].isnan().any()
+
+
+@OUTSIDE
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_target_out_of_range_is_named(target, debug, monkeypatch):
+    """On the CPU, and on any device in debug mode."""
+    monkeypatch.setenv("LIGER_KERNEL_DEBUG", debug)
+    x, y = logits()
+    y[3], y[1] = target, -100
+    if DEVICE == "cpu" or debug == "1":
+        with pytest.raises(ValueError, match=f"target of row 3 is {target}, give a class from 0 to 122, or -100"):
+            liger_cross_entropy(x, y)
+    y[1] = 0
+    assert liger_cross_entropy(x, y, ignore_index=target).isfinite()
 
 
 def test_lowest_index_on_ties():
@@ -73,6 +90,20 @@ def test_lowest_index_on_ties():
     x[1, [5000, 8000]] = 1.0
     out = liger_cross_entropy(x, torch.tensor([0, 8000], device=DEVICE), return_predicted_tokens=True)
     assert out.predicted_tokens.tolist() == [0, 5000]
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 7])
+def test_an_ignored_row_is_not_correct(ignored):
+    """Whatever the label that says so: -1 is what is predicted there."""
+    x, y = logits()
+    y[:4] = x[:4].argmax(-1)
+    y[[1, 4, 5]] = ignored
+    for reduction, want in ("none", (y == x.argmax(-1)) & (y != ignored)), ("mean", torch.tensor(1.0)):
+        out = liger_cross_entropy(
+            x, y, ignore_index=ignored, reduction=reduction, return_token_accuracy=True, return_predicted_tokens=True
+        )
+        assert torch.equal(out.token_accuracy, want.to(DEVICE, torch.float32))
+        assert torch.equal(out.predicted_tokens, x.argmax(-1).where(y != ignored, -1))
 
 
 def test_all_ignored():
@@ -86,23 +117,6 @@ def test_frozen_backbone_with_a_trainable_head():
     y = torch.randint(40, (5,), device=DEVICE)
     got = gradient(liger_fused_linear_cross_entropy(h, w, y), w)
     torch.testing.assert_close(got, gradient(F.cross_entropy(h @ w.T, y), w), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("accum_dtype", [None, torch.float32])
-@pytest.mark.parametrize("rows", [2, 3, 5])
-def test_chunks_do_not_change_the_result(rows, accum_dtype, monkeypatch):
-    h, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((11, 16), (40, 16), (40,)))
-    y = torch.randint(40, (11,), device=DEVICE)
-
-    def run():
-        loss = liger_fused_linear_cross_entropy(h, w, y, b, accum_dtype=accum_dtype, softcap=4.0)
-        return loss, *torch.autograd.grad(loss, (h, w, b))
-
-    want = run()
-    monkeypatch.setattr(flce, "ROWS", rows)
-    monkeypatch.setattr(flce, "_chunks", lambda M, factor: (rows, -(-M // rows)))
-    for a, b_ in zip(run(), want, strict=True):
-        torch.testing.assert_close(a, b_, rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_and_mixed_dtypes():
@@ -205,7 +219,7 @@ X, Y, W = torch.randn(4, 9), torch.randint(9, (4,)), torch.randn(9, 5)
         (lambda: liger_cross_entropy(X, Y, label_smoothing=1.5), ValueError, "label_smoothing is 1.5"),
         (lambda: LigerCrossEntropyLoss(softcap=-1.0), ValueError, "softcap is -1.0"),
         (lambda: LigerFusedLinearCrossEntropyLoss(reduction="max"), ValueError, "reduction is 'max'"),
-        (lambda: liger_fused_linear_cross_entropy(X, W, Y), ValueError, r"\(4, 9\) and weight \(9, 5\)"),
+        (lambda: liger_fused_linear_cross_entropy(X, W, Y), ValueError, r"\(4, 9\) and the weight \(9, 5\)"),
         (lambda: liger_fused_linear_cross_entropy(X, W.T, Y, torch.ones(3)), ValueError, "bias has shape"),
         (lambda: liger_fused_linear_cross_entropy(X, W.T, Y, chunk_mem_const=0), ValueError, "chunk_mem_const is 0"),
     ],

@@ -1,6 +1,6 @@
 """The second half of a weight gradient: the programs' partial sums become one row."""
 
-from ._tile import tl, triton
+from ._tile import cdiv, tl, triton
 
 
 @triton.jit
@@ -17,4 +17,4 @@ def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def sum_rows(partial, out):
     """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous, summed in fp32 and rounded once to out's dtype."""
     M, N = partial.shape
-    _sum_rows[(triton.cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    _sum_rows[(cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

@@ -18,6 +18,30 @@ except ImportError:  # no Triton for this platform: kernels are never launched, 
     TRITON = False
 
 
+def cdiv(a, b):
+    """⌈a/b⌉; Triton's own takes microseconds to see that it is not in a kernel."""
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    return 1 << (n - 1).bit_length() if n > 0 else 1
+
+
+@triton.jit
+def exp(x):
+    """tl.exp rounds x·log₂e, which costs |x| roundings; this is 2ᵏ·exp(x - k·ln 2), within 2 ulp."""
+    x = tl.where(x < -150.0, -150.0, x)  # no maximum, which loses NaN
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    return tl.exp((x - k * 0.693359375) + k * 2.12194440e-4) * tl.exp2(k)
+
+
+@triton.jit
+def log(x):
+    """tl.log, whose error grows with its size, and a step of Newton's where that helps."""
+    y = tl.log(x)
+    return tl.where((x > 8.0) & (x < float("inf")), y + (x * exp(-y) - 1.0), y)
+
+
 @triton.jit
 def tanh(x):
     """Without libdevice: 1 - 2e/(1 + e), and a series near 0, where it cancels. Within 2e-7 of tanh."""

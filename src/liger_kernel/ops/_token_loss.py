@@ -32,7 +32,7 @@ import torch
 
 from . import _device
 from ._parallel import gathered, place
-from ._tile import tanh, tanh_slope, tl, triton
+from ._tile import cdiv, exp, log, next_power_of_2, tanh, tanh_slope, tl, triton
 
 INF = tl.constexpr(float("inf"))
 SLOTS = (
@@ -55,7 +55,7 @@ def _normalise(
             inside = (y != ignore_index) & (y >= 0) & (y < V)
             valid_weight += tl.load(weight_ptr + y, mask=inside, other=0.0).to(tl.float32)
     n = tl.sum(count).to(tl.float32)
-    total = V.to(tl.float32)
+    total = V * 1.0
     n0 = n
     if weight_ptr is not None:
         n0 = tl.sum(valid_weight)
@@ -85,6 +85,14 @@ def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr
     if SOFTCAP:
         z = softcap * tanh(z / softcap)
     return z
+
+
+@triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    """16-bit logits are less exact than tl.exp."""
+    if EXACT:
+        return exp(x)
+    return tl.exp(x)
 
 
 @triton.jit
@@ -121,6 +129,7 @@ def _partials(
         i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
     x = x_ptr + t0.to(tl.int64) * stride_t + begin.to(tl.int64) * stride_v + (i * stride_v + t * stride_t)
     known = t0 + t < T
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     top = tl.full((LANES,), -INF, dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     pz, wz, sz = total, total, total
@@ -137,9 +146,9 @@ def _partials(
             best = tl.where(higher > top, at, best)
         new = tl.maximum(top, higher)
         shift = _finite(new)
-        keep = tl.exp(top - shift)
+        keep = _exp(top - shift, EXACT)
         z -= shift[None, :]
-        p = tl.exp(z)
+        p = _exp(z, EXACT)
         if ENTROPY:
             pz = _times(keep, pz + (_finite(top) - shift) * total) + tl.sum(_times(p, z), axis=0)
         total = total * keep + tl.sum(p, axis=0)
@@ -157,7 +166,7 @@ def _partials(
     total = tl.reshape(total, (LANES // BLOCK_T, BLOCK_T))
     highest = tl.max(top, axis=0)
     shift = _finite(highest)
-    keep = tl.exp(top - shift[None, :])
+    keep = exp(top - shift[None, :])
     slot = tl.num_programs(1) * T
     part = part_ptr + tl.program_id(1) * T + tokens
     mask = tokens < T
@@ -197,7 +206,7 @@ def _merge(
     tops = tl.load(part, mask=mask, other=-INF)
     top = tl.max(tops, axis=0)
     shift = _finite(top)
-    keep = tl.exp(tops - shift[None, :])
+    keep = exp(tops - shift[None, :])
     totals = tl.load(part + stride_slot, mask=mask, other=0.0)
     total = tl.sum(totals * keep, axis=0)
     pz, wz, sz, best = total, total, total, tl.zeros((BLOCK_T,), dtype=tl.int32)
@@ -231,7 +240,7 @@ def _merge(
         tl.store(merged_ptr + 6 * T + t, zy, mask=known)
         return
 
-    log_sum = tl.log(total)
+    log_sum = log(total)
     nll = log_sum + (top - zy)
     lse = log_sum + top
     wy = 1.0
@@ -242,7 +251,7 @@ def _merge(
         ce = (1.0 - smoothing) * ce + smoothing / V * (tl.load(norm_ptr + 2) * lse - wz)
     token = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     if TOKEN_SCALING:
-        token = tl.exp(-nll)
+        token = exp(-nll)
     z_loss = lse_square_scale * lse * lse / tl.load(norm_ptr + 1) * token
     tl.store(loss_ptr + t, tl.where(valid, ce / tl.load(norm_ptr) * token + z_loss, 0.0), mask=known)
     tl.store(stats_ptr + 2 * t, tl.where(valid, top, 0.0), mask=known)
@@ -295,7 +304,7 @@ def _gradient(
     of_target = tl.where((y >= first + v0) & (y < first + v0 + BLOCK_V), y - first - v0, -1).to(tl.int32)
 
     log_p = (_logits(x, softcap, logit_scale, SCALED, SOFTCAP) - top[None, :]) - log_sum[None, :]
-    p = tl.exp(log_p)
+    p = _exp(log_p, x_ptr.dtype.element_ty == tl.float32)
     d = a[None, :] * (p - (i == of_target[None, :]).to(tl.float32)) + b[None, :] * p
     if SMOOTH:
         c = smoothing / V * g0
@@ -323,9 +332,9 @@ def _launch(x):
     """
     T, V = x.shape
     if x.stride(1) == 1:
-        lanes = min(max(triton.next_power_of_2(V) // 8, 1), 256)
+        lanes = min(max(next_power_of_2(V) // 8, 1), 256)
         return 1, lanes, 8, V, max(lanes // 64, 1)
-    return min(triton.next_power_of_2(T), 64), 1024, 8, 2048, 4
+    return min(next_power_of_2(T), 64), 1024, 8, 2048, 4
 
 
 def _launch_gradient(x):
@@ -336,9 +345,9 @@ def _launch_gradient(x):
     """
     T, V = x.shape
     if x.stride(1) == 1:
-        columns = min(triton.next_power_of_2(V), 2048)
+        columns = min(next_power_of_2(V), 2048)
         return 1, columns, max(columns // 1024, 1)
-    tokens = min(triton.next_power_of_2(T), 128)
+    tokens = min(next_power_of_2(T), 128)
     return tokens, 8192 // tokens, 4
 
 
@@ -359,24 +368,24 @@ def token_loss(
     """
     (T, shard), world, rank = x.shape, *place(group)
     tokens, lanes, each, strip, warps = _launch(x)
-    strips = triton.cdiv(shard, strip)
+    strips = cdiv(shard, strip)
     kind = dict(SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
     kind |= dict(ENTROPY=entropy is not None, SMOOTH=smoothing != 0, MEAN=mean is not None, BEST=best is not None)
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
-    _partials[(triton.cdiv(T, tokens), strips)](
+    _partials[(cdiv(T, tokens), strips)](
         x, target, weight, part, x.stride(0), x.stride(1), T, shard, strip, rank * shard, ignore_index, softcap or 1.0,
         logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
         num_warps=_device.warps(warps, x),
     )  # fmt: skip
 
     def merge(part, n, stride_n, stride_slot, x, merged):
-        rows = max(16, min(64, 2048 // triton.next_power_of_2(n)))
-        _merge[(triton.cdiv(T, rows),)](
+        rows = max(16, min(64, 2048 // next_power_of_2(n)))
+        _merge[(cdiv(T, rows),)](
             part, x, target, weight, norm, merged, loss, stats, z_loss, token, entropy, mean, best,
             stride_n, stride_slot, *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard,
             ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale, **kind,
-            TOKEN_SCALING=token_scaling, BLOCK_N=triton.next_power_of_2(n), BLOCK_T=rows, num_warps=4,
+            TOKEN_SCALING=token_scaling, BLOCK_N=next_power_of_2(n), BLOCK_T=rows, num_warps=4,
         )  # fmt: skip
 
     if world == 1:
@@ -395,7 +404,7 @@ def token_gradient(
     (T, shard), world, rank = x.shape, *place(group)
     tokens, block, warps = _launch_gradient(x)
     stride_g = g.stride(0) if g is not None and g.dim() else 0
-    _gradient[(triton.cdiv(T, tokens), triton.cdiv(shard, block))](
+    _gradient[(cdiv(T, tokens), cdiv(shard, block))](
         g, g_entropy, g_lse, x, target, weight, norm, stats, entropy, dx, stride_g,
         *x.stride(), *dx.stride(), T, world * shard, rank * shard, shard, ignore_index, smoothing, lse_square_scale,
         softcap or 1.0, logit_scale, SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None,

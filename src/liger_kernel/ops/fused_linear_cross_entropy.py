@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from . import _device
 from ._op import CASES, Case, Function, rounded
 from ._parallel import group_name, local, place
-from ._tile import tl, triton
+from ._tile import cdiv, tl, triton
 from .cross_entropy import EVERYTHING, check_options, check_targets, cross_entropy_reference, packed, unpacked
 from .linear_head import (
     budget,
@@ -105,7 +105,7 @@ def _scaled(x, g, dtype, in_place):
         return (x * g).to(dtype)
     in_place = in_place and x.dtype == dtype
     y = x if in_place else torch.empty_like(x, dtype=dtype)
-    programs = min(triton.cdiv(x.numel(), 4096), 8 * _device.multiprocessors(x))
+    programs = min(cdiv(x.numel(), 4096), 8 * _device.multiprocessors(x))
     with _device.guard(x):
         _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
     return y

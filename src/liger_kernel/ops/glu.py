@@ -28,7 +28,7 @@ from torch.nn.modules import module as _modules
 
 from . import _device
 from ._op import CASES, Case, Function, custom_op, may_overwrite
-from ._tile import tl, triton
+from ._tile import cdiv, next_power_of_2, tl, triton
 
 
 def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
@@ -116,7 +116,7 @@ def _launch(N, act):
     4.24; GELU 3.16, 3.37.
     """
     most = 1024 if act == "silu" else 2048
-    columns = most if N > most // 2 else triton.next_power_of_2(max(N, 1))
+    columns = most if N > most // 2 else next_power_of_2(max(N, 1))
     return columns, max(1, 4 * columns // most)
 
 
@@ -148,7 +148,7 @@ def glu_fwd(a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float) ->
     a, b = _rows(a, b)
     M, N = a.shape
     columns, warps = _launch(N, act)
-    _fwd[(M * triton.cdiv(N, columns),)](
+    _fwd[(M * cdiv(N, columns),)](
         a, b, y, a.stride(0), b.stride(0), N, gm, dm, ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a)
     )
     return y
@@ -158,7 +158,7 @@ def _launch_bwd(dy, a, b, da, db, y, act, gm, dm):
     dy, a, b = _rows(dy, a, b)
     M, N = a.shape
     columns, warps = _launch(N, act)
-    _bwd[(M * triton.cdiv(N, columns),)](
+    _bwd[(M * cdiv(N, columns),)](
         dy, a, b, da, db, y, dy.stride(0), a.stride(0), b.stride(0), N, gm, dm,
         ACT=ACTS[act], BLOCK=columns, num_warps=_device.warps(warps, a),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from . import _device
 from ._op import CASES, Case, Function, custom_op, rounded
 from ._parallel import copy_to_group, group_name, local, place, summed, token_loss_reference_parallel
-from ._tile import tl, triton
+from ._tile import cdiv, tl, triton
 from ._token_loss import normalisers, token_gradient, token_loss
 from .cross_entropy import check_options, check_rows, check_targets, labels
 
@@ -49,6 +49,8 @@ class Plan:
 
     first: int
     rows: int
+    strip: int  # classes of dW that are made at once
+    once: bool  # whether a second pass rounds dW once: by way of fp32, as cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
 
 
@@ -60,7 +62,7 @@ def budget(memory) -> int:
             return -1
         try:
             memory = int(float(memory))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(f"{VARIABLE} is {memory!r}, give a number of bytes or auto") from None
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
         raise ValueError(f"memory is {memory!r}, give a number of bytes or 'auto'")
@@ -69,15 +71,23 @@ def budget(memory) -> int:
 
 def _up(n):
     """The strides that matmuls like."""
-    return triton.cdiv(n, 64) * 64
+    return cdiv(n, 64) * 64
 
 
-def _strip(tokens):
-    """Classes of dW made at once: 50 to 100 µs of work for a large GPU, so that launches don't show."""
-    return max(2**24 // max(tokens, 1) // 1024 * 1024, LEAST_STRIP)
+def _strip(tokens, H, processors):
+    """Classes of dW made at once: 50 to 100 µs of work for a large GPU, in tiles of 128 × 256 that fill its waves.
+
+    H200, 8192·2304·256000: strips of 2048 classes are 144 tiles for 132 processors, half a wave lost; in all 6 %.
+    """
+    least, across = max(2**24 // max(tokens, 1) - LEAST_STRIP, LEAST_STRIP), cdiv(H, 256)
+    unit = min(128, LEAST_STRIP)
+    waves = cdiv(cdiv(least, unit) * across, processors)
+    while waves * processors % across > waves * processors // 20:  # idle in the last of them
+        waves += 1
+    return waves * processors // across * unit
 
 
-def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True) -> Plan:
+def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132) -> Plan:
     """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
@@ -86,33 +96,37 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True)
     divided by the number of tokens: always fp32.
 
     "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
-    passes of 4,096 for more.
+    passes of 4,096 for more. A budget is kept down to passes of `LEAST` tokens.
     """
     token = V * dtype.itemsize
     if not need_w:
-        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), weight_dtype)
+        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), 0, False, weight_dtype)
     fixed = accum_dtype or (torch.float32 if dtype == torch.float16 else None)
+
+    def held(accum):
+        return cdiv(H * accum.itemsize, dtype.itemsize)
 
     def passes(accum, beyond):
         """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
-        row = H * accum.itemsize // dtype.itemsize
-        strip = triton.cdiv(_strip(row) * row, V)
-        sums = triton.cdiv(LEAST_STRIP * 2 * row, V) if accum.itemsize == dtype.itemsize == 2 else 0
-        least = triton.cdiv(M - row + strip + sums, 2)
+        row = held(accum)
+        strip = min(_strip(min(M, row), H, processors), V)
+        spare = cdiv(strip * row, V)  # for dW's strips to run ahead of the logits
+        once = accum.itemsize == dtype.itemsize == 2
+        sums = cdiv(strip * H * 4, token) if once else 0
         if beyond is None:
-            beyond = _up(least)
-        first = min(M, row + max(beyond - strip, 0) // 64 * 64)
-        if beyond >= least:
-            return Plan(first, M - first, accum)
-        count = triton.cdiv(M - first, max(beyond // 64 * 64, LEAST))
-        return Plan(first, triton.cdiv(M - first, 64 * count) * 64, accum)
+            beyond = cdiv(M - row + spare + sums, 2) + 64
+        first = min(M, row + max(beyond - spare, 0) // 64 * 64)
+        if M - first <= max(beyond - sums, 0) // 64 * 64:
+            return Plan(first, M - first, strip, once and M > first, accum)
+        count = cdiv(M - first, max(beyond // 64 * 64, LEAST))
+        return Plan(first, cdiv(M - first, 64 * count) * 64, strip, False, accum)
 
     narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
-    held = H * narrow.itemsize // dtype.itemsize
     if memory < 0:
-        if (M - held) * token <= FREE:
-            return Plan(M, 0, narrow)
-        return passes(narrow, None) if M <= 5 * held else passes(wide, 2 * ROWS)
+        beyond = M - held(narrow)
+        if beyond * token <= FREE:
+            return Plan(M, 0, min(_strip(M, H, processors), V), False, narrow)
+        return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, 2 * ROWS)
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
     enough = M <= least.first + least.rows or beyond[wide] < ROWS // 2
@@ -149,38 +163,36 @@ class _Memory:
 
     def __init__(self, h, V, dtype, plan, need_w):
         (M, H), self.V, self.plan = h.shape, V, plan
-        later = _up(min(plan.rows, M))
+        later, self.dw = V * _up(min(plan.rows, M)), None
         if not need_w:
-            self.logits, self.dw = h.new_empty(V * later, dtype=dtype), None
+            self.logits = h.new_empty(later, dtype=dtype)
             return
         accum = plan.accum_dtype
-        row = triton.cdiv(H * accum.itemsize, dtype.itemsize)  # of dW, in logits
-        self.stride, self.strip = _up(plan.first), min(_strip(plan.first), V)
-        # a 16-bit dW of two passes gets the second one by way of fp32: cuBLAS's own addition rounds the product, too
-        self.through_fp32 = 0 < M - plan.first <= plan.rows and accum.itemsize == dtype.itemsize == 2
-        sums = min(LEAST_STRIP, V) * H * 2 if self.through_fp32 else 0
-        first = V * max(row, self.stride) + self.strip * min(row, self.stride)
-        self.logits = h.new_empty(max(first, V * (row + later) + sums), dtype=dtype)
+        row, stride = cdiv(H * accum.itemsize, dtype.itemsize), _up(plan.first)  # of dW and the logits, in logits
+        sums = 2 * plan.strip * H if plan.once else 0
+        dw = cdiv(V * row, 64) * 64
+        size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + later)
+        self.logits = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
         self.dw = self.logits[: V * row].view(accum)[: V * H].view(V, H)
-        self.sums = self.logits[V * row :][:sums].view(torch.float32).view(-1, H)
+        self.sums = self.logits[dw : dw + sums].view(torch.float32).view(-1, H)
 
-    def of(self, n, first):
+    def of(self, n):
         """Logits (V, n), at the end."""
-        stride = self.stride if first else _up(n)
+        stride = _up(n)
         return self.logits[self.logits.numel() - self.V * stride :].view(self.V, stride)[:, :n]
 
     def to_dw(self, x, h, first):
         """dW (+)= x @ h, over x in the first pass."""
-        if first:
-            for v in range(0, self.V, self.strip):
-                _add_product(self.dw[v : v + self.strip], x[v : v + self.strip], h)
-        elif self.through_fp32:
-            for v in range(0, self.V, LEAST_STRIP):
-                part = self.dw[v : v + LEAST_STRIP]
-                _add_product(self.sums[: len(part)], x[v : v + LEAST_STRIP], h)
-                _add[(triton.cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
-        else:
-            _add_product(self.dw, x, h, add=True)
+        strip = self.plan.strip
+        if not first and not self.plan.once:
+            return _add_product(self.dw, x, h, add=True)
+        for v in range(0, self.V, strip):
+            part = self.dw[v : v + strip]
+            if first:
+                _add_product(part, x[v : v + strip], h)
+            else:
+                _add_product(self.sums[: len(part)], x[v : v + strip], h)
+                _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
 
 
 def _run(h, w, b, dtype, plan, turn, needs, group=None):
@@ -197,12 +209,20 @@ def _run(h, w, b, dtype, plan, turn, needs, group=None):
     while start < M:
         first = start < plan.first
         stop = plan.first if first else min(start + plan.rows, M)
-        i, x = slice(start, stop), memory.of(stop - start, first)
-        part = h[i].to(dtype)
+        i, part = slice(start, stop), h[start:stop].to(dtype)
+        n = stop - start
+        if n % 8 and n > 8:  # matmuls take twice as long there: rows of zeros up to the next multiple
+            part = F.pad(part, (0, 0, 0, -n % 8))
+        x = memory.of(part.shape[0])
         torch.mm(w, part.t(), out=x) if b is None else torch.addmm(b[:, None], w, part.t(), out=x)
-        turn(i, x.t())
-        if need_h:
+        x[:, n:].zero_()
+        turn(i, x[:, :n].t())
+        if need_h and x.shape[1] == n:
             _add_product(dh[i], x.t(), w)
+        elif need_h:
+            padded = dh.new_empty(part.shape)
+            _add_product(padded, x.t(), w)
+            dh[i] = padded[:n]
         if need_b:
             db.add_(x.sum(1, dtype=torch.float32))
         if need_w:
@@ -220,7 +240,7 @@ WANTS = "z_loss", "token", "entropy", "mean", "best"  # what forward may be aske
 
 
 def _gradients(h, w, b, dtype, accum_dtype, memory, needs):
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
     return (
         h.new_empty(h.shape if needs[0] else 0),
         w.new_empty(w.shape if needs[1] else 0, dtype=chosen.accum_dtype if needs[1] else h.dtype),
@@ -274,7 +294,7 @@ def head_fwd(
             g = parts["token"] if token_scaling else None
             token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
 
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
     gradients = _run(h, w, b, dtype, chosen, turn, needs, group)
     if dtype == torch.float16:
         loss.div_(norm[0])
@@ -308,7 +328,7 @@ def head_bwd(
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
         token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
 
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1])
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
     return _run(h, w, b, dtype, chosen, turn, needs, group)
 
 

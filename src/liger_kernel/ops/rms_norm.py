@@ -19,7 +19,7 @@ import torch
 from . import _device
 from ._op import CASES, Case, Function, custom_op
 from ._reduce import sum_rows
-from ._tile import tl, triton
+from ._tile import cdiv, next_power_of_2, tl, triton
 
 CASTINGS = ("none", "llama", "gemma")
 LLAMA = tl.constexpr(1)
@@ -137,7 +137,7 @@ def _launch(N):
     H200, 2026-11-20, bf16, TB/s of the bytes that must move: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with 4 3.58,
     with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59 (8 rows, 2 warps; 16 rows 2.55).
     """
-    columns = min(triton.next_power_of_2(N), WIDE)
+    columns = min(next_power_of_2(N), WIDE)
     rows = max(1, 1024 // columns)
     return rows, columns, min(max(rows * columns // 512, 1), 8)
 
@@ -148,7 +148,7 @@ def _launch_bwd(N):
     H200, 2026-11-20, bf16, three loads in flight (`_device.stages`): 8192x2048 2.65, 8192x4096 3.26, 16384x8192 3.99,
     65536x128 1.95 TB/s; with one load in flight 2.33, 2.79, 3.04, 1.76.
     """
-    columns = min(triton.next_power_of_2(N), WIDE)
+    columns = min(next_power_of_2(N), WIDE)
     rows = max(1, 4096 // columns)
     return rows, columns, 8 if columns <= 8192 else 16, 2 if columns <= 4096 else 1
 
@@ -169,7 +169,7 @@ def rms_norm_fwd(
     y, rstd = _outputs(x, w, eps, offset, cast)
     M, N = x.shape
     rows, columns, warps = _launch(N)
-    _fwd[(triton.cdiv(M, rows),)](
+    _fwd[(cdiv(M, rows),)](
         x, w, y, rstd, x.stride(0), M, N, eps, offset,
         CAST=cast, WHOLE=columns >= N, BLOCK_M=rows, BLOCK_N=columns, num_warps=_device.warps(warps, x),
     )  # fmt: skip
@@ -192,9 +192,9 @@ def rms_norm_bwd(
     if not whole:
         columns, warps = 4096, _device.warps(8, x)  # dw alone couples no columns: a block that spills no registers
     if need_dw or whole:
-        programs = min(triton.cdiv(M, rows), resident * _device.multiprocessors(x))
+        programs = min(cdiv(M, rows), resident * _device.multiprocessors(x))
         partial = x.new_empty((programs, N), dtype=torch.float32) if need_dw else None
-        _bwd[(programs, triton.cdiv(N, columns))](
+        _bwd[(programs, cdiv(N, columns))](
             dy, x, w, rstd, dx, partial, dy.stride(0), x.stride(0), M, N, offset,
             CAST=cast, DX=need_dx and whole, BLOCK_M=rows, BLOCK_N=columns,
             STAGES=_device.stages(2 * rows * columns * x.element_size(), x), num_warps=warps,

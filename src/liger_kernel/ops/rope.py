@@ -24,7 +24,7 @@ import torch
 
 from . import _device
 from ._op import CASES, Case, Function, custom_op
-from ._tile import tl, triton
+from ._tile import cdiv, next_power_of_2, tl, triton
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
@@ -120,10 +120,10 @@ def _launch(HQ, HK, D, R):
     most = max(HQ, HK)
     block = min(most & -most, 32)  # heads that need no mask: the largest power of two that divides their number
     if block < 8:
-        block = min(triton.next_power_of_2(most), 32)
-    groups = triton.cdiv(most, block)
-    q_heads, k_heads = (triton.next_power_of_2(triton.cdiv(H, groups)) for H in (HQ, HK))
-    pairs, passing = triton.next_power_of_2(R // 2), triton.next_power_of_2(max(D - R, 1))
+        block = min(next_power_of_2(most), 32)
+    groups = cdiv(most, block)
+    q_heads, k_heads = (next_power_of_2(cdiv(H, groups)) for H in (HQ, HK))
+    pairs, passing = next_power_of_2(R // 2), next_power_of_2(max(D - R, 1))
     row = 2 * max(q_heads, k_heads) * pairs
     tokens = max(1, 4096 // row)
     return groups, tokens, q_heads, k_heads, pairs, passing, min(max(tokens * row // 1024, 1), 8)
@@ -151,7 +151,7 @@ def rope_turn(
     yq, yk = _outputs(q, k, cos, sin, rotary_dim, pairs, sign, q_token_rows, k_token_rows)
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
-    _turn[(groups * triton.cdiv(T, tokens) * B,)](
+    _turn[(groups * cdiv(T, tokens) * B,)](
         q, k, cos, sin, yq, yk, *q.stride()[:3], *k.stride()[:3],
         cos.stride(0) if cos.shape[0] > 1 else 0, *cos.stride()[1:],
         sin.stride(0) if sin.shape[0] > 1 else 0, *sin.stride()[1:],
