@@ -241,7 +241,7 @@ def liger_fused_linear_cross_entropy(
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
-            (LIGER_KERNEL_DEBUG=1). On a GPU such a row otherwise gives NaN.
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
     """
     name = "liger_fused_linear_cross_entropy"
     check_options(name, reduction, label_smoothing, softcap)

@@ -34,7 +34,7 @@ from .cross_entropy import check_options, check_rows, check_targets, labels
 
 ROWS = 2048  # tokens of a pass that keep the matrix units busy
 LEAST = 256  # tokens of a pass, whatever the budget
-LEAST_STRIP = 2048  # classes of dW made at once
+TILE = 128, 256  # of the products that make dW
 FREE = 2**29  # bytes that aren't worth a second pass
 ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
 VARIABLE = "LIGER_KERNEL_HEAD_MEMORY"
@@ -50,7 +50,7 @@ class Plan:
     first: int
     rows: int
     strip: int  # classes of dW that are made at once
-    once: bool  # whether a second pass rounds dW once: by way of fp32, as cuBLAS's own addition rounds the product, too
+    wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
 
 
@@ -74,17 +74,22 @@ def _up(n):
     return cdiv(n, 64) * 64
 
 
-def _strip(tokens, H, processors):
-    """Classes of dW made at once: 50 to 100 µs of work for a large GPU, in tiles of 128 × 256 that fill its waves.
-
-    H200, 8192·2304·256000: strips of 2048 classes are 144 tiles for 132 processors, half a wave lost; in all 6 %.
-    """
-    least, across = max(2**24 // max(tokens, 1) - LEAST_STRIP, LEAST_STRIP), cdiv(H, 256)
-    unit = min(128, LEAST_STRIP)
-    waves = cdiv(cdiv(least, unit) * across, processors)
-    while waves * processors % across > waves * processors // 20:  # idle in the last of them
+def _waves(classes, H, processors, waves=1):
+    """About so many classes of dW, such that their tiles of 128 × 256 fill the processors so many times or more."""
+    across = cdiv(H, TILE[1])
+    waves = max(int(classes * across / (TILE[0] * processors)), waves)
+    while waves * processors % across > waves * processors // 20:  # idle in the last wave
         waves += 1
-    return waves * processors // across * unit
+    return waves * processors // across * TILE[0]
+
+
+def _strip(tokens, H, V, row, processors):
+    """Classes of dW made at once: 200 µs of work for a large GPU, and 24 MB of room ahead of bf16 logits.
+
+    H200, 2026-11-20, in waves of 132 tiles: 2048·4096·128256 in strips of 2048, 4096, 8192: 8.69, 8.51, 8.36 ms;
+    4096·2048·128256: 9.12, 8.92, 8.88; 8192·2304·256000: 46.3, 45.7, 45.9; 8192·4096·128256: no difference.
+    """
+    return min(_waves(min(7e10 / (H * tokens), 12e6 / min(row, tokens)), H, processors), V)
 
 
 def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132) -> Plan:
@@ -100,8 +105,8 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     """
     token = V * dtype.itemsize
     if not need_w:
-        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), 0, False, weight_dtype)
-    fixed = accum_dtype or (torch.float32 if dtype == torch.float16 else None)
+        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), 0, 0, weight_dtype)
+    fixed = torch.float32 if dtype == torch.float16 else accum_dtype
 
     def held(accum):
         return cdiv(H * accum.itemsize, dtype.itemsize)
@@ -109,23 +114,23 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     def passes(accum, beyond):
         """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
         row = held(accum)
-        strip = min(_strip(min(M, row), H, processors), V)
+        strip = _strip(min(M, row), H, V, row, processors)
         spare = cdiv(strip * row, V)  # for dW's strips to run ahead of the logits
-        once = accum.itemsize == dtype.itemsize == 2
-        sums = cdiv(strip * H * 4, token) if once else 0
+        wave = min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
+        sums = cdiv(wave * H * 4, token)
         if beyond is None:
             beyond = cdiv(M - row + spare + sums, 2) + 64
         first = min(M, row + max(beyond - spare, 0) // 64 * 64)
         if M - first <= max(beyond - sums, 0) // 64 * 64:
-            return Plan(first, M - first, strip, once and M > first, accum)
+            return Plan(first, M - first, strip, wave if M > first else 0, accum)
         count = cdiv(M - first, max(beyond // 64 * 64, LEAST))
-        return Plan(first, cdiv(M - first, 64 * count) * 64, strip, False, accum)
+        return Plan(first, cdiv(M - first, 64 * count) * 64, strip, 0, accum)
 
     narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
     if memory < 0:
         beyond = M - held(narrow)
         if beyond * token <= FREE:
-            return Plan(M, 0, min(_strip(M, H, processors), V), False, narrow)
+            return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow)
         return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, 2 * ROWS)
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
@@ -169,7 +174,7 @@ class _Memory:
             return
         accum = plan.accum_dtype
         row, stride = cdiv(H * accum.itemsize, dtype.itemsize), _up(plan.first)  # of dW and the logits, in logits
-        sums = 2 * plan.strip * H if plan.once else 0
+        sums = 2 * plan.wave * H
         dw = cdiv(V * row, 64) * 64
         size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + later)
         self.logits = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
@@ -183,9 +188,9 @@ class _Memory:
 
     def to_dw(self, x, h, first):
         """dW (+)= x @ h, over x in the first pass."""
-        strip = self.plan.strip
-        if not first and not self.plan.once:
+        if not first and not self.plan.wave:
             return _add_product(self.dw, x, h, add=True)
+        strip = self.plan.strip if first else self.plan.wave
         for v in range(0, self.V, strip):
             part = self.dw[v : v + strip]
             if first:
@@ -211,8 +216,8 @@ def _run(h, w, b, dtype, plan, turn, needs, group=None):
         stop = plan.first if first else min(start + plan.rows, M)
         i, part = slice(start, stop), h[start:stop].to(dtype)
         n = stop - start
-        if n % 8 and n > 8:  # matmuls take twice as long there: rows of zeros up to the next multiple
-            part = F.pad(part, (0, 0, 0, -n % 8))
+        if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
+            part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
         x = memory.of(part.shape[0])
         torch.mm(w, part.t(), out=x) if b is None else torch.addmm(b[:, None], w, part.t(), out=x)
         x[:, n:].zero_()
@@ -487,7 +492,7 @@ def linear_token_loss(
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
-            (LIGER_KERNEL_DEBUG=1). On a GPU such a row otherwise gives NaN.
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
     """
     name = "linear_token_loss"
     check_options(name, "none", label_smoothing, softcap)

@@ -1,0 +1,48 @@
+"""The pages in docs: their examples run as they stand, and what they say of the head's passes is what it does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_kernel.ops import linear_head
+
+PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+EXAMPLES = [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+HEAD = (Path(__file__).parent.parent / "docs" / "linear-head.md").read_text()
+PASSES = re.findall(r"^\| ([\d,]+) \| (\d+) \| (bf16|fp32) \| ([\d.]+)× \| ([\d.]+)× \| ([\d.]+)× \|$", HEAD, re.M)
+
+
+@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page} {i}" for i, (page, _) in enumerate(EXAMPLES, 1)])
+def test_example(page, code, reference_only):
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 3
+
+
+def taken(M, H, V, memory):
+    """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in units of dX and dW."""
+    dtype = torch.bfloat16
+    plan = linear_head.plan(M, H, V, dtype, dtype, memory=memory)
+    held = linear_head._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
+    passes = 1 + (-(-(M - plan.first) // plan.rows) if plan.rows else 0)
+    narrow = plan.accum_dtype == dtype
+    gradients = 2 * H * (M + V)
+    peak = 2 * held.logits.numel() + 2 * M * H + (0 if narrow else 2 * V * H)  # dW once more, in its final dtype
+    return passes, "bf16" if narrow else "fp32", peak / gradients, 2 * M * V / gradients
+
+
+def test_the_table_of_passes_is_what_plan_does():
+    assert len(PASSES) == 7
+    for tokens, passes, dtype, *multiples in PASSES:
+        shape = int(tokens.replace(",", "")), 4096, 128256
+        *chosen, peak, logits = taken(*shape, -1)
+        assert [int(passes), dtype] == chosen
+        assert [float(x) for x in multiples] == pytest.approx([peak, taken(*shape, 0)[2], logits], abs=0.03), tokens
