@@ -338,7 +338,7 @@ def chart(data: dict, path: pathlib.Path) -> None:
 
         if line:
             axes.plot(*zip(*line, strict=True), "o-", color=BLUE, markersize=5, linewidth=2)
-            label(line[-1], "ours, by budget", (10, 0), BLUE)
+            label(line[0], "ours, by budget", (10, -2), BLUE)
         for name, text, offset, colour in (
             ("eager", title("eager"), (0, 14), GREY),
             ("compile", title("compile"), (0, 14), GREY),

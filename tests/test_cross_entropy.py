@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
+from liger_kernel.ops import _device
 from liger_kernel.ops import fused_linear_cross_entropy as flce
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, LigerCrossEntropyLoss, liger_cross_entropy
 from liger_kernel.ops.fused_linear_cross_entropy import (
@@ -104,6 +105,16 @@ def test_an_ignored_row_is_not_correct(ignored):
         )
         assert torch.equal(out.token_accuracy, want.to(DEVICE, torch.float32))
         assert torch.equal(out.predicted_tokens, x.argmax(-1).where(y != ignored, -1))
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_labels_of_other_integers(integers, monkeypatch):
+    """F.cross_entropy takes int64 and uint8; here any integers will do, without kernels, too."""
+    x, y = logits()
+    want = liger_cross_entropy(x, y)
+    for kernels in True, False:
+        monkeypatch.setattr(_device, "INTERPRETED", kernels)
+        torch.testing.assert_close(liger_cross_entropy(x, y.to(integers), ignore_index=200), want)
 
 
 def test_all_ignored():

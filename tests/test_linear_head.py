@@ -181,7 +181,7 @@ def test_tokens_against_float64(option, dtype):
     """All outputs, and the gradients through each alone: never further off than PyTorch's code in that dtype."""
     for names in NAMES, ("loss",), ("logsumexp",), ("entropy",):
         draws = []
-        for seed in range(4):
+        for seed in range(3):
             tensors, rest = drawn(seed=seed, **option)
             draws.append(measured(tokens(rest, names), whole_tokens(rest, names), tensors, dtype))
         assert_as_exact_as(draws)
@@ -225,25 +225,24 @@ def test_what_is_not_asked_for_is_none(flag):
 
 # ---- within a budget ----
 
-H, V = 16, 100
+H, V = 64, 100
 LOGITS = V * 2  # bytes of a token's, in 16 bits
-SMALL = dict(ROWS=32, LEAST=64, FREE=0, _waves=lambda classes, H, processors: 32)
-HALF, FULL = "16 bits", "fp32"
+SMALL = dict(ROWS=64, LEAST=64, FREE=0, _waves=lambda *args: 32)
+HALF, WAVES, FULL = "16 bits", "16 bits by way of fp32", "fp32"
 PATHS = {  # name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes and the dtype of dW's sum)
     "far below H": (3, "auto", None, (1, FULL), (1, HALF), (1, FULL)),
-    "at H": (16, "auto", None, (1, FULL), (1, HALF), (1, FULL)),
-    "at H, no memory": (16, 0, None, (1, FULL), (1, HALF), (1, FULL)),
-    "above H": (17, "auto", None, (2, FULL), (2, HALF), (1, FULL)),
-    "two passes": (70, "auto", None, (2, FULL), (2, HALF), (2, FULL)),
-    "far above H": (200, "auto", None, (4, FULL), (4, FULL), (4, FULL)),
-    "no memory": (200, 0, None, (4, FULL), (4, HALF), (4, FULL)),
-    "a little": (200, 20 * LOGITS, None, (4, FULL), (4, HALF), (4, FULL)),
-    "room for fp32": (300, 110 * LOGITS, None, (6, FULL), (5, FULL), (5, FULL)),
-    "room for two": (300, 230 * LOGITS, None, (5, FULL), (2, HALF), (2, FULL)),
-    "enough": (200, 10**6, None, (1, FULL), (1, HALF), (1, FULL)),
-    "fp32, no memory": (200, 0, F32, (4, FULL), (4, FULL), (4, FULL)),
+    "at H": (64, 0, None, (1, FULL), (1, HALF), (1, FULL)),
+    "above H": (70, 0, None, (2, FULL), (2, HALF), (1, FULL)),
+    "far above H": (300, "auto", None, (2, FULL), (2, WAVES), (2, FULL)),
+    "farther above": (400, "auto", None, (4, FULL), (3, FULL), (2, FULL)),
+    "no memory": (300, 0, None, (5, FULL), (5, HALF), (4, FULL)),
+    "a little": (300, 20 * LOGITS, None, (5, FULL), (5, HALF), (4, FULL)),
+    "room for two": (300, 200 * LOGITS, None, (4, FULL), (2, WAVES), (4, FULL)),
+    "room for fp32": (400, 170 * LOGITS, None, (6, FULL), (6, FULL), (6, FULL)),
+    "enough": (300, 10**6, None, (1, FULL), (1, HALF), (1, FULL)),
+    "fp32, no memory": (300, 0, F32, (5, FULL), (4, FULL), (4, FULL)),
     "fp32, below H": (9, 0, F32, (1, FULL), (1, FULL), (1, FULL)),
-    "fp32, enough": (200, 10**6, F32, (1, FULL), (1, FULL), (1, FULL)),
+    "fp32, enough": (300, 10**6, F32, (1, FULL), (1, FULL), (1, FULL)),
 }
 
 
@@ -285,7 +284,7 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
     count, kind = expected[DTYPES.index(dtype)]
     for fn, reference in PAIRS:
         draws = []
-        for seed in range(2):
+        for seed in range(1 if M > 100 else 3):
             memories.clear()
             tensors, option = drawn(M, H, V, seed, **SCALARS)
             draws.append(measured(fn(option, memory=memory, accum_dtype=accum), reference(option), tensors, dtype))
@@ -294,9 +293,9 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
             for m in made:
                 passes = m.passes["token_gradient"]
                 assert sum(passes) == M and len(passes) == count, passes
-                assert m.dw.element_size() == (2 if kind == HALF else 4) and m.plan.strip == 32
-                assert m.plan.wave == (32 if count == 2 and kind == HALF else 0)
-            if kind == HALF:
+                assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32
+                assert m.plan.wave == (32 if kind == WAVES else 0)
+            if kind != FULL:
                 draws[-1]["dweight"][2] *= count  # it is rounded by each pass
         assert_as_exact_as(draws)
 
@@ -358,9 +357,8 @@ def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
             extra = taken(M, H, V, dtype, weight_dtype, chosen)
             strip = chosen.strip * H * chosen.accum_dtype.itemsize
             least = sums - V * H * weight_dtype.itemsize + max(LEAST * token, strip)
-            assert extra <= max(memory, least) + aligned, (
-                f"{chosen} takes {(extra - memory) / token:.0f} tokens too many"
-            )
+            excess = (extra - max(memory, least) - aligned) / token
+            assert excess <= 0, f"{chosen}: {excess:.1f} tokens too many within {memory} bytes"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -525,9 +523,10 @@ def test_any_strides(dtype):
         tensors = cast(tensors, dtype)
         want, *_ = run(fn(option), tensors)
         got, *_ = run(fn(option), {k: spread(t) for k, t in tensors.items()}, strided=True)
-        same(got, want)
+        bound = 1e-5 if dtype == F32 else 2e-2
+        same(got, want, rtol=bound, atol=bound)
         turned = tensors["weight"].detach().t().contiguous().t().requires_grad_()
-        same(run(fn(option), tensors | dict(weight=turned))[0], want, rtol=1e-3 if dtype != F32 else 1e-5, atol=1e-3)
+        same(run(fn(option), tensors | dict(weight=turned))[0], want, rtol=bound, atol=bound)
 
 
 @ANYWHERE
@@ -568,7 +567,7 @@ def test_autocast():
             outputs = fn(option)(**tensors), reference(option)(**tensors)
         pairs = [x if isinstance(x, tuple) else (x,) for x in outputs]
         for got, want in zip(*pairs, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
         leaves = [tensors[k] for k in ("hidden", "weight", "bias")]
         for got, want in zip(*(torch.autograd.grad(p[0].sum(), leaves) for p in pairs), strict=True):
             assert got.dtype == F32
@@ -624,7 +623,7 @@ def test_gradients_of_two_steps_add_up(reduction, memory, small):
         batch = {k: batch[k] for k in ("hidden", "target")}
         for t, loss in (got, scalar({}, memory=memory, reduction=reduction)), (want, plain):
             (loss(**(t | batch)).sum() * scale).backward()
-    same(*({k: t[k].grad for k in ("weight", "bias")} for t in (got, want)))
+    same(*({k: t[k].grad for k in ("weight", "bias")} for t in (got, want)), atol=1e-5)
 
 
 @pytest.fixture
@@ -705,7 +704,7 @@ def test_num_items(option, reduction, as_tensor, dtype):
 @ANYWHERE
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("left", ["some", "all", "no"])
-@pytest.mark.parametrize("place", ["cpu", DEVICE])
+@pytest.mark.parametrize("place", sorted({"cpu", DEVICE}))
 def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories):
     tensors, option = drawn(14, **SCALARS)
     if left != "some":
@@ -725,7 +724,7 @@ def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories)
         want = run(fn(False), tensors)[0]
         for drop in True, None:
             memories.clear()
-            same(run(fn(drop), tensors)[0], want)
+            same(run(fn(drop), tensors)[0], want, atol=1e-5)
             if memories:  # made by the kernels
                 kept = {"some": 9, "all": 14, "no": 0}[left] if drop or place == "cpu" else 14
                 assert all(sum(m.passes["token_loss"] or m.passes["token_gradient"]) == kept for m in memories)
@@ -764,7 +763,7 @@ def test_compiles_whole(memory, small):
 
     for fn in log_probs, loss:
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-        same(run(compiled, tensors)[0], run(fn, tensors)[0])
+        same(run(compiled, tensors)[0], run(fn, tensors)[0], atol=1e-5)  # eager drops the ignored rows of the CPU's
 
 
 # ---- errors ----

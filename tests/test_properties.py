@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_linear_head import NAMES, number_of_passes, reduced, scalar, taken, tokens, whole, whole_logits
 from test_ops import cast, poison_empty, run, spread
@@ -16,14 +16,14 @@ from liger_kernel.ops.linear_head import LEAST, plan
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COUNTS = dict(return_token_accuracy=True, return_predicted_tokens=True)
 EVERYTHING_SMALL = dict(FREE=0, LEAST=64, ROWS=32)
-CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(_waves=lambda classes, H, processors: 16)
+CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(_waves=lambda *args: 16)
 
 
 def examples(n):
-    """The same ones each time; few on a GPU, where each compiles kernels of its own."""
+    """The same ones each time; few on a GPU, where each compiles kernels. Shrinking one that fails takes minutes."""
     return settings(
         max_examples=n if DEVICE == "cpu" else n // 8, derandomize=True, database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def constants(request, monkeypatch):
         monkeypatch.setattr(linear_head, name, value)
 
 
-@examples(50)
+@examples(40)
 @given(INPUTS, OPTIONS, SCALES, BUDGETS, REDUCTIONS, some(num_items=[1, 77]))
 def test_the_loss_of_a_linear_head(constants, given, option, scale, budget, reduction, items):
     tensors, ignored = made(given, option), option.get("ignore_index", -100)
@@ -146,7 +146,7 @@ def test_the_loss_of_a_linear_head(constants, given, option, scale, budget, redu
         assert_counted(scalar(given, **COUNTS)(**tensors), z, tensors["target"], ignored)
 
 
-@examples(50)
+@examples(40)
 @given(INPUTS, OPTIONS, SCALES, some(temperature=[0.5, 1.7]), BUDGETS, st.sets(st.sampled_from(NAMES[:3]), min_size=1))
 def test_the_tokens_of_a_linear_head(constants, given, option, scale, temperature, budget, through):
     """With gradients that come in through some of the outputs."""
@@ -161,7 +161,7 @@ def test_the_tokens_of_a_linear_head(constants, given, option, scale, temperatur
     assert_near(tokens(option | budget, names), reference, tensors, z, 8 + len(z) // 32)
 
 
-@examples(80)
+@examples(70)
 @given(INPUTS, OPTIONS, REDUCTIONS)
 def test_cross_entropy_of_logits(given, option, reduction):
     given["M"] //= 7

@@ -123,6 +123,7 @@ def token_loss_reference_parallel(
     first, V = rank * shard, size * shard
     valid, known = target != ignore_index, (target >= 0) & (target < V)
     here = (target >= first) & (target < first + shard)
+    z = z.where(valid[:, None], 0)  # whatever an ignored row holds stays there
     w = None if class_weight is None else class_weight.to(z.dtype)
     local_top, best = z.detach().max(-1)  # of equal ones the first
     top = max_over_group(local_top, group)

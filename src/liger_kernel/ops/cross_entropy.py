@@ -147,7 +147,7 @@ class LigerCrossEntropyFunction(Function):
         ctx.options = ignore_index, label_smoothing, lse_square_scale, softcap
         dtype = loss_dtype or x.dtype
         scalar = reduction != "none"
-        correct = (best == target).float() if return_token_accuracy else None
+        correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
         outputs = (
             rounded(loss.sum() if scalar else loss, dtype),
             rounded(z_loss.sum() if scalar else z_loss, dtype) if return_z_loss else None,

@@ -70,7 +70,7 @@ def fused_linear_cross_entropy_in_chunks(
     if num_items is not None:
         ce, z_loss = ce / num_items, z_loss / num_items
     elif reduction == "mean":
-        total = n if ce_weight is None else ce_weight[target.where(valid, 0)].where(valid, 0).sum()
+        total = n if ce_weight is None else ce_weight[target.where(valid, 0)].where(valid, 0).sum(dtype=ce.dtype)
         ce, z_loss = ce / total.clamp(min=1e-30), z_loss / n.clamp(min=1)
     loss = ce + z_loss
     if use_token_scaling:
@@ -135,7 +135,7 @@ def fused_linear_cross_entropy_forward(
         _input, weight, bias, target, ce_weight, num_items, numbers, ignore_index, reduction == "mean",
         use_token_scaling, dtype, accum_dtype, memory, group, wants, list(needs_grad) if scalar else [False] * 3,
     )  # fmt: skip
-    correct = (best == target).float() if return_token_accuracy else None
+    correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
     outputs = (
         loss.sum() if scalar else loss,
         rounded(z_loss.sum() if scalar else z_loss, _input.dtype) if return_z_loss else None,

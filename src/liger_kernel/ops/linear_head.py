@@ -18,6 +18,7 @@ backward makes the logits again. Logits are rounded to the compute dtype, as Hug
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -56,16 +57,15 @@ class Plan:
 
 def budget(memory) -> int:
     """Bytes, or -1 for "auto", which the environment may replace."""
+    name, given = "memory", memory
     if memory == "auto":
-        memory = os.environ.get(VARIABLE, "auto")
-        if memory == "auto":
+        name, given = VARIABLE, os.environ.get(VARIABLE, "auto")
+        if given == "auto":
             return -1
-        try:
-            memory = int(float(memory))
-        except (ValueError, OverflowError):
-            raise ValueError(f"{VARIABLE} is {memory!r}, give a number of bytes or auto") from None
+        with contextlib.suppress(ValueError, OverflowError):
+            memory = int(float(given))
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
-        raise ValueError(f"memory is {memory!r}, give a number of bytes or 'auto'")
+        raise ValueError(f"{name} is {given!r}, give a number of bytes or 'auto'")
     return memory
 
 
@@ -89,6 +89,7 @@ def _strip(tokens, H, V, row, processors):
     H200, 2026-11-20, in waves of 132 tiles: 2048·4096·128256 in strips of 2048, 4096, 8192: 8.69, 8.51, 8.36 ms;
     4096·2048·128256: 9.12, 8.92, 8.88; 8192·2304·256000: 46.3, 45.7, 45.9; 8192·4096·128256: no difference.
     """
+    tokens = max(tokens, 1)
     return min(_waves(min(7e10 / (H * tokens), 12e6 / min(row, tokens)), H, processors), V)
 
 
@@ -406,7 +407,7 @@ class LinearTokenLossFunction(Function):
     @staticmethod
     def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
         dtype = compute_dtype(h, w)
-        target = target.contiguous()
+        target, ce_weight = target.contiguous(), None if ce_weight is None else ce_weight.contiguous()
         loss, stats, norm, z_loss, _, entropy, mean, best, *_ = head_fwd(
             h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, accum_dtype, memory, group,
             [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3,
@@ -447,6 +448,7 @@ def only_valid(hidden, target, ignore_index, drop_ignored):
 
     Dropping the others waits for the device, except where the targets are on the host: there it is the default.
     """
+    target = target.long()
     on_host = target.device.type == "cpu" and not torch.compiler.is_compiling()
     if not (on_host if drop_ignored is None else drop_ignored):
         return None, hidden, target.to(hidden.device)
@@ -513,7 +515,7 @@ def linear_token_loss(
         h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), group_name(group),
         [return_z_loss, return_entropy, return_mean_logit, need_best],
     )  # fmt: skip
-    correct = (best == y).float() if return_accuracy else None
+    correct = ((best == y) & (y != ignore_index)).float() if return_accuracy else None
 
     def whole(x, wanted=True, ignored=0):
         if not wanted or rows is None:
@@ -541,6 +543,11 @@ def token_log_probs(
         log-probabilities (...) in fp32, 0 where the target is ``ignore_index``; with ``return_entropy`` the pair of
         them and the entropies of the distributions (...).
     """
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"token_log_probs: target has shape {tuple(target.shape)}, give one class for each of the hidden states: "
+            f"{tuple(hidden.shape[:-1])}"
+        )
     out = linear_token_loss(
         hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, temperature=temperature,
         logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index, return_entropy=return_entropy,
