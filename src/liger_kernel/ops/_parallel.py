@@ -49,9 +49,7 @@ def local(name, hidden, weight, bias, group):
                 "replicated on its mesh, or the group over which its classes are sharded, or weight.full_tensor()"
             )
         if placement.is_shard() and weight.shape[0] % mesh.size():
-            raise ValueError(
-                f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad"
-            )
+            raise ValueError(f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad")
         group = mesh.get_group() if placement.is_shard() else None
     return *(x.to_local() if isinstance(x, DTensor) else x for x in (hidden, weight, bias)), group
 

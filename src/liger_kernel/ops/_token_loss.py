@@ -354,7 +354,7 @@ def _launch_gradient(x):
 def normalisers(target, weight, V, ignore_index, mean, items=None):
     """-> fp32 (n₀, n₁, W, n) on the device, without asking the host. ``items`` (0-d) is both n₀ and n₁ if given."""
     norm = torch.empty(4, dtype=torch.float32, device=target.device)
-    _normalise[(1,)](target, weight, items, norm, target.numel(), V, ignore_index, MEAN=mean, BLOCK=1024, num_warps=8)
+    _normalise[(1,)](target, weight, items, norm, target.numel(), V, ignore_index, MEAN=mean, BLOCK=4096, num_warps=8)
     return norm
 
 

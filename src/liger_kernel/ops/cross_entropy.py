@@ -250,6 +250,7 @@ def liger_cross_entropy(
         )
     check_rows("liger_cross_entropy", input, target, weight, input.shape[1])
     check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
+    target = target.long()
     run = LigerCrossEntropyFunction.apply if _device.has_kernels(input) else LigerCrossEntropyFunction.reference
     return packed(
         *run(
