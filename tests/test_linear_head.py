@@ -4,6 +4,8 @@ Both the loss of all rows (`liger_fused_linear_cross_entropy`) and what each tok
 kernels and without. Across ranks: test_distributed.py. At random: test_properties.py.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,6 +279,12 @@ def small(monkeypatch):
         monkeypatch.setattr(linear_head, name, value)
 
 
+def apart(*tensors):
+    """Whether they lie one behind the other."""
+    places = [(t.data_ptr(), t.data_ptr() + t.element_size() * t.numel()) for t in tensors if t.numel()]
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+
+
 @DTYPE
 @pytest.mark.parametrize("path", PATHS)
 def test_any_budget_gives_the_same(path, dtype, small, memories):
@@ -295,6 +303,8 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
                 assert sum(passes) == M and len(passes) == count, passes
                 assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32
                 assert m.plan.wave == (32 if kind == WAVES else 0)
+                for n in passes[1:]:
+                    assert apart(m.dw, m.sums, m.of(n))
             if kind != FULL:
                 draws[-1]["dweight"][2] *= count  # it is rounded by each pass
         assert_as_exact_as(draws)
