@@ -35,9 +35,7 @@ from ._parallel import gathered, place
 from ._tile import cdiv, exp, log, next_power_of_2, tanh, tanh_slope, tl, triton
 
 INF = tl.constexpr(float("inf"))
-SLOTS = (
-    7  # of what `_partials` and `_merge` keep for a token: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
-)
+SLOTS = 7  # of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
 
 
 @triton.jit
@@ -323,8 +321,10 @@ def _gradient(
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(x):
+def _launch(x, plain):
     """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads logits.
+
+    What is not ``plain`` (softcap, smoothing, fp32 ...) needs registers: half as many logits at a time.
 
     H200, 2026-11-20, bf16, share of the copy rate (4.26 TB/s). Rows of 32000, 128256, 256000: 0.95, 1.00, 1.02; twice
     the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V, T) of 128256 classes and 2048, 4096,
@@ -334,10 +334,10 @@ def _launch(x):
     if x.stride(1) == 1:
         lanes = min(max(next_power_of_2(V) // 8, 1), 256)
         return 1, lanes, 8, V, max(lanes // 64, 1)
-    return min(next_power_of_2(T), 64), 1024, 8, 2048, 4
+    return min(next_power_of_2(T), 64), 1024, 8 if plain else 4, 2048, 4
 
 
-def _launch_gradient(x):
+def _launch_gradient(x, plain):
     """(tokens, classes, warps) of a program that turns one block.
 
     The same day, read + written: rows 0.92, 0.93, 0.93, with 4 warps 0.88, 0.90, 0.91; (V, T) 0.86, 0.88, 0.88, with
@@ -348,7 +348,12 @@ def _launch_gradient(x):
         columns = min(next_power_of_2(V), 2048)
         return 1, columns, max(columns // 1024, 1)
     tokens = min(next_power_of_2(T), 128)
-    return tokens, 8192 // tokens, 4
+    return tokens, (8192 if plain else 4096) // tokens, 4
+
+
+def _plain(x, *options):
+    """Whether 16-bit logits go through the kernel without any of its options."""
+    return x.element_size() == 2 and not any(options)
 
 
 def normalisers(target, weight, V, ignore_index, mean, items=None):
@@ -367,10 +372,10 @@ def token_loss(
     With a ``group`` x is this rank's shard of the classes, and one small tensor is gathered.
     """
     (T, shard), world, rank = x.shape, *place(group)
-    tokens, lanes, each, strip, warps = _launch(x)
-    strips = cdiv(shard, strip)
     kind = dict(SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
     kind |= dict(ENTROPY=entropy is not None, SMOOTH=smoothing != 0, MEAN=mean is not None, BEST=best is not None)
+    tokens, lanes, each, strip, warps = _launch(x, _plain(x, *kind.values()))
+    strips = cdiv(shard, strip)
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     _partials[(cdiv(T, tokens), strips)](
@@ -402,11 +407,11 @@ def token_gradient(
 ):  # fmt: skip
     """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,). dx may be x."""
     (T, shard), world, rank = x.shape, *place(group)
-    tokens, block, warps = _launch_gradient(x)
+    kind = dict(SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
+    tokens, block, warps = _launch_gradient(x, _plain(x, *kind.values(), g_entropy is not None))
     stride_g = g.stride(0) if g is not None and g.dim() else 0
     _gradient[(cdiv(T, tokens), cdiv(shard, block))](
         g, g_entropy, g_lse, x, target, weight, norm, stats, entropy, dx, stride_g,
         *x.stride(), *dx.stride(), T, world * shard, rank * shard, shard, ignore_index, smoothing, lse_square_scale,
-        softcap or 1.0, logit_scale, SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None,
-        BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x),
+        softcap or 1.0, logit_scale, **kind, BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x),
     )  # fmt: skip
