@@ -7,6 +7,8 @@ own ``fn`` and ``reference``, without a peer.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -19,9 +21,13 @@ def _liger(name, *args):
 
 LIGER = {
     "rms_norm": lambda x, w: _liger("rms_norm", x, w, 1e-6),
+    "fused_add_rms_norm": lambda x, r, w: _liger("fused_add_rms_norm", x, r, w, 1e-6),
+    "layer_norm": lambda x, w, b: _liger("layer_norm", x, w, b, 1e-6),
     "rope": lambda q, k, cos, sin: _liger("rope", q, k, cos, sin),
     "swiglu": lambda a, b: _liger("swiglu", a, b),
     "geglu": lambda a, b: _liger("geglu", a, b),
+    "softmax": lambda x: _liger("softmax", x),
+    "group_norm": lambda x, w, b: _liger("group_norm", x, w, b, x.shape[1], math.gcd(x.shape[1], 32), 1e-6),
     "cross_entropy": lambda x, target: _liger("cross_entropy", x, target),
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(
         "fused_linear_cross_entropy", input, weight, target
@@ -39,8 +45,19 @@ def _rope(q, k, cos, sin):
     return turned(q), turned(k)
 
 
+def _norm_rope(q, k, q_weight, k_weight, cos, sin):
+    """As Qwen3's attention has it."""
+
+    def normed(x, w):
+        f = x.float()
+        return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    return _rope(normed(q, q_weight), normed(k, k_weight), cos, sin)
+
+
 PLAIN = {
     "rope": _rope,
+    "norm_rope": _norm_rope,
     "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target),
     "fused_linear_cross_entropy": lambda input, weight, target: F.cross_entropy(
         F.linear(input, weight).float(), target

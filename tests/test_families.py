@@ -60,10 +60,16 @@ def pending(model):
     return [name for name, m in model.named_modules() if m.__dict__.get("_liger_request") is not None]
 
 
+OPERATORS = (
+    "rms_norm", "fused_add_rms_norm", "norm_rope", "rope", "swiglu", "geglu", "cross_entropy",
+    "fused_linear_cross_entropy",
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def counted(monkeypatch):
     """How often each operator runs: patched code looks them up when it calls them."""
-    calls = dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy"), 0)
+    calls = dict.fromkeys(OPERATORS, 0)
     gated_linear = glu.gated_linear
 
     def counting_glu(a, b, act, linear):
@@ -87,7 +93,10 @@ def counted(monkeypatch):
 def expected(family, **switches):
     norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
     glu = "geglu" if family.startswith("gemma") else "swiglu"
-    calls = dict(rms_norm=norms, rope=2, swiglu=0, geglu=0, cross_entropy=0, fused_linear_cross_entropy=1)
+    calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms - 4, fused_add_rms_norm=4, rope=2)
+    calls["fused_linear_cross_entropy"] = 1
+    if family == "qwen3":  # two norms and RoPE of each layer are one kernel
+        calls |= dict(rms_norm=1, rope=0, norm_rope=2)
     return calls | {glu: 0 if family == "mixtral" else 2} | switches
 
 
@@ -254,7 +263,8 @@ def test_each_switch_alone(switch, monkeypatch):
     liger.apply_liger_kernel_to_llama(**off | {switch: True}, model=mine)
     with counted(monkeypatch) as calls:
         assert_same_step(step(mine), step(theirs))
-    assert {name for name, n in calls.items() if n} == {switch}
+    assert {name for name, n in calls.items() if n} - {"fused_add_rms_norm"} == {switch}
+    assert calls["fused_add_rms_norm"] == (4 if switch == "rms_norm" else 0)
     if switch != "fused_linear_cross_entropy":  # verl sets the class's forward afterwards
         assert type(mine) is type(theirs) and "forward" not in mine.__dict__
 
@@ -394,7 +404,9 @@ def test_the_loss_that_was_asked_for_wins():
 def test_none_is_false():
     model = tiny.model("llama")
     report = liger.apply_liger_kernel_to_llama(rope=None, cross_entropy=None, swiglu=None, rms_norm=True, model=model)
-    assert {what for what, _ in report.replaced} == {"LlamaRMSNorm", "LlamaForCausalLM's loss"}
+    assert {what for what, _ in report.replaced} == {
+        "LlamaRMSNorm", "LlamaDecoderLayer's residual stream", "LlamaForCausalLM's loss"
+    }  # fmt: skip
 
 
 def test_by_model_type(caplog):
@@ -765,7 +777,8 @@ def test_peft(case, after, family, monkeypatch):
         report = liger.apply_liger_kernel(mine)
         norms = sum(n for (what, _), n in report.replaced.items() if what.endswith("RMSNorm"))
         copies = 2 if case == "modules_to_save" else 1  # PEFT takes every name that ends in "norm"
-        assert norms == expected(family)["rms_norm"] * copies
+        calls = expected(family)
+        assert norms == (calls["rms_norm"] + calls["fused_add_rms_norm"]) * copies
         wrappers = [m for m in mine.modules() if type(m).__name__ == "ModulesToSaveWrapper"]
         assert not any(hasattr(type(m), "_liger_state") for m in wrappers)
     mine.load_state_dict(theirs.state_dict())
@@ -796,15 +809,15 @@ def test_accelerate_hooks():
     theirs, mine = tiny.model("llama"), tiny.model("llama")
     for module in mine.modules():
         add_hook_to_module(module, Hook())
+    apply("llama", mine)
     with pytest.MonkeyPatch.context() as monkeypatch, counted(monkeypatch) as calls:
-        apply("llama", mine)
         assert_same_step(step(mine), step(theirs))
-        assert calls == expected("llama")
+        assert calls == expected("llama", rms_norm=5, fused_add_rms_norm=0)  # the hooks see tensors
         assert {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "Linear", "LlamaForCausalLM"} <= seen
         liger.revert(mine)
         remove_hook_from_module(mine, recurse=True)
         assert_same_step(step(mine), step(theirs), rtol=0)
-        assert calls == expected("llama")
+        assert calls == expected("llama", rms_norm=5, fused_add_rms_norm=0)
 
 
 class Counted(torch.autograd.Function):
@@ -1157,7 +1170,7 @@ def test_our_operators_are_what_is_compiled(monkeypatch):
     _, mine = built("llama", "instance", ONE_LAYER)
     with counted(monkeypatch) as calls:
         step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
-        assert calls == dict(rms_norm=3, rope=1, swiglu=1, geglu=0, cross_entropy=0, fused_linear_cross_entropy=1)
+        assert calls == expected("llama", rms_norm=1, fused_add_rms_norm=2, rope=1, swiglu=1)
 
 
 def test_compiled_after_a_step():

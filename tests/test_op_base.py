@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _public
-from liger_kernel.ops import _device, _op, _reduce, _tile, rms_norm
+from liger_kernel.ops import _device, _norm, _op, _reduce, _tile
 from liger_kernel.ops._op import custom_op, may_overwrite
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction, liger_rms_norm, rms_norm_reference
 
@@ -275,7 +275,7 @@ def test_a_compiled_call_is_one_node():
     x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
     w = torch.randn(8, device=DEVICE, requires_grad=True)
     found = targets(liger_rms_norm, x, w)
-    assert found.count("liger.rms_norm.default") == found.count("liger.rms_norm_backward.default") == 1, found
+    assert found.count("liger.norm.default") == found.count("liger.norm_backward.default") == 1, found
 
 
 class Launches:
@@ -294,8 +294,8 @@ class Launches:
 
 def test_compiled_floats_stay_floats(monkeypatch):
     """A float that torch.compile makes dynamic must not become an fp64 tensor that a kernel loads."""
-    kernel = Launches(rms_norm._fwd)
-    monkeypatch.setattr(rms_norm, "_fwd", kernel)
+    kernel = Launches(_norm._fwd)
+    monkeypatch.setattr(_norm, "_fwd", kernel)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, eps: liger_rms_norm(x, None, eps), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8, device=DEVICE)
@@ -308,7 +308,7 @@ def test_compiled_floats_stay_floats(monkeypatch):
 
 def test_without_kernels_an_operator_is_its_reference(reference_only, monkeypatch):
     """For a user without a GPU, also through the Function, with autograd's own gradients."""
-    monkeypatch.setattr(rms_norm, "_fwd", None)
+    monkeypatch.setattr(_norm, "_fwd", None)
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     want = rms_norm_reference(x, w)
     for got in (LigerRMSNormFunction.apply(x, w, 1e-6), liger_rms_norm(x, w)):

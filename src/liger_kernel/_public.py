@@ -11,13 +11,17 @@ HOMES = {
     "ops.geglu": "ops.glu",
     "ops.swiglu": "ops.glu",
     "transformers.cross_entropy": "ops.cross_entropy",
+    "transformers.fused_add_rms_norm": "ops.fused_add_rms_norm",
     "transformers.fused_linear_cross_entropy": "ops.fused_linear_cross_entropy",
     "transformers.geglu": "ops.glu",
+    "transformers.group_norm": "ops.group_norm",
+    "transformers.layer_norm": "ops.layer_norm",
     "transformers.model.loss_utils": "transformers.causal_lm",
     "transformers.model.output_classes": "transformers.causal_lm",
     "transformers.monkey_patch": "transformers.families",
     "transformers.rms_norm": "ops.rms_norm",
     "transformers.rope": "ops.rope",
+    "transformers.softmax": "ops.softmax",
     "transformers.swiglu": "ops.glu",
 }
 PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {"ops", "transformers"}  # that hold nothing but aliases

@@ -10,6 +10,7 @@ import torch
 
 from ._tile import TRITON
 
+AMD = torch.version.hip is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -32,13 +33,18 @@ def require_kernels(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def is_current(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's device is the current one."""
+    if tensor.is_cuda:
+        return tensor.get_device() == torch.cuda.current_device()
+    return not tensor.is_xpu or tensor.get_device() == torch.xpu.current_device()
+
+
 def guard(tensor: torch.Tensor):
     """Make the tensor's device the current one: Triton launches on the current device, wherever the pointers lead."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.get_device())
-    if tensor.is_xpu and tensor.get_device() != torch.xpu.current_device():
-        return torch.xpu.device(tensor.get_device())
-    return contextlib.nullcontext()
+    if is_current(tensor):
+        return contextlib.nullcontext()
+    return (torch.cuda if tensor.is_cuda else torch.xpu).device(tensor.get_device())
 
 
 @functools.cache
@@ -46,7 +52,7 @@ def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
     """(architecture, multiprocessors, most warps in a program, bytes of shared memory for copies that run ahead)."""
     if kind == "cuda":
         p = torch.cuda.get_device_properties(index)
-        if torch.version.hip:
+        if AMD:
             return p.gcnArchName.split(":")[0], p.multi_processor_count, 1024 // p.warp_size, 0
         return f"sm_{p.major}{p.minor}", p.multi_processor_count, 32, getattr(p, "shared_memory_per_block_optin", 0)
     if kind == "xpu":

@@ -8,8 +8,7 @@ is watched by a profiler's hook, goes through Triton.
 
 from __future__ import annotations
 
-import torch
-
+from ._device import AMD
 from ._tile import TRITON, triton
 
 
@@ -25,7 +24,7 @@ def _launcher():
     """The class of kernels, or ``triton.jit`` itself: in the interpreter, on AMD, whose kernels are specialised by a
     tensor's size, too, and with a Triton that launches otherwise."""
     knobs = getattr(triton, "knobs", None)
-    if not TRITON or torch.version.hip or knobs is None or knobs.runtime.interpret:
+    if not TRITON or AMD or knobs is None or knobs.runtime.interpret:
         return triton.jit
     driver = triton.runtime.driver
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from . import _device
 
@@ -24,21 +25,28 @@ def custom_op(name: str, like: Callable):
     """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs and doubles as the fake kernel.
 
     The function runs with its first argument's device as the current one. Eager calls go straight to it: the
-    dispatcher costs more than a small memory-bound kernel.
+    dispatcher costs more than a small memory-bound kernel. Where it gives None among its outputs, under `torch.compile`
+    there is an empty tensor.
     """
 
     def wrap(fn: Callable) -> Callable:
         @functools.wraps(fn)
         def guarded(*args):
+            if _device.is_current(args[0]):
+                return fn(*args)
             with _device.guard(args[0]):
                 return fn(*args)
 
-        op = torch.library.custom_op(f"liger::{name}", guarded, mutates_args=())
-        op.register_fake(like)
+        @functools.wraps(fn)
+        def tensors(*args):
+            return _filled(guarded(*args), args[0])
+
+        op = torch.library.custom_op(f"liger::{name}", tensors, mutates_args=())
+        op.register_fake(lambda *args: _filled(like(*args), args[0]))
 
         @functools.wraps(fn)
         def call(*args):
-            return op(*args) if torch.compiler.is_compiling() else guarded(*args)
+            return op(*args) if is_compiling() else guarded(*args)
 
         call.op = op
         return call
@@ -46,17 +54,22 @@ def custom_op(name: str, like: Callable):
     return wrap
 
 
+def _filled(outs, like):
+    return tuple(like.new_empty(0) if o is None else o for o in outs) if isinstance(outs, tuple) else outs
+
+
 class Function(torch.autograd.Function):
     """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
 
-    A subclass gives ``reference(*args)``: the same outputs in plain PyTorch. There are no second derivatives: asking
+    torch.compile takes ``forward`` and no notice of this ``apply``, so `liger_<op>()` asks for kernels, too. A subclass
+    gives ``reference(*args)``: the same outputs in plain PyTorch. There are no second derivatives: asking
     for them raises.
     """
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(once_differentiable(cls.backward))
+            cls.backward = staticmethod(_once(cls.backward))
 
     @classmethod
     def apply(cls, *args):
@@ -65,6 +78,17 @@ class Function(torch.autograd.Function):
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
         return super().apply(*args)
+
+
+def _once(backward):
+    """`once_differentiable`, at a cost only where a graph of the gradients is asked for."""
+    checked = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

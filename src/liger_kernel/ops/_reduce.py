@@ -1,9 +1,10 @@
 """The second half of a weight gradient: the programs' partial sums become one row."""
 
-from ._tile import cdiv, tl, triton
+from ._kernel import kernel
+from ._tile import cdiv, tl
 
 
-@triton.jit
+@kernel
 def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

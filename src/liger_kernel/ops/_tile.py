@@ -18,6 +18,9 @@ except ImportError:  # no Triton for this platform: kernels are never launched, 
     TRITON = False
 
 
+INF = tl.constexpr(float("inf"))
+
+
 def cdiv(a, b):
     """⌈a/b⌉; Triton's own takes microseconds to see that it is not in a kernel."""
     return -(-a // b)
@@ -33,6 +36,20 @@ def exp(x):
     x = tl.where(x < -150.0, -150.0, x)  # no maximum, which loses NaN
     k = tl.floor(x * 1.4426950408889634 + 0.5)
     return tl.exp((x - k * 0.693359375) + k * 2.12194440e-4) * tl.exp2(k)
+
+
+@triton.jit
+def exp_for(x, EXACT: tl.constexpr):
+    """exp where the result is fp32 throughout; what is or becomes 16-bit is less exact than tl.exp."""
+    if EXACT:
+        return exp(x)
+    return tl.exp(x)
+
+
+@triton.jit
+def finite(top):
+    """What may be subtracted from a -inf."""
+    return tl.where(top == -INF, 0.0, top)
 
 
 @triton.jit

@@ -31,14 +31,14 @@ from __future__ import annotations
 import torch
 
 from . import _device
+from ._kernel import kernel
 from ._parallel import gathered, place
-from ._tile import cdiv, exp, log, next_power_of_2, tanh, tanh_slope, tl, triton
+from ._tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, tanh, tanh_slope, tl, triton
 
-INF = tl.constexpr(float("inf"))
 SLOTS = 7  # of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
 
 
-@triton.jit
+@kernel
 def _normalise(
     target_ptr, weight_ptr, items_ptr, norm_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -86,26 +86,12 @@ def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr
 
 
 @triton.jit
-def _exp(x, EXACT: tl.constexpr):
-    """16-bit logits are less exact than tl.exp."""
-    if EXACT:
-        return exp(x)
-    return tl.exp(x)
-
-
-@triton.jit
-def _finite(top):
-    """What may be subtracted from a -inf."""
-    return tl.where(top == -INF, 0.0, top)
-
-
-@triton.jit
 def _times(p, log_p):
     """p·log p, 0 for p = 0."""
     return tl.where(p == 0.0, 0.0, p * log_p)
 
 
-@triton.jit
+@kernel
 def _partials(
     x_ptr, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first, ignore_index, softcap, logit_scale,
     ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr,
@@ -143,12 +129,12 @@ def _partials(
             at = tl.min(tl.where(z == higher[None, :], begin + start + i, 2147483647), axis=0)
             best = tl.where(higher > top, at, best)
         new = tl.maximum(top, higher)
-        shift = _finite(new)
-        keep = _exp(top - shift, EXACT)
+        shift = finite(new)
+        keep = exp_for(top - shift, EXACT)
         z -= shift[None, :]
-        p = _exp(z, EXACT)
+        p = exp_for(z, EXACT)
         if ENTROPY:
-            pz = _times(keep, pz + (_finite(top) - shift) * total) + tl.sum(_times(p, z), axis=0)
+            pz = _times(keep, pz + (finite(top) - shift) * total) + tl.sum(_times(p, z), axis=0)
         total = total * keep + tl.sum(p, axis=0)
         top = new
         if SMOOTH or MEAN:
@@ -163,7 +149,7 @@ def _partials(
     top = tl.reshape(top, (LANES // BLOCK_T, BLOCK_T))
     total = tl.reshape(total, (LANES // BLOCK_T, BLOCK_T))
     highest = tl.max(top, axis=0)
-    shift = _finite(highest)
+    shift = finite(highest)
     keep = exp(top - shift[None, :])
     slot = tl.num_programs(1) * T
     part = part_ptr + tl.program_id(1) * T + tokens
@@ -172,7 +158,7 @@ def _partials(
     tl.store(part + slot, tl.sum(total * keep, axis=0), mask=mask)
     if ENTROPY:
         pz = tl.reshape(pz, (LANES // BLOCK_T, BLOCK_T))
-        pz = _times(keep, pz + (_finite(top) - shift[None, :]) * total)
+        pz = _times(keep, pz + (finite(top) - shift[None, :]) * total)
         tl.store(part + 2 * slot, tl.sum(pz, axis=0), mask=mask)
     if SMOOTH:
         tl.store(part + 3 * slot, tl.sum(tl.reshape(wz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
@@ -184,7 +170,7 @@ def _partials(
         tl.store(part + 5 * slot, (first + at).to(tl.float32, bitcast=True), mask=mask)
 
 
-@triton.jit
+@kernel
 def _merge(
     part_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr, z_ptr, token_ptr, entropy_ptr,
     mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first, shard, ignore_index, smoothing,
@@ -203,14 +189,14 @@ def _merge(
     mask = (n < N) & known[None, :]
     tops = tl.load(part, mask=mask, other=-INF)
     top = tl.max(tops, axis=0)
-    shift = _finite(top)
+    shift = finite(top)
     keep = exp(tops - shift[None, :])
     totals = tl.load(part + stride_slot, mask=mask, other=0.0)
     total = tl.sum(totals * keep, axis=0)
     pz, wz, sz, best = total, total, total, tl.zeros((BLOCK_T,), dtype=tl.int32)
     if ENTROPY:
         pzs = tl.load(part + 2 * stride_slot, mask=mask, other=0.0)
-        pz = tl.sum(_times(keep, pzs + (_finite(tops) - shift[None, :]) * totals), axis=0)
+        pz = tl.sum(_times(keep, pzs + (finite(tops) - shift[None, :]) * totals), axis=0)
     if SMOOTH:
         wz = tl.sum(tl.load(part + 3 * stride_slot, mask=mask, other=0.0), axis=0)
     if MEAN:
@@ -266,7 +252,7 @@ def _merge(
         tl.store(best_ptr + t, tl.where(valid, best, -1).to(tl.int64), mask=known)
 
 
-@triton.jit
+@kernel
 def _gradient(
     g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr, entropy_ptr, dx_ptr, stride_g,
     stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index, smoothing, lse_square_scale, softcap,
@@ -302,7 +288,7 @@ def _gradient(
     of_target = tl.where((y >= first + v0) & (y < first + v0 + BLOCK_V), y - first - v0, -1).to(tl.int32)
 
     log_p = (_logits(x, softcap, logit_scale, SCALED, SOFTCAP) - top[None, :]) - log_sum[None, :]
-    p = _exp(log_p, x_ptr.dtype.element_ty == tl.float32)
+    p = exp_for(log_p, x_ptr.dtype.element_ty == tl.float32)
     d = a[None, :] * (p - (i == of_target[None, :]).to(tl.float32)) + b[None, :] * p
     if SMOOTH:
         c = smoothing / V * g0

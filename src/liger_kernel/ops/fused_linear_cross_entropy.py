@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from . import _device
+from ._kernel import kernel
 from ._op import CASES, Case, Function, rounded
 from ._parallel import group_name, local, place
-from ._tile import cdiv, tl, triton
+from ._tile import cdiv, tl
 from .cross_entropy import EVERYTHING, check_options, check_targets, cross_entropy_reference, packed, unpacked
 from .linear_head import (
     budget,
@@ -86,7 +87,7 @@ def fused_linear_cross_entropy_in_chunks(
     )
 
 
-@triton.jit
+@kernel
 def _scale(x_ptr, g_ptr, y_ptr, N, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
     """y = x·g. In place there is nothing to do for g = 1, which only the device can see."""
     g = tl.load(g_ptr).to(tl.float32)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.nn.modules import module as _modules
 
 from . import _device
+from ._kernel import kernel
 from ._op import CASES, Case, Function, custom_op, may_overwrite
 from ._tile import cdiv, next_power_of_2, tl, triton
 
@@ -76,7 +77,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # what a kernel can read:
 LINEAR_FORWARD, MODULE_CALL = torch.nn.Linear.forward, torch.nn.Module.__call__
 
 
-@triton.jit
+@kernel
 def _fwd(a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """One program computes BLOCK columns of one row."""
     blocks = tl.cdiv(N, BLOCK)
@@ -88,7 +89,7 @@ def _fwd(a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, ACT: tl.constexpr, 
     tl.store(y_ptr + m * N + n, (act * b * dm).to(y_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@kernel
 def _bwd(
     dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, N, gm, dm,
     ACT: tl.constexpr, BLOCK: tl.constexpr,

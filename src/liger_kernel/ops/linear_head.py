@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from . import _device
+from ._kernel import kernel
 from ._op import CASES, Case, Function, custom_op, rounded
 from ._parallel import copy_to_group, group_name, local, place, summed, token_loss_reference_parallel
-from ._tile import cdiv, tl, triton
+from ._tile import cdiv, tl
 from ._token_loss import normalisers, token_gradient, token_loss
 from .cross_entropy import check_options, check_rows, check_targets, labels
 
@@ -155,7 +156,7 @@ def _add_product(out, a, b, add=False):
         out.add_(product) if add else out.copy_(product)
 
 
-@triton.jit
+@kernel
 def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     """x += y, rounded once."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -23,12 +23,13 @@ import functools
 import torch
 
 from . import _device
+from ._kernel import kernel
 from ._op import CASES, Case, Function, custom_op
 from ._tile import cdiv, next_power_of_2, tl, triton
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
-    q, k, cos, sin, heads_dim, rotary_dim = _arguments(
+    q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(
         q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
     )
     first = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
@@ -39,7 +40,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
         x1, x2, c, s = f[..., first], f[..., second], cos.to(f.dtype)[:, None], sin.to(f.dtype)[:, None]
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
         y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
-        return _swap(torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype), heads_dim)
+        return swapped(torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype), heads_dim)
 
     return turned(q), turned(k)
 
@@ -78,7 +79,7 @@ def _write(
         tl.store(y_row + n, tl.load(x_row + n, mask=mask & (n < D)), mask=mask & (n < D))
 
 
-@triton.jit
+@kernel
 def _turn(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, q_b, q_h, q_t, k_b, k_h, k_t,
     cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, yq_b, yq_h, yq_t, yk_b, yk_h, yk_t, T, sign,
@@ -129,65 +130,73 @@ def _launch(HQ, HK, D, R):
     return groups, tokens, q_heads, k_heads, pairs, passing, min(max(tokens * row // 1024, 1), 8)
 
 
-def _like(x, token_rows):
-    B, H, T, D = x.shape
-    strides = (T * H * D, D, H * D, 1) if token_rows else (H * T * D, T * D, D, 1)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+def result_like(x, rows, heads_dim):
+    """Like x, in the caller's dimensions at once: of a view, autograd lets nobody write to it.
+
+    Its memory is (B, T, h, D) with ``rows``, else (B, h, T, D).
+    """
+    B, second, third, D = x.shape
+    turned = not rows if heads_dim == 2 else rows
+    strides = (D, second * D) if turned else (third * D, D)
+    return torch.empty_strided(x.shape, (second * third * D, *strides, 1), dtype=x.dtype, device=x.device)
 
 
-def _outputs(q, k, cos, sin, rotary_dim, pairs, sign, q_token_rows, k_token_rows):
-    return _like(q, q_token_rows), _like(k, k_token_rows)
+def angle_strides(angles):
+    return angles.stride(0) if angles.shape[0] > 1 else 0, angles.stride(1), angles.stride(2)
+
+
+def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows):
+    return result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
 
 
 @custom_op("rope", _outputs)
 def rope_turn(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    rotary_dim: int, pairs: bool, sign: float, q_token_rows: bool, k_token_rows: bool,
+    heads_dim: int, rotary_dim: int, pairs: bool, sign: float, q_rows: bool, k_rows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q (B, h, T, D), k (B, h_k, T, D) with unit stride in D, cos and sin (1 or B, T, rotary_dim/2) of any strides.
+    """q and k with unit stride in D and their heads in ``heads_dim``; cos, sin (1 or B, T, rotary_dim/2), any strides.
 
-    ``sign`` -1 turns back. ``token_rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
+    ``sign`` -1 turns back. ``rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
     """
-    yq, yk = _outputs(q, k, cos, sin, rotary_dim, pairs, sign, q_token_rows, k_token_rows)
+    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows)
+    q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
     _turn[(groups * cdiv(T, tokens) * B,)](
         q, k, cos, sin, yq, yk, *q.stride()[:3], *k.stride()[:3],
-        cos.stride(0) if cos.shape[0] > 1 else 0, *cos.stride()[1:],
-        sin.stride(0) if sin.shape[0] > 1 else 0, *sin.stride()[1:],
+        *angle_strides(cos), *angle_strides(sin),
         *yq.stride()[:3], *yk.stride()[:3], T, sign,
         HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, GROUPS=groups,
         BLOCK_T=tokens, BLOCK_Q=q_heads, BLOCK_K=k_heads, BLOCK_N=columns, BLOCK_PASS=passing,
         num_warps=_device.warps(warps, q),
     )  # fmt: skip
-    return yq, yk
+    return outs
 
 
-def _swap(x, heads_dim):
+def swapped(x, heads_dim):
     """(B, h, T, D) from the caller's layout, or back."""
     return x if heads_dim == 1 else x.transpose(1, 2)
 
 
-def _unit(x):
+def unit_stride(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _token_rows(x):
+def token_rows(x):
     return x.stride(1) < x.stride(2)
 
 
 LAYOUTS = (False, True, "repeated")
 
 
-def _arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved):
+def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, name="liger_rotary_pos_emb"):
     """-> q, k as (B, h, T, D); cos, sin as (1 or B, T, rotary_dim/2), a column a pair; the heads' dim; rotary_dim."""
-    name = "liger_rotary_pos_emb"
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}, k {tuple(k.shape)}, give 4 dimensions")
     heads_dim = unsqueeze_dim % 4 if -4 <= unsqueeze_dim < 4 else 0
     if heads_dim not in (1, 2):
         raise ValueError(f"{name}: unsqueeze_dim is {unsqueeze_dim}, the heads are in dimension 1 or 2")
-    q, k = _swap(q, heads_dim), _swap(k, heads_dim)
+    q, k = swapped(q, heads_dim), swapped(k, heads_dim)
     B, _, T, D = q.shape
     if k.shape[0] != B or k.shape[2] != T or k.shape[3] != D:
         raise ValueError(
@@ -250,21 +259,20 @@ class LigerRopeFunction(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
         _device.require_kernels("LigerRopeFunction", q)
-        q, k, cos, sin, heads_dim, rotary_dim = _arguments(
+        heads_first_q, heads_first_k, cos, sin, heads_dim, rotary_dim = rope_arguments(
             q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
         )
-        rows = _token_rows(q), _token_rows(k)
-        yq, yk = rope_turn(_unit(q), _unit(k), cos, sin, rotary_dim, bool(interleaved), 1.0, *rows)
+        rows = token_rows(heads_first_q), token_rows(heads_first_k)
         ctx.save_for_backward(cos, sin)
-        ctx.heads_dim, ctx.rotary_dim, ctx.pairs, ctx.rows = heads_dim, rotary_dim, bool(interleaved), rows
-        return _swap(yq, heads_dim), _swap(yk, heads_dim)
+        ctx.options = heads_dim, rotary_dim, bool(interleaved), rows
+        return rope_turn(unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows)
 
     @staticmethod
     def backward(ctx, dyq, dyk):
-        cos, sin = ctx.saved_tensors
-        dyq, dyk = (_unit(_swap(dy, ctx.heads_dim)) for dy in (dyq, dyk))
-        dq, dk = rope_turn(dyq, dyk, cos, sin, ctx.rotary_dim, ctx.pairs, -1.0, *ctx.rows)
-        return _swap(dq, ctx.heads_dim), _swap(dk, ctx.heads_dim), None, None, None, None, None, None
+        heads_dim, rotary_dim, pairs, rows = ctx.options
+        dyq, dyk = unit_stride(dyq), unit_stride(dyk)
+        dq, dk = rope_turn(dyq, dyk, *ctx.saved_tensors, heads_dim, rotary_dim, pairs, -1.0, *rows)
+        return dq, dk, None, None, None, None, None, None
 
 
 def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):

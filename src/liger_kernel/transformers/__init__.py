@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyLoss
+from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNorm
 from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops.glu import (
     LigerBlockSparseTop2MLP,
@@ -17,6 +18,8 @@ from liger_kernel.ops.glu import (
     LigerSwiGLUMLP,
     LigerSwiGLUMLPForMuseGlimmer,
 )
+from liger_kernel.ops.group_norm import LigerGroupNorm
+from liger_kernel.ops.layer_norm import LigerLayerNorm
 from liger_kernel.ops.rms_norm import (
     LigerRMSNorm,
     LigerRMSNormForGemma,
@@ -30,13 +33,17 @@ from liger_kernel.ops.rms_norm import (
     LigerRMSNormForQwen3Next,
 )
 from liger_kernel.ops.rope import liger_rotary_pos_emb
+from liger_kernel.ops.softmax import LigerSoftmax
 
 __all__ = [
     "LigerBlockSparseTop2MLP",
     "LigerCrossEntropyLoss",
     "LigerFalconH1SwiGLUMLP",
+    "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGroupNorm",
+    "LigerLayerNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
     "LigerRMSNorm",
@@ -49,6 +56,7 @@ __all__ = [
     "LigerRMSNormForMuseGlimmerTextCentered",
     "LigerRMSNormForOlmo2",
     "LigerRMSNormForQwen3Next",
+    "LigerSoftmax",
     "LigerSwiGLUMLP",
     "LigerSwiGLUMLPForMuseGlimmer",
     "is_transformers_available",

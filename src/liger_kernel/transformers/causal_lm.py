@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy as _fused_op
 from liger_kernel.transformers import functional
+from liger_kernel.transformers.deferred import plain
 from liger_kernel.transformers.functional import CrossEntropyOutput
 
 logger = logging.getLogger(__name__)
@@ -223,11 +224,6 @@ def _may_look(tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def plain(*tensors) -> bool:
-    """No DTensor, no quantised or other subclass: what a kernel can read."""
-    return all(t is None or type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
 
 class _Request:

@@ -21,7 +21,8 @@ from types import MethodType
 import torch
 
 from liger_kernel.ops import glu
-from liger_kernel.transformers import causal_lm, functional, probe
+from liger_kernel.transformers import causal_lm, deferred, functional, probe
+from liger_kernel.transformers.deferred import Normed, Stream, plain, seen, tensor_of
 
 logger = logging.getLogger(__name__)
 ROPE = "apply_rotary_pos_emb"
@@ -64,6 +65,13 @@ class Head:
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """A norm of queries or keys, which waits for RoPE."""
+
+    norm: probe.Norm
+
+
+@dataclass(frozen=True)
 class CausalLM:
     """A model with a head and a loss function: `causal_lm.fused_forward`."""
 
@@ -90,11 +98,33 @@ def _rebuilt(cls, what):
 
 
 def _norm_members(cls, what):
+    waits, what = (True, what.norm) if isinstance(what, HeadNorm) else (False, what)
+
     def forward(self, hidden_states):
         weight = self.weight if what.weight else None
-        if not causal_lm.plain(hidden_states, weight):
-            return cls.forward(self, hidden_states)
-        return functional.liger_rms_norm(hidden_states, weight, getattr(self, what.eps), what.offset, what.casting)
+        how = getattr(self, what.eps), what.offset, what.casting
+        if type(hidden_states) is Stream and plain(weight):
+            return hidden_states.normed(weight, *how)
+        if not plain(hidden_states, weight):
+            return cls.forward(self, tensor_of(hidden_states))
+        if waits and not seen(self):
+            return Normed(hidden_states, (weight, *how))
+        return functional.liger_rms_norm(hidden_states, weight, *how)
+
+    return {"forward": forward}
+
+
+def _block_members(cls, what):
+    def forward(self, *args, **kwargs):
+        stream, *others = args or (kwargs[what.stream],)
+        if not plain(stream) or seen(*self._modules.values()):
+            return cls.forward(self, *args, **kwargs)
+        if args:
+            args = Stream(stream), *others
+        else:
+            kwargs[what.stream] = Stream(stream)
+        out = cls.forward(self, *args, **kwargs)
+        return tuple(map(tensor_of, out)) if type(out) is tuple else tensor_of(out)
 
     return {"forward": forward}
 
@@ -117,9 +147,9 @@ def _rope_members(cls, what):
     family = probe.global_of(cls.forward, ROPE)
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        if not causal_lm.plain(q, k, cos, sin):
-            return family(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=what.interleaved)
+        if not plain(cos, sin) or not all(type(x) is Normed or plain(x) for x in (q, k)):
+            return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
     return {"forward": probe.rebind(cls.forward, ROPE, apply_rotary_pos_emb)}
 
@@ -155,6 +185,8 @@ _MEMBERS = {
     probe.Norm: _norm_members,
     probe.GLU: _glu_members,
     probe.Rope: _rope_members,
+    probe.Block: _block_members,
+    HeadNorm: _norm_members,
     Head: _head_members,
     CausalLM: _model_members,
 }
@@ -215,6 +247,12 @@ class _Patcher:
                         break
             elif type(what) in FLAG_OF:
                 self.done.add(FLAG_OF[type(what)](what))
+        if "rms_norm" in self.flags:
+            for module in list(self.model.modules()):
+                if _may_be_block(module):
+                    self.block(module)
+                elif isinstance(_known_as(module), probe.Rope):
+                    self.head_norms(module)
         for flag, has_it, give_it in LOSSES:
             for model in self.models if flag in self.flags else ():
                 self.loss(flag, model, has_it, give_it)
@@ -234,6 +272,28 @@ class _Patcher:
             self.done.add(FLAG_OF[type(what)](what))
         elif flag != "rms_norm" or "norm" in name.lower():
             self.leave(flag, name, what)
+
+    def block(self, module):
+        key = "block", _traits(module)
+        if key not in self.proofs:
+            own = "its forward was replaced on the instance"
+            self.proofs[key] = own if _own_forward(module) else probe.block(module)
+        what, name = self.proofs[key], type(module).__name__
+        if isinstance(what, str):
+            self.report.left_alone[f"{name}'s residual stream", what] += 1
+        else:
+            become(module, what)
+            self.report.replaced[f"{name}'s residual stream", f"liger_fused_add_rms_norm ({what.norms} a layer)"] += 1
+
+    def head_norms(self, attention):
+        for names in HEAD_NORMS:
+            norms = [attention._modules.get(name) for name in names]
+            if all(_is_of_heads(norm, attention) for norm in norms):
+                for norm in norms:
+                    what = _known_as(norm)
+                    swap(norm, type(norm)._liger[0])
+                    become(norm, HeadNorm(what))
+                self.report.replaced[f"{type(attention).__name__}'s {' and '.join(names)}", "liger_norm_rope"] += 1
 
     def leave(self, flag, name, why):
         self.report.left_alone[name, why] += 1
@@ -286,6 +346,26 @@ def _may_be_glu(module) -> bool:
     return "mlp" in name or "experts" in name or any(set(names) <= children for names in probe.PROJECTIONS)
 
 
+def _is_of_heads(norm, attention) -> bool:
+    """Whether it is a norm of ours and as wide as a head; of a weight that ZeRO-3 has taken away, too."""
+    if not isinstance(_known_as(norm), probe.Norm):
+        return False
+    weight = norm._parameters.get("weight")
+    return weight is None or getattr(weight, "ds_shape", weight.shape)[-1] == getattr(attention, "head_dim", None)
+
+
+HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm")
+
+
+def _may_be_block(module) -> bool:
+    """A decoder layer with a norm of ours: transformers marks what it may checkpoint."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not isinstance(module, GradientCheckpointingLayer) or _known_as(module) is not None:
+        return False
+    return any(isinstance(_known_as(child), probe.Norm) for child in module.children())
+
+
 def _may_turn(module) -> bool:
     return probe.global_of(type(module).forward, ROPE) is not None
 
@@ -301,7 +381,12 @@ def _glu_flag(what: probe.GLU) -> str:
 
 
 LOOKS = ("rms_norm", _may_be_norm), ("swiglu", _may_be_glu), ("geglu", _may_be_glu), ("rope", _may_turn)
-FLAG_OF = {probe.Norm: lambda what: "rms_norm", probe.Rope: lambda what: "rope", probe.GLU: _glu_flag}
+FLAG_OF = {
+    probe.Norm: lambda what: "rms_norm",
+    HeadNorm: lambda what: "rms_norm",
+    probe.Rope: lambda what: "rope",
+    probe.GLU: _glu_flag,
+}
 
 
 def _traits(module):

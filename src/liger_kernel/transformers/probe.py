@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops.rms_norm import rms_norm_reference
+from liger_kernel.transformers.deferred import Stream, tensor_of
 
 SIZE, INNER = 16, 24
 
@@ -47,6 +49,14 @@ class Rope:
     """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`."""
 
     interleaved: bool | str
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer that goes on when it is given a `Stream` as its argument ``stream``, which its norms read."""
+
+    stream: str
+    norms: int
 
 
 ACTIVATIONS: dict[str, Callable] = {
@@ -181,6 +191,82 @@ def glu(module: torch.nn.Module) -> GLU | str:
         except Exception as error:
             return f"it could not be tried: {_line(error)}"
     return f"it does not compute down(act(gate)·up) with act one of {', '.join(ACTIVATIONS)}"
+
+
+def block(module: torch.nn.Module) -> Block | str:
+    """Its children stand for themselves where they hold nothing, its norms with weights of ours; the others are stubs,
+    which give a tensor, or one and None, as the layer takes it."""
+    if _held(module._parameters) or _held(module._buffers):
+        return "it holds parameters beside its children's"
+    first, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    needed = {p.name: None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    norms = [name for name, child in module._modules.items() if isinstance(_proved(child), Norm)]
+    stubs = [n for n, c in module._modules.items() if n not in norms and next(c.parameters(), None) is not None]
+    x = _random(1, 9, SIZE)  # one sequence: a stub's tensor does not unpack into two
+
+    def run(dtype, outputs, streams, **mode):
+        children = dict(module._modules)
+        for i, name in enumerate(norms):
+            weight = {"weight": _random(SIZE, seed=i + 1).to(dtype)} if _proved(children[name]).weight else {}
+            children[name] = _Reader(shell(children[name], weight), streams)
+        children |= {name: _Stub(n, i, dtype) for i, (name, n) in enumerate(zip(stubs, outputs, strict=True))}
+        it = shell(module, {}, children, gradient_checkpointing=False, **mode)
+        hidden = x.to(dtype)
+        out = _call(it, hidden if streams is None else Stream(hidden), **needed)
+        return [tensor_of(t) for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+
+    with _calmly():
+        error = None
+        for outputs in itertools.product((0, 1), repeat=len(stubs)):
+            try:
+                want = run(torch.float32, outputs, None, training=False)
+            except Exception as e:
+                error = e
+                continue
+            break
+        else:
+            return f"it could not be tried: {_line(error)}"
+        try:
+            for dtype in (torch.float32, torch.bfloat16):
+                for training in (False, True):
+                    read = []
+                    want = run(dtype, outputs, None, training=training)
+                    got = run(dtype, outputs, read, training=training)
+                    if len(got) != len(want) or not all(map(_equal, got, want)):
+                        return "its residual stream is used otherwise than by adding and normalising"
+        except Exception as e:
+            return f"its residual stream is used otherwise than by adding and normalising ({_line(e)})"
+    if True not in read:
+        return "no norm of ours reads what it adds to its residual stream"
+    return Block(first.name, len(read))
+
+
+def _proved(module):
+    return getattr(type(module), "_liger", (None, None))[1]
+
+
+class _Reader:
+    """A norm that notes whether it was given a stream, and one with something to add."""
+
+    def __init__(self, norm, streams):
+        self.norm, self.streams = norm, streams
+
+    def __call__(self, x):
+        if type(x) is Stream:
+            self.streams.append(x.more is not None)
+        return _call(self.norm, x)
+
+
+class _Stub:
+    """In the place of attention, an MLP or experts: a function of the hidden states, and ``extra`` times None."""
+
+    def __init__(self, extra, seed, dtype):
+        self.extra, self.weight = extra, _random(SIZE, SIZE, seed=seed + 50).to(dtype)
+
+    def __call__(self, *args, **kwargs):
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, (torch.Tensor, Stream))]
+        out = torch.tanh(tensor_of(given[0]) @ self.weight)
+        return (out, *[None] * self.extra) if self.extra else out
 
 
 def rope(function: Callable) -> Rope | str:

@@ -1,0 +1,127 @@
+r"""LayerNorm.
+
+    μ = mean(x),   rstd = 1 / sqrt(mean((x - μ)²) + eps),   x̂ = (x - μ)·rstd,   y = x̂·w + b
+
+    with m = dy·w:   dx = rstd·(m - mean(m) - x̂·mean(m·x̂)),   dw = Σ_rows dy·x̂,   db = Σ_rows dy
+
+Computed in fp32 throughout and rounded once.
+
+Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ._device import has_kernels, require_kernels
+from ._norm import norm_bwd, norm_fwd, rows, shaped
+from ._op import CASES, Case, Function
+from .rms_norm import CASTINGS
+
+GEMMA = CASTINGS.index("gemma")
+
+
+def layer_norm_reference(x, w=None, b=None, eps=1e-6):
+    f = x if x.dtype == torch.float64 else x.float()
+    w, b = (None if p is None else p.to(f.dtype) for p in (w, b))
+    return F.layer_norm(f, x.shape[-1:], w, b, eps).to(x.dtype)
+
+
+class LigerLayerNormFunction(Function):
+    """``apply(X, W, B, eps) -> Y`` like X. The arguments of `liger_layer_norm`."""
+
+    reference = staticmethod(layer_norm_reference)
+
+    @staticmethod
+    def forward(ctx, X, W, B, eps):
+        require_kernels("LigerLayerNormFunction", X)
+        x, w, b = rows(X), *(None if p is None else p.contiguous() for p in (W, B))
+        y, _, stats = norm_fwd(x, None, w, b, eps, 0.0, GEMMA, True)
+        ctx.save_for_backward(x, w, b, stats)
+        return shaped(y, X.shape)
+
+    @staticmethod
+    def backward(ctx, dY):
+        x, w, b, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        dx, dw, db = norm_bwd(rows(dY), None, x, w, b, stats, 0.0, GEMMA, True, *needs)
+        dx = shaped(dx, dY.shape) if needs[0] else None
+        return dx, dw if needs[1] else None, db if needs[2] else None, None
+
+
+def liger_layer_norm(X, W, B, eps=1e-6):
+    """Layer normalisation over the last dimension: ``(x - mean) / sqrt(var + eps) * W + B``.
+
+    Args:
+        X: (..., H), fp32, bf16 or fp16.
+        W, B: (H,), any floating dtype; None for a weight of 1, a bias of 0.
+        eps: added to the variance.
+
+    Returns:
+        (..., H) in X's dtype.
+
+    Raises:
+        ValueError: W or B is not of shape (H,).
+
+    Source: arXiv:1607.06450.
+    """
+    for name, p in (("weight", W), ("bias", B)):
+        if p is not None and p.shape != X.shape[-1:]:
+            raise ValueError(f"liger_layer_norm: {name} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+    if not has_kernels(X):
+        return layer_norm_reference(X, W, B, eps)
+    return LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+PROVIDERS = (None, "triton", "nvidia-triton")
+
+
+class LigerLayerNorm(torch.nn.Module):
+    """`liger_layer_norm` with its weight and bias. The state dict is `torch.nn.LayerNorm`'s.
+
+    The bias is always there and trains: zeros, or normally distributed with ``bias=True``. ``impl`` names a provider of
+    kernels, of which there is one ("triton"); ``backend`` is another name for it, ``mode`` is accepted and not needed.
+    """
+
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
+        super().__init__()
+        if init_fn not in ("ones", "zeros"):
+            raise ValueError(f"LigerLayerNorm: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
+        self.bias = torch.nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+        self.impl, self.mode = impl if backend is None else backend, mode
+
+    @property
+    def backend(self):
+        return self.impl
+
+    @backend.setter
+    def backend(self, name):
+        self.impl = name
+
+    def forward(self, hidden_states):
+        if self.impl not in PROVIDERS:
+            raise ValueError(f"LigerLayerNorm: impl is {self.impl!r}, there is 'triton'")
+        return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+CASES.append(
+    Case(
+        "layer_norm",
+        fn=lambda x, w=None, b=None: liger_layer_norm(x, w, b, 1e-6),
+        reference=lambda x, w=None, b=None: layer_norm_reference(x, w, b, 1e-6),
+        inputs=lambda *shape: dict(
+            x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_(),
+            b=torch.randn(shape[-1]).requires_grad_(),
+        ),
+        shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
+        options=(dict(), dict(w=None, b=None), dict(b=None)),
+        bench=((8192, 2048), (8192, 4096), (16384, 8192)),
+        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+    )
+)  # fmt: skip

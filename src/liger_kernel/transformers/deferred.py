@@ -1,0 +1,146 @@
+"""Work that waits within a layer for the next operator, so that both become one kernel.
+
+A family's own forward runs, with an object in the place of a tensor that was not computed yet. Our operator, when it is
+given one, does both at once; whatever else is done to it is done to its tensor.
+
+A `Stream` is the residual stream of a decoder layer:
+
+    residual = hidden_states                          one Stream, twice
+    hidden_states = self.input_layernorm(...)         a tensor; the stream goes on through the norm's own node, whose
+                                                      backward adds the gradient of the skip connection
+    hidden_states = residual + self.self_attn(...)    a Stream with something yet to be added
+    hidden_states = self.post_attention_layernorm(..) added and normalised by `liger_fused_add_rms_norm`
+
+A `Normed` is what a norm of queries or keys gives, which RoPE turns:
+
+    query_states = self.q_norm(...).transpose(1, 2)   a Normed, and one with its heads first
+    apply_rotary_pos_emb(query_states, key_states..)  normalised and turned by `liger_norm_rope`
+
+What leaves a layer is a tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from liger_kernel.transformers import functional
+
+
+def plain(*tensors) -> bool:
+    """No DTensor, no quantised or other subclass: what a kernel can read."""
+    return all(t is None or type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
+def tensor_of(value):
+    return value.tensor() if isinstance(value, Deferred) else value
+
+
+def seen(*modules) -> bool:
+    """Whether somebody looks at what these modules are given or give: then it has to be tensors."""
+    held = [m for m in modules if m is not None]
+    return any(m._forward_pre_hooks or m._forward_hooks or "_old_forward" in m.__dict__ for m in held)
+
+
+class Deferred:
+    """Stands for the tensor that ``tensor()`` computes."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name in self.__slots__:
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map(tensor_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _forwarded(name):
+    def method(self, *args):
+        return getattr(self.tensor(), name)(*map(tensor_of, args))
+
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv pow neg matmul getitem len bool eq ne lt gt le ge".split()
+):  # fmt: skip
+    setattr(Deferred, f"__{_name}__", _forwarded(f"__{_name}__"))
+
+
+class Stream(Deferred):
+    """``value + more``, where ``more`` may wait for the norm."""
+
+    __slots__ = ("value", "more")
+    ADDITIONS = torch.Tensor.__add__, torch.Tensor.add, torch.add, operator.add
+
+    def __init__(self, value, more=None):
+        self.value, self.more = value, more
+
+    def tensor(self) -> torch.Tensor:
+        if self.more is not None:
+            self.value, self.more = self.value + self.more, None
+        return self.value
+
+    def normed(self, weight, eps, offset, casting):
+        """The norm of the stream, which goes on as what the norm has read."""
+        if self.more is None:
+            hidden, residual = self.value, None
+        else:
+            hidden, residual = self.more, self.value
+        normed, self.value = functional.liger_fused_add_rms_norm(hidden, residual, weight, eps, offset, casting)
+        self.more = None
+        return normed
+
+    def __add__(self, other):
+        here = self.tensor()
+        if plain(other) and other is not None and other.shape == here.shape and other.dtype == here.dtype:
+            return Stream(here, other)
+        return here + tensor_of(other)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in cls.ADDITIONS and len(args) == 2 and not kwargs:
+            stream, other = args if type(args[0]) is Stream else args[::-1]
+            return stream.__add__(other)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Normed(Deferred):
+    """``norm(x)``, with the dimensions 1 and 2 exchanged if ``turned``; ``norm`` is (weight, eps, offset, casting)."""
+
+    __slots__ = ("x", "norm", "turned", "value")
+
+    def __init__(self, x, norm, turned=False):
+        self.x, self.norm, self.turned, self.value = x, norm, turned, None
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            y = functional.liger_rms_norm(self.x, *self.norm)
+            self.value = y.transpose(1, 2) if self.turned else y
+        return self.value
+
+    def transpose(self, *dims):
+        """Waits, too, from tokens and heads to heads and tokens: so it is before RoPE, and not behind it."""
+        tokens_first = self.x.dim() == 4 and self.x.stride(1) >= self.x.stride(2)
+        if self.value is None and not self.turned and tokens_first and sorted(dims) == [1, 2]:
+            return Normed(self.x, self.norm, True)
+        return self.tensor().transpose(*dims)
+
+
+def rope(q, k, cos, sin, unsqueeze_dim, interleaved):
+    """`liger_rotary_pos_emb`, in one kernel with the norms of q and k where both wait."""
+    if type(q) is type(k) is Normed and q.value is k.value is None and q.norm[1:] == k.norm[1:]:
+        q_x, k_x = (n.x.transpose(1, 2) if n.turned else n.x for n in (q, k))
+        (q_weight, *how), (k_weight, *_) = q.norm, k.norm
+        return functional.liger_norm_rope(
+            q_x, k_x, q_weight, k_weight, cos, sin, *how, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
+        )
+    q, k = tensor_of(q), tensor_of(k)
+    return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
