@@ -1,4 +1,4 @@
-"""The models whose training steps are timed: their published sizes, random weights."""
+"""The models whose training steps are timed: their published sizes (but for the two smallest), random weights."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ SIZES = {
         head_dim=256, intermediate_size=9216, vocab_size=256000, tie_word_embeddings=True, query_pre_attn_scalar=256,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096,
     ),
+    "Llama-100M": dict(  # a size of ours
+        model_type="llama", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+        head_dim=64, intermediate_size=2048, vocab_size=32000, tie_word_embeddings=True,
+    ),
     "tiny": dict(
         model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, intermediate_size=128, vocab_size=256, tie_word_embeddings=True,
@@ -35,6 +39,7 @@ SMALL = (
     ("Llama-3.2-1B", 4096, 1),
     ("Gemma-2-2B", 2048, 1),
     ("Qwen3-4B", 2048, 1),
+    ("Llama-100M", 512, 1),
 )  # micro-batches, as in gradient accumulation
 
 

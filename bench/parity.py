@@ -15,7 +15,7 @@ import itertools
 
 import torch
 
-from . import machine, models, report, text, train
+from . import machine, models, report, runs, text, train
 
 
 def nudge(model, seed: int, count: int = 16) -> None:
@@ -27,7 +27,7 @@ def nudge(model, seed: int, count: int = 16) -> None:
         bits[at] = bits[at] + 1
 
 
-def losses(args, seed: int = 0, patch=train.eager) -> list[float]:
+def losses(args, seed: int = 0, patch=runs.eager) -> list[float]:
     model = models.build(args.model, args.device, torch.bfloat16)
     if seed:
         nudge(model, seed)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     for seed in range(1, args.seeds + 1):
         curves[f"Hugging Face, nudged ({seed})"] = losses(args, seed)
     spread = [difference(f"{a} – {b}", curves[a], curves[b]) for a, b in itertools.combinations(curves, 2)]
-    curves["ours"] = losses(args, patch=train.ours)
+    curves["ours"] = losses(args, patch=runs.ours)
     own = difference("ours – Hugging Face", curves["ours"], curves["Hugging Face"])
     within = own["largest"] <= max(d["largest"] for d in spread)
     data = {"machine": machine.describe(), "curves": curves, "pairs": [own, *spread], "within_noise": within}

@@ -1,4 +1,4 @@
-"""The residual stream of a decoder layer: additions that wait for the norm which reads them."""
+"""Work that waits within a layer: additions for the norm that reads them, norms of queries and keys for RoPE."""
 
 import copy
 import re
@@ -7,11 +7,12 @@ import pytest
 import tiny
 import torch
 from conftest import DEVICE
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
 from liger_kernel.transformers import apply_liger_kernel, functional, probe, revert
-from liger_kernel.transformers.deferred import Stream, tensor_of
+from liger_kernel.transformers.deferred import Normed, Stream, rope, tensor_of
 
 
 def rows(*shape, seed=0):
@@ -246,3 +247,101 @@ def test_a_block_is_known_by_what_it_does():
     apply_liger_kernel(mine)
     found = type(mine.model.layers[0])._liger[1]
     assert found == probe.Block("hidden_states", 2)
+
+
+# ---- norms of queries and keys ----
+
+LLAMA = (1e-6, 0.0, "llama")
+
+
+def heads(h, seed=0):
+    return rows(2, 5, h, 8, seed=seed)
+
+
+def test_a_norm_waits_for_rope(monkeypatch):
+    """From tokens and heads to heads and tokens, and no further."""
+    w = torch.ones(8, device=DEVICE)
+    x = heads(3)
+    want = functional.liger_rms_norm(x, w, *LLAMA)
+    first = Normed(x, (w, *LLAMA))
+    turned = first.transpose(1, 2)
+    assert type(turned) is Normed and turned.value is None and torch.equal(turned.tensor(), want.transpose(1, 2))
+    for other in (turned.transpose(1, 2), first.transpose(0, 1), first.transpose(-1, -2), first.view(2, 5, 24)):
+        assert type(other) is torch.Tensor
+    assert torch.equal(Normed(x, (w, *LLAMA)).transpose(2, 1).transpose(1, 2), want)
+    heads_first = Normed(x.transpose(1, 2), (w, *LLAMA))  # turned already: what comes next is attention's own
+    assert type(heads_first.transpose(1, 2)) is torch.Tensor
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("case", ["both wait", "one waits", "one was looked at", "norms differ"])
+def test_rope_of_norms(case, turned, monkeypatch):
+    calls = []
+    for name in ("norm_rope", "rope"):
+        function = getattr(functional, f"liger_{name}")
+        monkeypatch.setattr(
+            functional, f"liger_{name}", lambda *a, name=name, f=function, **k: (calls.append(name), f(*a, **k))[1]
+        )
+    q_weight, k_weight = rows(8, seed=5), rows(8, seed=6)
+    q, k = Normed(heads(3), (q_weight, *LLAMA)), Normed(heads(1, seed=1), (k_weight, *LLAMA))
+    if case == "norms differ":
+        k = Normed(k.x, (k_weight, 1e-5, 0.0, "llama"))
+    want = [functional.liger_rms_norm(n.x, *n.norm) for n in (q, k)]
+    if turned:
+        q, k, *want = (t.transpose(1, 2) for t in (q, k, *want))
+    if case == "one waits":
+        q = tensor_of(q)
+    if case == "one was looked at":
+        assert q.tensor() is not None
+    angles = rows(2, 5, 8, seed=9)
+    dim = 1 if turned else 2
+    got = rope(q, k, angles.cos(), angles.sin(), dim, False)
+    assert calls == ["norm_rope" if case == "both wait" else "rope"]
+    for a, b in zip(got, functional.liger_rope(*want, angles.cos(), angles.sin(), unsqueeze_dim=dim), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_layers_without_rope(attention):
+    """Some of Exaone 4's layers normalise queries and keys and do not turn them."""
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+        intermediate_size=48, layer_types=["sliding_attention", "full_attention"], sliding_window=8,
+        max_position_embeddings=64, attn_implementation=attention,
+    )  # fmt: skip
+
+    def model():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("exaone4", **sizes)).to(DEVICE).train()
+
+    theirs, mine = model(), model()
+    report = apply_liger_kernel(mine)
+    assert report.of("Exaone4Attention's q_norm and k_norm") == 2
+    ids = torch.arange(24, device=DEVICE).view(2, 12)
+    for m in (theirs, mine):
+        m(input_ids=ids, labels=ids).loss.backward()
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+    theirs.eval(), mine.eval()
+    assert torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (theirs, mine)))
+
+
+def test_a_hook_on_a_head_norm_sees_tensors():
+    mine = tiny.model("qwen3")
+    apply_liger_kernel(mine)
+    seen = []
+    norm = mine.model.layers[0].self_attn.q_norm
+    norm.register_forward_hook(lambda module, args, out: seen.append((type(args[0]), type(out))))
+    mine(**tiny.batch()).loss.backward()
+    assert seen == [(torch.Tensor, torch.Tensor)]
+    assert type(mine.model.layers[1].self_attn.q_norm(torch.ones(1, 2, 2, norm.weight.numel()))) is Normed
+
+
+def test_a_norm_over_all_heads_does_not_wait():
+    """Olmo 2's, which is as wide as all heads together."""
+    config = AutoConfig.for_model(
+        "olmo2", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=64,
+        eos_token_id=1,
+    )  # fmt: skip
+    report = apply_liger_kernel(AutoModelForCausalLM.from_config(config))
+    assert report.of("Olmo2RMSNorm") == 5 and not any("liger_norm_rope" in by for _, by in report.replaced)

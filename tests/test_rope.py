@@ -266,3 +266,12 @@ WRONG = {
 def test_errors(message):
     with pytest.raises(ValueError, match=f"liger_rotary_pos_emb: .*{message}"):
         liger_rotary_pos_emb(**WRONG[message]())
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_results_may_be_written_to(heads_dim):
+    """Whichever dimension holds the heads."""
+    q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
+    angles = torch.randn(2, 3, 8, device=DEVICE)
+    for y in liger_rotary_pos_emb(q, q, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim):
+        y.mul_(2).sum().backward(retain_graph=True)

@@ -46,9 +46,9 @@ def _launcher():
                 compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
                 if not warmup:
                     rest = tuple(constants[name] for name in self.arg_names[len(args) :])
-                    self.found[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+                    self.found[key] = compiled.run, compiled.function, compiled.packed_metadata, rest, compiled
                 return compiled
-            launch, function, metadata, rest = found
+            launch, function, metadata, rest, _ = found
             x, y, z = (*grid, 1, 1)[:3]
             stream = active.get_current_stream(device)
             launch(x, y, z, stream, function, metadata, None, None, None, *args, *rest)

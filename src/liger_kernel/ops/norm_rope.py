@@ -314,7 +314,8 @@ def norm_rope_fwd(
     constants, q_parts, k_parts = _launch(HQ, HK, D, 4096)
     _fwd[(B * cdiv(T, constants["UNIT"]) * (q_parts + k_parts),)](
         q, k, q_weight, k_weight, cos, sin, yq, yk, *q.stride()[:3], *k.stride()[:3],
-        *angle_strides(cos), *angle_strides(sin), T, eps, offset, HQ=HQ, HK=HK, D=D, R=rotary_dim, Q_ROWS=q_rows, K_ROWS=k_rows, PAIRS=pairs, CAST=cast,
+        *angle_strides(cos), *angle_strides(sin), T, eps, offset,
+        HQ=HQ, HK=HK, D=D, R=rotary_dim, Q_ROWS=q_rows, K_ROWS=k_rows, PAIRS=pairs, CAST=cast,
         Q_PARTS=q_parts, K_PARTS=k_parts, **constants, num_warps=_device.warps(4, q),
     )  # fmt: skip
     return yq, yk

@@ -1,0 +1,66 @@
+"""LayerNorm beyond its `Case`: PyTorch's own, shifted rows, the module's keywords, errors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE
+
+from liger_kernel.transformers import LigerLayerNorm
+from liger_kernel.transformers.functional import liger_layer_norm
+
+
+def rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 64), (2, 17001)])
+def test_equals_pytorch(shape):
+    x, w, b, dy = rows(*shape), rows(shape[-1], seed=1), rows(shape[-1], seed=2), rows(*shape, seed=3)
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    got, want = liger_layer_norm(x, w, b, 1e-5), F.layer_norm(x, shape[-1:], w, b, 1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for a, e in zip(*(torch.autograd.grad(y, (x, w, b), dy) for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1000, 17001, 40000])
+def test_rows_far_from_zero(width):
+    """Squares are of differences from a mean: at most PyTorch's own error, and some roundings of the mean."""
+    x = rows(3, width) + 1e4
+    x[1] *= torch.linspace(0.5, 1.5, width, device=DEVICE)  # blocks whose means differ by far more than their spread
+    exact = F.layer_norm(x.double(), (width,))
+    mine = (liger_layer_norm(x, None, None, 1e-6).double() - exact).abs().max()
+    theirs = (F.layer_norm(x, (width,), None, None, 1e-6).double() - exact).abs().max()
+    assert mine <= theirs + 2 * 1e4 * torch.finfo(torch.float32).eps, (mine, theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_module(bias):
+    norm = LigerLayerNorm(16, eps=1e-5, bias=bias).to(DEVICE)
+    assert list(norm.state_dict()) == ["weight", "bias"] and norm.bias.requires_grad and norm.bias.any() == bias
+    theirs = torch.nn.LayerNorm(16, eps=1e-5).to(DEVICE)
+    theirs.load_state_dict(norm.state_dict())
+    x = rows(4, 16)
+    torch.testing.assert_close(norm(x), theirs(x))
+    assert repr(norm) == "LigerLayerNorm(16, eps=1e-05)"
+
+
+def test_providers():
+    norm = LigerLayerNorm(8, impl="nvidia-triton").to(DEVICE)
+    assert norm.backend == "nvidia-triton"
+    norm(rows(2, 8))
+    norm.backend = "cutile"
+    assert norm.impl == "cutile"
+    with pytest.raises(ValueError, match="impl is 'cutile'"):
+        norm(rows(2, 8))
+    assert LigerLayerNorm(8, backend="triton").impl == "triton"
+
+
+def test_errors():
+    x = rows(2, 8)
+    with pytest.raises(ValueError, match="liger_layer_norm: weight has shape \\(7,\\), hidden size is 8"):
+        liger_layer_norm(x, torch.ones(7), None)
+    with pytest.raises(ValueError, match="liger_layer_norm: bias has shape"):
+        liger_layer_norm(x, None, torch.ones(1, 8))
+    with pytest.raises(ValueError, match="init_fn is 'ones_'"):
+        LigerLayerNorm(8, init_fn="ones_")
