@@ -96,7 +96,10 @@ def fitting(case, shape):
 
 
 REAL = {(c.name, fitting(c, shape)): None for c in CASES for shape in c.bench}  # a dict: cut shapes may coincide
-WIDE = [("rms_norm", (16, 70001)), ("rms_norm", (16, 131072)), ("cross_entropy", (8, 300001))]
+WIDE = [
+    ("rms_norm", (16, 70001)), ("rms_norm", (16, 131072)), ("fused_add_rms_norm", (16, 70001)),
+    ("layer_norm", (16, 70001)), ("softmax", (16, 131072)), ("softmax", (8, 300001)), ("cross_entropy", (8, 300001)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name,shape", [*REAL, *WIDE], ids=str)
@@ -120,9 +123,13 @@ def halves():
 V = 128256
 FAR = {  # name: function, inputs, and the dimension along which an input's entries don't depend on each other
     "rms_norm": (BY_NAME["rms_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
+    "fused_add_rms_norm": (BY_NAME["fused_add_rms_norm"].fn, (2**18 + 5, 8192), {"x": 0, "r": 0}),
+    "layer_norm": (BY_NAME["layer_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
+    "softmax": (BY_NAME["softmax"].fn, (2**18 + 5, 8192), {"x": 0}),
     "swiglu": (BY_NAME["swiglu"].fn, (2**31 // 14336 + 5, 14336), {"a": 0, "b": 0}),
     "swiglu of halves": (lambda x: liger_swiglu(*x.chunk(2, -1)), halves, {"x": 0}),
     "rope": (BY_NAME["rope"].fn, (1, 2**19 + 7, 32, 8, 128), {"q": 2, "k": 2, "cos": 1, "sin": 1}),
+    "norm_rope": (BY_NAME["norm_rope"].fn, (1, 2**19 + 7, 32, 8, 128), {"q": 2, "k": 2, "cos": 1, "sin": 1}),
     "cross_entropy": (logits, (2**31 // V + 5, V), {"x": 0, "target": 0}),
     "cross_entropy in place": (lambda x, target: logits(x * 1, target), (2**31 // V + 5, V), {"x": 0, "target": 0}),
 }

@@ -1,0 +1,119 @@
+"""Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from conftest import DEVICE
+
+SIZE = 2
+
+
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp1(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    layer = type(model.model.layers[0])
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({layer}), use_orig_params=True, device_id=model.device
+    )
+
+
+def fsdp2(*groups):
+    """The layers, then ``groups`` of modules, then the rest at the root."""
+
+    def shard(model):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh(DEVICE, (SIZE,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        for names in groups:
+            fully_shard([model.get_submodule(name) for name in names], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return shard
+
+
+WRAPPERS = {
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2(),
+    "FSDP2, the head alone": fsdp2(["lm_head"]),
+    "FSDP2, the head with the norm": fsdp2(["model.norm", "lm_head"]),
+}
+
+
+def whole_gradients(model):
+    """name -> gradient, gathered from the ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+    gathered = FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext()
+    with gathered:
+        named = {n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for n, p in named.items()}
+
+
+def check(rank, name, family, patched):
+    from liger_kernel.transformers import apply_liger_kernel
+
+    ids = tiny.batch(rows=2 * SIZE)["input_ids"].to(DEVICE)
+    mine = ids[2 * rank : 2 * rank + 2]
+    alone = tiny.model(family).to(DEVICE)
+    model = tiny.model(family).to(DEVICE)
+    if patched == "before":
+        apply_liger_kernel(model)
+    model = WRAPPERS[name](model)
+    if patched == "after":
+        apply_liger_kernel(model)
+    for _ in range(2):  # gradients of the second step are added
+        want = alone(input_ids=ids, labels=ids)
+        want.loss.backward()
+        out = model(input_ids=mine, labels=mine)
+        out.loss.backward()
+        assert out.logits is None, "the loss is not in the head"
+        mean = out.loss.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / SIZE, want.loss.detach(), rtol=1e-5, atol=1e-6)
+    gradients = whole_gradients(model)
+    for key, p in alone.named_parameters():
+        torch.testing.assert_close(gradients[key], p.grad, rtol=1e-4, atol=1e-6, msg=key)
+    model.eval(), alone.eval()
+    with torch.no_grad():
+        got, want = model(input_ids=mine, labels=mine), alone(input_ids=mine, labels=mine)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+
+
+CHECKS = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
+CHECKS += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
+
+
+def process(rank, store):
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
+    )
+    for case in CHECKS:
+        try:
+            check(rank, *case)
+        except BaseException as error:
+            raise AssertionError(f"{case}, rank {rank}: {type(error).__name__}: {error}") from error
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"not {SIZE} GPUs, but some")
+def test_sharded_models_train_as_one(tmp_path):
+    torch.multiprocessing.spawn(process, (str(tmp_path / "store"),), nprocs=SIZE)
