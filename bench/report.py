@@ -1,14 +1,17 @@
-"""Turn the JSON files of `bench/results` into the tables and the chart that the README and the docs show.
+"""Turn the JSON files of `bench/results` into the tables and the charts that the README and the docs show.
 
-    python -m bench.report [FILE ...] [--write README.md] [--write docs/linear-head.md] [--chart docs/linear-head.svg]
+    python -m bench.report [FILE ...] [--write README.md] [--write docs/linear-head.md] [--write docs/operators.md]
+        [--chart docs/linear-head.svg] [--operators docs/operators.svg]
 
-``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->``, NAME a file's ``kind``, in
-each file given that has them. ``--chart`` draws what `bench.head` measured.
+``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->`` in each file given that has
+them. NAME is a file's ``kind``; what `bench.ops` measured also makes the short table NAME ``operators``. ``--chart``
+draws what `bench.head` measured, ``--operators`` what `bench.ops` did.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
@@ -22,6 +25,12 @@ NAMES = {
     "ours fp32": "ours, fp32 dW",
 }
 BLUE, GREY = "#1f6feb", "#6b717a"
+FLOOR = ("matmul", "attention", "optimizer")  # kinds of kernels that neither package replaces
+KIND_NAMES = {
+    "elementwise": "residual add, other elementwise",
+    "cross entropy": "cross entropy, head",
+    "copies": "copies, casts",
+}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -122,6 +131,55 @@ def ops(data: dict) -> str:
     return "\n\n".join(parts + failures(data["rows"], lambda row: label(row)))
 
 
+def speed(row: dict, entry: dict, kind: str) -> float:
+    """Of a kind of run, in units of the ceiling beside it."""
+    if row["against"] == "matmul":
+        work = row["flops"]
+    else:
+        forward, backward = row["traffic"]
+        work = {"forward": forward, "backward": backward, "both": forward + backward}[kind]
+    return work / (mean(entry["ms"][kind]) * 1e-3) / mean(entry["ceiling"])
+
+
+def timed(row: dict) -> dict[str, dict]:
+    """The row's contestants that have figures."""
+    return {name: row["contestants"][name] for name in contestants([row]) if "ms" in row["contestants"][name]}
+
+
+def operators(data: dict) -> str:
+    """Every operator in a row."""
+    rows = []
+    for row in data["rows"]:
+        entries = timed(row)
+        ours = entries.pop("ours", None)
+        if ours is None:
+            continue
+        kinds = [kind for kind in ("forward", "backward") if kind in ours["ms"]] or ["both"]
+        cells = [row["against"], " / ".join(f"{speed(row, ours, kind):.0%}" for kind in kinds), "–", "–"]
+        if entries:
+            fastest = max(entries, key=lambda name: speed(row, entries[name], "both"))
+            ratio = speed(row, entries[fastest], "both") / speed(row, ours, "both")
+            cells[2:] = [f"{ratio:.2f}, {title(fastest)}", least_memory(ours, entries)]
+        rows.append([label(row), *cells])
+    if not rows:
+        return f"{heading(data)}\n\nNothing was measured."
+    return "\n\n".join(
+        [
+            heading(data),
+            "Ours: the share of the ceiling that forward / backward reach, or both together where matrix products "
+            "bound them; the time of both together as a multiple of the fastest other's (below 1 ours is faster), "
+            "each in units of the ceiling next to it; and peak memory beyond the inputs, ours / the least of the "
+            "others:",
+            table(["operator, shape", "ceiling", "share of it", "time / fastest other's", "memory, GB"], rows),
+        ]
+    )
+
+
+def least_memory(ours: dict, others: dict[str, dict]) -> str:
+    least = min(others, key=lambda name: others[name]["peak_bytes"])
+    return f"{ours['peak_bytes'] / 1e9:.2f} / {others[least]['peak_bytes'] / 1e9:.2f}, {title(least)}"
+
+
 def failures(rows: list[dict], name) -> list[str]:
     lines = [
         f"- {name(r)}, {title(n)}: {e['error']}" for r in rows for n, e in r["contestants"].items() if "error" in e
@@ -193,6 +251,65 @@ def gain(row: dict) -> str:
         gained.append(f"{ours['peak_bytes'] / eager['peak_bytes'] - 1:+.0%} memory")
     apart = max(abs(a - b) for a, b in zip(ours["losses"], eager["losses"], strict=True))
     return ", ".join([*gained, f"losses within {apart:.1g}"])
+
+
+def breakdown(data: dict) -> str:
+    """A row for each contestant of each run."""
+    entries = [(r, n, r["contestants"][n]) for r in data["rows"] for n in contestants([r])]
+    entries = [(r, n, e) for r, n, e in entries if "kinds" in e]
+    parts = [heading(data)]
+    if entries:
+        kinds = list(entries[0][2]["kinds"])
+        columns = [*(KIND_NAMES.get(kind, kind) for kind in kinds), "sum", "GPU busy", "step"]
+        parts += [
+            "Milliseconds of GPU time in a training step by kind of kernel, their sum, how long the GPU was busy, and "
+            "how long a step took without the profiler. What a package fuses with a norm counts as norm; PyTorch's own "
+            "RMSNorm, RoPE and gated MLP are for the most part elementwise kernels and copies:",
+            table(
+                [
+                    "model, sequence × batch",
+                    "",
+                    *columns,
+                    "neither matmul, attention nor optimizer",
+                    f"of {NAMES['peer']}'s",
+                ],
+                [
+                    [
+                        train_label(row),
+                        title(name),
+                        *(short(entry["kinds"].get(kind, 0.0)) for kind in kinds),
+                        *(short(entry[key]) for key in ("sum_ms", "busy_ms", "step_ms")),
+                        short(beside(entry)),
+                        against_peer(row) if name == "ours" else "–",
+                    ]
+                    for row, name, entry in entries
+                ],
+            ),
+        ]
+    lines = [
+        f"- {train_label(row)}, {title(name)}: {short(entry['unresolved_ms'])} ms of rest are kernels that several "
+        "operators launch, by the same name"
+        for row, name, entry in entries
+        if entry.get("unresolved_ms")
+    ]
+    parts += ["\n".join(lines)] if lines else []
+    return "\n\n".join(parts + failures(data["rows"], train_label))
+
+
+def short(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def beside(entry: dict) -> float:
+    """Milliseconds of the kernels that a package like this one can do something about."""
+    return sum(ms for kind, ms in entry["kinds"].items() if kind not in FLOOR)
+
+
+def against_peer(row: dict) -> str:
+    ours, peer = (row["contestants"].get(name, {}) for name in ("ours", "peer"))
+    if "kinds" not in ours or "kinds" not in peer or not beside(peer):
+        return "–"
+    return f"{beside(ours) / beside(peer):.0%}"
 
 
 def parity(data: dict) -> str:
@@ -318,18 +435,35 @@ def head_errors(found: dict | None) -> list[str]:
     ]
 
 
-def chart(data: dict, path: pathlib.Path) -> None:
-    """Share of the ceiling against peak memory at the first shape: ours over its budgets, the others as points."""
+@contextlib.contextmanager
+def drawing(path: pathlib.Path, size: tuple[float, float]):
+    """(figure, axes) of a picture that is written to ``path``, the same bytes for the same figures."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 11}):
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        try:
+            yield figure, axes
+            axes.grid(color="#e4e6ea", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(GREY)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        finally:
+            pyplot.close(figure)
+
+
+def chart(data: dict, path: pathlib.Path) -> None:
+    """Share of the ceiling against peak memory at the first shape: ours over its budgets, the others as points."""
     row = in_training(data)[0]
     at = {n: (multiple(row, e), share(row, e)) for n, e in row["contestants"].items() if "ms" in e}
     line = [at[name] for name in budgets(row) if name in at]
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 11}):
-        figure, axes = pyplot.subplots(figsize=(8.5, 4.8), layout="constrained")
+    with drawing(path, (8.5, 4.8)) as (_, axes):
+        from matplotlib import ticker
 
         def label(point, text, offset, colour):
             behind = dict(facecolor="white", edgecolor="none", pad=1)
@@ -364,16 +498,46 @@ def chart(data: dict, path: pathlib.Path) -> None:
             "{:,} tokens, {:,} channels, {:,} classes, {gpu}".format(*row["shape"], gpu=data["machine"].get("gpu")),
             fontsize=11, loc="left", linespacing=1.4,
         )  # fmt: skip
-        axes.grid(color="#e4e6ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GREY)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        pyplot.close(figure)
 
 
-KINDS = {"ops": ops, "train": train, "parity": parity, "head": head}
+def operators_chart(data: dict, path: pathlib.Path) -> None:
+    """Share of the ceiling, forward and backward together: a line for every operator and shape, a mark for each."""
+    rows = [row for row in data["rows"] if "ours" in timed(row)]
+    peer = f"{title('peer')} {data.get('peer') or ''}".strip()
+    marks = (
+        ("eager", title("eager"), dict(marker="o", markerfacecolor="white", color=GREY, markersize=6)),
+        ("compile", title("compile"), dict(marker="D", markerfacecolor="white", color=GREY, markersize=5.5)),
+        ("peer", peer, dict(marker="s", color=GREY, markersize=6)),
+        ("ours", "ours", dict(marker="o", color=BLUE, markersize=8)),
+    )
+    with drawing(path, (8.5, 1.6 + 0.27 * len(rows))) as (figure, axes):
+        from matplotlib import ticker
+
+        lines = {name: [] for name, *_ in marks}
+        for y, row in enumerate(rows):
+            for name, entry in timed(row).items():
+                lines[name].append((speed(row, entry, "both"), y))
+        for name, text, style in marks:
+            if lines[name]:
+                axes.plot(*zip(*lines[name], strict=True), linestyle="none", label=text, **style)
+        axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
+        axes.set_xlim(0, max(1.05, 0.03 + max((x for line in lines.values() for x, _ in line), default=0)))
+        axes.xaxis.set_major_locator(ticker.MultipleLocator(0.2))
+        axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, 0))
+        axes.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=9)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel("share of the ceiling")
+        figure.suptitle(
+            "Share of the ceiling, forward and backward together, bf16: of the rate of a large copy,\n"
+            f"or of a bf16 8192³ product where matrix products are the bound, {data['machine'].get('gpu')}",
+            fontsize=11, x=0.01, ha="left", linespacing=1.4,
+        )  # fmt: skip
+        figure.legend(loc="outside lower right", ncols=len(marks), frameon=False, fontsize=10)
+
+
+KINDS = {"ops": ops, "train": train, "breakdown": breakdown, "parity": parity, "head": head}
+BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
+BLOCKS["ops"]["operators"] = operators
 
 
 def write(path: pathlib.Path, kind: str, text: str) -> bool:
@@ -391,18 +555,25 @@ def main(argv: list[str] | None = None) -> None:
         "--write", type=pathlib.Path, action="append", default=[], help="markdown file with markers; may be repeated"
     )
     p.add_argument("--chart", type=pathlib.Path, help="picture of the linear head's speed and memory (.svg, .png)")
+    p.add_argument("--operators", type=pathlib.Path, help="picture of every operator's speed (.svg, .png)")
     args = p.parse_args(argv)
+    pictures = {"head": (chart, args.chart), "ops": (operators_chart, args.operators)}
     for path in args.files or sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
-        if data.get("kind") not in KINDS:
-            raise SystemExit(f"bench.report: {path} is of kind {data.get('kind')!r}, not one of {', '.join(KINDS)}")
-        text = KINDS[data["kind"]](data)
-        print(f"{text}\n")
-        if args.write and not any([write(file, data["kind"], text) for file in args.write]):
+        kind = data.get("kind")
+        if kind not in KINDS:
+            raise SystemExit(f"bench.report: {path} is of kind {kind!r}, not one of {', '.join(KINDS)}")
+        texts = {name: make(data) for name, make in BLOCKS[kind].items()}
+        print("\n\n".join(texts.values()) + "\n")
+        written = [write(file, name, text) for file in args.write for name, text in texts.items()]
+        if args.write and not any(written):
             files = ", ".join(map(str, args.write))
-            raise SystemExit(f"bench.report: {files}: no line <!-- bench:{data['kind']} -->")
-        if args.chart and data["kind"] == "head":
-            chart(data, args.chart)
+            raise SystemExit(
+                f"bench.report: {files}: no line {' or '.join(f'<!-- bench:{name} -->' for name in texts)}"
+            )
+        draw, picture = pictures.get(kind, (None, None))
+        if picture:
+            draw(data, picture)
 
 
 if __name__ == "__main__":

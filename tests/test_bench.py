@@ -3,9 +3,12 @@
 import gc
 import inspect
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
 
 import liger_kernel.ops  # noqa: E402, F401  (fills CASES)
-from bench import calls, contest, head, machine, models, ops, parity, report, sweep, text, train  # noqa: E402
+from bench import breakdown, calls, contest, head, machine, models, ops, parity, report, runs, sweep, text, train  # noqa: E402  # noqa: E402
 from liger_kernel.ops._op import CASES  # noqa: E402
 
 
@@ -126,6 +129,63 @@ def test_training_table(tmp_path):
     report.main([str(figures), "--write", str(readme)])
     assert "old" not in readme.read_text() and "| M, 8 × 2 |" in readme.read_text()
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("<!-- bench:end -->\nafter\n")
+
+
+def operator_figures():
+    """Ours at 80 % of the ceiling, liger-kernel at half of that, PyTorch at a tenth; with less and less memory."""
+    wanted = {"ours": (0.8, 4), "eager": (0.08, 3), "peer": (0.4, 2)}
+    rows = [r for name in ("rms_norm", "fused_linear_cross_entropy") for r in ops.plan([name], quick=True)]
+    for row in rows:
+        bound = row["against"] == "copy"
+        row |= {"traffic": [2 * 10**9, 4 * 10**9] if bound else None, "flops": None if bound else 6 * 10**12}
+        work = {"forward": 2, "backward": 4, "both": 6}
+        row["contestants"] = {
+            name: {
+                "ms": {kind: [work[kind] / share] for kind in row["kinds"]},  # as 1 GB or 1 T operations in a ms
+                "peak_bytes": gigabytes * 10**9,
+                "ceiling": [1e12 if bound else 1e15],
+            }
+            for name, (share, gigabytes) in wanted.items()
+        }
+    failed = rows[0] | {"contestants": {"ours": {"error": "it died"}}}
+    alone = rows[0] | {"shape": [7], "contestants": {"ours": rows[0]["contestants"]["ours"]}}
+    return {
+        "kind": "ops",
+        "machine": {"gpu": "GPU X", "date": "today"},
+        "peer": "0.8.5",
+        "rows": [*rows, failed, alone],
+    }
+
+
+def test_a_table_of_all_operators(tmp_path):
+    figures, page = tmp_path / "ops.json", tmp_path / "operators.md"
+    figures.write_text(json.dumps(operator_figures()))
+    page.write_text("before\n<!-- bench:operators -->\nold\n<!-- bench:end -->\nafter\n")
+    report.main([str(figures), "--write", str(page)])
+    written = page.read_text()
+    assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
+    lines = [line for line in written.splitlines() if line.startswith("| ")][2:]
+    assert lines == [
+        "| rms_norm 8192×2048 | copy | 80% / 80% | 0.50, liger-kernel | 4.00 / 2.00, liger-kernel |",
+        "| fused_linear_cross_entropy 8192×4096×128256 | matmul | 80% | "
+        "0.50, liger-kernel | 4.00 / 2.00, liger-kernel |",
+        "| rms_norm 7 | copy | 80% / 80% | – | – |",
+    ]
+    page.write_text("nothing\n")
+    with pytest.raises(SystemExit, match="no line <!-- bench:ops --> or <!-- bench:operators -->"):
+        report.main([str(figures), "--write", str(page)])
+    assert "Nothing was measured" in report.operators({"machine": {"error": "no GPU"}, "rows": []})
+
+
+def test_a_chart_of_all_operators(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures, first, again = (tmp_path / name for name in ("ops.json", "first.svg", "again.svg"))
+    figures.write_text(json.dumps(operator_figures()))
+    for picture in (first, again):
+        report.main([str(figures), "--operators", str(picture)])
+    drawn = first.read_text()
+    assert all(name in drawn for name in ("rms_norm 8192×2048", "liger-kernel 0.8.5", "PyTorch eager", "GPU X"))
+    assert "torch.compile" not in drawn and drawn == again.read_text()
 
 
 class Ceilings(machine.Ceilings):
@@ -247,10 +307,17 @@ def test_launches_to_try():
 
 
 def test_runs_to_train():
-    assert train.parsed("required") == [("Llama-3.2-1B", 4096, 8), ("Llama-3-8B", 4096, 2)]
-    assert train.parsed("tiny@32x4") == [("tiny", 32, 4)]
-    with pytest.raises(SystemExit, match="Nothing@1x1"):
-        train.parsed("Nothing@1x1")
+    assert runs.parsed("required") == [("Llama-3.2-1B", 4096, 8), ("Llama-3-8B", 4096, 2)]
+    assert runs.parsed("tiny@32x4") == [("tiny", 32, 4)]
+    with pytest.raises(SystemExit, match="bench.breakdown: --runs Nothing@1x1"):
+        runs.parsed("Nothing@1x1", "breakdown")
+
+
+def test_a_model_of_100_million_parameters():
+    model = models.build("Llama-100M", "meta", torch.bfloat16)
+    assert 95e6 < sum(p.numel() for p in model.parameters()) < 105e6
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert ("Llama-100M", 512, 1) in runs.parsed("small")
 
 
 def test_a_training_step_and_a_nudge():
@@ -261,3 +328,211 @@ def test_a_training_step_and_a_nudge():
     assert 0 < len(changed) <= 2 * len(before) and changed.max() <= 2**-7  # one bf16 ulp each
     losses, ms = train.steps(model, model, text.batches(16, 2, 3))
     assert len(losses) == len(ms) == 3 and all(0 < loss < 10 for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    {
+        "matmul": (
+            "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16>()",
+            "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64",
+            "triton_tem_fused_mm_3",
+        ),
+        "attention": (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_kernel0_0",
+            "cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 64, 128, 32, 4>",
+            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>()",
+            "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
+            "attn_fwd",
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, SoftMaxForwardEpilogue>()",
+        ),
+        "optimizer": (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, "
+            "FusedAdamMathFunctor<c10::BFloat16, 4>>()",
+        ),
+        "GLU": (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel()>()",
+            "triton_poi_fused_mul_silu_4",
+        ),
+        "norm": (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>()",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda()>()",
+            "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+        ),
+        "elementwise": (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>()",
+            "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFunctor<MulFunctor<float>>>>",
+            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, sum_functor<float, float, float>>>()",
+            "triton_poi_fused__to_copy_add_mul_2",
+        ),
+        "cross entropy": (
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>()",
+            "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()",
+            "triton_red_fused__log_softmax_nll_loss_forward_1",
+        ),
+        "RoPE": ("_triton_rope", "triton_poi_fused_add_cat_mul_neg_slice_7"),
+        "copies": (
+            "Memcpy DtoD (Device -> Device)",
+            "Memset (Device)",
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda()>()",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>()",
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>()",
+            "triton_poi_fused__to_copy_clone_12",
+        ),
+        "rest": ("void at::native::indexSelectLargeIndex<c10::BFloat16>()", "some_device_properties", ""),
+    }.items(),
+)
+def test_kinds_by_name(kind, names):
+    assert {name: breakdown.by_name(name) for name in names} == dict.fromkeys(names, kind)
+    assert kind in breakdown.KINDS
+
+
+def test_kinds_by_launch():
+    """Kernels of one name are told apart by the order of their launches, which need not be that of their start."""
+    event = breakdown.Event
+    events = [
+        event("_fwd", 7, 50.0, 51.0),
+        event("_fwd", 3, 60.0, 61.0),  # launched first, on another stream
+        event("nvjet_tst", 4, 10.0, 20.0),
+        event("_turn", 5, 20.0, 21.0),
+        event("_copy_rows", 6, 21.0, 22.0),
+    ]
+    noted = [("_fwd", "norm"), ("_turn", "RoPE"), ("_copy_rows", None), ("_fwd", "GLU")]
+    assert breakdown.kinds(events, noted) == ["GLU", "norm", "matmul", "RoPE", "copies"]
+    lost = [("_fwd", "norm"), ("_fwd", "norm"), ("_fwd", "GLU")]  # two events, three launches: who knows
+    assert breakdown.kinds(events, lost)[:2] == [None, None]
+    assert breakdown.kinds(events, [("_fwd", "norm")] * 3)[:2] == ["norm", "norm"]
+    assert breakdown.kinds([], noted) == []
+
+
+def test_time_by_kind():
+    event = breakdown.Event
+    events = [event("nvjet_tst", 1, 0.0, 4000.0), event("_fwd", 2, 3000.0, 5000.0), event("_fwd", 3, 7000.0, 8000.0)]
+    found = breakdown.shares(events, [("_fwd", "norm"), ("_fwd", "GLU")], steps=2)
+    assert {kind: ms for kind, ms in found["kinds"].items() if ms} == {"matmul": 2.0, "norm": 1.0, "GLU": 0.5}
+    assert list(found["kinds"]) == list(breakdown.KINDS)
+    assert found["sum_ms"] == 3.5 and found["busy_ms"] == 3.0 and found["unresolved_ms"] == 0
+    assert found["kernels"][0] == {"name": "nvjet_tst", "kind": "matmul", "ms": 2.0, "launches": 0.5}
+    unresolved = breakdown.shares(events, [("_fwd", "norm"), ("_fwd", "GLU"), ("_fwd", "GLU")], steps=1, most=1)
+    assert unresolved["unresolved_ms"] == unresolved["kinds"]["rest"] == 3.0 and len(unresolved["kernels"]) == 1
+
+
+def test_the_operator_that_launched():
+    def stack(*modules):
+        frame = None
+        for module in reversed(modules):
+            frame = SimpleNamespace(f_globals={"__name__": module}, f_back=frame)
+        return frame
+
+    user = stack("torch.autograd", "liger_kernel.ops.cross_entropy", "liger_kernel.ops.rms_norm")
+    assert breakdown.operator("liger_kernel.ops.rms_norm", user) == "norm"
+    assert breakdown.operator("liger_kernel.ops._reduce", user) == "cross entropy"
+    assert breakdown.operator("elsewhere.rms_norm", stack("elsewhere.glu")) is None
+
+
+LAUNCHING = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+import portability, torch
+from bench import breakdown
+from triton.runtime.jit import JITFunction
+
+portability.pretend("sm_90")
+for name, module in list(sys.modules.items()):
+    if name.startswith("liger_kernel.ops") and hasattr(module, "has_kernels"):
+        module.has_kernels = lambda tensor: True
+found, run = {}, JITFunction.run
+with breakdown.Launches() as launches:
+    for case in portability.CASES:
+        launches.noted.clear()
+        for _ in range(2):  # a second launch of the same takes another way
+            portability.run(case, case.shapes[-1], {}, torch.bfloat16, all)
+        found[case.name] = launches.noted[:]
+assert JITFunction.run is run
+print(json.dumps(found))
+"""
+
+
+def test_launches_of_the_operators():
+    """Every launch is noted once, also where Triton's own is passed by, with the kind of who launched it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    here = pathlib.Path(__file__).parent
+    src = pathlib.Path(liger_kernel.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LAUNCHING, str(here), str(here.parent), str(src)],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    wanted = {
+        "rms_norm": "norm", "fused_add_rms_norm": "norm", "swiglu": "GLU", "geglu": "GLU", "rope": "RoPE",
+        "cross_entropy": "cross entropy", "fused_linear_cross_entropy": "cross entropy",
+    }  # fmt: skip
+    for name, kind in wanted.items():
+        noted = [tuple(launch) for launch in found[name]]
+        assert noted and {kind for _, kind in noted} == {kind}
+        assert noted[: len(noted) // 2] == noted[len(noted) // 2 :]  # one way notes what the other does
+
+
+def test_only_work_of_the_gpu_counts():
+    from torch.autograd import DeviceType
+
+    def event(name, device, annotation=False):
+        span = SimpleNamespace(start=1.0, end=2.5)
+        return SimpleNamespace(
+            name=name, id=9, device_type=device, is_user_annotation=annotation, time_range=span, device_index=0
+        )
+
+    events = [
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("_fwd", DeviceType.CUDA),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA, annotation=True),
+        event("Stream Sync", DeviceType.CUDA),
+    ]
+    assert breakdown.on_the_gpu(events) == [breakdown.Event("_fwd", 9, 1.0, 2.5)]
+
+
+def test_breakdown_without_a_gpu(monkeypatch):
+    """It says so; the program itself can be tried on the CPU, where nothing runs on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="^bench: no CUDA or ROCm device here, and speed without one means nothing$"):
+        breakdown.main([])
+    with pytest.raises(SystemExit, match="bench.breakdown: --contestants nobody: some of eager,compile,peer,ours"):
+        breakdown.main(["--contestants", "nobody"])
+    figures = breakdown.work("eager", "tiny", 16, 1, 1, 1, "cpu")["figures"]
+    assert figures["step_ms"] > 0 and figures["sum_ms"] == 0 and list(figures["kinds"]) == list(breakdown.KINDS)
+
+
+def breakdown_figures():
+    def entry(norm, unresolved=0.0):
+        kinds = dict.fromkeys(breakdown.KINDS, 0.0) | {"matmul": 30.0, "attention": 5.0, "norm": norm}
+        return {
+            "kinds": kinds,
+            "sum_ms": 35.0 + norm,
+            "busy_ms": 36.0,
+            "step_ms": 40.0,
+            "unresolved_ms": unresolved,
+            "kernels": [],
+        }
+
+    entries = {"eager": {"error": "OutOfMemoryError: tried"}, "peer": entry(8.0), "ours": entry(4.0, 0.25)}
+    row = {"model": "M", "sequence": 8, "batch": 2, "contestants": entries}
+    return {"kind": "breakdown", "machine": {"gpu": "X", "date": "today"}, "peer": "0.8.5", "rows": [row]}
+
+
+def test_breakdown_table(tmp_path):
+    figures, page = tmp_path / "breakdown.json", tmp_path / "page.md"
+    figures.write_text(json.dumps(breakdown_figures()))
+    page.write_text("<!-- bench:breakdown -->\n<!-- bench:end -->\n")
+    report.main([str(figures), "--write", str(page)])
+    header, _, peer, ours = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert header.endswith("| sum | GPU busy | step | neither matmul, attention nor optimizer | of liger-kernel's |")
+    assert len(header.split("|")) == len(ours.split("|")) == len(breakdown.KINDS) + 9
+    assert peer.startswith("| M, 8 × 2 | liger-kernel | 30.0 | 5.00 | 0.00 | 0.00 | 8.00 |")
+    assert peer.endswith("| 43.0 | 36.0 | 40.0 | 8.00 | – |")
+    assert ours.endswith("| 39.0 | 36.0 | 40.0 | 4.00 | 50% |")
+    assert "M, 8 × 2, ours: 0.25 ms of rest are kernels that several operators launch" in page.read_text()
+    assert "M, 8 × 2, PyTorch eager: OutOfMemoryError: tried" in page.read_text()

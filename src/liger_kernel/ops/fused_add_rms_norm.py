@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ._device import has_kernels, require_kernels
+from . import _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
 from ._op import CASES, Case, Function
 from .rms_norm import CASTINGS, LigerRMSNorm, checked, rms_norm_reference
@@ -38,7 +38,7 @@ class LigerFusedAddRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        require_kernels("LigerFusedAddRMSNormFunction", X)
+        _device.require_kernels("LigerFusedAddRMSNormFunction", X)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, s, stats = norm_fwd(x, None if R is None else rows(R), w, None, eps, offset, cast, False)
         ctx.save_for_backward(x if R is None else s, w, stats)
@@ -88,7 +88,7 @@ def liger_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama"
     checked("liger_fused_add_rms_norm", X, W, casting_mode)
     if R is not None and R.shape != X.shape:
         raise ValueError(f"liger_fused_add_rms_norm: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones")
-    if not has_kernels(X):
+    if not _device.has_kernels(X):
         return fused_add_rms_norm_reference(X, R, W, eps, offset, casting_mode)
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ._device import has_kernels, require_kernels
+from . import _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
 from ._op import CASES, Case, Function
 from .rms_norm import CASTINGS
@@ -35,7 +35,7 @@ class LigerLayerNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, B, eps):
-        require_kernels("LigerLayerNormFunction", X)
+        _device.require_kernels("LigerLayerNormFunction", X)
         x, w, b = rows(X), *(None if p is None else p.contiguous() for p in (W, B))
         y, _, stats = norm_fwd(x, None, w, b, eps, 0.0, GEMMA, True)
         ctx.save_for_backward(x, w, b, stats)
@@ -69,7 +69,7 @@ def liger_layer_norm(X, W, B, eps=1e-6):
     for name, p in (("weight", W), ("bias", B)):
         if p is not None and p.shape != X.shape[-1:]:
             raise ValueError(f"liger_layer_norm: {name} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
-    if not has_kernels(X):
+    if not _device.has_kernels(X):
         return layer_norm_reference(X, W, B, eps)
     return LigerLayerNormFunction.apply(X, W, B, eps)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ._device import has_kernels, require_kernels
+from . import _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
 from ._op import CASES, Case, Function
 
@@ -48,7 +48,7 @@ class LigerRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        require_kernels("LigerRMSNormFunction", X)
+        _device.require_kernels("LigerRMSNormFunction", X)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, _, stats = norm_fwd(x, None, w, None, eps, offset, cast, False)
         ctx.save_for_backward(x, w, stats)
@@ -91,7 +91,7 @@ def liger_rms_norm(X, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=Tr
     Source: arXiv:1910.07467.
     """
     checked("liger_rms_norm", X, W, casting_mode)
-    if not has_kernels(X):
+    if not _device.has_kernels(X):
         return rms_norm_reference(X, W, eps, offset, casting_mode)
     return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place, row_mode)
 
