@@ -16,7 +16,21 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
 
 import liger_kernel.ops  # noqa: E402, F401  (fills CASES)
-from bench import breakdown, calls, contest, head, machine, models, ops, parity, report, runs, sweep, text, train  # noqa: E402  # noqa: E402
+from bench import (  # noqa: E402
+    breakdown,
+    calls,
+    contest,
+    head,
+    machine,
+    models,
+    ops,
+    parity,
+    report,
+    runs,
+    sweep,
+    text,
+    train,
+)
 from liger_kernel.ops._op import CASES  # noqa: E402
 
 

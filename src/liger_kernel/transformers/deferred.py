@@ -16,6 +16,8 @@ A `Normed` is what a norm of queries or keys gives, which RoPE turns:
     query_states = self.q_norm(...).transpose(1, 2)   a Normed, and one with its heads first
     apply_rotary_pos_emb(query_states, key_states..)  normalised and turned by `liger_norm_rope`
 
+A `Shared` is what several linear layers read, whose products then add up its gradient (`liger_kernel.ops.fan_out`).
+
 What leaves a layer is a tensor.
 """
 
@@ -24,7 +26,10 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch.nn.functional as F
 
+from liger_kernel.ops import _device
+from liger_kernel.ops.fan_out import FanOut
 from liger_kernel.transformers import functional
 
 
@@ -132,6 +137,40 @@ class Normed(Deferred):
         if self.value is None and not self.turned and tokens_first and sorted(dims) == [1, 2]:
             return Normed(self.x, self.norm, True)
         return self.tensor().transpose(*dims)
+
+
+class Shared(Deferred):
+    """The input of ``fan``."""
+
+    __slots__ = ("fan",)
+
+    def __init__(self, fan):
+        self.fan = fan
+
+    def tensor(self) -> torch.Tensor:
+        return self.fan.x
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear and type(args[0]) is Shared:
+            return args[0].fan.linear(*map(tensor_of, args[1:]), **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+LARGE = 2**23  # elements of an input; for a smaller one the host's time counts for more
+
+
+def shared(x, layers):
+    """x, as `Shared` where it pays: large, with a gradient, and read by some of PyTorch's own linear layers alone."""
+    if not plain(x) or x.numel() < LARGE or not x.requires_grad or torch.compiler.is_compiling():
+        return x
+    if torch.is_autocast_enabled(x.device.type) or not _device.has_kernels(x):
+        return x
+    layers = list(layers)
+    own = len(layers) > 1 and all(
+        type(layer) is torch.nn.Linear and plain(layer.weight, layer.bias) for layer in layers
+    )
+    return Shared(FanOut(x)) if own and not seen(*layers) else x
 
 
 def rope(q, k, cos, sin, unsqueeze_dim, interleaved):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import logging
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ import torch
 
 from liger_kernel.ops import glu
 from liger_kernel.transformers import causal_lm, deferred, functional, probe
-from liger_kernel.transformers.deferred import Normed, Stream, plain, seen, tensor_of
+from liger_kernel.transformers.deferred import Normed, Stream, plain, seen, shared, tensor_of
 
 logger = logging.getLogger(__name__)
 ROPE = "apply_rotary_pos_emb"
@@ -97,6 +98,9 @@ def _rebuilt(cls, what):
     return cls.__new__(private(cls, what))
 
 
+NORMS = probe.Norm, HeadNorm
+
+
 def _norm_members(cls, what):
     waits, what = (True, what.norm) if isinstance(what, HeadNorm) else (False, what)
 
@@ -134,10 +138,12 @@ def _glu_members(cls, what):
 
     # The projections are called, all three: they may be quantised, sharded, or carry a LoRA.
     def forward(self, x):
-        if what.gate == what.up:
-            a, b = getattr(self, what.gate)(x).chunk(2, dim=-1)
+        gate, up = getattr(self, what.gate), getattr(self, what.up)
+        if gate is up:
+            a, b = gate(x).chunk(2, dim=-1)
         else:
-            a, b = getattr(self, what.gate)(x), getattr(self, what.up)(x)
+            x = shared(x, (gate, up))
+            a, b = gate(x), up(x)
         return glu.gated_linear(a, b, act, getattr(self, what.down))
 
     return {"forward": forward}
@@ -151,7 +157,18 @@ def _rope_members(cls, what):
             return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
-    return {"forward": probe.rebind(cls.forward, ROPE, apply_rotary_pos_emb)}
+    rebound = probe.rebind(cls.forward, ROPE, apply_rotary_pos_emb)
+    name = list(inspect.signature(cls.forward).parameters)[1]
+
+    def forward(self, *args, **kwargs):
+        layers = (m for m in self._modules.values() if not isinstance(_known_as(m), NORMS))
+        if args:
+            args = shared(args[0], layers), *args[1:]
+        else:
+            kwargs[name] = shared(kwargs[name], layers)
+        return rebound(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def _head_members(cls, what):
