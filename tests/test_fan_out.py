@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.ops.fan_out import FanOut
 from liger_kernel.transformers import apply_liger_kernel, deferred
+from liger_kernel.transformers.fan_out import FanOut
 
 WIDTHS = 4, 6, 3
 
@@ -15,12 +15,8 @@ WIDTHS = 4, 6, 3
 def drawn(dtype, frozen=()):
     generator = torch.Generator().manual_seed(0)
     shapes = dict(x=(2, 5, 8), b=(4,)) | {f"w{i}": (n, 8) for i, n in enumerate(WIDTHS)}
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        .to(DEVICE, dtype)
-        .requires_grad_(name not in frozen)
-        for name, shape in shapes.items()
-    }
+    drawn = {k: torch.randn(s, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for k, s in shapes.items()}
+    return {k: t.requires_grad_(k not in frozen) for k, t in drawn.items()}
 
 
 def outputs(t, fan, also_x=False):
@@ -99,9 +95,7 @@ def small_ones_too(monkeypatch):
     calls = []
     linear = FanOut.linear
     monkeypatch.setattr(deferred, "LARGE", 0)
-    monkeypatch.setattr(
-        FanOut, "linear", lambda self, *args, **kwargs: (calls.append(1), linear(self, *args, **kwargs))[1]
-    )
+    monkeypatch.setattr(FanOut, "linear", lambda self, *args: (calls.append(1), linear(self, *args))[1])
     return calls
 
 
@@ -135,9 +129,7 @@ def test_only_where_it_pays_and_is_known(how, small_ones_too, monkeypatch):
                 linear.register_forward_hook(lambda module, args, out: None)
         if how == "another class":
             layer.self_attn.k_proj.__class__ = layer.mlp.up_proj.__class__ = Other
-    with (
-        torch.set_grad_enabled(how != "no gradient"),
-        torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"),
-    ):
+    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast")
+    with torch.set_grad_enabled(how != "no gradient"), autocast:
         mine(**batch)
     assert not small_ones_too

@@ -16,7 +16,7 @@ A `Normed` is what a norm of queries or keys gives, which RoPE turns:
     query_states = self.q_norm(...).transpose(1, 2)   a Normed, and one with its heads first
     apply_rotary_pos_emb(query_states, key_states..)  normalised and turned by `liger_norm_rope`
 
-A `Shared` is what several linear layers read, whose products then add up its gradient (`liger_kernel.ops.fan_out`).
+A `Shared` is what several linear layers read, whose products then add up its gradient (`fan_out`).
 
 What leaves a layer is a tensor.
 """
@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops import _device
-from liger_kernel.ops.fan_out import FanOut
 from liger_kernel.transformers import functional
+from liger_kernel.transformers.fan_out import FanOut
 
 
 def plain(*tensors) -> bool:
@@ -167,10 +167,8 @@ def shared(x, layers):
     if torch.is_autocast_enabled(x.device.type) or not _device.has_kernels(x):
         return x
     layers = list(layers)
-    own = len(layers) > 1 and all(
-        type(layer) is torch.nn.Linear and plain(layer.weight, layer.bias) for layer in layers
-    )
-    return Shared(FanOut(x)) if own and not seen(*layers) else x
+    own = all(type(layer) is torch.nn.Linear and plain(layer.weight, layer.bias) for layer in layers)
+    return Shared(FanOut(x)) if own and len(layers) > 1 and not seen(*layers) else x
 
 
 def rope(q, k, cos, sin, unsqueeze_dim, interleaved):

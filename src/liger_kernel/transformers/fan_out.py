@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from ._op import once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 class _Box:
