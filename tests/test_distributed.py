@@ -1,19 +1,19 @@
 """A head whose classes are spread over two processes: what each of them gets is what one process gets, or its slice."""
 
-from datetime import timedelta
 from functools import partial
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import DEVICE
+from ranks import SIZE
 
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction, _device, _parallel
 from liger_kernel.ops.linear_head import linear_token_loss
 from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
 
-SIZE = 2
 CPU = [True] if DEVICE == "cpu" else []  # where tensors that have kernels can also go without
 OPTIONS = (
     {},
@@ -264,6 +264,12 @@ HEAD_OPTIONS = (
     dict(memory=0, drop_ignored=True),
 )
 BOTH, NEEDS = (torch.float64, torch.float32), [(True, False, False), (False, True, False)]
+
+
+def in_group(rank, check):
+    check(rank, dist.group.WORLD)
+
+
 CHECKS = [
     *(partial(reference_of_logits, option=option) for option in OPTIONS),
     *(partial(check, _=None) for check in (reference_of_a_head, masked_classes, unknown_class, alone)),
@@ -278,25 +284,5 @@ CHECKS = [
 ]
 
 
-def process(rank, store):
-    """Every check, in one process of the group. What fails first ends all."""
-    torch.set_num_threads(1)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
-    )
-    for check in CHECKS:
-        name = f"{check.func.__name__} {check.keywords}"
-        try:
-            check(rank, dist.group.WORLD)
-        except BaseException as error:
-            raise AssertionError(f"{name}, rank {rank}: {error}") from error
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"not {SIZE} GPUs, but some")
 def test_shards_equal_the_whole(tmp_path):
-    torch.multiprocessing.spawn(process, (str(tmp_path / "store"),), nprocs=SIZE)
+    ranks.run([partial(in_group, check=check) for check in CHECKS], tmp_path)

@@ -1,15 +1,14 @@
 """Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation."""
 
 from contextlib import nullcontext
-from datetime import timedelta
+from functools import partial
 
-import pytest
+import ranks
 import tiny
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
-
-SIZE = 2
+from ranks import SIZE
 
 
 def ddp(model):
@@ -93,27 +92,10 @@ def check(rank, name, family, patched):
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
 
 
-CHECKS = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
-CHECKS += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
+CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
+CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
+CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
 
 
-def process(rank, store):
-    torch.set_num_threads(1)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
-    )
-    for case in CHECKS:
-        try:
-            check(rank, *case)
-        except BaseException as error:
-            raise AssertionError(f"{case}, rank {rank}: {type(error).__name__}: {error}") from error
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"not {SIZE} GPUs, but some")
 def test_sharded_models_train_as_one(tmp_path):
-    torch.multiprocessing.spawn(process, (str(tmp_path / "store"),), nprocs=SIZE)
+    ranks.run(CHECKS, tmp_path)
