@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.transformers import LigerLayerNorm
+from liger_kernel.transformers import LigerLayerNorm, apply_liger_kernel, revert
 from liger_kernel.transformers.functional import liger_layer_norm
 
 
@@ -64,3 +64,72 @@ def test_errors():
         liger_layer_norm(x, None, torch.ones(1, 8))
     with pytest.raises(ValueError, match="init_fn is 'ones_'"):
         LigerLayerNorm(8, init_fn="ones_")
+
+
+# ---- in a model ----
+
+
+class FixedNorm(torch.nn.Module):
+    """Without a weight, and with its eps in its code."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, hidden_states):
+        f = hidden_states.float()
+        f = f - f.mean(-1, keepdim=True)
+        return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)).to(hidden_states.dtype)
+
+
+class Norms(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.nn.LayerNorm(8)
+        self.no_bias = torch.nn.LayerNorm(8, eps=0.1, bias=False)
+        self.no_weight = torch.nn.LayerNorm(8, elementwise_affine=False)
+        self.fixed_norm = FixedNorm(8)
+        self.image = torch.nn.LayerNorm((4, 8))
+
+    def forward(self, x):
+        return self.image(self.fixed_norm(self.no_weight(self.no_bias(self.plain(x)) + x) + x) + x)
+
+
+@pytest.fixture
+def norms():
+    torch.manual_seed(0)
+    made = Norms()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    return made
+
+
+def test_patched_in_a_model(norms):
+    x = torch.randn(3, 4, 8, requires_grad=True)
+    want = norms(x)
+    gradients = torch.autograd.grad(want.square().sum(), [x, *norms.parameters()])
+    report = apply_liger_kernel(norms)
+    assert report.of("LayerNorm") == 3 and report.of("FixedNorm") == 1
+    assert ("LayerNorm", "it normalises more than one dimension") in report.left_alone
+    got = norms(x)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.square().sum(), [x, *norms.parameters()]), gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    revert(norms)
+    assert type(norms.plain) is torch.nn.LayerNorm and torch.equal(norms(x), want)
+
+
+def test_autocast_gives_what_pytorchs_gives(norms):
+    """fp32, in which PyTorch's autocast runs a LayerNorm."""
+    x = torch.randn(3, 4, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = norms.plain(x)
+        apply_liger_kernel(norms)
+        got = norms.plain(x)
+    assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_the_switch(norms):
+    report = apply_liger_kernel(norms, layer_norm=False)
+    assert not report.of("LayerNorm") and type(norms.plain) is torch.nn.LayerNorm

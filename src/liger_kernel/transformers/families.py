@@ -39,7 +39,7 @@ FAMILIES = {
     "qwen2": Family(),
     "qwen3": Family(),
 }
-EVERYTHING = {**Family().switches(), "geglu": True}
+EVERYTHING = {**Family().switches(), "layer_norm": True, "geglu": True}
 
 DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that compute the same.
 
@@ -131,8 +131,8 @@ def apply_liger_kernel(model: torch.nn.Module, **switches) -> patch.Report:
 
     Args:
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
-        **switches: rope, rms_norm, swiglu, geglu, fused_linear_cross_entropy (all on), cross_entropy (off), as in
-            `apply_liger_kernel_to_llama`.
+        **switches: rope, rms_norm, layer_norm, swiglu, geglu, fused_linear_cross_entropy (all on), cross_entropy
+            (off), as in `apply_liger_kernel_to_llama`.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert(model)` undoes it.

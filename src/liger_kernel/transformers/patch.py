@@ -28,7 +28,8 @@ from liger_kernel.transformers.deferred import Normed, Stream, plain, seen, shar
 logger = logging.getLogger(__name__)
 ROPE = "apply_rotary_pos_emb"
 GATED = {"swiglu": ("silu",), "geglu": ("gelu (tanh)", "gelu")}  # flag -> activations
-FLAGS = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "geglu")
+NORMALISED = "rms_norm", "layer_norm"
+FLAGS = ("rope", "cross_entropy", "fused_linear_cross_entropy", *NORMALISED, "swiglu", "geglu")
 
 
 # ---- the report ----
@@ -101,12 +102,16 @@ def _rebuilt(cls, what):
 NORMS = probe.Norm, HeadNorm
 
 
+def _eps(module, what):
+    return getattr(module, what.eps) if isinstance(what.eps, str) else what.eps
+
+
 def _norm_members(cls, what):
     waits, what = (True, what.norm) if isinstance(what, HeadNorm) else (False, what)
 
     def forward(self, hidden_states):
         weight = self.weight if what.weight else None
-        how = getattr(self, what.eps), what.offset, what.casting
+        how = _eps(self, what), what.offset, what.casting
         if type(hidden_states) is Stream and plain(weight):
             return hidden_states.normed(weight, *how)
         if not plain(hidden_states, weight):
@@ -114,6 +119,16 @@ def _norm_members(cls, what):
         if waits and not seen(self):
             return Normed(hidden_states, (weight, *how))
         return functional.liger_rms_norm(hidden_states, weight, *how)
+
+    return {"forward": forward}
+
+
+def _layer_norm_members(cls, what):
+    def forward(self, hidden_states):
+        weight, bias = self.weight if what.weight else None, self.bias if what.bias else None
+        if not plain(hidden_states, weight, bias) or torch.is_autocast_enabled(hidden_states.device.type):
+            return cls.forward(self, tensor_of(hidden_states))
+        return functional.liger_layer_norm(hidden_states, weight, bias, _eps(self, what))
 
     return {"forward": forward}
 
@@ -200,6 +215,7 @@ def _model_members(cls, what):
 
 _MEMBERS = {
     probe.Norm: _norm_members,
+    probe.LayerNorm: _layer_norm_members,
     probe.GLU: _glu_members,
     probe.Rope: _rope_members,
     probe.Block: _block_members,
@@ -283,11 +299,13 @@ class _Patcher:
         what, name = self.proof(flag, module), type(module).__name__
         if isinstance(what, probe.GLU) and _glu_flag(what) not in self.flags:
             what = f"it computes {what.act}(gate)·up, which is {_glu_flag(what)}'s"
+        if type(what) in NORM_FLAGS and NORM_FLAGS[type(what)] not in self.flags:
+            what = f"it computes what is {NORM_FLAGS[type(what)]}'s"
         if not isinstance(what, str):
             become(module, what)
             self.report.replaced[ROPE if flag == "rope" else name, _name_of(what)] += 1
             self.done.add(FLAG_OF[type(what)](what))
-        elif flag != "rms_norm" or "norm" in name.lower():
+        elif flag not in NORMALISED or "norm" in name.lower():
             self.leave(flag, name, what)
 
     def block(self, module):
@@ -314,7 +332,7 @@ class _Patcher:
 
     def leave(self, flag, name, why):
         self.report.left_alone[name, why] += 1
-        for asked in GATED if flag in GATED else (flag,):
+        for asked in next((group for group in (GATED, NORMALISED) if flag in group), (flag,)):
             self.obstacles[asked].append(f"{name} ({why})")
 
     def proof(self, flag, module):
@@ -322,7 +340,7 @@ class _Patcher:
             return "its forward was replaced on the instance"
         key = flag, _traits(module)
         if key not in self.proofs:
-            proofs = {"rms_norm": probe.norm, "rope": self.rope}
+            proofs = {"rms_norm": probe.norm, "layer_norm": probe.norm, "rope": self.rope}
             self.proofs[key] = proofs.get(flag, _glu)(module)
         return self.proofs[key]
 
@@ -353,7 +371,7 @@ def _known_as(module):
 
 
 def _may_be_norm(module) -> bool:
-    weight_alone = not module._modules and set(module._parameters) <= {"weight"}
+    weight_alone = not module._modules and set(module._parameters) <= {"weight", "bias"}
     numbers = any(isinstance(value, float) for value in module.__dict__.values())
     return not module._modules and "norm" in type(module).__name__.lower() or weight_alone and numbers
 
@@ -397,10 +415,14 @@ def _glu_flag(what: probe.GLU) -> str:
     return next(flag for flag, activations in GATED.items() if what.act in activations)
 
 
-LOOKS = ("rms_norm", _may_be_norm), ("swiglu", _may_be_glu), ("geglu", _may_be_glu), ("rope", _may_turn)
+NORM_FLAGS = {probe.Norm: "rms_norm", HeadNorm: "rms_norm", probe.LayerNorm: "layer_norm"}
+LOOKS = (
+    *((flag, _may_be_norm) for flag in NORMALISED),
+    *((flag, _may_be_glu) for flag in GATED),
+    ("rope", _may_turn),
+)
 FLAG_OF = {
-    probe.Norm: lambda what: "rms_norm",
-    HeadNorm: lambda what: "rms_norm",
+    **{kind: lambda what: NORM_FLAGS[type(what)] for kind in NORM_FLAGS},
     probe.Rope: lambda what: "rope",
     probe.GLU: _glu_flag,
 }
@@ -418,6 +440,8 @@ def _traits(module):
 def _name_of(what) -> str:
     if isinstance(what, probe.Norm):
         return f"liger_rms_norm ({what.casting}, offset {what.offset:g}{'' if what.weight else ', no weight'})"
+    if isinstance(what, probe.LayerNorm):
+        return "liger_layer_norm"
     if isinstance(what, probe.GLU):
         return "liger_swiglu" if what.act == "silu" else f"liger_geglu ({what.act})"
     return "liger_rotary_pos_emb" + (f" (interleaved={what.interleaved})" if what.interleaved else "")

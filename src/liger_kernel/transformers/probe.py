@@ -18,20 +18,31 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from liger_kernel.ops.layer_norm import layer_norm_reference
 from liger_kernel.ops.rms_norm import rms_norm_reference
 from liger_kernel.transformers.deferred import Stream, tensor_of
 
 SIZE, INNER = 16, 24
+EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # of norms that have theirs in their code
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), which attribute holds its eps."""
+    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), its eps or the attribute with it."""
 
     offset: float
     casting: str
-    eps: str
+    eps: str | float
     weight: bool
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """LayerNorm: which attribute holds its eps, or what it is; which parameters it has."""
+
+    eps: str | float
+    weight: bool
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -112,40 +123,65 @@ def _held(members: dict) -> set[str]:
     return {name for name, value in members.items() if value is not None}
 
 
-def norm(module: torch.nn.Module) -> Norm | str:
-    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, torch.nn.RMSNorm):
+def norm(module: torch.nn.Module) -> Norm | LayerNorm | str:
+    normalises = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
+    if type(module).__module__.startswith("torch.nn.") and not normalises:
         return f"it is PyTorch's {type(module).__name__}"
     if not _takes_one_tensor(type(module)):
         return "its forward takes more than one tensor"
-    if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {"weight"}:
-        return "it holds more than a weight"
-    weighted = "weight" in _held(module._parameters)
+    if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {"weight", "bias"}:
+        return "it holds more than a weight and a bias"
+    shape = module.__dict__.get("normalized_shape", (SIZE,))
+    if not isinstance(shape, int) and len(shape) != 1:
+        return "it normalises more than one dimension"
+    held = _held(module._parameters)
+    weighted = "weight" in held
     epsilons = [name for name, value in module.__dict__.items() if isinstance(value, float)]
-    x, w = _random(64, SIZE), _random(SIZE, seed=1)
+    x, given = _random(64, SIZE), dict(weight=_random(SIZE, seed=1), bias=_random(SIZE, seed=2))
     x[::2] *= 0.03  # rows for which eps matters
+    x[1::4] *= 1e-3
+    x[::3] += 0.5
 
     def run(dtype, **attributes):
-        parameters = {name: w.to(dtype) if name == "weight" else None for name in module._parameters}
+        parameters = {name: given[name].to(dtype) if name in held else None for name in module._parameters}
+        if "normalized_shape" in module.__dict__:
+            attributes["normalized_shape"] = (SIZE,)
         return _in_both_modes(lambda **mode: _call(shell(module, parameters, **attributes, **mode), x.to(dtype)))
 
-    def formula(dtype, offset, casting):
-        weight = w.to(dtype) if weighted else None
-        return [rms_norm_reference(x.to(dtype), weight, eps, offset, casting) for eps in (1e-3, 0.5)]
+    def formula(dtype, values, offset, casting):
+        weight = given["weight"].to(dtype) if weighted else None
+        return [rms_norm_reference(x.to(dtype), weight, eps, offset, casting) for eps in values]
+
+    def centred(dtype, values):
+        parameters = [given[name].to(dtype) if name in held else None for name in ("weight", "bias")]
+        return [layer_norm_reference(x.to(dtype), *parameters, eps) for eps in values]
+
+    def recognised(eps, values):
+        """Its eps is the attribute ``eps``, which takes the values; or it is ``eps``, the only value."""
+        named = [{eps: value} if isinstance(eps, str) else {} for value in values]
+        high, low = ([run(dtype, **attribute) for attribute in named] for dtype in (torch.float32, torch.bfloat16))
+        if all(map(_close, high, centred(torch.float32, values))):
+            if all(map(_nearly_equal, low, centred(torch.bfloat16, values))):
+                return LayerNorm(eps, *(p in held for p in ("weight", "bias")))
+            return "it rounds elsewhere than PyTorch's LayerNorm"
+        if "bias" in held:
+            return None
+        for offset in (0.0, 1.0) if weighted else (0.0,):
+            if not all(map(_close, high, formula(torch.float32, values, offset, "gemma"))):
+                continue
+            for casting in ("llama", "gemma"):
+                if all(map(_equal, low, formula(torch.bfloat16, values, offset, casting))):
+                    return Norm(offset, casting, eps, weighted)
+            return "it rounds elsewhere than the RMSNorms that are known"
+        return None
 
     with _calmly():
         try:
-            for name in epsilons:
-                high, low = ([run(d, **{name: eps}) for eps in (1e-3, 0.5)] for d in (torch.float32, torch.bfloat16))
-                for offset in (0.0, 1.0) if weighted else (0.0,):
-                    if not all(map(_close, high, formula(torch.float32, offset, "gemma"))):
-                        continue
-                    for casting in ("llama", "gemma"):
-                        if all(map(_equal, low, formula(torch.bfloat16, offset, casting))):
-                            return Norm(offset, casting, name, weighted)
-                    return "it rounds elsewhere than the RMSNorms that are known"
+            found = [recognised(name, (1e-3, 0.5)) for name in epsilons]
+            found += [recognised(eps, (eps,)) for eps in EPSILONS] if not any(found) else []
         except Exception as error:
             return f"it could not be tried: {_line(error)}"
-    return "it does not compute an RMSNorm"
+    return next(filter(None, found), "it does not compute an RMSNorm or a LayerNorm")
 
 
 def glu(module: torch.nn.Module) -> GLU | str:
@@ -417,6 +453,13 @@ def _close(got, want) -> bool:
 
 def _equal(got, want) -> bool:
     return got.dtype == want.dtype and got.shape == want.shape and torch.equal(got, want)
+
+
+def _nearly_equal(got, want) -> bool:
+    """Rounded once from fp32, where sums of another order differ by a little; rounded twice, a quarter would differ."""
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return False
+    return (got == want).float().mean() >= 0.99 and torch.allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
 def _line(error: BaseException) -> str:
