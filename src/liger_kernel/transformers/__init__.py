@@ -62,24 +62,23 @@ __all__ = [
     "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
+_FAMILIES = """
+    deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text
+    glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llava ministral
+    mistral mixtral mllama muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2 qwen2_5_vl qwen2_vl
+    qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3
+    smolvlm
+""".split()  # of families.py
 _PATCHES = {
     "AutoLigerKernelForCausalLM": "auto_model",
     "MODEL_TYPE_TO_APPLY_LIGER_FN": "families",
     "_apply_liger_kernel": "families",
     "_apply_liger_kernel_to_instance": "families",
     "apply_liger_kernel": "families",
-    "apply_liger_kernel_to_gemma": "families",
-    "apply_liger_kernel_to_gemma2": "families",
-    "apply_liger_kernel_to_granite": "families",
-    "apply_liger_kernel_to_llama": "families",
-    "apply_liger_kernel_to_mistral": "families",
-    "apply_liger_kernel_to_mixtral": "families",
-    "apply_liger_kernel_to_phi3": "families",
-    "apply_liger_kernel_to_qwen2": "families",
-    "apply_liger_kernel_to_qwen3": "families",
     "revert": "families",
 }
 
+_PATCHES |= {f"apply_liger_kernel_to_{family}": "families" for family in _FAMILIES}
 __all__ += _PATCHES
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import inspect
 import logging
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from types import MethodType
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 ROPE = "apply_rotary_pos_emb"
 GATED = {"swiglu": ("silu",), "geglu": ("gelu (tanh)", "gelu")}  # flag -> activations
 NORMALISED = "rms_norm", "layer_norm"
-FLAGS = ("rope", "cross_entropy", "fused_linear_cross_entropy", *NORMALISED, "swiglu", "geglu")
+FLAGS = ("rope", "cross_entropy", "fused_linear_cross_entropy", *NORMALISED, "swiglu", "geglu", "relu_squared")
 
 
 # ---- the report ----
@@ -564,25 +564,51 @@ def _post_init(base):
 
 
 def _rehearsal(model_type: str, flags: dict[str, bool]) -> Report:
-    cls = _causal_lm_class(model_type)
+    cls = _model_class(model_type)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = cls(cls.config_class(num_hidden_layers=2))
+            model = cls(_small(cls.config_class()))
     except Exception as error:
         return Report(cls.__name__, warnings=[f"a default model cannot be built, to show what it replaces ({error})"])
     return patch(model, flags)
 
 
-def _causal_lm_class(model_type: str) -> type:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _small(config):
+    """Two layers, of the text model and of the others that it has."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if isinstance(getattr(part, "num_hidden_layers", None), int):
+            part.num_hidden_layers = min(part.num_hidden_layers, 2)
+    return config
+
+
+def _modeling(model_type: str):
+    """The family's modeling module."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-    return found[0] if isinstance(found, (tuple, list)) else found
+    if model_type not in CONFIG_MAPPING:
+        raise ImportError(f"the installed transformers has no models of type {model_type!r}")
+    return importlib.import_module(CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_"))
+
+
+def _model_class(model_type: str) -> type:
+    """The family's model with a head, or the first that is built from its configuration."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    module, config = _modeling(model_type), CONFIG_MAPPING[model_type]
+    for name in ("IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING").get(config, None)
+        found = found[0] if isinstance(found, (tuple, list)) else found
+        if found is not None and found.__module__ == module.__name__:
+            return found
+    return next(
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and c.__dict__.get("config_class") is config and "PreTrained" not in c.__name__
+    )
 
 
 def _bases(model_type: str) -> list[type]:
     from transformers import PreTrainedModel
 
-    module = sys.modules[_causal_lm_class(model_type).__module__]
-    return [c for c in vars(module).values() if isinstance(c, type) and PreTrainedModel in c.__bases__]
+    return [c for c in vars(_modeling(model_type)).values() if isinstance(c, type) and PreTrainedModel in c.__bases__]

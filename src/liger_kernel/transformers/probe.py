@@ -102,8 +102,8 @@ def shell(module: torch.nn.Module, parameters=None, children=None, buffers=None,
     return it
 
 
-def _call(module, *args):
-    return type(module).forward(module, *args)
+def _call(module, *args, **kwargs):
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _in_both_modes(run):

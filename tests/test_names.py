@@ -1,0 +1,90 @@
+"""The functions that patch a family by its name: all of them, before loading and on a model."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import liger_kernel.transformers as liger
+from liger_kernel.transformers import families, patch
+
+NOTHING_TO_SHOW = {"ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "nemotron"}  # their default configs build nothing
+HERE = [name for name in families.FAMILIES if name in CONFIG_MAPPING]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    for name in HERE:
+        patch.revert_family(name)
+    assert not patch._at_birth
+
+
+def test_names():
+    functions = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert set(families.NAMED) == {f"apply_liger_kernel_to_{name}" for name in liger._FAMILIES}
+    assert len(functions) == 53 and len(families.NAMED) == 47
+    for name, function in families.NAMED.items():
+        assert getattr(liger, name) is function and function.__doc__
+    assert functions["qwen2_vl_text"] is functions["qwen2_vl"] is liger.apply_liger_kernel_to_qwen2_vl
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_before_loading(name):
+    """The report is that of a model without weights; everything that the family switches on is in it or says why."""
+    report = getattr(liger, f"apply_liger_kernel_to_{name}")()
+    if name in NOTHING_TO_SHOW or "cannot be built" in " ".join(report.warnings):
+        assert not report.replaced
+    else:
+        assert report.replaced
+        on = families.FAMILIES[name]
+        loss = [what for what, _ in report.replaced if what.endswith("loss")]
+        assert len(loss) == bool(on.get("fused_linear_cross_entropy") or on.get("cross_entropy"))
+        assert on.get("rms_norm") is None or any("Norm" in what for what, _ in report.replaced)
+    assert patch._at_birth
+    liger.revert(name)
+    assert not patch._at_birth
+
+
+def test_a_model_that_is_built_afterwards():
+    """With an image tower: the whole of it, its language model included."""
+    config = CONFIG_MAPPING["gemma3"](
+        text_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=8, vocab_size=64),
+        vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                           image_size=28, patch_size=14),
+    )  # fmt: skip
+    liger.apply_liger_kernel_to_gemma3()
+    with torch.device("meta"):
+        mine = AutoModelForImageTextToText.from_config(config)
+        text = AutoModelForCausalLM.from_config(config.text_config)
+    assert hasattr(type(mine), "_liger") and hasattr(type(text), "_liger")
+    layer = mine.model.language_model.layers[0]
+    assert all(hasattr(type(m), "_liger") for m in (layer, layer.mlp, layer.input_layernorm, layer.self_attn.q_norm))
+    liger.revert("gemma3")
+    with torch.device("meta"):
+        assert not hasattr(type(AutoModelForImageTextToText.from_config(config)), "_liger")
+
+
+def test_switches():
+    for name, row in families.FAMILIES.items():
+        parameters = inspect.signature(liger.MODEL_TYPE_TO_APPLY_LIGER_FN[name]).parameters
+        assert {k: p.default for k, p in parameters.items() if isinstance(p.default, bool)} == row
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma2"](num_hidden_layers=1))
+    report = liger.apply_liger_kernel_to_gemma2(rope=False, geglu=False, model=model)
+    assert {what for what, _ in report.replaced} == {
+        "Gemma2RMSNorm", "Gemma2DecoderLayer's residual stream", "Gemma2ForCausalLM's loss"
+    }  # fmt: skip
+    liger.apply_liger_kernel_to_llava(anything=1, model=model)
+    with pytest.raises(TypeError, match="apply_liger_kernel_to_llama: .*anything"):
+        liger.apply_liger_kernel_to_llama(anything=1, model=model)
+
+
+def test_a_type_that_this_transformers_has_not(monkeypatch):
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, "llama")
+    with pytest.raises(ImportError, match="no models of type 'llama'"):
+        liger.apply_liger_kernel_to_llama()
+    monkeypatch.undo()
