@@ -37,7 +37,7 @@ def run(fn, tensors, strided=False):
     outs = run_forward(fn, tensors)
     leaves = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad}
     differentiable = [o for o in outs if o.requires_grad]
-    g = torch.Generator().manual_seed(1 << 20)  # none of the inputs': a gradient like x may cancel
+    g = torch.Generator().manual_seed(0)
     dys = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.device, o.dtype) for o in differentiable]
     dys = [spread(dy) for dy in dys] if strided else dys
     once = torch.autograd.grad(differentiable, list(leaves.values()), dys, retain_graph=True)
@@ -90,7 +90,8 @@ BY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("case,shape,option", EVERY)
 def test_against_float64(case, shape, option, dtype, monkeypatch):
     draws = []
-    for seed in range(2 if math.prod(shape) > 1024 else 16 if dtype == torch.float32 else 4):
+    count = 2 if math.prod(shape) > 1024 else 16 if dtype == torch.float32 else 4
+    for seed in range(1, 1 + count):  # not that of the incoming gradient: with dy = x gradients cancel
         tensors = given(case, shape, option, dtype, seed)
         before = {k: t.detach().clone() for k, t in tensors.items() if isinstance(t, torch.Tensor)}
         with monkeypatch.context() as patch:

@@ -21,7 +21,7 @@ from .rms_norm import CASTINGS, LigerRMSNorm, checked, rms_norm_reference
 
 
 def fused_add_rms_norm_reference(x, r, w=None, eps=1e-6, offset=0.0, casting="llama"):
-    s = x if r is None else (x + r).to(x.dtype)
+    s = x if r is None else (r + x).to(x.dtype)
     return rms_norm_reference(s, w, eps, offset, casting), s
 
 

@@ -191,6 +191,7 @@ def _finished(out, result, skip_logits):
 # ---- between head and loss ----
 
 
+SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier"
 SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 
 
@@ -208,10 +209,19 @@ class Tail(typing.NamedTuple):
 def declared_tail(config) -> Tail:
     config = getattr(config, "text_config", config)
     scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    scale = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+    scale = 1.0 if scale is None else scale
+    if "granite" in config.model_type:  # others multiply by it, or divide the hidden states
+        scale /= getattr(config, "logits_scaling", None) or 1.0
     caps = (getattr(config, name, None) for name in SOFTCAPS)
     return Tail(scale, next((cap for cap in caps if cap is not None), None))
+
+
+def possible_tails(config) -> list[Tail]:
+    """What a family may do with the numbers of its config, whether or not they are meant so."""
+    config = getattr(config, "text_config", config)
+    numbers = [n for n in (getattr(config, name, None) for name in SCALES) if isinstance(n, (int, float)) and n]
+    scales = [1.0, *numbers, *(1.0 / n for n in numbers)]
+    return [Tail(scale, cap) for scale in scales for cap in {None, declared_tail(config).softcap}]
 
 
 def _nothing_of(x):
@@ -226,13 +236,18 @@ def _may_look(tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+class _Unfit(ValueError):
+    """Labels and positions that do not belong together."""
+
+
 class _Request:
     """What one call of the model wants from its head and its loss function."""
 
-    def __init__(self, family_loss, labels, shift_labels, logits_to_keep, tail, proved, options):
+    def __init__(self, family_loss, labels, shift_labels, logits_to_keep, tail, proved, options, possible=()):
         self.family_loss = family_loss
         self.labels, self.shift_labels, self.logits_to_keep = labels, shift_labels, logits_to_keep
         self.tail, self.proved = tail, proved
+        self.possible, self.shown = possible, None  # tails; the one that the first step has shown in place of `tail`
         self.options = options  # keywords for the loss
         self.calls = 0  # of the head
         self.result = None  # of the loss
@@ -284,7 +299,7 @@ class _Request:
         else:
             target = target.gather(1, keep.to(target.device))
         if target.shape != shape:
-            raise ValueError(
+            raise _Unfit(
                 f"forward: labels of shape {tuple(given.shape)} do not fit the {tuple(shape)} positions that reach the "
                 "head; give one label a token, and logits_to_keep as for the logits"
             )
@@ -377,6 +392,8 @@ class _Request:
             passed = (logits is seen) == (self.tail == Tail(1.0, None))
         else:
             passed = _equal(logits, self.tail(self.row))
+            if not passed:
+                self.shown = next((tail for tail in self.possible if _equal(logits, tail(self.row))), None)
         return None if passed else f"its forward changes the logits otherwise than its config declares ({self.tail})"
 
 
@@ -476,8 +493,13 @@ def fused_forward(hf_forward, prepare):
 
 
 def _request(model, kwargs, shift_labels, options):
-    loss, tail, keep = model._liger_family_loss(), declared_tail(model.config), kwargs.get("logits_to_keep", 0)
-    return _Request(loss, kwargs["labels"], shift_labels, keep, tail, model._liger_proved == tail, options)
+    """What the model's first step has shown counts as long as its config declares the same."""
+    declared, (before, tail) = declared_tail(model.config), model._liger_proved or (None, None)
+    proved = before == declared
+    return _Request(
+        model._liger_family_loss(), kwargs["labels"], shift_labels, kwargs.get("logits_to_keep", 0),
+        tail if proved else declared, proved, options, () if proved else possible_tails(model.config),
+    )  # fmt: skip
 
 
 def _in_head(model, hf_forward, kwargs, request, head):
@@ -490,6 +512,8 @@ def _in_head(model, hf_forward, kwargs, request, head):
             leaf._liger_request = request
         out = hf_forward(model, **kwargs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        if isinstance(error, _Unfit) and not request.proved:  # the family cuts or pads, or they are wrong: it will say
+            return None, str(error)
         if request.row is None or isinstance(error, torch.OutOfMemoryError):
             raise
         return None, f"its forward failed on what stands for the logits ({type(error).__name__}: {error})"
@@ -507,10 +531,13 @@ def _in_head(model, hf_forward, kwargs, request, head):
         request.problem = "its forward does not call self.loss_function"
     elif not isinstance(out, dict):
         request.problem = "its forward returns a tuple"
+    if request.shown is not None:  # known from now on; this step is done over
+        model._liger_proved = declared_tail(model.config), request.shown
+        return None, None
     if request.problem is not None:
         return None, request.problem
     if request.row is not None:
-        model._liger_proved = request.tail
+        model._liger_proved = declared_tail(model.config), request.tail
     return out, None
 
 

@@ -207,7 +207,7 @@ def _model_members(cls, what):
         "_liger_family_loss": cls.loss_function.fget,
         "_liger_state": {
             "_liger_request": None,
-            "_liger_proved": None,  # the tail that the first step has shown
+            "_liger_proved": None,  # the tail that is declared, and the one that the first step has shown
             "_liger_unfusable": None,  # why it gets real logits
         },
     }
@@ -323,7 +323,8 @@ class _Patcher:
     def head_norms(self, attention):
         for names in HEAD_NORMS:
             norms = [attention._modules.get(name) for name in names]
-            if all(_is_of_heads(norm, attention) for norm in norms):
+            first = all(probe.reads_before(type(attention)._liger[0].forward, name, ROPE) for name in names)
+            if first and all(_is_of_heads(norm, attention) for norm in norms):
                 for norm in norms:
                     what = _known_as(norm)
                     swap(norm, type(norm)._liger[0])

@@ -9,6 +9,7 @@ is a `str`, the reason why the module is left alone.
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import itertools
 import types
@@ -79,6 +80,7 @@ PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
     ("w1", "w3", "w2"),
+    ("input_linear", "input_linear", "output_linear"),
 )
 
 
@@ -253,7 +255,7 @@ def block(module: torch.nn.Module) -> Block | str:
 
     with _calmly():
         error = None
-        for outputs in itertools.product((0, 1), repeat=len(stubs)):
+        for outputs in itertools.product((0, 1, 2), repeat=len(stubs)):
             try:
                 want = run(torch.float32, outputs, None, training=False)
             except Exception as e:
@@ -287,6 +289,9 @@ class _Reader:
     def __init__(self, norm, streams):
         self.norm, self.streams = norm, streams
 
+    def __getattr__(self, name):
+        return getattr(self.norm, name)
+
     def __call__(self, x):
         if type(x) is Stream:
             self.streams.append(x.more is not None)
@@ -307,8 +312,10 @@ class _Stub:
 
 def rope(function: Callable) -> Rope | str:
     parameters = list(inspect.signature(function).parameters.values())
-    if [p.name for p in parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"] or parameters[-1].default != 1:
-        return f"its arguments are ({', '.join(p.name for p in parameters)})"
+    defaults = [p.default for p in parameters]
+    names = [p.name for p in parameters]
+    if names != ["q", "k", "cos", "sin", "unsqueeze_dim"] or defaults != [inspect.Parameter.empty] * 4 + [1]:
+        return f"its arguments are ({', '.join(map(str, parameters))})"
     with _calmly():
         try:
             for interleaved in (False, True, "repeated"):
@@ -373,6 +380,8 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
     layer_types = [None]
     if "layer_type" in parameters:
         layer_types = sorted(set(getattr(getattr(module, "config", None), "layer_types", None) or [None]))
+        own = [kind for kind in layer_types if any(f"{kind}_inv_freq" in name for name in module._buffers)]
+        layer_types = own or layer_types
     with _calmly():
         try:
             for layer_type in layer_types:
@@ -413,6 +422,15 @@ def _filled(cell) -> bool:
 def mentions(function, name: str) -> bool:
     """Whether the function, or one that it wraps, uses the name: a global or an attribute."""
     return any(name in layer.__code__.co_names for layer in layers(function))
+
+
+def reads_before(function, attribute: str, name: str) -> bool:
+    """Whether the function, or one that it wraps, reads the attribute before it reads the global."""
+    for layer in layers(function):
+        read = [instruction.argval for instruction in dis.get_instructions(layer)]
+        if attribute in read and name in read:
+            return read.index(attribute) < read.index(name)
+    return False
 
 
 def global_of(function, name: str):

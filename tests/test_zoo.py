@@ -1,0 +1,66 @@
+"""Every causal-LM family of the installed transformers, tiny: the patch changes nothing of what it computes."""
+
+import sys
+
+import pytest
+import transformers
+import zoo
+from packaging.version import Version
+
+import liger_kernel.transformers as liger
+
+NEW = Version(transformers.__version__) >= Version("5.23")  # what the tables were made for; 5.17 lacks some
+# Where the report promises a loss in the head, and there are logits.
+ON_LOGITS = {"git": "its forward cuts the positions of an image from its logits"}
+if NEW:
+    ON_LOGITS["inkling2_text"] = "its logits are cut to unpadded_vocab_size"
+
+pytestmark = pytest.mark.usefixtures("reference_only")
+
+
+def over_the_zoo(known):
+    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in known.items()}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks.get(n, ())) for n in zoo.FAMILIES])
+
+
+@over_the_zoo({})
+def test_trains_as_before(name):
+    assert not zoo.trial(name).differs
+
+
+@over_the_zoo(ON_LOGITS)
+def test_loss_is_where_the_report_says(name):
+    tried = zoo.trial(name)
+    assert tried.in_head == tried.promised, tried.fallback
+
+
+@over_the_zoo({})
+def test_revert_gives_every_class_back(name):
+    assert zoo.trial(name).reverted
+
+
+def everything():
+    """What functions and classes hold in every module of Hugging Face's models, and of PyTorch's."""
+    held = {}
+    for path, module in list(sys.modules.items()):
+        if path.startswith(("transformers.models.", "transformers.integrations", "torch.nn")) or path == "torch":
+            held |= {(path, name): value for name, value in vars(module).items()}
+    classes = {value for value in held.values() if isinstance(value, type)}
+    return held | {(cls, name): value for cls in classes for name, value in vars(cls).items()}
+
+
+def test_changes_nothing_but_the_model():
+    models = [zoo.build(name) for name in zoo.FAMILIES]
+    before = everything()
+    for model in models:
+        liger.apply_liger_kernel(model)
+    after = everything()
+    changed = [key for key, value in before.items() if after.get(key, key) is not value]
+    assert not changed
+
+
+def test_the_tables_name_families():
+    names = {*zoo.ZOO, *zoo.NOT}
+    assert list(zoo.ZOO) == sorted(zoo.ZOO) and list(zoo.NOT) == sorted(zoo.NOT) and not {*zoo.ZOO} & {*zoo.NOT}
+    if NEW:
+        assert names <= set(zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
