@@ -19,7 +19,7 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS))
 OLD := $(VENV)/transformers-$(OLDEST)
-FAMILY_TESTS ?= $(wildcard tests/test_families.py tests/test_trainer.py tests/test_cli.py)
+FAMILY_TESTS ?= $(wildcard $(addprefix tests/test_,$(addsuffix .py,families zoo zoo_vision names deferred trainer cli)))
 
 DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate-size 8192 --vocab-size 128256 --sequence-length 1024
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))

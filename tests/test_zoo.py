@@ -64,3 +64,14 @@ def test_the_tables_name_families():
     assert list(zoo.ZOO) == sorted(zoo.ZOO) and list(zoo.NOT) == sorted(zoo.NOT) and not {*zoo.ZOO} & {*zoo.NOT}
     if NEW:
         assert names <= set(zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_report_names_what_runs():
+    """RoPE whose tables are half as wide, RoPE that the forward does not use, norms that come after RoPE."""
+    gpt_oss = liger.apply_liger_kernel(zoo.build("gpt_oss"))
+    assert ("apply_rotary_pos_emb", "liger_rotary_pos_emb (half as wide tables)") in gpt_oss.replaced
+    deepseek = liger.apply_liger_kernel(zoo.build("deepseek_v3"))
+    assert not deepseek.of("apply_rotary_pos_emb")
+    assert ("DeepseekV3Attention", "it takes pairs and gives halves (rope_interleave)") in deepseek.left_alone
+    hunyuan = liger.apply_liger_kernel(zoo.build("hunyuan_v1_dense"))
+    assert hunyuan.of("apply_rotary_pos_emb") and "liger_norm_rope" not in {by for _, by in hunyuan.replaced}

@@ -173,11 +173,14 @@ def shared(x, layers):
 
 def rope(q, k, cos, sin, unsqueeze_dim, interleaved):
     """`liger_rotary_pos_emb`, in one kernel with the norms of q and k where both wait."""
-    if type(q) is type(k) is Normed and q.value is k.value is None and q.norm[1:] == k.norm[1:]:
+    both = type(q) is type(k) is Normed and interleaved != "half"
+    if both and q.value is k.value is None and q.norm[1:] == k.norm[1:]:
         q_x, k_x = (n.x.transpose(1, 2) if n.turned else n.x for n in (q, k))
         (q_weight, *how), (k_weight, *_) = q.norm, k.norm
         return functional.liger_norm_rope(
             q_x, k_x, q_weight, k_weight, cos, sin, *how, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
         )
     q, k = tensor_of(q), tensor_of(k)
+    if interleaved == "half":
+        return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
     return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)

@@ -346,6 +346,9 @@ class _Patcher:
         return self.proofs[key]
 
     def rope(self, attention):
+        pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
+        if pairs and probe.mentions(type(attention).forward, f"{ROPE}_interleave"):
+            return "it takes pairs and gives halves (rope_interleave)"
         what = probe.rope(probe.global_of(type(attention).forward, ROPE))
         if isinstance(what, str):
             return what
@@ -445,7 +448,8 @@ def _name_of(what) -> str:
         return "liger_layer_norm"
     if isinstance(what, probe.GLU):
         return "liger_swiglu" if what.act == "silu" else f"liger_geglu ({what.act})"
-    return "liger_rotary_pos_emb" + (f" (interleaved={what.interleaved})" if what.interleaved else "")
+    layout = f"interleaved={what.interleaved}" if what.interleaved in (True, "repeated") else "half as wide tables"
+    return "liger_rotary_pos_emb" + (f" ({layout})" if what.interleaved else "")
 
 
 # ---- the loss ----

@@ -58,7 +58,10 @@ class GLU:
 
 @dataclass(frozen=True)
 class Rope:
-    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`."""
+    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`.
+
+    Or "half": as False, with tables that are half as wide, one column a pair.
+    """
 
     interleaved: bool | str
 
@@ -318,9 +321,11 @@ def rope(function: Callable) -> Rope | str:
         return f"its arguments are ({', '.join(map(str, parameters))})"
     with _calmly():
         try:
-            for interleaved in (False, True, "repeated"):
+            for interleaved in (False, True, "repeated") if _turns(function, SIZE) else ("half",):
                 cases = [(SIZE, 1), (SIZE, 2)]
                 if all(_same_turn(function, interleaved, *case) for case in cases):
+                    if interleaved == "half":
+                        return Rope(interleaved)
                     if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
                         return "it turns a part of each head in a way that is not known"
                     return Rope(interleaved)
@@ -330,8 +335,9 @@ def rope(function: Callable) -> Rope | str:
 
 
 def _angles(interleaved, width):
-    half = _random(2, 5, width // 2, seed=3) * 2
-    whole = half.repeat_interleave(2, -1) if interleaved == "repeated" else torch.cat((half, half), -1)
+    whole = half = _random(2, 5, width // 2, seed=3) * 2
+    if interleaved != "half":
+        whole = half.repeat_interleave(2, -1) if interleaved == "repeated" else torch.cat((half, half), -1)
     return whole.cos() * 1.25, whole.sin() * 1.25
 
 
@@ -361,11 +367,12 @@ def _same_turn(function, interleaved, width, heads_dim) -> bool:
 
 def _turned(x, cos, sin, interleaved, heads_dim):
     """x·cos + rotate(x)·sin over the first entries of each head, rounded after each step as in x's dtype."""
-    width = cos.shape[-1]
+    width = cos.shape[-1] * (2 if interleaved == "half" else 1)
     columns = torch.arange(width // 2).repeat_interleave(2) if interleaved is True else torch.arange(width)
+    columns = columns % cos.shape[-1]
     cos, sin = (t[..., columns].unsqueeze(heads_dim) for t in (cos, sin))
     x, rest = x[..., :width], x[..., width:]
-    if interleaved:
+    if interleaved in (True, "repeated"):
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
         rotated = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
@@ -388,6 +395,10 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
                 extra = () if layer_type is None else (layer_type,)
                 it = shell(module, {}, {}, dict(frequencies))
                 for table in _call(it, torch.zeros(1, 5, SIZE), positions, *extra):
+                    if interleaved == "half":
+                        if table.shape[-1] != SIZE // 2:
+                            return "cos and sin are as wide as a head"
+                        continue
                     half = table.shape[-1] // 2
                     pairs = (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.split(half, -1)
                     if table.shape[-1] % 2 or not torch.equal(*pairs):
