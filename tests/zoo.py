@@ -159,15 +159,15 @@ NOT = {
 FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT))
 
 
-def sized(cls, own=None):
+def sized(cls, own=None, sizes=GENERIC):
     """Arguments of a configuration class: the small sizes under its own names, below what is given."""
     own = dict(own or {})
     for name, sub in cls.sub_configs.items():
         given = own.get(name, {})
         if given is not None:
             sub = CONFIG_MAPPING[given["model_type"]] if "model_type" in given else sub
-            own[name] = sized(sub, given) if dataclasses.is_dataclass(sub) else given
-    return {field.name: GENERIC[field.name] for field in dataclasses.fields(cls) if field.name in GENERIC} | own
+            own[name] = sized(sub, given, sizes) if dataclasses.is_dataclass(sub) else given
+    return {field.name: sizes[field.name] for field in dataclasses.fields(cls) if field.name in sizes} | own
 
 
 def config(name):
@@ -182,9 +182,13 @@ def model_class(name):
 
 
 def build(name, dtype=torch.float32):
+    return drawn(model_class(name), config(name), dtype)
+
+
+def drawn(cls, config, dtype=torch.float32):
     """In training mode; no weight is at a value, one or zero, at which a mistake would not show."""
     torch.manual_seed(0)
-    model = model_class(name)(config(name))
+    model = cls(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -226,19 +230,19 @@ class Trial:
     reverted: bool  # every module is of its old class again
 
 
-def step(model):
+def step(model, given):
     """The loss and every gradient of one training step."""
     model.zero_grad()
     torch.manual_seed(0)
-    loss = model(**batch(model))["loss"]
+    loss = model(**given)["loss"]
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def loss_of(model):
+def loss_of(model, given):
     torch.manual_seed(0)
     with torch.no_grad():
-        return model(**batch(model))["loss"].item()
+        return model(**given)["loss"].item()
 
 
 def differences(mine, theirs):
@@ -256,10 +260,10 @@ def differences(mine, theirs):
 
 
 @functools.cache
-def trial(name):
+def trial(name, build=build, batch=batch):
     """One model: steps in fp32 without and with the patch, a loss in bf16 with and without it."""
     model, differs, shapes = build(name), [], []
-    want = step(model)
+    want = step(model, batch(model))
     classes = [type(module) for module in model.modules()]
     report = liger.apply_liger_kernel(model)
     head = model.get_output_embeddings()
@@ -267,8 +271,8 @@ def trial(name):
     try:
         for which in "first", "second":  # the first also proves what is between head and loss
             shapes.clear()
-            differs += [f"{which} step: {what}" for what in differences(step(model), want)]
-        low = loss_of(cast(model, torch.bfloat16))
+            differs += [f"{which} step: {what}" for what in differences(step(model, batch(model)), want)]
+        low = loss_of(cast(model, torch.bfloat16), batch(model))
     except Exception as error:
         differs.append(f"{type(error).__name__}: {error}")
         low = None
@@ -277,7 +281,7 @@ def trial(name):
     fallback = model.__dict__.get("_liger_unfusable")
     liger.revert(model)
     reverted = [type(module) for module in model.modules()] == classes
-    want_low = loss_of(cast(model, torch.bfloat16))
+    want_low = loss_of(cast(model, torch.bfloat16), batch(model))
     # eager's own error in bf16, and one rounding of the loss
     if low is not None and not abs(low - want_low) <= abs(want_low - want[0]) + 2**-8 * abs(want[0]):
         differs.append(f"bf16: loss {low} for {want_low}, {want[0]} in fp32")
@@ -308,7 +312,7 @@ def row(name, tried):
     return cells, [*tried.differs, *([tried.fallback] if tried.fallback else []), *notes]
 
 
-def main(names):
+def main(names, trial=trial):
     trials = [trial(name) for name in names]
     rows = [(["family", "step", "loss", *COLUMNS], []), *map(row, names, trials)]
     widths = [max(len(cells[i]) for cells, _ in rows) for i in range(3 + len(COLUMNS))]
