@@ -162,7 +162,20 @@ class Tuple(Layer):
 class Owner(Layer):
     def __init__(self, config):
         super().__init__(config)
-        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size))
+
+
+class Scaled(Layer):
+    """As Gemma 4's: a number of its own, in place at the end."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("number", torch.full((1,), 0.3))
+
+    def forward(self, hidden_states, scale=1.0):
+        hidden_states = super().forward(hidden_states)
+        hidden_states *= self.number
+        return hidden_states
 
 
 class Holder(torch.nn.Module):
@@ -178,7 +191,7 @@ class Config:
     hidden_size = 8
 
 
-@pytest.mark.parametrize("cls", [Layer, Tuple])
+@pytest.mark.parametrize("cls", [Layer, Tuple, Scaled])
 def test_a_layer_that_adds_and_normalises(cls):
     torch.manual_seed(0)
     theirs = Holder(cls(Config()))

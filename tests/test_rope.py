@@ -275,3 +275,18 @@ def test_results_may_be_written_to(heads_dim):
     angles = torch.randn(2, 3, 8, device=DEVICE)
     for y in liger_rotary_pos_emb(q, q, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim):
         y.mul_(2).sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_queries_alone(heads_dim):
+    """Beside keys of no head, as for families that turn one tensor at a time."""
+    q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
+    k, dy = torch.randn(2, 3, 3, 8, device=DEVICE), torch.randn(2, 3, 3, 8, device=DEVICE)
+    angles = torch.randn(2, 3, 8, device=DEVICE)
+    results = []
+    for keys in (k, k.narrow(heads_dim, 0, 0)):
+        y, none = liger_rotary_pos_emb(q, keys, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim)
+        assert none.shape == keys.shape
+        results.append((y, *torch.autograd.grad(y, q, dy)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

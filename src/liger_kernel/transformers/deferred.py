@@ -180,7 +180,11 @@ def rope(q, k, cos, sin, unsqueeze_dim, interleaved):
         return functional.liger_norm_rope(
             q_x, k_x, q_weight, k_weight, cos, sin, *how, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
         )
-    q, k = tensor_of(q), tensor_of(k)
-    if interleaved == "half":
-        return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=q.shape[-1])
-    return functional.liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
+    layout = dict(rotary_dim=q.shape[-1]) if interleaved == "half" else dict(interleaved=interleaved)
+    return functional.liger_rope(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim, **layout)
+
+
+def rope_of_one(x, cos, sin, unsqueeze_dim, interleaved):
+    """`rope` of queries or keys alone: beside those of no head."""
+    x = tensor_of(x)
+    return rope(x, x.detach().narrow(unsqueeze_dim, 0, 0), cos, sin, unsqueeze_dim, interleaved)[0]

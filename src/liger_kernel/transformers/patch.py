@@ -172,7 +172,12 @@ def _rope_members(cls, what):
             return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
-    rebound = probe.rebind(cls.forward, ROPE, apply_rotary_pos_emb)
+    def of_one(x, cos, sin, unsqueeze_dim=1):
+        if not plain(x, cos, sin):
+            return family(tensor_of(x), cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return deferred.rope_of_one(x, cos, sin, unsqueeze_dim, what.interleaved)
+
+    rebound = probe.rebind(cls.forward, ROPE, of_one if what.one else apply_rotary_pos_emb)
     name = list(inspect.signature(cls.forward).parameters)[1]
 
     def forward(self, *args, **kwargs):
@@ -321,7 +326,7 @@ class _Patcher:
             self.report.replaced[f"{name}'s residual stream", f"liger_fused_add_rms_norm ({what.norms} a layer)"] += 1
 
     def head_norms(self, attention):
-        for names in HEAD_NORMS:
+        for names in () if _known_as(attention).one else HEAD_NORMS:
             norms = [attention._modules.get(name) for name in names]
             first = all(probe.reads_before(type(attention)._liger[0].forward, name, ROPE) for name in names)
             if first and all(_is_of_heads(norm, attention) for norm in norms):

@@ -60,10 +60,12 @@ class GLU:
 class Rope:
     """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`.
 
-    Or "half": as False, with tables that are half as wide, one column a pair.
+    Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given one tensor, as
+    (x, cos, sin, unsqueeze_dim=1).
     """
 
     interleaved: bool | str
+    one: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,8 @@ def glu(module: torch.nn.Module) -> GLU | str:
 def block(module: torch.nn.Module) -> Block | str:
     """Its children stand for themselves where they hold nothing, its norms with weights of ours; the others are stubs,
     which give a tensor, or one and None, as the layer takes it."""
-    if _held(module._parameters) or _held(module._buffers):
+    own = {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
+    if any(t.numel() != 1 for t in own.values()):
         return "it holds parameters beside its children's"
     first, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = {p.name: None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
@@ -251,7 +254,8 @@ def block(module: torch.nn.Module) -> Block | str:
             weight = {"weight": _random(SIZE, seed=i + 1).to(dtype)} if _proved(children[name]).weight else {}
             children[name] = _Reader(shell(children[name], weight), streams)
         children |= {name: _Stub(n, i, dtype) for i, (name, n) in enumerate(zip(stubs, outputs, strict=True))}
-        it = shell(module, {}, children, gradient_checkpointing=False, **mode)
+        scalars = {name: torch.full(t.shape, 0.7, dtype=dtype, device="cpu") for name, t in own.items()}
+        it = shell(module, {}, children, scalars, gradient_checkpointing=False, **mode)
         hidden = x.to(dtype)
         out = _call(it, hidden if streams is None else Stream(hidden), **needed)
         return [tensor_of(t) for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
@@ -317,18 +321,26 @@ def rope(function: Callable) -> Rope | str:
     parameters = list(inspect.signature(function).parameters.values())
     defaults = [p.default for p in parameters]
     names = [p.name for p in parameters]
-    if names != ["q", "k", "cos", "sin", "unsqueeze_dim"] or defaults != [inspect.Parameter.empty] * 4 + [1]:
+    one = names == ["x", "cos", "sin", "unsqueeze_dim"]
+    known = one or names == ["q", "k", "cos", "sin", "unsqueeze_dim"]
+    if not known or defaults != [inspect.Parameter.empty] * (len(names) - 1) + [1]:
         return f"its arguments are ({', '.join(map(str, parameters))})"
+    if one:
+        of_one = function
+
+        def function(q, k, *angles, **dim):
+            return of_one(q, *angles, **dim), of_one(k, *angles, **dim)
+
     with _calmly():
         try:
             for interleaved in (False, True, "repeated") if _turns(function, SIZE) else ("half",):
                 cases = [(SIZE, 1), (SIZE, 2)]
                 if all(_same_turn(function, interleaved, *case) for case in cases):
                     if interleaved == "half":
-                        return Rope(interleaved)
+                        return Rope(interleaved, one)
                     if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
                         return "it turns a part of each head in a way that is not known"
-                    return Rope(interleaved)
+                    return Rope(interleaved, one)
         except Exception as error:
             return f"it could not be tried: {_line(error)}"
     return "it turns queries and keys in a way that is not known"
