@@ -91,7 +91,8 @@ BY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_against_float64(case, shape, option, dtype, monkeypatch):
     draws = []
     count = 2 if math.prod(shape) > 1024 else 16 if dtype == torch.float32 else 4
-    for seed in range(1, 1 + count):  # not that of the incoming gradient: with dy = x gradients cancel
+    first = 1 if math.prod(shape) < 16 else 0  # of few entries 0 draws the incoming gradient's, and gradients cancel
+    for seed in range(first, first + count):
         tensors = given(case, shape, option, dtype, seed)
         before = {k: t.detach().clone() for k, t in tensors.items() if isinstance(t, torch.Tensor)}
         with monkeypatch.context() as patch:

@@ -191,7 +191,7 @@ def _finished(out, result, skip_logits):
 # ---- between head and loss ----
 
 
-SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier"
+SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"
 SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 
 
@@ -386,6 +386,8 @@ class _Request:
         logits, labels, ignore_index = given.get("logits"), given.get("labels"), self.options.get("ignore_index", -100)
         if given.get("ignore_index", ignore_index) != ignore_index:
             return f"its forward asks for ignore_index={given['ignore_index']}"
+        if given.get("shift_labels") is not None:
+            return "its forward gives shift_labels of its own"
         if labels is not self.labels and (self.row is None or not _equal(labels, self.labels)):
             return "its forward changes the labels"
         if self.row is None:  # nothing may be looked at: trust what is declared

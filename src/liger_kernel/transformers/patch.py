@@ -168,12 +168,13 @@ def _rope_members(cls, what):
     family = probe.global_of(cls.forward, ROPE)
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        if not plain(cos, sin) or not all(type(x) is Normed or plain(x) for x in (q, k)):
+        known = plain(cos, sin) and all(type(x) is Normed or plain(x) for x in (q, k))
+        if not known or unsqueeze_dim not in (1, 2):
             return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
     def of_one(x, cos, sin, unsqueeze_dim=1):
-        if not plain(x, cos, sin):
+        if not plain(x, cos, sin) or unsqueeze_dim not in (1, 2):
             return family(tensor_of(x), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope_of_one(x, cos, sin, unsqueeze_dim, what.interleaved)
 

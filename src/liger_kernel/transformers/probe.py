@@ -394,29 +394,37 @@ def _turned(x, cos, sin, interleaved, heads_dim):
 def angles(module: torch.nn.Module, interleaved) -> str | None:
     """Whether a rotary embedding's cos and sin have the layout that the turn was proved with: None, or why not."""
     frequencies = {name: _random(SIZE // 2).abs() for name in module._buffers if "inv_freq" in name}
-    positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
     parameters = inspect.signature(type(module).forward).parameters
     layer_types = [None]
     if "layer_type" in parameters:
         layer_types = sorted(set(getattr(getattr(module, "config", None), "layer_types", None) or [None]))
         own = [kind for kind in layer_types if any(f"{kind}_inv_freq" in name for name in module._buffers)]
         layer_types = own or layer_types
+    positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
+    axes = [torch.stack([positions * (axis + 1) for axis in range(n)]) for n in (2, 3, 4)]  # of images and videos
+
+    def tables(positions, layer_type):
+        it = shell(module, {}, {}, dict(frequencies))
+        return _call(it, torch.zeros(1, 5, SIZE), positions, *(() if layer_type is None else (layer_type,)))
+
+    def known(table):
+        if interleaved == "half":
+            return table.shape[-1] == SIZE // 2
+        pairs = (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.chunk(2, -1)
+        return table.shape[-1] % 2 == 0 and torch.equal(*pairs)
+
     with _calmly():
-        try:
-            for layer_type in layer_types:
-                extra = () if layer_type is None else (layer_type,)
-                it = shell(module, {}, {}, dict(frequencies))
-                for table in _call(it, torch.zeros(1, 5, SIZE), positions, *extra):
-                    if interleaved == "half":
-                        if table.shape[-1] != SIZE // 2:
-                            return "cos and sin are as wide as a head"
-                        continue
-                    half = table.shape[-1] // 2
-                    pairs = (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.split(half, -1)
-                    if table.shape[-1] % 2 or not torch.equal(*pairs):
-                        return "cos and sin are laid out in a way that is not known"
-        except Exception as error:
-            return f"its rotary embedding could not be tried: {_line(error)}"
+        for layer_type in layer_types:
+            tried, error = [], None
+            for given in (positions, *axes):
+                try:
+                    tried += tables(given, layer_type)
+                except Exception as e:
+                    error = error or e
+            if not tried:
+                return f"its rotary embedding could not be tried: {_line(error)}"
+            if not all(map(known, tried)):
+                return "cos and sin are laid out in a way that is not known"
     return None
 
 
