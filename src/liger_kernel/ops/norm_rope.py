@@ -482,5 +482,6 @@ CASES.append(
         ),
         bench=((1, 32768, 32, 8, 128), (4, 2048, 32, 8, 128)),
         traffic=_traffic,
+        fp32_roundings=2,  # one of each of the two operators
     )
 )
