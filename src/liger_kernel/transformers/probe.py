@@ -418,9 +418,11 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
             tried, error = [], None
             for given in (positions, *axes):
                 try:
-                    tried += tables(given, layer_type)
+                    found = tables(given, layer_type)
                 except Exception as e:
                     error = error or e
+                else:  # of more axes than it knows it makes something of another shape
+                    tried += [table for table in found if not tried or table.shape[-1] == tried[0].shape[-1]]
             if not tried:
                 return f"its rotary embedding could not be tried: {_line(error)}"
             if not all(map(known, tried)):
