@@ -18,23 +18,18 @@ if NEW:
 pytestmark = pytest.mark.usefixtures("reference_only")
 
 
-def over_the_zoo(known):
-    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in known.items()}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks.get(n, ())) for n in zoo.FAMILIES])
-
-
-@over_the_zoo({})
+@zoo.each(zoo.FAMILIES)
 def test_trains_as_before(name):
     assert not zoo.trial(name).differs
 
 
-@over_the_zoo(ON_LOGITS)
+@zoo.each(zoo.FAMILIES, ON_LOGITS)
 def test_loss_is_where_the_report_says(name):
     tried = zoo.trial(name)
     assert tried.in_head == tried.promised, tried.fallback
 
 
-@over_the_zoo({})
+@zoo.each(zoo.FAMILIES)
 def test_revert_gives_every_class_back(name):
     assert zoo.trial(name).reverted
 

@@ -20,29 +20,24 @@ ON_LOGITS = {
 pytestmark = pytest.mark.usefixtures("reference_only")
 
 
-def over_the_zoo(known):
-    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in known.items()}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks.get(n, ())) for n in zoo_vision.FAMILIES])
-
-
-@over_the_zoo({})
+@zoo.each(zoo_vision.FAMILIES)
 def test_trains_as_before(name):
     assert not zoo_vision.trial(name).differs
 
 
-@over_the_zoo(ON_LOGITS)
+@zoo.each(zoo_vision.FAMILIES, ON_LOGITS)
 def test_loss_is_where_the_report_says(name):
     tried = zoo_vision.trial(name)
     in_parts = any(by.endswith("rows at a time") for _, by in tried.report.replaced)  # a head that is no plain linear
     assert tried.in_head == (tried.promised or in_parts), tried.fallback
 
 
-@over_the_zoo({})
+@zoo.each(zoo_vision.FAMILIES)
 def test_revert_gives_every_class_back(name):
     assert zoo_vision.trial(name).reverted
 
 
-@over_the_zoo({})
+@zoo.each(zoo_vision.FAMILIES)
 def test_the_image_takes_part(name):
     model = zoo_vision.build(name)
     given = zoo_vision.batch(model)

@@ -312,6 +312,14 @@ def row(name, tried):
     return cells, [*tried.differs, *([tried.fallback] if tried.fallback else []), *notes]
 
 
+def each(families, known=None):
+    """A test for each family; what is ``known``, with its reason, has to fail."""
+    import pytest
+
+    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in (known or {}).items()}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in families])
+
+
 def main(names, trial=trial):
     trials = [trial(name) for name in names]
     rows = [(["family", "step", "loss", *COLUMNS], []), *map(row, names, trials)]

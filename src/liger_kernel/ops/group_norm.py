@@ -66,6 +66,14 @@ def _moments(x_ptr, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.cons
     return _merge(count, mean, square, N)
 
 
+@triton.jit
+def _block(block, across, K, S, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
+    """A group's block: its channels, where its elements are, and which of them there are."""
+    k = block // across * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+    s = block % across * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
+    return k, k.to(tl.int64) * S + s, (k < K) & (s < S)
+
+
 @kernel
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_x, G, K, S, eps,
@@ -128,11 +136,7 @@ def _fwd_wide(
     across = tl.cdiv(S, BLOCK_S)
     blocks = tl.cdiv(K, BLOCK_K) * across
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
-        back = blocks - 1 - block
-        k = back // across * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-        s = back % across * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
-        mask = (k < K) & (s < S)
-        i = k.to(tl.int64) * S + s
+        k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
         x = tl.load(x_group + i, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -251,11 +255,7 @@ def _bwd_wide(
     across = tl.cdiv(S, BLOCK_S)
     blocks = tl.cdiv(K, BLOCK_K) * across
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
-        back = blocks - 1 - block
-        k = back // across * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
-        s = back % across * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
-        mask = (k < K) & (s < S)
-        i = k.to(tl.int64) * S + s
+        k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
         w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
         m = tl.load(dy_group + i, mask=mask, other=0.0).to(tl.float32) * w
         xhat = (tl.load(x_group + i, mask=mask, other=0.0).to(tl.float32) - mean) * rstd

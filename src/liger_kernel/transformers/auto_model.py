@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from liger_kernel.transformers.families import EVERYTHING, apply_liger_kernel
 
-SWITCHES = {*EVERYTHING, "layer_norm", "relu_squared"}  # of any family; none is a keyword of a model
+SWITCHES = {*EVERYTHING, "relu_squared"}  # of any family; none is a keyword of a model
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

@@ -297,8 +297,8 @@ class _Patcher:
                 self.loss(flag, model, has_it, give_it)
         for flag in FLAGS:
             if flag in self.flags - self.done:
-                seen = "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag])) if self.obstacles[flag] else ""
-                self.report.warnings.append(f"{flag}: nothing here is proved equal{seen}")
+                left = "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag])) if self.obstacles[flag] else ""
+                self.report.warnings.append(f"{flag}: nothing here is proved equal{left}")
         return self.report
 
     def replace(self, flag, module):
