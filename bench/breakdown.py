@@ -74,8 +74,7 @@ class Event(NamedTuple):
 class Launches:
     """Within this context every launch of a Triton kernel is noted: ``noted`` has (its name on the GPU, its kind).
 
-    Every class with a ``run`` of its own is watched, `JITFunction` itself and what is derived from it, so it takes no
-    matter which package the kernel is from. The kind is that of the kernel's module or, where that serves several
+    `JITFunction.run` is watched, which launches the kernels of any package; ours come by there while there is a hook. The kind is that of the kernel's module or, where that serves several
     operators, of the first caller's that has one.
     """
 
@@ -84,29 +83,27 @@ class Launches:
 
     def __enter__(self):
         try:
+            from triton import knobs
             from triton.runtime.jit import JITFunction
         except ImportError:
-            self.watched = {}
+            self.leave = lambda: None
             return self
-        classes = [JITFunction]
-        for cls in classes:
-            classes += cls.__subclasses__()
-        self.watched = {cls: vars(cls)["run"] for cls in classes if "run" in vars(cls)}
-        for cls, run in self.watched.items():
-            cls.run = self.noting(run)
-        return self
+        run, hook = JITFunction.run, knobs.runtime.launch_enter_hook
 
-    def __exit__(self, *_):
-        for cls, run in self.watched.items():
-            cls.run = run
-
-    def noting(self, run):
-        def call(kernel, *args, grid, warmup, **options):
-            if not warmup and type(kernel).run is call:  # not from the run of a class that is derived from this one
+        def noting(kernel, *args, grid, warmup, **options):
+            if not warmup:
                 self.noted.append((kernel.fn.__name__, operator(kernel.fn.__module__, sys._getframe(1))))
             return run(kernel, *args, grid=grid, warmup=warmup, **options)
 
-        return call
+        def leave():
+            JITFunction.run, knobs.runtime.launch_enter_hook = run, hook
+
+        JITFunction.run, knobs.runtime.launch_enter_hook = noting, lambda metadata: None
+        self.leave = leave
+        return self
+
+    def __exit__(self, *_):
+        self.leave()
 
 
 def operator(module: str, frame) -> str | None:

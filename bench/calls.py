@@ -1,8 +1,8 @@
 """What is timed, by the name of a `Case` and with its inputs: the line that a user writes.
 
 ``LIGER`` runs in our process and in the published package's, whose public names are the same. ``PLAIN`` is PyTorch for
-it, where the case's reference computes more than that line asks for. A case that doesn't stand here is timed as its
-own ``fn`` and ``reference``, without a peer.
+it, where PyTorch has the operator or the case's reference computes more than that line asks for. A case that doesn't
+stand here is timed as its own ``fn`` and ``reference``, without a peer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,14 @@ def _norm_rope(q, k, q_weight, k_weight, cos, sin):
     return _rope(normed(q, q_weight), normed(k, k_weight), cos, sin)
 
 
+def _fused_add_rms_norm(x, r, w):
+    s = x + r
+    return F.rms_norm(s, w.shape, w, 1e-6), s
+
+
 PLAIN = {
+    "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
+    "fused_add_rms_norm": _fused_add_rms_norm,
     "rope": _rope,
     "norm_rope": _norm_rope,
     "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target),

@@ -60,18 +60,22 @@ def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
     return "cpu", 4, 32, 0
 
 
+def _of(tensor: torch.Tensor):
+    return _properties("cuda" if tensor.is_cuda else tensor.device.type, tensor.get_device())
+
+
 def arch(tensor: torch.Tensor) -> str:
     """As its maker names it: sm_90, gfx942, xpu; cpu in the interpreter."""
-    return _properties(tensor.device.type, tensor.get_device())[0]
+    return _of(tensor)[0]
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    return _properties(tensor.device.type, tensor.get_device())[1]
+    return _of(tensor)[1]
 
 
 def warps(wanted: int, tensor: torch.Tensor) -> int:
     """``wanted`` warps, or as many as a program may have there (1,024 threads: 16 warps of 64 on AMD's CDNA)."""
-    return max(1, min(wanted, _properties(tensor.device.type, tensor.get_device())[2]))
+    return min(wanted, _of(tensor)[2]) if AMD else wanted
 
 
 def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
@@ -80,7 +84,7 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
     Only NVIDIA's asynchronous copies run ahead through shared memory. Two stages were slower than one, three faster
     (H200, 2026-11-20, RMSNorm backward 8192x4096: 2.79, 2.70, 3.26 TB/s).
     """
-    return 3 if 3 * bytes_of_one + 2048 <= _properties(tensor.device.type, tensor.get_device())[3] else 1
+    return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
 
 
 def multiplies_into_fp32(tensor: torch.Tensor) -> bool:

@@ -12,12 +12,16 @@ from ._device import AMD
 from ._tile import TRITON, triton
 
 
-def _kind(a):
-    """What Triton specialises a kernel by, of one argument."""
-    kind = a.__class__
-    if kind is int:
-        return 1 if a == 1 else (a % 16 == 0, a.bit_length() > 31)
-    return kind if kind is float or a is None else (a.dtype, a.data_ptr() % 16 == 0)
+def _kinds(args):
+    """What Triton specialises a kernel by, of each argument."""
+    return [
+        (a if a < 2 else (a % 16 == 0, a > 2147483647))
+        if a.__class__ is int
+        else a.__class__
+        if a is None or a.__class__ is float
+        else (a.dtype, a.data_ptr() % 16)
+        for a in args
+    ]
 
 
 def _launcher():
@@ -26,32 +30,34 @@ def _launcher():
     knobs = getattr(triton, "knobs", None)
     if not TRITON or AMD or knobs is None or knobs.runtime.interpret:
         return triton.jit
-    driver = triton.runtime.driver
-
-    def watched():
-        hook = knobs.runtime.launch_enter_hook
-        return getattr(hook, "calls", hook)
+    driver, active = triton.runtime.driver, None
 
     class Kernel(triton.runtime.jit.JITFunction):
         def __init__(self, fn):
             super().__init__(fn)
             self.found = {}
 
-        def run(self, *args, grid, warmup, **constants):
-            active = driver.active
-            device = active.get_current_device()
-            key = (device, *map(_kind, args), *constants.items())
-            found = self.found.get(key)
-            if found is None or warmup or watched():
-                compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
-                if not warmup:
-                    rest = tuple(constants[name] for name in self.arg_names[len(args) :])
-                    self.found[key] = compiled.run, compiled.function, compiled.packed_metadata, rest, compiled
-                return compiled
-            launch, function, metadata, rest, _ = found
-            x, y, z = (*grid, 1, 1)[:3]
-            stream = active.get_current_stream(device)
-            launch(x, y, z, stream, function, metadata, None, None, None, *args, *rest)
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                nonlocal active
+                active = active or driver.active
+                device = active.get_current_device()
+                key = (device, *_kinds(args), *constants, *constants.values())
+                found = self.found.get(key)
+                hook = knobs.runtime.launch_enter_hook
+                if found is None or getattr(hook, "calls", hook):
+                    return self.find(key, grid, args, constants)
+                x, y, z = (*grid, 1, 1)[:3]
+                run, function, metadata, rest = found
+                run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *args, *rest)
+
+            return launch
+
+        def find(self, key, grid, args, constants):
+            compiled = self.run(*args, grid=grid, warmup=False, **constants)
+            rest = tuple(constants[name] for name in self.arg_names[len(args) :])
+            self.found[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            return compiled
 
     return Kernel
 

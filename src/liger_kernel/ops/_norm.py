@@ -193,42 +193,45 @@ WIDE = 16384  # columns; a wider row doesn't fit a program's registers and is wa
 
 
 @functools.cache
-def _launch(N):
+def _launch(N, centred):
     """(rows, columns, warps) of a forward program's block.
 
-    H200, 2026-11-20, bf16, TB/s of the bytes that must move, RMSNorm: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with
+    H200, bf16, TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with
     4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59 (8 rows, 2 warps; 16 rows
-    2.55).
+    2.55). LayerNorm, which waits for two sums, 2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row 3.03), 8192x4096 3.55
+    (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps; with 8 3.70).
     """
     columns = min(next_power_of_2(N), WIDE)
-    rows = max(1, 1024 // columns)
-    return rows, columns, min(max(rows * columns // 512, 1), 8)
+    rows = max(2 if centred and columns <= 4096 else 1, 1024 // columns)
+    return rows, columns, min(max(rows * columns // 512, 1), 4 if centred and columns <= 8192 else 8)
 
 
 @functools.cache
 def _launch_bwd(N, heavy):
     """(rows, columns, warps, programs on a multiprocessor) of a backward program; ``heavy``: fp32, centred.
 
-    H200, 2026-11-20, bf16, three loads in flight (`_device.stages`), RMSNorm: 8192x2048 2.65, 8192x4096 3.26,
-    16384x8192 3.99, 65536x128 1.95 TB/s; with one load in flight 2.33, 2.79, 3.04, 1.76.
+    H200, bf16, three loads in flight (`_device.stages`), RMSNorm, 2026-11-21: 8192x2048 2.76, 8192x4096 3.33, 65536x128
+    2.12 TB/s; with half the rows and twice the programs 2.60, 3.25, 1.93. With one load in flight, the day before, 2.33,
+    2.79, 1.76. LayerNorm 8192x4096 3.09 (3.00), 16384x4096 3.51 (3.47).
     """
     columns = min(next_power_of_2(N), WIDE)
-    rows = max(1, 4096 // columns)
-    return rows, columns, 8 if columns <= (2048 if heavy else 8192) else 16, 2 if columns <= 4096 else 1
+    rows = max(1, (4096 if heavy else 8192) // columns)
+    return rows, columns, 8 if columns <= (2048 if heavy else 8192) else 16, 1
+
+
+def _empty(t):
+    """Contiguous, and a microsecond faster where t is, too."""
+    return torch.empty_like(t) if t.is_contiguous() else t.new_empty(t.shape)
 
 
 def _outputs(x, r, w, b, eps, offset, cast, centred):
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     stats = x.new_empty(2 * rows if centred else rows, dtype=torch.float32)
-    return x.new_empty(x.shape), None if r is None else x.new_empty(x.shape), stats
+    return _empty(x), None if r is None else _empty(x), stats
 
 
 def _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db):
-    return (
-        s.new_empty(s.shape) if need_dx else None,
-        w.new_empty(w.shape) if need_dw else None,
-        b.new_empty(b.shape) if need_db else None,
-    )
+    return _empty(s) if need_dx else None, _empty(w) if need_dw else None, _empty(b) if need_db else None
 
 
 def rows(t):
@@ -252,7 +255,7 @@ def norm_fwd(
     y, s, stats = _outputs(x, r, w, b, eps, offset, cast, centred)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
-    block, columns, warps = _launch(N)
+    block, columns, warps = _launch(N, centred)
     if M:
         _fwd[(cdiv(M, block),)](
             x, r, w, b, s, y, stats, _stride(x), 0 if r is None else _stride(r), M, N, eps, offset,

@@ -77,7 +77,9 @@ class Function(torch.autograd.Function):
             return cls.reference(*args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        return super().apply(*args)
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # past what only those transforms need
 
 
 def _once(backward):

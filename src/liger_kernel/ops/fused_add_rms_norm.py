@@ -122,7 +122,7 @@ CASES.append(
         inputs=_inputs,
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(w=None)),
-        bench=((8192, 2048), (8192, 4096), (16384, 8192)),
+        bench=((8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192)),
         traffic=lambda t: tuple(4 * t["x"].numel() * t["x"].element_size() for _ in range(2)),
     )
 )

@@ -121,7 +121,7 @@ CASES.append(
         ),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
         options=(dict(), dict(w=None, b=None), dict(b=None)),
-        bench=((8192, 2048), (8192, 4096), (16384, 8192)),
+        bench=((8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
     )
 )  # fmt: skip

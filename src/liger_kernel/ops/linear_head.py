@@ -202,6 +202,21 @@ class _Memory:
                 _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
 
 
+def _logits(x, w, b, part, n):
+    """Fill x (V, T) with w @ partᵀ + b; only the first n tokens have the bias."""
+    if b is None:
+        torch.mm(w, part.t(), out=x)
+        return
+    H = w.shape[1]  # the bias is one more feature, which is 1: cuBLAS rounds a product before it adds a matrix to it
+    part = F.pad(part, (0, 8))
+    part[:n, H] = 1
+    wide = w.new_zeros(min(w.shape[0], max(2**23 // (H + 8), 64)), H + 8)
+    for i in range(0, w.shape[0], len(wide)):
+        some = w[i : i + len(wide)]
+        wide[: len(some), :H], wide[: len(some), H] = some, b[i : i + len(wide)]
+        torch.mm(wide[: len(some)], part.t(), out=x[i : i + len(wide)])
+
+
 def _run(h, w, b, dtype, plan, turn, needs, group=None):
     """Every pass: logits, ``turn(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
 
@@ -221,8 +236,7 @@ def _run(h, w, b, dtype, plan, turn, needs, group=None):
         if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
             part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
         x = memory.of(part.shape[0])
-        torch.mm(w, part.t(), out=x) if b is None else torch.addmm(b[:, None], w, part.t(), out=x)
-        x[:, n:].zero_()
+        _logits(x, w, b, part, n)
         turn(i, x[:, :n].t())
         if need_h and x.shape[1] == n:
             _add_product(dh[i], x.t(), w)

@@ -189,7 +189,7 @@ CASES.append(
         inputs=lambda *shape: dict(x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_()),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(casting="none"), dict(w=None)),
-        bench=((8192, 2048), (8192, 4096), (16384, 8192), (65536, 128)),
+        bench=((8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192), (65536, 128), (1048576, 128)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
     )
 )

@@ -361,7 +361,7 @@ CASES.append(
             dict(interleaved=True, partial=True),
             dict(interleaved="repeated"),
         ),
-        bench=((1, 32768, 32, 8, 128),),
+        bench=((1, 32768, 32, 8, 128), (4, 2048, 32, 8, 128)),
         traffic=_traffic,
     )
 )

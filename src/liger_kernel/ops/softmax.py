@@ -25,15 +25,16 @@ def softmax_reference(x):
 
 
 @kernel
-def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program: BLOCK_M rows, each one block, read once."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """A program takes every num_programs-th block of BLOCK_M rows, each one block, read once."""
     n = tl.arange(0, BLOCK_N)[None, :]
-    mask = (m < M) & (n < N)
-    x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
-    p = exp_for(x - tl.max(x, axis=1, keep_dims=True), x_ptr.dtype.element_ty == tl.float32)
-    y = p * (1.0 / tl.sum(p, axis=1, keep_dims=True))
-    tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        mask = (m < M) & (n < N)
+        x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
+        p = exp_for(x - tl.max(x, axis=1, keep_dims=True), x_ptr.dtype.element_ty == tl.float32)
+        y = p * (1.0 / tl.sum(p, axis=1, keep_dims=True))
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -74,7 +75,10 @@ def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N:
     mask = (m < M) & (n < N)
     y = tl.load(y_ptr + m * N + n, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
-    dx = y * (dy - tl.sum(y * dy, axis=1, keep_dims=True))
+    dot = tl.sum(y * dy, axis=1, keep_dims=True)
+    if BLOCK_M * BLOCK_N > 16384:  # the registers hold y alone; dy is in a cache
+        dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    dx = y * (dy - dot)
     tl.store(dx_ptr + m * N + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -97,14 +101,20 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_dy, N, BLOCK: tl.constexpr):
         tl.store(dx_ptr + row * N + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=at < N)
 
 
-WIDE = 16384  # columns; a wider row doesn't fit a program's registers and is walked in blocks
+WIDE = 65536  # bytes; a wider row doesn't fit a program's registers and is walked in blocks
 
 
 def _launch(N):
     """(rows, columns, warps) of a program, forward or backward, whose rows are one block: 16 to 32 columns a thread."""
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
-    return rows, columns, 16 if columns > 8192 else min(rows * columns // 512, 8)
+    return rows, columns, columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
+
+
+def _launch_stages(x, M, columns):
+    """(programs, rows in flight) of forward: where one row fills a multiprocessor, others are loaded meanwhile."""
+    ahead = _device.stages(columns * x.element_size(), x)
+    return (min(M, _device.multiprocessors(x)), ahead) if columns > 16384 and ahead > 1 else (M, 1)
 
 
 def _launch_wide(x):
@@ -128,10 +138,11 @@ def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
     """x (M, N) with unit stride in N -> y (M, N) in x's dtype."""
     y = _output(x)
     M, N = x.shape
-    if N <= WIDE:
+    if N * x.element_size() <= WIDE:
         rows, columns, warps = _launch(N)
-        _fwd[(cdiv(M, rows),)](
-            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=_device.warps(warps, x)
+        programs, ahead = _launch_stages(x, cdiv(M, rows), columns)
+        _fwd[(programs,)](
+            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, STAGES=ahead, num_warps=_device.warps(warps, x)
         )
     else:
         lanes, each, warps = _launch_wide(x)
@@ -147,7 +158,7 @@ def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """y (M, N) contiguous, dy (M, N) with unit stride in N -> dx (M, N)."""
     dx = _gradient(y, dy)
     M, N = y.shape
-    if N <= WIDE:
+    if N * y.element_size() <= WIDE:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
             y, dy, dx, dy.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=_device.warps(warps, y)
