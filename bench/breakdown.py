@@ -74,8 +74,8 @@ class Event(NamedTuple):
 class Launches:
     """Within this context every launch of a Triton kernel is noted: ``noted`` has (its name on the GPU, its kind).
 
-    `JITFunction.run` is watched, which launches the kernels of any package; ours come by there while there is a hook. The kind is that of the kernel's module or, where that serves several
-    operators, of the first caller's that has one.
+    `JITFunction.run` is watched, which launches the kernels of any package; ours come by there while there is a hook.
+    The kind is that of the kernel's module or, where that serves several operators, of the first caller's that has one.
     """
 
     def __init__(self):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import DEVICE
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
 
@@ -59,7 +60,8 @@ def test_calls_compute_the_case(case):
 def test_backward_may_overwrite():
     """A contestant's inputs are as nobody's but the graph's as a layer's output is in training."""
     case = next(c for c in CASES if c.name == "swiglu")
-    inputs = case.inputs(3, 64)
+    with torch.device(DEVICE):  # where the kernels are: PyTorch's code, which other tensors take, overwrites nothing
+        inputs = case.inputs(3, 64)
     before = {name: t.detach().clone() for name, t in inputs.items()}
     entrant = contest.Contestant(case.fn, inputs)
     given = [entrant.produced()]

@@ -39,11 +39,17 @@ def results(fn, tensors, dtype=None):
     return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
 
-def assert_as_exact_as_pytorch(shape, groups, roundings=2, **given):
-    """The worst of some draws, as a share of the largest value."""
-    worst = torch.zeros(4, 2, dtype=torch.float64)
+def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
+    """The worst of some draws, as a share of the largest value.
+
+    A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4 at 1e4 and 1. That
+    times the largest weight is what y may be off by beside PyTorch's own error; E[x²] - E[x]² is off by 100 and more.
+    """
+    worst, moved = torch.zeros(4, 2, dtype=torch.float64), 0.0
+    size = torch.tensor(abs(mean))
+    half = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
     for seed in range(3):
-        tensors = drawn(shape, seed=seed, **given)
+        tensors = drawn(shape, mean=mean, std=std, seed=seed)
 
         def plain(x, w, b):
             return F.group_norm(x, groups, w, b, 1e-6)
@@ -54,9 +60,11 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, **given):
             assert m.dtype == p.dtype and m.shape == p.shape
             error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (m, p)])
             worst[i] = torch.maximum(worst[i], error.cpu())
+        moved = max(moved, half / (std**2 + 1e-6) ** 0.5 * float(tensors[1].abs().max() / exact[0].abs().max()))
     allowed = roundings * torch.finfo(mine[0].dtype).eps
     for name, (m, p) in zip(("y", "dx", "dw", "db"), worst.tolist(), strict=True):
-        assert m <= p + allowed, f"{name}: error {m:.3g}, PyTorch's own {p:.3g}"
+        more = allowed + (moved if name == "y" else 0)
+        assert m <= p + more, f"{name}: error {m:.3g}, PyTorch's own {p:.3g}, and {more:.3g}"
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -84,7 +84,8 @@ def test_large_and_shifted_values(width):
     assert_same(x.round() + 2.0**20)  # exact there
     x[0] = 3e38
     x[1] = -3e38
-    assert torch.equal(liger_softmax(x), torch.full_like(x, 1 / width))
+    rounding = 0 if DEVICE == "cpu" else 1.2e-7  # a GPU's division is not always the nearest float
+    torch.testing.assert_close(liger_softmax(x), torch.full_like(x, 1 / width), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("shape", ((7,), (1,), (2, 3, 4, 5), (3, 0), (0, 3), (2, 0, 4)))
@@ -93,10 +94,16 @@ def test_any_shape(shape):
 
 
 def test_strides():
-    """A view of every second row is not copied; one along the columns gives the same."""
+    """A view of every second row is not copied; one along the columns gives the same.
+
+    On a GPU another layout has the sum in another order. In 20,000 simulated rows of up to 40 entries that moved y by
+    up to 4.3e-7 of itself.
+    """
+    torch.manual_seed(0)
+    bound = 0 if DEVICE == "cpu" else 5e-7
     wide = torch.randn(6, 40, device=DEVICE)
     for x in (wide[::2], wide[:, 3:20], wide[:, ::2], wide.t(), wide[:1].expand(4, 40), wide[:, :1].expand(6, 5)):
-        assert torch.equal(liger_softmax(x), liger_softmax(x.contiguous()))
+        torch.testing.assert_close(liger_softmax(x), liger_softmax(x.contiguous()), rtol=bound, atol=0)
 
 
 def test_result_that_was_written_to():

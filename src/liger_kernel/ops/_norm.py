@@ -211,8 +211,8 @@ def _launch_bwd(N, heavy):
     """(rows, columns, warps, programs on a multiprocessor) of a backward program; ``heavy``: fp32, centred.
 
     H200, bf16, three loads in flight (`_device.stages`), RMSNorm, 2026-11-21: 8192x2048 2.76, 8192x4096 3.33, 65536x128
-    2.12 TB/s; with half the rows and twice the programs 2.60, 3.25, 1.93. With one load in flight, the day before, 2.33,
-    2.79, 1.76. LayerNorm 8192x4096 3.09 (3.00), 16384x4096 3.51 (3.47).
+    2.12 TB/s; with half the rows and twice the programs 2.60, 3.25, 1.93; that with one load in flight, the day before,
+    2.33, 2.79, 1.76. LayerNorm 8192x4096 3.09 (3.00), 16384x4096 3.51 (3.47).
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(1, (4096 if heavy else 8192) // columns)
