@@ -75,7 +75,7 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 def warps(wanted: int, tensor: torch.Tensor) -> int:
     """``wanted`` warps, or as many as a program may have there (1,024 threads: 16 warps of 64 on AMD's CDNA)."""
-    return min(wanted, _of(tensor)[2]) if AMD else wanted
+    return max(1, min(wanted, _of(tensor)[2]))
 
 
 def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
