@@ -456,6 +456,16 @@ def test_models(answer):
     families = json.loads(out)
     assert code == 0 and families["llama"]["rope"] is True and families["llama"]["cross_entropy"] is False
     assert "geglu" in families["gemma"] and "swiglu" not in families["gemma"]
-    code, out, _ = answer("models")
+    code, out, _ = answer("models", "--switches")
     assert code == 0 and f"{len(families)} families" in out
     assert {line.split()[0] for line in out.splitlines()[1:-2]} == set(families)
+
+
+def test_models_shows_what_is_replaced(answer):
+    code, out, _ = answer("models", "mixtral", "gpt2")
+    mixtral, gpt2, left = out.splitlines()
+    assert code == 0 and mixtral.startswith("mixtral  ") and gpt2.startswith("gpt2  ")
+    assert all(kernel in mixtral for kernel in ("rms_norm (llama, offset 0)", "swiglu", "rotary_pos_emb", "no logits"))
+    assert left == "    GPT2MLP: it is not made of gate, up and down projections"
+    code, out, error = answer("models", "mixtrall")
+    assert code == 2 and not out and "mixtrall" in error

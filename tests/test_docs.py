@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+import zoo
+import zoo_vision
 
+from liger_kernel.cli import main
 from liger_kernel.ops import linear_head
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 EXAMPLES = [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
 HEAD = (Path(__file__).parent.parent / "docs" / "linear-head.md").read_text()
+MODELS = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
 PASSES = re.findall(r"^\| ([\d,]+) \| (\d+) \| (bf16|fp32) \| ([\d.]+)× \| ([\d.]+)× \| ([\d.]+)× \|$", HEAD, re.M)
 
 
@@ -46,3 +51,17 @@ def test_the_table_of_passes_is_what_plan_does():
         *chosen, peak, logits = taken(*shape, -1)
         assert [int(passes), dtype] == chosen
         assert [float(x) for x in multiples] == pytest.approx([peak, taken(*shape, 0)[2], logits], abs=0.03), tokens
+
+
+def test_the_page_of_models_has_every_family():
+    types = set(re.findall(r"^\| `([^`]+)` \|", MODELS, re.M))
+    assert {*zoo.FAMILIES, *zoo_vision.FAMILIES} <= types
+
+
+def test_the_page_of_models_is_what_the_command_prints(capsys):
+    if f"with transformers {transformers.__version__}." not in MODELS:
+        pytest.skip("the page is another version's")
+    types = "deepseek_v3", "gemma3", "gpt_oss", "granite4_vision", "llama", "mixtral", "qwen2_5_vl"
+    assert main(["models", "--markdown", *types]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > len(types) and set(printed) <= set(MODELS.splitlines())

@@ -19,11 +19,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import _device, glu
-from liger_kernel.transformers import causal_lm, families, functional, patch, probe
+from liger_kernel.transformers import causal_lm, families, functional, kinds, private, probe
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
 ONE_LAYER = dict(num_hidden_layers=1)
+EAGER_EXPERTS = dict(experts_implementation="eager")
 BY_HEAD = dict(cross_entropy=False, fused_linear_cross_entropy=True)  # granite's default is the other one
 
 
@@ -68,7 +69,7 @@ OPERATORS = (
 
 @contextlib.contextmanager
 def counted(monkeypatch):
-    """How often each operator runs: patched code looks them up when it calls them."""
+    """How often each operator runs: patched code looks them up when it calls them. (Experts call the two of `glu`.)"""
     calls = dict.fromkeys(OPERATORS, 0)
     gated_linear = glu.gated_linear
 
@@ -85,7 +86,7 @@ def counted(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(glu, "gated_linear", counting_glu)
-        for name in set(calls) - {"swiglu", "geglu"}:
+        for name in calls:
             patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
         yield calls
 
@@ -97,7 +98,7 @@ def expected(family, **switches):
     calls["fused_linear_cross_entropy"] = 1
     if family == "qwen3":  # two norms and RoPE of each layer are one kernel
         calls |= dict(rms_norm=1, rope=0, norm_rope=2)
-    return calls | {glu: 0 if family == "mixtral" else 2} | switches
+    return calls | {glu: 2} | switches
 
 
 def modeling(family):
@@ -244,7 +245,7 @@ def test_twice_is_once(family):
     second = apply(family, model)
     assert [type(m) for m in model.modules()] == types
     assert first.replaced and not second.replaced
-    assert second.warnings == [w for w in first.warnings if w.startswith("swiglu") and family == "mixtral"]
+    assert not first.warnings and not second.warnings
 
 
 @LEVEL
@@ -270,7 +271,7 @@ def test_each_switch_alone(switch, monkeypatch):
 
 
 def test_the_report():
-    report = apply("mixtral", tiny.model("mixtral"))
+    report = apply("mixtral", tiny.model("mixtral", **EAGER_EXPERTS))
     assert report.of("MixtralRMSNorm") == 5 and report.of("apply_rotary_pos_emb") == 2
     assert report.of("MixtralForCausalLM's loss") == 1
     assert {what for what, _ in report.left_alone} == {"MixtralExperts"}
@@ -283,14 +284,14 @@ def test_the_report():
 
 def test_the_report_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="liger_kernel"):
-        apply("mixtral", tiny.model("mixtral"))
+        apply("mixtral", tiny.model("mixtral", **EAGER_EXPERTS))
     levels = {record.levelname: record.getMessage() for record in caplog.records}
     assert "MixtralRMSNorm" in levels["INFO"] and "swiglu" in levels["WARNING"]
 
 
 def test_a_family_report_names_what_its_models_get():
     report = apply("qwen3")
-    assert report.of("Qwen3RMSNorm") == 9 and report.of("Qwen3MLP") == 2 and "from now on" in str(report)
+    assert report.of("Qwen3RMSNorm") == 129 and report.of("Qwen3MLP") == 32 and "from now on" in str(report)
 
 
 def test_a_family_patch_does_not_touch_the_random_numbers():
@@ -331,23 +332,67 @@ def test_a_class_is_not_taken_for_what_its_name_says():
     class Throughout(RoundedThroughoutNorm):
         pass
 
-    for mlp, norm in ((LlamaMLP, LlamaRMSNorm), (RoundedOnce, RoundedThroughoutNorm), (RoundedOnce, Throughout)):
+    class Detached(llama.LlamaRMSNorm):
+        def forward(self, x):
+            h = x.float()
+            h = h * torch.rsqrt(h.detach().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * h.to(x.dtype)
+
+    norms = LlamaRMSNorm, RoundedThroughoutNorm, Throughout, Detached
+    for mlp, norm in zip((LlamaMLP, RoundedOnce, RoundedOnce, RoundedOnce), norms, strict=True):
         model = tiny.model("llama")
         model.model.norm.__class__ = norm
         model.model.layers[0].mlp.__class__ = mlp
         want = step(model)
         report = apply("llama", model)
         assert report.of("LlamaMLP") == 1 and report.of("LlamaRMSNorm") == 4
-        assert {what for what, _ in report.left_alone} == {mlp.__name__, norm.__name__} - {"Throughout"}
+        assert {what for what, _ in report.left_alone} == {mlp.__name__, norm.__name__} - {"Throughout", "Detached"}
         assert_same_step(step(model), want)
+
+
+def test_a_gate_that_is_clamped_is_left_alone():
+    """However high the limit: what is large is tried, too."""
+
+    class LlamaMLP(modeling("llama").LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x).clamp(max=1e3)) * self.up_proj(x))
+
+    class Detached(modeling("llama").LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
+
+    for mlp, why in ((LlamaMLP, "it does not compute"), (Detached, "it has another gradient")):
+        model = tiny.model("llama")
+        model.model.layers[0].mlp.__class__ = mlp
+        report = apply("llama", model)
+        ((what, reason),) = report.left_alone
+        assert what == mlp.__name__ and reason.startswith(why) and report.of("LlamaMLP") == 1
+
+
+def test_stacked_experts(monkeypatch):
+    """In every implementation that calls the method; the others run as they are, also if they are chosen afterwards."""
+    theirs, mine = built("mixtral", "instance")
+    for implementation, each in (("grouped_mm", 2), ("batched_mm", 2), ("eager", 0)):
+        for model in (theirs, mine):
+            model.set_experts_implementation(implementation)
+        with counted(monkeypatch) as calls:
+            assert_same_step(step(mine), step(theirs))
+        assert calls["swiglu"] == each
+        report = liger.apply_liger_kernel(tiny.model("mixtral", experts_implementation=implementation))
+        assert report.of("MixtralExperts") == each
+    assert liger.apply_liger_kernel(tiny.model("mixtral"), swiglu=False).of("MixtralExperts") == 0
 
 
 def test_a_rope_that_is_not_known_is_left_alone(monkeypatch):
     llama = modeling("llama")
     turn = llama.apply_rotary_pos_emb
-    monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: turn(k, k, cos, sin))
-    report = apply("llama", tiny.model("llama"))
-    assert not report.of("apply_rotary_pos_emb") and any(w.startswith("rope") for w in report.warnings)
+    for other in (
+        lambda q, k, cos, sin, unsqueeze_dim=1: turn(k, k, cos, sin),
+        lambda q, k, cos, sin, unsqueeze_dim=1: turn(q, k.detach(), cos, sin, unsqueeze_dim),
+    ):
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", other)
+        report = apply("llama", tiny.model("llama"))
+        assert not report.of("apply_rotary_pos_emb") and any(w.startswith("rope") for w in report.warnings)
 
 
 def test_an_unusual_layout_of_the_angles_is_left_alone(monkeypatch):
@@ -1225,12 +1270,12 @@ def test_norms_of_other_families():
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-    assert probe.norm(Olmo2RMSNorm(8)) == probe.Norm(0.0, "gemma", "variance_epsilon", True)
+    assert probe.norm(Olmo2RMSNorm(8)) == kinds.Norm(0.0, "gemma", "variance_epsilon", True)
     assert probe.norm(GptOssRMSNorm(8)).casting == "gemma"
-    assert probe.norm(modeling("gemma").GemmaRMSNorm(8)) == probe.Norm(1.0, "gemma", "eps", True)
-    assert isinstance(probe.norm(T5LayerNorm(8)), (str, probe.Norm))
-    assert probe.norm(CohereLayerNorm(8)) == probe.LayerNorm("variance_epsilon", True, False)
-    assert probe.norm(torch.nn.LayerNorm(8)) == probe.LayerNorm("eps", True, True)
+    assert probe.norm(modeling("gemma").GemmaRMSNorm(8)) == kinds.Norm(1.0, "gemma", "eps", True)
+    assert isinstance(probe.norm(T5LayerNorm(8)), (str, kinds.Norm))
+    assert probe.norm(CohereLayerNorm(8)) == kinds.LayerNorm("variance_epsilon", True, False)
+    assert probe.norm(torch.nn.LayerNorm(8)) == kinds.LayerNorm("eps", True, True)
     for other in (MambaRMSNormGated(8, 8), torch.nn.BatchNorm1d(8), torch.nn.LayerNorm((2, 8))):
         assert isinstance(probe.norm(other), str), other
 
@@ -1249,10 +1294,10 @@ def test_ropes_of_other_families():
     from transformers.models.cohere import modeling_cohere as cohere
     from transformers.models.glm import modeling_glm as glm
 
-    assert probe.rope(modeling("llama").apply_rotary_pos_emb) == probe.Rope(False)
-    assert probe.rope(modeling("phi3").apply_rotary_pos_emb) == probe.Rope(False)
-    assert probe.rope(glm.apply_rotary_pos_emb) == probe.Rope(True)
-    assert probe.rope(cohere.apply_rotary_pos_emb) == probe.Rope("repeated")
+    assert probe.rope(modeling("llama").apply_rotary_pos_emb) == kinds.Rope(False)
+    assert probe.rope(modeling("phi3").apply_rotary_pos_emb) == kinds.Rope(False)
+    assert probe.rope(glm.apply_rotary_pos_emb) == kinds.Rope(True)
+    assert probe.rope(cohere.apply_rotary_pos_emb) == kinds.Rope("repeated")
     assert isinstance(probe.rope(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)), str)
     assert isinstance(probe.rope(lambda x, cos, sin: x), str)
 
@@ -1262,7 +1307,7 @@ def test_probing_leaves_no_trace():
     llama, model = modeling("llama"), tiny.model("llama").model
     state = torch.get_rng_state()
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        kinds = probe.norm(model.norm), probe.glu(model.layers[0].mlp), probe.rope(llama.apply_rotary_pos_emb)
+        kinds = probe.norm(model.norm), probe.gated(model.layers[0].mlp), probe.rope(llama.apply_rotary_pos_emb)
     assert not any(isinstance(kind, str) for kind in kinds), kinds
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -1293,7 +1338,7 @@ def test_a_decorated_attention():
 def test_private_classes_are_shared():
     a, b = tiny.model("llama"), tiny.model("llama")
     apply("llama", a)
-    made = patch.private.cache_info().currsize
+    made = private.subclass.cache_info().currsize
     apply("llama", b)
     assert [type(m) for m in a.modules()] == [type(m) for m in b.modules()]
-    assert patch.private.cache_info().currsize == made
+    assert private.subclass.cache_info().currsize == made

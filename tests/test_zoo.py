@@ -70,3 +70,15 @@ def test_the_report_names_what_runs():
     assert ("DeepseekV3Attention", "it takes pairs and gives halves (rope_interleave)") in deepseek.left_alone
     hunyuan = liger.apply_liger_kernel(zoo.build("hunyuan_v1_dense"))
     assert hunyuan.of("apply_rotary_pos_emb") and "liger_norm_rope" not in {by for _, by in hunyuan.replaced}
+
+
+def test_stacked_experts():
+    for name in ("deepseek_v3", "gemma4_text", "mixtral", "qwen3_moe", "qwen3_next"):
+        replaced = zoo.trial(name).report.replaced
+        (by,) = {by for what, by in replaced if what.endswith("Experts")}
+        assert by == ("liger_geglu (tanh)" if "gemma" in name else "liger_swiglu") + " of stacked experts"
+    clamped = "it does not compute act(gate)·up with SiLU or GELU"
+    reasons = dict.fromkeys(("deepseek_v4", "gpt_oss", "hy_v4"), clamped)
+    reasons |= dict(llama4_text="its experts' weights are stacked, and its forward computes act(gate)·up itself")
+    for name, why in (reasons | dict(nemotron_h="its experts have no gate")).items():
+        assert why in {why for what, why in zoo.trial(name).report.left_alone if what.endswith("Experts")}, name

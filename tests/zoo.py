@@ -3,7 +3,6 @@
 ``python tests/zoo.py [family ...]`` prints what the patch does to each.
 """
 
-import collections
 import copy
 import dataclasses
 import functools
@@ -16,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import patch
+from liger_kernel.transformers import report
 
 # What families call their sizes.
 SIZES = (
@@ -222,7 +221,7 @@ def batch(model, rows=2, tokens=13):
 
 @dataclasses.dataclass
 class Trial:
-    report: patch.Report
+    report: report.Report
     differs: list[str]  # where the patched model does otherwise than the unpatched one
     promised: bool  # the report says that there are no logits
     in_head: bool  # there were none
@@ -291,24 +290,14 @@ def trial(name, build=build, batch=batch):
 
 # ---- the table ----
 
-COLUMNS = {
-    "norms": ("liger_rms_norm", "liger_layer_norm"),
-    "MLPs": ("liger_swiglu", "liger_geglu"),
-    "RoPE": ("liger_rotary_pos_emb", "liger_norm_rope"),
-    "residual": ("liger_fused_add_rms_norm",),
-}
+COLUMNS = [column for column in report.COLUMNS if column != "loss"]
 
 
 def row(name, tried):
-    report = tried.report
+    found = tried.report.columns()
     cells = [name, "equal" if not tried.differs else "DIFFERS", "in head" if tried.in_head else "on logits"]
-    for starts in COLUMNS.values():
-        found = collections.Counter()
-        for (_, by), n in report.replaced.items():
-            if by.startswith(starts):
-                found[by.removeprefix("liger_")] += n
-        cells.append(", ".join(f"{n} {by}" for by, n in found.items()))
-    notes = [f"{n} {what}: {why}" for (what, why), n in report.left_alone.items()]
+    cells += [", ".join(f"{n} {by}" for by, n in found[column].items()) for column in COLUMNS]
+    notes = [f"{n} {what}: {why}" for (what, why), n in tried.report.left_alone.items()]
     return cells, [*tried.differs, *([tried.fallback] if tried.fallback else []), *notes]
 
 

@@ -1,4 +1,4 @@
-"""List the model families that can be patched, and the kernels of each."""
+"""Show what is replaced in the models of each family, and what is left alone and why."""
 
 from __future__ import annotations
 
@@ -6,37 +6,121 @@ import argparse
 import importlib.util
 import inspect
 import json
+import warnings
 
-from liger_kernel.cli._child import BadInput
+from liger_kernel.cli._child import BadInput, one_line
+
+PAGE = """# What is replaced in each family
+
+`liger-kernel models --markdown` made this page, with transformers {version}. For every type of causal and image-text
+models it has built the default model, without weights, and patched it. A cell names what was installed, and thereby
+what was proved of the modules in whose place it stands: nothing is known by a name, nothing is installed unproved.
+
+| column | proved before it is installed |
+| --- | --- |
+| loss | the family's forward calls its loss function, Hugging Face's causal one; and on the first training step, that \
+the logits get there as the configuration says. If not, there are logits again, and a warning |
+| norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
+| MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16 |
+| RoPE | the turn and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
+| residual stream | whole layers, in fp32 and in bf16: bit for bit the same |
+
+`norm_rope` are the norms of queries and keys, in one kernel with RoPE. `tests/test_zoo.py` and
+`tests/test_zoo_vision.py` train a tiny model of each family with the patch and without it, and compare.
+
+{header}
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON: family -> kernel -> whether it is on by default")
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, as in a config.json; without: every one")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="as a page with a table")
+    form.add_argument("--switches", action="store_true", help="instead, the switches of apply_liger_kernel_to_<family>")
+    form.add_argument(
+        "--json", action="store_true", help="those as JSON: family -> kernel -> whether it is on by default"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    switches = families()
-    if args.json:
-        print(json.dumps(switches, indent=2))
-        return 0
-    columns = list(dict.fromkeys(kernel for kernels in switches.values() for kernel in kernels))
-    width = max(map(len, switches)) + 2
-    print(" " * width + "  ".join(columns))
-    for family, kernels in switches.items():
-        cells = ({None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns)
-        print((family.ljust(width) + "  ".join(cells)).rstrip())
-    print(
-        f"\n{len(switches)} families. A kernel is on or off by default; nothing stands where a family has no such part."
-    )
-    return 0
-
-
-def families() -> dict[str, dict[str, bool]]:
-    """Each model type's kernels: switch -> whether it is on by default."""
     if importlib.util.find_spec("transformers") is None:
         raise BadInput(
             "models lists families of transformers, which is missing: pip install 'liger-kernel[transformers]'"
         )
+    if args.json:
+        print(json.dumps(switches(), indent=2))
+    elif args.switches:
+        print(switch_table(switches()))
+    else:
+        print_coverage(args.types, args.markdown)
+    return 0
+
+
+# ---- what is replaced ----
+
+
+def print_coverage(types: list[str], as_markdown: bool) -> None:
+    """Of each type as soon as it is known: of all of them it takes a minute."""
+    import transformers
+
+    from liger_kernel.transformers.class_level import model_types
+    from liger_kernel.transformers.report import COLUMNS
+
+    unknown = sorted(set(types) - set(model_types()))
+    if unknown:
+        raise BadInput(f"{', '.join(unknown)}: transformers has no causal or image-text models of this type")
+    transformers.logging.set_verbosity_error()  # default configurations are unusual
+    warnings.simplefilter("ignore")
+    if as_markdown:
+        columns = "type", *COLUMNS, "left alone, and why"
+        header = markdown(columns) + "\n" + markdown(["---"] * len(columns))
+        print(PAGE.format(version=transformers.__version__, header=header), end="")
+    for name in types or model_types():
+        kernels, left = coverage(name)
+        if as_markdown:
+            print(markdown([f"`{name}`", *kernels, "; ".join(left)]), flush=True)
+        else:
+            print(f"{name:<24}  {'; '.join(filter(None, kernels))}".rstrip(), *left, sep="\n    ", flush=True)
+
+
+def coverage(model_type: str) -> tuple[list[str], list[str]]:
+    """(The kernels in the type's default model, a text for each column; what is left alone, a text for each reason.)"""
+    from liger_kernel.transformers.class_level import default_model
+    from liger_kernel.transformers.families import EVERYTHING
+    from liger_kernel.transformers.patch import patch
+    from liger_kernel.transformers.report import COLUMNS
+
+    try:
+        model = default_model(model_type)
+    except Exception as problem:  # whatever a default configuration makes a model raise
+        return [""] * len(COLUMNS), [f"a default model cannot be built: {one_line(problem)}"]
+    report, reasons = patch(model, EVERYTHING), {}
+    for what, why in report.left_alone:
+        reasons.setdefault(why, []).append(what)
+    kernels = [", ".join(found) for found in report.columns().values()]
+    return kernels, [f"{', '.join(whats)}: {why}" for why, whats in reasons.items()]
+
+
+def markdown(cells) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |".replace("  ", " ")
+
+
+# ---- the switches of the families' functions ----
+
+
+def switch_table(families: dict[str, dict[str, bool]]) -> str:
+    columns = list(dict.fromkeys(kernel for kernels in families.values() for kernel in kernels))
+    width = max(map(len, families)) + 2
+    lines = [" " * width + "  ".join(columns)]
+    for family, kernels in families.items():
+        cells = ({None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns)
+        lines.append((family.ljust(width) + "  ".join(cells)).rstrip())
+    legend = "A kernel is on or off by default; nothing stands where a family has no such part."
+    return "\n".join([*lines, "", f"{len(families)} families. {legend}"])
+
+
+def switches() -> dict[str, dict[str, bool]]:
+    """Each model type's kernels: switch -> whether it is on by default."""
     from liger_kernel.transformers import families as table
 
     return {

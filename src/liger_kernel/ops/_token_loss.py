@@ -345,8 +345,8 @@ def _plain(x, *options):
 def _rounding(x, SCALED, SOFTCAP, **_):
     """A launch's option: fp32 logits that are scaled are rounded before a maximum is subtracted, in every kernel.
 
-    A fused multiply-add in one of them and not in another costs a confident row's gradient 2e-6 (H200). A softcap's tanh
-    is more exact with them.
+    A fused multiply-add in one of them and not in another costs a confident row's gradient 2e-6 (H200). A softcap's
+    tanh is more exact with them.
     """
     return dict(enable_fp_fusion=False) if x.dtype == torch.float32 and SCALED and not SOFTCAP else {}
 

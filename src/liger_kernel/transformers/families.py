@@ -7,7 +7,9 @@ import logging
 
 import torch
 
-from liger_kernel.transformers import patch
+from liger_kernel.transformers.class_level import patch_family, revert_family
+from liger_kernel.transformers.patch import patch, revert_model
+from liger_kernel.transformers.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def _decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, boo
     return decided
 
 
-def _logged(report: patch.Report) -> patch.Report:
+def _logged(report: Report) -> Report:
     if report.replaced:
         logger.info("%s", report)
         for warning in report.warnings:
@@ -139,7 +141,7 @@ def _make(model_type: str):
         model = given.pop("model", None)
         given.pop("kwargs", None)
         decided = _decided(name, switches, given)
-        return _logged(patch.patch_family(model_type, decided) if model is None else patch.patch(model, decided))
+        return _logged(patch_family(model_type, decided) if model is None else patch(model, decided))
 
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = DOC.format(name=model_type, switches=", ".join(k for k in switches if k not in LOSSES))
@@ -154,30 +156,25 @@ NAMED |= {f"apply_liger_kernel_to_{text}": MODEL_TYPE_TO_APPLY_LIGER_FN[text] fo
 globals().update(NAMED)
 
 
-def _taken(fn, kwargs):
-    return {k: v for k, v in kwargs.items() if k in inspect.signature(fn).parameters}
+def _by_type(model_type, switches, **model):
+    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if fn is None:
+        logger.info("no kernels are applied: %r is not one of %s", model_type, ", ".join(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        return None
+    return fn(**{k: v for k, v in switches.items() if k in inspect.signature(fn).parameters}, **model)
 
 
 def _apply_liger_kernel(model_type: str, **kwargs):
     """The family's function by its model type, for models built from now on. Keywords it doesn't take are dropped."""
-    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if fn is None:
-        logger.info("no kernels are applied: %r is not one of %s", model_type, ", ".join(MODEL_TYPE_TO_APPLY_LIGER_FN))
-        return None
-    return fn(**_taken(fn, kwargs))
+    return _by_type(model_type, kwargs)
 
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
     """The family's function by the model's type, for this model. Keywords it doesn't take are dropped."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if fn is None:
-        logger.info("no kernels are applied: %r is not one of %s", model_type, ", ".join(MODEL_TYPE_TO_APPLY_LIGER_FN))
-        return None
-    return fn(**{**_taken(fn, kwargs), "model": model})
+    return _by_type(getattr(getattr(model, "config", None), "model_type", None), kwargs, model=model)
 
 
-def apply_liger_kernel(model: torch.nn.Module, **switches) -> patch.Report:
+def apply_liger_kernel(model: torch.nn.Module, **switches) -> Report:
     """Replace whatever is proved equal in a Hugging Face model, of any family, by faster kernels.
 
     Args:
@@ -199,7 +196,7 @@ def apply_liger_kernel(model: torch.nn.Module, **switches) -> patch.Report:
     unknown = sorted(set(switches) - set(EVERYTHING))
     if unknown:
         raise TypeError(f"apply_liger_kernel: unknown switch {', '.join(unknown)}, there are {', '.join(EVERYTHING)}")
-    report = patch.patch(model, _decided("apply_liger_kernel", EVERYTHING, switches))
+    report = patch(model, _decided("apply_liger_kernel", EVERYTHING, switches))
     asked = tuple(f"{name}:" for name, value in switches.items() if value)
     report.warnings = [w for w in report.warnings if w.startswith(asked)]  # by default whatever is there
     return _logged(report)
@@ -210,8 +207,8 @@ def revert(target) -> None:
     if isinstance(target, str):
         if target not in FAMILIES:
             raise ValueError(f"revert: {target!r} is not one of {', '.join(FAMILIES)}")
-        patch.revert_family(target)
+        revert_family(target)
     elif isinstance(target, torch.nn.Module):
-        patch.revert_model(target)
+        revert_model(target)
     else:
         raise TypeError(f"revert: give a model or a family's name, not {target!r}")

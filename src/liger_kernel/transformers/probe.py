@@ -2,19 +2,19 @@
 
 A module is run as a *shell*: an object of its class with its attributes, its configuration and its activation, but with
 tiny random weights of ours, so that no weight is looked at (it may be on "meta", or a shard). What comes out is
-compared with our formula, in fp32 for the formula itself and in bf16 for where it rounds. Whatever is not proved equal
-is a `str`, the reason why the module is left alone.
+compared with our formula, in fp32 for the formula itself and its gradient, in bf16 for where it rounds. Whatever is not
+proved equal is a `str`, the reason why the module is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import inspect
 import itertools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,65 +22,11 @@ import torch.nn.functional as F
 from liger_kernel.ops.layer_norm import layer_norm_reference
 from liger_kernel.ops.rms_norm import rms_norm_reference
 from liger_kernel.transformers.deferred import Stream, tensor_of
+from liger_kernel.transformers.kinds import ACTIVATIONS, GLU, Block, Experts, Gated, LayerNorm, Norm, Rope
 
 SIZE, INNER = 16, 24
 EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # of norms that have theirs in their code
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), its eps or the attribute with it."""
-
-    offset: float
-    casting: str
-    eps: str | float
-    weight: bool
-
-
-@dataclass(frozen=True)
-class LayerNorm:
-    """LayerNorm: which attribute holds its eps, or what it is; which parameters it has."""
-
-    eps: str | float
-    weight: bool
-    bias: bool
-
-
-@dataclass(frozen=True)
-class GLU:
-    """``down(act(gate)·up)``; gate and up are one projection where ``gate`` and ``up`` name the same module."""
-
-    act: str  # of ACTIVATIONS
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True)
-class Rope:
-    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`.
-
-    Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given one tensor, as
-    (x, cos, sin, unsqueeze_dim=1).
-    """
-
-    interleaved: bool | str
-    one: bool = False
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer that goes on when it is given a `Stream` as its argument ``stream``, which its norms read."""
-
-    stream: str
-    norms: int
-
-
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": F.silu,
-    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-}
+GATE = "_apply_gate"  # of stacked experts: the method of that name
 PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
@@ -92,8 +38,9 @@ PROJECTIONS = (
 @contextlib.contextmanager
 def _calmly():
     """On the CPU and without autocast, whatever contexts the model is built in; the user's random numbers stay."""
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        yield
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            yield
 
 
 def _random(*shape, seed=0):
@@ -130,6 +77,7 @@ def _held(members: dict) -> set[str]:
     return {name for name, value in members.items() if value is not None}
 
 
+@_calmly()
 def norm(module: torch.nn.Module) -> Norm | LayerNorm | str:
     normalises = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
     if type(module).__module__.startswith("torch.nn.") and not normalises:
@@ -149,49 +97,59 @@ def norm(module: torch.nn.Module) -> Norm | LayerNorm | str:
     x[1::4] *= 1e-3
     x[3::4] += 0.5
 
-    def run(dtype, **attributes):
-        parameters = {name: given[name].to(dtype) if name in held else None for name in module._parameters}
+    def run(x, **attributes):
+        parameters = {name: given[name].to(x.dtype) if name in held else None for name in module._parameters}
         if "normalized_shape" in module.__dict__:
             attributes["normalized_shape"] = (SIZE,)
-        return _in_both_modes(lambda **mode: _call(shell(module, parameters, **attributes, **mode), x.to(dtype)))
+        return _in_both_modes(lambda **mode: _call(shell(module, parameters, **attributes, **mode), x))
 
-    def formula(dtype, values, offset, casting):
-        weight = given["weight"].to(dtype) if weighted else None
-        return [rms_norm_reference(x.to(dtype), weight, eps, offset, casting) for eps in values]
+    def rms(offset, casting, eps, x):
+        return rms_norm_reference(x, given["weight"].to(x.dtype) if weighted else None, eps, offset, casting)
 
-    def centred(dtype, values):
-        parameters = [given[name].to(dtype) if name in held else None for name in ("weight", "bias")]
-        return [layer_norm_reference(x.to(dtype), *parameters, eps) for eps in values]
+    def centred(eps, x):
+        return layer_norm_reference(x, *(given[name].to(x.dtype) if name in held else None for name in given), eps)
 
     def recognised(eps, values):
         """Its eps is the attribute ``eps``, which takes the values; or it is ``eps``, the only value."""
-        named = [{eps: value} if isinstance(eps, str) else {} for value in values]
-        high, low = ([run(dtype, **attribute) for attribute in named] for dtype in (torch.float32, torch.bfloat16))
-        if all(map(_close, high, centred(torch.float32, values))):
-            if all(map(_nearly_equal, low, centred(torch.bfloat16, values))):
-                return LayerNorm(eps, *(p in held for p in ("weight", "bias")))
+        runs = [functools.partial(run, **({eps: value} if isinstance(eps, str) else {})) for value in values]
+        high, low = [_with_gradient(run, x) for run in runs], [run(x.bfloat16()) for run in runs]
+
+        def same(formula):
+            want = [_with_gradient(functools.partial(formula, value), x) for value in values]
+            return all(_close(y, z) and _close_in_rows(dy, dz) for (y, dy), (z, dz) in zip(high, want, strict=True))
+
+        def rounds(formula, equal):
+            return all(equal(y, formula(value, x.bfloat16())) for y, value in zip(low, values, strict=True))
+
+        if same(centred):
+            if rounds(centred, _nearly_equal):
+                return LayerNorm(eps, *(p in held for p in given))
             return "it rounds elsewhere than PyTorch's LayerNorm"
         if "bias" in held:
             return None
         for offset in (0.0, 1.0) if weighted else (0.0,):
-            if not all(map(_close, high, formula(torch.float32, values, offset, "gemma"))):
-                continue
-            for casting in ("llama", "gemma"):
-                if all(map(_equal, low, formula(torch.bfloat16, values, offset, casting))):
-                    return Norm(offset, casting, eps, weighted)
-            return "it rounds elsewhere than the RMSNorms that are known"
+            if same(functools.partial(rms, offset, "gemma")):
+                for casting in ("llama", "gemma"):
+                    if rounds(functools.partial(rms, offset, casting), _equal):
+                        return Norm(offset, casting, eps, weighted)
+                return "it rounds elsewhere than the RMSNorms that are known"
         return None
 
-    with _calmly():
-        try:
-            found = [recognised(name, (1e-3, 0.5)) for name in epsilons]
-            found += [recognised(eps, (eps,)) for eps in EPSILONS] if not any(found) else []
-        except Exception as error:
-            return f"it could not be tried: {_line(error)}"
+    try:
+        found = [recognised(name, (1e-3, 0.5)) for name in epsilons]
+        found += [recognised(eps, (eps,)) for eps in EPSILONS] if not any(found) else []
+    except Exception as error:
+        return f"it could not be tried: {_line(error)}"
     return next(filter(None, found), "it does not compute an RMSNorm or a LayerNorm")
 
 
-def glu(module: torch.nn.Module) -> GLU | str:
+def gated(module: torch.nn.Module) -> Gated | str:
+    stacked = any(p is not None and name.endswith("_proj") for name, p in module._parameters.items())
+    return _experts(module) if stacked else _glu(module)
+
+
+@_calmly()
+def _glu(module) -> GLU | str:
     children = _held(module._modules)
     projections = next((names for names in PROJECTIONS if set(names) <= children), None)
     if projections is None or not _takes_one_tensor(type(module)):
@@ -208,34 +166,72 @@ def glu(module: torch.nn.Module) -> GLU | str:
         name: (_random(out, SIZE if out != SIZE else INNER, seed=i), _random(out, seed=i + 10))
         for i, (name, out) in enumerate(weights.items())
     }
-    x = _random(7, SIZE, seed=20)
 
-    def linear(name, dtype):
-        w, b = weights[name]
-        return lambda h: F.linear(h, w.to(dtype), b.to(dtype))
+    def linear(name, h):
+        return F.linear(h, *(t.to(h.dtype) for t in weights[name]))
 
-    def run(dtype):
-        children = {**others, **{n: linear(n, dtype) for n in weights}}
-        return _in_both_modes(lambda **mode: _call(shell(module, {}, children, **mode), x.to(dtype)))
+    def run(x):
+        children = {**others, **{name: functools.partial(linear, name) for name in weights}}
+        return _in_both_modes(lambda **mode: _call(shell(module, {}, children, **mode), x))
 
-    def formula(dtype, act):
-        h = x.to(dtype)
-        a, b = linear(gate, dtype)(h).chunk(2, -1) if fused else (linear(gate, dtype)(h), linear(up, dtype)(h))
-        return linear(down, dtype)(act(a) * b)
+    def formula(act, x):
+        a, b = linear(gate, x).chunk(2, -1) if fused else (linear(gate, x), linear(up, x))
+        return linear(down, act(a) * b)
 
-    with _calmly():
-        try:
-            out, low = run(torch.float32), run(torch.bfloat16)
-            for name, act in ACTIVATIONS.items():
-                if _close(out, formula(torch.float32, act)):
-                    if _equal(low, formula(torch.bfloat16, act)):
-                        return GLU(name, gate, up, down)
-                    return f"it rounds elsewhere than act(gate)·up with {name}"
-        except Exception as error:
-            return f"it could not be tried: {_line(error)}"
-    return f"it does not compute down(act(gate)·up) with act one of {', '.join(ACTIVATIONS)}"
+    return _gated(run, formula, _random(7, SIZE, seed=20), "down(act(gate)·up)", lambda act: GLU(act, *projections))
 
 
+@_calmly()
+def _experts(module) -> Experts | str:
+    gate = getattr(type(module), GATE, None)
+    if gate is None:
+        return "its experts' weights are stacked, and its forward computes act(gate)·up itself"
+    if not getattr(module, "has_gate", True):
+        return "its experts have no gate"
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    forward = type(module).forward
+    implementations = inspect.getclosurevars(forward).nonlocals.get("experts_interface", {})
+    if not mentions(implementations.get(implementation, forward), GATE):
+        return f"with experts_implementation={implementation!r} it computes act(gate)·up elsewhere than in {GATE}"
+
+    def run(x):
+        return _in_both_modes(lambda **mode: gate(shell(module, {}, module._modules, **mode), x))
+
+    def formula(act, x):
+        a, b = x.chunk(2, -1)
+        return act(a) * b
+
+    return _gated(run, formula, _random(7, 2 * INNER, seed=20), "act(gate)·up", Experts)
+
+
+def _gated(run, formula, x, name, kind):
+    """``kind(act)`` if ``run(x)`` is ``formula(act, x)``, with its gradient, and rounded as it in bf16; or why not."""
+    x = x * 10.0 ** torch.arange(-1, 6)[:, None]  # some clamp what is large
+    try:
+        got, low = _with_gradient(run, x), run(x.bfloat16())
+        for act, function in ACTIVATIONS.items():
+            known = functools.partial(formula, function)
+            out, gradient = _with_gradient(known, x)
+            if _close(got[0], out):
+                if not _close(got[1], gradient):
+                    return f"it has another gradient than {name}"
+                if not _equal(low, known(x.bfloat16())):
+                    return f"it rounds elsewhere than {name}"
+                return kind(act)
+    except Exception as error:
+        return f"it could not be tried: {_line(error)}"
+    return f"it does not compute {name} with SiLU or GELU"
+
+
+def _with_gradient(run, x):
+    """What comes out of x, and x's gradient for a random one of that."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        out = run(x)
+        return out.detach(), torch.autograd.grad(out, x, _random(*out.shape, seed=30))[0]
+
+
+@_calmly()
 def block(module: torch.nn.Module) -> Block | str:
     """Its children stand for themselves where they hold nothing, its norms with weights of ours; the others are stubs,
     which give a tensor, or one and None, as the layer takes it."""
@@ -260,27 +256,26 @@ def block(module: torch.nn.Module) -> Block | str:
         out = _call(it, hidden if streams is None else Stream(hidden), **needed)
         return [tensor_of(t) for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
 
-    with _calmly():
-        error = None
-        for outputs in itertools.product((0, 1, 2), repeat=len(stubs)):
-            try:
-                want = run(torch.float32, outputs, None, training=False)
-            except Exception as e:
-                error = e
-                continue
-            break
-        else:
-            return f"it could not be tried: {_line(error)}"
+    error = None
+    for outputs in itertools.product((0, 1, 2), repeat=len(stubs)):
         try:
-            for dtype in (torch.float32, torch.bfloat16):
-                for training in (False, True):
-                    read = []
-                    want = run(dtype, outputs, None, training=training)
-                    got = run(dtype, outputs, read, training=training)
-                    if len(got) != len(want) or not all(map(_equal, got, want)):
-                        return "its residual stream is used otherwise than by adding and normalising"
+            want = run(torch.float32, outputs, None, training=False)
         except Exception as e:
-            return f"its residual stream is used otherwise than by adding and normalising ({_line(e)})"
+            error = e
+            continue
+        break
+    else:
+        return f"it could not be tried: {_line(error)}"
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            for training in (False, True):
+                read = []
+                want = run(dtype, outputs, None, training=training)
+                got = run(dtype, outputs, read, training=training)
+                if len(got) != len(want) or not all(map(_equal, got, want)):
+                    return "its residual stream is used otherwise than by adding and normalising"
+    except Exception as e:
+        return f"its residual stream is used otherwise than by adding and normalising ({_line(e)})"
     if True not in read:
         return "no norm of ours reads what it adds to its residual stream"
     return Block(first.name, len(read))
@@ -317,6 +312,7 @@ class _Stub:
         return (out, *[None] * self.extra) if self.extra else out
 
 
+@_calmly()
 def rope(function: Callable) -> Rope | str:
     parameters = list(inspect.signature(function).parameters.values())
     defaults = [p.default for p in parameters]
@@ -331,18 +327,17 @@ def rope(function: Callable) -> Rope | str:
         def function(q, k, *angles, **dim):
             return of_one(q, *angles, **dim), of_one(k, *angles, **dim)
 
-    with _calmly():
-        try:
-            for interleaved in (False, True, "repeated") if _turns(function, SIZE) else ("half",):
-                cases = [(SIZE, 1), (SIZE, 2)]
-                if all(_same_turn(function, interleaved, *case) for case in cases):
-                    if interleaved == "half":
-                        return Rope(interleaved, one)
-                    if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
-                        return "it turns a part of each head in a way that is not known"
+    try:
+        for interleaved in (False, True, "repeated") if _turns(function, SIZE) else ("half",):
+            cases = [(SIZE, 1), (SIZE, 2)]
+            if all(_same_turn(function, interleaved, *case) for case in cases):
+                if interleaved == "half":
                     return Rope(interleaved, one)
-        except Exception as error:
-            return f"it could not be tried: {_line(error)}"
+                if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
+                    return "it turns a part of each head in a way that is not known"
+                return Rope(interleaved, one)
+    except Exception as error:
+        return f"it could not be tried: {_line(error)}"
     return "it turns queries and keys in a way that is not known"
 
 
@@ -364,17 +359,24 @@ def _turns(function, width) -> bool:
 
 def _same_turn(function, interleaved, width, heads_dim) -> bool:
     shapes = [(2, heads, 5, SIZE) if heads_dim == 1 else (2, 5, heads, SIZE) for heads in (3, 1)]
-    q, k = (_random(*shape, seed=i) for i, shape in enumerate(shapes))
-    cos, sin = _angles(interleaved, width)
+    q_k = [_random(*shape, seed=i) for i, shape in enumerate(shapes)]
+    tables = _angles(interleaved, width)
 
-    def formula(dtype):
-        return [_turned(*(t.to(dtype) for t in (x, cos, sin)), interleaved, heads_dim) for x in (q, k)]
+    def run(which, x):
+        given = [x if i == which else other.to(x.dtype) for i, other in enumerate(q_k)]
+        return function(*given, *(t.to(x.dtype) for t in tables), unsqueeze_dim=heads_dim)[which]
 
-    if not all(map(_close, function(q, k, cos, sin, unsqueeze_dim=heads_dim), formula(torch.float32))):
-        return False
-    q, k, cos, sin = (t.bfloat16() for t in (q, k, cos, sin))
-    got, once = function(q, k, cos, sin, unsqueeze_dim=heads_dim), [y.bfloat16() for y in formula(torch.float32)]
-    return all(map(_equal, got, formula(torch.bfloat16))) or all(map(_equal, got, once))  # rounded thrice, or once
+    def formula(x, dtype=None):
+        return _turned(x, *(t.to(dtype or x.dtype).to(x.dtype) for t in tables), interleaved, heads_dim)
+
+    for which, x in enumerate(q_k):
+        if not all(map(_close, _with_gradient(functools.partial(run, which), x), _with_gradient(formula, x))):
+            return False
+        x = x.bfloat16()
+        thrice, once = formula(x), formula(x.float(), x.dtype).to(x.dtype)  # rounded
+        if not any(_equal(run(which, x), y) for y in (thrice, once)):
+            return False
+    return True
 
 
 def _turned(x, cos, sin, interleaved, heads_dim):
@@ -391,9 +393,10 @@ def _turned(x, cos, sin, interleaved, heads_dim):
     return torch.cat((x * cos + rotated * sin, rest), -1)
 
 
+@_calmly()
 def angles(module: torch.nn.Module, interleaved) -> str | None:
     """Whether a rotary embedding's cos and sin have the layout that the turn was proved with: None, or why not."""
-    frequencies = {name: _random(SIZE // 2).abs() for name in module._buffers if "inv_freq" in name}
+    frequencies = {name: _random(*held.shape).abs() for name, held in module._buffers.items() if "inv_freq" in name}
     parameters = inspect.signature(type(module).forward).parameters
     layer_types = [None]
     if "layer_type" in parameters:
@@ -409,24 +412,23 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
 
     def known(table):
         if interleaved == "half":
-            return table.shape[-1] == SIZE // 2
+            return table.shape[-1] in {one.shape[-1] for one in frequencies.values()}
         pairs = (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.chunk(2, -1)
         return table.shape[-1] % 2 == 0 and torch.equal(*pairs)
 
-    with _calmly():
-        for layer_type in layer_types:
-            tried, error = [], None
-            for given in (positions, *axes):
-                try:
-                    found = tables(given, layer_type)
-                except Exception as e:
-                    error = error or e
-                else:  # of more axes than it knows it makes something of another shape
-                    tried += [table for table in found if not tried or table.shape[-1] == tried[0].shape[-1]]
-            if not tried:
-                return f"its rotary embedding could not be tried: {_line(error)}"
-            if not all(map(known, tried)):
-                return "cos and sin are laid out in a way that is not known"
+    for layer_type in layer_types:
+        tried, error = [], None
+        for given in (positions, *axes):
+            try:
+                found = tables(given, layer_type)
+            except Exception as e:
+                error = error or e
+            else:  # of more axes than it knows it makes something of another shape
+                tried += [table for table in found if not tried or table.shape[-1] == tried[0].shape[-1]]
+        if not tried:
+            return f"its rotary embedding could not be tried: {_line(error)}"
+        if not all(map(known, tried)):
+            return "cos and sin are laid out in a way that is not known"
     return None
 
 
@@ -500,6 +502,12 @@ def _copy(function, scope, closure):
 
 def _close(got, want) -> bool:
     return got.dtype == want.dtype and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _close_in_rows(got, want) -> bool:
+    """Gradients, whose sums cancel: as close as the largest of a row is exact."""
+    largest = want.abs().amax(-1, keepdim=True)
+    return _close(got / largest, want / largest)
 
 
 def _equal(got, want) -> bool:

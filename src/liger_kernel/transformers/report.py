@@ -1,0 +1,45 @@
+"""What a patch did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+COLUMNS = {  # of a table: what begins with these
+    "loss": ("liger_fused_linear_cross_entropy", "liger_cross_entropy"),
+    "norms": ("liger_rms_norm", "liger_layer_norm"),
+    "MLPs": ("liger_swiglu", "liger_geglu"),
+    "RoPE": ("liger_rotary_pos_emb", "liger_norm_rope"),
+    "residual stream": ("liger_fused_add_rms_norm",),
+}
+
+
+@dataclass
+class Report:
+    """What was replaced by what, how many modules, and what was left alone, why."""
+
+    target: str
+    replaced: Counter = field(default_factory=Counter)  # (what, by what) -> modules
+    left_alone: Counter = field(default_factory=Counter)  # (what, why) -> modules
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self):
+        lines = [f"{self.target}, patched by liger-kernel:"]
+        rows = [("replaced", "by", "modules")] + [(*k, str(n)) for k, n in self.replaced.items()]
+        if self.left_alone:
+            rows += [("left alone", "why", "modules")] + [(*k, str(n)) for k, n in self.left_alone.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>7}".rstrip() for a, b, c in rows]
+        return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
+
+    def of(self, what: str) -> int:
+        """How many modules of the class (or function) named ``what`` were replaced."""
+        return sum(n for (name, _), n in self.replaced.items() if name == what)
+
+    def columns(self) -> dict[str, Counter]:
+        """Column of a table -> kernel -> modules."""
+        found = {column: Counter() for column in COLUMNS}
+        for (_, by), n in self.replaced.items():
+            column = next(column for column, starts in COLUMNS.items() if by.startswith(starts))
+            found[column][by.removeprefix("liger_")] += n
+        return found
