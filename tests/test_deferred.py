@@ -11,8 +11,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
-from liger_kernel.transformers import apply_liger_kernel, functional, probe, revert
-from liger_kernel.transformers.deferred import Normed, Stream, rope, tensor_of
+from liger_kernel.transformers import apply_liger_kernel, deferred, functional, probe, revert
+from liger_kernel.transformers.deferred import Normed, Stream, pays, rope, tensor_of
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """A GPU's small layers have streams here, too."""
+    monkeypatch.setattr(deferred, "pays", lambda x: True)
+
+
+def test_what_pays():
+    small, large = (torch.empty(n, 2**10, device="meta") for n in (1, 2**13))
+    assert not pays(small) and pays(large) and pays(torch.empty(1))
 
 
 def rows(*shape, seed=0):

@@ -157,7 +157,16 @@ class Shared(Deferred):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-LARGE = 2**23  # elements of an input; for a smaller one the host's time counts for more
+LARGE = 2**23  # elements of a layer's input; for a smaller one the host's time counts for more
+
+
+def pays(x) -> bool:
+    """Whether a stream of that size saves more than it costs the host: two kernels become one, for some objects.
+
+    Llama-3.2-1B, H200, 2026-11-21, with streams and without: 4096 × 8 tokens 487 and 490 ms a step, 1024 × 1 36.8 and
+    35.4.
+    """
+    return x.numel() >= LARGE or x.device.type == "cpu" or torch.compiler.is_compiling()
 
 
 def shared(x, layers):

@@ -77,7 +77,7 @@ def _layer_norm_members(cls, what):
 def _block_members(cls, what):
     def forward(self, *args, **kwargs):
         stream, *others = args or (kwargs[what.stream],)
-        if not plain(stream) or seen(*self._modules.values()):
+        if not plain(stream) or not deferred.pays(stream) or seen(*self._modules.values()):
             return cls.forward(self, *args, **kwargs)
         if args:
             args = Stream(stream), *others
