@@ -63,6 +63,7 @@ def _fused_add_rms_norm(x, r, w):
 PLAIN = {
     "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
     "fused_add_rms_norm": _fused_add_rms_norm,
+    "layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-6),
     "rope": _rope,
     "norm_rope": _norm_rope,
     "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target),
