@@ -1,7 +1,12 @@
-"""Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation."""
+"""Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation.
 
+DeepSpeed's ZeRO-3 takes part where DeepSpeed is installed.
+"""
+
+import os
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import ranks
 import tiny
@@ -42,18 +47,36 @@ def fsdp2(*groups):
     return shard
 
 
+def zero3(model):
+    import deepspeed
+
+    os.environ |= dict(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(SIZE))
+    config = dict(
+        train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=STEPS,
+        optimizer=dict(type="Adam", params=dict(lr=1e-3, torch_adam=True)), zero_force_ds_cpu_optimizer=False,
+        zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0),
+    )  # fmt: skip
+    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+
+STEPS = 2
 WRAPPERS = {
     "DDP": ddp,
     "FSDP1": fsdp1,
     "FSDP2": fsdp2(),
     "FSDP2, the head alone": fsdp2(["lm_head"]),
     "FSDP2, the head with the norm": fsdp2(["model.norm", "lm_head"]),
-}
+} | ({"ZeRO-3": zero3} if find_spec("deepspeed") else {})
 
 
 def whole_gradients(model):
     """name -> gradient, gathered from the ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+    if hasattr(model, "zero_optimization"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return {n: safe_get_full_grad(p) * STEPS for n, p in model.module.named_parameters()}  # it averages the steps
 
     gathered = FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext()
     with gathered:
@@ -73,11 +96,11 @@ def check(rank, name, family, patched):
     model = WRAPPERS[name](model)
     if patched == "after":
         apply_liger_kernel(model)
-    for _ in range(2):  # gradients of the second step are added
+    for _ in range(STEPS):  # gradients of the second step are added
         want = alone(input_ids=ids, labels=ids)
         want.loss.backward()
         out = model(input_ids=mine, labels=mine)
-        out.loss.backward()
+        getattr(model, "backward", torch.Tensor.backward)(out.loss)
         assert out.logits is None, "the loss is not in the head"
         mean = out.loss.detach().clone()
         dist.all_reduce(mean)
