@@ -104,6 +104,11 @@ def errors(got, plain, exact, inputs, fp32_roundings=1):
     return found
 
 
+def of_tanh(softcap=0.0, temperature=1.0, **_):
+    """Roundings that a GPU leaves in a logit: our tanh is within 2e-7 there, and a softcap multiplies that."""
+    return 2 * softcap / temperature if DEVICE == "cuda" else 0
+
+
 def assert_as_exact_as(draws):
     """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a rounding."""
     for k in draws[0]:
@@ -136,7 +141,7 @@ def test_against_float64(case, shape, option, dtype, monkeypatch):
             got, once, twice = run(case.fn, tensors)
         plain = run_plain(case.reference, tensors, dtype, case.flops is not None)
         exact, *_ = run(case.reference, cast(tensors, torch.float64))
-        draws.append(errors(got, plain, exact, before, case.fp32_roundings))
+        draws.append(errors(got, plain, exact, before, case.fp32_roundings + of_tanh(**option)))
         assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
         for k, t in before.items():
             assert torch.equal(tensors[k], t), f"{k} was written to"
