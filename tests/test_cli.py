@@ -413,7 +413,7 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     conflict, old, interpreted, kernel = doctor._problems(found)
     assert "liger-kernel 0.9.0 and liger-kernel-nightly 0.8" in conflict and "uninstall both" in conflict
-    assert "4.57.1" in old and "pip install -U transformers" in old
+    assert "transformers 5.0.0 or newer, here is 4.57.1" in old and "pip install -U transformers" in old
     assert "unset it" in interpreted and "The kernel rope does not work here (wrong)" in kernel
     monkeypatch.delenv("TRITON_INTERPRET")
     fine = dict(versions={"torch": "2"}, devices=[{}], build={}, liger_kernel=dict(provided_by=["one 1"]))

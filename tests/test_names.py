@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -93,3 +94,20 @@ def test_a_type_that_this_transformers_has_not(monkeypatch):
     with pytest.raises(ImportError, match="no models of type 'llama'"):
         liger.apply_liger_kernel_to_llama()
     monkeypatch.undo()
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](num_hidden_layers=1))
+    before = [type(module) for module in model.modules()]
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    for patched in (
+        lambda: liger.apply_liger_kernel(model),
+        lambda: liger.apply_liger_kernel_to_llama(model=model),
+        lambda: liger.apply_liger_kernel_to_llama(),
+        lambda: liger.AutoLigerKernelForCausalLM.from_config(tiny.config("llama")),
+    ):
+        with pytest.raises(ImportError, match=r"transformers 5\.0\.0 or newer, installed is 4\.57\.6"):
+            patched()
+    assert [type(module) for module in model.modules()] == before
+    assert liger.LigerRMSNorm(8)(torch.randn(3, 8)).shape == (3, 8)

@@ -14,6 +14,7 @@ from liger_kernel.transformers import functional
 
 TEXT = (inspect.getdoc(inspect) + inspect.getsource(inspect.signature) + inspect.getsource(inspect.getdoc)) * 2
 LENGTH = 24
+SKIPS = "skip_logits" in inspect.getsource(Trainer.prediction_step)  # it says so itself where it wants the loss alone
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ def test_evaluation(tmp_path, fused):
     theirs.train(), mine.train()
     fused.clear()
     want, got = theirs.evaluate()["eval_loss"], mine.evaluate()["eval_loss"]
-    assert got == pytest.approx(want, rel=1e-5) and len(fused) == 3
+    assert got == pytest.approx(want, rel=1e-5) and len(fused) == (3 if SKIPS else 0)
     seen = []
 
     def metrics(predictions):

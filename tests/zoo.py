@@ -6,12 +6,13 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import sys
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_kernel.transformers as liger
@@ -165,8 +166,8 @@ def sized(cls, own=None, sizes=GENERIC):
         given = own.get(name, {})
         if given is not None:
             sub = CONFIG_MAPPING[given["model_type"]] if "model_type" in given else sub
-            own[name] = sized(sub, given, sizes) if dataclasses.is_dataclass(sub) else given
-    return {field.name: sizes[field.name] for field in dataclasses.fields(cls) if field.name in sizes} | own
+            own[name] = given if sub is AutoConfig else sized(sub, given, sizes)
+    return {name: sizes[name] for name in inspect.signature(cls).parameters if name in sizes} | own
 
 
 def config(name):

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from liger_kernel._version import __version__
+from liger_kernel._version import OLDEST_TRANSFORMERS, __version__
 from liger_kernel.cli import _child
 from liger_kernel.cli.versions import installed
 
@@ -79,9 +79,10 @@ def _problems(found: dict) -> list[str]:
     if len(found["liger_kernel"]["provided_by"]) > 1:
         several = " and ".join(found["liger_kernel"]["provided_by"])
         problems.append(f"{several} write into the same import name liger_kernel: uninstall both, then install one.")
-    if int(versions.get("transformers", "5").partition(".")[0]) < 5:
+    if int(versions.get("transformers", OLDEST_TRANSFORMERS).partition(".")[0]) < int(OLDEST_TRANSFORMERS[0]):
         problems.append(
-            f"Models are patched for transformers 5, here is {versions['transformers']}: pip install -U transformers."
+            f"Models are patched for transformers {OLDEST_TRANSFORMERS} or newer, here is {versions['transformers']}: "
+            "pip install -U transformers."
         )
     if not devices and shutil.which("nvidia-smi"):
         if not found["build"].get("cuda"):

@@ -249,6 +249,7 @@ class _Request:
         self.tail, self.proved = tail, proved
         self.possible, self.shown = possible, None  # tails; the one that the first step has shown in place of `tail`
         self.options = options  # keywords for the loss
+        self.head = None  # whose hooks are watched
         self.calls = 0  # of the head
         self.result = None  # of the loss
         self.row = None  # first step: what stands for the logits
@@ -257,8 +258,9 @@ class _Request:
         self.problem = None  # why the loss in the head cannot be trusted
 
     def look(self, head, args, output):
-        """The head's last hook."""
-        self.seen = output
+        """The head's last hook. Heads that DataParallel has copied run each other's: their hooks are in one dict."""
+        if head is self.head:
+            self.seen = output
 
     # -- in the head --
 
@@ -422,8 +424,9 @@ def leaves(head) -> list:
     """The modules that compute the logits below FSDP's and PEFT's wrappers."""
     if head is None:
         return []
-    if "_fsdp_wrapped_module" in head._modules:
-        return leaves(head._modules["_fsdp_wrapped_module"])
+    for name in ("_fsdp_wrapped_module", "token_adapter"):
+        if name in head._modules:
+            return leaves(head._modules[name])
     if "modules_to_save" in head._modules and "original_module" in head._modules:
         below = [head._modules["original_module"], *head._modules["modules_to_save"].values()]
         return [leaf for module in below for leaf in leaves(module)]
@@ -466,10 +469,11 @@ def fused_forward(hf_forward, prepare):
         options = {k: kwargs.pop(k) for k in list(kwargs) if k in OPTIONS or k in HUGGING_FACES and k not in named}
 
         out = problem = None
-        if skip_logits and self._liger_unfusable is None and is_causal(self._liger_family_loss()):
+        head = self.get_output_embeddings()
+        in_head = skip_logits and self._liger_unfusable is None and not _gradients_are_seen(head)
+        if in_head and is_causal(self._liger_family_loss()):
             rest = {k: v for k, v in kwargs.items() if k not in named and k not in ("labels", "return_dict")}
             request = _request(self, kwargs, shift_labels, {**rest, **options})
-            head = self.get_output_embeddings()
             if not torch.compiler.is_compiling():
                 prepare(head)
             out, problem = _in_head(self, hf_forward, kwargs, request, head)
@@ -494,10 +498,26 @@ def fused_forward(hf_forward, prepare):
     return forward
 
 
+def _gradients_are_seen(head) -> bool:
+    """Whether hooks look at the logits' gradients: then there have to be some."""
+    return any(module._backward_hooks or module._backward_pre_hooks for module in _with_leaves(head))
+
+
+def _with_leaves(head) -> list:
+    return [] if head is None else [head, *leaves(head)]
+
+
+def _basis(model):
+    """What the model's first step has shown counts as long as this is the same: its config's tail, its head's hooks."""
+    hooks = ()
+    if not torch.compiler.is_compiling():
+        hooks = tuple(hook for m in _with_leaves(model.get_output_embeddings()) for hook in m._forward_hooks)
+    return declared_tail(model.config), hooks
+
+
 def _request(model, kwargs, shift_labels, options):
-    """What the model's first step has shown counts as long as its config declares the same."""
-    declared, (before, tail) = declared_tail(model.config), model._liger_proved or (None, None)
-    proved = before == declared
+    basis, (before, tail) = _basis(model), model._liger_proved or (None, None)
+    proved, declared = before == basis, basis[0]
     return _Request(
         model._liger_family_loss(), kwargs["labels"], shift_labels, kwargs.get("logits_to_keep", 0),
         tail if proved else declared, proved, options, () if proved else possible_tails(model.config),
@@ -506,8 +526,9 @@ def _request(model, kwargs, shift_labels, options):
 
 def _in_head(model, hf_forward, kwargs, request, head):
     """-> (output, None), or (None, why the loss that came out cannot be trusted)."""
-    asked = [leaf for leaf in leaves(head) if "_liger_request" in leaf.__dict__]
+    asked = [leaf for leaf in leaves(head) if hasattr(type(leaf), "_liger_request")]
     hook = None if torch.compiler.is_compiling() else head.register_forward_hook(request.look)
+    request.head = head
     try:
         model._liger_request = request
         for leaf in asked:
@@ -534,12 +555,12 @@ def _in_head(model, hf_forward, kwargs, request, head):
     elif not isinstance(out, dict):
         request.problem = "its forward returns a tuple"
     if request.shown is not None:  # known from now on; this step is done over
-        model._liger_proved = declared_tail(model.config), request.shown
+        model._liger_proved = _basis(model), request.shown
         return None, None
     if request.problem is not None:
         return None, request.problem
     if request.row is not None:
-        model._liger_proved = declared_tail(model.config), request.tail
+        model._liger_proved = _basis(model), request.tail
     return out, None
 
 

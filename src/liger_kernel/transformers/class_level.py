@@ -10,7 +10,7 @@ import importlib
 
 import torch
 
-from liger_kernel.transformers.patch import patch
+from liger_kernel.transformers.patch import check_transformers, patch
 from liger_kernel.transformers.report import Report
 
 MAPPINGS = "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
@@ -23,6 +23,7 @@ _at_birth: dict[type, tuple] = {}  # a family's base class -> (switches, the pos
 
 def patch_family(model_type: str, flags: dict[str, bool]) -> Report:
     """Models of the family that are built from now on patch themselves. The report is that of one without weights."""
+    check_transformers()
     revert_family(model_type)
     report = _rehearsal(model_type, flags)
     report.target += ", every one built from now on"

@@ -27,6 +27,7 @@ import operator
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules import module as _modules
 
 from liger_kernel.ops import _device
 from liger_kernel.transformers import functional
@@ -42,10 +43,16 @@ def tensor_of(value):
     return value.tensor() if isinstance(value, Deferred) else value
 
 
+def hooked(*modules) -> bool:
+    return _modules._has_any_global_hook() or any(
+        m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks for m in modules
+    )
+
+
 def seen(*modules) -> bool:
     """Whether somebody looks at what these modules are given or give: then it has to be tensors."""
     held = [m for m in modules if m is not None]
-    return any(m._forward_pre_hooks or m._forward_hooks or "_old_forward" in m.__dict__ for m in held)
+    return hooked(*held) or any("_old_forward" in m.__dict__ for m in held)
 
 
 class Deferred:

@@ -94,7 +94,7 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
 
     Raises:
         ValueError: cross_entropy and fused_linear_cross_entropy were both asked for.
-        ImportError: without a model, where the installed transformers has no {name}.
+        ImportError: transformers is too old; or, without a model, has no {name}.
     """
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
 
@@ -187,6 +187,7 @@ def apply_liger_kernel(model: torch.nn.Module, **switches) -> Report:
 
     Raises:
         TypeError: ``model`` is no module, or a switch is unknown. ValueError: both losses were asked for.
+        ImportError: transformers is too old.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(

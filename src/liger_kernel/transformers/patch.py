@@ -10,6 +10,7 @@ import logging
 
 import torch
 
+from liger_kernel._version import OLDEST_TRANSFORMERS
 from liger_kernel.transformers import causal_lm, probe
 from liger_kernel.transformers.kinds import CausalLM, HeadNorm, Norm, Rope
 from liger_kernel.transformers.private import ROPE, become, gives_logits, known_as, own_forward, prepare_head, swap
@@ -240,7 +241,19 @@ def causal_lms(model) -> list:
     return [found for child in model.children() for found in causal_lms(child)]
 
 
+def check_transformers() -> None:
+    import transformers
+    from packaging.version import Version
+
+    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+        raise ImportError(
+            f"liger-kernel patches models of transformers {OLDEST_TRANSFORMERS} or newer, installed is "
+            f"{transformers.__version__}: pip install -U transformers"
+        )
+
+
 def patch(model: torch.nn.Module, flags: dict[str, bool]) -> Report:
+    check_transformers()
     return _Patcher(model, flags).run()
 
 
@@ -249,7 +262,7 @@ def revert_model(model: torch.nn.Module) -> None:
         own = type(module).__dict__.get("_liger")
         if own is not None:
             for name in type(module)._liger_state:
-                del module.__dict__[name]
+                module.__dict__.pop(name, None)
             swap(module, own[0])
         elif hasattr(type(module), "_liger"):
             logger.warning("revert: %s was given another class after it was patched, and stays", type(module).__name__)

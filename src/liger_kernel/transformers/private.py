@@ -16,7 +16,7 @@ import torch
 
 from liger_kernel.ops import glu
 from liger_kernel.transformers import causal_lm, deferred, functional, probe
-from liger_kernel.transformers.deferred import Normed, Stream, plain, seen, shared, tensor_of
+from liger_kernel.transformers.deferred import Normed, Stream, hooked, plain, seen, shared, tensor_of
 from liger_kernel.transformers.kinds import GLU, Block, CausalLM, Experts, Head, HeadNorm, LayerNorm, Norm, Rope
 
 ROPE = "apply_rotary_pos_emb"
@@ -25,9 +25,9 @@ ROPE = "apply_rotary_pos_emb"
 @functools.cache
 def subclass(cls: type, what) -> type:
     """The subclass of ``cls`` whose forward is ours. One for each pair, so that modules share it."""
-    members = _MEMBERS[type(what)](cls, what)
+    members = {"_liger": (cls, what), "_liger_state": {}, **_MEMBERS[type(what)](cls, what)}
     names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __reduce_ex__=_reduce)
-    return type(cls)(cls.__name__, (cls,), {**names, "_liger": (cls, what), "_liger_state": {}, **members})
+    return type(cls)(cls.__name__, (cls,), {**names, **members, **members["_liger_state"]})
 
 
 def _reduce(self, protocol):
@@ -90,8 +90,12 @@ def _block_members(cls, what):
 
 
 def _glu_members(cls, what):
+    projections = what.gate, what.up, what.down
+
     # The projections are called, all three: they may be quantised, sharded, or carry a LoRA.
     def forward(self, x):
+        if hooked(*(m for name, m in self._modules.items() if name not in projections)):  # the activation is called
+            return cls.forward(self, x)
         gate, up = getattr(self, what.gate), getattr(self, what.up)
         if gate is up:
             a, b = gate(x).chunk(2, dim=-1)
@@ -162,7 +166,7 @@ def _model_members(cls, what):
         "_liger_family_loss": cls.loss_function.fget,
         "_liger_state": {
             "_liger_request": None,
-            "_liger_proved": None,  # the tail that is declared, and the one that the first step has shown
+            "_liger_proved": None,  # what the first step's proof rests on, and the tail that it has shown
             "_liger_unfusable": None,  # why it gets real logits
         },
     }
@@ -184,7 +188,7 @@ _MEMBERS = {
 def become(module: torch.nn.Module, what) -> None:
     """``what`` is what the module's class was proved to be."""
     swap(module, subclass(type(module), what))
-    module.__dict__.update(type(module)._liger_state)  # on the instance: torch.compile guards on which names are there
+    module.__dict__.update(type(module)._liger_state)  # the class has it, too: torch.compile guards on who has a name
 
 
 def swap(module: torch.nn.Module, new: type) -> None:
@@ -210,7 +214,7 @@ def own_forward(module) -> bool:
 def prepare_head(head) -> None:
     """Heads are replaced after the patch, too: by resize_token_embeddings, by PEFT, by the user."""
     for leaf in causal_lm.leaves(head):
-        if "_liger_request" not in leaf.__dict__ and gives_logits(leaf) and not own_forward(leaf):
+        if not isinstance(known_as(leaf), Head) and gives_logits(leaf) and not own_forward(leaf):
             become(leaf, Head())
 
 

@@ -190,7 +190,8 @@ def _experts(module) -> Experts | str:
         return "its experts have no gate"
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     forward = type(module).forward
-    implementations = inspect.getclosurevars(forward).nonlocals.get("experts_interface", {})
+    used = inspect.getclosurevars(forward)
+    implementations = used.nonlocals.get("experts_interface") or used.globals.get("ALL_EXPERTS_FUNCTIONS", {})
     if not mentions(implementations.get(implementation, forward), GATE):
         return f"with experts_implementation={implementation!r} it computes act(gate)·up elsewhere than in {GATE}"
 
