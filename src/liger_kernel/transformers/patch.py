@@ -243,9 +243,8 @@ def causal_lms(model) -> list:
 
 def check_transformers() -> None:
     import transformers
-    from packaging.version import Version
 
-    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+    if TorchVersion(transformers.__version__) < OLDEST_TRANSFORMERS:
         raise ImportError(
             f"liger-kernel patches models of transformers {OLDEST_TRANSFORMERS} or newer, installed is "
             f"{transformers.__version__}: pip install -U transformers"
