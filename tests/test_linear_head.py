@@ -638,16 +638,16 @@ def test_gradients_of_two_steps_add_up(reduction, memory, small):
 
 @pytest.fixture
 def taken_gradients(monkeypatch):
-    """What `_run` was asked for and what it made: (of hidden, weight, bias), each time."""
-    seen, run_ = [], linear_head._run
+    """What `run_passes` was asked for and what it made: (of hidden, weight, bias), each time."""
+    seen, run_ = [], linear_head.run_passes
 
-    def spy(h, w, b, dtype, plan, turn, needs, group=None):
-        grads = run_(h, w, b, dtype, plan, turn, needs, group)
+    def spy(h, w, b, dtype, plan, turn, needs, *rest):
+        grads = run_(h, w, b, dtype, plan, turn, needs, *rest)
         assert [g.numel() > 0 for g in grads] == list(needs)
         seen.append(tuple(needs))
         return grads
 
-    monkeypatch.setattr(linear_head, "_run", spy)
+    monkeypatch.setattr(linear_head, "run_passes", spy)
     return seen
 
 

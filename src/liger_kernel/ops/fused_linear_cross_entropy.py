@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from . import _device
-from ._kernel import kernel
 from ._op import CASES, Case, Function, rounded
 from ._parallel import group_name, local, place
-from ._tile import cdiv, tl
 from .cross_entropy import EVERYTHING, check_options, check_targets, cross_entropy_reference, packed, unpacked
 from .linear_head import (
     budget,
@@ -28,6 +26,7 @@ from .linear_head import (
     head_inputs,
     in_chunks,
     only_valid,
+    scaled,
     token_reference,
 )
 
@@ -87,31 +86,6 @@ def fused_linear_cross_entropy_in_chunks(
     )
 
 
-@kernel
-def _scale(x_ptr, g_ptr, y_ptr, N, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
-    """y = x·g. In place there is nothing to do for g = 1, which only the device can see."""
-    g = tl.load(g_ptr).to(tl.float32)
-    if IN_PLACE and g == 1.0:
-        return
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + i, (x * g).to(y_ptr.dtype.element_ty), mask=i < N)
-
-
-def _scaled(x, g, dtype, in_place):
-    """x·g in ``dtype`` for g of one element; over x itself if allowed."""
-    if x.numel() == 0 or torch.compiler.is_compiling():
-        return (x * g).to(dtype)
-    in_place = in_place and x.dtype == dtype
-    y = x if in_place else torch.empty_like(x, dtype=dtype)
-    programs = min(cdiv(x.numel(), 4096), 8 * _device.multiprocessors(x))
-    with _device.guard(x):
-        _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
-    return y
-
-
 def fused_linear_cross_entropy_forward(
     _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
@@ -151,9 +125,9 @@ def fused_linear_cross_entropy_backward(
 ):  # fmt: skip
     """The gradients that forward took, times the incoming one (0-d); in their final dtypes."""
     return (
-        _scaled(grad_input, grad_output, grad_input.dtype, in_place),
-        _scaled(grad_weight, grad_output, weight_dtype or grad_weight.dtype, in_place),
-        _scaled(grad_bias, grad_output, bias_dtype or grad_bias.dtype, in_place),
+        scaled(grad_input, grad_output, grad_input.dtype, in_place),
+        scaled(grad_weight, grad_output, weight_dtype or grad_weight.dtype, in_place),
+        scaled(grad_bias, grad_output, bias_dtype or grad_bias.dtype, in_place),
     )
 
 

@@ -55,6 +55,10 @@ class Plan:
     wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
 
+    def passes(self, M) -> list[slice]:
+        starts = [0, *range(self.first or self.rows, M, self.rows or M)] if M else []
+        return [slice(*bounds) for bounds in zip(starts, [*starts[1:], M], strict=False)]
+
 
 def budget(memory) -> int:
     """Bytes, or -1 for "auto", which the environment may replace."""
@@ -94,7 +98,7 @@ def _strip(tokens, H, V, row, processors):
     return min(_waves(min(7e10 / (H * tokens), 12e6 / min(row, tokens)), H, processors), V)
 
 
-def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132) -> Plan:
+def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132, unit=64) -> Plan:
     """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
@@ -103,11 +107,12 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     divided by the number of tokens: always fp32.
 
     "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
-    passes of 4,096 for more. A budget is kept down to passes of `LEAST` tokens.
+    passes of 4,096 for more. A budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit``
+    tokens, which stay together, whatever the budget.
     """
-    token = V * dtype.itemsize
+    token, fewest = V * dtype.itemsize, max(LEAST, unit)
     if not need_w:
-        return Plan(0, ROWS if memory < 0 else max(memory // token // 64 * 64, LEAST), 0, 0, weight_dtype)
+        return Plan(0, max((ROWS if memory < 0 else memory // token) // unit * unit, fewest), 0, 0, weight_dtype)
     fixed = torch.float32 if dtype == torch.float16 else accum_dtype
 
     def held(accum):
@@ -121,19 +126,20 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
         wave = min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
         sums = cdiv(wave * H * 4, token)
         if beyond is None:
-            beyond = cdiv(M - row + spare + sums, 2) + 64
-        first = min(M, row + max(beyond - spare, 0) // 64 * 64)
-        if M - first <= max(beyond - sums, 0) // 64 * 64:
+            beyond = cdiv(M - row + spare + sums, 2) + unit
+        first = row + max(beyond - spare, 0) // unit * unit
+        first = min(M, first if unit == 64 else max(first // unit * unit, unit))
+        if M - first <= max(beyond - sums, 0) // unit * unit:
             return Plan(first, M - first, strip, wave if M > first else 0, accum)
-        count = cdiv(M - first, max(beyond // 64 * 64, LEAST))
-        return Plan(first, cdiv(M - first, 64 * count) * 64, strip, 0, accum)
+        count = cdiv(M - first, max(beyond // unit * unit, fewest))
+        return Plan(first, cdiv(M - first, unit * count) * unit, strip, 0, accum)
 
     narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
     if memory < 0:
         beyond = M - held(narrow)
         if beyond * token <= FREE:
             return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow)
-        return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, 2 * ROWS)
+        return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, max(2 * ROWS, unit))
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
     enough = M <= least.first + least.rows or beyond[wide] < ROWS // 2
@@ -217,28 +223,29 @@ def _logits(x, w, b, part, n):
         torch.mm(wide[: len(some)], part.t(), out=x[i : i + len(wide)])
 
 
-def _run(h, w, b, dtype, plan, turn, needs, group=None):
+def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
     """Every pass: logits, ``turn(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
 
+    ``passes``: slices or indices of the tokens in place of the plan's own, of no more tokens than those, the first of
+    them the first; what is in none has no gradient.
     -> dh, dW, db, of no elements where not needed. dh is the sum over the group's shards.
     """
     (M, V), (need_h, need_w, need_b) = (h.shape[0], w.shape[0]), needs
-    dh = h.new_empty(h.shape if need_h else 0, dtype=h.dtype if group is None else torch.float32)
+    new = h.new_empty if passes is None else h.new_zeros
+    passes = plan.passes(M) if passes is None else passes
+    dh = new(h.shape if need_h else 0, dtype=h.dtype if group is None else torch.float32)
     db = h.new_zeros(V if need_b else 0, dtype=torch.float32)
     w, b = w.to(dtype), None if b is None else b.to(dtype)
     memory = _Memory(h, V, dtype, plan, need_w)
-    start = 0
-    while start < M:
-        first = start < plan.first
-        stop = plan.first if first else min(start + plan.rows, M)
-        i, part = slice(start, stop), h[start:stop].to(dtype)
-        n = stop - start
+    for k, i in enumerate(passes):
+        part = h[i].to(dtype)
+        n = part.shape[0]
         if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
             part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
         x = memory.of(part.shape[0])
         _logits(x, w, b, part, n)
         turn(i, x[:, :n].t())
-        if need_h and x.shape[1] == n:
+        if need_h and x.shape[1] == n and isinstance(i, slice):
             _add_product(dh[i], x.t(), w)
         elif need_h:
             padded = dh.new_empty(part.shape)
@@ -247,12 +254,36 @@ def _run(h, w, b, dtype, plan, turn, needs, group=None):
         if need_b:
             db.add_(x.sum(1, dtype=torch.float32))
         if need_w:
-            memory.to_dw(x, part, first)
-        start = stop
+            memory.to_dw(x, part, first=k == 0)
     if need_h and group is not None:
         dh = summed(dh, group).to(h.dtype)
-    dw = h.new_empty(0) if memory.dw is None else memory.dw if M else memory.dw.zero_()
+    dw = h.new_empty(0) if memory.dw is None else memory.dw if passes else memory.dw.zero_()
     return dh, dw, db
+
+
+@kernel
+def _scale(x_ptr, g_ptr, y_ptr, N, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
+    """y = x·g. In place there is nothing to do for g = 1, which only the device can see."""
+    g = tl.load(g_ptr).to(tl.float32)
+    if IN_PLACE and g == 1.0:
+        return
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + i, (x * g).to(y_ptr.dtype.element_ty), mask=i < N)
+
+
+def scaled(x, g, dtype, in_place):
+    """x·g in ``dtype`` for g of one element: a gradient that forward took. Over x itself if allowed."""
+    if x.numel() == 0 or torch.compiler.is_compiling() or not _device.has_kernels(x):
+        return (x * g).to(dtype)
+    in_place = in_place and x.dtype == dtype
+    y = x if in_place else torch.empty_like(x, dtype=dtype)
+    programs = min(cdiv(x.numel(), 4096), 8 * _device.multiprocessors(x))
+    with _device.guard(x):
+        _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
+    return y
 
 
 # ---- as custom ops ----
@@ -316,7 +347,7 @@ def head_fwd(
             token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
 
     chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
-    gradients = _run(h, w, b, dtype, chosen, turn, needs, group)
+    gradients = run_passes(h, w, b, dtype, chosen, turn, needs, group)
     if dtype == torch.float16:
         loss.div_(norm[0])
         if wants[0]:
@@ -350,7 +381,7 @@ def head_bwd(
         token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
 
     chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
-    return _run(h, w, b, dtype, chosen, turn, needs, group)
+    return run_passes(h, w, b, dtype, chosen, turn, needs, group)
 
 
 def _options(numbers, ignore_index):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
 from liger_kernel.transformers import causal_lm, probe
