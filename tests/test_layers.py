@@ -121,10 +121,11 @@ HOST = {"item", "cpu", "tolist", "numpy", "nonzero", "argwhere", "synchronize", 
 WAITS = {  # (file, attribute) -> why the host may wait for the device there
     ("ops.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
     ("ops.linear_head", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
+    ("ops.linear_loss", "tolist"): "the same",
 }
 PLAIN = "linear_token_loss", "token_log_probs"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
-COMPOSED = {"ops.fused_linear_scaled_cross_entropy"}  # of another operator: no kernels of its own
+COMPOSED = {"ops.fused_linear_scaled_cross_entropy", "ops.linear_loss"}  # of other operators: no kernels of their own
 
 
 @EVERY_OP_FILE

@@ -57,7 +57,8 @@ class Taken(torch.autograd.Function):
     def backward(ctx, g, *_):
         if g is None:
             return (None,) * 4
-        g, in_place = g / ctx.divisor, not torch._C._autograd._get_current_graph_task_keep_graph()
+        g = g / ctx.divisor
+        in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
         grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, *(None if x is None else scaled(x, g, dtype, in_place) for x, dtype in grads)
 
@@ -78,9 +79,9 @@ class _Job:
     Tokens (parts·groups, ...) are numbered in this order; group g has those of sequences g, groups + g, ...
     """
 
-    def __init__(self, fn, target, parts, lead, valid, return_entropy, options):
-        self.fn, self.parts, self.lead, self.valid = fn, parts, lead, valid
-        self.target = target  # (tokens,) or (tokens, classes)
+    def __init__(self, fn, target, parts, lead, valid, device, return_entropy, options):
+        self.fn, self.parts, self.lead = fn, parts, lead
+        self.target = target.to(device)  # (tokens,) or (tokens, classes)
         self.several = target.dim() == 2
         self.groups, self.tokens = lead[0] // parts, lead[1:].numel()  # tokens of one sequence
         self.return_entropy = return_entropy
@@ -88,8 +89,14 @@ class _Job:
         self.loss, self.rest = 0.0, []
         unit = parts * self.tokens
         self.ends = range(0, (self.groups + 1) * unit, unit)  # group g is as long as from ends[g] to ends[g + 1]
-        if valid is not None:
-            self.ends = [0, *accumulate(valid.view(parts, self.groups, self.tokens).sum((0, 2)).tolist())]
+        self.kept = None  # the tokens group by group, without those that are dropped
+        if parts > 1 or valid is not None:
+            order = torch.arange(lead.numel(), device=target.device)
+            order = order.view(parts, self.groups, self.tokens).transpose(0, 1).reshape(-1)
+            if valid is not None:
+                order = order[valid[order]]
+                self.ends = [0, *accumulate(valid.view(parts, self.groups, self.tokens).sum((0, 2)).tolist())]
+            self.kept = order.to(device, non_blocking=True)
 
     def some(self, x, a, b):
         """A view of groups a to b: (groups, ...), or (parts, groups, ...) of several parts."""
@@ -97,11 +104,11 @@ class _Job:
         return x[a:b] if self.parts == 1 else x.unflatten(0, (self.parts, self.groups))[:, a:b]
 
     def rows(self, a, b):
-        """Their tokens, as a slice or as indices."""
-        if self.parts == 1 and self.valid is None:
-            return slice(a * self.tokens, b * self.tokens)
-        rows = self.some(torch.arange(self.lead.numel(), device=self.target.device), a, b).reshape(-1)
-        return rows if self.valid is None else rows[self.valid[rows]]
+        """Tokens a to b in the order of the groups, as a slice or as indices."""
+        return slice(a, b) if self.kept is None else self.kept[a:b]
+
+    def of_groups(self, a, b):
+        return self.rows(self.ends[a], self.ends[b])
 
     def spans(self, first, rows):
         """(from, to): the groups of passes of so many tokens at most."""
@@ -211,12 +218,11 @@ def _with_kernels(job, h, w, b, needs):
 
         if not total:
             job.take(0, job.groups, given, g)
-        grads = run_passes(h, w, b, dtype, chosen, turn, needs, job.group, [job.rows(*span) for span in spans])
+        grads = run_passes(h, w, b, dtype, chosen, turn, needs, job.group, [job.of_groups(*span) for span in spans])
         return job.outputs(), grads, divisor
 
     def passes(chosen):
-        rows = slice(0, total) if job.valid is None else job.valid.nonzero().squeeze(1)
-        return [s if job.valid is None else rows[s] for s in chosen.passes(total)]
+        return [job.rows(s.start, s.stop) for s in chosen.passes(total)]
 
     reading = plan(*sizes[:-2], False)
     run_passes(h, w, b, dtype, reading, read, [False] * 3, job.group, passes(reading))
@@ -248,7 +254,7 @@ def _without_kernels(job, h, w, b, needs):
     wide = torch.promote_types(w.dtype, torch.float32)
     grads = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip((h, w, b), needs, strict=True)]
     for span in job.spans(0, ROWS_WITHOUT_KERNELS):
-        rows = job.rows(*span)
+        rows = job.of_groups(*span)
         with torch.set_grad_enabled(any(needs)):
             leaves = [
                 None if x is None else x.detach().requires_grad_(need)
@@ -330,8 +336,6 @@ def linear_loss(
         valid = (y != ignore_index).any(1) if several else y != ignore_index
         valid = None if y.device.type == "cpu" and bool(valid.all()) else valid
     options = temperature, ignore_index, accum_dtype, budget(memory), group_name(group)
-    job = _Job(fn, y, parts, lead, valid, return_entropy, options)
-    job.target = y.to(h.device)
-    job.valid = valid if valid is None else valid.to(h.device)
+    job = _Job(fn, y, parts, lead, valid, h.device, return_entropy, options)
     run = _with_kernels if _device.has_kernels(h) else _without_kernels
     return taken(lambda *given: run(job, *given), h, weight, bias)
