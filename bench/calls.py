@@ -19,6 +19,41 @@ def _liger(name, *args):
     return getattr(functional, f"liger_{name}")(*args)
 
 
+def _loss(name, **options):
+    from liger_kernel import chunked_loss
+
+    return getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**options)
+
+
+def _pairs(name):
+    return lambda hidden, weight, target: _loss(name)(weight, hidden, target)[0]
+
+
+def _kto(hidden, weight, target, ref_hidden, ref_weight):
+    loss = _loss("KTO", use_ref_model=True)
+    return loss(hidden, weight, target, None, every_second(target), ref_hidden, ref_weight)[0]
+
+
+def _grpo(kind):
+    def call(hidden, weight, target, mask, advantages, ref_log_probs):
+        loss = _loss("GRPO", loss_type=kind, max_completion_length=target.shape[1])
+        return loss(hidden, weight, target, mask, advantages, ref_per_token_logps=ref_log_probs)[0]
+
+    return call
+
+
+def _distillation(name, **options):
+    return lambda hidden, weight, target, ref_hidden, ref_weight: _loss(name, **options)(
+        hidden, weight, ref_hidden, ref_weight, target
+    )
+
+
+def every_second(target):
+    """Of some sequences, as `preference_labels`."""
+    return torch.arange(len(target), device=target.device) % 2 == 0
+
+
+GRPO = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
 LIGER = {
     "rms_norm": lambda x, w: _liger("rms_norm", x, w, 1e-6),
     "fused_add_rms_norm": lambda x, r, w: _liger("fused_add_rms_norm", x, r, w, 1e-6),
@@ -32,6 +67,16 @@ LIGER = {
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(
         "fused_linear_cross_entropy", input, weight, target
     ),
+    "DPO": lambda hidden, weight, target, ref_hidden, ref_weight: _loss("DPO")(
+        weight, hidden, target, None, ref_hidden, ref_weight
+    )[0],
+    "KTO": _kto,
+    **{name: _pairs(name) for name in ("ORPO", "CPO", "SimPO")},
+    **{f"GRPO, {kind}": _grpo(kind) for kind in GRPO},
+    "JSD": _distillation("JSD"),
+    "forward KL": _distillation("JSD", beta=0.0),
+    "reverse KL": _distillation("JSD", beta=1.0),
+    "cosine": _distillation("CosineSimilarity"),
 }
 
 

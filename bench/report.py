@@ -355,6 +355,43 @@ def head_line(row: dict) -> str:
     return f"{row['way']} {head_label(row)}: " + "; ".join(cells)
 
 
+def losses_cell(row: dict, entry: dict, ours: dict | None = None) -> str:
+    """Time, share, memory; of another's also how many times ours it takes."""
+    if "error" in entry:
+        return entry["error"].split(":")[0]
+    ms = mean(entry["ms"]["both"])
+    cell = f"{ms:.1f} ms ({share(row, entry):.0%}), {entry['peak_bytes'] / 1e9:.2f} GB"
+    if ours is None or "error" in ours:
+        return cell
+    return f"{cell}: {ms / mean(ours['ms']['both']):.2f}×, {entry['peak_bytes'] / ours['peak_bytes']:.1f}×"
+
+
+def losses_line(row: dict) -> str:
+    cells = (f"{name}: {losses_cell(row, entry)}" for name, entry in row["contestants"].items())
+    return f"{row['case']} {head_label(row)}: " + "; ".join(cells)
+
+
+def losses(data: dict) -> str:
+    rows = data["rows"]
+    names = contestants(rows)
+
+    def cells(row):
+        ours = row["contestants"].get("ours")
+        return [of(row, n, lambda e, n=n: losses_cell(row, e, None if n == "ours" else ours)) for n in names]
+
+    parts = [
+        heading(data),
+        "Loss and gradients for sequences × tokens × channels × classes: time, its share of the ceiling (the products "
+        "that the loss needs, at the rate of a bf16 8192³ product in the same minute), peak memory beyond the inputs; "
+        "and of the others how many times ours both are:",
+        table(
+            ["loss, shape", "ceiling, TFLOP/s", *map(title, names)],
+            [[f"{r['case']} {head_label(r)}", ceiling_of(r), *cells(r)] for r in rows],
+        ),
+    ]
+    return "\n\n".join(parts + failures(rows, lambda r: f"{r['case']} {head_label(r)}"))
+
+
 def in_training(data: dict) -> list[dict]:
     return [row for row in data["rows"] if row["way"] == "training"]
 
@@ -535,7 +572,7 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         figure.legend(loc="outside lower right", ncols=len(marks), frameon=False, fontsize=10)
 
 
-KINDS = {"ops": ops, "train": train, "breakdown": breakdown, "parity": parity, "head": head}
+KINDS = {"ops": ops, "train": train, "breakdown": breakdown, "parity": parity, "head": head, "losses": losses}
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators
 

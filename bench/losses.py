@@ -1,0 +1,210 @@
+"""Measure the post-training losses: each through its head, forward and backward, beside plain PyTorch and a peer.
+
+    PYTHONPATH=src python -m bench.losses [--peer DIR] [--only NAME,...] [--size H,V]
+
+bf16. PyTorch with all its logits and ours take turns in this process beside the ceiling; ``--peer`` as in `bench.head`.
+A row's operations are its matrix products, none of them twice: 6·M·H·V for what learns, 2·M·H·V for a reference's or a
+teacher's head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import logsigmoid
+
+from . import calls, machine, ops, report
+from .head import Here, Way
+
+WITH_REFERENCE = "DPO", "KTO", "JSD", "forward KL", "reverse KL", "cosine"
+PAIRS, SEQUENCES, TOKENS = (16, 2048), (8, 2048), (8192,)
+SHAPES = {
+    **dict.fromkeys(("DPO", "ORPO", "CPO", "SimPO", "KTO"), PAIRS),
+    **dict.fromkeys([f"GRPO, {kind}" for kind in calls.GRPO], SEQUENCES),
+    **dict.fromkeys(("JSD", "forward KL", "reverse KL", "cosine"), TOKENS),
+}
+LONG = "DPO", (2, 65536)  # a pair whose logits no budget holds
+
+
+def log_probs(hidden, weight, target):
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    return log_p.gather(-1, target[..., None]).squeeze(-1)
+
+
+def of_sequences(hidden, weight, target):
+    return log_probs(hidden, weight, target).sum(-1)
+
+
+def dpo(hidden, weight, target, ref_hidden, ref_weight):
+    with torch.no_grad():
+        ref = of_sequences(ref_hidden, ref_weight, target)
+    chosen, rejected = (of_sequences(hidden, weight, target) - ref).chunk(2)
+    return -logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def kto(hidden, weight, target, ref_hidden, ref_weight):
+    with torch.no_grad():
+        ref = of_sequences(ref_hidden, ref_weight, target)
+    sign = calls.every_second(target) * 2 - 1
+    return (1 - torch.sigmoid(0.1 * sign * (of_sequences(hidden, weight, target) - ref))).mean()
+
+
+def without_reference(preference: Callable, average: bool):
+    """α·NLL of the chosen answers, and what is preferred."""
+
+    def loss(hidden, weight, target):
+        log_p = log_probs(hidden, weight, target)
+        chosen, rejected = (log_p.mean(-1) if average else log_p.sum(-1)).chunk(2)
+        return preference(chosen, rejected).mean() - log_p.chunk(2)[0].mean()
+
+    return loss
+
+
+def odds_ratio(chosen, rejected):
+    odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    return -0.1 * logsigmoid(odds)
+
+
+def grpo(hidden, weight, target, mask, advantages, ref_log_probs):
+    """The policy's ratio is 1 here, as in the first step on a batch; the variants differ in what costs nothing."""
+    log_p = log_probs(hidden, weight, target)
+    ratio, d = torch.exp(log_p - log_p.detach()), ref_log_probs - log_p
+    a = advantages[:, None]
+    loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) + 0.04 * (torch.exp(d) - d - 1)
+    return (loss * mask).sum() / mask.sum()
+
+
+def distillation(divergence: Callable):
+    def loss(hidden, weight, target, ref_hidden, ref_weight):
+        z = F.linear(hidden, weight).float()
+        with torch.no_grad():
+            teacher = F.linear(ref_hidden, ref_weight).float()
+        return 0.5 * F.cross_entropy(z, target) + 0.5 * divergence(z, teacher)
+
+    return loss
+
+
+def jsd(z, teacher):
+    q, p = z.log_softmax(-1), teacher.log_softmax(-1)
+    m = torch.logsumexp(torch.stack((q, p)), 0) - torch.log(torch.tensor(2.0))
+    kl = lambda a: F.kl_div(m, a, reduction="batchmean", log_target=True)  # noqa: E731
+    return 0.5 * kl(p) + 0.5 * kl(q)
+
+
+def forward_kl(z, teacher):
+    return F.kl_div(z.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def reverse_kl(z, teacher):
+    return F.kl_div(teacher.log_softmax(-1), z.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def cosine(z, teacher):
+    return 0.5 * (1 - F.cosine_similarity(z, teacher, dim=-1)).mean()
+
+
+PLAIN = {
+    "DPO": dpo,
+    "KTO": kto,
+    "ORPO": without_reference(odds_ratio, average=True),
+    "CPO": without_reference(lambda c, r: -logsigmoid(0.1 * (c - r)), average=False),
+    "SimPO": without_reference(lambda c, r: -logsigmoid(0.1 * (c - r) - 0.5), average=True),
+    **{f"GRPO, {kind}": grpo for kind in calls.GRPO},
+    "JSD": distillation(jsd),
+    "forward KL": distillation(forward_kl),
+    "reverse KL": distillation(reverse_kl),
+    "cosine": distillation(cosine),
+}
+
+
+def drawn(name: str):
+    """What that loss takes, at (..., H, V)."""
+
+    def inputs(*shape: int, device: str = "cuda") -> dict:
+        torch.manual_seed(0)
+        *lead, H, V = shape
+        hidden, weight = (lambda: torch.randn(*lead, H, device=device)), (lambda: torch.randn(V, H, device=device))
+        given = {
+            "hidden": hidden().bfloat16().requires_grad_(),
+            "weight": (weight() / H**0.5).bfloat16().requires_grad_(),
+            "target": torch.randint(V, lead, device=device),
+        }
+        if name in WITH_REFERENCE:
+            given |= {"ref_hidden": hidden().bfloat16(), "ref_weight": (weight() / H**0.5).bfloat16()}
+        if name.startswith("GRPO"):
+            mask, advantages = torch.ones_like(given["target"]), torch.randn(lead[0], device=device)
+            given |= {"mask": mask, "advantages": advantages, "ref_log_probs": torch.randn(lead, device=device)}
+        return given
+
+    return inputs
+
+
+def ways(names: list[str]) -> dict[str, Way]:
+    return {
+        name: Way(
+            lambda *shape, name=name: {"eager": PLAIN[name], "ours": calls.LIGER[name]},
+            "both", 8 if name in WITH_REFERENCE else 6, drawn(name),
+        )
+        for name in names
+    }  # fmt: skip
+
+
+def plan(names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (4096, 128256)) -> list[dict]:
+    rows = [(name, (*SHAPES[name], *size), ["eager", "ours", *(["peer"] if peer else [])]) for name in names]
+    if LONG[0] in names:
+        rows.append((LONG[0], (*LONG[1], *size), ["ours"]))
+    requests = []
+    for name, shape, contestants in rows:
+        M = torch.Size(shape[:-2]).numel()
+        requests.append(
+            {
+                "case": name, "way": name, "shape": list(shape), "kinds": ["both"], "against": "matmul",
+                "seconds": seconds, "contestants": contestants, "traffic": None,
+                "flops": ways([name])[name].operations * M * shape[-2] * shape[-1],
+                "gradient_bytes": 2 * shape[-2] * (M + shape[-1]),
+            }
+        )  # fmt: skip
+    return requests
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    p.add_argument("--only", default="", help=f"some of {'; '.join(SHAPES)}, separated by semicolons (all)")
+    p.add_argument("--size", default="4096,128256", metavar="H,V", help="channels, classes (4096,128256)")
+    p.add_argument("--seconds", type=float, default=2.0, help="of samples for a loss (2)")
+    p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
+    p.add_argument("--out", help="JSON file (bench/results/losses.json)")
+    args = p.parse_args(argv)
+    names = [n.strip() for n in args.only.split(";") if n.strip()] or list(SHAPES)
+    if unknown := set(names) - set(SHAPES):
+        raise SystemExit(f"bench.losses: no loss {', '.join(sorted(unknown))}; there are {'; '.join(SHAPES)}")
+    machine.require_gpu()
+
+    end = time.monotonic() + args.limit
+    left = lambda: end - time.monotonic()  # noqa: E731
+    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
+    workers = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways(names))}
+    if args.peer:
+        workers["peer"] = ops.Worker("peer", args.peer.resolve())
+        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
+    try:
+        H, V = map(int, args.size.split(","))
+        for request in plan(names, bool(args.peer), args.seconds, (H, V)):
+            contestants = request.pop("contestants")
+            data["rows"].append(ops.measure(request, contestants, workers, 1, left))
+            machine.save("losses", data, args.out)
+            print(report.losses_line(data["rows"][-1]), flush=True)
+    finally:
+        if args.peer:
+            workers["peer"].stop()
+    print("\n" + report.losses(data))
+
+
+if __name__ == "__main__":
+    main()
