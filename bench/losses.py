@@ -10,6 +10,7 @@ teacher's head.
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -31,8 +32,14 @@ SHAPES = {
 LONG = "DPO", (2, 65536)  # a pair whose logits no budget holds
 
 
+def logits(hidden, weight):
+    """In fp32, or fp64 where the hidden states are."""
+    z = F.linear(hidden, weight)
+    return z if z.dtype == torch.float64 else z.float()
+
+
 def log_probs(hidden, weight, target):
-    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    log_p = logits(hidden, weight).log_softmax(-1)
     return log_p.gather(-1, target[..., None]).squeeze(-1)
 
 
@@ -81,9 +88,9 @@ def grpo(hidden, weight, target, mask, advantages, ref_log_probs):
 
 def distillation(divergence: Callable):
     def loss(hidden, weight, target, ref_hidden, ref_weight):
-        z = F.linear(hidden, weight).float()
+        z = logits(hidden, weight)
         with torch.no_grad():
-            teacher = F.linear(ref_hidden, ref_weight).float()
+            teacher = logits(ref_hidden, ref_weight)
         return 0.5 * F.cross_entropy(z, target) + 0.5 * divergence(z, teacher)
 
     return loss
@@ -91,7 +98,7 @@ def distillation(divergence: Callable):
 
 def jsd(z, teacher):
     q, p = z.log_softmax(-1), teacher.log_softmax(-1)
-    m = torch.logsumexp(torch.stack((q, p)), 0) - torch.log(torch.tensor(2.0))
+    m = torch.logaddexp(q, p) - math.log(2)
     kl = lambda a: F.kl_div(m, a, reduction="batchmean", log_target=True)  # noqa: E731
     return 0.5 * kl(p) + 0.5 * kl(q)
 

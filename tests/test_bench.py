@@ -22,6 +22,7 @@ from bench import (  # noqa: E402
     calls,
     contest,
     head,
+    losses,
     machine,
     models,
     ops,
@@ -552,3 +553,43 @@ def test_breakdown_table(tmp_path):
     assert ours.endswith("| 39.0 | 36.0 | 40.0 | 4.00 | 50% |")
     assert "M, 8 × 2, ours: 0.25 ms of rest are kernels that several operators launch" in page.read_text()
     assert "M, 8 × 2, PyTorch eager: OutOfMemoryError: tried" in page.read_text()
+
+
+@pytest.mark.parametrize("name", losses.SHAPES)
+def test_losses_are_plain_pytorchs(name, on_the_host, reference_only):
+    """PyTorch and ours compute the same, and can be timed; GRPO's variants differ from the plain one where they do."""
+    size = *([4, 6] if len(losses.SHAPES[name]) == 2 else [24]), 16, 96
+    way = losses.ways([name])[name]
+    inputs = way.inputs(*size, device="cpu")
+    outs = {who: fn(**inputs) for who, fn in way.fns(*size).items()}
+    if name.removeprefix("GRPO, ") not in ("cispo", "sapo", "luspo", "vespo"):
+        torch.testing.assert_close(outs["ours"].float(), outs["eager"].float(), rtol=2e-2, atol=2e-2)
+    request = losses.plan([name], peer=True, seconds=0, size=size[-2:])[0] | {"shape": list(size)}
+    names = request.pop("contestants")
+    assert names == ["eager", "ours", "peer"] and name in calls.LIGER
+    workers = {
+        "ours": head.Here(Ceilings(), "cpu", losses.ways([name])),
+        "peer": FakeWorker(reply("peer", 1.0)),
+    }
+    row = ops.measure(request, names, workers, 1, lambda: 1)
+    assert not report.failures([row], report.head_label)
+    assert name in report.losses_line(row)
+
+
+def test_table_of_losses(tmp_path):
+    rows = losses.plan(["DPO", "GRPO, dapo"], peer=True, seconds=0)
+    assert [row["shape"][:2] for row in rows] == [[16, 2048], [8, 2048], [2, 65536]]
+    assert rows[0]["flops"] == 8 * 16 * 2048 * 4096 * 128256 and rows[2]["contestants"] == ["ours"]
+    for row in rows:
+        entry = {"ms": {"both": [100.0]}, "peak_bytes": 2 * 10**9, "ceiling": [row["flops"] / 0.08]}
+        slower = entry | {"ms": {"both": [150.0]}, "peak_bytes": 10**10}
+        row["contestants"] = {name: entry if name == "ours" else slower for name in row["contestants"]}
+    rows[1]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
+    figures, page = tmp_path / "losses.json", tmp_path / "page.md"
+    data = {"kind": "losses", "machine": {"gpu": "GPU X", "date": "today"}, "peer": "0.8.5", "rows": rows}
+    figures.write_text(json.dumps(data))
+    page.write_text("<!-- bench:losses -->\n<!-- bench:end -->\n")
+    report.main([str(figures), "--write", str(page)])
+    table = page.read_text()
+    assert "150.0 ms (53%), 10.00 GB: 1.50×, 5.0×" in table and "100.0 ms (80%), 2.00 GB" in table
+    assert "GRPO, dapo 8×2048×4096×128256, PyTorch eager: OutOfMemoryError: tried to allocate" in table

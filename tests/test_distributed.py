@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from conftest import DEVICE
 from ranks import SIZE
 
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction, _device, _parallel
 from liger_kernel.ops.linear_head import linear_token_loss
+from liger_kernel.ops.linear_loss import linear_loss
 from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
 
 CPU = [True] if DEVICE == "cpu" else []  # where tensors that have kernels can also go without
@@ -257,6 +259,47 @@ def alone(rank, group, _):
             got[0].sum().backward()
 
 
+def pairs(rank, group, dtype, memory):
+    """A loss of pairs of sequences, whose head's classes are sharded."""
+    h, w, b, target = drawn(M=16, H=6, dtype=dtype)
+    h, target = h.view(4, 4, 6), target.view(4, 4)
+
+    def loss(part, log_probs, entropy):
+        s = log_probs.sum(-1)
+        return -F.logsigmoid(s[0] - s[1]).sum() - 0.1 * entropy.sum(), s[0]
+
+    full = [x.clone().requires_grad_() for x in (h, w, b)]
+    local = h.clone().requires_grad_(), mine(w, rank), mine(b, rank)
+    want, s = linear_loss(loss, *full[:2], target, full[2], parts=2, return_entropy=True)
+    got, t = linear_loss(loss, *local[:2], target, local[2], parts=2, return_entropy=True, memory=memory, group=group)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    same(got, want, "loss", tolerance)
+    same(t, s, "log-probabilities", tolerance)
+    dh, dw, db = torch.autograd.grad(want, full)
+    gradients = zip(
+        ("dh", "dw", "db"), torch.autograd.grad(got, local), (dh, mine(dw, rank), mine(db, rank)), strict=True
+    )
+    for name, a, b in gradients:
+        same(a, b.detach(), name, tolerance)
+
+
+def tokens_of_all_ranks(rank, group, loss_type):
+    """DAPO and its like divide by all ranks' tokens: the mean over ranks of losses and gradients is one process's."""
+    h, w, _, ids = drawn(M=16, H=6)
+    h, ids = h.view(4, 4, 6), ids.clamp(min=0).view(4, 4)
+    mask = (torch.arange(4) < torch.tensor([[4], [3], [1], [2]])).long().to(ids.device)
+    advantages = torch.tensor([0.5, -1.0, 2.0, -0.3], dtype=h.dtype, device=h.device)
+    full, local = w.clone().requires_grad_(), w.clone().requires_grad_()
+    some = slice(rank * 2, rank * 2 + 2)
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type=loss_type)
+    got, _ = loss(h[some], local, ids[some], mask[some], advantages[some])
+    got.backward()
+    whole_, _ = loss(h, full, ids, mask, advantages, num_items_in_batch=mask.sum() * SIZE)
+    whole_.backward()
+    for name, a, b in (("loss", got.detach(), whole_.detach()), ("dw", local.grad, full.grad)):
+        same(_parallel.summed(a.clone(), group) / SIZE, b, f"{loss_type} {name}", 1e-10)
+
+
 HEAD_OPTIONS = (
     {},
     dict(temperature=0.7, label_smoothing=0.1),
@@ -281,6 +324,8 @@ CHECKS = [
     *(partial(scaled, dtype=dtype, given=given) for dtype in BOTH for given in (True, False)),
     *(partial(compiled, given=given) for given in (True, False)),
     *(partial(all_ignored, dtype=dtype) for dtype in BOTH),
+    *(partial(pairs, dtype=dtype, memory=memory) for dtype in BOTH for memory in ("auto", 0)),
+    *(partial(tokens_of_all_ranks, loss_type=kind) for kind in ("dapo", "cispo", "vespo")),
 ]
 
 

@@ -29,7 +29,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 6
 
 
 def taken(M, H, V, memory):

@@ -4,6 +4,8 @@
 """
 
 import gc
+import pathlib
+import sys
 
 import pytest
 import tiny
@@ -11,13 +13,17 @@ import torch
 import torch.nn.functional as F
 from test_ops import cast
 
-import liger_kernel.ops  # noqa: F401  (fills CASES)
-from liger_kernel.ops import linear_head
-from liger_kernel.ops._op import CASES
-from liger_kernel.ops.cross_entropy import liger_cross_entropy
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.glu import liger_swiglu
-from liger_kernel.ops.linear_head import linear_token_loss
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
+
+import liger_kernel.ops  # noqa: E402, F401  (fills CASES)
+from bench import losses  # noqa: E402
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss  # noqa: E402
+from liger_kernel.ops import linear_head  # noqa: E402
+from liger_kernel.ops._op import CASES  # noqa: E402
+from liger_kernel.ops.cross_entropy import liger_cross_entropy  # noqa: E402
+from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy  # noqa: E402
+from liger_kernel.ops.glu import liger_swiglu  # noqa: E402
+from liger_kernel.ops.linear_head import linear_token_loss  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA or ROCm device: these shapes and CUDA graphs need one", allow_module_level=True)
@@ -371,3 +377,64 @@ def test_families_train_as_before(family, compiled, monkeypatch):
     for name, g in gradients.items():
         d = mine[f"_orig_mod.{name}" if compiled else name]
         torch.testing.assert_close(d, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+
+
+SAME = [name for name in losses.SHAPES if name.removeprefix("GRPO, ") not in ("cispo", "sapo", "luspo", "vespo")]
+
+
+def drawn_loss(name, lead=8, tokens=512, H=1024, V=32000):
+    shape = *((lead, tokens) if len(losses.SHAPES[name]) == 2 else (lead * tokens,)), H, V
+    way = losses.ways([name])[name]
+    return way.inputs(*shape), way.fns(*shape)
+
+
+def taken(fn, inputs):
+    loss = fn(**inputs)
+    return [loss.detach(), *torch.autograd.grad(loss, [inputs["hidden"], inputs["weight"]])]
+
+
+@pytest.mark.parametrize("passes", ["one", "more"])
+@pytest.mark.parametrize("name", SAME)
+def test_post_training_losses(name, passes, monkeypatch):
+    """As far from fp64 as PyTorch with all logits, a quarter more in two passes; the host doesn't wait."""
+    if passes == "more":
+        monkeypatch.setattr(linear_head, "FREE", 0)
+    inputs, fns = drawn_loss(name)
+    taken(fns["ours"], inputs)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = taken(fns["ours"], inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = taken(losses.PLAIN[name], cast(inputs, torch.float64))
+    for what, mine, theirs, e in zip(("loss", "dX", "dW"), got, taken(fns["eager"], inputs), exact, strict=True):
+        mine, theirs = ((x.double() - e).norm() / e.norm() for x in (mine, theirs))
+        assert mine <= 1.25 * theirs + 2e-4, f"{what}: error {mine:.3g}, PyTorch's own {theirs:.3g}"
+
+
+def test_a_group_larger_than_a_pass():
+    """One pair of 16,384 tokens, its logits made twice within the budget; the same as with room for all."""
+    H, V = 512, 32000
+    inputs, _ = drawn_loss("DPO", 2, 8192, H, V)
+
+    def step(memory):
+        loss = LigerFusedLinearDPOLoss(memory=memory)
+        given = (inputs[k] for k in ("weight", "hidden", "target"))
+        return taken(lambda **_: loss(*given, None, inputs["ref_hidden"], inputs["ref_weight"])[0], inputs)
+
+    small = 2 * V * 2048
+    for a, b in zip(step(small), step(2 * V * 16384), strict=True):
+        assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
+    outputs = 2 * H * (16384 + V) + 2 * V * H  # dX, dW, and dW in fp32
+    assert peak(lambda: step(small)) <= small + outputs + 2**26
+
+
+def test_memory_of_post_training_losses():
+    """Beside what `linear_head` needs, next to nothing; a teacher's logits of 1,024 tokens."""
+    M, H, V = 8192, 2048, 128256
+    plan = linear_head.plan(M, H, V, torch.bfloat16, torch.bfloat16)
+    h = torch.empty(M, H, device="meta", dtype=torch.bfloat16)
+    head = 2 * linear_head._Memory(h, V, torch.bfloat16, plan, True).logits.numel() + 2 * M * H
+    for name, more in (("GRPO, dapo", 0), ("JSD", 2 * V * 1024)):
+        inputs, fns = drawn_loss(name, 8, 1024, H, V)
+        assert peak(lambda inputs=inputs, fns=fns: taken(fns["ours"], inputs)) <= head + more + 2**26, name

@@ -82,7 +82,8 @@ def paired(kind, tensors, target, nll_target=None, *, ref=True, average=False, n
         loss = -beta * sg(odds).log().mean()
         others = [sg(odds).log().mean(), odds.mean()]
     else:
-        loss = sum(of_pair(kind, a[i], d[i], c[i], r[i], beta, **more) for i in range(B)) / B
+        n = [len(x) if kind == "ipo" and not average else 1 for x in per_token]  # a mean in any case
+        loss = sum(of_pair(kind, a[i] / n[i], d[i] / n[B + i], c[i], r[i], beta, **more) for i in range(B)) / B
     total = loss * 0
     if nll:
         tokens = per_token if nll_target is None else log_probs_of(h, w, b, nll_target)[1]

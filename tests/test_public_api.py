@@ -63,7 +63,7 @@ def test_signature(line):
     assert all(p.default is not p.empty for p in added), f"{path}: frameworks don't give {added}"
 
 
-SCOPES = ("ops", "transformers", "transformers.functional")
+SCOPES = ("chunked_loss", "chunked_loss.functional", "ops", "transformers", "transformers.functional")
 
 
 @pytest.mark.parametrize("scope", SCOPES)

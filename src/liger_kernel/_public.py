@@ -8,6 +8,18 @@ import importlib.machinery
 import sys
 
 HOMES = {
+    "chunked_loss.cosine_similarity_loss": "chunked_loss.distillation",
+    "chunked_loss.cpo_loss": "chunked_loss.preference",
+    "chunked_loss.dpo_loss": "chunked_loss.preference",
+    "chunked_loss.fused_linear_distillation": "chunked_loss.distillation",
+    "chunked_loss.fused_linear_ppo": "chunked_loss.policy",
+    "chunked_loss.fused_linear_preference": "chunked_loss.preference",
+    "chunked_loss.fused_linear_unpaired_preference": "chunked_loss.preference",
+    "chunked_loss.grpo_loss": "chunked_loss.policy",
+    "chunked_loss.jsd_loss": "chunked_loss.distillation",
+    "chunked_loss.kto_loss": "chunked_loss.preference",
+    "chunked_loss.orpo_loss": "chunked_loss.preference",
+    "chunked_loss.simpo_loss": "chunked_loss.preference",
     "ops.geglu": "ops.glu",
     "ops.swiglu": "ops.glu",
     "transformers.cross_entropy": "ops.cross_entropy",
@@ -24,7 +36,11 @@ HOMES = {
     "transformers.softmax": "ops.softmax",
     "transformers.swiglu": "ops.glu",
 }
-PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {"ops", "transformers"}  # that hold nothing but aliases
+PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
+    "chunked_loss",
+    "ops",
+    "transformers",
+}  # that hold nothing but aliases
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,5 +1,17 @@
 """Preference, policy and distillation losses of a linear head, without its logits in memory."""
 
+from liger_kernel.chunked_loss.distillation import (
+    LigerFusedLinearCosineSimilarityFunction,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearJSDFunction,
+    LigerFusedLinearJSDLoss,
+)
+from liger_kernel.chunked_loss.policy import (
+    LigerFusedLinearGRPOFunction,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPPOBase,
+)
 from liger_kernel.chunked_loss.preference import (
     LigerFusedLinearCPOFunction,
     LigerFusedLinearCPOLoss,
@@ -14,3 +26,26 @@ from liger_kernel.chunked_loss.preference import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
+
+__all__ = [
+    "LigerFusedLinearCPOFunction",
+    "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityFunction",
+    "LigerFusedLinearCosineSimilarityLoss",
+    "LigerFusedLinearDPOFunction",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearDistillationBase",
+    "LigerFusedLinearGRPOFunction",
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSDFunction",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKTOFunction",
+    "LigerFusedLinearKTOLoss",
+    "LigerFusedLinearORPOFunction",
+    "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearPPOBase",
+    "LigerFusedLinearPreferenceBase",
+    "LigerFusedLinearSimPOFunction",
+    "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearUnpairedPreferenceBase",
+]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from liger_kernel.ops.linear_head import scaled
+
 
 class GradientsInForward(torch.autograd.Function):
     """A loss whose gradients are taken in forward, so that the head's weight may be gone in backward.
@@ -12,6 +14,12 @@ class GradientsInForward(torch.autograd.Function):
     """
 
     WHERE = 0, 1, 3
+
+    @classmethod
+    def apply(cls, *args):
+        if not torch.is_grad_enabled():  # forward couldn't know
+            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+        return super().apply(*args)
 
     @classmethod
     def take(cls, ctx, loss, *tensors):
@@ -27,6 +35,11 @@ class GradientsInForward(torch.autograd.Function):
         return value.detach(), *others
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, g, *_):
+        in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
         given = dict(zip(ctx.where, ctx.saved_tensors, strict=True))
-        return tuple(None if given.get(k) is None else given[k] * g for k in range(len(ctx.needs_input_grad)))
+        return tuple(
+            None if given.get(k) is None else scaled(given[k], g, given[k].dtype, in_place)
+            for k in range(len(ctx.needs_input_grad))
+        )

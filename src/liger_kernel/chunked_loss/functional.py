@@ -1,15 +1,22 @@
-"""The losses' Functions as functions: positional arguments, in the Functions' order."""
+"""The losses' Functions as functions: positional arguments, in the order of the Function's forward."""
 
+from liger_kernel.chunked_loss.distillation import liger_fused_linear_cosine, liger_fused_linear_jsd
+from liger_kernel.chunked_loss.policy import liger_fused_linear_grpo
 from liger_kernel.chunked_loss.preference import (
-    LigerFusedLinearCPOFunction,
-    LigerFusedLinearDPOFunction,
-    LigerFusedLinearKTOFunction,
-    LigerFusedLinearORPOFunction,
-    LigerFusedLinearSimPOFunction,
+    liger_fused_linear_cpo,
+    liger_fused_linear_dpo,
+    liger_fused_linear_kto,
+    liger_fused_linear_orpo,
+    liger_fused_linear_simpo,
 )
 
-liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
-liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
-liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
-liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
-liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
+__all__ = [
+    "liger_fused_linear_cosine",
+    "liger_fused_linear_cpo",
+    "liger_fused_linear_dpo",
+    "liger_fused_linear_grpo",
+    "liger_fused_linear_jsd",
+    "liger_fused_linear_kto",
+    "liger_fused_linear_orpo",
+    "liger_fused_linear_simpo",
+]

@@ -1,11 +1,11 @@
-r"""Policy losses: GRPO and its variants, PPO, RLOO, on the log-probabilities that a policy gives to sampled tokens.
+r"""Policy losses: GRPO and its variants, PPO, RLOO, of the log-probabilities that a policy gives to sampled tokens.
 
-    ρ = log π(y) - log π_old(y),   r = e^ρ          per token, or one for a sequence
-    loss = Σ_tokens weight·(l(r, A) + β·KL)         l: a row of `POLICIES`; weight: a row of `REDUCTIONS`
+    ρ = log π(y) - log π_old(y),   r = e^ρ             of a token, or one for a sequence
+    loss = Σ_tokens weight·(l(r, A) + β·KL)            l: a row of `POLICIES`; weight: one of `REDUCTIONS`
 
-Everything here is over log-probabilities (B, T), or (tokens,) where each token stands alone: the same functions serve
-both. `linear_grpo_loss` and the like hand them to `linear_loss`, which makes log-probabilities from hidden states and
-the head a few groups at a time. A group is a token, except for ratios of whole sequences: a sequence.
+The mathematics is over log-probabilities (B, T), or (tokens,) where each token stands alone: the same functions serve
+both. `linear_grpo_loss` and its kind have the log-probabilities made from hidden states by `linear_loss`, some groups
+at a time. A group is a token, unless a ratio couples those of a sequence.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
-from ..ops.linear_head import token_log_probs
-from ..ops.linear_loss import linear_loss
+from liger_kernel.chunked_loss._function import GradientsInForward
+from liger_kernel.ops.linear_head import token_log_probs
+from liger_kernel.ops.linear_loss import linear_loss
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class GRPOOptions:
-    """What the GRPO losses may be told, with the names that the field uses."""
+    """By the names that the field uses; `linear_grpo_loss` says what they mean."""
 
     beta: float = 0.04
     epsilon_low: float = 0.2
@@ -44,44 +45,51 @@ class GRPOOptions:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
 
+    def __post_init__(self):
+        for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"GRPOOptions: {name} is {value}, give a positive number")
 
-# ---- the policy's part: l of each token ----
+
+# ---- l: the policy's part in the loss of a token ----
 
 
 def clipped_surrogate(log_probs, ratio, advantages, o):
-    """PPO (1707.06347), with GRPO's two bounds (DAPO, 2503.14476) and a third for A < 0 (INTELLECT-2, 2505.07291)."""
+    """PPO (1707.06347), its bounds as in DAPO (2503.14476), r bounded where A < 0 as in INTELLECT-2 (2505.07291)."""
     bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
     clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
     return -torch.min(bounded * advantages, clipped * advantages)
 
 
 def clipped_weight(log_probs, ratio, advantages, o):
-    """CISPO (2506.13585): REINFORCE, its importance weights bounded. epsilon_high is the bound itself."""
+    """CISPO (2506.13585): REINFORCE whose importance weight is bounded. epsilon_high is the bound itself."""
     return -ratio.detach().clamp(max=o.epsilon_high) * advantages * log_probs
 
 
 def soft_gate(log_probs, ratio, advantages, o):
-    """SAPO (2511.20347): a sigmoid around r = 1 in place of the clip, with slope 1 there."""
-    t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg).to(ratio.dtype)
-    return -4 / t * torch.sigmoid(t * (ratio - 1)) * advantages
+    """SAPO (2511.20347): a sigmoid about r = 1, of slope 1 there, in place of the clip."""
+    t = _either(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, ratio)
+    return -(4 / t) * torch.sigmoid(t * (ratio - 1)) * advantages
 
 
 def weighted_reinforce(log_probs, weight, advantages, o):
-    """VESPO (2602.10693): REINFORCE under a sequence's weight."""
+    """VESPO (2602.10693): REINFORCE with a weight for the sequence."""
     return -weight * advantages * log_probs
 
 
-def vespo_weight(log_ratio, mask, advantages, log_inference_ratio, o):
-    """φ(w) = w^k·e^(λ(1-w)) of a sequence's importance weight w, which training's and inference's ratios make."""
-    low, high = math.log(1e-8), 20.0
+def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
+    """VESPO's w^k·e^(λ-λw) of a sequence's importance weight w, which is bounded, too."""
     log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
-    if log_inference_ratio is not None:
-        log_w = log_w + log_inference_ratio
-    log_w = log_w.clamp(low, high)
-    good = advantages >= 0
-    k = torch.where(good, o.vespo_k_pos, o.vespo_k_neg)
-    rate = torch.where(good, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4))
+    log_w = log_w if log_inference_ratio is None else log_w + log_inference_ratio
+    log_w = log_w.clamp(math.log(1e-8), 20)
+    k = _either(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w)
+    rate = _either(advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w)
     return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _either(condition, yes, no, like):
+    return torch.full_like(condition, no, dtype=like.dtype).masked_fill_(condition, yes)
 
 
 def outside_clip(ratio, advantages, o):
@@ -94,56 +102,51 @@ def above_bound(ratio, advantages, o):
     return (ratio > o.epsilon_high) & (advantages > 0)
 
 
-def never(ratio, advantages, o):
+def nowhere(ratio, advantages, o):
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def k3(log_probs, ref):
-    """KL(π ‖ π_ref) of a token sampled from π: e^x - x - 1 ≥ 0 with x = log π_ref - log π (Schulman's k3)."""
-    x = ref - log_probs
+def k3(log_probs, other):
+    """KL(π ‖ other) from tokens that π sampled: x = log other - log π; e^x - x - 1 ≥ 0 (Schulman's k3)."""
+    x = other - log_probs
     return torch.expm1(x) - x
 
 
-# ---- the weight of each token in the loss ----
+# ---- the weight of a token in the loss ----
 
 
-def mean_of_sequences(mask, o, num_items):
-    """GRPO (2402.03300): the mean over sequences of the mean over their tokens."""
+def mean_of_sequences(mask, o, num_items=None):
+    """GRPO (2402.03300): the mean over the sequences of the mean over their tokens."""
     return mask / mask.sum(-1, keepdim=True).clamp(min=1) / max(mask.shape[0], 1)
 
 
-def mean_of_tokens(mask, o, num_items):
+def mean_of_tokens(mask, o=None, num_items=None):
     """Over the tokens of this batch on this rank (TRL's bnpo)."""
     return mask / mask.sum().clamp(min=1)
 
 
-def fixed_length(mask, o, num_items):
+def fixed_length(mask, o, num_items=None):
     """Dr. GRPO (2503.20783): over as many tokens as there could be."""
     return mask / (max(mask.shape[0], 1) * o.max_completion_length)
 
 
-def mean_of_all_tokens(mask, o, num_items):
-    """DAPO (2503.14476): over the tokens of all ranks, and of all accumulation steps if ``num_items`` says so."""
-    return mask / tokens_per_rank(mask, num_items)
-
-
-def length_times(mask, o, num_items):
-    """LUSPO (2602.05261): the mean over all positions, padded ones too, of the sequence's length times l."""
-    return (mask.sum(-1, keepdim=True) / max(mask.numel(), 1)).expand_as(mask)
-
-
-def tokens_per_rank(mask, num_items=None):
-    """``num_items`` (a number or a tensor, of all ranks; None: counted now) per rank, at least 1; 0-d."""
+def mean_of_all_tokens(mask, o, num_items=None):
+    """DAPO (2503.14476): over the tokens of all ranks; ``num_items`` says how many if there are more to come."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if isinstance(num_items, torch.Tensor):
-        total = num_items.to(device=mask.device, dtype=mask.dtype, non_blocking=True).reshape(())
+        total = num_items.detach().to(mask.device, mask.dtype, non_blocking=True).reshape(())
     elif num_items is not None:
         total = mask.new_full((), num_items)
     else:
         total = mask.sum()
         if ranks > 1:
             dist.all_reduce(total)
-    return (total / ranks).clamp(min=1)
+    return mask / (total / ranks).clamp(min=1)
+
+
+def times_length(mask, o, num_items=None):
+    """LUSPO (2602.05261): a sequence's loss times its length; the mean over all positions, padding among them."""
+    return (mask.sum(-1, keepdim=True) / max(mask.numel(), 1)).expand_as(mask)
 
 
 REDUCTIONS: dict[str, Callable] = {
@@ -151,205 +154,252 @@ REDUCTIONS: dict[str, Callable] = {
     "tokens": mean_of_tokens,
     "fixed_length": fixed_length,
     "all_tokens": mean_of_all_tokens,
-    "length": length_times,
 }
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A row: l(log_probs, ratio, advantages, options), where it is clipped, its reduction."""
+    """l(log_probs, ratio, advantages, options) of a token, where it is clipped, the weights of the tokens."""
 
-    term: Callable
+    loss: Callable
     clipped: Callable
-    reduction: str
-    levels: tuple[str, ...] = ("token",)  # of the ratio; a ratio of sequences couples their tokens
-    whole_sequences: bool = False  # couples a sequence's tokens at token level, too
-    padding_counts: bool = False
+    weights: Callable
+    levels: tuple[str, ...] = ("token",)  # that a ratio may have; "sequence" couples the tokens of a sequence
+    couples: bool = False  # at the level of tokens, too
+    padding: bool = False  # counts
 
 
-BOTH = "token", "sequence"  # a sequence's ratio is the geometric mean of its tokens' (GSPO, 2507.18071)
+BOTH = "token", "sequence"  # the latter is the geometric mean of its tokens' (GSPO, 2507.18071)
 POLICIES = {
-    "grpo": Policy(clipped_surrogate, outside_clip, "sequences", BOTH),
-    "bnpo": Policy(clipped_surrogate, outside_clip, "tokens", BOTH),
-    "dr_grpo": Policy(clipped_surrogate, outside_clip, "fixed_length", BOTH),
-    "dapo": Policy(clipped_surrogate, outside_clip, "all_tokens", BOTH),
-    "luspo": Policy(clipped_surrogate, outside_clip, "length", BOTH, padding_counts=True),
-    "cispo": Policy(clipped_weight, above_bound, "all_tokens"),
-    "sapo": Policy(soft_gate, never, "sequences"),
-    "vespo": Policy(weighted_reinforce, never, "all_tokens", whole_sequences=True),
+    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH),
+    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH),
+    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, BOTH),
+    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH),
+    "luspo": Policy(clipped_surrogate, outside_clip, times_length, BOTH, padding=True),
+    "cispo": Policy(clipped_weight, above_bound, mean_of_all_tokens),
+    "sapo": Policy(soft_gate, nowhere, mean_of_sequences),
+    "vespo": Policy(weighted_reinforce, nowhere, mean_of_all_tokens, couples=True),
 }
 
 
-# ---- GRPO over log-probabilities ----
+# ---- what some tokens contribute: (value, metrics) ----
+#
+# log_probs and entropy (or None) are (n, T), or (n,) of tokens that stand alone; all else broadcasts to them.
+# share: the mask, divided by its sum over the whole batch. pool: what a sequence's ρ are summed with, if they are.
 
 
-def grpo_terms(log_probs, advantages, o, old=None, ref=None, inference_ratio=None, pool=None):
-    """-> each token's l + β·KL, its KL (None without a reference), whether its ratio was clipped.
-
-    Args:
-        log_probs: (n, T), or (n,) of tokens that stand alone; the others broadcast to it.
-        old: the log-probabilities that sampled; None: the same, without gradient.
-        inference_ratio: multiplies l; for vespo its logarithm, summed over the sequence.
-        pool: (n, T), where a sequence is coupled: its mask, divided by its length for a ratio of sequences.
-    """
+def grpo_terms(log_probs, pool, advantages, old, ref, inference_ratio, o):
+    """-> l + β·KL, KL or None, clipped."""
     policy = POLICIES[o.loss_type]
     log_ratio = log_probs - (log_probs.detach() if old is None else old)
-    if o.importance_sampling_level == "sequence":
-        ratio = (log_ratio * pool).sum(-1, keepdim=True).exp()
+    at_level = (log_ratio * pool).sum(-1, keepdim=True) if o.importance_sampling_level == "sequence" else log_ratio
+    ratio = at_level.exp()
+    if policy.couples:
+        weight = vespo_weight(log_ratio, pool, inference_ratio, advantages, o)
+        loss = policy.loss(log_probs, weight, advantages, o)
     else:
-        ratio = log_ratio.exp()
-    if policy.term is weighted_reinforce:
-        weight = vespo_weight(log_ratio, pool, advantages, inference_ratio, o)
-        loss = policy.term(log_probs, weight, advantages, o)
-    else:
-        loss = policy.term(log_probs, ratio, advantages, o)
+        loss = policy.loss(log_probs, ratio, advantages, o)
         loss = loss if inference_ratio is None else loss * inference_ratio
     kl = None
     if ref is not None:
         kl = k3(log_probs, ref)
-        if o.use_bias_correction_kl:  # DeepSeek-V3.2 (2512.02556): an unbiased gradient off policy
-            kl = kl * ratio
+        kl = kl * ratio if o.use_bias_correction_kl else kl  # DeepSeek-V3.2 (2512.02556): unbiased off policy, too
         loss = loss + o.beta * kl
     return loss, kl, policy.clipped(ratio, advantages, o)
 
 
-def grpo_value(o, entropy_coef, log_probs, entropy, weights, share, pool, advantages, old, ref, inference_ratio):
-    """What these tokens contribute to the loss and to the metrics. ``share``: the mask, divided by its sum."""
-    loss, kl, clipped = grpo_terms(log_probs, advantages, o, old, ref, inference_ratio, pool)
-    metrics = [(share * clipped).sum()]
-    value = (weights * loss).sum()
-    if entropy is not None:
-        value = value - entropy_coef * (weights * entropy).sum() if entropy_coef else value
-        metrics.insert(0, (share * entropy).sum())
+def grpo_value(o, coef, log_probs, entropy, weights, share, pool, advantages, old, ref, inference_ratio):
+    loss, kl, clipped = grpo_terms(log_probs, pool, advantages, old, ref, inference_ratio, o)
+    value, metrics = (weights * loss).sum(), []
     if o.beta != 0:
-        metrics.insert(0, share.new_zeros(()) if kl is None else (share * kl).sum())
-    return value, metrics
+        metrics.append(share.new_zeros(()) if kl is None else (share * kl).sum())
+    if entropy is not None:
+        value = value - coef * (weights * entropy).sum()
+        metrics.append((share * entropy).sum())
+    return value, [*metrics, (share * clipped).sum()]
 
 
-def _fp32(x, like):
-    """fp32, or fp64 where that is."""
-    return None if x is None else x.detach().to(torch.promote_types(like.dtype, torch.float32))
+def ppo_value(o, coef, log_probs, entropy, weights, share, pool, advantages, old):
+    """PPO (1707.06347): a token's ratio is clipped; with ``pool`` that of a sequence."""
+    log_ratio = log_probs - old
+    ratio = (log_ratio if pool is None else (log_ratio * pool).sum(-1, keepdim=True)).exp()
+    value = (weights * clipped_surrogate(log_probs, ratio, advantages, o)).sum()
+    metrics = [(share * k3(old, log_probs)).sum(), (share * outside_clip(ratio, advantages, o)).sum()]
+    return _less_entropy(value, metrics, coef, entropy, share)
 
 
-def _column(x):
-    return x if x is None or x.dim() == 2 else x[:, None]
+def reinforce_value(coef, log_probs, entropy, weights, share, advantages):
+    return _less_entropy(-(weights * advantages * log_probs).sum(), [], coef, entropy, share)
+
+
+def _less_entropy(value, metrics, coef, entropy, share):
+    if entropy is None:
+        return value, metrics
+    mean = (share * entropy).sum()
+    return value - coef * mean, [*metrics, mean]
+
+
+def leave_one_out(rewards, samples_per_prompt):
+    """RLOO (2402.14740): a reward less the mean of the other samples of its prompt, which are neighbours."""
+    k = samples_per_prompt
+    rewards = rewards.unflatten(0, (-1, k))
+    return ((rewards - rewards.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
+
+
+# ---- a batch, prepared for them ----
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is known of a batch before its log-probabilities."""
+class _Batch:
+    """All of a loss that doesn't wait for the log-probabilities."""
 
     value: Callable  # (log_probs, entropy, *rows) -> value, metrics
-    rows: tuple  # for each position (B, T), for each sequence (B, 1), or None
-    counted: torch.Tensor | None  # (B, T), None: all
-    couples: bool  # sequences
+    rows: tuple  # (B, T), (B, 1) or None each
+    counted: torch.Tensor | None  # (B, T), the positions that have an influence; None: all
+    couples: bool = False  # the tokens of a sequence
+
+    def of_log_probs(self, log_probs, entropy):
+        value, metrics = self.value(_only(self.counted, log_probs), _only(self.counted, entropy), *self.rows)
+        return value, tuple(x.detach() for x in metrics)
+
+    def of_hidden(self, hidden, weight, ids, bias, **head):
+        target, rows = _only(self.counted, ids, IGNORED), self.rows
+        if not self.couples:  # a pass may end at any token
+            hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+            rows = [x if x is None else x.expand(ids.shape).reshape(-1) for x in rows]
+
+        def fn(part, log_probs, entropy):
+            value, metrics = self.value(log_probs, entropy, *(x if x is None else x[part] for x in rows))
+            return value, *metrics
+
+        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, ignore_index=IGNORED, **head)
+        return loss, tuple(metrics)
 
 
-def _mask(mask, shape, like):
-    return torch.ones(shape, device=like.device, dtype=_fp32(like, like).dtype) if mask is None else _fp32(mask, like)
+def _only(counted, x, other=0):
+    """Of (B, T) what counts: whatever stands elsewhere has no influence, be it NaN."""
+    return x if x is None or counted is None or x.shape != counted.shape else x.where(counted, other)
 
 
-def _cleared(x, counted):
-    """Without what stands at positions that don't count, which may be NaN."""
-    return x if x is None or counted is None or x.shape != counted.shape else x.where(counted, 0)
+def _numbers(like, *tensors):
+    """(B, T) or (B, 1), without gradients, fp32 or as wide as ``like``."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    tensors = [x if x is None else x.detach().to(dtype) for x in tensors]
+    return [x if x is None or x.dim() == 2 else x[:, None] for x in tensors]
 
 
-def _grpo_plan(name, shape, like, mask, advantages, old, ref, inference_ratio, num_items, o, entropy_coef):
-    """Check the arguments and prepare all that doesn't depend on the log-probabilities."""
-    check_options(name, o)
-    policy = POLICIES[o.loss_type]
-    sequence = o.importance_sampling_level == "sequence"
-    _check_shapes(
-        name, shape, attention_mask=(mask, ""), advantages=(advantages, "B"), ref_per_token_logps=(ref, ""),
-        old_per_token_logps=(old, ""), vllm_is_ratio=(inference_ratio, "B1"),
+def _check(name, shape, **given):
+    """``given``: an argument and the shapes that it may have."""
+    B = shape[0]
+    shapes = {"BT": tuple(shape), "B": (B,), "B1": (B, 1), "None": None}
+    for argument, (x, kinds) in given.items():
+        has, fitting = None if x is None else tuple(x.shape), [shapes[kind] for kind in kinds.split()]
+        if has not in fitting:
+            fitting = " or ".join(map(str, fitting))
+            raise ValueError(f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}")
+
+
+def _check_tokens(name, hidden, ids, argument="the hidden states"):
+    if hidden.dim() != 3 or ids.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"{name}: {argument} has shape {tuple(hidden.shape)}, selected_token_ids {tuple(ids.shape)}, give "
+            "(B, T, hidden size) and (B, T)"
+        )
+
+
+def _check_length(name, weights, o):
+    if weights is fixed_length and not o.max_completion_length:
+        raise ValueError(f"{name}: max_completion_length is {o.max_completion_length}, give the divisor")
+
+
+def _check_grpo(name, shape, o, mask, advantages, old, ref, inference_ratio):
+    if o.loss_type not in POLICIES:
+        raise ValueError(f"{name}: loss_type is {o.loss_type!r}, give one of {', '.join(POLICIES)}")
+    policy, level = POLICIES[o.loss_type], o.importance_sampling_level
+    if level not in policy.levels:
+        levels = " or ".join(map(repr, policy.levels))
+        raise ValueError(f"{name}: importance_sampling_level is {level!r}, give {levels} for {o.loss_type}")
+    _check_length(name, policy.weights, o)
+    _check(
+        name, shape, attention_mask=(mask, "BT"), advantages=(advantages, "B BT"),
+        old_per_token_logps=(old, "BT None"), ref_per_token_logps=(ref, "BT None"),
+        vllm_is_ratio=(inference_ratio, "B B1 BT None"),
     )  # fmt: skip
-    ref = ref if o.beta != 0 else None
-    mask = _mask(mask, shape, like)
-    weights = REDUCTIONS[policy.reduction](mask, o, num_items)
-    everywhere = policy.padding_counts and (not sequence or ref is not None or bool(entropy_coef))
-    counted = None if everywhere else mask.bool()
-    advantages, old, ref, v = (_column(_fp32(x, like)) for x in (advantages, old, ref, inference_ratio))
-    advantages, old, ref = (_cleared(x, counted) for x in (advantages, old, ref))
-    pool = None
-    if sequence:
-        pool = mask / mask.sum(-1, keepdim=True).clamp(min=1)
-    elif policy.whole_sequences:
-        pool = mask
-        v = None if v is None else v.log().clamp(math.log(1e-8), 20.0).sum(-1, keepdim=True)
-    v = v if policy.whole_sequences else _cleared(v, counted)
-    rows = weights, mask / mask.sum().clamp(min=1), pool, advantages, old, ref, v
-    return _Plan(functools.partial(grpo_value, o, entropy_coef), rows, counted, sequence or policy.whole_sequences)
+
+
+def _counted(o, coef, mask):
+    """The positions whose log-probabilities matter: luspo's padding has none of its own where all is the sequence's."""
+    own = o.importance_sampling_level == "token" or o.beta != 0 or coef != 0
+    return None if POLICIES[o.loss_type].padding and own else mask.bool()
+
+
+def _grpo_batch(o, coef, like, mask, advantages, old, ref, v, num_items):
+    policy, sequence = POLICIES[o.loss_type], o.importance_sampling_level == "sequence"
+    counted, ref = _counted(o, coef, mask), ref if o.beta != 0 else None
+    mask, advantages, old, ref, v = _numbers(like, mask, advantages, old, ref, v)
+    pool = mask if policy.couples else mask / mask.sum(-1, keepdim=True).clamp(min=1) if sequence else None
+    if policy.couples and v is not None:
+        v = v.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
+    if not policy.padding:
+        advantages, v = _only(counted, advantages), _only(counted, v)
+    old, ref = _only(counted, old), _only(counted, ref)
+    rows = policy.weights(mask, o, num_items), mean_of_tokens(mask), pool, advantages, old, ref, v
+    return _Batch(functools.partial(grpo_value, o, coef), rows, counted, sequence or policy.couples)
+
+
+def _ppo_batch(name, coef, like, shape, mask, advantages, old, epsilon_low, epsilon_high, reduction, length, num_items):
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
+    o, weights = GRPOOptions(0.0, epsilon_low, epsilon_high, max_completion_length=length), REDUCTIONS[reduction]
+    _check_length(name, weights, o)
+    _check(name, shape, attention_mask=(mask, "BT"), advantages=(advantages, "B BT"), old_per_token_logps=(old, "BT"))
+    counted = mask.bool()
+    mask, advantages, old = _numbers(like, mask, advantages, old)
+    rows = weights(mask, o, num_items), mean_of_tokens(mask), None, _only(counted, advantages), _only(counted, old)
+    return _Batch(functools.partial(ppo_value, o, coef), rows, counted)
+
+
+def _rloo_batch(name, coef, like, shape, mask, rewards, k, level, old, epsilon_low, epsilon_high):
+    if isinstance(k, bool) or not isinstance(k, int) or k < 2 or shape[0] % k:
+        raise ValueError(f"{name}: samples_per_prompt is {k!r}, give a number from 2 on that divides {shape[0]}")
+    if level not in BOTH:
+        raise ValueError(f"{name}: level is {level!r}, give 'sequence' or 'token'")
+    _check(name, shape, attention_mask=(mask, "BT"), rewards=(rewards, "B"), old_per_token_logps=(old, "BT None"))
+    counted, whole = mask.bool(), level == "sequence"
+    mask, rewards, old = _numbers(like, mask, rewards, old)
+    advantages, share = leave_one_out(rewards[:, 0], k)[:, None], mean_of_tokens(mask)
+    if old is None:
+        weights = mask / max(shape[0], 1) if whole else share
+        return _Batch(functools.partial(reinforce_value, coef), (weights, share, advantages), counted)
+    o = GRPOOptions(0.0, epsilon_low, epsilon_high)
+    weights, pool = (mean_of_sequences(mask, o), mask) if whole else (share, None)
+    rows = weights, share, pool, advantages, _only(counted, old)
+    return _Batch(functools.partial(ppo_value, o, coef), rows, counted, whole)
+
+
+def _named(loss, metrics, *names):
+    """The metrics as a dict. The entropy is the last one, if it was asked for."""
+    return loss, dict(zip(names, metrics, strict=False))
+
+
+# ---- GRPO ----
 
 
 def grpo_loss(
     log_probs, attention_mask, advantages, *, ref_per_token_logps=None, old_per_token_logps=None, vllm_is_ratio=None,
     num_items_in_batch=None, entropy=None, entropy_coef=0.0, **options,
 ):  # fmt: skip
-    """The GRPO losses of given log-probabilities (B, T): `linear_grpo_loss` without the head.
+    """GRPO and its variants of given log-probabilities: `linear_grpo_loss` without the head.
 
     Args:
-        log_probs: (B, T), with gradients; entropy: (B, T), adds a metric and, times ``entropy_coef``, the bonus.
-        options: those of `GRPOOptions`. Everything else as in `linear_grpo_loss`.
-
-    Returns:
-        The loss and a tuple of metrics: the mean KL divergence where beta is not 0, the mean entropy where given, the
-        fraction of clipped tokens.
+        log_probs: (B, T), differentiable.
+        entropy: (B, T), differentiable; None: no bonus, and not among the metrics.
+        The rest as there. Without ``ref_per_token_logps`` the KL divergence is 0.
     """
-    plan = _grpo_plan(
-        "grpo_loss", log_probs.shape, log_probs, attention_mask, advantages, old_per_token_logps, ref_per_token_logps,
-        vllm_is_ratio, num_items_in_batch, GRPOOptions(**options), entropy_coef,
-    )  # fmt: skip
-    return _of_log_probs(plan, log_probs, entropy)
-
-
-def _of_log_probs(plan, log_probs, entropy):
-    value, metrics = plan.value(_cleared(log_probs, plan.counted), _cleared(entropy, plan.counted), *plan.rows)
-    return value, tuple(x.detach() for x in metrics)
-
-
-# ---- ... and over hidden states ----
-
-
-def _of_hidden(plan, hidden, weight, ids, bias, **head):
-    """The plan's loss and metrics through `linear_loss`. Tokens that stand alone may be cut anywhere."""
-    target = ids if plan.counted is None else ids.where(plan.counted, IGNORED)
-    rows = plan.rows
-    if not plan.couples:
-        hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-        rows = [x if x is None else x.expand(ids.shape).reshape(-1) for x in rows]
-
-    def fn(part, log_probs, entropy):
-        value, metrics = plan.value(log_probs, entropy, *(x if x is None else x[part] for x in rows))
-        return value, *metrics
-
-    loss, *metrics = linear_loss(fn, hidden, weight, target, bias, ignore_index=IGNORED, **head)
-    return loss, tuple(metrics)
-
-
-def _reference(
-    name, ids, counted, beta, use_ref_model, ref_per_token_logps, ref_input, ref_weight, ref_bias, temperature,
-    memory="auto", drop_ignored=None,
-):  # fmt: skip
-    """The reference's log-probabilities, as given or from its hidden states; None where they aren't asked for."""
-    if not use_ref_model:
-        return None
-    if ref_per_token_logps is not None and ref_input is not None:
-        warnings.warn(
-            f"{name}: both ref_per_token_logps and ref_input are given, ref_per_token_logps are used; give one of them",
-            stacklevel=3,
-        )
-    if ref_per_token_logps is None and (ref_input is None or ref_weight is None):
-        raise ValueError(
-            f"{name}: use_ref_model is True, but there is no reference: give ref_per_token_logps, or ref_input and "
-            "ref_weight, or use_ref_model=False"
-        )
-    if beta == 0 or ref_per_token_logps is not None:
-        return ref_per_token_logps
-    with torch.no_grad():
-        return token_log_probs(
-            ref_input, ref_weight, ids if counted is None else ids.where(counted, IGNORED), ref_bias,
-            temperature=temperature, ignore_index=IGNORED, memory=memory, drop_ignored=drop_ignored,
-        )  # fmt: skip
+    o = GRPOOptions(**options)
+    given = attention_mask, advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
+    _check_grpo("grpo_loss", log_probs.shape, o, *given)
+    return _grpo_batch(o, entropy_coef, log_probs, *given, num_items_in_batch).of_log_probs(log_probs, entropy)
 
 
 def linear_grpo_loss(
@@ -360,44 +410,353 @@ def linear_grpo_loss(
 ):  # fmt: skip
     """GRPO and its variants from the policy's hidden states, without its logits in memory.
 
-    Gradients for hidden, weight and bias are taken in this call. Where the mask is 0 nothing is computed, and whatever
-    stands there has no influence (luspo counts these positions).
+    Gradients for hidden, weight and bias are taken in this call. What stands where the mask is 0 has no part in it if
+    it is finite; luspo alone counts these positions, as the published package does and TRL does not.
 
     Args:
         hidden: (B, T, H), any strides; weight, bias: (V, H) and (V,) of the head.
-        selected_token_ids: (B, T), the sampled tokens; attention_mask: (B, T), 1 where they count.
+        selected_token_ids: (B, T), the sampled tokens; attention_mask: (B, T), 1 where they count, 0 elsewhere.
         advantages: (B,) or (B, T).
-        ref_per_token_logps: (B, T), the reference's log-probabilities; or give ref_input, ref_weight and ref_bias, from
-            which they come. ``use_ref_model=False``: no reference, whatever is given.
-        old_per_token_logps: (B, T), those of the policy that sampled; None: this one.
-        vllm_is_ratio: (B,), (B, 1) or (B, T), the ratio of training's probabilities to those of inference.
-        num_items_in_batch: tokens of all ranks and accumulation steps, for dapo, cispo and vespo; None: those of this
-            batch on all ranks.
+        ref_per_token_logps: (B, T), the reference's log-probabilities. Or ref_input (B, T, ...), ref_weight and
+            ref_bias: they are made from these, unless beta is 0.
+        use_ref_model: False: no reference, whatever is given, and a KL divergence of 0.
+        old_per_token_logps: (B, T), of the policy that sampled; None: of this one, without gradient.
+        vllm_is_ratio: (B,), (B, 1) or (B, T): corrects for the engine that sampled.
+        num_items_in_batch: for dapo, cispo and vespo, the tokens of all ranks and accumulation steps, a number or a
+            tensor; None: those of this call on all ranks.
         temperature: the logits are divided by it.
-        entropy_coef: times the entropy, reduced as the loss is, is subtracted from the loss.
-        return_entropy: a metric more: the mean entropy; also with an ``entropy_coef`` other than 0.
+        entropy_coef: so many times the entropy, reduced like the loss, is taken off the loss.
+        return_entropy: the mean entropy among the metrics; it is where ``entropy_coef`` is not 0.
         memory, drop_ignored: as in `linear_loss`.
-        options: those of `GRPOOptions`:
-            beta: of the KL divergence; use_bias_correction_kl: times the ratio.
-            epsilon_low, epsilon_high: the ratio is clipped to 1 - epsilon_low … 1 + epsilon_high; cispo: to at most
-                epsilon_high. delta: its bound where the advantage is negative.
-            loss_type: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo, vespo.
-            max_completion_length: of dr_grpo.
-            importance_sampling_level: "token", or "sequence" (not for cispo, sapo, vespo).
-            sapo_temperature_pos, ..._neg, vespo_k_pos, vespo_lambda_pos, ..._neg: by the advantage's sign.
+        options: fields of `GRPOOptions`:
+            beta: factor of the KL divergence; use_bias_correction_kl: multiplies it by the ratio.
+            loss_type: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo or vespo.
+            epsilon_low, epsilon_high: the ratio is clipped at 1 - epsilon_low and 1 + epsilon_high, for cispo at
+                epsilon_high. delta: bounds it where the advantage is negative (not for cispo, sapo, vespo).
+            max_completion_length: dr_grpo's divisor.
+            importance_sampling_level: of the ratio, "token" or "sequence" (not for cispo, sapo, vespo).
+            sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg:
+                by the sign of the advantage.
 
     Returns:
-        The loss and a tuple of metrics: the mean KL divergence where beta is not 0, the mean entropy if asked for, the
-        fraction of clipped tokens.
+        The loss and a tuple of metrics: mean KL divergence unless beta is 0, mean entropy if asked for, clip ratio.
 
     Raises:
-        ValueError: shapes or options that don't fit.
+        ValueError: shapes or options that don't fit; no reference.
     """
-    name, o = "linear_grpo_loss", GRPOOptions(**options)
-    _check_head(name, hidden, selected_token_ids)
-    ids, given = selected_token_ids, use_ref_model and ref_per_token_logps is not None
-    plan = _grpo_plan(
-        name, ids.shape, hidden, attention_mask, advantages, old_per_token_logps,
-        ref_per_token_logps if given else None, vllm_is_ratio, num_items_in_batch, o, entropy_coef,
+    name, o, ids = "linear_grpo_loss", GRPOOptions(**options), selected_token_ids
+    _check_tokens(name, hidden, ids)
+    given_ref = ref_per_token_logps if use_ref_model else None
+    _check_grpo(name, ids.shape, o, attention_mask, advantages, old_per_token_logps, given_ref, vllm_is_ratio)
+    head = dict(temperature=temperature, memory=memory, drop_ignored=drop_ignored)
+    ref = None
+    if use_ref_model:
+        counted, make = _counted(o, entropy_coef, attention_mask), o.beta != 0
+        ref = _reference(name, ids, counted, make, given_ref, ref_input, ref_weight, ref_bias, **head)
+    batch = _grpo_batch(
+        o, entropy_coef, hidden, attention_mask, advantages, old_per_token_logps, ref, vllm_is_ratio,
+        num_items_in_batch,
     )  # fmt: skip
-    return plan
+    return batch.of_hidden(hidden, weight, ids, bias, return_entropy=return_entropy or entropy_coef != 0, **head)
+
+
+def _reference(name, ids, counted, make, given, hidden, weight, bias, **head):
+    """The reference's log-probabilities: as given, made from its hidden states, or None if they needn't be made."""
+    if given is None and make and (hidden is None or weight is None):
+        raise ValueError(
+            f"{name}: use_ref_model is True without a reference, give ref_per_token_logps, or ref_input and "
+            "ref_weight, or use_ref_model=False"
+        )
+    if given is not None and hidden is not None:
+        what = "ref_per_token_logps and ref_input are both given, ref_per_token_logps are used"
+        warnings.warn(f"{name}: {what}", stacklevel=4)
+    if given is not None or not make:
+        return given
+    _check_tokens(name, hidden, ids, "ref_input")
+    with torch.no_grad():
+        return token_log_probs(hidden, weight, _only(counted, ids, IGNORED), bias, ignore_index=IGNORED, **head)
+
+
+class _ToldTheClass(staticmethod):
+    """A static ``forward(cls, ctx, ...)``, which `apply` calls without the class."""
+
+    def __get__(self, instance, owner=None):
+        forward = super().__get__(instance, owner)
+
+        @functools.wraps(forward)
+        def call(*args, **kwargs):
+            told = "cls" in kwargs or (args and isinstance(args[0], type))
+            return forward(*args, **kwargs) if told else forward(owner, *args, **kwargs)
+
+        return call
+
+
+class LigerFusedLinearPPOBase(GradientsInForward):
+    """For a policy loss of your own: subclass it, give ``ppo_loss_fn``, and ``apply`` it in the order of ``forward``.
+
+    A subclass with a ``forward`` of its own calls ``super().forward(cls=cls, ctx=ctx, ...)``.
+    """
+
+    WHERE = 0, 1, 5
+
+    @staticmethod
+    def ppo_loss_fn(
+        per_token_logps, attention_mask, advantages, full_attention_mask, selected_token_ids=None,
+        ref_per_token_logps=None, old_per_token_logps=None, vllm_is_ratio=None, num_items_in_batch=None, **options,
+    ):  # fmt: skip
+        """The loss of some of the batch's sequences. It is called by keyword, once or several times, and added up.
+
+        Args:
+            per_token_logps: (n, T), differentiable, 0 where the mask is.
+            attention_mask: (n, T), advantages: (n, ...), and those that may be None: of the same sequences.
+            full_attention_mask: (B, T), of the whole batch, to divide by.
+            options: the other arguments of ``forward``, from epsilon_low on.
+
+        Returns:
+            What these sequences add to the loss, 0-d, and a list of metrics: 0-d ones are added up over the calls,
+            others concatenated.
+        """
+        raise NotImplementedError("LigerFusedLinearPPOBase: give ppo_loss_fn in a subclass")
+
+    @classmethod
+    def loss(
+        cls, hidden, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+        old_per_token_logps, ref_input, ref_weight, ref_bias, *, vllm_is_ratio, num_items_in_batch, use_ref_model,
+        temperature, **options,
+    ):  # fmt: skip
+        """-> loss, metrics: differentiable in hidden, weight and bias."""
+        name, ids = cls.__name__, selected_token_ids
+        _check_tokens(name, hidden, ids)
+        _check(name, ids.shape, attention_mask=(attention_mask, "BT"))
+        counted = attention_mask.bool()
+        ref = None
+        if use_ref_model:
+            make = options["beta"] != 0
+            ref = _reference(
+                name, ids, counted, make, ref_per_token_logps, ref_input, ref_weight, ref_bias, temperature=temperature
+            )
+        rows = dict(
+            attention_mask=attention_mask, advantages=advantages, selected_token_ids=ids, ref_per_token_logps=ref,
+            old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
+        )  # fmt: skip
+        options |= dict(full_attention_mask=attention_mask, num_items_in_batch=num_items_in_batch)
+
+        def fn(part, log_probs, entropy):
+            some = {k: x if x is None else x[part] for k, x in rows.items()}
+            value, metrics = cls.ppo_loss_fn(per_token_logps=log_probs, **some, **options)
+            return value, *metrics
+
+        target = _only(counted, ids, IGNORED)
+        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, temperature=temperature, ignore_index=IGNORED)
+        return loss, tuple(metrics)
+
+    @_ToldTheClass
+    def forward(
+        cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
+        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, epsilon_low=0.2, epsilon_high=0.2,
+        beta=0.04, loss_type="dapo", max_completion_length=None, importance_sampling_level="token", temperature=1.0,
+        compiled=True, use_ref_model=False, chunk_size=1, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
+    ):  # fmt: skip
+        """-> loss, tuple of metrics. What the arguments mean: `linear_grpo_loss`.
+
+        ``compiled`` and ``chunk_size`` change nothing: what runs at once follows from the memory.
+        """
+        options = dict(
+            vllm_is_ratio=vllm_is_ratio, num_items_in_batch=num_items_in_batch, use_ref_model=use_ref_model,
+            temperature=temperature, epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type,
+            max_completion_length=max_completion_length, importance_sampling_level=importance_sampling_level,
+            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, delta=delta,
+            use_bias_correction_kl=use_bias_correction_kl, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+        )  # fmt: skip
+        batch = selected_token_ids, attention_mask, advantages
+        references = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
+
+        def loss(h, w, b):
+            value, metrics = cls.loss(h, w, *batch, b, *references, **options)
+            return value, *metrics
+
+        value, *metrics = cls.take(ctx, loss, _input, weight, bias)
+        return value, tuple(metrics)
+
+
+class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
+    """``apply(_input, weight, selected_token_ids, attention_mask, advantages, ...) -> loss, tuple of metrics``.
+
+    `linear_grpo_loss` says what the arguments mean; ``compiled`` and ``chunk_size`` change nothing.
+    """
+
+    loss = staticmethod(linear_grpo_loss)
+
+    @classmethod
+    def forward(
+        cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
+        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, epsilon_low=0.2,
+        epsilon_high=0.2, loss_type="dapo", max_completion_length=None, importance_sampling_level="token",
+        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True,
+        chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
+    ):  # fmt: skip
+        return super().forward(
+            cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+            old_per_token_logps, ref_input, ref_weight, ref_bias, epsilon_low, epsilon_high, beta, loss_type,
+            max_completion_length, importance_sampling_level, temperature, compiled, use_ref_model, chunk_size,
+            sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl, vespo_k_pos,
+            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, num_items_in_batch,
+        )  # fmt: skip
+
+
+liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
+
+
+class LigerFusedLinearGRPOLoss(torch.nn.Module):
+    """GRPO and its variants over a linear head: `linear_grpo_loss`, its options given once.
+
+    Args:
+        compiled, chunk_size: change nothing: what runs at once follows from ``memory``.
+        The others as in `linear_grpo_loss`.
+    """
+
+    def __init__(
+        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
+        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
+        max_completion_length: int | None = None, importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
+        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
+        entropy_coef: float = 0.0, return_entropy: bool = False, memory="auto", drop_ignored: bool | None = None,
+    ):  # fmt: skip
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        vars(self).update(given)
+        self._options()  # raises
+
+    def _options(self):
+        names = "use_ref_model", "temperature", "entropy_coef", "return_entropy", "memory", "drop_ignored"
+        o = GRPOOptions(**{field.name: getattr(self, field.name) for field in fields(GRPOOptions)})
+        return {name: getattr(self, name) for name in names} | vars(o)
+
+    def forward(
+        self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
+        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):  # fmt: skip
+        """-> loss, tuple of metrics: mean KL divergence unless beta is 0, mean entropy if asked for, clip ratio."""
+        return linear_grpo_loss(
+            _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+            old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch, **self._options(),
+        )  # fmt: skip
+
+
+# ---- PPO and RLOO ----
+
+
+def ppo_loss(
+    log_probs, attention_mask, advantages, old_per_token_logps, *, epsilon_low=0.2, epsilon_high=0.2,
+    reduction="tokens", max_completion_length=None, num_items_in_batch=None, entropy=None, entropy_coef=0.0,
+):  # fmt: skip
+    """PPO's policy loss of given log-probabilities: `linear_ppo_loss` without the head.
+
+    Args:
+        log_probs: (B, T), differentiable; entropy: likewise, or None: no bonus, and not among the metrics.
+        The rest as there.
+    """
+    batch = _ppo_batch(
+        "ppo_loss", entropy_coef, log_probs, log_probs.shape, attention_mask, advantages, old_per_token_logps,
+        epsilon_low, epsilon_high, reduction, max_completion_length, num_items_in_batch,
+    )  # fmt: skip
+    return _named(*batch.of_log_probs(log_probs, entropy), "approx_kl", "clip_fraction", "entropy")
+
+
+def linear_ppo_loss(
+    hidden, weight, selected_token_ids, attention_mask, advantages, old_per_token_logps, bias=None, *,
+    epsilon_low=0.2, epsilon_high=0.2, reduction="tokens", max_completion_length=None, num_items_in_batch=None,
+    temperature=1.0, entropy_coef=0.0, return_entropy=False, memory="auto", drop_ignored=None,
+):  # fmt: skip
+    """PPO's clipped policy loss (1707.06347) from the policy's hidden states, without its logits in memory.
+
+    Args:
+        hidden: (B, T, H); weight, bias: (V, H) and (V,) of the head.
+        selected_token_ids, attention_mask, old_per_token_logps: (B, T); advantages: (B, T) or (B,).
+        epsilon_low, epsilon_high: the ratio is clipped at 1 - epsilon_low and 1 + epsilon_high.
+        reduction: "tokens": their mean; "sequences": the mean of the sequences' means; "all_tokens": the mean over all
+            ranks' tokens, or num_items_in_batch of them; "fixed_length": divided by B·max_completion_length.
+        temperature: the logits are divided by it.
+        entropy_coef: so many times the tokens' mean entropy is taken off the loss.
+        return_entropy: the mean entropy among the metrics; it is where ``entropy_coef`` is not 0.
+        memory, drop_ignored: as in `linear_loss`.
+
+    Returns:
+        The loss, and {"approx_kl": of the old policy from this one, "clip_fraction": ..., "entropy": if asked for}.
+    """
+    name, ids = "linear_ppo_loss", selected_token_ids
+    _check_tokens(name, hidden, ids)
+    batch = _ppo_batch(
+        name, entropy_coef, hidden, ids.shape, attention_mask, advantages, old_per_token_logps, epsilon_low,
+        epsilon_high, reduction, max_completion_length, num_items_in_batch,
+    )  # fmt: skip
+    out = batch.of_hidden(
+        hidden, weight, ids, bias, temperature=temperature, return_entropy=return_entropy or entropy_coef != 0,
+        memory=memory, drop_ignored=drop_ignored,
+    )  # fmt: skip
+    return _named(*out, "approx_kl", "clip_fraction", "entropy")
+
+
+RLOO_METRICS = {True: ("entropy",), False: ("approx_kl", "clip_fraction", "entropy")}
+
+
+def rloo_loss(
+    log_probs, attention_mask, rewards, *, samples_per_prompt, level="sequence", old_per_token_logps=None,
+    epsilon_low=0.2, epsilon_high=0.2, entropy=None, entropy_coef=0.0,
+):  # fmt: skip
+    """RLOO of given log-probabilities: `linear_rloo_loss` without the head.
+
+    Args:
+        log_probs: (B, T), differentiable; entropy: likewise, or None: no bonus, and not among the metrics.
+        The rest as there.
+    """
+    batch = _rloo_batch(
+        "rloo_loss", entropy_coef, log_probs, log_probs.shape, attention_mask, rewards, samples_per_prompt, level,
+        old_per_token_logps, epsilon_low, epsilon_high,
+    )  # fmt: skip
+    return _named(*batch.of_log_probs(log_probs, entropy), *RLOO_METRICS[old_per_token_logps is None])
+
+
+def linear_rloo_loss(
+    hidden, weight, selected_token_ids, attention_mask, rewards, bias=None, *, samples_per_prompt, level="sequence",
+    old_per_token_logps=None, epsilon_low=0.2, epsilon_high=0.2, temperature=1.0, entropy_coef=0.0,
+    return_entropy=False, memory="auto", drop_ignored=None,
+):  # fmt: skip
+    """REINFORCE leave-one-out (RLOO, 2402.14740) from the policy's hidden states, without its logits in memory.
+
+    A sample's advantage is its reward less the mean reward of the other samples of its prompt.
+
+    Args:
+        hidden: (B, T, H); weight, bias: (V, H) and (V,) of the head.
+        selected_token_ids, attention_mask: (B, T).
+        rewards: (B,), the ``samples_per_prompt`` samples of a prompt side by side.
+        level: "sequence": the mean over sequences of -A·log p(sequence); "token": the mean over tokens of -A·log p.
+        old_per_token_logps: (B, T), of the policy that sampled: the loss is then PPO's, with the ratio of the sequence
+            or of each token, clipped at 1 - epsilon_low and 1 + epsilon_high.
+        temperature: the logits are divided by it.
+        entropy_coef: so many times the tokens' mean entropy is taken off the loss.
+        return_entropy: the mean entropy among the metrics; it is where ``entropy_coef`` is not 0.
+        memory, drop_ignored: as in `linear_loss`.
+
+    Returns:
+        The loss, and {"approx_kl", "clip_fraction": with old_per_token_logps, "entropy": if asked for}.
+    """
+    name, ids = "linear_rloo_loss", selected_token_ids
+    _check_tokens(name, hidden, ids)
+    batch = _rloo_batch(
+        name, entropy_coef, hidden, ids.shape, attention_mask, rewards, samples_per_prompt, level,
+        old_per_token_logps, epsilon_low, epsilon_high,
+    )  # fmt: skip
+    out = batch.of_hidden(
+        hidden, weight, ids, bias, temperature=temperature, return_entropy=return_entropy or entropy_coef != 0,
+        memory=memory, drop_ignored=drop_ignored,
+    )  # fmt: skip
+    return _named(*out, *RLOO_METRICS[old_per_token_logps is None])

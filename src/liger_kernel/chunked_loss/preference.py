@@ -33,7 +33,7 @@ def dpo_hinge(a, d, beta, **_):
 
 
 def dpo_ipo(a, d, beta, **_):
-    """Identity preference optimisation, arXiv:2310.12036: a margin of 1/(2β), and not more."""
+    """Identity preference optimisation, arXiv:2310.12036: a margin of 1/(2β), and not more; of means (`MEANS`)."""
     return (a - d - 1 / (2 * beta)).square()
 
 
@@ -94,6 +94,7 @@ DPO = {
     "apo_down": dpo_apo_down,
     "discopop": dpo_discopop,
 }
+MEANS = {"ipo"}  # whose authors mean log-probabilities of tokens, not of sequences
 
 
 def smoothed_margin(x, label_smoothing):
@@ -112,11 +113,12 @@ def log_odds(log_p):
 
 def dpo_loss(
     chosen, rejected, target, ref_chosen_logps=0.0, ref_rejected_logps=0.0, beta=0.1, loss_type="sigmoid",
-    label_smoothing=0.0, discopop_tau=0.05,
+    label_smoothing=0.0, discopop_tau=0.05, lengths=(1, 1),
 ):  # fmt: skip
-    """DPO and its variants: see `DPO`."""
+    """DPO and its variants: see `DPO`. The loss, not the rewards, is of log-probabilities divided by ``lengths``."""
     a, d = chosen - ref_chosen_logps, rejected - ref_rejected_logps
-    loss = DPO[loss_type](a, d, beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
+    more = dict(label_smoothing=label_smoothing, discopop_tau=discopop_tau)
+    loss = DPO[loss_type](a / lengths[0], d / lengths[1], beta, **more)
     return loss.sum() / (len(target) // 2), beta * a, beta * d
 
 
@@ -188,7 +190,7 @@ def _check(name, hidden, target, labels=None):
 def paired_preference(
     loss, hidden, weight, target, bias=None, *, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=False,
     nll_target=None, average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None,
-    ref_chosen_logps=None, ref_rejected_logps=None, memory="auto", drop_ignored=None, **loss_kwargs,
+    ref_chosen_logps=None, ref_rejected_logps=None, give_lengths=False, memory="auto", drop_ignored=None, **loss_kwargs,
 ):  # fmt: skip
     """A loss of pairs of answers, α·NLL of the chosen ones + preference.
 
@@ -203,6 +205,7 @@ def paired_preference(
         average_log_prob: the mean of a sequence's log-probabilities, not their sum.
         use_ref_model, ref_input, ref_weight, ref_bias: hidden states and head of a reference model; or, in its place,
             ref_chosen_logps, ref_rejected_logps (B,): the reference's sequence log-probabilities.
+        give_lengths: ``loss`` is also given ``lengths=``, the numbers of valid tokens (2, pairs).
         memory, drop_ignored: as in `linear_loss`.
 
     Returns:
@@ -235,6 +238,7 @@ def paired_preference(
         if average_log_prob:
             s = s / counts[:, part]
         refs = {} if ref is None else dict(ref_chosen_logps=ref[0][part], ref_rejected_logps=ref[1][part])
+        refs |= dict(lengths=counts[:, part]) if give_lengths else {}
         value, *others = loss(*s, target, **refs, beta=beta, **loss_kwargs)
         nll = -for_nll[0].sum() / of_nll if compute_nll_loss else value.new_zeros(())
         return (alpha * nll + value if compute_nll_loss else value), *s, nll, *others
@@ -260,6 +264,7 @@ def unpaired_preference(
         hidden: (B, T, H); target: (B, T), already shifted.
         preference_labels: (B,) bool, whether an answer is desirable.
         kl: the loss's reference point, one number or (B,); None: the loss's own default.
+        use_ref_model: there has to be a reference; one that is given counts in any case.
         ref_logps: (B,) log-probabilities under the reference in place of ref_input, ref_weight, ref_bias.
         The rest as in `paired_preference`.
 
@@ -272,7 +277,7 @@ def unpaired_preference(
         raise ValueError(f"{name}: preference_labels is None, give one bool a sequence")
     _check(name, hidden, target, preference_labels)
     options = dict(ignore_index=ignore_index, memory=memory, drop_ignored=drop_ignored)
-    if ref_logps is None and use_ref_model:
+    if ref_logps is None and (use_ref_model or ref_input is not None):
         ref_logps = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options)
     labels = preference_labels.to(hidden.device)
     counts = (target != ignore_index).sum(-1).to(hidden.device)
@@ -379,6 +384,7 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
             compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, use_ref_model=use_ref_model,
             ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, loss_type=loss_type,
             label_smoothing=label_smoothing, discopop_tau=discopop_tau,
+            give_lengths=loss_type in MEANS and not average_log_prob,
         )  # fmt: skip
 
 
@@ -447,6 +453,13 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         )  # fmt: skip
 
 
+liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
+liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
+liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
+liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
+liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
+
+
 # ---- modules ----
 
 
@@ -484,7 +497,7 @@ class LigerFusedLinearDPOLoss(_Loss):
         beta: how far the policy may go from the reference: the smaller the farther.
         alpha: weight of the chosen answers' NLL, with ``compute_nll_loss``.
         use_ref_model: False: a reference that finds all answers equally likely.
-        average_log_prob: means over the tokens in place of sums.
+        average_log_prob: means over the tokens in place of sums. The loss of ipo has means in any case.
         loss_type: a key of `DPO`; label_smoothing: of exo_pair and robust; discopop_tau: of discopop.
         compiled, chunk_size: accepted; they choose nothing.
         memory, drop_ignored: as in `liger_kernel.ops.linear_loss.linear_loss`.
@@ -510,7 +523,8 @@ class LigerFusedLinearDPOLoss(_Loss):
     ):  # fmt: skip
         return paired_preference(
             dpo_loss, _input, lin_weight, target, bias, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias,
-            ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps, **self.options,
+            ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
+            give_lengths=self.loss_type in MEANS and not self.average_log_prob, **self.options,
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The operators: one file each. Importing them touches no device."""
 
+from liger_kernel.ops import linear_distillation  # noqa: F401  (its `Case`)
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction

@@ -208,7 +208,7 @@ class _Memory:
                 _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
 
 
-def _logits(x, w, b, part, n):
+def fill_logits(x, w, b, part, n):
     """Fill x (V, T) with w @ partᵀ + b; only the first n tokens have the bias."""
     if b is None:
         torch.mm(w, part.t(), out=x)
@@ -243,7 +243,7 @@ def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
             part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
         x = memory.of(part.shape[0])
-        _logits(x, w, b, part, n)
+        fill_logits(x, w, b, part, n)
         turn(i, x[:, :n].t())
         if need_h and x.shape[1] == n and isinstance(i, slice):
             _add_product(dh[i], x.t(), w)

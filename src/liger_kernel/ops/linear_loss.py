@@ -86,9 +86,9 @@ class _Job:
         self.groups, self.tokens = lead[0] // parts, lead[1:].numel()  # tokens of one sequence
         self.return_entropy = return_entropy
         self.temperature, self.ignore_index, self.accum_dtype, self.memory, self.group = options
-        self.loss, self.rest = 0.0, []
-        unit = parts * self.tokens
-        self.ends = range(0, (self.groups + 1) * unit, unit)  # group g is as long as from ends[g] to ends[g + 1]
+        self.loss, self.rest = torch.zeros((), device=device), []
+        unit = parts * self.tokens  # group g is as long as from ends[g] to ends[g + 1]
+        self.ends = range(0, (self.groups + 1) * unit, unit) if unit else [0] * (self.groups + 1)
         self.kept = None  # the tokens group by group, without those that are dropped
         if parts > 1 or valid is not None:
             order = torch.arange(lead.numel(), device=target.device)
@@ -111,11 +111,11 @@ class _Job:
         return self.rows(self.ends[a], self.ends[b])
 
     def spans(self, first, rows):
-        """(from, to): the groups of passes of so many tokens at most."""
+        """(from, to): the groups of passes of so many tokens at most. One pass if there are none."""
         spans, a = [], 0
-        while a < self.groups:
+        while a < self.groups or not spans:
             most = rows if spans or not first else first
-            b = max(bisect_right(self.ends, self.ends[a] + most) - 1, a + 1)
+            b = min(max(bisect_right(self.ends, self.ends[a] + most) - 1, a + 1), self.groups)
             spans.append((a, b))
             a = b
         return spans
@@ -124,7 +124,7 @@ class _Job:
         """What groups a to b contribute to the loss."""
         answer = self.fn(slice(a, b), log_probs, entropy)
         value, *rest = answer if isinstance(answer, tuple) else (answer,)
-        self.loss = self.loss + value.detach()
+        self.loss = self.loss + value.detach()  # of fp64, if that is
         self.rest.append([x.detach() for x in rest])
         return value
 

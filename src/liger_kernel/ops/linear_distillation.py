@@ -1,0 +1,742 @@
+r"""Distillation of one linear head into another, without the logits of either in memory.
+
+    z_s = h·Wᵀ + b,   z_t likewise of the teacher (or given),   q = softmax(z_s/T),   p = softmax(z_t/T)
+    soft = Σ_valid D(p, q)/n,   hard = Σ_valid CE(z_s, y)/n,   loss = w_h·hard + w_s·soft
+    dz_s = w_s·(G - q·Σ_v G_v)/(T·n) + w_h·(softmax(z_s) - 1[v=y])/n,   G_v = ∂D/∂log q_v
+
+with n = max(1, valid rows), and no T². D and G of a class, where M = β·p + (1-β)·q:
+
+    jsd         β·p·log(p/M) + (1-β)·q·log(q/M)    (1-β)·q·log(q/M)      (forward_kl for β = 0, reverse_kl for β = 1)
+    forward_kl  p·log(p/q)                         -p
+    reverse_kl  q·log(q/p)                         q·log(q/p)            (+ q, which G - q·ΣG is without)
+    tvd         ½·|p - q|                          ½·sign(q - p)·q
+    cosine      β·(1 - cos(z_s, z_t)) of a token   dz_s = -β·(z_t/(|z_s|·|z_t|) - cos·z_s/|z_s|²)
+
+The student goes through the passes of `linear_head`, which keeps its logits in the memory of dW. For 1,024 tokens of a
+pass at a time the teacher's logits are made in memory that is used again, and three kernels read both: `_statistics`
+(the log-sum-exps, or cosine's sums), `_sums` (D and ΣG of each token), `_gradient`, over the student's logits. As in
+`_token_loss` tokens are contiguous, each lane keeps its own maximum and sums, and a log-sum-exp is kept as its two
+parts, so that a confident row keeps its digits. The gradients are taken in forward: the weight may be gone in backward.
+
+A teacher with more classes than the student: the student's z_s/T is 0 there. An ignored row gives 0 everywhere.
+
+Sources: arXiv:1503.02531 (forward KL), arXiv:2306.08543 (reverse KL), arXiv:2306.13649 (JSD), arXiv:2307.15190 (TVD).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from . import _device
+from ._kernel import kernel
+from ._op import CASES, Case, custom_op
+from ._parallel import local
+from ._tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, tl, triton
+from ._token_loss import normalisers
+from .cross_entropy import check_targets, labels
+from .linear_head import (
+    ROWS_WITHOUT_KERNELS,
+    budget,
+    check_head,
+    compute_dtype,
+    fill_logits,
+    only_valid,
+    plan,
+    run_passes,
+)
+from .linear_loss import taken
+
+TEACHER_ROWS = 1024  # tokens whose logits of the teacher are in memory
+EPS = 1e-8  # the least length of a vector of logits, as in torch's cosine_similarity
+
+# ---- the divergences, of log-probabilities (..., V) ----
+
+
+def _times(p, x):
+    """p·x, 0 where p is 0; with gradients that are no NaN there either."""
+    return p * x.where(p > 0, 0)
+
+
+def forward_kl(log_p, log_q, beta=None):
+    """KL(P‖Q) of the teacher P and the student Q: knowledge distillation, arXiv:1503.02531, without its T²."""
+    return _times(log_p.exp(), log_p - log_q).sum(-1)
+
+
+def reverse_kl(log_p, log_q, beta=None):
+    """KL(Q‖P) of the teacher P and the student Q: MiniLLM, arXiv:2306.08543."""
+    return forward_kl(log_q, log_p)
+
+
+def jsd(log_p, log_q, beta=0.5):
+    """β·KL(P‖M) + (1-β)·KL(Q‖M), M = β·P + (1-β)·Q: generalised JSD, arXiv:2306.13649.
+
+    KL(P‖Q) for β = 0 and KL(Q‖P) for β = 1, which are not the limits.
+    """
+    if beta in (0, 1):
+        return reverse_kl(log_p, log_q) if beta else forward_kl(log_p, log_q)
+    log_p, log_q = log_p.clamp(min=-1e4), log_q.clamp(min=-1e4)  # their exp is 0, and no -inf is subtracted from one
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)
+
+
+def tvd(log_p, log_q, beta=None):
+    """½·Σ|p - q|, the total variation distance: arXiv:2307.15190."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+DIVERGENCES = dict(jsd=jsd, forward_kl=forward_kl, reverse_kl=reverse_kl, tvd=tvd)  # and cosine, which is of logits
+
+
+def padded(z, classes):
+    """The student's tempered logits, 0 for the classes that only the teacher has."""
+    return F.pad(z, (0, classes - z.shape[-1]))
+
+
+def _of_logits(x, teacher, target, divergence, beta, temperature, ignore_index, hard):
+    """-> Σ D, Σ CE (0 unless wanted) over the valid rows of logits (N, V), (N, V_t)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    valid, x, teacher = target != ignore_index, x.to(wide), teacher.to(wide)
+    s, t = padded(x / temperature, teacher.shape[1]), teacher / temperature
+    if divergence == "cosine":
+        d = beta * (1 - F.cosine_similarity(s, t, dim=-1, eps=EPS))
+    else:
+        d = DIVERGENCES[divergence](t.log_softmax(-1), s.log_softmax(-1), beta)
+    ce = F.cross_entropy(x, target, ignore_index=ignore_index, reduction="sum") if hard else x.new_zeros(())
+    return d.where(valid, 0).sum(), ce
+
+
+def linear_distillation_reference(
+    student, student_weight, target, *, student_bias=None, teacher=None, teacher_weight=None, teacher_bias=None,
+    teacher_logits=None, divergence="jsd", beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5,
+    ignore_index=-100, return_hard=False,
+):  # fmt: skip
+    """-> (loss, soft, hard), from all the logits at once."""
+    dtype = compute_dtype(student, student_weight)
+    b = None if student_bias is None else student_bias.to(dtype)
+    x = F.linear(student.to(dtype), student_weight.to(dtype), b)
+    with torch.no_grad():
+        y = frozen_logits(teacher, teacher_weight, teacher_bias) if teacher_logits is None else teacher_logits
+    hard = return_hard or weight_hard != 0
+    n = (target != ignore_index).sum().clamp(min=1)
+    soft, hard = (d / n for d in _of_logits(x, y, target, divergence, beta, temperature, ignore_index, hard))
+    return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
+
+
+def frozen_logits(h, w, b):
+    """Of a head that gets no gradient."""
+    dtype = compute_dtype(h, w)
+    h, w = h.detach().to(dtype), w.detach().to(dtype)
+    return h.mm(w.t()) if b is None else torch.addmm(b.detach().to(dtype), h, w.t())
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _share(p, x):
+    """p·x, 0 for p = 0."""
+    return tl.where(p == 0.0, 0.0, p * x)
+
+
+@triton.jit
+def _jsd(p, q, d, beta, EXACT: tl.constexpr):
+    far = exp_for(-tl.abs(d), EXACT)  # the smaller of p and q, as a share of the larger
+    lift = tl.log(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
+    of_q = (1.0 - beta) * _share(q, tl.minimum(d, 0.0) - lift)  # log M = max(log p, log q) + lift
+    return beta * _share(p, -tl.maximum(d, 0.0) - lift) + of_q, of_q
+
+
+@triton.jit
+def _forward_kl(p, q, d, beta, EXACT: tl.constexpr):
+    return -_share(p, d), -p
+
+
+@triton.jit
+def _reverse_kl(p, q, d, beta, EXACT: tl.constexpr):
+    of_q = _share(q, d)
+    return of_q, of_q
+
+
+@triton.jit
+def _tvd(p, q, d, beta, EXACT: tl.constexpr):
+    return 0.5 * tl.abs(p - q), tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+
+
+OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # of p, q, d = log(q/p) -> D, G
+SLOTS = 6  # of a token, in `_statistics` and `_merge`
+LEAST = tl.constexpr(EPS)
+
+
+@triton.jit
+def _one_more(top, total, z, EXACT: tl.constexpr):
+    """A lane's running maximum and Σ exp(z - maximum), with further z."""
+    new = tl.maximum(top, tl.max(z, axis=0))
+    shift = finite(new)
+    return new, total * exp_for(top - shift, EXACT) + tl.sum(exp_for(z - shift[None, :], EXACT), axis=0)
+
+
+@triton.jit
+def _of_tokens(x, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
+    return tl.reshape(x, (LANES // BLOCK_T, BLOCK_T))
+
+
+@triton.jit
+def _store_log_sum(part, slot, top, total, mask, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
+    """The maximum and the sum of each token's lanes."""
+    top, total = _of_tokens(top, BLOCK_T, LANES), _of_tokens(total, BLOCK_T, LANES)
+    highest = tl.max(top, axis=0)
+    tl.store(part, highest, mask=mask)
+    tl.store(part + slot, tl.sum(total * exp(top - finite(highest)[None, :]), axis=0), mask=mask)
+
+
+@kernel
+def _statistics(
+    x_ptr, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
+    COSINE: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher; each lane is of one token.
+
+    Slots: max and sum of z_s/T, max and sum of z_t/T (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max and sum of z_s.
+    """
+    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
+    tokens = t0 + tl.arange(0, BLOCK_T)
+    target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
+    if tl.sum((target != ignore_index).to(tl.int32)) == 0:
+        return
+    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
+    i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
+    x = x_ptr + t0 + begin.to(tl.int64) * stride_x + (i * stride_x + t)
+    y = y_ptr + t0 + begin.to(tl.int64) * stride_y + (i * stride_y + t)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    EMPTY: tl.constexpr = 0.0 if COSINE else -INF
+    top_q = tl.full((LANES,), -INF, dtype=tl.float32)
+    sum_q = tl.zeros((LANES,), dtype=tl.float32)
+    top_p, sum_p, top_z, sum_z, ss, tt, st = top_q, sum_q, top_q, sum_q, sum_q, sum_q, sum_q
+    left, known = tl.minimum(STRIP, W - begin), t0 + t < T
+    for start in range(0, left, EACH * LANES // BLOCK_T):
+        inside = (start + i < left) & known
+        mine = inside & (begin + start + i < V)
+        s = tl.load(x + start * stride_x, mask=mine, other=EMPTY).to(tl.float32)
+        z = tl.load(y + start * stride_y, mask=inside, other=EMPTY).to(tl.float32)
+        if COSINE:
+            ss += tl.sum(s * s, axis=0)
+            tt += tl.sum(z * z, axis=0)
+            st += tl.sum(s * z, axis=0)
+            s = tl.where(mine, s, -INF)
+        else:
+            top_q, sum_q = _one_more(top_q, sum_q, s * scale, EXACT)
+            top_p, sum_p = _one_more(top_p, sum_p, z * scale, EXACT)
+        if APART:
+            top_z, sum_z = _one_more(top_z, sum_z, s, EXACT)
+
+    slot, mask = tl.num_programs(1) * T, tokens < T
+    part = part_ptr + tl.program_id(1) * T + tokens
+    if COSINE:
+        tl.store(part, tl.sum(_of_tokens(ss, BLOCK_T, LANES), axis=0), mask=mask)
+        tl.store(part + slot, tl.sum(_of_tokens(tt, BLOCK_T, LANES), axis=0), mask=mask)
+        tl.store(part + 2 * slot, tl.sum(_of_tokens(st, BLOCK_T, LANES), axis=0), mask=mask)
+    else:
+        _store_log_sum(part, slot, top_q, sum_q, mask, BLOCK_T, LANES)
+        _store_log_sum(part + 2 * slot, slot, top_p, sum_p, mask, BLOCK_T, LANES)
+    if APART:
+        _store_log_sum(part + 4 * slot, slot, top_z, sum_z, mask, BLOCK_T, LANES)
+
+
+@triton.jit
+def _load_log_sum(part, slot, mask):
+    """The maximum and the sum of all strips."""
+    tops = tl.load(part, mask=mask, other=-INF)
+    top = tl.max(tops, axis=0)
+    keep = exp(tops - finite(top)[None, :])
+    return top, tl.sum(keep * tl.load(part + slot, mask=mask, other=0.0), axis=0)
+
+
+@triton.jit
+def _store_two(stats, T, top, total, valid, known):
+    tl.store(stats, tl.where(valid, top, 0.0), mask=known)
+    tl.store(stats + T, tl.where(valid, total, 1.0), mask=known)
+
+
+@triton.jit
+def _load_two(stats, T, known):
+    return tl.load(stats, mask=known, other=0.0), tl.load(stats + T, mask=known, other=1.0)
+
+
+@kernel
+def _merge(
+    part_ptr, x_ptr, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index, beta,
+    COSINE: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """N strips become one.
+
+    Statistics (SLOTS, T): the maxima and sums of `_statistics`; of cosine instead what z_t and z_s have to be
+    multiplied by for the gradient. CE goes to ``hard``, cosine's loss to ``soft``.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    known = t < T
+    n = tl.arange(0, BLOCK_N)[:, None]
+    slot, part = N * T, part_ptr + n * T + t[None, :]
+    mask = (n < N) & known[None, :]
+    target = tl.load(target_ptr + t, mask=known, other=ignore_index)
+    valid = target != ignore_index
+    mask = mask & valid[None, :]
+    stats = stats_ptr + t
+    if COSINE:
+        s = tl.sqrt(tl.sum(tl.load(part, mask=mask, other=0.0), axis=0))
+        z = tl.sqrt(tl.sum(tl.load(part + slot, mask=mask, other=0.0), axis=0))
+        st = tl.sum(tl.load(part + 2 * slot, mask=mask, other=0.0), axis=0)
+        long, z = s > LEAST, tl.maximum(z, LEAST)
+        s = tl.maximum(s, LEAST)
+        cosine = st / s / z
+        tl.store(stats, -beta / s / z, mask=known)
+        tl.store(stats + T, tl.where(long, beta * cosine / s / s, 0.0), mask=known)
+        tl.store(soft_ptr + t, tl.where(valid, beta * (1.0 - cosine), 0.0), mask=known)
+    else:
+        top, total = _load_log_sum(part, slot, mask)
+        if W > V:  # zeros for the classes that only the teacher has
+            higher = tl.maximum(top, 0.0)
+            total, top = total * exp(top - higher) + (W - V) * exp(-higher), higher
+        _store_two(stats, T, top, total, valid, known)
+        top, total = _load_log_sum(part + 2 * slot, slot, mask)
+        _store_two(stats + 2 * T, T, top, total, valid, known)
+    if HARD:
+        if APART:
+            part += 4 * slot
+        top, total = _load_log_sum(part, slot, mask)
+        _store_two(stats + 4 * T, T, top, total, valid, known)
+        here = valid & (target >= 0) & (target < V)
+        zy = tl.load(x_ptr + t + target * stride_x, mask=here, other=float("nan")).to(tl.float32)
+        tl.store(hard_ptr + t, tl.where(valid, log(total) + (top - zy), 0.0), mask=known)
+
+
+@triton.jit
+def _store_sum(part, x, valid, mask, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
+    tl.store(part, tl.where(valid, tl.sum(_of_tokens(x, BLOCK_T, LANES), axis=0), 0.0), mask=mask)
+
+
+@kernel
+def _sums(
+    x_ptr, y_ptr, target_ptr, stats_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale, beta,
+    OF_A_CLASS: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """One program: ΣD, ΣG and Σq over STRIP classes of BLOCK_T tokens."""
+    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
+    tokens = t0 + tl.arange(0, BLOCK_T)
+    slot, part = tl.num_programs(1) * T, part_ptr + tl.program_id(1) * T + tokens
+    target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
+    valid = target != ignore_index
+    if tl.sum(valid.to(tl.int32)) == 0:
+        for k in range(3):
+            tl.store(part + k * slot, tl.zeros((BLOCK_T,), dtype=tl.float32), mask=tokens < T)
+        return
+    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
+    i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
+    x = x_ptr + t0 + begin.to(tl.int64) * stride_x + (i * stride_x + t)
+    y = y_ptr + t0 + begin.to(tl.int64) * stride_y + (i * stride_y + t)
+    known = t0 + t < T
+    stats = stats_ptr + t0 + t
+    top_q, sum_q = _load_two(stats, T, known)
+    top_p, sum_p = _load_two(stats + 2 * T, T, known)
+    apart, of_p, of_q = (top_q - top_p) + log(sum_q / sum_p), 1.0 / sum_p, 1.0 / sum_q
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    all_d = tl.zeros((LANES,), dtype=tl.float32)
+    all_g, all_q, left = all_d, all_d, tl.minimum(STRIP, W - begin)
+    for start in range(0, left, EACH * LANES // BLOCK_T):
+        inside = (start + i < left) & known
+        s = tl.load(x + start * stride_x, mask=inside & (begin + start + i < V), other=0.0).to(tl.float32)
+        z = tl.load(y + start * stride_y, mask=inside, other=0.0).to(tl.float32)
+        p, q = exp_for(z * scale - top_p, EXACT) * of_p, exp_for(s * scale - top_q, EXACT) * of_q
+        d, g = OF_A_CLASS(p, q, (s - z) * scale - apart, beta, EXACT)
+        all_d += tl.sum(tl.where(inside, d, 0.0), axis=0)
+        all_g += tl.sum(tl.where(inside, g, 0.0), axis=0)
+        all_q += tl.sum(tl.where(inside, q, 0.0), axis=0)
+    _store_sum(part, all_d, valid, tokens < T, BLOCK_T, LANES)
+    _store_sum(part + slot, all_g, valid, tokens < T, BLOCK_T, LANES)
+    _store_sum(part + 2 * slot, all_q, valid, tokens < T, BLOCK_T, LANES)
+
+
+@kernel
+def _gradient(
+    x_ptr, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, ignore_index, scale, beta,
+    weight_hard, weight_soft, OF_A_CLASS: tl.constexpr, COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of the student's logits becomes its gradient. SAME: softmax(z_s) is q."""
+    t0, v0 = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_V
+    i, j = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_T)[None, :]
+    t = t0 + tl.arange(0, BLOCK_T)
+    known = t < T
+    mask = (v0 + i < V) & (t0 + j < T)
+    x = x_ptr + t0 + v0.to(tl.int64) * stride_x + (i * stride_x + j)
+    target = tl.load(target_ptr + t, mask=known, other=ignore_index)
+    valid = target != ignore_index
+    if tl.sum(valid.to(tl.int32)) == 0:
+        tl.store(x, tl.zeros((BLOCK_V, BLOCK_T), dtype=x_ptr.dtype.element_ty), mask=mask)
+        return
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    s = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(y_ptr + t0 + v0.to(tl.int64) * stride_y + (i * stride_y + j), mask=mask, other=0.0).to(tl.float32)
+    stats, n = stats_ptr + t, tl.load(norm_ptr)
+    soft = weight_soft / n
+    top_q, sum_q = _load_two(stats, T, known)
+    q = s
+    if COSINE:
+        dz = soft * (top_q[None, :] * z + sum_q[None, :] * s)
+    else:
+        top_p, sum_p = _load_two(stats + 2 * T, T, known)
+        apart = (top_q - top_p) + log(sum_q / sum_p)
+        p = exp_for(z * scale - top_p[None, :], EXACT) * (1.0 / sum_p)[None, :]
+        q = exp_for(s * scale - top_q[None, :], EXACT) * (1.0 / sum_q)[None, :]
+        _, g = OF_A_CLASS(p, q, (s - z) * scale - apart[None, :], beta, EXACT)
+        dz = soft * scale * (g - q * tl.load(sum_ptr + t, mask=known, other=0.0)[None, :])
+    if HARD:
+        if not SAME:
+            top, total = _load_two(stats + 4 * T, T, known)
+            q = exp_for(s - top[None, :], EXACT) * (1.0 / total)[None, :]
+        of_target = tl.where((target >= v0) & (target < v0 + BLOCK_V), target - v0, -1).to(tl.int32)
+        dz += weight_hard / n * (q - (i == of_target[None, :]).to(tl.float32))
+    tl.store(x, tl.where(valid[None, :], dz, 0.0).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+# ---- launches ----
+
+
+def _launch(T):
+    """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads both.
+
+    As `_token_loss` has it, with fewer classes at a time: two matrices and their exps need registers. Not measured.
+    """
+    return min(next_power_of_2(T), 64), 1024, 2, 2048, 4
+
+
+def _launch_gradient(T):
+    """(tokens, classes, warps) of a program that turns one block: half of `_token_loss`'s. Not measured."""
+    tokens = min(next_power_of_2(T), 128)
+    return tokens, 2048 // tokens, 4
+
+
+def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gradient, soft, hard):
+    """Fill soft (T,) and hard (T,) or None for logits x (T, V), y (T, V_t), whose tokens are contiguous.
+
+    With ``gradient`` x becomes that of w_h·hard + w_s·soft, divided by ``norm`` (a tensor).
+    """
+    (T, V), W = x.shape, y.shape[1]
+    strides = x.stride(1), y.stride(1)
+    tokens, lanes, each, strip, warps = _launch(T)
+    strips, warps, cosine = cdiv(W, strip), _device.warps(warps, x), divergence == "cosine"
+    # fp32 logits are rounded before a maximum is subtracted, in every kernel alike (`_token_loss._rounding`)
+    rounding = dict(enable_fp_fusion=False) if x.dtype == torch.float32 and scale != 1.0 else {}
+    part = torch.empty((SLOTS, strips, T), dtype=torch.float32, device=x.device)
+    stats = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
+    blocks = dict(BLOCK_T=tokens, LANES=lanes, EACH=each, num_warps=warps, **rounding)
+    kind = dict(COSINE=cosine, APART=hard is not None and (cosine or scale != 1.0))
+    _statistics[(cdiv(T, tokens), strips)](
+        x, y, target, part, *strides, T, V, W, strip, ignore_index, scale, **kind, **blocks
+    )
+    rows = max(16, min(64, 2048 // next_power_of_2(strips)))
+    _merge[(cdiv(T, rows),)](
+        part, x, target, stats, soft, hard, strides[0], strips, T, V, W, ignore_index, beta, **kind,
+        HARD=hard is not None, BLOCK_N=next_power_of_2(strips), BLOCK_T=rows, num_warps=4,
+    )  # fmt: skip
+    of_a_class, sums = OF_A_CLASS.get(divergence), None
+    if not cosine:
+        part = torch.empty((3, strips, T), dtype=torch.float32, device=x.device)
+        _sums[(cdiv(T, tokens), strips)](
+            x, y, target, stats, part, *strides, T, V, W, strip, ignore_index, scale, beta, OF_A_CLASS=of_a_class,
+            **blocks,
+        )  # fmt: skip
+        sums = part.sum(1)
+        soft.copy_(sums[0])
+        sums = sums[1] / sums[2]  # where q is off by a rounding, the gradient's sum is 0 nevertheless
+    if gradient:
+        tokens, block, warps = _launch_gradient(T)
+        _gradient[(cdiv(T, tokens), cdiv(V, block))](
+            x, y, target, stats, sums, norm, *strides, T, V, ignore_index, scale, beta, *weights,
+            OF_A_CLASS=of_a_class, COSINE=cosine, HARD=hard is not None, SAME=not cosine and scale == 1.0 and V == W,
+            BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x), **rounding,
+        )  # fmt: skip
+
+
+# ---- the passes ----
+
+
+class _Teacher:
+    """Logits of a few tokens, which are contiguous in memory that the next few use again."""
+
+    def __init__(self, h, w, b, logits, rows, dtype, most):
+        self.h, self.w, self.b, self.given, self.rows = h, w, b, logits, rows
+        if logits is None:
+            self.w, self.b = w.to(dtype), None if b is None else b.to(dtype)
+        like = w if logits is None else logits
+        self.dtype, self.classes = dtype, like.shape[0 if logits is None else 1]
+        # given ones can be read where their tokens are contiguous
+        copied = logits is None or rows is not None or logits.stride(0) != 1 or logits.dtype != dtype
+        self.memory = like.new_empty(self.classes, cdiv(most, 64) * 64, dtype=dtype) if copied else None
+
+    def _of(self, x, some):
+        return x[some] if self.rows is None else x.index_select(0, self.rows[some])
+
+    def logits(self, some):
+        """(tokens, classes) of a slice of the tokens."""
+        if self.memory is None:
+            return self.given[some]
+        part = self._of(self.h if self.given is None else self.given, some)
+        n = part.shape[0]
+        if self.given is not None:
+            return self.memory[:, :n].copy_(part.t()).t()
+        part = part.to(self.dtype)
+        if n % 64 and n > 8:  # as in `linear_head`
+            part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
+        x = self.memory[:, : part.shape[0]]
+        fill_logits(x, self.w, self.b, part, n)
+        return x[:, :n].t()
+
+
+def _outputs(
+    h, w, b, target, teacher, teacher_w, teacher_b, logits, rows, divergence, beta, temperature, weights, ignore_index,
+    hard, dtype, teacher_dtype, accum_dtype, memory, needs,
+):  # fmt: skip
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
+    return (
+        *(h.new_empty((), dtype=torch.float32) for _ in range(4)),
+        h.new_empty(h.shape if needs[0] else 0),
+        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.accum_dtype if needs[1] else h.dtype),
+        h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
+    )
+
+
+@custom_op("linear_distillation", _outputs)
+def distillation_fwd(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, teacher: torch.Tensor | None,
+    teacher_w: torch.Tensor | None, teacher_b: torch.Tensor | None, logits: torch.Tensor | None,
+    rows: torch.Tensor | None, divergence: str, beta: float, temperature: float, weights: list[float],
+    ignore_index: int, hard: bool, dtype: torch.dtype, teacher_dtype: torch.dtype, accum_dtype: torch.dtype | None,
+    memory: int, needs: list[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """-> loss, soft, hard, n (0-d each), the needed dh, dW, db.
+
+    rows: which of the teacher's are those of h (None: the same). weights: of hard and soft. The gradients are of the
+    loss; for fp16, which can't hold them divided, of loss·n.
+    """
+    n = normalisers(target, None, w.shape[0], ignore_index, True)[0]
+    norm = torch.ones_like(n) if dtype == torch.float16 else n
+    soft = h.new_zeros(h.shape[0], dtype=torch.float32)
+    ce = torch.zeros_like(soft) if hard else None
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
+    most = min(TEACHER_ROWS, h.shape[0])
+    of_teacher = _Teacher(teacher, teacher_w, teacher_b, logits, rows, teacher_dtype, most)
+
+    def turn(i, x):
+        for start in range(i.start, i.stop, TEACHER_ROWS):
+            some = slice(start, min(start + TEACHER_ROWS, i.stop))
+            _turn(
+                x[start - i.start : some.stop - i.start], of_teacher.logits(some), target[some], norm, divergence, beta,
+                1.0 / temperature, weights, ignore_index, any(needs), soft[some], None if ce is None else ce[some],
+            )  # fmt: skip
+
+    grads = run_passes(h, w, b, dtype, chosen, turn, needs)
+    soft = soft.sum() / n
+    ce = ce.sum() / n if hard else torch.zeros_like(soft)
+    return weights[0] * ce + weights[1] * soft, soft, ce, n.clone(), *grads
+
+
+# ---- without kernels ----
+
+
+def take_in_chunks(of_chunk, n, h, w, b, needs, rows=ROWS_WITHOUT_KERNELS):
+    """``of_chunk(slice of the rows, logits) -> (loss, soft, hard)``, added up over chunks of the rows and divided by n.
+
+    -> those, and the gradients of loss·n for h, w and b where needed, in fp32 or wider. In plain PyTorch.
+    """
+    dtype, wide = compute_dtype(h, w), torch.promote_types(w.dtype, torch.float32)
+    grads = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip((h, w, b), needs, strict=True)]
+    sums = h.new_zeros(3, dtype=torch.promote_types(dtype, torch.float32))
+    for start in range(0, h.shape[0], rows):
+        some = slice(start, start + rows)
+        with torch.set_grad_enabled(any(needs)):
+            leaves = [
+                x if x is None else x.detach().requires_grad_(need)
+                for x, need in zip((h[some], w, b), needs, strict=True)
+            ]
+            parts = of_chunk(some, F.linear(*(x if x is None else x.to(dtype) for x in leaves)))
+            wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+            found = iter(torch.autograd.grad(parts[0], wanted) if wanted else ())
+        sums += torch.stack([x.detach().to(sums.dtype) for x in parts])
+        for grad, of, need in zip(grads, (some, ..., ...), needs, strict=True):
+            if need:
+                grad[of] += next(found)
+    return tuple((sums / n).unbind()), grads
+
+
+# ---- the function ----
+
+
+def _check(name, student, weight, target, bias, teacher, teacher_weight, teacher_bias, teacher_logits):
+    check_head(name, student, weight, bias, target, None)
+    if (teacher is None) == (teacher_logits is None) or (teacher is None) != (teacher_weight is None):
+        raise ValueError(f"{name}: give either teacher and teacher_weight, or teacher_logits")
+    if teacher is not None:
+        check_head(f"{name}'s teacher", teacher, teacher_weight, teacher_bias, target, None)
+    elif teacher_logits.dim() != 2 or teacher_logits.shape[0] != student.shape[0]:
+        raise ValueError(
+            f"{name}: teacher_logits has shape {tuple(teacher_logits.shape)}, give one row for each of the student's: "
+            f"({student.shape[0]}, classes)"
+        )
+    classes = teacher_weight.shape[0] if teacher_logits is None else teacher_logits.shape[1]
+    if classes < weight.shape[0]:
+        raise ValueError(
+            f"{name}: the teacher has {classes} classes and the student {weight.shape[0]}; give a teacher with as many "
+            "or more, or the student's weight without the rows that the teacher doesn't have"
+        )
+
+
+def check_divergence(name, divergence, beta, temperature):
+    """``divergence`` None: another one."""
+    if divergence not in (*DIVERGENCES, "cosine", None):
+        raise ValueError(f"{name}: divergence is {divergence!r}, give one of {', '.join(DIVERGENCES)}, cosine")
+    if divergence == "jsd" and not 0 <= beta <= 1:
+        raise ValueError(f"{name}: beta is {beta!r}, give a number from 0 to 1")
+    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+        raise ValueError(f"{name}: temperature is {temperature!r}, give a positive number")
+
+
+def linear_distillation(
+    student, student_weight, target, *, student_bias=None, teacher=None, teacher_weight=None, teacher_bias=None,
+    teacher_logits=None, divergence="jsd", beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5,
+    ignore_index=-100, return_hard=False, accum_dtype=None, memory="auto", drop_ignored=None,
+):  # fmt: skip
+    """``weight_hard·hard + weight_soft·soft`` of a student's and a teacher's linear head, without all their logits.
+
+    soft is a divergence of their distributions at a temperature, hard the student's cross entropy without one, each
+    averaged over the rows that are not ignored. The gradients are taken in this call: the weight may change or go
+    before backward.
+
+    Args:
+        student: (N, H) hidden states, fp32, bf16 or fp16; any strides.
+        student_weight, student_bias: (V, H) and (V,). Logits are computed in the weight's dtype, or autocast's.
+        target: (N,) class indices. They may be on the host.
+        teacher, teacher_weight, teacher_bias: (N, H_t), (V_t, H_t), (V_t,), likewise; they get no gradient.
+        teacher_logits: (N, V_t) of any dtype and strides, in place of these three.
+            V_t may be larger than V: the student's logits are then 0 there.
+        divergence: "jsd", "forward_kl" (of the teacher from the student), "reverse_kl", "tvd" or "cosine" (of logits).
+        beta: the teacher's share in the mixture of "jsd": 0 is forward_kl, 1 reverse_kl; a factor of "cosine".
+        temperature: both distributions of soft have their logits divided by it. There is no factor T².
+        weight_hard, weight_soft: with a weight_hard of 0 the cross entropy is not computed, unless ``return_hard``.
+        ignore_index: target of rows that count for nothing.
+        return_hard: compute hard whatever its weight; otherwise it is 0 where its weight is.
+        accum_dtype, drop_ignored: as in `linear_token_loss`.
+        memory: bytes for the student's head beyond the gradients, or "auto", as in `linear_token_loss`. The teacher's
+            logits of up to 1,024 rows come on top.
+
+    Returns:
+        (loss, soft, hard), 0-d in fp32 (fp64 for fp64 inputs). Only loss is differentiable, once, in student,
+        student_weight and student_bias. All ignored: 0.
+
+    Raises:
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's hard loss is otherwise NaN.
+
+    Under `torch.compile` it is one node of the graph; without kernels, plain PyTorch with all logits.
+    """
+    name = "linear_distillation"
+    student, student_weight, student_bias, group = local(name, student, student_weight, student_bias, None)
+    teacher, teacher_weight, teacher_bias, of_teacher = local(name, teacher, teacher_weight, teacher_bias, None)
+    if group is not None or of_teacher is not None:
+        raise ValueError(f"{name}: a weight is sharded over its classes; give weight.full_tensor()")
+    check_divergence(name, divergence, beta, temperature)
+    _check(name, student, student_weight, target, student_bias, teacher, teacher_weight, teacher_bias, teacher_logits)
+    with_hard = return_hard or weight_hard != 0
+    if with_hard:
+        check_targets(name, target, student_weight.shape[0], ignore_index)
+    memory, weights = budget(memory), [float(weight_hard), float(weight_soft)]
+    rows, h, y = only_valid(student, target, ignore_index, drop_ignored)
+    given = [x if x is None else x.detach() for x in (teacher, teacher_weight, teacher_bias, teacher_logits)]
+    kernels = _device.has_kernels(h)
+    if not kernels and torch.compiler.is_compiling():
+        return linear_distillation_reference(
+            student, student_weight, target.to(student.device), student_bias=student_bias, teacher=teacher,
+            teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_logits=teacher_logits,
+            divergence=divergence, beta=beta, temperature=temperature, weight_hard=weight_hard, weight_soft=weight_soft,
+            ignore_index=ignore_index, return_hard=return_hard,
+        )  # fmt: skip
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse_kl" if beta else "forward_kl"
+    dtype = compute_dtype(student, student_weight)
+    teacher_dtype = teacher_logits.dtype if teacher is None else compute_dtype(teacher, teacher_weight)
+    teacher_dtype = torch.float32 if teacher_dtype == torch.float64 else teacher_dtype
+
+    def with_kernels(h, w, b, needs):
+        *outputs, n, dh, dw, db = distillation_fwd(
+            h, w, b, y.contiguous(), *given, rows, divergence, float(beta), float(temperature), weights, ignore_index,
+            with_hard, dtype, teacher_dtype, accum_dtype, memory, needs,
+        )  # fmt: skip
+        return tuple(outputs), (dh, dw, db), n if dtype == torch.float16 else 1
+
+    def without_kernels(h, w, b, needs):
+        n = (y != ignore_index).sum().clamp(min=1)
+
+        def of_chunk(i, x):
+            with torch.no_grad():
+                some = i if rows is None else rows[i]
+                z = frozen_logits(given[0][some], *given[1:3]) if teacher_logits is None else given[3][some]
+            soft, hard = _of_logits(x, z, y[i], divergence, beta, temperature, ignore_index, with_hard)
+            return weight_hard * hard + weight_soft * soft, soft, hard
+
+        return *take_in_chunks(of_chunk, n, h, w, b, needs), n
+
+    return taken(with_kernels if kernels else without_kernels, h, student_weight, student_bias)
+
+
+# ---- the case ----
+
+
+def _of(fn):
+    def call(*args, more_classes=False, logits=False, **given):
+        if more_classes:
+            w, b = given["teacher_weight"], given["teacher_bias"]
+            given |= dict(teacher_weight=torch.cat((w, w[:3])), teacher_bias=torch.cat((b, b[:3])))
+        if logits:
+            h, w, b = (given.pop(f"teacher{of}") for of in ("", "_weight", "_bias"))
+            given["teacher_logits"] = torch.addmm(b, h, w.t())
+        return fn(*args, **given)
+
+    return call
+
+
+def _inputs(M, H, V):
+    student, teacher = torch.randn(M, H), torch.randn(M, H)
+    of_student, of_teacher = torch.randn(V, H) / H**0.5, torch.randn(V, H) / H**0.5  # two nats apart
+    return dict(
+        student=student.requires_grad_(), student_weight=of_student.requires_grad_(),
+        student_bias=torch.randn(V).requires_grad_(), target=labels(M, V), teacher=teacher, teacher_weight=of_teacher,
+        teacher_bias=torch.randn(V),
+    )  # fmt: skip
+
+
+CASES.append(
+    Case(
+        "linear_distillation",
+        fn=_of(lambda *args, **given: linear_distillation(*args, **given, drop_ignored=False)),
+        reference=_of(linear_distillation_reference),
+        inputs=_inputs,
+        shapes=((1, 8, 8), (5, 24, 123), (70, 32, 513), (4, 16, 9000)),
+        options=(
+            dict(student_bias=None, teacher_bias=None),
+            dict(beta=0.1, temperature=2.0, weight_hard=0.0),
+            dict(beta=0.0, more_classes=True),
+            dict(beta=1.0, temperature=0.7, logits=True),
+            dict(divergence="forward_kl", temperature=2.0, more_classes=True, weight_hard=0.1),
+            dict(divergence="reverse_kl", return_hard=True, weight_hard=0.0),
+            dict(divergence="tvd", temperature=2.0),
+            dict(divergence="cosine", more_classes=True, temperature=2.0),
+        ),
+        bench=((8192, 4096, 128256),),
+        flops=lambda t: 8 * t["student"].numel() * t["student_weight"].shape[0],
+        fp32_roundings=4,  # as of fused_linear_cross_entropy
+    )
+)
