@@ -13,5 +13,5 @@ def test_example(code, reference_only):
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_there_are_three_ways_in_and_the_head():
-    assert len(EXAMPLES) == 4
+def test_there_are_three_ways_in_the_head_and_a_loss():
+    assert len(EXAMPLES) == 5

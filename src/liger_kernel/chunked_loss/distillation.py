@@ -268,20 +268,21 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
 
     beta: the teacher's share in the mixture; 0 is KL(teacher‖student), 1 KL(student‖teacher). temperature: of both
     distributions in the JSD. return_soft_hard_loss: return (loss, soft, hard). ``compiled`` and ``chunk_size`` choose
-    nothing.
+    nothing; memory, drop_ignored: as in `linear_distillation`.
     """
 
     DIVERGENCE = "jsd"
 
     def __init__(
         self, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
-        chunk_size=1024, return_soft_hard_loss=False,
+        chunk_size=1024, return_soft_hard_loss=False, *, memory="auto", drop_ignored=None,
     ):  # fmt: skip
         super().__init__()
         check_divergence(type(self).__name__, self.DIVERGENCE, beta, temperature)
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
         self.chunk_size, self.return_soft_hard_loss = chunk_size, return_soft_hard_loss
+        self.memory, self.drop_ignored = memory, drop_ignored
 
     def forward(
         self, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
@@ -296,7 +297,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, divergence=self.DIVERGENCE, beta=self.beta,
             temperature=self.temperature, weight_hard_loss=self.weight_hard_loss,
             weight_soft_loss=self.weight_soft_loss, ignore_index=self.ignore_index,
-            return_soft_hard_loss=self.return_soft_hard_loss,
+            return_soft_hard_loss=self.return_soft_hard_loss, memory=self.memory, drop_ignored=self.drop_ignored,
         )  # fmt: skip
 
 
