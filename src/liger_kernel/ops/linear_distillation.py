@@ -407,9 +407,9 @@ def _gradient(
 def _launch(T):
     """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads both.
 
-    As `_token_loss` has it, with fewer classes at a time: two matrices and their exps need registers. Not measured.
+    As `_token_loss` has it, with half as many lanes: two matrices and what a lane keeps need registers. Not measured.
     """
-    return min(next_power_of_2(T), 64), 1024, 2, 2048, 4
+    return min(next_power_of_2(T), 64), 512, 4, 2048, 4
 
 
 def _launch_gradient(T):
