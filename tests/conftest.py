@@ -1,6 +1,7 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are defined."""
 
 import os
+import types
 
 import torch
 
@@ -31,6 +32,31 @@ def _round_like_a_gpu(convert):
 
 
 interpreter._convert_float = _round_like_a_gpu(interpreter._convert_float)
+
+
+def _prepare_once(prepare):
+    """The interpreter replaces what triton.language has anew for every function that a kernel calls, which takes longer
+    than the function. Once is enough, of each of the modules' names that a function knows, until the kernel ends.
+    """
+    known, ready = {}, set()
+
+    def call(fn):
+        if fn not in known:
+            modules = [value for value in fn.__globals__.values() if isinstance(value, types.ModuleType)]
+            known[fn] = frozenset(m.__name__ for m in modules if m.__name__.startswith("triton.language"))
+        if known[fn] in ready:
+            return interpreter._LangPatchScope()
+        ready.add(known[fn])
+        scope = prepare(fn)
+        restore = scope.restore
+        scope.restore = lambda: (ready.clear(), restore())
+        return scope
+
+    return call
+
+
+if hasattr(interpreter, "_LangPatchScope"):
+    interpreter._patch_lang = _prepare_once(interpreter._patch_lang)
 
 
 @pytest.fixture

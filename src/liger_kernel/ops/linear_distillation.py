@@ -320,7 +320,7 @@ def _store_sum(part, x, valid, mask, BLOCK_T: tl.constexpr, LANES: tl.constexpr)
 @kernel
 def _sums(
     x_ptr, y_ptr, target_ptr, stats_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale, beta,
-    OF_A_CLASS: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    DIVERGE: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One program: ΣD, ΣG and Σq over STRIP classes of BLOCK_T tokens."""
     t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
@@ -349,7 +349,7 @@ def _sums(
         s = tl.load(x + start * stride_x, mask=inside & (begin + start + i < V), other=0.0).to(tl.float32)
         z = tl.load(y + start * stride_y, mask=inside, other=0.0).to(tl.float32)
         p, q = exp_for(z * scale - top_p, EXACT) * of_p, exp_for(s * scale - top_q, EXACT) * of_q
-        d, g = OF_A_CLASS(p, q, (s - z) * scale - apart, beta, EXACT)
+        d, g = DIVERGE(p, q, (s - z) * scale - apart, beta, EXACT)
         all_d += tl.sum(tl.where(inside, d, 0.0), axis=0)
         all_g += tl.sum(tl.where(inside, g, 0.0), axis=0)
         all_q += tl.sum(tl.where(inside, q, 0.0), axis=0)
@@ -361,7 +361,7 @@ def _sums(
 @kernel
 def _gradient(
     x_ptr, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, ignore_index, scale, beta,
-    weight_hard, weight_soft, OF_A_CLASS: tl.constexpr, COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr,
+    weight_hard, weight_soft, DIVERGE: tl.constexpr, COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the student's logits becomes its gradient. SAME: softmax(z_s) is q."""
@@ -390,7 +390,7 @@ def _gradient(
         apart = (top_q - top_p) + log(sum_q / sum_p)
         p = exp_for(z * scale - top_p[None, :], EXACT) * (1.0 / sum_p)[None, :]
         q = exp_for(s * scale - top_q[None, :], EXACT) * (1.0 / sum_q)[None, :]
-        _, g = OF_A_CLASS(p, q, (s - z) * scale - apart[None, :], beta, EXACT)
+        _, g = DIVERGE(p, q, (s - z) * scale - apart[None, :], beta, EXACT)
         dz = soft * scale * (g - q * tl.load(sum_ptr + t, mask=known, other=0.0)[None, :])
     if HARD:
         if not SAME:
@@ -445,7 +445,7 @@ def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gr
     if not cosine:
         part = torch.empty((3, strips, T), dtype=torch.float32, device=x.device)
         _sums[(cdiv(T, tokens), strips)](
-            x, y, target, stats, part, *strides, T, V, W, strip, ignore_index, scale, beta, OF_A_CLASS=of_a_class,
+            x, y, target, stats, part, *strides, T, V, W, strip, ignore_index, scale, beta, DIVERGE=of_a_class,
             **blocks,
         )  # fmt: skip
         sums = part.sum(1)
@@ -455,7 +455,7 @@ def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gr
         tokens, block, warps = _launch_gradient(T)
         _gradient[(cdiv(T, tokens), cdiv(V, block))](
             x, y, target, stats, sums, norm, *strides, T, V, ignore_index, scale, beta, *weights,
-            OF_A_CLASS=of_a_class, COSINE=cosine, HARD=hard is not None, SAME=not cosine and scale == 1.0 and V == W,
+            DIVERGE=of_a_class, COSINE=cosine, HARD=hard is not None, SAME=not cosine and scale == 1.0 and V == W,
             BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x), **rounding,
         )  # fmt: skip
 
