@@ -207,6 +207,27 @@ def shape(text: str) -> tuple[int, int, int]:
     return M, H, V
 
 
+def measured(kind: str, requests: list[dict], ways: dict, args, line: Callable) -> dict:
+    """A row for each request, asked here and of the peer; every row is saved and printed when it is there."""
+    end = time.monotonic() + args.limit
+    left = lambda: end - time.monotonic()  # noqa: E731
+    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
+    workers = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways)}
+    if args.peer:
+        workers["peer"] = ops.Worker("peer", args.peer.resolve())
+        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
+    try:
+        for request in requests:
+            names = request.pop("contestants")
+            data["rows"].append(ops.measure(request, names, workers, 1, left))
+            machine.save(kind, data, args.out)
+            print(line(data["rows"][-1]), flush=True)
+    finally:
+        if args.peer:
+            workers["peer"].stop()
+    return data
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
@@ -217,22 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     machine.require_gpu()
 
-    end = time.monotonic() + args.limit
-    left = lambda: end - time.monotonic()  # noqa: E731
-    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
-    workers = {"ours": Here(machine.Ceilings(machine.Stopwatch()))}
-    if args.peer:
-        workers["peer"] = ops.Worker("peer", args.peer.resolve())
-        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
-    try:
-        for request in plan(args.shape, bool(args.peer), args.seconds):
-            names = request.pop("contestants")
-            data["rows"].append(ops.measure(request, names, workers, 1, left))
-            machine.save("head", data, args.out)
-            print(report.head_line(data["rows"][-1]), flush=True)
-    finally:
-        if args.peer:
-            workers["peer"].stop()
+    data = measured("head", plan(args.shape, bool(args.peer), args.seconds), WAYS, args, report.head_line)
     data["errors"] = errors(*args.shape[0])
     machine.save("head", data, args.out)
     print("\n" + report.head(data))

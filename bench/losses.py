@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import math
 import pathlib
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.nn.functional import logsigmoid
 
-from . import calls, machine, ops, report
-from .head import Here, Way
+from . import calls, machine, report
+from .head import Way, measured
 
 WITH_REFERENCE = "DPO", "KTO", "JSD", "forward KL", "reverse KL", "cosine"
 PAIRS, SEQUENCES, TOKENS = (16, 2048), (8, 2048), (8192,)
@@ -193,23 +192,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"bench.losses: no loss {', '.join(sorted(unknown))}; there are {'; '.join(SHAPES)}")
     machine.require_gpu()
 
-    end = time.monotonic() + args.limit
-    left = lambda: end - time.monotonic()  # noqa: E731
-    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
-    workers = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways(names))}
-    if args.peer:
-        workers["peer"] = ops.Worker("peer", args.peer.resolve())
-        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
-    try:
-        H, V = map(int, args.size.split(","))
-        for request in plan(names, bool(args.peer), args.seconds, (H, V)):
-            contestants = request.pop("contestants")
-            data["rows"].append(ops.measure(request, contestants, workers, 1, left))
-            machine.save("losses", data, args.out)
-            print(report.losses_line(data["rows"][-1]), flush=True)
-    finally:
-        if args.peer:
-            workers["peer"].stop()
+    H, V = map(int, args.size.split(","))
+    requests = plan(names, bool(args.peer), args.seconds, (H, V))
+    data = measured("losses", requests, ways(names), args, report.losses_line)
     print("\n" + report.losses(data))
 
 

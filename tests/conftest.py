@@ -65,3 +65,16 @@ def reference_only(monkeypatch):
     from liger_kernel.ops import _device
 
     monkeypatch.setattr(_device, "INTERPRETED", False)
+
+
+@pytest.fixture(params=["kernels", "no kernels"])
+def anywhere(request, monkeypatch):
+    """With the kernels of a head, and as where there are none: then in chunks of few rows."""
+    from liger_kernel.ops import _device, linear_distillation, linear_head
+
+    if request.param == "no kernels":
+        if DEVICE != "cpu":
+            pytest.skip("a tensor on a GPU has kernels")
+        monkeypatch.setattr(_device, "INTERPRETED", False)
+        monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 64)
+        monkeypatch.setattr(linear_distillation.take_in_chunks, "__defaults__", (4,))

@@ -10,8 +10,6 @@ Run as a program, without TRITON_INTERPRET, because the kernels of one process a
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import subprocess
 import sys
@@ -34,7 +32,6 @@ TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory tha
     "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 64 * 1024),
     "gfx1100": (GPUTarget("hip", "gfx1100", 32), 48, 64 * 1024),
 }
-MOST = {"sm_90": 24, "sm_80": 10, "gfx942": 10}  # launches of a kernel (4 elsewhere); PORTABILITY=all: all of them
 
 
 class _Driver:
@@ -94,7 +91,7 @@ def runs(case, variants):
     """(shape, option, dtype, which inputs get a gradient: all, none or one) that meet every block size and option.
 
     With ``variants`` also every option in fp32 and every gradient alone: the compiler's front half, where those could
-    fail, is the same for all targets.
+    fail, is the same for all targets of a vendor.
     """
     every, real = case.shapes, case.bench or case.shapes[-1:]
     for shape in (*every, *real):
@@ -113,17 +110,6 @@ def runs(case, variants):
         for name, t in case.inputs(*every[1]).items():
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 yield real[0], {}, torch.bfloat16, name
-
-
-def some(launches, most):
-    """Of each kernel's launches so many, evenly, first those of real shapes."""
-    by_kernel = {}
-    for launched in launches:
-        by_kernel.setdefault(launched.src.fn, []).append(launched)
-    for found in by_kernel.values():
-        found.sort(key=lambda launched: not any(launched.by.values()))
-        count = min(most, len(found))
-        yield from (found[i * len(found) // count] for i in range(count))
 
 
 def run(case, shape, option, dtype, wanted):
@@ -180,15 +166,14 @@ def compiled(target, launched):
 def main(name, path):
     launches, failed = pretend(name), {}
     for case in CASES:
-        for given in runs(case, variants=name == "sm_90"):
+        for given in runs(case, variants=name in ("sm_90", "gfx942")):
             described = text(case, *given)
             _Launched.now = described, given[0] in case.bench
             try:
                 run(case, *given)
             except Exception as error:  # the other cases still count; the test of this one shows it
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
-    most = math.inf if os.environ.get("PORTABILITY") == "all" else MOST.get(name, 4)
-    results = [compiled(TARGETS[name][0], launched) for launched in some(launches.values(), most)]
+    results = [compiled(TARGETS[name][0], launched) for launched in launches.values()]
     Path(path).write_text(json.dumps(dict(launches=results, failed=failed)))
 
 

@@ -23,7 +23,7 @@ from liger_kernel.chunked_loss.distillation import (
     liger_fused_linear_cosine,
     liger_fused_linear_jsd,
 )
-from liger_kernel.ops import _device, linear_distillation, linear_head
+from liger_kernel.ops import linear_distillation, linear_head
 from liger_kernel.ops.linear_distillation import linear_distillation as distil
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -43,16 +43,6 @@ OPTIONS = {name: dict(divergence=name) for name in DIVERGENCES} | {
     "cosine, alone and warm": dict(divergence="cosine", beta=0.3, temperature=2.0, weight_hard=0.0),
 }
 OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
-
-
-@pytest.fixture(params=["kernels", "no kernels"])
-def anywhere(request, monkeypatch):
-    """With the kernels, and as where there are none."""
-    if request.param == "no kernels":
-        if DEVICE != "cpu":
-            pytest.skip("a tensor on a GPU has kernels")
-        monkeypatch.setattr(_device, "INTERPRETED", False)
-        monkeypatch.setattr(linear_distillation.take_in_chunks, "__defaults__", (4,))
 
 
 ANYWHERE = pytest.mark.usefixtures("anywhere")

@@ -14,7 +14,7 @@ from test_ops import assert_as_exact_as, cast, errors, poison_empty, run, run_pl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops import _device, linear_head
+from liger_kernel.ops import linear_head
 from liger_kernel.ops._op import CASES
 from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.linear_head import (
@@ -42,16 +42,6 @@ OPTIONS = {"plain": {}, "without bias": dict(bias=False), "ignore_index -1": dic
 OPTIONS |= {name: {name: value} for name, value in TOGETHER.items()} | {"together": TOGETHER}
 OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 SCALARS = dict(label_smoothing=0.1, class_weight=True, lse_square_scale=1e-2, softcap=5.0)
-
-
-@pytest.fixture(params=["kernels", "no kernels"])
-def anywhere(request, monkeypatch):
-    """With the kernels, and as where there are none."""
-    if request.param == "no kernels":
-        if DEVICE != "cpu":
-            pytest.skip("a tensor on a GPU has kernels")
-        monkeypatch.setattr(_device, "INTERPRETED", False)
-        monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 64)
 
 
 ANYWHERE = pytest.mark.usefixtures("anywhere")

@@ -171,6 +171,19 @@ def test_groups_stay_together(products, monkeypatch):
         assert [needs for _, needs in products] == [(False,) * 3]
 
 
+@pytest.mark.parametrize("unit", [64, 1024, 4096])
+@pytest.mark.parametrize("memory", [1.06e9, 1.3e9, 2.4e9, 2.9e9, 3.2e9, 5e9])
+def test_passes_of_whole_groups_keep_to_the_budget(unit, memory):
+    """DPO's real shape in bf16: dW in fp32 only where a group's logits still fit."""
+    M, classes, channels, low = 32768, 128256, 4096, torch.bfloat16
+    chosen = linear_head.plan(M, channels, classes, low, low, memory=int(memory), unit=unit)
+    hidden = torch.empty(M, channels, dtype=low, device="meta")
+    taken = 2 * linear_head._Memory(hidden, classes, low, chosen, True).logits.numel() - 2 * classes * channels
+    strip = 2 * chosen.strip * 2 * channels  # by which dW runs ahead of the logits
+    assert taken <= memory + strip + 2**23
+    assert all((i.stop - i.start) % unit == 0 for i in chosen.passes(M))
+
+
 @pytest.mark.parametrize("frozen", range(8))
 def test_no_gradient_of_what_is_frozen(frozen, products):
     tensors, want = cast(drawn("pairs"), F32), cast(drawn("pairs"), F32)

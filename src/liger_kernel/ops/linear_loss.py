@@ -200,7 +200,7 @@ def _with_kernels(job, h, w, b, needs):
 
     total, ends = job.ends[-1], job.ends
     even = isinstance(ends, range)
-    unit = max((n - m for m, n in zip(ends, ends[1:], strict=False)), default=0)
+    unit = ends.step if even else max((n - m for m, n in zip(ends, ends[1:], strict=False)), default=0)
     most = max(2 * ROWS, 2 * h.shape[1]) if job.memory < 0 else job.memory // (V * dtype.itemsize)
     sizes = total, h.shape[1], V, dtype, w.dtype, job.accum_dtype, job.memory
     sizes = *sizes, needs[1], _device.multiprocessors(h)
