@@ -142,7 +142,8 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
         return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, max(2 * ROWS, unit))
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
-    enough = M <= least.first + least.rows or beyond[wide] < max(ROWS // 2, unit)
+    worthwhile = ROWS // 2 if unit == 64 else max(ROWS // 2, unit)  # tokens of a pass beside a dW in fp32
+    enough = M <= least.first + least.rows or beyond[wide] < worthwhile
     return least if enough else passes(wide, beyond[wide])
 
 
