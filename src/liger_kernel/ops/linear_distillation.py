@@ -34,7 +34,7 @@ from . import _device
 from ._kernel import kernel
 from ._op import CASES, Case, custom_op
 from ._parallel import local
-from ._tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, tl, triton
+from ._tile import INF, cdiv, exp, exp_for, finite, log, log_of_normal, next_power_of_2, tl, triton
 from ._token_loss import normalisers
 from .cross_entropy import check_targets, labels
 from .linear_head import (
@@ -142,82 +142,100 @@ def _share(p, x):
 
 
 @triton.jit
-def _jsd(p, q, d, beta, EXACT: tl.constexpr):
-    far = exp_for(-tl.abs(d), EXACT)  # the smaller of p and q, as a share of the larger
-    lift = tl.log(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
-    of_q = (1.0 - beta) * _share(q, tl.minimum(d, 0.0) - lift)  # log M = max(log p, log q) + lift
-    return beta * _share(p, -tl.maximum(d, 0.0) - lift) + of_q, of_q
+def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
+    log_p, log_q = tl.maximum(log_p, -200.0), tl.maximum(log_q, -200.0)  # 0·(-200) is 0, 0·(-inf) is not
+    if EXACT:
+        d = log_q - log_p  # log M = max(log p, log q) + lift
+        far = exp(-tl.abs(d))
+        lift = log_of_normal(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
+        of_p, of_q = -tl.maximum(d, 0.0) - lift, tl.minimum(d, 0.0) - lift
+    else:
+        log_m = log_of_normal(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
+        of_p, of_q = log_p - log_m, log_q - log_m
+    of_q *= (1.0 - beta) * q
+    return beta * p * of_p + of_q, of_q
 
 
 @triton.jit
-def _forward_kl(p, q, d, beta, EXACT: tl.constexpr):
-    return -_share(p, d), -p
+def _forward_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
+    return _share(p, log_p - log_q), -p
 
 
 @triton.jit
-def _reverse_kl(p, q, d, beta, EXACT: tl.constexpr):
-    of_q = _share(q, d)
+def _reverse_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
+    of_q = _share(q, log_q - log_p)
     return of_q, of_q
 
 
 @triton.jit
-def _tvd(p, q, d, beta, EXACT: tl.constexpr):
+def _tvd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
     return 0.5 * tl.abs(p - q), tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
 
 
-OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # of p, q, d = log(q/p) -> D, G
+OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # -> D, G
 SLOTS = 6  # of a token, in `_statistics` and `_merge`
 LEAST = tl.constexpr(EPS)
 
 
 @triton.jit
-def _one_more(top, total, z, EXACT: tl.constexpr):
-    """A lane's running maximum and Σ exp(z - maximum), with further z."""
+def _block(ptr, stride, begin, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr):
+    """Where a program's first logits (EACH, BLOCK_V, BLOCK_T) are; their classes, from 0; their tokens."""
+    t0 = tl.program_id(0) * BLOCK_T
+    i = tl.arange(0, EACH)[:, None, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :, None]
+    j = tl.arange(0, BLOCK_T)[None, None, :]
+    return ptr + t0 + begin.to(tl.int64) * stride + (i * stride + j), i, t0 + j
+
+
+@triton.jit
+def _exp_of(z, top, scale, EXACT: tl.constexpr):
+    """exp((z - top)·scale)"""
+    if EXACT:
+        return exp((z - top) * scale)
+    return tl.exp2((z - top) * (scale * 1.4426950408889634))
+
+
+@triton.jit
+def _one_more(top, total, z, scale, EXACT: tl.constexpr):
+    """The running maxima (BLOCK_V, BLOCK_T) and Σ exp((z - max)·scale), with further z (EACH, BLOCK_V, BLOCK_T)."""
     new = tl.maximum(top, tl.max(z, axis=0))
     shift = finite(new)
-    return new, total * exp_for(top - shift, EXACT) + tl.sum(exp_for(z - shift[None, :], EXACT), axis=0)
+    more = tl.sum(_exp_of(z, shift[None, :, :], scale, EXACT), axis=0)
+    return new, total * _exp_of(top, shift, scale, EXACT) + more
 
 
 @triton.jit
-def _of_tokens(x, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
-    return tl.reshape(x, (LANES // BLOCK_T, BLOCK_T))
-
-
-@triton.jit
-def _store_log_sum(part, slot, top, total, mask, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
-    """The maximum and the sum of each token's lanes."""
-    top, total = _of_tokens(top, BLOCK_T, LANES), _of_tokens(total, BLOCK_T, LANES)
+def _store_log_sum(part, slot, top, total, scale, mask):
+    """The maximum and the sum of each token."""
     highest = tl.max(top, axis=0)
+    total *= exp((top - finite(highest)[None, :]) * scale)
     tl.store(part, highest, mask=mask)
-    tl.store(part + slot, tl.sum(total * exp(top - finite(highest)[None, :]), axis=0), mask=mask)
+    tl.store(part + slot, tl.sum(total, axis=0), mask=mask)
 
 
 @kernel
 def _statistics(
     x_ptr, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
-    COSINE: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    COSINE: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher; each lane is of one token.
+    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher.
 
-    Slots: max and sum of z_s/T, max and sum of z_t/T (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max and sum of z_s.
+    Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max z_s and
+    Σ exp(z_s - max).
     """
-    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
-    tokens = t0 + tl.arange(0, BLOCK_T)
+    tokens, begin = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * STRIP
     target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
     if tl.sum((target != ignore_index).to(tl.int32)) == 0:
         return
-    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
-    i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
-    x = x_ptr + t0 + begin.to(tl.int64) * stride_x + (i * stride_x + t)
-    y = y_ptr + t0 + begin.to(tl.int64) * stride_y + (i * stride_y + t)
+    x, i, t = _block(x_ptr, stride_x, begin, BLOCK_T, BLOCK_V, EACH)
+    y, i, t = _block(y_ptr, stride_y, begin, BLOCK_T, BLOCK_V, EACH)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     EMPTY: tl.constexpr = 0.0 if COSINE else -INF
-    top_q = tl.full((LANES,), -INF, dtype=tl.float32)
-    sum_q = tl.zeros((LANES,), dtype=tl.float32)
+    top_q = tl.full((BLOCK_V, BLOCK_T), -INF, dtype=tl.float32)
+    sum_q = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
     top_p, sum_p, top_z, sum_z, ss, tt, st = top_q, sum_q, top_q, sum_q, sum_q, sum_q, sum_q
-    left, known = tl.minimum(STRIP, W - begin), t0 + t < T
-    for start in range(0, left, EACH * LANES // BLOCK_T):
-        inside = (start + i < left) & known
+    left = tl.minimum(STRIP, W - begin)
+    for start in range(0, left, EACH * BLOCK_V):
+        inside = (start + i < left) & (t < T)
         mine = inside & (begin + start + i < V)
         s = tl.load(x + start * stride_x, mask=mine, other=EMPTY).to(tl.float32)
         z = tl.load(y + start * stride_y, mask=inside, other=EMPTY).to(tl.float32)
@@ -227,53 +245,53 @@ def _statistics(
             st += tl.sum(s * z, axis=0)
             s = tl.where(mine, s, -INF)
         else:
-            top_q, sum_q = _one_more(top_q, sum_q, s * scale, EXACT)
-            top_p, sum_p = _one_more(top_p, sum_p, z * scale, EXACT)
+            top_q, sum_q = _one_more(top_q, sum_q, s, scale, EXACT)
+            top_p, sum_p = _one_more(top_p, sum_p, z, scale, EXACT)
         if APART:
-            top_z, sum_z = _one_more(top_z, sum_z, s, EXACT)
+            top_z, sum_z = _one_more(top_z, sum_z, s, 1.0, EXACT)
 
     slot, mask = tl.num_programs(1) * T, tokens < T
     part = part_ptr + tl.program_id(1) * T + tokens
     if COSINE:
-        tl.store(part, tl.sum(_of_tokens(ss, BLOCK_T, LANES), axis=0), mask=mask)
-        tl.store(part + slot, tl.sum(_of_tokens(tt, BLOCK_T, LANES), axis=0), mask=mask)
-        tl.store(part + 2 * slot, tl.sum(_of_tokens(st, BLOCK_T, LANES), axis=0), mask=mask)
+        tl.store(part, tl.sum(ss, axis=0), mask=mask)
+        tl.store(part + slot, tl.sum(tt, axis=0), mask=mask)
+        tl.store(part + 2 * slot, tl.sum(st, axis=0), mask=mask)
     else:
-        _store_log_sum(part, slot, top_q, sum_q, mask, BLOCK_T, LANES)
-        _store_log_sum(part + 2 * slot, slot, top_p, sum_p, mask, BLOCK_T, LANES)
+        _store_log_sum(part, slot, top_q, sum_q, scale, mask)
+        _store_log_sum(part + 2 * slot, slot, top_p, sum_p, scale, mask)
     if APART:
-        _store_log_sum(part + 4 * slot, slot, top_z, sum_z, mask, BLOCK_T, LANES)
+        _store_log_sum(part + 4 * slot, slot, top_z, sum_z, 1.0, mask)
 
 
 @triton.jit
-def _load_log_sum(part, slot, mask):
+def _load_log_sum(part, slot, scale, mask):
     """The maximum and the sum of all strips."""
     tops = tl.load(part, mask=mask, other=-INF)
     top = tl.max(tops, axis=0)
-    keep = exp(tops - finite(top)[None, :])
+    keep = exp((tops - finite(top)[None, :]) * scale)
     return top, tl.sum(keep * tl.load(part + slot, mask=mask, other=0.0), axis=0)
 
 
 @triton.jit
 def _store_two(stats, T, top, total, valid, known):
     tl.store(stats, tl.where(valid, top, 0.0), mask=known)
-    tl.store(stats + T, tl.where(valid, total, 1.0), mask=known)
+    tl.store(stats + T, tl.where(valid, log(total), 0.0), mask=known)
 
 
 @triton.jit
 def _load_two(stats, T, known):
-    return tl.load(stats, mask=known, other=0.0), tl.load(stats + T, mask=known, other=1.0)
+    return tl.load(stats, mask=known, other=0.0), tl.load(stats + T, mask=known, other=0.0)
 
 
 @kernel
 def _merge(
-    part_ptr, x_ptr, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index, beta,
+    part_ptr, x_ptr, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index, scale, beta,
     COSINE: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """N strips become one.
 
-    Statistics (SLOTS, T): the maxima and sums of `_statistics`; of cosine instead what z_t and z_s have to be
-    multiplied by for the gradient. CE goes to ``hard``, cosine's loss to ``soft``.
+    Statistics (SLOTS, T): the maxima of `_statistics` and the logarithms of its sums; of cosine instead what z_t and
+    z_s have to be multiplied by for the gradient. CE goes to ``hard``, cosine's loss to ``soft``.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = t < T
@@ -295,127 +313,109 @@ def _merge(
         tl.store(stats + T, tl.where(long, beta * cosine / s / s, 0.0), mask=known)
         tl.store(soft_ptr + t, tl.where(valid, beta * (1.0 - cosine), 0.0), mask=known)
     else:
-        top, total = _load_log_sum(part, slot, mask)
+        top, total = _load_log_sum(part, slot, scale, mask)
         if W > V:  # zeros for the classes that only the teacher has
             higher = tl.maximum(top, 0.0)
-            total, top = total * exp(top - higher) + (W - V) * exp(-higher), higher
+            total, top = total * exp((top - higher) * scale) + (W - V) * exp(-higher * scale), higher
         _store_two(stats, T, top, total, valid, known)
-        top, total = _load_log_sum(part + 2 * slot, slot, mask)
+        top, total = _load_log_sum(part + 2 * slot, slot, scale, mask)
         _store_two(stats + 2 * T, T, top, total, valid, known)
     if HARD:
         if APART:
             part += 4 * slot
-        top, total = _load_log_sum(part, slot, mask)
+        top, total = _load_log_sum(part, slot, 1.0, mask)
         _store_two(stats + 4 * T, T, top, total, valid, known)
         here = valid & (target >= 0) & (target < V)
         zy = tl.load(x_ptr + t + target * stride_x, mask=here, other=float("nan")).to(tl.float32)
         tl.store(hard_ptr + t, tl.where(valid, log(total) + (top - zy), 0.0), mask=known)
 
 
-@triton.jit
-def _store_sum(part, x, valid, mask, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
-    tl.store(part, tl.where(valid, tl.sum(_of_tokens(x, BLOCK_T, LANES), axis=0), 0.0), mask=mask)
-
-
 @kernel
-def _sums(
-    x_ptr, y_ptr, target_ptr, stats_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale, beta,
-    DIVERGE: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+def _compare(
+    x_ptr, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
+    beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr, COSINE: tl.constexpr,
+    HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """One program: ΣD, ΣG and Σq over STRIP classes of BLOCK_T tokens."""
-    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
-    tokens = t0 + tl.arange(0, BLOCK_T)
-    slot, part = tl.num_programs(1) * T, part_ptr + tl.program_id(1) * T + tokens
-    target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
-    valid = target != ignore_index
-    if tl.sum(valid.to(tl.int32)) == 0:
-        for k in range(3):
-            tl.store(part + k * slot, tl.zeros((BLOCK_T,), dtype=tl.float32), mask=tokens < T)
-        return
-    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
-    i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
-    x = x_ptr + t0 + begin.to(tl.int64) * stride_x + (i * stride_x + t)
-    y = y_ptr + t0 + begin.to(tl.int64) * stride_y + (i * stride_y + t)
-    known = t0 + t < T
-    stats = stats_ptr + t0 + t
-    top_q, sum_q = _load_two(stats, T, known)
-    top_p, sum_p = _load_two(stats + 2 * T, T, known)
-    apart, of_p, of_q = (top_q - top_p) + log(sum_q / sum_p), 1.0 / sum_p, 1.0 / sum_q
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    all_d = tl.zeros((LANES,), dtype=tl.float32)
-    all_g, all_q, left = all_d, all_d, tl.minimum(STRIP, W - begin)
-    for start in range(0, left, EACH * LANES // BLOCK_T):
-        inside = (start + i < left) & known
-        s = tl.load(x + start * stride_x, mask=inside & (begin + start + i < V), other=0.0).to(tl.float32)
-        z = tl.load(y + start * stride_y, mask=inside, other=0.0).to(tl.float32)
-        p, q = exp_for(z * scale - top_p, EXACT) * of_p, exp_for(s * scale - top_q, EXACT) * of_q
-        d, g = DIVERGE(p, q, (s - z) * scale - apart, beta, EXACT)
-        all_d += tl.sum(tl.where(inside, d, 0.0), axis=0)
-        all_g += tl.sum(tl.where(inside, g, 0.0), axis=0)
-        all_q += tl.sum(tl.where(inside, q, 0.0), axis=0)
-    _store_sum(part, all_d, valid, tokens < T, BLOCK_T, LANES)
-    _store_sum(part + slot, all_g, valid, tokens < T, BLOCK_T, LANES)
-    _store_sum(part + 2 * slot, all_q, valid, tokens < T, BLOCK_T, LANES)
+    """One program: STRIP classes of BLOCK_T tokens. Fills sum with ΣD, ΣG and Σq over them.
 
-
-@kernel
-def _gradient(
-    x_ptr, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, ignore_index, scale, beta,
-    weight_hard, weight_soft, DIVERGE: tl.constexpr, COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of the student's logits becomes its gradient. SAME: softmax(z_s) is q."""
-    t0, v0 = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_V
-    i, j = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_T)[None, :]
-    t = t0 + tl.arange(0, BLOCK_T)
-    known = t < T
-    mask = (v0 + i < V) & (t0 + j < T)
-    x = x_ptr + t0 + v0.to(tl.int64) * stride_x + (i * stride_x + j)
-    target = tl.load(target_ptr + t, mask=known, other=ignore_index)
+    With GRADIENT the student's logits become their gradient instead. SAME: softmax(z_s) is q.
+    """
+    tokens, begin = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * STRIP
+    known, left = tokens < T, tl.minimum(STRIP, W - begin)
+    x, i, t = _block(x_ptr, stride_x, begin, BLOCK_T, BLOCK_V, EACH)
+    y, i, t = _block(y_ptr, stride_y, begin, BLOCK_T, BLOCK_V, EACH)
+    target = tl.load(target_ptr + tokens, mask=known, other=ignore_index)
     valid = target != ignore_index
+    slot, part = tl.num_programs(1) * T, tl.program_id(1) * T + tokens
     if tl.sum(valid.to(tl.int32)) == 0:
-        tl.store(x, tl.zeros((BLOCK_V, BLOCK_T), dtype=x_ptr.dtype.element_ty), mask=mask)
+        if GRADIENT:
+            for start in range(0, left, EACH * BLOCK_V):
+                zeros = tl.zeros((EACH, BLOCK_V, BLOCK_T), dtype=x_ptr.dtype.element_ty)
+                tl.store(x + start * stride_x, zeros, mask=(start + i < left) & (t < T))
+        else:
+            for k in range(3):
+                tl.store(sum_ptr + part + k * slot, tl.zeros((BLOCK_T,), dtype=tl.float32), mask=known)
         return
+
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    s = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(y_ptr + t0 + v0.to(tl.int64) * stride_y + (i * stride_y + j), mask=mask, other=0.0).to(tl.float32)
-    stats, n = stats_ptr + t, tl.load(norm_ptr)
-    soft = weight_soft / n
-    top_q, sum_q = _load_two(stats, T, known)
-    q = s
-    if COSINE:
-        dz = soft * (top_q[None, :] * z + sum_q[None, :] * s)
-    else:
-        top_p, sum_p = _load_two(stats + 2 * T, T, known)
-        apart = (top_q - top_p) + log(sum_q / sum_p)
-        p = exp_for(z * scale - top_p[None, :], EXACT) * (1.0 / sum_p)[None, :]
-        q = exp_for(s * scale - top_q[None, :], EXACT) * (1.0 / sum_q)[None, :]
-        _, g = DIVERGE(p, q, (s - z) * scale - apart[None, :], beta, EXACT)
-        dz = soft * scale * (g - q * tl.load(sum_ptr + t, mask=known, other=0.0)[None, :])
-    if HARD:
-        if not SAME:
-            top, total = _load_two(stats + 4 * T, T, known)
-            q = exp_for(s - top[None, :], EXACT) * (1.0 / total)[None, :]
-        of_target = tl.where((target >= v0) & (target < v0 + BLOCK_V), target - v0, -1).to(tl.int32)
-        dz += weight_hard / n * (q - (i == of_target[None, :]).to(tl.float32))
-    tl.store(x, tl.where(valid[None, :], dz, 0.0).to(x_ptr.dtype.element_ty), mask=mask)
+    target = tl.where((target >= begin) & (target < begin + left), target - begin, -1).to(tl.int32)[None, None, :]
+    stats = stats_ptr + tokens
+    top_q, log_sum_q = _load_two(stats, T, known)
+    top_p, log_sum_p, of_q = top_q, log_sum_q, top_q
+    if not COSINE:
+        top_p, log_sum_p = _load_two(stats + 2 * T, T, known)
+    top, log_sum, soft, hard = top_q, log_sum_q, 0.0, 0.0
+    if GRADIENT:
+        n = tl.load(norm_ptr)
+        soft, hard = weight_soft / n, weight_hard / n
+        if not COSINE:
+            of_q = tl.load(sum_ptr + tokens, mask=known, other=0.0)
+        if HARD and not SAME:
+            top, log_sum = _load_two(stats + 4 * T, T, known)
+    all_d = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
+    all_g, all_q = all_d, all_d
+    for start in range(0, left, EACH * BLOCK_V):
+        inside = (start + i < left) & (t < T)
+        s = tl.load(x + start * stride_x, mask=inside & (begin + start + i < V), other=-INF).to(tl.float32)
+        z = tl.load(y + start * stride_y, mask=inside, other=-INF).to(tl.float32)
+        if W > V:
+            s = tl.where(inside & (begin + start + i >= V), 0.0, s)
+        q = s
+        if COSINE:
+            dz = soft * (top_q[None, None, :] * z + log_sum_q[None, None, :] * s)
+        else:
+            log_p = (z - top_p[None, None, :]) * scale - log_sum_p[None, None, :]
+            log_q = (s - top_q[None, None, :]) * scale - log_sum_q[None, None, :]
+            p, q = exp_for(log_p, EXACT), exp_for(log_q, EXACT)
+            d, g = DIVERGE(p, q, log_p, log_q, beta, EXACT)
+            dz = soft * scale * (g - q * of_q[None, None, :])
+            if not GRADIENT:  # what is not inside has p = q = 0
+                all_d += tl.sum(d, axis=0)
+                all_g += tl.sum(g, axis=0)
+                all_q += tl.sum(q, axis=0)
+        if GRADIENT:
+            if HARD:
+                if not SAME:
+                    q = exp_for((s - top[None, None, :]) - log_sum[None, None, :], EXACT)
+                dz += hard * (q - (start + i == target).to(tl.float32))
+            dz = tl.where(valid[None, None, :], dz, 0.0).to(x_ptr.dtype.element_ty)
+            tl.store(x + start * stride_x, dz, mask=inside)
+    if not GRADIENT:
+        tl.store(sum_ptr + part, tl.where(valid, tl.sum(all_d, axis=0), 0.0), mask=known)
+        tl.store(sum_ptr + part + slot, tl.where(valid, tl.sum(all_g, axis=0), 0.0), mask=known)
+        tl.store(sum_ptr + part + 2 * slot, tl.where(valid, tl.sum(all_q, axis=0), 0.0), mask=known)
 
 
 # ---- launches ----
 
 
 def _launch(T):
-    """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads both.
+    """(tokens, classes at once, how often in an iteration, classes of a strip, warps) of a program that reads both.
 
-    As `_token_loss` has it, with half as many lanes: two matrices and what a lane keeps need registers. Not measured.
+    A warp has 256 logits side by side, so that nothing crosses warps before the end.
     """
-    return min(next_power_of_2(T), 64), 512, 4, 2048, 4
-
-
-def _launch_gradient(T):
-    """(tokens, classes, warps) of a program that turns one block: half of `_token_loss`'s. Not measured."""
-    tokens = min(next_power_of_2(T), 128)
-    return tokens, 2048 // tokens, 4
+    tokens = min(next_power_of_2(T), 64)
+    return tokens, 1024 // tokens, 1, 2048, 4
 
 
 def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gradient, soft, hard):
@@ -425,39 +425,37 @@ def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gr
     """
     (T, V), W = x.shape, y.shape[1]
     strides = x.stride(1), y.stride(1)
-    tokens, lanes, each, strip, warps = _launch(T)
+    tokens, block, each, strip, warps = _launch(T)
     strips, warps, cosine = cdiv(W, strip), _device.warps(warps, x), divergence == "cosine"
-    # fp32 logits are rounded before a maximum is subtracted, in every kernel alike (`_token_loss._rounding`)
-    rounding = dict(enable_fp_fusion=False) if x.dtype == torch.float32 and scale != 1.0 else {}
     part = torch.empty((SLOTS, strips, T), dtype=torch.float32, device=x.device)
     stats = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
-    blocks = dict(BLOCK_T=tokens, LANES=lanes, EACH=each, num_warps=warps, **rounding)
+    blocks = dict(BLOCK_T=tokens, BLOCK_V=block, EACH=each, num_warps=warps)
     kind = dict(COSINE=cosine, APART=hard is not None and (cosine or scale != 1.0))
     _statistics[(cdiv(T, tokens), strips)](
         x, y, target, part, *strides, T, V, W, strip, ignore_index, scale, **kind, **blocks
     )
     rows = max(16, min(64, 2048 // next_power_of_2(strips)))
     _merge[(cdiv(T, rows),)](
-        part, x, target, stats, soft, hard, strides[0], strips, T, V, W, ignore_index, beta, **kind,
+        part, x, target, stats, soft, hard, strides[0], strips, T, V, W, ignore_index, scale, beta, **kind,
         HARD=hard is not None, BLOCK_N=next_power_of_2(strips), BLOCK_T=rows, num_warps=4,
     )  # fmt: skip
-    of_a_class, sums = OF_A_CLASS.get(divergence), None
+    sums = None
+
+    def compare(sums, gradient, W):
+        _compare[(cdiv(T, tokens), cdiv(W, strip))](
+            x, y, target, stats, sums, norm, *strides, T, V, W, strip, ignore_index, scale, beta, *weights,
+            DIVERGE=OF_A_CLASS.get(divergence), GRADIENT=gradient, COSINE=cosine, HARD=gradient and hard is not None,
+            SAME=not cosine and scale == 1.0 and V == y.shape[1], **blocks,
+        )  # fmt: skip
+
     if not cosine:
         part = torch.empty((3, strips, T), dtype=torch.float32, device=x.device)
-        _sums[(cdiv(T, tokens), strips)](
-            x, y, target, stats, part, *strides, T, V, W, strip, ignore_index, scale, beta, DIVERGE=of_a_class,
-            **blocks,
-        )  # fmt: skip
+        compare(part, False, W)
         sums = part.sum(1)
         soft.copy_(sums[0])
         sums = sums[1] / sums[2]  # where q is off by a rounding, the gradient's sum is 0 nevertheless
     if gradient:
-        tokens, block, warps = _launch_gradient(T)
-        _gradient[(cdiv(T, tokens), cdiv(V, block))](
-            x, y, target, stats, sums, norm, *strides, T, V, ignore_index, scale, beta, *weights,
-            DIVERGE=of_a_class, COSINE=cosine, HARD=hard is not None, SAME=not cosine and scale == 1.0 and V == W,
-            BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x), **rounding,
-        )  # fmt: skip
+        compare(sums, True, V)
 
 
 # ---- the passes ----
