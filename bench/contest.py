@@ -27,7 +27,7 @@ class Contestant:
     """``fn`` on ``inputs``. Every sample has a graph of its own, freed by its backward, as in a training step.
 
     So an operator that reuses memory in backward may do so here: the inputs are `Produced` anew, and neither they nor
-    the graph is kept for a second time.
+    the graph is kept for a second time. Weights and biases are parameters, which stay.
     """
 
     def __init__(self, fn: Callable, inputs: dict):
@@ -36,10 +36,11 @@ class Contestant:
         self.dys = [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in self.outputs()]
 
     def produced(self) -> dict:
-        def one(t):
-            return Produced.apply(t) if isinstance(t, torch.Tensor) and t.requires_grad else t
+        def one(name, t):
+            parameter = name == "w" or name.endswith(("weight", "bias"))
+            return Produced.apply(t) if isinstance(t, torch.Tensor) and t.requires_grad and not parameter else t
 
-        return {name: one(t) for name, t in self.inputs.items()}
+        return {name: one(name, t) for name, t in self.inputs.items()}
 
     def outputs(self) -> list[torch.Tensor]:
         return differentiable(self.fn(**self.produced()))

@@ -298,8 +298,8 @@ def test_memory_of_a_real_head():
         student = linear_head._Memory(h, V, B16, linear_head.plan(M, H, V, B16, B16), True)
         weight = torch.empty(V, H, dtype=B16)
         teacher = linear_distillation._Teacher(h, weight, None, None, None, B16, linear_distillation.TEACHER_ROWS)
-    largest = linear_distillation.SLOTS * -(-V // 2048) * linear_distillation.TEACHER_ROWS * 4
-    assert 2 * (h.numel() + student.logits.numel() + teacher.memory.numel()) + largest < 2.5e9
+    largest = linear_distillation.SLOTS * -(-V // linear_distillation.STRIP) * linear_distillation.TEACHER_ROWS * 4
+    assert h.nbytes + student.nbytes(B16) + teacher.memory.nbytes + largest < 2.5e9
 
 
 @ANYWHERE

@@ -37,10 +37,10 @@ def taken(M, H, V, memory):
     dtype = torch.bfloat16
     plan = linear_head.plan(M, H, V, dtype, dtype, memory=memory)
     held = linear_head._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
-    passes = 1 + (-(-(M - plan.first) // plan.rows) if plan.rows else 0)
+    passes = len(plan.passes(M))
     narrow = plan.accum_dtype == dtype
     gradients = 2 * H * (M + V)
-    peak = 2 * held.logits.numel() + 2 * M * H + (0 if narrow else 2 * V * H)  # dW once more, in its final dtype
+    peak = held.nbytes(dtype) + 2 * M * H
     return passes, "bf16" if narrow else "fp32", peak / gradients, 2 * M * V / gradients
 
 

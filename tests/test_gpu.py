@@ -96,7 +96,7 @@ def assert_as_exact_as(got, plain, exact, inputs, roundings=1, eps=None):
 def fitting(case, shape):
     """The shape, of rows of logits only so many that their float64 reference fits: a row doesn't know of the others."""
     rows = shape[0]
-    while case.name.endswith(("cross_entropy", "token_loss")) and rows * shape[-1] > 2**29:
+    while case.name.endswith(("cross_entropy", "token_loss", "distillation")) and rows * shape[-1] > 2**29:
         rows //= 2
     return rows, *shape[1:]
 
@@ -299,7 +299,7 @@ def test_linear_cross_entropy_memory(M, most):
     assert peak(evaluate) <= 1.02 * 2 * V * linear_head.ROWS
 
 
-PASSES = {"one": dict(FREE=2**40), "two": dict(FREE=0), "many": dict(FREE=0, ROWS=256)}
+PASSES = {"one": dict(FREE=2**40), "two": dict(FREE=0), "three": dict(FREE=0, THREE=0), "many": dict(FREE=0, ROWS=256)}
 
 
 @pytest.mark.parametrize("passes", PASSES)
@@ -310,14 +310,16 @@ def test_head_gradient_over_passes(passes, monkeypatch):
         monkeypatch.setattr(linear_head, name, value)
     plan = linear_head.plan(M, H, V, torch.bfloat16, torch.bfloat16)
     count = 1 + (-(-(M - plan.first) // plan.rows) if plan.rows else 0)
-    assert count == {"one": 1, "two": 2}.get(passes, count) and (passes != "many" or count > 5)
+    assert count == {"one": 1, "two": 2, "three": 3}.get(passes, count) and (passes != "many" or count > 5)
     case = BY_NAME["fused_linear_cross_entropy"]
     tensors = drawn(case, (M, H, V), {"bias": None})
     exact = cast(tensors, torch.float64)
     exact = torch.autograd.grad(case.reference(**exact)[0], exact["weight"])[0]
     dws = (torch.autograd.grad(outputs(fn(**tensors))[0], tensors["weight"])[0] for fn in (case.fn, case.reference))
     mine, theirs = ((dw.double() - exact).norm() / exact.norm() for dw in dws)
-    assert mine <= (1.25 if passes == "two" else 1.02) * theirs, f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
+    assert mine <= (1.25 if passes in ("two", "three") else 1.02) * theirs, (
+        f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
+    )
 
 
 def test_head_with_more_than_2_31_logits():
@@ -434,7 +436,7 @@ def test_memory_of_post_training_losses():
     M, H, V = 8192, 2048, 128256
     plan = linear_head.plan(M, H, V, torch.bfloat16, torch.bfloat16)
     h = torch.empty(M, H, device="meta", dtype=torch.bfloat16)
-    head = 2 * linear_head._Memory(h, V, torch.bfloat16, plan, True).logits.numel() + 2 * M * H
+    head = linear_head._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
     for name, more in (("GRPO, dapo", 0), ("JSD", 2 * V * 1024)):
         inputs, fns = drawn_loss(name, 8, 1024, H, V)
         assert peak(lambda inputs=inputs, fns=fns: taken(fns["ours"], inputs)) <= head + more + 2**26, name

@@ -219,14 +219,15 @@ def test_what_is_not_asked_for_is_none(flag):
 
 H, V = 64, 100
 LOGITS = V * 2  # bytes of a token's, in 16 bits
-SMALL = dict(ROWS=64, LEAST=64, FREE=0, _waves=lambda *args: 32)
+SMALL = dict(ROWS=64, LEAST=64, THREE=320, FREE=0, _waves=lambda *args: 32)
 HALF, WAVES, FULL = "16 bits", "16 bits by way of fp32", "fp32"
 PATHS = {  # name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes and the dtype of dW's sum)
     "far below H": (3, "auto", None, (1, FULL), (1, HALF), (1, FULL)),
     "at H": (64, 0, None, (1, FULL), (1, HALF), (1, FULL)),
     "above H": (70, 0, None, (2, FULL), (2, HALF), (1, FULL)),
-    "far above H": (300, "auto", None, (2, FULL), (2, WAVES), (2, FULL)),
-    "farther above": (400, "auto", None, (4, FULL), (3, FULL), (2, FULL)),
+    "far above H": (300, "auto", None, (2, FULL), (2, WAVES), (3, FULL)),
+    "three": (370, "auto", None, (3, FULL), (3, WAVES), (3, FULL)),
+    "farther above": (400, "auto", None, (3, FULL), (4, FULL), (4, FULL)),
     "no memory": (300, 0, None, (5, FULL), (5, HALF), (4, FULL)),
     "a little": (300, 20 * LOGITS, None, (5, FULL), (5, HALF), (4, FULL)),
     "room for two": (300, 200 * LOGITS, None, (4, FULL), (2, WAVES), (4, FULL)),
@@ -248,6 +249,11 @@ def memories(monkeypatch):
             super().__init__(*args)
             self.passes = dict(token_loss=[], token_gradient=[])
             made.append(self)
+
+        def finished(self):
+            late, dw = self.late, super().finished()
+            self.late = late
+            return dw
 
     def recording(name, call):
         def record(*args, **kwargs):
@@ -291,10 +297,10 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
             for m in made:
                 passes = m.passes["token_gradient"]
                 assert sum(passes) == M and len(passes) == count, passes
-                assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32
+                assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32 * (m.plan.first > 0)
                 assert m.plan.wave == (32 if kind == WAVES else 0)
                 for n in passes[1:]:
-                    assert apart(m.dw, m.sums, m.of(n))
+                    assert apart(m.dw, m.sums, m.of(n, False)) or apart(m.of(n, False), m.dw, m.sums)
             if kind != FULL:
                 draws[-1]["dweight"][2] *= count  # it is rounded by each pass
         assert_as_exact_as(draws)
@@ -332,7 +338,7 @@ SIZES = (
 def taken(M, H, V, dtype, weight_dtype, chosen):
     """Bytes that `_Memory` takes beyond dW."""
     memory = linear_head._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
-    return memory.logits.numel() * dtype.itemsize - V * H * weight_dtype.itemsize
+    return memory.nbytes(weight_dtype) - V * H * weight_dtype.itemsize
 
 
 def number_of_passes(M, chosen):
@@ -350,13 +356,18 @@ def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
     token = V * dtype.itemsize
     aligned = 512 + (63 * token if H % 64 else 0)
     for accum_dtype in None, F32:
-        sums = V * H * 4 if accum_dtype == F32 or dtype == F16 else V * H * weight_dtype.itemsize
+        wide = accum_dtype == F32 or dtype == F16
+        sums = V * H * (weight_dtype.itemsize + (4 if wide and weight_dtype != F32 else 0))
         for memory in (0, *(int(2**24 * 1.08**i) for i in range(100)), *(token * n for n in range(0, M, 48))):
             chosen = plan(M, H, V, dtype, weight_dtype, accum_dtype, memory)
             number_of_passes(M, chosen)
             extra = taken(M, H, V, dtype, weight_dtype, chosen)
             strip = chosen.strip * H * chosen.accum_dtype.itemsize
-            least = sums - V * H * weight_dtype.itemsize + max(LEAST * token, strip)
+            least = (
+                sums
+                - V * H * weight_dtype.itemsize
+                + (LEAST * token + strip if chosen.beside else max(LEAST * token, strip))
+            )
             excess = (extra - max(memory, least) - aligned) / token
             assert excess <= 0, f"{chosen}: {excess:.1f} tokens too many within {memory} bytes"
 
@@ -365,7 +376,7 @@ def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
 def test_without_a_budget_dw_is_about_as_exact_as_pytorchs(size):
     for dtype in DTYPES:
         chosen = plan(*size, dtype, dtype)
-        assert chosen.accum_dtype == F32 or dtype == B16 and number_of_passes(size[0], chosen) <= 2
+        assert chosen.accum_dtype == F32 or dtype == B16 and number_of_passes(size[0], chosen) <= 3
         assert number_of_passes(size[0], plan(*size, dtype, dtype, memory=2**50)) == (size[0] > 0)
 
 

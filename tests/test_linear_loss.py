@@ -178,9 +178,7 @@ def test_passes_of_whole_groups_keep_to_the_budget(unit, memory):
     M, classes, channels, low = 32768, 128256, 4096, torch.bfloat16
     chosen = linear_head.plan(M, channels, classes, low, low, memory=int(memory), unit=unit)
     hidden = torch.empty(M, channels, dtype=low, device="meta")
-    taken = 2 * linear_head._Memory(hidden, classes, low, chosen, True).logits.numel()
-    if chosen.accum_dtype == low:  # otherwise dW comes on top, in backward
-        taken -= 2 * classes * channels
+    taken = linear_head._Memory(hidden, classes, low, chosen, True).nbytes(low) - 2 * classes * channels
     strip = 2 * chosen.strip * 2 * channels  # by which dW runs ahead of the logits
     assert taken <= memory + strip + 2**23
     assert all((i.stop - i.start) % unit == 0 for i in chosen.passes(M))

@@ -36,6 +36,7 @@ from .cross_entropy import check_options, check_rows, check_targets, labels
 
 ROWS = 2048  # tokens of a pass that keep the matrix units busy
 LEAST = 256  # tokens of a pass, whatever the budget
+THREE = 7 * ROWS  # tokens from which on three passes are each large enough
 TILE = 128, 256  # of the products that make dW
 FREE = 2**29  # bytes that aren't worth a second pass
 ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
@@ -52,8 +53,10 @@ class Plan:
     first: int
     rows: int
     strip: int  # classes of dW that are made at once
-    wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
+    wave: int  # classes of a later pass, added by way of fp32: cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
+    grad_dtype: torch.dtype  # of the finished one
+    beside: bool = False  # whether the logits of later passes have memory of their own, which is free in the end
 
     def passes(self, M) -> list[slice]:
         starts = [0, *range(self.first or self.rows, M, self.rows or M)] if M else []
@@ -102,48 +105,73 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
-    byte beyond it more of them. One pass rounds dW once, as PyTorch does; a second one reads it, adds and rounds again.
-    For more than two dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
+    byte beyond it more of them. One pass rounds dW once, as PyTorch does; another one reads it, adds and rounds again.
+    For more than three dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
     divided by the number of tokens: always fp32.
 
-    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
-    passes of 4,096 for more. A budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit``
-    tokens, which stay together, whatever the budget.
+    "auto" is one pass if it needs no more than `FREE` bytes, two for up to three times the tokens that dW holds (five
+    for few tokens), three equal ones for up to six times, whose logits lie beside dW, and passes of 4,096 for more. A
+    budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit`` tokens, which stay together,
+    whatever the budget.
     """
     token, fewest = V * dtype.itemsize, max(LEAST, unit)
     if not need_w:
-        return Plan(0, max((ROWS if memory < 0 else memory // token) // unit * unit, fewest), 0, 0, weight_dtype)
+        rows = max((ROWS if memory < 0 else memory // token) // unit * unit, fewest)
+        return Plan(0, rows, 0, 0, weight_dtype, weight_dtype)
     fixed = torch.float32 if dtype == torch.float16 else accum_dtype
+    finished = fixed or weight_dtype
 
     def held(accum):
         return cdiv(H * accum.itemsize, dtype.itemsize)
 
+    def wave_of(accum):
+        return min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
+
+    def freed(accum):
+        """Tokens whose logits may lie where the finished dW will, which is not the one that is added up."""
+        return held(weight_dtype) if accum.itemsize > weight_dtype.itemsize else 0
+
+    def ahead(accum):
+        """Tokens whose logits would fit where dW's strips run ahead of the logits."""
+        row = held(accum)
+        return cdiv(_strip(min(M, row), H, V, row, processors) * row, V)
+
     def passes(accum, beyond):
         """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
-        row = held(accum)
+        row, spare = held(accum), ahead(accum)
         strip = _strip(min(M, row), H, V, row, processors)
-        spare = cdiv(strip * row, V)  # for dW's strips to run ahead of the logits
-        wave = min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
+        wave = wave_of(accum)
         sums = cdiv(wave * H * 4, token)
         if beyond is None:
             beyond = cdiv(M - row + spare + sums, 2) + unit
-        first = row + max(beyond - spare, 0) // unit * unit
-        first = min(M, first if unit == 64 else max(first // unit * unit, unit))
-        if M - first <= max(beyond - sums, 0) // unit * unit:
-            return Plan(first, M - first, strip, wave if M > first else 0, accum)
+
+        def whole(tokens):
+            return min(M, tokens if unit == 64 else max(tokens // unit * unit, unit))
+
+        first = whole(row + max(beyond - spare, 0) // unit * unit)
+        if not freed(accum) and M - first <= max(beyond - sums, 0) // unit * unit:
+            return Plan(first, M - first, strip, wave if M > first else 0, accum, finished)
+        beside = first < M and freed(accum) > 0
+        if beside:
+            first, beyond = whole(row), beyond + freed(accum) - spare
         count = cdiv(M - first, max(beyond // unit * unit, fewest))
-        return Plan(first, cdiv(M - first, unit * count) * unit, strip, 0, accum)
+        rows = cdiv(M - first, unit * count) * unit if count else 0
+        return Plan(first, rows, strip, 0, accum, finished, beside and first <= row)
 
     narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
     if memory < 0:
         beyond = M - held(narrow)
         if beyond * token <= FREE:
-            return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow)
-        return passes(narrow, None) if M <= 5 * held(narrow) else passes(wide, max(2 * ROWS, unit))
+            return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow, finished)
+        if not freed(narrow) and M <= (3 if M >= THREE else 5) * held(narrow):
+            return passes(narrow, None)
+        if not freed(narrow) and M <= 6 * held(narrow):
+            return Plan(0, cdiv(M, 3 * unit) * unit, 0, wave_of(narrow), narrow, finished, True)
+        return passes(wide, max((2 * ROWS if unit <= 64 else max(ROWS, unit)) - freed(wide), 0) + ahead(wide))
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
     worthwhile = ROWS // 2 if unit == 64 else max(ROWS // 2, unit)  # tokens of a pass beside a dW in fp32
-    enough = M <= least.first + least.rows or beyond[wide] < worthwhile
+    enough = M <= least.first + least.rows or beyond[wide] < max(ahead(wide), worthwhile - freed(wide))
     return least if enough else passes(wide, beyond[wide])
 
 
@@ -173,32 +201,46 @@ def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 
 
 class _Memory:
-    """dW and, while it isn't needed whole, the logits of the tokens of a pass: see the top of this file."""
+    """dW and, while it isn't needed whole, the logits of the first pass: see the top of this file.
+
+    Those of later passes lie behind it, or in memory that is free again in the end: where dW's own is enough before.
+    """
 
     def __init__(self, h, V, dtype, plan, need_w):
         (M, H), self.V, self.plan = h.shape, V, plan
         later, self.dw = V * _up(min(plan.rows, M)), None
         if not need_w:
-            self.logits = h.new_empty(later, dtype=dtype)
+            self.early = self.late = h.new_empty(later, dtype=dtype)
             return
         accum = plan.accum_dtype
         row, stride = cdiv(H * accum.itemsize, dtype.itemsize), _up(plan.first)  # of dW and the logits, in logits
         sums = 2 * plan.wave * H
         dw = cdiv(V * row, 64) * 64
-        size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + later)
-        self.logits = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
-        self.dw = self.logits[: V * row].view(accum)[: V * H].view(V, H)
-        self.sums = self.logits[dw : dw + sums].view(torch.float32).view(-1, H)
+        size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + (0 if plan.beside else later))
+        self.early = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
+        self.late = h.new_empty(later, dtype=dtype) if plan.beside else self.early
+        self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
+        self.sums = self.early[dw : dw + sums].view(torch.float32).view(-1, H)
 
-    def of(self, n):
+    def nbytes(self, weight_dtype):
+        """At most, the dW included that the weight gets."""
+        dw = 0 if self.dw is None or self.dw.dtype == weight_dtype else self.dw.numel() * weight_dtype.itemsize
+        return self.early.nbytes + max(0 if self.late is self.early else self.late.nbytes, dw)
+
+    def of(self, n, first):
         """Logits (V, n), at the end."""
-        stride = _up(n)
-        return self.logits[self.logits.numel() - self.V * stride :].view(self.V, stride)[:, :n]
+        stride, memory = _up(n), self.early if first and self.plan.first else self.late
+        return memory[memory.numel() - self.V * stride :].view(self.V, stride)[:, :n]
+
+    def finished(self):
+        """dW in the dtype in which it leaves."""
+        self.late = None
+        return self.dw.to(self.plan.grad_dtype)
 
     def to_dw(self, x, h, first):
-        """dW (+)= x @ h, over x in the first pass."""
-        if not first and not self.plan.wave:
-            return _add_product(self.dw, x, h, add=True)
+        """dW (+)= x @ h; where x lies in dW's memory, over x."""
+        if not (self.plan.first if first else self.plan.wave):
+            return _add_product(self.dw, x, h, add=not first)
         strip = self.plan.strip if first else self.plan.wave
         for v in range(0, self.V, strip):
             part = self.dw[v : v + strip]
@@ -243,7 +285,7 @@ def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         n = part.shape[0]
         if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
             part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
-        x = memory.of(part.shape[0])
+        x = memory.of(part.shape[0], first=k == 0)
         fill_logits(x, w, b, part, n)
         turn(i, x[:, :n].t())
         if need_h and x.shape[1] == n and isinstance(i, slice):
@@ -258,8 +300,10 @@ def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
             memory.to_dw(x, part, first=k == 0)
     if need_h and group is not None:
         dh = summed(dh, group).to(h.dtype)
-    dw = h.new_empty(0) if memory.dw is None else memory.dw if passes else memory.dw.zero_()
-    return dh, dw, db
+    if memory.dw is None:
+        return dh, h.new_empty(0), db
+    part = x = None
+    return dh, memory.finished() if passes else memory.finished().zero_(), db
 
 
 @kernel
@@ -296,7 +340,7 @@ def _gradients(h, w, b, dtype, accum_dtype, memory, needs):
     chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], _device.multiprocessors(h))
     return (
         h.new_empty(h.shape if needs[0] else 0),
-        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.accum_dtype if needs[1] else h.dtype),
+        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.grad_dtype if needs[1] else h.dtype),
         h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
     )
 
