@@ -95,7 +95,7 @@ EVERY = pytest.mark.parametrize("kind,option", [(k, o) for k in KINDS for o in o
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_against_float64(kind, option, dtype):
     draws = []
-    for seed in range(6):
+    for seed in range(6 if DEVICE == "cpu" else 24):  # a sum of log-probabilities makes the errors' tail long
         tensors = drawn(kind, seed)
         mine = cast(tensors, dtype)
         got, once, twice = run(ours(kind, **option), mine)

@@ -129,8 +129,7 @@ def linear_distillation_reference(
 def frozen_logits(h, w, b):
     """Of a head that gets no gradient."""
     dtype = compute_dtype(h, w)
-    h, w = h.detach().to(dtype), w.detach().to(dtype)
-    return h.mm(w.t()) if b is None else torch.addmm(b.detach().to(dtype), h, w.t())
+    return F.linear(*(x if x is None else x.detach().to(dtype) for x in (h, w, b)))
 
 
 # ---- kernels ----
