@@ -193,7 +193,8 @@ def test_plans(M, H, V, dtypes, accum_dtype, share, more):
     chosen = plan(M, H, V, dtype, weight_dtype, accum_dtype, memory)
     number_of_passes(M, chosen)
     strip = chosen.strip * H * chosen.accum_dtype.itemsize
-    sums = V * H * (4 - weight_dtype.itemsize) if accum_dtype == F32 or dtype == F16 else 0
+    sums = V * H * 4 if (accum_dtype == F32 or dtype == F16) and weight_dtype != F32 else 0
     extra = taken(M, H, V, dtype, weight_dtype, chosen)
-    assert extra <= max(memory, sums + max(LEAST * token, strip)) + 512
+    least = LEAST * token + strip if chosen.beside else max(LEAST * token, strip)
+    assert extra <= max(memory, sums + least) + 512
     number_of_passes(M, plan(M, H, V, dtype, weight_dtype, accum_dtype))
