@@ -36,7 +36,6 @@ from .cross_entropy import check_options, check_rows, check_targets, labels
 
 ROWS = 2048  # tokens of a pass that keep the matrix units busy
 LEAST = 256  # tokens of a pass, whatever the budget
-THREE = 7 * ROWS  # tokens from which on three passes are each large enough
 TILE = 128, 256  # of the products that make dW
 FREE = 2**29  # bytes that aren't worth a second pass
 ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
@@ -53,7 +52,7 @@ class Plan:
     first: int
     rows: int
     strip: int  # classes of dW that are made at once
-    wave: int  # classes of a later pass, added by way of fp32: cuBLAS's own addition rounds the product, too
+    wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
     grad_dtype: torch.dtype  # of the finished one
     beside: bool = False  # whether the logits of later passes have memory of their own, which is free in the end
@@ -105,14 +104,14 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
-    byte beyond it more of them. One pass rounds dW once, as PyTorch does; another one reads it, adds and rounds again.
-    For more than three dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
+    byte beyond it more of them. One pass rounds dW once, as PyTorch does; a second one reads it, adds and rounds again.
+    For more than two dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
     divided by the number of tokens: always fp32.
 
-    "auto" is one pass if it needs no more than `FREE` bytes, two for up to three times the tokens that dW holds (five
-    for few tokens), three equal ones for up to six times, whose logits lie beside dW, and passes of 4,096 for more. A
-    budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit`` tokens, which stay together,
-    whatever the budget.
+    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
+    passes of 4,096 for more. (Three passes, each rounding dW, take less memory for four times as many: 1.33x PyTorch's
+    error, H200, 2026-11-21.) A budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit``
+    tokens, which stay together, whatever the budget.
     """
     token, fewest = V * dtype.itemsize, max(LEAST, unit)
     if not need_w:
@@ -123,9 +122,6 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
 
     def held(accum):
         return cdiv(H * accum.itemsize, dtype.itemsize)
-
-    def wave_of(accum):
-        return min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
 
     def freed(accum):
         """Tokens whose logits may lie where the finished dW will, which is not the one that is added up."""
@@ -140,7 +136,7 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
         """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
         row, spare = held(accum), ahead(accum)
         strip = _strip(min(M, row), H, V, row, processors)
-        wave = wave_of(accum)
+        wave = min(_waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
         sums = cdiv(wave * H * 4, token)
         if beyond is None:
             beyond = cdiv(M - row + spare + sums, 2) + unit
@@ -163,10 +159,8 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
         beyond = M - held(narrow)
         if beyond * token <= FREE:
             return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow, finished)
-        if not freed(narrow) and M <= (3 if M >= THREE else 5) * held(narrow):
+        if M <= 5 * held(narrow) and not freed(narrow):
             return passes(narrow, None)
-        if not freed(narrow) and M <= 6 * held(narrow):
-            return Plan(0, cdiv(M, 3 * unit) * unit, 0, wave_of(narrow), narrow, finished, True)
         return passes(wide, max((2 * ROWS if unit <= 64 else max(ROWS, unit)) - freed(wide), 0) + ahead(wide))
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
@@ -229,7 +223,7 @@ class _Memory:
 
     def of(self, n, first):
         """Logits (V, n), at the end."""
-        stride, memory = _up(n), self.early if first and self.plan.first else self.late
+        stride, memory = _up(n), self.early if first else self.late
         return memory[memory.numel() - self.V * stride :].view(self.V, stride)[:, :n]
 
     def finished(self):
@@ -238,9 +232,9 @@ class _Memory:
         return self.dw.to(self.plan.grad_dtype)
 
     def to_dw(self, x, h, first):
-        """dW (+)= x @ h; where x lies in dW's memory, over x."""
-        if not (self.plan.first if first else self.plan.wave):
-            return _add_product(self.dw, x, h, add=not first)
+        """dW (+)= x @ h, over x in the first pass."""
+        if not first and not self.plan.wave:
+            return _add_product(self.dw, x, h, add=True)
         strip = self.plan.strip if first else self.plan.wave
         for v in range(0, self.V, strip):
             part = self.dw[v : v + strip]

@@ -207,7 +207,7 @@ def _with_kernels(job, h, w, b, needs):
     if unit <= most and learning:
         chosen = plan(*sizes, unit if even and unit > 1 else 64)
         if chosen.first < total:
-            chosen = replace(chosen, rows=max(chosen.rows, unit))
+            chosen = replace(chosen, first=max(chosen.first, unit), rows=max(chosen.rows, unit))
         spans = job.spans(chosen.first, chosen.rows) if total else []
         todo = iter(spans)
 
