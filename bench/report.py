@@ -239,7 +239,12 @@ def hot_ceilings(rows: list[dict]) -> list[str]:
 
 
 def train_label(row: dict) -> str:
-    return f"{row['model']}, {row['sequence']} × {row['batch']}"
+    return f"{row['model']}, {row['sequence']} × {row['batch']}{dated(row)}"
+
+
+def dated(row: dict) -> str:
+    """When a row was measured, if not with the others."""
+    return f" ({row['date']})" if "date" in row else ""
 
 
 def gain(row: dict) -> str:
@@ -346,7 +351,7 @@ def head_cell(row: dict, entry: dict, shared: bool = True) -> str:
 
 
 def head_label(row: dict) -> str:
-    return "×".join(map(str, row["shape"]))
+    return "×".join(map(str, row["shape"])) + dated(row)
 
 
 def head_line(row: dict) -> str:
