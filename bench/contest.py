@@ -27,7 +27,7 @@ class Contestant:
     """``fn`` on ``inputs``. Every sample has a graph of its own, freed by its backward, as in a training step.
 
     So an operator that reuses memory in backward may do so here: the inputs are `Produced` anew, and neither they nor
-    the graph is kept for a second time. Weights and biases are parameters, which stay.
+    the graph is kept for a second time. What is called weight or bias is a parameter, which stays.
     """
 
     def __init__(self, fn: Callable, inputs: dict):

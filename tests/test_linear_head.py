@@ -463,9 +463,12 @@ def test_a_confident_row_keeps_its_digits():
 @ANYWHERE
 @DTYPE
 def test_masked_classes(dtype):
-    """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as without them."""
+    """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as without them.
+
+    Nine tokens are padded for the products.
+    """
     kept = torch.cat((torch.arange(300), torch.arange(8800, 9000)))
-    tensors, option = drawn(7, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2)
+    tensors, option = drawn(9, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2)
     tensors["target"] = kept[tensors["target"] % 500].where(tensors["target"] != -100, -100)
     with torch.no_grad():
         tensors["bias"].index_fill_(0, torch.tensor(sorted({*range(9000)} - {*kept.tolist()})), -torch.inf)

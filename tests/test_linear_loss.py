@@ -207,11 +207,12 @@ def test_a_group_longer_than_the_first_pass(lengths, products, monkeypatch):
         assert_as_exact_as([of])
 
 
-@pytest.mark.parametrize("unit", [64, 1024, 4096])
+@pytest.mark.parametrize("channels,unit", [(4096, 64), (4096, 1024), (4096, 4096), (2048, 8192)])
 @pytest.mark.parametrize("memory", [1.06e9, 1.3e9, 2.4e9, 2.9e9, 3.2e9, 5e9])
-def test_passes_of_whole_groups_keep_to_the_budget(unit, memory):
+def test_passes_of_whole_groups_keep_to_the_budget(channels, unit, memory):
     """DPO's real shape in bf16: dW in fp32 only where a group's logits still fit."""
-    M, classes, channels, low = 32768, 128256, 4096, torch.bfloat16
+    M, classes, low = 32768, 128256, torch.bfloat16
+    memory = max(memory, 2 * classes * unit)  # a group's logits
     chosen = linear_head.plan(M, channels, classes, low, low, memory=int(memory), unit=unit)
     hidden = torch.empty(M, channels, dtype=low, device="meta")
     taken = linear_head._Memory(hidden, classes, low, chosen, True).nbytes(low) - 2 * classes * channels
@@ -236,6 +237,15 @@ def test_no_gradient_of_what_is_frozen(frozen, products):
         assert (tensors[name].grad is None) == (not tensors[name].requires_grad)
         if tensors[name].requires_grad:
             torch.testing.assert_close(tensors[name].grad, want[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@KIND
+@pytest.mark.parametrize("drop_ignored", [False, True])
+def test_a_frozen_head_takes_no_more_passes(kind, drop_ignored, products):
+    tensors = cast(drawn(kind), F32)
+    tensors["weight"].requires_grad_(False)
+    ours(kind, drop_ignored=drop_ignored)(**tensors)
+    assert [len(sizes) for sizes, _ in products] == [1]
 
 
 @KIND

@@ -61,7 +61,7 @@ def log(x):
 
 @triton.jit
 def log_of_normal(x):
-    """log of a positive normal number within 1 ulp; tl.log's branch for the others costs as much again.
+    """log of a positive normal number within 1.3 ulp; tl.log's branch for the others costs as much again.
 
     x = 2ᵏ·(1 + f) with 1 + f from √½ to √2, and log(1 + f) = f + f²·P(f), P fitted to that range.
     """

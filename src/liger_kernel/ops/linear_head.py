@@ -108,10 +108,10 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     For more than two dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
     divided by the number of tokens: always fp32.
 
-    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds, and
-    passes of 4,096 for more. (Three passes, each rounding dW, take less memory for four times as many: 1.33x PyTorch's
-    error, H200, 2026-11-21.) A budget is kept down to passes of `LEAST` tokens. A pass has a multiple of ``unit``
-    tokens, which stay together, whatever the budget.
+    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds (not for
+    16-bit weights whose dW is in fp32 in any case), and passes of 4,096 for more. (Three passes, each rounding dW, take
+    less memory for four times as many: 1.33x PyTorch's error, H200, 2026-11-21.) A budget is kept down to passes of
+    `LEAST` tokens. A pass has a multiple of ``unit`` tokens, which stay together, whatever the budget.
     """
     token, fewest = V * dtype.itemsize, max(LEAST, unit)
     if not need_w:
@@ -125,7 +125,8 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
 
     def freed(accum):
         """Tokens whose logits may lie where the finished dW will, which is not the one that is added up."""
-        return held(weight_dtype) if accum.itemsize > weight_dtype.itemsize else 0
+        beside = accum.itemsize > weight_dtype.itemsize and unit <= max(held(accum), 64)
+        return held(weight_dtype) if beside else 0
 
     def ahead(accum):
         """Tokens whose logits would fit where dW's strips run ahead of the logits."""
@@ -161,7 +162,7 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
             return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow, finished)
         if M <= 5 * held(narrow) and not freed(narrow):
             return passes(narrow, None)
-        return passes(wide, max((2 * ROWS if unit <= 64 else max(ROWS, unit)) - freed(wide), 0) + ahead(wide))
+        return passes(wide, max(max(2 * ROWS, unit) - freed(wide), 0) + ahead(wide))
     beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
     worthwhile = ROWS // 2 if unit == 64 else max(ROWS // 2, unit)  # tokens of a pass beside a dW in fp32
@@ -212,6 +213,8 @@ class _Memory:
         dw = cdiv(V * row, 64) * 64
         size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + (0 if plan.beside else later))
         self.early = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
+        if plan.beside and plan.grad_dtype != accum:  # then the finished dW takes this memory
+            later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
         self.late = h.new_empty(later, dtype=dtype) if plan.beside else self.early
         self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
         self.sums = self.early[dw : dw + sums].view(torch.float32).view(-1, H)
@@ -282,6 +285,8 @@ def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         x = memory.of(part.shape[0], first=k == 0)
         fill_logits(x, w, b, part, n)
         turn(i, x[:, :n].t())
+        if b is not None:
+            x[:, n:] = 0  # a bias of -inf made them NaN
         if need_h and x.shape[1] == n and isinstance(i, slice):
             _add_product(dh[i], x.t(), w)
         elif need_h:

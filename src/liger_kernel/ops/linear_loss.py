@@ -150,6 +150,13 @@ class _Job:
 # ---- with kernels ----
 
 
+def _fitted(chosen, lengths, channels, dtype):
+    """The plan with room for passes of so many tokens."""
+    first, *later = lengths if chosen.first and lengths else (0, *lengths)
+    holds = channels * chosen.accum_dtype.itemsize // dtype.itemsize  # tokens whose logits are as large as dW
+    return replace(chosen, first=first, rows=max(later, default=0), beside=chosen.beside and first <= holds)
+
+
 def _with_kernels(job, h, w, b, needs):
     """`Taken`'s ``run``."""
     dtype, V, learning = compute_dtype(h, w), w.shape[0], any(needs)
@@ -206,9 +213,9 @@ def _with_kernels(job, h, w, b, needs):
     sizes = *sizes, needs[1], _device.multiprocessors(h)
     if unit <= most and learning:
         chosen = plan(*sizes, unit if even and unit > 1 else 64)
-        if chosen.first < total:
-            chosen = replace(chosen, first=max(chosen.first, unit), rows=max(chosen.rows, unit))
-        spans = job.spans(chosen.first, chosen.rows) if total else []
+        spans = job.spans(chosen.first and max(chosen.first, unit), max(chosen.rows, unit)) if total else []
+        if not even:
+            chosen = _fitted(chosen, [ends[b] - ends[a] for a, b in spans], h.shape[1], dtype)
         todo = iter(spans)
 
         def turn(i, x):
