@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import liger_kernel.transformers as liger
 from liger_kernel.transformers import report
+from liger_kernel.transformers.logits import Logits
 
 # What families call their sizes.
 SIZES = (
@@ -262,15 +263,15 @@ def differences(mine, theirs):
 @functools.cache
 def trial(name, build=build, batch=batch):
     """One model: steps in fp32 without and with the patch, a loss in bf16 with and without it."""
-    model, differs, shapes = build(name), [], []
+    model, differs, kinds = build(name), [], []
     want = step(model, batch(model))
     classes = [type(module) for module in model.modules()]
     report = liger.apply_liger_kernel(model)
     head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape))) if head else None
+    hook = head.register_forward_hook(lambda module, args, out: kinds.append(type(out))) if head else None
     try:
-        for which in "first", "second":  # the first also proves what is between head and loss
-            shapes.clear()
+        for which in "first", "second":  # the first also learns what is between head and loss
+            kinds.clear()
             differs += [f"{which} step: {what}" for what in differences(step(model, batch(model)), want)]
         low = loss_of(cast(model, torch.bfloat16), batch(model))
     except Exception as error:
@@ -278,7 +279,7 @@ def trial(name, build=build, batch=batch):
         low = None
     if hook:
         hook.remove()
-    fallback = model.__dict__.get("_liger_unfusable")
+    fallback = model.__dict__.get("_liger_told")
     liger.revert(model)
     reverted = [type(module) for module in model.modules()] == classes
     want_low = loss_of(cast(model, torch.bfloat16), batch(model))
@@ -286,7 +287,7 @@ def trial(name, build=build, batch=batch):
     if low is not None and not abs(low - want_low) <= abs(want_low - want[0]) + 2**-8 * abs(want[0]):
         differs.append(f"bf16: loss {low} for {want_low}, {want[0]} in fp32")
     promised = any(by.endswith("no logits") for _, by in report.replaced)
-    return Trial(report, differs, promised, set(shapes) == {(1, 1, 1)}, fallback, reverted)
+    return Trial(report, differs, promised, fallback is None and set(kinds) == {Logits}, fallback, reverted)
 
 
 # ---- the table ----

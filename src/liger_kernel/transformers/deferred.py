@@ -52,7 +52,16 @@ def hooked(*modules) -> bool:
 def seen(*modules) -> bool:
     """Whether somebody looks at what these modules are given or give: then it has to be tensors."""
     held = [m for m in modules if m is not None]
-    return hooked(*held) or any("_old_forward" in m.__dict__ for m in held)
+    return hooked(*held) or any("forward" in m.__dict__ for m in held)
+
+
+def in_autocast(x) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def steady(x) -> bool:
+    """Whether gradients are recorded as where x was made: what waits must not leave a ``torch.no_grad()``."""
+    return torch.is_grad_enabled() or not x.requires_grad
 
 
 class Deferred:
@@ -111,7 +120,8 @@ class Stream(Deferred):
     def __add__(self, other):
         here = self.tensor()
         if plain(other) and other is not None and other.shape == here.shape and other.dtype == here.dtype:
-            return Stream(here, other)
+            if steady(here) and steady(other):
+                return Stream(here, other)
         return here + tensor_of(other)
 
     __radd__ = __add__

@@ -19,12 +19,16 @@ ACTIVATIONS: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), its eps or the attribute with it."""
+    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), its eps or the attribute with it.
+
+    ``mixed``: it is also that with a weight of another dtype, which is multiplied last and promotes in "llama".
+    """
 
     offset: float
     casting: str
     eps: str | float
     weight: bool
+    mixed: bool = True
     flag = "rms_norm"
 
     @property
@@ -115,14 +119,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Head:
-    """A module that gives logits: the loss in their place where `causal_lm` asks for it."""
-
-    flag = "fused_linear_cross_entropy"
-
-
-@dataclass(frozen=True)
 class CausalLM:
-    """A model with a head and a loss function: `causal_lm.fused_forward`."""
+    """A model with a head and a loss function: `loss_in_head.fused_forward`."""
 
     flag = "fused_linear_cross_entropy"

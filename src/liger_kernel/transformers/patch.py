@@ -6,15 +6,17 @@ becomes an object of a private subclass (`private`); then the layers around the 
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
 from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
-from liger_kernel.transformers import causal_lm, probe
+from liger_kernel.transformers import causal_lm, loss_in_head, probe
 from liger_kernel.transformers.kinds import CausalLM, HeadNorm, Norm, Rope
-from liger_kernel.transformers.private import ROPE, become, gives_logits, known_as, own_forward, prepare_head, swap
+from liger_kernel.transformers.parts import Reads, unchanged
+from liger_kernel.transformers.private import ROPE, become, known_as, own_forward, swap
 from liger_kernel.transformers.report import Report
 
 logger = logging.getLogger(__name__)
@@ -29,12 +31,14 @@ class _Patcher:
         self.report = Report(type(self.models[0] if self.models else model).__name__)
         self.done = set()  # flags for which there is something, be it from an earlier call
         self.obstacles = {flag: [] for flag in FLAGS}
-        self.proofs = {}
+        self.proofs = {}  # modules of one outline: what each was proved to be, and the parts that this rests on
+        self.turns = {}  # functions, and tables of angles, with what is known of them
         self.paths = {module: path for path, module in model.named_modules()}
         self.rotary = [m for m in self.paths if "rotary" in type(m).__name__.lower() and m._buffers]
 
     def run(self) -> Report:
-        looks = (NORMS, _may_be_norm, probe.norm), (GATED, _may_be_glu, probe.gated), (("rope",), _may_turn, self.rope)
+        norm, gated = functools.partial(self.proof, probe.norm), functools.partial(self.proof, probe.gated)
+        looks = (NORMS, _may_be_norm, norm), (GATED, _may_be_glu, gated), (("rope",), _may_turn, self.rope)
         for module in list(self.model.modules()):
             what = known_as(module)
             if what is not None:
@@ -60,31 +64,36 @@ class _Patcher:
         return self.report
 
     def replace(self, flags, proof, module):
-        what, name = self.proof(proof, module), type(module).__name__
+        name = type(module).__name__
+        what, parts = proof(module)
         if not isinstance(what, str) and what.flag not in self.flags:
             what = f"it computes what is {what.flag}'s"
         if not isinstance(what, str):
-            become(module, what)
+            become(module, what, parts)
             self.report.replaced[ROPE if isinstance(what, Rope) else name, what.kernel] += 1
             self.done.add(what.flag)
         elif flags != NORMS or "norm" in name.lower():
             self.leave(flags, name, what)
 
     def proof(self, proof, module):
-        """What it is proved to be, or why it is left alone; once for modules that cannot differ in that."""
+        """What it is proved to be, or why it is left alone, and the parts that say so: once for all that share them."""
         if own_forward(module):
-            return "its forward was replaced on the instance"
-        key = proof, _traits(module), *map(_traits, self.rotary_of(module) if proof == self.rope else ())
-        if key not in self.proofs:
-            self.proofs[key] = proof(module)
-        return self.proofs[key]
+            return "its forward was replaced on the instance", ()
+        known = self.proofs.setdefault((proof, _outline(module)), [])
+        for what, parts in known:
+            if unchanged(module, parts):
+                return what, parts
+        reads = Reads()
+        known.append((proof(module, reads), reads.parts()))
+        return known[-1]
 
     def block(self, module):
-        what, name = self.proof(probe.block, module), f"{type(module).__name__}'s residual stream"
+        name = f"{type(module).__name__}'s residual stream"
+        what, parts = self.proof(probe.block, module)
         if isinstance(what, str):
             self.report.left_alone[name, what] += 1
         else:
-            become(module, what)
+            become(module, what, parts)
             self.report.replaced[name, what.kernel] += 1
 
     def head_norms(self, attention):
@@ -93,9 +102,9 @@ class _Patcher:
             first = all(probe.reads_before(type(attention)._liger[0].forward, name, ROPE) for name in names)
             if first and all(_is_of_heads(norm, attention) for norm in norms):
                 for norm in norms:
-                    what = known_as(norm)
-                    swap(norm, type(norm)._liger[0])
-                    become(norm, HeadNorm(what))
+                    (cls, what), parts = type(norm)._liger, type(norm)._liger_parts
+                    swap(norm, cls)
+                    become(norm, HeadNorm(what), parts)
                 self.report.replaced[f"{type(attention).__name__}'s {' and '.join(names)}", HeadNorm.kernel] += 1
 
     def leave(self, flags, name, why):
@@ -104,16 +113,25 @@ class _Patcher:
             self.obstacles[flag].append(f"{name} ({why})")
 
     def rope(self, attention):
+        """By no parts: the attention's own forward runs, with another function."""
+        return "its forward was replaced on the instance" if own_forward(attention) else self.turn(attention), ()
+
+    def turn(self, attention):
         pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
         if pairs and probe.mentions(type(attention).forward, f"{ROPE}_interleave"):
             return "it takes pairs and gives halves (rope_interleave)"
-        what = probe.rope(probe.global_of(type(attention).forward, ROPE))
+        what = self.once(probe.rope, probe.global_of(type(attention).forward, ROPE))
         if isinstance(what, str):
             return what
         if not self.rotary:
             return "there is no rotary embedding to learn the layout of cos and sin from"
-        unknown = (probe.angles(rotary, what.interleaved) for rotary in self.rotary_of(attention))
+        unknown = (self.once(probe.angles, rotary, what.interleaved) for rotary in self.rotary_of(attention))
         return next(filter(None, unknown), what)
+
+    def once(self, proof, *given):
+        if given not in self.turns:
+            self.turns[given] = proof(*given)
+        return self.turns[given]
 
     def rotary_of(self, attention):
         """The rotary embeddings in the smallest part of the model that has both."""
@@ -172,13 +190,13 @@ def _may_turn(module) -> bool:
     return probe.global_of(type(module).forward, ROPE) is not None
 
 
-def _traits(module):
-    """What of a module can make it compute something else than another of its class."""
-    kept = {k: v for k, v in module.__dict__.items() if not k.startswith("_") and k not in ("training", "layer_idx")}
-    simple = {k: v if isinstance(v, (bool, int, float, str, type(None))) else id(v) for k, v in kept.items()}
-    children = {k: type(v) for k, v in module._modules.items()}
-    tensors = [k for group in (module._parameters, module._buffers) for k, v in group.items() if v is not None]
-    return type(module), tuple(simple.items()), tuple(children.items()), tuple(tensors)
+def _outline(module):
+    """What a proof looks at by itself: the class, which members there are, and of which classes."""
+    attributes = tuple((name, type(value)) for name, value in module.__dict__.items())
+    tensors = tuple((k, v is None) for held in (module._parameters, module._buffers) for k, v in held.items())
+    children = [(k, type(v), v is not None and any(True for _ in v.parameters())) for k, v in module._modules.items()]
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return type(module), attributes, tensors, tuple(children), implementation
 
 
 # ---- the loss ----
@@ -191,12 +209,11 @@ def _has_loss_in_head(model) -> bool:
 def _put_loss_in_head(model) -> str:
     become(model, CausalLM())
     head = model.get_output_embeddings()
-    prepare_head(head)
-    leaves = causal_lm.leaves(head)
-    if all(type(leaf)._liger[0] is torch.nn.Linear for leaf in leaves):
+    loss_in_head.prepare(head)
+    if all(type(leaf).forward is torch.nn.Linear.forward for leaf in loss_in_head.leaves(head)):
         return "liger_fused_linear_cross_entropy, no logits"
     library = type(head).__module__.partition(".")[0]
-    return f"liger_cross_entropy, {library}'s {type(head).__name__} called {causal_lm.CHUNK} rows at a time"
+    return f"liger_cross_entropy, {library}'s {type(head).__name__} called {loss_in_head.CHUNK} rows at a time"
 
 
 def _has_loss_on_logits(model) -> bool:
@@ -228,7 +245,8 @@ def _obstacle(model, flag) -> str | None:
     if own_forward(model):
         return "the model's forward was replaced on the instance"
     head = model.get_output_embeddings()
-    if not all(gives_logits(leaf) and not own_forward(leaf) for leaf in causal_lm.leaves(head)):
+    known = (loss_in_head.is_prepared(leaf) or not own_forward(leaf) for leaf in loss_in_head.leaves(head))
+    if not (all(known) and all(map(loss_in_head.gives_logits, loss_in_head.leaves(head)))):
         return f"nothing is known of the model's head, {type(head).__name__}"
     return None
 
@@ -259,6 +277,7 @@ def patch(model: torch.nn.Module, flags: dict[str, bool]) -> Report:
 
 def revert_model(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
+        loss_in_head.give_back(module)
         own = type(module).__dict__.get("_liger")
         if own is not None:
             for name in type(module)._liger_state:

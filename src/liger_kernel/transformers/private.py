@@ -10,66 +10,116 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import types
 from types import MethodType
 
 import torch
 
 from liger_kernel.ops import glu
-from liger_kernel.transformers import causal_lm, deferred, functional, probe
+from liger_kernel.transformers import deferred, functional, loss_in_head, probe
 from liger_kernel.transformers.deferred import Normed, Stream, hooked, plain, seen, shared, tensor_of
-from liger_kernel.transformers.kinds import GLU, Block, CausalLM, Experts, Head, HeadNorm, LayerNorm, Norm, Rope
+from liger_kernel.transformers.kinds import GLU, Block, CausalLM, Experts, HeadNorm, LayerNorm, Norm, Rope
+from liger_kernel.transformers.logits import current
+from liger_kernel.transformers.parts import unchanged
 
 ROPE = "apply_rotary_pos_emb"
 
 
+def subclass(cls: type, what, parts=()) -> type:
+    """The subclass of ``cls`` whose forward is ours. One for each proof, so that modules share it."""
+    name = probe.GATE if isinstance(what, Experts) else "forward"
+    return _subclass(cls, what, parts, name, getattr(cls, name), probe.used_by(getattr(cls, name)))
+
+
 @functools.cache
-def subclass(cls: type, what) -> type:
-    """The subclass of ``cls`` whose forward is ours. One for each pair, so that modules share it."""
-    members = {"_liger": (cls, what), "_liger_state": {}, **_MEMBERS[type(what)](cls, what)}
+def _subclass(cls, what, parts, name, family, used):
+    members = {"_liger": (cls, what), "_liger_parts": parts, "_liger_state": {}, **_MEMBERS[type(what)](cls, what)}
+    if not isinstance(what, CausalLM):
+        members[name] = _guarded(cls, what, members[name], parts, name, family, probe.same_globals(used))
     names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __reduce_ex__=_reduce)
     return type(cls)(cls.__name__, (cls,), {**names, **members, **members["_liger_state"]})
 
 
 def _reduce(self, protocol):
     """Pickled as (the family's class, what was proved of it); deepcopy comes by here, too."""
-    cls, what = self._liger
-    made, args, *state = cls.__reduce_ex__(self, max(protocol, 2))
-    if made is not copyreg.__newobj__ or args != (subclass(cls, what),):  # another library's subclass of ours
+    made, args, *state = self._liger[0].__reduce_ex__(self, max(protocol, 2))
+    if made is not copyreg.__newobj__ or "_liger" not in vars(type(self)):  # another library's subclass of ours
         return (made, args, *state)
-    return (_rebuilt, (cls, what), *state)
+    return (_rebuilt, (*self._liger, self._liger_parts), *state)
 
 
-def _rebuilt(cls, what):
-    return cls.__new__(subclass(cls, what))
+def _rebuilt(cls, what, parts=()):
+    return cls.__new__(subclass(cls, what, parts))
+
+
+def _guarded(cls, what, ours, parts, name, family, same):
+    """``ours`` with the signature of ``family``, while module, class and globals are what was proved; then the class's
+    own."""
+
+    def of_one(self, x):
+        if getattr(cls, name) is family and same() and unchanged(self, parts):
+            return ours(self, x)
+        return getattr(cls, name)(self, tensor_of(x))
+
+    def of_many(self, *args, **kwargs):
+        if getattr(cls, name) is family and same() and unchanged(self, parts):
+            return ours(self, *args, **kwargs)
+        return getattr(cls, name)(self, *args, **kwargs)
+
+    if isinstance(what, (Block, Rope)):
+        return probe.named_as(family, of_many)
+    _, parameter = inspect.signature(family).parameters.values()
+    code = of_one.__code__.replace(co_varnames=("self", parameter.name))  # it may be given by keyword
+    defaults = None if parameter.default is parameter.empty else (parameter.default,)
+    return probe.named_as(family, types.FunctionType(code, globals(), name, defaults, of_one.__closure__))
+
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
 def _eps(module, what):
     return getattr(module, what.eps) if isinstance(what.eps, str) else what.eps
 
 
+def _fits(x, eps, parameters, mixed=False) -> bool:
+    """Whether the operator does with these what the family's norm does; ``mixed``: of any dtypes, and in autocast."""
+    if any(p is None for p in parameters) or not plain(x, *parameters) or x.dim() == 0 or x.dtype not in FLOATS:
+        return False
+    if not isinstance(eps, (int, float)) or eps < 0 or (deferred.in_autocast(x) and not mixed):
+        return False
+    dtypes = FLOATS if mixed else (x.dtype,)
+    return deferred.steady(x) and all(p.dtype in dtypes and p.shape == x.shape[-1:] for p in parameters)
+
+
 def _norm_members(cls, what):
     waits, what = (True, what.norm) if isinstance(what, HeadNorm) else (False, what)
 
     def forward(self, hidden_states):
+        x, eps = hidden_states.value if type(hidden_states) is Stream else hidden_states, _eps(self, what)
         weight = self.weight if what.weight else None
-        how = _eps(self, what), what.offset, what.casting
-        if type(hidden_states) is Stream and plain(weight):
-            return hidden_states.normed(weight, *how)
-        if not plain(hidden_states, weight):
+        if not _fits(x, eps, [weight] if what.weight else [], what.mixed):
             return cls.forward(self, tensor_of(hidden_states))
-        if waits and not seen(self):
-            return Normed(hidden_states, (weight, *how))
-        return functional.liger_rms_norm(hidden_states, weight, *how)
+        # in some families rounding to x's dtype comes before the weight, whose dtype then counts
+        apart = weight is not None and weight.dtype != x.dtype and what.casting == "llama"
+        how = None if apart else weight, eps, what.offset, what.casting
+        if type(hidden_states) is Stream:
+            y = hidden_states.normed(*how)
+        elif waits and not apart and not seen(self):
+            return Normed(x, how)
+        else:
+            y = functional.liger_rms_norm(x, *how)
+        return (weight + what.offset if what.offset else weight) * y if apart else y
 
     return {"forward": forward}
 
 
 def _layer_norm_members(cls, what):
     def forward(self, hidden_states):
-        weight, bias = self.weight if what.weight else None, self.bias if what.bias else None
-        if not plain(hidden_states, weight, bias) or torch.is_autocast_enabled(hidden_states.device.type):
-            return cls.forward(self, tensor_of(hidden_states))
-        return functional.liger_layer_norm(hidden_states, weight, bias, _eps(self, what))
+        weight, bias, eps = self.weight if what.weight else None, self.bias if what.bias else None, _eps(self, what)
+        held = [p for p, wanted in ((weight, what.weight), (bias, what.bias)) if wanted]
+        if not _fits(hidden_states, eps, held):
+            return cls.forward(self, hidden_states)
+        return functional.liger_layer_norm(hidden_states, weight, bias, eps)
 
     return {"forward": forward}
 
@@ -97,7 +147,7 @@ def _glu_members(cls, what):
         if hooked(*(m for name, m in self._modules.items() if name not in projections)):  # the activation is called
             return cls.forward(self, x)
         gate, up = getattr(self, what.gate), getattr(self, what.up)
-        if gate is up:
+        if what.gate == what.up:
             a, b = gate(x).chunk(2, dim=-1)
         else:
             x = shared(x, (gate, up))
@@ -117,17 +167,24 @@ def _experts_members(cls, what):
     return {probe.GATE: _apply_gate}
 
 
+def _turns(heads, cos, sin, unsqueeze_dim) -> bool:
+    """Whether the operator turns these as the family does. In autocast what reads them is given its dtype anyway."""
+    given = [x.x if type(x) is Normed else x for x in heads]
+    if not plain(*given, cos, sin) or unsqueeze_dim not in (1, 2) or any(x.dtype not in FLOATS for x in given):
+        return False
+    return deferred.in_autocast(cos) or all(x.dtype == cos.dtype == sin.dtype for x in given)
+
+
 def _rope_members(cls, what):
     family = probe.global_of(cls.forward, ROPE)
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        known = plain(cos, sin) and all(type(x) is Normed or plain(x) for x in (q, k))
-        if not known or unsqueeze_dim not in (1, 2):
+        if not _turns((q, k), cos, sin, unsqueeze_dim):
             return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
     def of_one(x, cos, sin, unsqueeze_dim=1):
-        if not plain(x, cos, sin) or unsqueeze_dim not in (1, 2):
+        if not _turns((x,), cos, sin, unsqueeze_dim):
             return family(tensor_of(x), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope_of_one(x, cos, sin, unsqueeze_dim, what.interleaved)
 
@@ -145,29 +202,20 @@ def _rope_members(cls, what):
     return {"forward": forward}
 
 
-def _head_members(cls, what):
-    def forward(self, hidden_states, *args, **kwargs):
-        request = self._liger_request
-        if request is None or args or kwargs:
-            return cls.forward(self, hidden_states, *args, **kwargs)
-        return request.of_head(self, cls.forward, hidden_states)
-
-    return {"forward": forward, "_liger_state": {"_liger_request": None}}
-
-
 def _model_members(cls, what):
     def loss_function(self):
-        request = self._liger_request
-        return self._liger_family_loss() if request is None else request.loss_function
+        request = current()
+        asked = request is not None and request.model is self
+        return request.loss_function if asked else self._liger_family_loss()
 
     return {
-        "forward": causal_lm.fused_forward(cls.forward, prepare_head),
+        "forward": loss_in_head.fused_forward(cls.forward),
         "loss_function": property(loss_function, cls.loss_function.fset),
         "_liger_family_loss": cls.loss_function.fget,
         "_liger_state": {
-            "_liger_request": None,
-            "_liger_proved": None,  # what the first step's proof rests on, and the tail that it has shown
-            "_liger_unfusable": None,  # why it gets real logits
+            "_liger_learned": None,  # what to expect of the next step: `loss_in_head`
+            "_liger_logits_needed": None,  # the hooks with which it gets real logits
+            "_liger_told": None,  # why there are logits in training
         },
     }
 
@@ -180,14 +228,13 @@ _MEMBERS = {
     Rope: _rope_members,
     Block: _block_members,
     HeadNorm: _norm_members,
-    Head: _head_members,
     CausalLM: _model_members,
 }
 
 
-def become(module: torch.nn.Module, what) -> None:
-    """``what`` is what the module's class was proved to be."""
-    swap(module, subclass(type(module), what))
+def become(module: torch.nn.Module, what, parts=()) -> None:
+    """``what`` is what the module's class was proved to be, by those of its parts."""
+    swap(module, subclass(type(module), what, parts))
     module.__dict__.update(type(module)._liger_state)  # the class has it, too: torch.compile guards on who has a name
 
 
@@ -209,14 +256,3 @@ def own_forward(module) -> bool:
     """Whether calling the module runs something else than its class's forward, which a new class would not change."""
     called = module.__dict__.get("_old_forward") or module.__dict__.get("forward")
     return called is not None and getattr(called, "__func__", None) is not type(module).forward
-
-
-def prepare_head(head) -> None:
-    """Heads are replaced after the patch, too: by resize_token_embeddings, by PEFT, by the user."""
-    for leaf in causal_lm.leaves(head):
-        if not isinstance(known_as(leaf), Head) and gives_logits(leaf) and not own_forward(leaf):
-            become(leaf, Head())
-
-
-def gives_logits(leaf) -> bool:
-    return isinstance(leaf, torch.nn.Module) and hasattr(leaf, "out_features")

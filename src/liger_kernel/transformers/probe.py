@@ -23,8 +23,10 @@ from liger_kernel.ops.layer_norm import layer_norm_reference
 from liger_kernel.ops.rms_norm import rms_norm_reference
 from liger_kernel.transformers.deferred import Stream, tensor_of
 from liger_kernel.transformers.kinds import ACTIVATIONS, GLU, Block, Experts, Gated, LayerNorm, Norm, Rope
+from liger_kernel.transformers.parts import CODE, Reads, Unfit, frozen
 
 SIZE, INNER = 16, 24
+NAMES = "weight", "bias"  # of norms
 EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # of norms that have theirs in their code
 GATE = "_apply_gate"  # of stacked experts: the method of that name
 PROJECTIONS = (
@@ -68,8 +70,8 @@ def _in_both_modes(run):
     return training
 
 
-def _takes_one_tensor(cls) -> bool:
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+def _takes_one_tensor(function) -> bool:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
@@ -78,81 +80,109 @@ def _held(members: dict) -> set[str]:
 
 
 @_calmly()
-def norm(module: torch.nn.Module) -> Norm | LayerNorm | str:
+def norm(module: torch.nn.Module, reads: Reads | None = None) -> Norm | LayerNorm | str:
     normalises = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
     if type(module).__module__.startswith("torch.nn.") and not normalises:
         return f"it is PyTorch's {type(module).__name__}"
-    if not _takes_one_tensor(type(module)):
+    if not _takes_one_tensor(type(module).forward):
         return "its forward takes more than one tensor"
-    if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {"weight", "bias"}:
+    if _held(module._modules) or _held(module._buffers) or _held(module._parameters) - {*NAMES}:
         return "it holds more than a weight and a bias"
     shape = module.__dict__.get("normalized_shape", (SIZE,))
     if not isinstance(shape, int) and len(shape) != 1:
         return "it normalises more than one dimension"
-    held = _held(module._parameters)
-    weighted = "weight" in held
+    held, reads = _held(module._parameters), reads or Reads()
     epsilons = [name for name, value in module.__dict__.items() if isinstance(value, float)]
-    x, given = _random(64, SIZE), dict(weight=_random(SIZE, seed=1), bias=_random(SIZE, seed=2))
-    x[::2] *= 0.03  # rows for which eps matters
-    x[1::4] *= 1e-3
-    x[3::4] += 0.5
+    own = dict(normalized_shape=(SIZE,)) if "normalized_shape" in module.__dict__ else {}
+    if own:
+        reads.found[(), "normalized_shape"] = type(shape), frozen(shape)
 
-    def run(x, **attributes):
-        parameters = {name: given[name].to(x.dtype) if name in held else None for name in module._parameters}
-        if "normalized_shape" in module.__dict__:
-            attributes["normalized_shape"] = (SIZE,)
-        return _in_both_modes(lambda **mode: _call(shell(module, parameters, **attributes, **mode), x))
+    def run(x, *given, make=shell, **attributes):
+        given = dict(zip(NAMES, given, strict=True))
+        parameters = {name: given[name] if name in held else None for name in module._parameters}
+        return _in_both_modes(lambda **mode: _call(make(module, parameters, **own, **attributes, **mode), x))
 
-    def rms(offset, casting, eps, x):
-        return rms_norm_reference(x, given["weight"].to(x.dtype) if weighted else None, eps, offset, casting)
+    def rms(offset, casting, eps, x, weight, bias):
+        return rms_norm_reference(x, weight if "weight" in held else None, eps, offset, casting)
 
-    def centred(eps, x):
-        return layer_norm_reference(x, *(given[name].to(x.dtype) if name in held else None for name in given), eps)
+    def promoted(offset, eps, x, weight, bias):  # "llama" with a weight of another dtype
+        return (weight + offset if offset else weight) * rms_norm_reference(x, None, eps)
+
+    def centred(eps, x, *given):
+        given = zip(NAMES, given, strict=True)
+        return layer_norm_reference(x, *(p if name in held else None for name, p in given), eps)
+
+    inputs = x, *parameters = _rows(4, 32, SIZE), _random(SIZE, seed=1), _random(SIZE, seed=2)
+    large = x, *(1e6 * p for p in parameters)
+    few = x[(x.abs() < 6e4).all(-1)]  # what fp16 can hold
+    halves = [[t.to(dtype) for t in (few, *parameters)] for dtype in (torch.bfloat16, torch.float16)]
+    halves[0][0] = x.bfloat16()
+    pairs = itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2)
+    mixtures = [[few.to(dtype), *(p.to(other) for p in parameters)] for dtype, other in pairs]
 
     def recognised(eps, values):
         """Its eps is the attribute ``eps``, which takes the values; or it is ``eps``, the only value."""
         runs = [functools.partial(run, **({eps: value} if isinstance(eps, str) else {})) for value in values]
-        high, low = [_with_gradient(run, x) for run in runs], [run(x.bfloat16()) for run in runs]
+
+        def agree(formula, equal, tried):
+            pairs = [(one, functools.partial(formula, value)) for one, value in zip(runs, values, strict=True)]
+            return all(equal(one, known, given) for one, known in pairs for given in tried)
 
         def same(formula):
-            want = [_with_gradient(functools.partial(formula, value), x) for value in values]
-            return all(_close(y, z) and _close_in_rows(dy, dz) for (y, dy), (z, dz) in zip(high, want, strict=True))
-
-        def rounds(formula, equal):
-            return all(equal(y, formula(value, x.bfloat16())) for y, value in zip(low, values, strict=True))
+            return agree(formula, _same_gradients, [inputs]) and agree(formula, _by(_close_in_rows), [large])
 
         if same(centred):
-            if rounds(centred, _nearly_equal):
-                return LayerNorm(eps, *(p in held for p in given))
+            if agree(centred, _by(_nearly_equal), halves):
+                return LayerNorm(eps, "weight" in held, "bias" in held)
             return "it rounds elsewhere than PyTorch's LayerNorm"
         if "bias" in held:
             return None
-        for offset in (0.0, 1.0) if weighted else (0.0,):
+        for offset in (0.0, 1.0) if "weight" in held else (0.0,):
             if same(functools.partial(rms, offset, "gemma")):
                 for casting in ("llama", "gemma"):
-                    if rounds(functools.partial(rms, offset, casting), _equal):
-                        return Norm(offset, casting, eps, weighted)
+                    formula = functools.partial(rms, offset, casting)
+                    if agree(formula, _by(_equal), halves):
+                        if casting == "llama" and "weight" in held:
+                            formula = functools.partial(promoted, offset)
+                        mixed = not mentions(type(module).forward, "rms_norm")  # PyTorch's has an autocast of its own
+                        mixed = mixed and agree(formula, _by(_equal), mixtures)
+                        return Norm(offset, casting, eps, "weight" in held, mixed)
                 return "it rounds elsewhere than the RMSNorms that are known"
         return None
 
     try:
+        reads.check(functools.partial(run, *inputs), functools.partial(run, *halves[0]))
         found = [recognised(name, (1e-3, 0.5)) for name in epsilons]
         found += [recognised(eps, (eps,)) for eps in EPSILONS] if not any(found) else []
     except Exception as error:
         return f"it could not be tried: {_line(error)}"
-    return next(filter(None, found), "it does not compute an RMSNorm or a LayerNorm")
+    what = next(filter(None, found), "it does not compute an RMSNorm or a LayerNorm")
+    if not isinstance(what, str):
+        reads.found.pop(((), what.eps), None)  # read when it is called
+    return what
 
 
-def gated(module: torch.nn.Module) -> Gated | str:
+def _rows(*shape):
+    """Rows of every size, such for which eps matters and such that no clamp leaves alone; some have one large entry."""
+    sizes = 10.0 ** torch.linspace(-6, 9, shape[1], device="cpu")
+    x = _random(*shape)
+    x[0] *= sizes[:, None]
+    x[0, 0] = 0
+    x[1, :, 1] = sizes
+    x[2] = 0.03 * x[2] + 0.5
+    return x
+
+
+def gated(module: torch.nn.Module, reads: Reads | None = None) -> Gated | str:
     stacked = any(p is not None and name.endswith("_proj") for name, p in module._parameters.items())
-    return _experts(module) if stacked else _glu(module)
+    return (_experts if stacked else _glu)(module, reads or Reads())
 
 
 @_calmly()
-def _glu(module) -> GLU | str:
+def _glu(module, reads) -> GLU | str:
     children = _held(module._modules)
     projections = next((names for names in PROJECTIONS if set(names) <= children), None)
-    if projections is None or not _takes_one_tensor(type(module)):
+    if projections is None or not _takes_one_tensor(type(module).forward):
         return "it is not made of gate, up and down projections"
     if _held(module._parameters) or _held(module._buffers):
         return "it holds parameters beside its projections"
@@ -170,23 +200,26 @@ def _glu(module) -> GLU | str:
     def linear(name, h):
         return F.linear(h, *(t.to(h.dtype) for t in weights[name]))
 
-    def run(x):
-        children = {**others, **{name: functools.partial(linear, name) for name in weights}}
-        return _in_both_modes(lambda **mode: _call(shell(module, {}, children, **mode), x))
+    def run(x, make=shell):
+        stubs = {name: Stub(name, functools.partial(linear, name)) for name in weights}
+        return _in_both_modes(lambda **mode: _call(make(module, {}, {**_modes(others, **mode), **stubs}, **mode), x))
 
     def formula(act, x):
         a, b = linear(gate, x).chunk(2, -1) if fused else (linear(gate, x), linear(up, x))
         return linear(down, act(a) * b)
 
-    return _gated(run, formula, _random(7, SIZE, seed=20), "down(act(gate)·up)", lambda act: GLU(act, *projections))
+    x = _random(8, SIZE, seed=20)
+    return _gated(run, formula, x, "down(act(gate)·up)", lambda act: GLU(act, *projections), reads)
 
 
 @_calmly()
-def _experts(module) -> Experts | str:
+def _experts(module, reads) -> Experts | str:
     gate = getattr(type(module), GATE, None)
-    if gate is None:
+    if gate is None or not _takes_one_tensor(gate):
         return "its experts' weights are stacked, and its forward computes act(gate)·up itself"
-    if not getattr(module, "has_gate", True):
+    has_gate = getattr(module, "has_gate", True)
+    reads.found[(), "has_gate"] = ("absent", None) if "has_gate" not in vars(module) else (type(has_gate), has_gate)
+    if not has_gate:
         return "its experts have no gate"
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     forward = type(module).forward
@@ -195,28 +228,37 @@ def _experts(module) -> Experts | str:
     if not mentions(implementations.get(implementation, forward), GATE):
         return f"with experts_implementation={implementation!r} it computes act(gate)·up elsewhere than in {GATE}"
 
-    def run(x):
-        return _in_both_modes(lambda **mode: gate(shell(module, {}, module._modules, **mode), x))
+    def run(x, make=shell):
+        return _in_both_modes(lambda **mode: gate(make(module, {}, _modes(module._modules, **mode), **mode), x))
 
     def formula(act, x):
         a, b = x.chunk(2, -1)
         return act(a) * b
 
-    return _gated(run, formula, _random(7, 2 * INNER, seed=20), "act(gate)·up", Experts)
+    return _gated(run, formula, _random(8, 2 * INNER, seed=20), "act(gate)·up", Experts, reads)
 
 
-def _gated(run, formula, x, name, kind):
-    """``kind(act)`` if ``run(x)`` is ``formula(act, x)``, with its gradient, and rounded as it in bf16; or why not."""
-    x = x * 10.0 ** torch.arange(-1, 6)[:, None]  # some clamp what is large
+def _modes(children, **mode):
+    """Children that stand for themselves, in the mode that is tried: a module and its children are, in one model."""
+    return {
+        name: child and shell(child, child._parameters, _modes(child._modules, **mode), child._buffers, **mode)
+        for name, child in children.items()
+    }
+
+
+def _gated(run, formula, x, name, kind, reads):
+    """``kind(act)`` if ``run(x)`` is ``formula(act, x)``, with its gradient, and rounded as it; or why not."""
+    x = x * 10.0 ** torch.arange(-2, len(x) - 2)[:, None]  # some clamp what is large
+    lows = x.bfloat16(), x[:4].half()
     try:
-        got, low = _with_gradient(run, x), run(x.bfloat16())
+        reads.check(functools.partial(run, x), functools.partial(run, lows[0]))
+        got = run(x)
         for act, function in ACTIVATIONS.items():
             known = functools.partial(formula, function)
-            out, gradient = _with_gradient(known, x)
-            if _close(got[0], out):
-                if not _close(got[1], gradient):
+            if _close(got, known(x)):
+                if not _same_gradients(run, known, [x]):
                     return f"it has another gradient than {name}"
-                if not _equal(low, known(x.bfloat16())):
+                if not all(_equal(run(low), known(low)) for low in lows):
                     return f"it rounds elsewhere than {name}"
                 return kind(act)
     except Exception as error:
@@ -224,16 +266,29 @@ def _gated(run, formula, x, name, kind):
     return f"it does not compute {name} with SiLU or GELU"
 
 
-def _with_gradient(run, x):
-    """What comes out of x, and x's gradient for a random one of that."""
+def _by(equal):
+    return lambda one, other, given: equal(one(*given), other(*given))
+
+
+def _same_gradients(one, other, given) -> bool:
+    """Whether both give the same for the inputs, and those the same gradients, small and large."""
+    (y, *dys), (z, *dzs) = _with_gradients(one, given), _with_gradients(other, given)
+    known = [(dy, dz) for dy, dz in zip(dys, dzs, strict=True) if dy is not None or dz is not None]
+    return _close(y, z) and all(None not in pair and _close_in_rows(*pair) for pair in known)
+
+
+def _with_gradients(run, given):
+    """What comes out of the inputs, and their gradients for one of that with rows of every size."""
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        out = run(x)
-        return out.detach(), torch.autograd.grad(out, x, _random(*out.shape, seed=30))[0]
+        given = [x.detach().requires_grad_() for x in given]
+        out = run(*given)
+        dy = _random(*out.shape, seed=30)
+        dy = dy * 10.0 ** torch.linspace(-3, 6, dy.shape[-2], device="cpu")[:, None]
+        return out.detach(), *torch.autograd.grad(out, given, dy, allow_unused=True)
 
 
 @_calmly()
-def block(module: torch.nn.Module) -> Block | str:
+def block(module: torch.nn.Module, reads: Reads | None = None) -> Block | str:
     """Its children stand for themselves where they hold nothing, its norms with weights of ours; the others are stubs,
     which give a tensor, or one and None, as the layer takes it."""
     own = {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
@@ -245,14 +300,19 @@ def block(module: torch.nn.Module) -> Block | str:
     stubs = [n for n, c in module._modules.items() if n not in norms and next(c.parameters(), None) is not None]
     x = _random(1, 9, SIZE)  # one sequence: a stub's tensor does not unpack into two
 
-    def run(dtype, outputs, streams, **mode):
+    reads = reads or Reads()
+    for name in norms:
+        reads.found[(), name] = "kind", Norm
+
+    def run(dtype, outputs, streams, make=shell, **mode):
         children = dict(module._modules)
         for i, name in enumerate(norms):
             weight = {"weight": _random(SIZE, seed=i + 1).to(dtype)} if _proved(children[name]).weight else {}
             children[name] = _Reader(shell(children[name], weight), streams)
-        children |= {name: _Stub(n, i, dtype) for i, (name, n) in enumerate(zip(stubs, outputs, strict=True))}
+        stands = [_Layer(n, i, dtype) for i, n in enumerate(outputs)]
+        children |= {name: Stub(name, stand) for name, stand in zip(stubs, stands, strict=True)}
         scalars = {name: torch.full(t.shape, 0.7, dtype=dtype, device="cpu") for name, t in own.items()}
-        it = shell(module, {}, children, scalars, gradient_checkpointing=False, **mode)
+        it = make(module, {}, children, scalars, gradient_checkpointing=False, **mode)
         hidden = x.to(dtype)
         out = _call(it, hidden if streams is None else Stream(hidden), **needed)
         return [tensor_of(t) for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
@@ -268,6 +328,10 @@ def block(module: torch.nn.Module) -> Block | str:
     else:
         return f"it could not be tried: {_line(error)}"
     try:
+        for training in (False, True):
+            watched = run(torch.float32, outputs, None, functools.partial(reads.shell, writes=True), training=training)
+            if len(watched) != len(want):
+                return "it looks at its own class"
         for dtype in (torch.float32, torch.bfloat16):
             for training in (False, True):
                 read = []
@@ -301,8 +365,21 @@ class _Reader:
         return _call(self.norm, x)
 
 
-class _Stub:
-    """In the place of attention, an MLP or experts: a function of the hidden states, and ``extra`` times None."""
+class Stub:
+    """In the place of a layer with weights: it can be called, and nothing else."""
+
+    def __init__(self, name, function):
+        self.__dict__.update(_stub=name, _function=function)
+
+    def __call__(self, *args, **kwargs):
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name):
+        raise Unfit(f"its forward looks at {self._stub}.{name}")
+
+
+class _Layer:
+    """Attention, an MLP or experts: a function of the hidden states, and ``extra`` times None."""
 
     def __init__(self, extra, seed, dtype):
         self.extra, self.weight = extra, _random(SIZE, SIZE, seed=seed + 50).to(dtype)
@@ -360,7 +437,8 @@ def _turns(function, width) -> bool:
 
 def _same_turn(function, interleaved, width, heads_dim) -> bool:
     shapes = [(2, heads, 5, SIZE) if heads_dim == 1 else (2, 5, heads, SIZE) for heads in (3, 1)]
-    q_k = [_random(*shape, seed=i) for i, shape in enumerate(shapes)]
+    sizes = 10.0 ** torch.arange(-2, 8, 2, device="cpu").view(5, 1, 1).transpose(0, 1 if heads_dim == 1 else 0)
+    q_k = [_random(*shape, seed=i) * sizes for i, shape in enumerate(shapes)]
     tables = _angles(interleaved, width)
 
     def run(which, x):
@@ -371,7 +449,8 @@ def _same_turn(function, interleaved, width, heads_dim) -> bool:
         return _turned(x, *(t.to(dtype or x.dtype).to(x.dtype) for t in tables), interleaved, heads_dim)
 
     for which, x in enumerate(q_k):
-        if not all(map(_close, _with_gradient(functools.partial(run, which), x), _with_gradient(formula, x))):
+        (y, dx), (z, wanted) = _with_gradients(functools.partial(run, which), [x]), _with_gradients(formula, [x])
+        if not (_close_in_rows(y, z) and _close_in_rows(dx, wanted)):
             return False
         x = x.bfloat16()
         thrice, once = formula(x), formula(x.float(), x.dtype).to(x.dtype)  # rounded
@@ -405,6 +484,7 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
         own = [kind for kind in layer_types if any(f"{kind}_inv_freq" in name for name in module._buffers)]
         layer_types = own or layer_types
     positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
+    far = positions * 100_003
     axes = [torch.stack([positions * (axis + 1) for axis in range(n)]) for n in (2, 3, 4)]  # of images and videos
 
     def tables(positions, layer_type):
@@ -419,7 +499,7 @@ def angles(module: torch.nn.Module, interleaved) -> str | None:
 
     for layer_type in layer_types:
         tried, error = [], None
-        for given in (positions, *axes):
+        for given in (positions, far, *axes):
             try:
                 found = tables(given, layer_type)
             except Exception as e:
@@ -475,6 +555,37 @@ def global_of(function, name: str):
     return next((layer.__globals__[name] for layer in using if name in layer.__globals__), None)
 
 
+def used_by(function) -> tuple:
+    """For the function and each that it wraps: the functions, classes and modules, by name, that it finds among its
+    globals, and what those functions find there in turn."""
+    found = []
+    for layer in layers(function):
+        held, waiting = {}, [layer.__code__]
+        while waiting:
+            code = waiting.pop()
+            waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            for name in code.co_names:
+                value = layer.__globals__.get(name)
+                if name not in held and isinstance(value, (types.FunctionType, *CODE)):
+                    held[name] = value
+                    inner = getattr(value, "__code__", None)
+                    waiting += [inner] if inner and value.__globals__ is layer.__globals__ else []
+        found.append((layer, tuple(held.items())))
+    return tuple(found)
+
+
+def same_globals(used) -> Callable[[], bool]:
+    """A function that says whether all of these are what they were, in code that torch.compile can guard."""
+    checks = []
+    for layer, held in used:
+        if held:
+            names, values = zip(*held, strict=True)
+            same = " and ".join(f"{name} is _held[{i}]" for i, name in enumerate(names))
+            code = compile(f"lambda _held: lambda: {same}", layer.__code__.co_filename, "eval")
+            checks.append(eval(code, layer.__globals__)(values))
+    return checks[0] if len(checks) == 1 else lambda: all(check() for check in checks)
+
+
 def rebind(function: types.FunctionType, name: str, value) -> types.FunctionType:
     """The function with one of its globals bound anew, in itself or in the function that it wraps.
 
@@ -495,9 +606,15 @@ def rebind(function: types.FunctionType, name: str, value) -> types.FunctionType
 def _copy(function, scope, closure):
     new = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     new.__kwdefaults__ = function.__kwdefaults__
-    new.__annotations__ = function.__annotations__
-    new.__qualname__, new.__doc__, new.__module__ = function.__qualname__, function.__doc__, function.__module__
     new.__dict__.update({k: v for k, v in function.__dict__.items() if k != "__wrapped__"})
+    return named_as(function, new)
+
+
+def named_as(function, new):
+    """``new`` with what is said of the function, its signature included."""
+    functools.update_wrapper(new, function, updated=())
+    del new.__wrapped__
+    new.__signature__ = inspect.signature(function)
     return new
 
 
@@ -506,8 +623,8 @@ def _close(got, want) -> bool:
 
 
 def _close_in_rows(got, want) -> bool:
-    """Gradients, whose sums cancel: as close as the largest of a row is exact."""
-    largest = want.abs().amax(-1, keepdim=True)
+    """Where sums cancel: as close as the largest of a row is exact."""
+    largest = want.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return _close(got / largest, want / largest)
 
 

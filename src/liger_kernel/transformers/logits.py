@@ -1,0 +1,355 @@
+"""What stands for the logits in a training step: a tensor of their shape, without their memory.
+
+The head computes the loss in its own call, so that the hooks of FSDP, ZeRO, PEFT and accelerate run around it, and
+returns a `Logits`. Its elements are NaN and all in one place; its gradient is the loss's. It is right whatever is done
+to it:
+
+* a scale, a cap or a cast by Python numbers is recorded, not done (`Transform`);
+* the family's loss function takes the loss out of it, if that was computed with what is recorded (`loss_in_head`);
+* whatever else is done to it is done to real logits, made then and there by one more call of the head;
+* what looks at values where real logits come too late raises `LogitsNeeded`, and the model's call starts again with
+  real logits: a hook of the head, or an autograd Function, into whose graph nothing can be put any more.
+
+Under torch.compile the logits are real: in the graph they are dead code if nothing but the loss is made of them. There
+`TracedLogits` tells by identity whether the loss function got what the head gave, and what was recorded in between.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+T = torch.Tensor
+_thread = threading.local()
+
+
+def current():
+    """This thread's request: what the innermost call of a patched model asks of its head."""
+    return getattr(_thread, "request", None)
+
+
+def ask(request):
+    """Make it this thread's request; the one before it is returned, to be put back."""
+    before = current()
+    _thread.request = request
+    return before
+
+
+class LogitsNeeded(BaseException):
+    """Real logits are needed in a place where they come too late. No ``except Exception`` of a forward's catches it."""
+
+
+# ---- what is done to logits by Python numbers ----
+
+
+class Transform(NamedTuple):
+    """``softcap·tanh(scale·x / softcap)``, or ``scale·x``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x):
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
+
+    def same(self, other) -> bool:
+        """The same function, up to the order in which its numbers were multiplied."""
+        if (self.softcap is None) != (other.softcap is None):
+            return False
+        return _near(self.scale, other.scale) and (self.softcap is None or _near(self.softcap, other.softcap))
+
+
+def _near(a, b) -> bool:
+    return abs(a - b) <= 1e-6 * abs(b)
+
+
+_TIMES = {T.mul, T.__mul__, T.__rmul__, T.multiply, torch.mul, torch.multiply}
+_OVER = {T.div, T.__truediv__, T.true_divide, T.divide, torch.div, torch.true_divide, torch.divide}
+_TANH = {T.tanh, torch.tanh}
+_CASTS = {T.float: torch.float32, T.bfloat16: torch.bfloat16, T.half: torch.float16, T.double: torch.float64}
+_NOTHING = {T.contiguous, T.clone, torch.clone}
+
+
+def recorded(before: Transform, function, args, kwargs) -> Transform | None:
+    """What the logits have become by ``function(logits, ...)``; None if that is no scale, cap or cast by numbers.
+
+    The kernels compute in fp32 whatever the cast.
+    """
+    scale, softcap = before
+    if kwargs:
+        return None
+    if len(args) == 1:
+        if function in _TANH and softcap is None:
+            return Transform(scale, 1.0)
+        return before if function in _CASTS or function in _NOTHING else None
+    if len(args) != 2 or not (function in _TIMES or function in _OVER):
+        return None
+    x, number = args
+    if function in _TIMES and not isinstance(x, T):
+        x, number = number, x
+    if not isinstance(x, T) or not isinstance(number, (int, float)) or not 0 < abs(number) < float("inf"):
+        return None
+    if function in _OVER:
+        number = 1.0 / number
+    if softcap is None:
+        return Transform(scale * number)
+    # number·softcap·tanh(scale·x / softcap): another softcap, with a scale that leaves what is inside as it is
+    return Transform(scale * number, softcap * number) if number > 0 else None
+
+
+# ---- in eager mode ----
+
+
+class _Stand(torch.autograd.Function):
+    """A loss as a tensor of the logits' shape. Back comes what `_Loss` sends: the loss's gradient, everywhere."""
+
+    @staticmethod
+    def forward(ctx, loss, shape):
+        nan = loss.new_full((), float("nan"))
+        whole = loss.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))  # no view: FSDP wants none
+        return T._make_subclass(Logits, whole)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if any(stride and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
+            raise RuntimeError(
+                "liger-kernel: a gradient of the logits reached what stands for them in a patched model's training "
+                "step; call the model with skip_logits=False"
+            )
+        return gradient[(0,) * gradient.dim()], None
+
+
+class _Loss(torch.autograd.Function):
+    """The loss that a `Logits` carries."""
+
+    @staticmethod
+    def forward(ctx, logits, loss):
+        ctx.shape = logits.shape
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape), None
+
+
+class Source:
+    """One call of a head: where its real logits come from."""
+
+    def __init__(self, request, head, hidden_states, dtype, again):
+        self.request, self.head, self.hidden_states, self.dtype = request, head, hidden_states, dtype
+        self.again = again  # whether a second call would give the same (dropout in a head does not)
+        self.learning = torch.is_grad_enabled()
+        self.asked = self.result = None  # of the loss that was computed
+        self.logits = None
+
+    def real(self):
+        if self.logits is None:
+            if self.request.closed:
+                raise RuntimeError(
+                    "liger-kernel: logits of a training step are asked for when it is over, and were not kept; call "
+                    "the patched model with skip_logits=False"
+                )
+            if not self.again:
+                raise LogitsNeeded("its head gives other logits when it is called again")
+            before = ask(None)
+            try:
+                with torch.set_grad_enabled(self.learning):
+                    self.logits = self.head(self.hidden_states)
+            finally:
+                ask(before)
+            for stand in living(self.request.stands):  # before anything is written to them
+                if stand._source is self:
+                    stand._make(self.logits)
+        return self.logits
+
+
+_KNOWN = {  # of the tensor that stands for the logits: its shape and place are theirs
+    getattr(T, name).__get__
+    for name in ("shape", "ndim", "device", "is_cuda", "is_xpu", "is_cpu", "is_meta", "is_sparse", "is_quantized")
+} | {
+    getattr(T, name).__get__ for name in ("is_nested", "layout", "requires_grad", "grad_fn", "is_leaf", "_version")
+} | {
+    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.get_device, T.__len__, torch.numel, torch.is_complex,
+    T.is_complex, torch.is_floating_point, T.is_floating_point, T._is_view,
+}  # fmt: skip
+_MOVES = {T.to, T.cuda, T.cpu}
+LIBRARIES = "torch", "deepspeed", "accelerate", "peft", "transformers"  # whose hooks look at no values
+
+
+class Logits(torch.Tensor):
+    """See the top of this file."""
+
+    @staticmethod
+    def standing_for(source: Source, loss, shape) -> Logits:
+        return _derived(_Stand.apply(loss, shape), source, source.dtype, Transform(), ())
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self = next((a for a in args if type(a) is Logits), None)
+        if self is not None and self._made is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                if function in _KNOWN or function is T.register_hook and library_of(args[1]) in LIBRARIES:
+                    return function(*args, **kwargs)
+                if function is T.dtype.__get__:
+                    return self._dtype
+                if function is T.detach or function is torch.detach:
+                    if self._is_hidden_from_graphs() and library_of(_autograd_function()) not in LIBRARIES:
+                        raise LogitsNeeded("an autograd Function takes its logits")
+                    return self._then(T.detach(self).as_subclass(Logits))
+                transform = None
+                if not self._is_hidden_from_graphs():
+                    moved = self._moved(function, args, kwargs) if function in _MOVES else None
+                    if moved is not None:
+                        return moved
+                    transform = recorded(self._transform, function, args, kwargs)
+                if transform is not None:
+                    changes = transform is not self._transform or _CASTS.get(function, self._dtype) != self._dtype
+                    if not changes and function not in (T.clone, torch.clone):
+                        return self
+                    step = function, tuple(None if a is self else a for a in args)
+                    return self._then(self.as_subclass(Logits), transform, _CASTS.get(function), step)
+        args, kwargs = tree_map(lambda x: x.real() if type(x) is Logits else x, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _then(self, logits, transform=None, dtype=None, *step):
+        transform = self._transform if transform is None else transform
+        return _derived(logits, self._source, dtype or self._dtype, transform, (*self._steps, *step))
+
+    def _moved(self, function, args, kwargs):
+        """To another device or dtype; None if it is none of that."""
+        try:
+            device, dtype = _destination(function, args[1:], kwargs)
+        except (TypeError, RuntimeError):
+            return None
+        out = self
+        if dtype not in (None, self._dtype):
+            out = out._then(out.as_subclass(Logits), None, dtype, (T.to, (None, dtype)))
+        if device is not None and (device.type, device.index or 0) != (out.device.type, out.device.index or 0):
+            loss = _Loss.apply(out, T.new_zeros(out, ())).to(device)
+            out = out._then(_Stand.apply(loss, out.shape), None, None, (T.to, (None, device)))
+        return out
+
+    def _make(self, x):
+        """The real ones, from those that the head has given."""
+        with torch._C.DisableTorchFunctionSubclass():
+            learns = self.requires_grad
+        with torch.set_grad_enabled(learns):
+            for function, args in self._steps:
+                x = function(*(x if a is None else a for a in args))
+        self._made = x if learns or not x.requires_grad else x.detach()
+
+    def real(self) -> torch.Tensor:
+        function = _autograd_function() if self._is_hidden_from_graphs() else None
+        if function is not None and self._source.request.closed:
+            raise RuntimeError(
+                f"liger-kernel: {function.__name__} is given logits of a training step that is over; call the patched "
+                "model with skip_logits=False"
+            )
+        if function is not None:
+            raise LogitsNeeded("an autograd Function takes its logits")
+        if self._made is None:
+            if _is_being_called(self._source.head):
+                raise LogitsNeeded("a hook of its head reads its logits")
+            self._source.real()
+        return self._made
+
+    def _is_hidden_from_graphs(self) -> bool:
+        """Whether nothing that is done here gets into the graph: under no_grad, or in an autograd Function."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad and not torch.is_grad_enabled()
+
+    def loss(self, value):
+        """The loss that was computed in the head, with the hooks of the head in its graph."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Loss.apply(self, value.to(self.device))
+
+
+def _derived(logits, source, dtype, transform, steps) -> Logits:
+    logits._source, logits._dtype, logits._transform, logits._steps, logits._made = (
+        source, dtype, transform, steps, None,
+    )  # fmt: skip
+    source.request.stands.append(weakref.ref(logits))
+    return logits
+
+
+def living(stands) -> list[Logits]:
+    return [stand for stand in (reference() for reference in stands) if stand is not None]
+
+
+def _destination(function, args, kwargs):
+    """-> (device, dtype) of `Tensor.to`, ``cuda``, ``cpu`` and their like, None where it stays."""
+    if function is T.to:
+        if args and isinstance(args[0], T):
+            return args[0].device, args[0].dtype
+        return torch._C._nn._parse_to(*args, **kwargs)[:2]
+    if args or kwargs:
+        raise TypeError
+    return torch.device("cpu") if function is T.cpu else torch.device("cuda", torch.cuda.current_device()), None
+
+
+def library_of(hook) -> str:
+    """Whose function or class it is."""
+    hook = getattr(hook, "func", hook)  # of a functools.partial
+    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+
+
+def _frames():
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _autograd_function():
+    """The autograd Function whose forward is running."""
+    apply = torch.autograd.Function.apply.__func__.__code__
+    return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
+
+
+def _is_being_called(module) -> bool:
+    call = torch.nn.Module._call_impl.__code__
+    return any(frame.f_code is call and frame.f_locals["self"] is module for frame in _frames())
+
+
+# ---- under torch.compile ----
+
+
+class TracedLogits(torch.Tensor):
+    """Real logits in a graph. Its request knows which tensor the loss function has to be given, and what was recorded.
+
+    Whatever else is done to one of them, be it in place, makes the loss that of the logits.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, request = kwargs or {}, current()
+        with torch._C.DisableTorchFunctionSubclass():
+            # not the subclass by itself: Dynamo of torch 2.11 looks at types all the same
+            plain_args, plain_kwargs = tree_map(real, (args, kwargs))
+            out = function(*plain_args, **plain_kwargs)
+            if request is None or request.traced is None or function in _KNOWN or function is T.dtype.__get__:
+                return out
+            transform = None
+            if args and args[0] is request.traced and torch.is_grad_enabled() == request.learning:
+                transform = recorded(request.transform, function, args, kwargs)
+            if transform is None:
+                request.traced = None
+                return out
+            request.traced, request.transform = out.as_subclass(TracedLogits), transform
+            return request.traced
+
+
+def real(x):
+    """A tensor as everybody knows it; whatever else it is given, as it is."""
+    if type(x) is Logits:
+        return x.real()
+    if type(x) is not TracedLogits:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.alias(x)  # as_subclass is nothing that Dynamo knows in this direction

@@ -1,0 +1,148 @@
+"""What a proof rests on: what a forward has read of its module.
+
+`probe` runs a module once more as a shell that notes what is read of it: its attributes, and those of the children and
+of the configuration that it reads in turn. These *parts* say for which other modules of the class the proof holds, and,
+tested at every call (`unchanged`), for how long. What cannot be compared is `Unfit` for a proof. Weights and
+projections are no parts: a proof brings its own.
+
+A part is (path, name, kind, want). It wants values and classes, no objects, so that it is true of copies, pickled
+modules and replicas as well.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import types
+
+import torch
+
+SIMPLE = type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum
+CODE = types.BuiltinFunctionType, type, types.ModuleType
+MEMBERS = "_parameters", "_buffers", "_modules"
+OWN = vars(torch.nn.Module()).keys() - {*MEMBERS, "training"}  # hooks and the like
+NOTHING = object()  # stands for what is not there, and for what cannot be compared
+
+
+class Unfit(Exception):
+    """The module does what no proof can rest on. (Not an AttributeError: hasattr would swallow it.)"""
+
+
+def frozen(value):
+    """The value, or something hashable that is equal where the value is; NOTHING for what has a state of its own."""
+    if isinstance(value, SIMPLE) or isinstance(value, CODE):
+        return value
+    if isinstance(value, types.FunctionType):
+        return NOTHING if value.__closure__ else value
+    if type(value) is functools.partial:
+        return _all_frozen(functools.partial, (value.func, value.args, value.keywords))
+    if isinstance(value, dict):
+        return _all_frozen(type(value), [part for item in value.items() for part in item])
+    return _all_frozen(type(value), value) if isinstance(value, (tuple, list)) else NOTHING
+
+
+def _all_frozen(cls, values):
+    values = [frozen(value) for value in values]
+    return NOTHING if any(value is NOTHING for value in values) else (cls, *values)
+
+
+def unchanged(module, parts) -> bool:
+    """Whether the module's parts are these."""
+    for path, name, kind, want in parts:
+        holder = module
+        for step in path:
+            holder = getattr(holder, step, NOTHING)
+        value = getattr(holder, name, NOTHING)
+        if kind == "class":
+            same = type(value) is want
+        elif kind == "method":
+            same = name not in holder.__dict__ and getattr(type(holder), name) is want
+        elif kind == "bound":
+            same = getattr(value, "__func__", None) is want
+        elif kind == "kind":
+            same = type(getattr(type(value), "_liger", (None, None))[1]) is want
+        elif kind == "absent":
+            same = value is NOTHING
+        else:
+            same = value is want or (type(value) is kind and frozen(value) == want)
+        if not same:
+            return False
+    return True
+
+
+class Reads:
+    """The parts of one module, as they are read of what `shell` gives."""
+
+    def __init__(self):
+        self.found, self._watched = {}, {}
+
+    def parts(self) -> tuple:
+        return tuple((*where, *test) for where, test in self.found.items())
+
+    def check(self, *runs) -> None:
+        """``run(make=...)`` with the watched shell, which must give what the plain one does."""
+        for run in runs:
+            if not torch.equal(run(), run(make=self.shell)):
+                raise Unfit("it does something else when it is watched")
+
+    def shell(self, module, parameters=None, children=None, buffers=None, writes=False, **given):
+        """`probe.shell`, watched. ``writes``: whether it may set attributes."""
+        stubs = {name: child for name, child in (children or {}).items() if not isinstance(child, torch.nn.Module)}
+        for members in (parameters or {}, stubs, buffers or {}):
+            given |= {name: value for name, value in members.items() if value is not None}
+        return self._watch(module, (), given, writes)
+
+    def _watch(self, real, path, given, writes):
+        reads, cls = self, type(real)
+        members = [real.__dict__.get(name, {}) for name in MEMBERS]
+
+        class Watched(cls):
+            def __getattribute__(it, name):
+                if name in given:
+                    return given[name]
+                if name == "__dict__" or name in MEMBERS:
+                    raise Unfit(f"its forward looks at all that it holds ({name})")
+                return reads._noted(it, real, path, name, super().__getattribute__(name), given, writes)
+
+            def __getattr__(it, name):
+                for held in members:
+                    if name in held:
+                        return reads._noted(it, real, path, name, held[name], given, writes)
+                if getattr(cls, "__getattr__", torch.nn.Module.__getattr__) is not torch.nn.Module.__getattr__:
+                    raise Unfit(f"its class makes {name} when it is read")
+                reads.found[path, name] = "absent", None
+                raise AttributeError(name)
+
+            def __setattr__(it, name, value):
+                if not writes:
+                    raise Unfit(f"its forward sets {name}")
+                given[name] = value
+
+        Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
+        it = object.__new__(Watched)
+        object.__getattribute__(it, "__dict__").update(real.__dict__)
+        return it
+
+    def _noted(self, it, real, path, name, value, given, writes):
+        """What the forward gets for the value that it has read."""
+        in_class = inspect.getattr_static(type(real), name, NOTHING)
+        own = name in OWN or in_class is inspect.getattr_static(torch.nn.Module, name, None)
+        here = self.found.setdefault
+        if isinstance(value, types.MethodType) and value.__self__ in (it, real):
+            if not own or name in real.__dict__:
+                here((path, name), ("bound" if name in real.__dict__ else "method", value.__func__))
+            return types.MethodType(value.__func__, it)
+        computed = own or isinstance(in_class, (property, functools.cached_property))
+        if name in OWN or (computed and name not in real.__dict__):
+            return value  # what a property reads is noted by itself
+        if frozen(value) is not NOTHING:
+            here((path, name), (type(value), frozen(value)))
+            return value
+        if isinstance(value, (torch.Tensor, types.FunctionType)) or not hasattr(value, "__dict__"):
+            raise Unfit(f"what it computes rests on {'.'.join((*path, name))}, a {type(value).__name__}")
+        here((path, name), ("class", type(value)))
+        if id(value) not in self._watched:
+            mode = {"training": given["training"]} if isinstance(value, torch.nn.Module) else {}
+            self._watched[id(value)] = self._watch(value, (*path, name), mode, writes)
+        return self._watched[id(value)]
