@@ -1,4 +1,4 @@
-# make demo | test | lint | test-transformers-oldest | test-trl
+# make demo | test | lint | test-all | test-rest | test-isa | test-transformers-oldest | test-trl
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -20,19 +20,40 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS))
 OLD := $(VENV)/transformers-$(OLDEST)
-FAMILY_TESTS ?= $(wildcard $(addprefix tests/test_,$(addsuffix .py,families zoo zoo_vision names deferred trainer cli)))
+FAMILIES := families class_level loss_in_head proofs zoo zoo_vision names deferred trainer cli
+FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/test_%.py))
 TRL_TESTS ?= $(wildcard tests/test_trl*.py)
+PRODUCT_TESTS ?= $(wildcard tests/test_ops.py tests/test_linear_*.py tests/test_glu_linear.py tests/test_distillation.py)
+
+# oneDNN's limits that are below this processor: a flag of /proc/cpuinfo and the limit up to which it is used.
+LIMITS := avx2:AVX2 avx512bw:AVX512_CORE avx512_bf16:AVX512_CORE_BF16 avx512_fp16:AVX512_CORE_FP16 amx_bf16:AVX512_CORE_AMX
+HERE := $(addsuffix :%,$(shell sed -n 's/^flags.*: //p;T;q' /proc/cpuinfo 2>/dev/null))
+HERE := $(patsubst %:,,$(subst :,: ,$(filter $(HERE),$(LIMITS))))
+ISA_LIMITS ?= $(filter-out $(lastword $(HERE)),$(HERE))
 
 DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate-size 8192 --vocab-size 128256 --sequence-length 1024
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
-.PHONY: demo test lint format test-transformers-oldest test-trl clean
+.PHONY: demo test test-all test-rest test-isa lint format test-transformers-oldest test-trl clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
 
+# Every operator, every kind of family, the command line; every test; every test that the first leaves out.
 test: $(READY)
+	$(PYTEST) -m "not thorough" $(TESTS)
+
+test-all: $(READY)
 	$(PYTEST) $(TESTS)
+
+test-rest: $(READY)
+	$(PYTEST) -m thorough $(TESTS)
+
+# The operators around a matrix product, with the products that oneDNN has for lesser processors.
+test-isa: $(addprefix test-isa-,$(ISA_LIMITS))
+
+test-isa-%: $(READY)
+	ONEDNN_MAX_CPU_ISA=$* $(PYTEST) -m "not thorough" -k "linear or distillation" $(PRODUCT_TESTS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

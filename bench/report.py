@@ -217,10 +217,16 @@ def train(data: dict) -> str:
     def cell(entry):
         if "error" in entry:
             return entry["error"].split(":")[0]
-        return f"{entry['tokens_per_s']:,.0f} ({entry['step_ms']:.1f} ms), {entry['peak_bytes'] / 1e9:.1f} GB"
+        accumulated = entry.get("accumulated_peak_bytes")  # rows of before 2026-11-22 have none
+        more = f" ({accumulated / 1e9:.1f} GB)" if accumulated else ""
+        return f"{entry['tokens_per_s']:,.0f} ({entry['step_ms']:.1f} ms), {entry['peak_bytes'] / 1e9:.1f} GB{more}"
 
     rows = [[train_label(r), *(of(r, n, cell) for n in names), gain(r)] for r in data["rows"]]
-    parts = [heading(data), "Tokens per second (time of a step) and peak memory of whole training steps:"]
+    parts = [
+        heading(data),
+        "Tokens per second (time of a step) and peak memory of whole training steps (of one with 4 accumulated "
+        "micro-batches):",
+    ]
     parts += [table(["model, sequence × batch", *(NAMES[n] for n in names), "ours against eager"], rows)]
     parts += hot_ceilings(data["rows"])
     return "\n\n".join(parts + failures(data["rows"], train_label))

@@ -5,7 +5,7 @@
 Random weights in bf16, the attention that Hugging Face chooses (sdpa where a family has it), fused AdamW, the same
 seeds and the same text (bytes of the standard library). Each contestant runs in a process of its own. The step time is
 the median of what the GPU took from the end of one step to the end of the next; peak memory is that of any step, the
-first with its new optimizer state included.
+first with its new optimizer state included. Another step, of 4 accumulated micro-batches, shows what gradients hold.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 
 from . import machine, models, runs, text
 from .runs import CONTESTANTS
+
+ACCUMULATED = 4  # micro-batches of the last step
 
 
 class Marks:
@@ -41,12 +43,13 @@ class Marks:
 
 
 def stepping(model, called, lr: float = 1e-4):
-    """A function that trains ``model`` by one step, calling ``called`` on a batch, and returns the loss."""
+    """A function that trains ``model`` by one step, calling ``called`` on each batch, and returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = called(input_ids=batch, labels=batch).loss
-        loss.backward()
+    def step(*batches: torch.Tensor) -> torch.Tensor:
+        for batch in batches:
+            loss = called(input_ids=batch, labels=batch).loss
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -78,20 +81,35 @@ def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, tim
     data = text.batches(sequence, batch, warmup + timed).to(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    losses, ms = steps(model, called, data)
-    step = machine.median(ms[warmup:])
+    step = stepping(model, called)
+    losses, ms = clocked(step, data)
+    peak, accumulated = peak_bytes(device), peak_of_accumulating(step, data, device)
+    median = machine.median(ms[warmup:])
     figures = {
-        "tokens_per_s": sequence * batch / step * 1e3,
-        "step_ms": step,
+        "tokens_per_s": sequence * batch / median * 1e3,
+        "step_ms": median,
         "steps_ms": ms[warmup:],
         "losses": losses,
     }
-    figures |= {"peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0, "patched": patched}
+    figures |= {"peak_bytes": peak, "accumulated_peak_bytes": accumulated, "patched": patched}
     figures["attention"] = model.config._attn_implementation
-    del model, called
+    del model, called, step
     if device == "cuda":
         figures["ceilings"] = hot_ceilings()
     return {"machine": described, "figures": figures}
+
+
+def peak_bytes(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def peak_of_accumulating(step, data: torch.Tensor, device: str) -> int:
+    """Of one more step with the gradients of several batches: those of the first stay while the others are made."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    step(*(data[i % len(data)] for i in range(ACCUMULATED)))
+    return peak_bytes(device)
 
 
 def hot_ceilings() -> dict:

@@ -1,5 +1,6 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are defined."""
 
+import collections
 import os
 import types
 
@@ -7,7 +8,8 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-torch.set_num_threads(1)  # several test processes share the cores
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # several test processes share the cores
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -57,6 +59,36 @@ def _prepare_once(prepare):
 
 if hasattr(interpreter, "_LangPatchScope"):
     interpreter._patch_lang = _prepare_once(interpreter._patch_lang)
+
+
+def _one_number(patch):
+    """Before 3.7 the interpreter takes an array of one number for a number, as NumPy has not done since 2.5."""
+
+    def call(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    return call
+
+
+interpreter._patch_lang_tensor = _one_number(interpreter._patch_lang_tensor)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """Of a test over several lists of parameters, `make test` has every entry of each list, not every combination."""
+    lists = collections.defaultdict(dict)  # (test, which list) -> id of an entry -> its place
+    places = {}
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            continue
+        ids = item.callspec._idlist if hasattr(item, "callspec") else ()
+        entries = [(lists[item.parent, item.originalname, n], id) for n, id in enumerate(ids)]
+        places[item] = [(entry.setdefault(id, len(entry)), entry) for entry, id in entries]
+    for item, own in places.items():
+        longest = max((len(entry) for _, entry in own), default=1)
+        if not any(all(i % len(entry) == place for place, entry in own) for i in range(longest)):
+            item.add_marker("thorough")
 
 
 @pytest.fixture

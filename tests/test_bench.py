@@ -138,8 +138,10 @@ def test_training_table(tmp_path):
     def entry(speed, gigabytes):
         return {"tokens_per_s": speed, "step_ms": 10.0, "peak_bytes": gigabytes * 10**9, "losses": [3.0, 2.0]}
 
-    row = {"model": "M", "sequence": 8, "batch": 2, "contestants": {"eager": entry(1000, 10), "ours": entry(1500, 4)}}
+    ours = entry(1500, 4) | {"accumulated_peak_bytes": 6 * 10**9}
+    row = {"model": "M", "sequence": 8, "batch": 2, "contestants": {"eager": entry(1000, 10), "ours": ours}}
     data = {"kind": "train", "machine": {"gpu": "X", "date": "today"}, "rows": [row]}
+    assert "4.0 GB (6.0 GB)" in report.train(data) and "10.0 GB |" in report.train(data)
     assert "+50% speed, -60% memory" in report.train(data)
     readme, figures = tmp_path / "README.md", tmp_path / "train.json"
     readme.write_text("before\n<!-- bench:train -->\nold\n<!-- bench:end -->\nafter\n")
@@ -346,6 +348,18 @@ def test_a_training_step_and_a_nudge():
     assert 0 < len(changed) <= 2 * len(before) and changed.max() <= 2**-7  # one bf16 ulp each
     losses, ms = train.steps(model, model, text.batches(16, 2, 3))
     assert len(losses) == len(ms) == 3 and all(0 < loss < 10 for loss in losses)
+
+
+def test_accumulated_micro_batches(monkeypatch):
+    """Several batches, one step of the optimizer; its peak is in the figures."""
+    model, seen = models.build("tiny", "cpu", torch.bfloat16), []
+    gradients = model.lm_head.weight.register_hook(lambda g: seen.append(g))
+    step, data = train.stepping(model, model), text.batches(16, 2, 2)
+    before = model.lm_head.weight.detach().clone()
+    monkeypatch.setattr(train, "peak_bytes", lambda device: 10 ** len(seen))
+    assert train.peak_of_accumulating(step, data, "cpu") == 10**4
+    assert not torch.equal(model.lm_head.weight, before) and model.lm_head.weight.grad is None
+    gradients.remove()
 
 
 @pytest.mark.parametrize(

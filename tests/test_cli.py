@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,7 +53,6 @@ def compared(tmp_path_factory):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("", "required: command"),
         ("frobnicate", "frobnicate"),
         ("compare", "name a model"),
         ("compare llama --steps 0", "--steps: give a whole number of at least 1, not 0"),
@@ -136,6 +136,41 @@ def test_help(capsys, command):
         main([*command.split(), "--help"])
     out = capsys.readouterr().out
     assert stop.value.code == 0 and out.startswith(f"usage: liger-kernel {command}".rstrip())
+
+
+def test_alone_it_shows_help(answer):
+    code, out, err = answer()
+    assert code == 0 and out.startswith("usage: liger-kernel") and "doctor" in out and not err
+
+
+@pytest.mark.parametrize("command", ["", "compare", "doctor", "models"])
+def test_help_in_40_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 40, out
+
+
+def test_defaults_are_said_once(capsys):
+    for command in ("compare", "doctor", "models"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        out = " ".join(capsys.readouterr().out.split())
+        assert "None" not in out and "default: False" not in out
+        assert command != "compare" or out.count("(default") == 7 and out.count("(default 20)") == 1
+
+
+@pytest.mark.parametrize("argv", ["models llama", "models --switches", "models --json", "doctor --help", "compare -h"])
+def test_a_reader_who_goes_away(argv):
+    """As `| head -0`: no traceback, also not from Python's own end."""
+    command = [sys.executable, "-m", "liger_kernel.cli", *argv.split()]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, env=_child._environment(), stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    codes = (0, 141) if argv.split()[-1].endswith(("-h", "--help")) else (141,)  # argparse itself may have noticed
+    assert done.returncode in codes and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
 
 
 def test_help_is_quick():
@@ -407,12 +442,12 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
 
     found = dict(
         versions={"python": "3.12", "torch": "2.11", "triton": "3.6", "transformers": "4.57.1"}, devices=[{}], build={},
-        liger_kernel=dict(provided_by=["liger-kernel 0.9.0", "liger-kernel-nightly 0.8"]),
+        liger_kernel=dict(provided_by=["liger-kernel 0.8.6", "liger-kernel-nightly 0.8"]),
         triton=dict(works=True), kernels=[dict(name="rope", works=False, problem="wrong")],
     )  # fmt: skip
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     conflict, old, interpreted, kernel = doctor._problems(found)
-    assert "liger-kernel 0.9.0 and liger-kernel-nightly 0.8" in conflict and "uninstall both" in conflict
+    assert "liger-kernel 0.8.6 and liger-kernel-nightly 0.8" in conflict and "uninstall both" in conflict
     assert "transformers 5.0.0 or newer, here is 4.57.1" in old and "pip install -U transformers" in old
     assert "unset it" in interpreted and "The kernel rope does not work here (wrong)" in kernel
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -422,10 +457,55 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
     assert "Triton does not work here (no): pip install triton" in broken
 
 
+def test_doctor_says_what_it_was_tested_with(answer, monkeypatch):
+    from liger_kernel._version import TESTED
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = answer("doctor")
+    assert all(f"{name} {versions}" in " ".join(out.split()) for name, versions in TESTED.items())
+    long = [line for line in out.splitlines() if len(line) > 40]
+    assert all(len(line.split()) == 1 for line in long), "only a word can be too long"
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    (oldest,) = re.findall(r"^OLDEST \?= (\d+\.\d+)", makefile, re.M)
+    (trl,) = re.findall(r"^TRL \?= (.*)", makefile, re.M)
+    assert TESTED["transformers"].startswith(oldest)
+    assert TESTED["trl"] == " and ".join(re.findall(r"(\d+\.\d+)\.\d+", trl))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
+    """A package that is installed and fails to load, one that ends the process, and one that is not there."""
+    from liger_kernel.cli import doctor, imports
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    versions = {"torch": "2.13.0", "triton": "3.9.0"}
+    monkeypatch.setattr(doctor, "installed", lambda *names: {n: v for n, v in versions.items() if n in names})
+    monkeypatch.setattr(doctor, "_try_out", lambda found: None)
+    (tmp_path / f"{name}.py").write_text("raise ImportError('libcuda.so: no such file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (problem,) = doctor.examine()["problems"]
+    assert problem == (
+        f"{name} {versions[name]} is installed, but cannot be imported (ImportError: libcuda.so: no such file): "
+        "install it anew."
+    )
+    (tmp_path / f"{name}.py").write_text("import os; os.abort()")
+    found = doctor.examine()
+    assert list(found["broken"]) == [name] and "killed by SIGABRT" in found["problems"][0]
+    versions.pop(name)
+    problems = doctor.examine()["problems"]
+    assert problems == (["PyTorch is missing: pip install torch."] if name == "torch" else [])
+    events = []
+    imports.imports(dict(names=["json", "nonsense"]), lambda event, **values: events.append((event, *values.values())))
+    assert events[:2] == [("trying", "json"), ("trying", "nonsense")] and "ModuleNotFoundError" in events[2][1]
+
+
 def test_doctor_survives_a_kernel_that_takes_the_process_down(monkeypatch):
     from liger_kernel.cli import doctor
 
     def crashing(module, spec, on_event, title):
+        if module == "liger_kernel.cli.imports":
+            return {}
         on_event(dict(event="devices", devices=[dict(name="a GPU", architecture="sm_90", memory=1)]))
         on_event(dict(event="triton", works=True, problem=None))
         on_event(dict(event="trying", name="rope"))
@@ -449,6 +529,14 @@ def test_the_doctors_check_tells_right_from_wrong():
     found = checkup._tried(checkup._agrees, wrong, DEVICE)
     assert not found["works"] and "result 0 is wrong by" in found["problem"]
     checkup._triton_works(DEVICE)
+
+
+def test_tables_in_40_columns(answer, compared, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    tables = [answer("models", "--switches")[1], answer("models", "llama", "bloom")[1], table(compared[2])]
+    for text_ in tables:
+        assert max(map(len, text_.splitlines())) <= 40, text_
+    assert "  on: rope, fused_linear_cross_entropy" in tables[0] and "tokens per second\n" in tables[2]
 
 
 def test_models(answer):

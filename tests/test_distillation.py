@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from test_ops import assert_as_exact_as, cast, errors, poison_empty, run, run_plain, spread
+from test_ops import as_on_any_processor, assert_as_exact_as, cast, errors, poison_empty, run, run_plain, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -132,7 +132,7 @@ def test_against_float64(option, dtype):
     for seed in range(2 if dtype == F32 else 1):
         mine = cast(drawn(128 if dtype == F32 else 40, seed=seed, W=90, **option), dtype)
         before = cast(mine, dtype)
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, as_on_any_processor():
             poison_empty(patch)
             got, once, twice = run(ours(option), mine)
         exact = run(textbook(option), cast(mine, F64))[0]
@@ -247,7 +247,7 @@ def test_small_gradients_in_fp16():
         got, exact = run(ours(option), mine)[0], run(textbook(option), cast(mine, F64))[0]
         found = errors(got, run_plain(textbook(option), mine, F16), exact, mine)
         assert_as_exact_as([{k: x for k, x in found.items() if k.startswith("d")}])
-        assert all(found[f"dstudent{k}"][0] < 1e-3 for k in ("", "_weight", "_bias"))
+        assert all(found[f"dstudent{k}"][0] < 1e-3 * found[f"dstudent{k}"][3] for k in ("", "_weight", "_bias"))
 
 
 # ---- how much at once ----

@@ -329,5 +329,6 @@ CHECKS = [
 ]
 
 
+@pytest.mark.thorough
 def test_shards_equal_the_whole(tmp_path):
     ranks.run([partial(in_group, check=check) for check in CHECKS], tmp_path)

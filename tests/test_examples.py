@@ -18,6 +18,7 @@ def test_there_is_a_test_of_each():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SCRIPTS, "common"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loss_falls(name):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -67,11 +67,24 @@ def test_runs_of_one_graph_do_not_mix():
     assert torch.equal(dx, first[0]) and all(map(torch.equal, first, second))
 
 
-def test_second_derivatives_raise():
-    t = drawn(torch.float64)
-    (dw,) = torch.autograd.grad(loss(outputs(t, True)), [t["w0"]], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dw.sum().backward()
+@pytest.mark.parametrize("frozen", [(), ("x",), ("w0", "b")], ids=str)
+def test_gradients_of_gradients(frozen):
+    """The graph of the gradients is whole: what the layers give the input meets in it, and not in a box."""
+    t = drawn(torch.float64, frozen)
+    wanted = [v for k, v in t.items() if k not in frozen]
+    got, want = [], []
+    for found, fan in (got, True), (want, False):
+        once = torch.autograd.grad(loss(outputs(t, fan, True)), wanted, create_graph=True)
+        found += [*once, *torch.autograd.grad(sum(d.square().sum() for d in once), wanted)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_under_transforms():
+    t = {k: v.detach() for k, v in drawn(torch.float64).items()}
+    got, want = (torch.func.grad(lambda t, fan=fan: loss(outputs(t, fan, True)))(t) for fan in (True, False))
+    for k in t:
+        torch.testing.assert_close(got[k], want[k])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

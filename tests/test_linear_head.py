@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from test_ops import assert_as_exact_as, cast, errors, poison_empty, run, run_plain, spread
+from test_ops import as_on_any_processor, assert_as_exact_as, cast, errors, poison_empty, run, run_plain, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -139,7 +139,7 @@ PAIRS = (tokens, whole_tokens), (scalar, whole_scalar)
 def measured(fn, reference, tensors, dtype):
     """One draw for `assert_as_exact_as`. A second backward is the same, nothing is written to or left unwritten."""
     mine = cast(tensors, dtype)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, as_on_any_processor():
         poison_empty(patch)
         got, once, twice = run(fn, mine)
     theirs = run_plain(reference, tensors, dtype)
@@ -257,7 +257,7 @@ def memories(monkeypatch):
     def recording(name, call):
         def record(*args, **kwargs):
             x = args[0 if name == "token_loss" else 1]
-            made[-1].passes[name].append(x.shape[0])
+            made[-1].passes[name].append((x[0] if isinstance(x, tuple) else x).shape[0])
             return call(*args, **kwargs)
 
         monkeypatch.setattr(linear_head, name, record)
@@ -275,8 +275,8 @@ def small(monkeypatch):
 
 
 def apart(*tensors):
-    """Whether they lie one behind the other."""
-    places = [(t.data_ptr(), t.data_ptr() + t.element_size() * t.numel()) for t in tensors if t.numel()]
+    """Whether no two of them overlap."""
+    places = sorted((t.data_ptr(), t.data_ptr() + t.element_size() * t.numel()) for t in tensors if t.numel())
     return all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
@@ -299,7 +299,7 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
                 assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32
                 assert m.plan.wave == (32 if kind == WAVES else 0)
                 for n in passes[1:]:
-                    assert apart(m.dw, m.sums, m.of(n, False)) or apart(m.of(n, False), m.dw, m.sums)
+                    assert apart(m.dw, m.sums, *m.of(n, False))
             if kind != FULL:
                 draws[-1]["dweight"][2] *= count  # it is rounded by each pass
         assert_as_exact_as(draws)
@@ -618,14 +618,6 @@ def test_a_third_backward_raises(fn):
         loss.backward()
 
 
-@BOTH
-def test_a_second_derivative_raises(fn):
-    tensors = cast(drawn()[0], F32)
-    (dh,) = torch.autograd.grad(total(fn, tensors), tensors["hidden"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
-        dh.sum().backward()
-
-
 @ANYWHERE
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("memory", ["auto", 0])
@@ -851,7 +843,7 @@ def test_errors(fn, changed, error, words):
 @ANYWHERE
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("inf"), float("nan"), True])
 def test_temperatures(temperature):
-    with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+    with pytest.raises(TypeError if temperature is True else ValueError, match=f"temperature is {temperature}"):
         linear_token_loss(**_given(), temperature=temperature)
 
 

@@ -1,5 +1,6 @@
 """The functions that patch a family by its name: all of them, before loading and on a model."""
 
+import copy
 import inspect
 
 import pytest
@@ -87,6 +88,118 @@ def test_switches():
     liger.apply_liger_kernel_to_llava(anything=1, model=model)
     with pytest.raises(TypeError, match="apply_liger_kernel_to_llama: .*anything"):
         liger.apply_liger_kernel_to_llama(anything=1, model=model)
+
+
+def test_a_model_by_position():
+    """Alone it is the model, not a switch; beside others it is a mistake."""
+    mine, other = tiny.model("llama"), tiny.model("llama")
+    liger.apply_liger_kernel_to_llama(mine, rope=False)
+    assert set(class_level.in_place(mine)) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
+    assert not class_level.in_place(other) and not class_level._at_birth
+    for args, kwargs in (((True, other), {}), ((), dict(rope=other)), ((mine,), dict(model=other))):
+        with pytest.raises(TypeError, match="apply_liger_kernel_to_llama: .* is of type LlamaForCausalLM, give a mod"):
+            liger.apply_liger_kernel_to_llama(*args, **kwargs)
+    assert not class_level.in_place(other) and not class_level._at_birth
+
+
+@pytest.mark.parametrize("value", ["no", "", 2, -1, 0.0, [], torch.tensor(False), float("nan"), {}])
+def test_a_switch_is_a_bool_or_none(value, tmp_path):
+    model = tiny.model("llama")
+    model.save_pretrained(tmp_path)
+    for call in (
+        lambda: liger.apply_liger_kernel_to_llama(rope=value),
+        lambda: liger.apply_liger_kernel_to_llama(value, model=model),
+        lambda: liger.apply_liger_kernel(model, rope=value),
+        lambda: liger._apply_liger_kernel_to_instance(model=model, rope=value),
+        lambda: liger._apply_liger_kernel("llama", rope=value),
+        lambda: liger._apply_liger_kernel("gpt2", rope=value),
+        lambda: liger.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=value),
+        lambda: liger.AutoLigerKernelForCausalLM.from_config(model.config, rope=value),
+    ):
+        with pytest.raises(TypeError, match="rope is .*, give True or False"):
+            call()
+    assert not class_level.in_place(model) and not class_level._at_birth
+
+
+@pytest.mark.parametrize("form", ["name", "class", "config", "model type"])
+def test_what_is_no_model(form):
+    config = tiny.config("llama")
+    given = {"name": "meta-llama/Llama-3.2-1B", "class": tiny.model_class("llama"), "config": config, "model type": 3}
+    for call in (
+        lambda model: liger.apply_liger_kernel_to_llama(model=model),
+        lambda model: liger.apply_liger_kernel(model),
+        lambda model: liger._apply_liger_kernel_to_instance(model=model),
+    ):
+        with pytest.raises(TypeError, match=r"model is .*, give a model that is loaded") as error:
+            call(given[form])
+        assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="give a model or a family's name"):
+        liger.revert(None)
+    with pytest.raises(TypeError, match="a model that is loaded is patched by apply_liger_kernel"):
+        liger.AutoLigerKernelForCausalLM.from_pretrained(tiny.model("llama"))
+
+
+def test_patching_twice_says_so(caplog):
+    model = tiny.model("llama")
+    assert not liger.apply_liger_kernel_to_llama(rope=False, model=model).notes
+    again = liger.apply_liger_kernel_to_llama(swiglu=False, model=model)
+    assert {by for _, by in again.replaced} == {"liger_rotary_pos_emb"}
+    (note,) = again.notes
+    assert note.startswith("patched before, and still is: ") and "swiglu" in note and "rope" not in note
+    assert again.warnings == ["swiglu: on since an earlier call, and stays on; revert(model) undoes it"]
+    assert note in str(again) and again.warnings[0] in caplog.text
+    generic = liger.apply_liger_kernel(model, swiglu=False)
+    assert not generic.replaced and "nothing is replaced" in str(generic)
+    assert generic.notes and generic.warnings == again.warnings
+    liger.revert(model)
+    assert not liger.apply_liger_kernel(model).notes
+
+
+def test_the_trainers_line_takes_the_best_loss():
+    """The published default of granite makes logits; its function keeps that, one line does not."""
+    default = inspect.signature(liger.apply_liger_kernel_to_granite).parameters
+    assert default["cross_entropy"].default and not default["fused_linear_cross_entropy"].default
+    expected = {
+        "fused_linear_cross_entropy": [{}, dict(unknown=1), dict(cross_entropy=None), dict(cross_entropy=False)],
+        "cross_entropy": [
+            dict(cross_entropy=True), dict(fused_linear_cross_entropy=False), dict(fused_linear_cross_entropy=None),
+        ],
+    }  # fmt: skip
+    for loss, given in expected.items():
+        for switches in given:
+            model = tiny.model("granite")
+            liger._apply_liger_kernel_to_instance(model=model, **switches)
+            assert set(class_level.in_place(model)) == {"rope", "rms_norm", "swiglu", loss}
+            liger._apply_liger_kernel("granite", **switches)
+            assert set(class_level.in_place(tiny.model("granite"))) == {"rope", "rms_norm", "swiglu", loss}
+            if loss == "cross_entropy":
+                assert type(model) is tiny.model_class("granite") and "forward" not in vars(model)
+            liger.revert("granite")
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_the_trainers_line_on_any_model(name):
+    """As `apply_liger_kernel`; what it doesn't know is dropped."""
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    model = {
+        "bert": lambda: BertForMaskedLM(
+            BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+        ),
+        "t5": lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)),
+    }[name]()
+    report = liger._apply_liger_kernel_to_instance(model=model, swiglu=False, relu_squared=True, nonsense=None)
+    norms = {"bert": ("LayerNorm", 4), "t5": ("T5LayerNorm", 7)}[name]
+    assert report.of(norms[0]) == norms[1] and not report.warnings
+    other = copy.deepcopy(model)
+    liger.revert(other)
+    assert report.replaced == liger.apply_liger_kernel(other).replaced
+
+
+def test_a_model_loaded_with_its_loading_info(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    model, info = liger.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert "fused_linear_cross_entropy" in class_level.in_place(model) and "missing_keys" in info
 
 
 def test_a_type_that_this_transformers_has_not(monkeypatch):

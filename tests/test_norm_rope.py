@@ -295,14 +295,14 @@ WRONG = {  # what is said -> the arguments that are changed
     "casting_mode is 'gpt', give one of none, llama, gemma": lambda a: dict(casting_mode="gpt"),
     "q_weight has shape \\(8,\\), head size is 16": lambda a: dict(q_weight=a["q_weight"][:8]),
     "k_weight has shape \\(1, 16\\), head size is 16": lambda a: dict(k_weight=a["k_weight"][None]),
-    "k_weight is on meta, k on": lambda a: dict(k_weight=a["k_weight"].to("meta")),
+    "q is on .*, k_weight on meta": lambda a: dict(k_weight=a["k_weight"].to("meta")),
     "q has shape \\(6, 7, 16\\), k": lambda a: dict(q=a["q"][0]),
     "unsqueeze_dim is 3": lambda a: dict(unsqueeze_dim=3),
     "see unsqueeze_dim": lambda a: dict(unsqueeze_dim=2),
     "cos has shape \\(2, 7, 16\\), sin \\(2, 7, 8\\)": lambda a: dict(sin=a["sin"][..., :8]),
     "cos has shape \\(2, 6, 16\\)": lambda a: dict(cos=a["cos"][:, :6], sin=a["sin"][:, :6]),
     "interleaved is 'pairs'": lambda a: dict(interleaved="pairs"),
-    "are on": lambda a: dict(sin=a["sin"].to("meta")),
+    "sin on meta": lambda a: dict(sin=a["sin"].to("meta")),
 }
 
 

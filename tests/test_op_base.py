@@ -33,7 +33,7 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        Square.answers.append(may_overwrite(x))
+        Square.answers.append(may_overwrite(ctx, x))
         if not Square.answers[-1]:
             return 2 * x * dy
         x.copy_(2 * x * dy)
@@ -175,7 +175,7 @@ class Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (c,) = ctx.saved_tensors
-        Square.answers.append(may_overwrite(c))
+        Square.answers.append(may_overwrite(ctx, c))
         return dy * c, None
 
 

@@ -160,6 +160,7 @@ def check_redirected(name, rank):
     torch.testing.assert_close(seen, weight)
 
 
+@pytest.mark.thorough
 def test_sharded(tmp_path):
     redirected = [partial(check_redirected, name) for name in ("DDP", "FSDP1", "FSDP2")]  # the head at the root
     ranks.run([*(partial(check, name) for name in WRAPPERS if name != "ZeRO-3"), *redirected], tmp_path)

@@ -28,6 +28,7 @@ LIMITS = {  # bytes of shared memory that one program may have
     "gfx942": 64 * 1024,
     "gfx1100": 64 * 1024,
 }
+pytestmark = pytest.mark.thorough  # minutes of compiling
 PROGRAM = Path(__file__).with_name("portability.py")
 
 

@@ -18,6 +18,8 @@ COUNTS = dict(return_token_accuracy=True, return_predicted_tokens=True)
 EVERYTHING_SMALL = dict(FREE=0, LEAST=64, ROWS=32)
 CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(_waves=lambda *args: 16)
 
+pytestmark = pytest.mark.thorough
+
 
 def examples(n):
     """The same ones each time; few on a GPU, where each compiles kernels. Shrinking one that fails takes minutes."""

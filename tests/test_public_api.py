@@ -183,7 +183,7 @@ def test_an_unknown_name_is_an_import_error():
 
 
 def test_version():
-    assert Version(liger_kernel.__version__) >= Version("0.8.2"), "frameworks ask for it"
+    assert Version("0.8.5") < Version(liger_kernel.__version__) < Version("0.9.dev0"), "frameworks ask for it"
 
 
 def test_wheel(tmp_path):
@@ -203,7 +203,8 @@ def test_wheel(tmp_path):
     assert wheel.name == f"liger_kernel-{liger_kernel.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-        sources = {str(p.relative_to(root / "src")) for p in (root / "src").rglob("*.py")}
+        paths = [*(root / "src").rglob("*.py"), *(root / "src").rglob("*.pyi")]
+        sources = {str(path.relative_to(root / "src")) for path in paths}
         assert sources | {"liger_kernel/py.typed"} <= names
         info = f"liger_kernel-{liger_kernel.__version__}.dist-info"
         assert f"{info}/licenses/LICENSE" in names

@@ -258,7 +258,7 @@ WRONG = {
     "position_ids has shape \\(2, 6\\)": change(
         cos=lambda q, k, cos: cos[0], sin=lambda q, k, cos: cos[0], position_ids=torch.zeros(2, 6, dtype=torch.long)
     ),
-    "are on": change(sin=lambda q, k, cos: cos.to("meta")),
+    "sin on meta": change(sin=lambda q, k, cos: cos.to("meta")),
 }
 
 

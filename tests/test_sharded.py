@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 
+import pytest
 import ranks
 import tiny
 import torch
@@ -120,5 +121,6 @@ CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
 CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
 
 
+@pytest.mark.thorough
 def test_sharded_models_train_as_one(tmp_path):
     ranks.run(CHECKS, tmp_path)

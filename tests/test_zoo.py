@@ -44,6 +44,7 @@ def everything():
     return held | {(cls, name): value for cls in classes for name, value in vars(cls).items()}
 
 
+@pytest.mark.thorough
 def test_changes_nothing_but_the_model():
     models = [zoo.build(name) for name in zoo.FAMILIES]
     before = everything()

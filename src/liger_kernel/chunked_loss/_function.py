@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_kernel.ops._op import gradients, keep, kept, kept_inputs
 from liger_kernel.ops.linear_head import scaled
 
 
@@ -30,16 +31,16 @@ class GradientsInForward(torch.autograd.Function):
             wanted = [x.requires_grad_() for x, need in zip(given, needs, strict=True) if need]
             value, *others = loss(*given)
             grads = iter(torch.autograd.grad(value, wanted, allow_unused=True) if wanted else ())
-        ctx.where = cls.WHERE
-        ctx.save_for_backward(*(next(grads) if need else None for need in needs))
+        ctx.where, ctx.loss, ctx.needs = cls.WHERE, loss, needs
+        keep(ctx, tuple(next(grads) if need else None for need in needs), tensors)
         return value.detach(), *others
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, g, *_):
-        in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-        given = dict(zip(ctx.where, ctx.saved_tensors, strict=True))
-        return tuple(
-            None if given.get(k) is None else scaled(given[k], g, given[k].dtype, in_place)
-            for k in range(len(ctx.needs_input_grad))
-        )
+        if torch.is_grad_enabled():
+            found = gradients(lambda *given: ctx.loss(*given)[0], kept_inputs(ctx, 3), ctx.needs, (g,))
+        else:
+            found, in_place = kept(ctx, 3)
+            found = [None if x is None else scaled(x, g, x.dtype, in_place) for x in found]
+        of = dict(zip(ctx.where, found, strict=True))
+        return tuple(of.get(k) for k in range(len(ctx.needs_input_grad)))

@@ -16,9 +16,10 @@ from the memory, and nothing needs compiling.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from liger_kernel.chunked_loss._function import GradientsInForward
+from liger_kernel.ops import _check
+from liger_kernel.ops._op import F
 from liger_kernel.ops.linear_distillation import (
     DIVERGENCES,
     check_divergence,
@@ -27,10 +28,17 @@ from liger_kernel.ops.linear_distillation import (
     padded,
     take_in_chunks,
 )
-from liger_kernel.ops.linear_head import check_head
+from liger_kernel.ops.linear_head import check_head, compute_dtype
 from liger_kernel.ops.linear_loss import linear_loss, taken
 
 ROWS = 1024  # tokens of a chunk where a subclass gives the divergence of their logits
+
+
+def _check_weights(name, weight_hard_loss, weight_soft_loss, ignore_index):
+    _check.finite(name, "weight_hard_loss", weight_hard_loss)
+    _check.finite(name, "weight_soft_loss", weight_soft_loss)
+    _check.integer(name, "ignore_index", ignore_index)
+
 
 # ---- a teacher's top k ----
 
@@ -76,6 +84,8 @@ def _of_top_k(
 
 def _flat(name, student_input, target, **others):
     """(..., H) and (...) as rows; each of ``others`` (..., any), None stays."""
+    _check.floats(name, dict(student_input=student_input), **{k: x for k, x in others.items() if not k.endswith("ids")})
+    _check.integers(name, dict(labels=target))
     lead = student_input.shape[:-1]
     if not lead or target.shape != lead:
         raise ValueError(
@@ -122,6 +132,7 @@ def distillation_loss(
     """
     name = "distillation_loss"
     check_divergence(name, divergence, beta, temperature)
+    _check_weights(name, weight_hard_loss, weight_soft_loss, ignore_index)
     target, h, teacher, logits, ids, log_p = _flat(
         name, student_input, target, teacher_input=teacher_input, teacher_logits=teacher_logits,
         teacher_top_k_ids=teacher_top_k_ids, teacher_top_k_log_probs=teacher_top_k_log_probs,
@@ -144,11 +155,7 @@ def distillation_loss(
             )
         if teacher is not None or logits is not None:
             raise ValueError(f"{name}: give one teacher: teacher_input and teacher_weight, teacher_logits, or a top k")
-        if ids.is_floating_point() or not log_p.is_floating_point():
-            raise TypeError(
-                f"{name}: teacher_top_k_ids is {ids.dtype} and teacher_top_k_log_probs {log_p.dtype}, give class "
-                "indices and floating point numbers"
-            )
+        _check.integers(name, dict(teacher_top_k_ids=ids))
         if divergence == "cosine":
             raise ValueError(f"{name}: divergence 'cosine' is of logits; for a top k give {', '.join(DIVERGENCES)}")
         outputs = _of_top_k(
@@ -185,6 +192,7 @@ class LigerFusedLinearDistillationBase(GradientsInForward):
         """-> loss, or (loss, soft, hard)."""
         name = cls.__name__
         check_divergence(name, cls.DIVERGENCE, beta, temperature)
+        _check_weights(name, weight_hard_loss, weight_soft_loss, ignore_index)
         if teacher_input is None or teacher_weight is None:
             raise ValueError(f"{name}: teacher_input or teacher_weight is None, give both")
         y, rows, teacher = _flat(name, student_input, target, teacher_input=teacher_input)
@@ -225,7 +233,13 @@ class LigerFusedLinearDistillationBase(GradientsInForward):
             def run(h, w, b, needs):
                 return *take_in_chunks(of_chunk, n, h, w, b, needs, ROWS), n
 
-            return taken(run, h.reshape(-1, h.shape[-1]), w, b)
+            def reference(h, w, b):
+                dtype = compute_dtype(h, w)
+                x = F.linear(*(x if x is None else x.to(dtype) for x in (h, w, b)))
+                loss, *rest = (x / n for x in of_chunk(slice(None), x))
+                return loss, *(x.detach() for x in rest)
+
+            return taken(run, reference, h.reshape(-1, h.shape[-1]), w, b)
 
         loss = in_chunks if cls.DIVERGENCE is None else fused
         outputs = cls.take(ctx, loss, student_input, student_weight, student_bias)
@@ -274,19 +288,22 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
     DIVERGENCE = "jsd"
 
     def __init__(
-        self, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True,
-        chunk_size=1024, return_soft_hard_loss=False, *, memory="auto", drop_ignored=None,
-    ):  # fmt: skip
+        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
+        temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False, *,
+        memory: int | str = "auto", drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_divergence(type(self).__name__, self.DIVERGENCE, beta, temperature)
+        _check_weights(type(self).__name__, weight_hard_loss, weight_soft_loss, ignore_index)
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
         self.chunk_size, self.return_soft_hard_loss = chunk_size, return_soft_hard_loss
         self.memory, self.drop_ignored = memory, drop_ignored
 
     def forward(
-        self, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
-        teacher_bias=None,
+        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor, true_labels: torch.Tensor, student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
     ):  # fmt: skip
         """Hidden states (N, H) and labels (N,), or (B, T, H) and (B, T); heads (V, H), (V,).
 

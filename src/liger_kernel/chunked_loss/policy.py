@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from liger_kernel.chunked_loss._function import GradientsInForward
+from liger_kernel.ops import _check
 from liger_kernel.ops.linear_head import token_log_probs
 from liger_kernel.ops.linear_loss import linear_loss
 
@@ -46,10 +47,18 @@ class GRPOOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
-        for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg"):
+        for name, fits in NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"GRPOOptions: {name} is {value}, give a positive number")
+            if value is not None or name not in ("delta", "max_completion_length"):
+                fits("GRPOOptions", name, value)
+
+
+NUMBERS = dict(
+    beta=_check.finite, epsilon_low=_check.not_negative, epsilon_high=_check.not_negative, delta=_check.positive,
+    max_completion_length=_check.size, sapo_temperature_pos=_check.positive, sapo_temperature_neg=_check.positive,
+    vespo_k_pos=_check.finite, vespo_lambda_pos=_check.finite, vespo_k_neg=_check.finite,
+    vespo_lambda_neg=_check.finite,
+)  # fmt: skip
 
 
 # ---- l: the policy's part in the loss of a token ----
@@ -133,8 +142,10 @@ def fixed_length(mask, o, num_items=None):
 def mean_of_all_tokens(mask, o, num_items=None):
     """DAPO (2503.14476): over the tokens of all ranks; ``num_items`` says how many if there are more to come."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_items is not None:
+        num_items = _check.count("mean_of_all_tokens", "num_items_in_batch", num_items)
     if isinstance(num_items, torch.Tensor):
-        total = num_items.detach().to(mask.device, mask.dtype, non_blocking=True).reshape(())
+        total = num_items.detach().to(mask.device, mask.dtype, non_blocking=True)
     elif num_items is not None:
         total = mask.new_full((), num_items)
     else:
@@ -288,18 +299,32 @@ def _numbers(like, *tensors):
     return [x if x is None or x.dim() == 2 else x[:, None] for x in tensors]
 
 
-def _check(name, shape, **given):
-    """``given``: an argument and the shapes that it may have."""
+def _check_rows(name, like, shape, **given):
+    """``given``: an argument, the shapes that it may have and its dtypes; on the device of ``like``."""
     B = shape[0]
     shapes = {"BT": tuple(shape), "B": (B,), "B1": (B, 1), "None": None}
-    for argument, (x, kinds) in given.items():
+    for argument, (x, kinds, dtypes) in given.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {argument} is a {type(x).__name__}, give a tensor")
         has, fitting = None if x is None else tuple(x.shape), [shapes[kind] for kind in kinds.split()]
         if has not in fitting:
             fitting = " or ".join(map(str, fitting))
             raise ValueError(f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}")
+        if x is not None and x.dtype not in dtypes:
+            wanted = "a floating point tensor" if dtypes is _check.FLOATS else "real numbers"
+            raise TypeError(f"{name}: {argument} is {x.dtype}, give {wanted}")
+        if x is not None and x.device != like.device:
+            raise ValueError(
+                f"{name}: {argument} is on {x.device}, the policy's outputs on {like.device}, move it there"
+            )
+
+
+REAL = (*_check.FLOATS, *_check.INTEGERS, torch.bool)
 
 
 def _check_tokens(name, hidden, ids, argument="the hidden states"):
+    _check.floats(name, {argument: hidden})
+    _check.integers(name, dict(selected_token_ids=ids))
     if hidden.dim() != 3 or ids.shape != hidden.shape[:2]:
         raise ValueError(
             f"{name}: {argument} has shape {tuple(hidden.shape)}, selected_token_ids {tuple(ids.shape)}, give "
@@ -307,12 +332,20 @@ def _check_tokens(name, hidden, ids, argument="the hidden states"):
         )
 
 
+def _check_log_probs(name, log_probs, entropy):
+    _check.floats(name, dict(log_probs=log_probs), entropy=entropy)
+    if log_probs.dim() != 2:
+        raise ValueError(f"{name}: log_probs has shape {tuple(log_probs.shape)}, give (B, T)")
+    _check.shape(name, "entropy", entropy, tuple(log_probs.shape))
+
+
 def _check_length(name, weights, o):
     if weights is fixed_length and not o.max_completion_length:
         raise ValueError(f"{name}: max_completion_length is {o.max_completion_length}, give the divisor")
 
 
-def _check_grpo(name, shape, o, mask, advantages, old, ref, inference_ratio):
+def _check_grpo(name, like, shape, o, coef, mask, advantages, old, ref, inference_ratio):
+    _check.finite(name, "entropy_coef", coef)
     if o.loss_type not in POLICIES:
         raise ValueError(f"{name}: loss_type is {o.loss_type!r}, give one of {', '.join(POLICIES)}")
     policy, level = POLICIES[o.loss_type], o.importance_sampling_level
@@ -320,10 +353,10 @@ def _check_grpo(name, shape, o, mask, advantages, old, ref, inference_ratio):
         levels = " or ".join(map(repr, policy.levels))
         raise ValueError(f"{name}: importance_sampling_level is {level!r}, give {levels} for {o.loss_type}")
     _check_length(name, policy.weights, o)
-    _check(
-        name, shape, attention_mask=(mask, "BT"), advantages=(advantages, "B BT"),
-        old_per_token_logps=(old, "BT None"), ref_per_token_logps=(ref, "BT None"),
-        vllm_is_ratio=(inference_ratio, "B B1 BT None"),
+    _check_rows(
+        name, like, shape, attention_mask=(mask, "BT", REAL), advantages=(advantages, "B BT", REAL),
+        old_per_token_logps=(old, "BT None", _check.FLOATS), ref_per_token_logps=(ref, "BT None", _check.FLOATS),
+        vllm_is_ratio=(inference_ratio, "B B1 BT None", _check.FLOATS),
     )  # fmt: skip
 
 
@@ -352,7 +385,11 @@ def _ppo_batch(name, coef, like, shape, mask, advantages, old, epsilon_low, epsi
         raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
     o, weights = GRPOOptions(0.0, epsilon_low, epsilon_high, max_completion_length=length), REDUCTIONS[reduction]
     _check_length(name, weights, o)
-    _check(name, shape, attention_mask=(mask, "BT"), advantages=(advantages, "B BT"), old_per_token_logps=(old, "BT"))
+    _check.finite(name, "entropy_coef", coef)
+    _check_rows(
+        name, like, shape, attention_mask=(mask, "BT", REAL), advantages=(advantages, "B BT", REAL),
+        old_per_token_logps=(old, "BT", _check.FLOATS),
+    )  # fmt: skip
     counted = mask.bool()
     mask, advantages, old = _numbers(like, mask, advantages, old)
     rows = weights(mask, o, num_items), mean_of_tokens(mask), None, _only(counted, advantages), _only(counted, old)
@@ -360,11 +397,15 @@ def _ppo_batch(name, coef, like, shape, mask, advantages, old, epsilon_low, epsi
 
 
 def _rloo_batch(name, coef, like, shape, mask, rewards, k, level, old, epsilon_low, epsilon_high):
+    _check.finite(name, "entropy_coef", coef)
     if isinstance(k, bool) or not isinstance(k, int) or k < 2 or shape[0] % k:
         raise ValueError(f"{name}: samples_per_prompt is {k!r}, give a number from 2 on that divides {shape[0]}")
     if level not in BOTH:
         raise ValueError(f"{name}: level is {level!r}, give 'sequence' or 'token'")
-    _check(name, shape, attention_mask=(mask, "BT"), rewards=(rewards, "B"), old_per_token_logps=(old, "BT None"))
+    _check_rows(
+        name, like, shape, attention_mask=(mask, "BT", REAL), rewards=(rewards, "B", REAL),
+        old_per_token_logps=(old, "BT None", _check.FLOATS),
+    )  # fmt: skip
     counted, whole = mask.bool(), level == "sequence"
     mask, rewards, old = _numbers(like, mask, rewards, old)
     advantages, share = leave_one_out(rewards[:, 0], k)[:, None], mean_of_tokens(mask)
@@ -398,7 +439,8 @@ def grpo_loss(
     """
     o = GRPOOptions(**options)
     given = attention_mask, advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
-    _check_grpo("grpo_loss", log_probs.shape, o, *given)
+    _check_log_probs("grpo_loss", log_probs, entropy)
+    _check_grpo("grpo_loss", log_probs, log_probs.shape, o, entropy_coef, *given)
     return _grpo_batch(o, entropy_coef, log_probs, *given, num_items_in_batch).of_log_probs(log_probs, entropy)
 
 
@@ -447,7 +489,8 @@ def linear_grpo_loss(
     name, o, ids = "linear_grpo_loss", GRPOOptions(**options), selected_token_ids
     _check_tokens(name, hidden, ids)
     given_ref = ref_per_token_logps if use_ref_model else None
-    _check_grpo(name, ids.shape, o, attention_mask, advantages, old_per_token_logps, given_ref, vllm_is_ratio)
+    given = attention_mask, advantages, old_per_token_logps, given_ref, vllm_is_ratio
+    _check_grpo(name, hidden, ids.shape, o, entropy_coef, *given)
     head = dict(temperature=temperature, memory=memory, drop_ignored=drop_ignored)
     ref = None
     if use_ref_model:
@@ -527,7 +570,7 @@ class LigerFusedLinearPPOBase(GradientsInForward):
         """-> loss, metrics: differentiable in hidden, weight and bias."""
         name, ids = cls.__name__, selected_token_ids
         _check_tokens(name, hidden, ids)
-        _check(name, ids.shape, attention_mask=(attention_mask, "BT"))
+        _check_rows(name, hidden, ids.shape, attention_mask=(attention_mask, "BT", REAL))
         counted = attention_mask.bool()
         ref = None
         if use_ref_model:
@@ -626,8 +669,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, *,
-        entropy_coef: float = 0.0, return_entropy: bool = False, memory="auto", drop_ignored: bool | None = None,
-    ):  # fmt: skip
+        entropy_coef: float = 0.0, return_entropy: bool = False, memory: int | str = "auto",
+        drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         vars(self).update(given)
@@ -639,9 +683,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return {name: getattr(self, name) for name in names} | vars(o)
 
     def forward(
-        self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
-        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
-        num_items_in_batch=None,
+        self, _input: torch.Tensor, lin_weight: torch.Tensor, selected_token_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None, advantages: torch.Tensor, bias: torch.Tensor | None = None,
+        ref_per_token_logps: torch.Tensor | None = None, old_per_token_logps: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None, vllm_is_ratio: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
     ):  # fmt: skip
         """-> loss, tuple of metrics: mean KL divergence unless beta is 0, mean entropy if asked for, clip ratio."""
         return linear_grpo_loss(
@@ -664,6 +711,7 @@ def ppo_loss(
         log_probs: (B, T), differentiable; entropy: likewise, or None: no bonus, and not among the metrics.
         The rest as there.
     """
+    _check_log_probs("ppo_loss", log_probs, entropy)
     batch = _ppo_batch(
         "ppo_loss", entropy_coef, log_probs, log_probs.shape, attention_mask, advantages, old_per_token_logps,
         epsilon_low, epsilon_high, reduction, max_completion_length, num_items_in_batch,
@@ -718,6 +766,7 @@ def rloo_loss(
         log_probs: (B, T), differentiable; entropy: likewise, or None: no bonus, and not among the metrics.
         The rest as there.
     """
+    _check_log_probs("rloo_loss", log_probs, entropy)
     batch = _rloo_batch(
         "rloo_loss", entropy_coef, log_probs, log_probs.shape, attention_mask, rewards, samples_per_prompt, level,
         old_per_token_logps, epsilon_low, epsilon_high,

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import logsigmoid, relu, sigmoid
 
 from liger_kernel.chunked_loss._function import GradientsInForward
+from liger_kernel.ops import _check
 from liger_kernel.ops.linear_head import token_log_probs
 from liger_kernel.ops.linear_loss import linear_loss
 
@@ -178,10 +179,25 @@ def _reference(name, head, target, average, options):
         return sequence_log_probs(hidden, weight, target, bias, average=average, **options)
 
 
-def _check(name, hidden, target, labels=None):
+NUMBERS = dict(
+    ignore_index=_check.integer, alpha=_check.finite, beta=_check.finite, gamma=_check.finite,
+    label_smoothing=_check.share, discopop_tau=_check.positive,
+)  # fmt: skip
+
+
+def _check_numbers(name, options):
+    for argument in NUMBERS.keys() & options:
+        NUMBERS[argument](name, argument, options[argument])
+
+
+def _check_sequences(name, hidden, target, labels=None):
+    _check.floats(name, dict(hidden=hidden))
+    _check.integers(name, dict(target=target))
     if hidden.dim() != 3 or target.shape != hidden.shape[:2]:
         shapes = f"{tuple(hidden.shape)} and {tuple(target.shape)}"
         raise ValueError(f"{name}: hidden states and target have shapes {shapes}, give (B, T, H) and (B, T)")
+    if labels is not None and not isinstance(labels, torch.Tensor):
+        raise TypeError(f"{name}: preference_labels is a {type(labels).__name__}, give a tensor of bools")
     if labels is not None and (labels.dtype != torch.bool or labels.shape != target.shape[:1]):
         given = f"{labels.dtype} of shape {tuple(labels.shape)}"
         raise ValueError(f"{name}: preference_labels are {given}, give one bool a sequence: ({target.shape[0]},)")
@@ -214,7 +230,8 @@ def paired_preference(
         means are over all positions and classes.
     """
     name = "paired_preference"
-    _check(name, hidden, target)
+    _check_numbers(name, dict(ignore_index=ignore_index, alpha=alpha, beta=beta, **loss_kwargs))
+    _check_sequences(name, hidden, target)
     B = len(target) // 2
     if len(target) % 2:
         raise ValueError(f"{name}: target has {len(target)} sequences, give the chosen ones and then as many rejected")
@@ -222,7 +239,14 @@ def paired_preference(
     ref = None
     if (ref_chosen_logps is None) != (ref_rejected_logps is None):
         raise ValueError(f"{name}: give both ref_chosen_logps and ref_rejected_logps, or neither")
+    if nll_target is not None:
+        _check.integers(name, dict(nll_target=nll_target))
+        _check.shape(name, "nll_target", nll_target, tuple(target.shape))
     if ref_chosen_logps is not None:
+        given = dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
+        _check.floats(name, dict(hidden=hidden), **given)
+        for argument, x in given.items():
+            _check.shape(name, argument, x, (B,))
         ref = ref_chosen_logps.detach(), ref_rejected_logps.detach()
     elif use_ref_model:
         ref = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options).chunk(2)
@@ -275,12 +299,16 @@ def unpaired_preference(
     name = "unpaired_preference"
     if preference_labels is None:
         raise ValueError(f"{name}: preference_labels is None, give one bool a sequence")
-    _check(name, hidden, target, preference_labels)
+    _check_numbers(name, dict(ignore_index=ignore_index, beta=beta, **loss_kwargs))
+    _check_sequences(name, hidden, target, preference_labels)
+    _check.floats(name, dict(hidden=hidden), ref_logps=ref_logps, kl=kl if isinstance(kl, torch.Tensor) else None)
+    _check.shape(name, "ref_logps", ref_logps, (len(target),))
     options = dict(ignore_index=ignore_index, memory=memory, drop_ignored=drop_ignored)
     if ref_logps is None and (use_ref_model or ref_input is not None):
         ref_logps = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options)
     labels = preference_labels.to(hidden.device)
     counts = (target != ignore_index).sum(-1).to(hidden.device)
+    kl = None if kl is None else kl if isinstance(kl, torch.Tensor) else _check.finite(name, "kl", kl)
     kl = None if kl is None else torch.as_tensor(kl, device=hidden.device).detach().reshape(-1)
     if kl is not None and len(kl) not in (1, len(target)):
         raise ValueError(f"{name}: kl has {len(kl)} elements, give one, or one a sequence: {len(target)}")
@@ -475,8 +503,9 @@ def check_dpo(name, loss_type, label_smoothing):
 class _Loss(torch.nn.Module):
     """Options kept as attributes."""
 
-    def __init__(self, compiled, chunk_size, **options):
+    def __init__(self, compiled: bool, chunk_size: int, **options) -> None:
         super().__init__()
+        _check_numbers(type(self).__name__, options)
         self.compiled, self.chunk_size, self._names = compiled, chunk_size, tuple(options)
         for name, value in options.items():
             setattr(self, name, value)
@@ -506,10 +535,11 @@ class LigerFusedLinearDPOLoss(_Loss):
     """
 
     def __init__(
-        self, ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True,
-        average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, *,
-        memory="auto", drop_ignored=None,
-    ):  # fmt: skip
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False,
+        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
+        loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05, *,
+        memory: int | str = "auto", drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         check_dpo(type(self).__name__, loss_type, label_smoothing)
         super().__init__(
             compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss,
@@ -518,8 +548,10 @@ class LigerFusedLinearDPOLoss(_Loss):
         )  # fmt: skip
 
     def forward(
-        self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
-        ref_chosen_logps=None, ref_rejected_logps=None,
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None, *, ref_chosen_logps: torch.Tensor | None = None,
+        ref_rejected_logps: torch.Tensor | None = None,
     ):  # fmt: skip
         return paired_preference(
             dpo_loss, _input, lin_weight, target, bias, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias,
@@ -532,16 +564,19 @@ class LigerFusedLinearCPOLoss(_Loss):
     """CPO: ``forward(lin_weight, _input, target, bias)``. Arguments as of `LigerFusedLinearDPOLoss`."""
 
     def __init__(
-        self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
-        average_log_prob=False, chunk_size=1, *, memory="auto", drop_ignored=None,
-    ):  # fmt: skip
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True, compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1, *,
+        memory: int | str = "auto", drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
             compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, memory=memory,
             drop_ignored=drop_ignored,
         )  # fmt: skip
 
-    def forward(self, lin_weight, _input, target, bias=None):
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ):  # fmt: skip
         return paired_preference(cpo_loss, _input, lin_weight, target, bias, **self.options)
 
 
@@ -549,15 +584,18 @@ class LigerFusedLinearSimPOLoss(_Loss):
     """SimPO: ``forward(lin_weight, _input, target, bias)``. gamma: the margin; the rest as of DPO's."""
 
     def __init__(
-        self, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True,
-        gamma=0.5, chunk_size=1, *, memory="auto", drop_ignored=None,
-    ):  # fmt: skip
+        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True, compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1, *,
+        memory: int | str = "auto", drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
             compute_nll_loss=compute_nll_loss, gamma=gamma, memory=memory, drop_ignored=drop_ignored,
         )  # fmt: skip
 
-    def forward(self, lin_weight, _input, target, bias=None):
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ):  # fmt: skip
         return paired_preference(simpo_loss, _input, lin_weight, target, bias, average_log_prob=True, **self.options)
 
 
@@ -568,15 +606,18 @@ class LigerFusedLinearORPOLoss(_Loss):
     """
 
     def __init__(
-        self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1, *, memory="auto",
-        drop_ignored=None,
-    ):  # fmt: skip
+        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True,
+        chunk_size: int = 1, *, memory: int | str = "auto", drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             compiled, chunk_size, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss,
             memory=memory, drop_ignored=drop_ignored,
         )  # fmt: skip
 
-    def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+        nll_target: torch.Tensor | None = None,
+    ):  # fmt: skip
         return paired_preference(
             orpo_loss, _input, lin_weight, target, bias, nll_target=nll_target, average_log_prob=True, **self.options
         )
@@ -590,17 +631,20 @@ class LigerFusedLinearKTOLoss(_Loss):
     """
 
     def __init__(
-        self, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1, *,
-        memory="auto", drop_ignored=None,
-    ):  # fmt: skip
+        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
+        average_log_prob: bool = False, chunk_size: int = 1, *, memory: int | str = "auto",
+        drop_ignored: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             compiled, chunk_size, ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model,
             average_log_prob=average_log_prob, memory=memory, drop_ignored=drop_ignored,
         )  # fmt: skip
 
     def forward(
-        self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
-        ref_bias=None, kl=None, *, ref_logps=None,
+        self, _input: torch.Tensor, lin_weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+        preference_labels: torch.Tensor | None = None, ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None, kl: torch.Tensor | None = None, *,
+        ref_logps: torch.Tensor | None = None,
     ):  # fmt: skip
         return unpaired_preference(
             kto_loss, _input, lin_weight, target, preference_labels, bias, ref_input=ref_input, ref_weight=ref_weight,

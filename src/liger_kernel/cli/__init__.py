@@ -1,12 +1,14 @@
 """The command line: ``liger-kernel compare | doctor | models``.
 
 Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input cannot be used,
-3 a process of ours ended without a result, 130 interrupted. Nothing here imports torch before a command needs it.
+3 a process of ours ended without a result, 130 interrupted, 141 nobody reads the output any more. Nothing here imports
+torch before a command needs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from liger_kernel._version import __version__
@@ -24,11 +26,14 @@ def parser() -> argparse.ArgumentParser:
         "liger-kernel", description="Kernels that make training of large language models faster and smaller."
     )
     root.add_argument("--version", action="version", version=f"liger-kernel {__version__}")
-    commands = root.add_subparsers(metavar="command", required=True)
-    for name, module in (("compare", compare), ("doctor", doctor), ("models", models)):
+    commands = root.add_subparsers(metavar="command")
+    for name, module, usage in (
+        ("compare", compare, "MODEL ..."),
+        ("doctor", doctor, "[--json]"),
+        ("models", models, "[TYPE ...]"),
+    ):
         summary = module.__doc__.partition("\n")[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+        command = commands.add_parser(name, help=summary, description=summary, usage=f"liger-kernel {name} {usage}")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return root
@@ -36,7 +41,22 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parser().parse_args(argv)
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # here, where it can still be caught
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
+
+
+def _main(argv: list[str] | None) -> int:
+    try:
+        known = parser()
+        args = known.parse_args(argv)
+        if "run" not in args:
+            known.print_help()
+            return 0
         return args.run(args)
     except BadInput as problem:
         print(f"liger-kernel: {problem}", file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -12,8 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from liger_kernel._version import OLDEST_TRANSFORMERS, __version__
+from liger_kernel._version import OLDEST_TRANSFORMERS, TESTED, __version__
 from liger_kernel.cli import _child
+from liger_kernel.cli.layout import wrapped
 from liger_kernel.cli.versions import installed
 
 LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     found = examine()
-    print(json.dumps(found, indent=2) if args.json else _text(found))
+    print(json.dumps(found, indent=2) if args.json else wrapped(_text(found)))
     return 1 if found["problems"] else 0
 
 
@@ -36,11 +36,12 @@ def examine() -> dict:
     """Everything that `doctor` says."""
     found = dict(
         versions={"python": platform.python_version()} | installed(*LIBRARIES),
-        frameworks=installed(*FRAMEWORKS),
+        tested=TESTED, broken={}, frameworks=installed(*FRAMEWORKS),
         liger_kernel=dict(version=__version__, path=str(Path(__file__).parents[1]), provided_by=_providers()),
         build={}, devices=[], triton=None, kernels=[], problems=[],
     )  # fmt: skip
-    if importlib.util.find_spec("torch") is not None:
+    _try_imports(found)
+    if "torch" in found["versions"] and "torch" not in found["broken"]:
         _try_out(found)
     found["problems"] += _problems(found)
     return found
@@ -49,6 +50,23 @@ def examine() -> dict:
 def _providers() -> list[str]:
     names = importlib.metadata.packages_distributions().get("liger_kernel", [])
     return sorted({f"{name} {importlib.metadata.version(name)}" for name in names})
+
+
+def _try_imports(found: dict) -> None:
+    """A library that is there may still fail to load, or take its process down."""
+    trying = []
+
+    def on_event(event: dict) -> None:
+        if event["event"] == "trying":
+            trying.append(event["name"])
+        else:
+            found["broken"][trying[-1]] = event["problem"]
+
+    names = [name for name in LIBRARIES if name in found["versions"]]
+    try:
+        _child.run("liger_kernel.cli.imports", dict(names=names), on_event, "the import")
+    except _child.Crash as crash:
+        found["broken"][trying[-1]] = str(crash)
 
 
 def _try_out(found: dict) -> None:
@@ -76,6 +94,8 @@ def _problems(found: dict) -> list[str]:
     versions, devices, problems = found["versions"], found["devices"], []
     if "torch" not in versions:
         problems.append("PyTorch is missing: pip install torch.")
+    for name, problem in found.get("broken", {}).items():
+        problems.append(f"{name} {versions[name]} is installed, but cannot be imported ({problem}): install it anew.")
     if len(found["liger_kernel"]["provided_by"]) > 1:
         several = " and ".join(found["liger_kernel"]["provided_by"])
         problems.append(f"{several} write into the same import name liger_kernel: uninstall both, then install one.")
@@ -96,7 +116,9 @@ def _problems(found: dict) -> list[str]:
                             f"{found['build']['cuda']} needs, update it or install an older PyTorch.")  # fmt: skip
     if os.environ.get("TRITON_INTERPRET") == "1":
         problems.append("TRITON_INTERPRET=1 runs every kernel in Python, thousands of times slower: unset it.")
-    if found["triton"] is not None and not found["triton"]["works"]:
+    if "triton" in found.get("broken", {}):
+        pass
+    elif found["triton"] is not None and not found["triton"]["works"]:
         problems.append(f"Triton does not work here ({found['triton']['problem']}): {_triton_remedy(versions)}")
     else:
         problems += [
@@ -119,7 +141,9 @@ def _text(found: dict) -> str:
     own = found["liger_kernel"]
     lines = [f"liger-kernel {own['version']} at {own['path']}"]
     lines.append(f"  from {', '.join(own['provided_by']) or 'a path, no installed distribution'}")
-    lines += [f"  {name} {version}" for name, version in found["versions"].items()]
+    for name, version in found["versions"].items():
+        lines.append(f"  {name} {version}" + (", which cannot be imported" if name in found["broken"] else ""))
+    lines.append("tested with " + ", ".join(f"{name} {versions}" for name, versions in found["tested"].items()))
     known = ", ".join(f"{name} {version}" for name, version in found["frameworks"].items())
     lines.append(f"training frameworks: {known or 'none'}")
     for number, device in enumerate(found["devices"]):

@@ -9,6 +9,7 @@ import json
 import warnings
 
 from liger_kernel.cli._child import BadInput, one_line
+from liger_kernel.cli.layout import width, wrapped
 
 PAGE = """# What is replaced in each family
 
@@ -80,7 +81,8 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
         if as_markdown:
             print(markdown([f"`{name}`", *kernels, "; ".join(left)]), flush=True)
         else:
-            print(f"{name:<24}  {'; '.join(filter(None, kernels))}".rstrip(), *left, sep="\n    ", flush=True)
+            lines = f"{name:<24}  {'; '.join(filter(None, kernels))}".rstrip(), *left
+            print(wrapped("\n    ".join(lines)), flush=True)
 
 
 def coverage(model_type: str) -> tuple[list[str], list[str]]:
@@ -110,13 +112,18 @@ def markdown(cells) -> str:
 
 def switch_table(families: dict[str, dict[str, bool]]) -> str:
     columns = list(dict.fromkeys(kernel for kernels in families.values() for kernel in kernels))
-    width = max(map(len, families)) + 2
-    lines = [" " * width + "  ".join(columns)]
+    first = max(map(len, families)) + 2
+    lines = [" " * first + "  ".join(columns)]
     for family, kernels in families.items():
         cells = ({None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns)
-        lines.append((family.ljust(width) + "  ".join(cells)).rstrip())
+        lines.append((family.ljust(first) + "  ".join(cells)).rstrip())
+    if max(map(len, lines)) > width():
+        lines = []
+        for family, kernels in families.items():
+            on, off = (", ".join(c for c, default in kernels.items() if default == value) for value in (True, False))
+            lines += [family, *([f"  on: {on}"] if on else []), *([f"  off: {off}"] if off else [])]
     legend = "A kernel is on or off by default; nothing stands where a family has no such part."
-    return "\n".join([*lines, "", f"{len(families)} families. {legend}"])
+    return wrapped("\n".join([*lines, "", f"{len(families)} families. {legend}"]))
 
 
 def switches() -> dict[str, dict[str, bool]]:

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "mixed"),
     )
     add("--optimizer", "as the Trainer names it; default adamw_torch_fused on a GPU, else adamw_torch", metavar="NAME")
-    add("--attention", "default: what the model prefers", choices=("sdpa", "eager", "flash_attention_2"))
+    attentions = "sdpa", "eager", "flash_attention_2"
+    add("--attention", f"{', '.join(attentions)}; default: what the model prefers", choices=attentions, metavar="NAME")
     add("--gradient-checkpointing", "recompute activations in backward", action="store_true", default=False)
     add("--compile", "torch.compile, in every run", action="store_true", default=False)
     add("--text", "what to train on; default the source of Python's standard library, its bytes", metavar="FILE")

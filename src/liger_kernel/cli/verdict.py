@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from liger_kernel.cli.layout import width, wrapped
+
 # float32, 60 steps, six families on a CPU: 1.4e-6 at most; a learning rate 0.1 % too large already parts by 2.6e-3.
 TOLERANCE = 1e-4
 # bfloat16, the same runs: 0.06 to 2.2 times the noise. The largest is gemma2's, whose logits Hugging Face caps in bf16.
@@ -53,11 +55,14 @@ def largest_difference(ours: list[float], theirs: list[float]) -> tuple[float, i
 def table(result: dict) -> str:
     """What the user reads at the end."""
     theirs, ours = result["runs"]["huggingface"], result["runs"]["patched"]
-    lines = [*_heading(result["training"], theirs), "", f"{'':22}{'Hugging Face':>16}{'patched':>16}"]
+    narrow = width() < 66  # what is measured stands above its numbers
+    first, column, last = ("", 14, 10) if narrow else (" " * 22, 16, 12)
+    lines = [*_heading(result["training"], theirs), "", f"{first}{'Hugging Face':>{column}}{'patched':>{column}}"]
 
     def row(name: str, form, key, note=lambda a, b: f"{b / a - 1:+.1%}"):
         a, b = key(theirs), key(ours)
-        lines.append(f"{name:22}{form(a):>16}{form(b):>16}{note(a, b):>12}")
+        above = f"{name}\n" if narrow else f"{name:22}"
+        lines.append(f"{above}{form(a):>{column}}{form(b):>{column}}{note(a, b):>{last}}")
 
     for step in _milestones(len(theirs["losses"])):
         row(
@@ -71,7 +76,7 @@ def table(result: dict) -> str:
     row("peak memory", "{:,.2f} GB".format, lambda run: run["peak_memory"] / 1e9)
     if theirs["step_memory"] is not None:
         row("memory of one step", "{:,.2f} GB".format, lambda run: run["step_memory"] / 1e9)
-    return "\n".join([*lines, "", *_conclusion(result["verdict"], ours)])
+    return wrapped("\n".join([*lines, "", *_conclusion(result["verdict"], ours)]))
 
 
 def _heading(training: dict, run: dict) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from ._tile import TRITON
 
 AMD = torch.version.hip is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads it
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
@@ -87,6 +87,45 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
     return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
 
 
+def without_autocast(tensor: torch.Tensor):
+    """Products as they are written, whatever autocast says around the call."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def autocast_as_now(device):
+    """-> contexts, one each time it is called, with autocast as it is now."""
+    kind = torch.device(device).type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+
+
 def multiplies_into_fp32(tensor: torch.Tensor) -> bool:
-    """Whether torch's matmuls of 16-bit tensors can add to an fp32 one there, without a temporary (torch 2.8)."""
-    return tensor.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads()
+    """Whether torch can add products of tensors like this 16-bit one to an fp32 matrix there, without a temporary.
+
+    Tried once (torch 2.8 has it, builds for ROCm refuse it, and so may a setting), but never within a CUDA graph, whose
+    capture a refusal might end: whoever captures has run the same outside before.
+    """
+    if not tensor.is_cuda:
+        return False
+    settings = torch.backends.cuda.matmul
+    asked = tensor.device, tensor.dtype, getattr(settings, "allow_fp16_accumulation", False)
+    if asked not in _multiplies and not torch.cuda.is_current_stream_capturing():
+        _multiplies[asked] = _tried(tensor)
+    return _multiplies.get(asked, False)
+
+
+_multiplies: dict[tuple, bool] = {}
+
+
+def _tried(tensor):
+    a, out = tensor.new_zeros(16, 16), tensor.new_zeros(16, 16, dtype=torch.float32)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32, out=out)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True

@@ -1,4 +1,7 @@
-"""``@kernel``: ``triton.jit`` for what the host launches, with a launch that costs the host less.
+"""``@kernel``: ``triton.jit`` for what the host launches, on its tensors' device, with a launch that costs less.
+
+Triton launches on the current device, wherever the pointers lead. A model that is spread over several has tensors on
+others; so each launch makes that of its first tensor the current one, and no operator can forget to.
 
 Triton binds and specialises every argument anew each time (26 µs where a launch itself takes 14: H200's host,
 2026-11-20, Triton 3.6). Here a launch is found by what its arguments are to Triton: a tensor's dtype and whether its
@@ -8,8 +11,12 @@ is watched by a profiler's hook, goes through Triton.
 
 from __future__ import annotations
 
-from ._device import AMD
+import torch
+
+from . import _device
 from ._tile import TRITON, triton
+
+CHECKED = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")  # Tritons that launch what they compiled as `launch` does
 
 
 def _kinds(args):
@@ -24,24 +31,45 @@ def _kinds(args):
     ]
 
 
-def _launcher():
-    """The class of kernels, or ``triton.jit`` itself: in the interpreter, on AMD, whose kernels are specialised by a
-    tensor's size, too, and with a Triton that launches otherwise."""
-    knobs = getattr(triton, "knobs", None)
-    if not TRITON or AMD or knobs is None or knobs.runtime.interpret:
-        return triton.jit
-    driver, active = triton.runtime.driver, None
+def _first_tensor(args):
+    return next(a for a in args if isinstance(a, torch.Tensor))
 
-    class Kernel(triton.runtime.jit.JITFunction):
+
+def _launcher():
+    """The class of kernels; in the interpreter, which has no devices, ``triton.jit`` itself.
+
+    A launch is only looked for where it was checked that one can be: with these Tritons, on NVIDIA. AMD's kernels are
+    specialised by a tensor's size, too, and Intel's driver takes other arguments.
+    """
+    if not TRITON or _device.INTERPRETED:
+        return triton.jit
+
+    class Guarded(triton.runtime.jit.JITFunction):
+        def run(self, *args, **kwargs):
+            with _device.guard(_first_tensor(args)):
+                return super().run(*args, **kwargs)
+
+    if tuple(triton.__version__.split(".")[:2]) not in CHECKED:
+        return Guarded
+    knobs, driver, active, checked = triton.knobs, triton.runtime.driver, None, False
+
+    class Kernel(Guarded):
         def __init__(self, fn):
             super().__init__(fn)
             self.found = {}
 
         def __getitem__(self, grid):
             def launch(*args, **constants):
-                nonlocal active
-                active = active or driver.active
-                device = active.get_current_device()
+                nonlocal active, checked
+                if active is None:
+                    active = driver.active
+                    checked = active.get_current_target().backend == "cuda"
+                if not checked:
+                    return self.run(*args, grid=grid, warmup=False, **constants)
+                device, first = active.get_current_device(), _first_tensor(args)
+                if first.get_device() not in (device, -1):  # -1: in no GPU's memory
+                    with _device.guard(first):
+                        return launch(*args, **constants)
                 key = (device, *_kinds(args), *constants, *constants.values())
                 found = self.found.get(key)
                 hook = knobs.runtime.launch_enter_hook

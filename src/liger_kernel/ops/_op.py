@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import _device
+
+# What operators and references call. Frameworks put operators of ours in the place of PyTorch's functions.
+F = types.SimpleNamespace(**vars(torch.nn.functional))
 
 
 def custom_op(name: str, like: Callable):
@@ -62,35 +66,65 @@ class Function(torch.autograd.Function):
     """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
 
     torch.compile takes ``forward`` and no notice of this ``apply``, so `liger_<op>()` asks for kernels, too. A subclass
-    gives ``reference(*args)``: the same outputs in plain PyTorch. There are no second derivatives: asking
-    for them raises.
+    gives ``reference(*args)``: the same outputs in plain PyTorch; and ``arguments(ctx)``: such args out of what is
+    saved, where tensors with a gradient are apply's own. Where a graph of the gradients is asked for
+    (``create_graph=True``), ``again`` stands for backward: it differentiates the reference.
     """
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(_once(cls.backward))
+            cls.backward = staticmethod(_backward_or_again(cls.backward))
 
     @classmethod
     def apply(cls, *args):
-        if not _device.has_kernels(args[0]):
+        if not args[0].is_floating_point():
+            raise TypeError(f"{cls.__name__}: the first argument is {args[0].dtype}, give a floating point tensor")
+        if not _device.has_kernels(args[0]) or transformed():
             return cls.reference(*args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # past what only those transforms need
+        return super(torch.autograd.Function, cls).apply(*args)  # past what only functorch's transforms need
+
+    @classmethod
+    def again(cls, ctx, *grads):
+        """backward, by differentiable operations."""
+        args, needs = cls.arguments(ctx), ctx.needs_input_grad
+        found = gradients(cls.reference, args, [*needs, *[False] * len(args)][: len(args)], grads)
+        return *found, *[None] * (len(needs) - len(args))
 
 
-def _once(backward):
-    """`once_differentiable`, at a cost only where a graph of the gradients is asked for."""
-    checked = once_differentiable(backward)
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which wants PyTorch's own operations."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
+
+def _backward_or_again(backward):
     @functools.wraps(backward)
     def call(ctx, *grads):
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        return ctx._forward_cls.again(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return call
+
+
+def gradients(fn, args, needs, grads):
+    """Of ``fn(*args)``, given those of its outputs: one for each arg that needs one, else None. They have a graph."""
+    # each arg under a name of its own: one may depend on another, or be the same tensor
+    args = [a.view_as(a) if need else a for a, need in zip(args, needs, strict=True)]
+    outputs = fn(*args)
+    outputs = zip(outputs if isinstance(outputs, tuple) else (outputs,), grads, strict=True)
+    outputs = [(y, dy) for y, dy in outputs if dy is not None and y is not None and y.requires_grad]
+    wanted = [a for a, need in zip(args, needs, strict=True) if need]
+    if not outputs or not wanted:
+        return (None,) * len(needs)
+    ys, dys = zip(*outputs, strict=True)
+    found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
+    return tuple(next(found) if need else None for need in needs)
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it, with the entries of a row one after the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,17 +172,62 @@ def _sole_holder(view: bool) -> tuple[int, ...]:
     return _Probe.counts[view]
 
 
-def may_overwrite(saved: torch.Tensor) -> bool:
+def may_overwrite(ctx, saved: torch.Tensor) -> bool:
     """In backward: may a gradient be written over the memory of this tensor from ``ctx.saved_tensors``?
 
     Only if the graph is about to be freed and nobody but the graph can still see that memory: no variable of the
-    caller's, no view, no other node. A caller who does write must call `torch.autograd.graph.increment_version`.
+    caller's, no view, no other node, no saved-tensor hook, which may keep what it gives in a form that doesn't count
+    (an array, a file); a checkpoint's don't. A caller who does write must call
+    `torch.autograd.graph.increment_version`.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return False
     if saved.is_leaf or not saved.requires_grad:
         return False
-    return all(a <= b for a, b in zip(_holders(saved), _sole_holder(saved._base is not None), strict=True))
+    counts, alone = _holders(saved), _sole_holder(saved._base is not None)
+    if any(a > b for a, b in zip(counts, alone, strict=True)):
+        return False
+    if counts[0] == alone[0]:
+        return True
+    hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]  # the graph doesn't hold this tensor: a hook made it
+    return all(hook is None or _of_checkpoint(hook) for hook in hooks)
+
+
+def _of_checkpoint(hook) -> bool:
+    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
+def keep(ctx, taken, inputs):
+    """Keep for backward the gradients that forward has taken, and the inputs that a graph of them would need.
+
+    Saved-tensor hooks see the inputs alone: the gradients are no activations, to be moved or kept by somebody else.
+    But a checkpoint drops them, and runs forward again.
+    """
+    hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if is_compiling():
+        ctx.taken = None
+        ctx.save_for_backward(*taken)
+    elif hooks is not None and _of_checkpoint(hooks[0]):
+        ctx.taken = None
+        ctx.save_for_backward(*taken, *inputs)
+    else:
+        ctx.taken = taken
+        ctx.save_for_backward(*inputs)
+
+
+def kept(ctx, n: int):
+    """-> the n gradients that forward has taken, and whether backward may write over them: they are gone afterwards."""
+    taken = ctx.taken
+    if taken is None:  # theirs who keep saved tensors; or there are none any more, and this raises
+        return ctx.saved_tensors[:n], False
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return taken, False
+    ctx.taken = None
+    return taken, True
+
+
+def kept_inputs(ctx, n: int):
+    return ctx.saved_tensors[n if ctx.taken is None else 0 :]
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def token_loss_reference_parallel(
         ce = w[target.where(valid & known, 0)] * ce
     if label_smoothing:
         ce = (1 - label_smoothing) * ce + label_smoothing / V * ((V if w is None else w.sum()) * log_sum - weighted[0])
-    z_loss, mean = lse_square_scale * lse.square(), sum_z.detach() / V
+    z_loss, mean = lse_square_scale * lse * lse, sum_z.detach() / V
     outputs = ce + z_loss, lse, log_sum - distance / total, z_loss.detach(), (best == target).float(), mean
     loss, lse, entropy, z_loss, correct, mean = (x.where(valid, 0) for x in outputs)
     return loss, lse, entropy, z_loss, correct, best.where(valid, -1), mean

@@ -26,8 +26,42 @@ def cdiv(a, b):
     return -(-a // b)
 
 
+def parts(x):
+    """Logits (T, V), or a pair of such with the first classes and the others -> the pair, the first of the others, V.
+
+    Without others they are None and 0.
+    """
+    if not isinstance(x, tuple):
+        return x, None, 0, x.shape[1]
+    return *x, x[0].shape[1], x[0].shape[1] + x[1].shape[1]
+
+
+def blocks(split, V, size):
+    """How many blocks of so many classes there are, each in one part."""
+    return cdiv(split, size) + cdiv(V - split, size)
+
+
 def next_power_of_2(n):
     return 1 << (n - 1).bit_length() if n > 0 else 1
+
+
+@triton.jit
+def of_program(x_ptr, more_ptr, split, V, SIZE):
+    """SIZE classes of V for program_id(1); those from ``split`` on are where more_ptr is, if there is one.
+
+    -> where they are, the first one's place there (64 bits), the first one, how many.
+    """
+    k = tl.program_id(1)
+    begin = k * SIZE
+    at, end = begin, V
+    if more_ptr is not None:
+        before = tl.cdiv(split, SIZE)
+        later = k >= before
+        at = tl.where(later, k - before, k) * SIZE
+        begin = tl.where(later, at + split, at)
+        end = tl.where(later, V, split)
+        x_ptr = tl.where(later, more_ptr, x_ptr)
+    return x_ptr, at.to(tl.int64), begin, tl.minimum(SIZE, end - begin)
 
 
 @triton.jit

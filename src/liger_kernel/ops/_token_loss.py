@@ -33,8 +33,24 @@ import torch
 from . import _device
 from ._kernel import kernel
 from ._parallel import gathered, place
-from ._tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, tanh, tanh_slope, tl, triton
+from ._tile import (
+    INF,
+    blocks,
+    cdiv,
+    exp,
+    exp_for,
+    finite,
+    log,
+    next_power_of_2,
+    of_program,
+    parts,
+    tanh,
+    tanh_slope,
+    tl,
+    triton,
+)
 
+MOST = 65535  # programs along a grid's second axis
 SLOTS = 7  # of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
 
 
@@ -93,15 +109,17 @@ def _times(p, log_p):
 
 @kernel
 def _partials(
-    x_ptr, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first, ignore_index, softcap, logit_scale,
-    ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, more_ptr, split, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first, ignore_index,
+    softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr, BEST: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens, read once; in each iteration a lane takes EACH classes of a token.
 
     With ROWS, where the classes of a token are contiguous, they are neighbours; otherwise the tokens' lanes are.
     """
-    t0, begin = tl.program_id(0) * BLOCK_T, tl.program_id(1) * STRIP
+    t0 = tl.program_id(0) * BLOCK_T
+    x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, V, STRIP)
     tokens = t0 + tl.arange(0, BLOCK_T)
     y = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
     if tl.sum((y != ignore_index).to(tl.int32)) == 0:
@@ -111,17 +129,17 @@ def _partials(
         i, t = lane * EACH + each, lane * 0
     else:
         i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
-    x = x_ptr + t0.to(tl.int64) * stride_t + begin.to(tl.int64) * stride_v + (i * stride_v + t * stride_t)
+    x = x_ptr + t0.to(tl.int64) * stride_t + (i * stride_v + t * stride_t)
     known = t0 + t < T
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     top = tl.full((LANES,), -INF, dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     pz, wz, sz = total, total, total
     best = tl.zeros((LANES,), dtype=tl.int32)
-    left = tl.minimum(STRIP, V - begin)
     for start in range(0, left, EACH * LANES // BLOCK_T):
         mask = (start + i < left) & known
-        z = _logits(tl.load(x + start * stride_v, mask=mask, other=-INF), softcap, logit_scale, SCALED, SOFTCAP)
+        z = tl.load(x + (row + start) * stride_v, mask=mask, other=-INF)
+        z = _logits(z, softcap, logit_scale, SCALED, SOFTCAP)
         if SCALED or SOFTCAP:
             z = tl.where(mask, z, -INF)
         higher = tl.max(z, axis=0)
@@ -170,13 +188,26 @@ def _partials(
         tl.store(part + 5 * slot, (first + at).to(tl.float32, bitcast=True), mask=mask)
 
 
+@triton.jit
+def target_logit(x_ptr, more_ptr, split, of_token, y, stride_v, mask, other):
+    """Of class y of the logits, see `of_program`."""
+    here = mask
+    if more_ptr is not None:
+        here = mask & (y < split)
+    x = tl.load(x_ptr + of_token + y * stride_v, mask=here, other=other)
+    if more_ptr is not None:
+        more = tl.load(more_ptr + of_token + (y - split) * stride_v, mask=mask & (y >= split), other=other)
+        x = tl.where(y < split, x, more)
+    return x
+
+
 @kernel
 def _merge(
-    part_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr, z_ptr, token_ptr, entropy_ptr,
-    mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first, shard, ignore_index, smoothing,
-    lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr,
-    BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    part_ptr, x_ptr, more_ptr, split, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr, z_ptr,
+    token_ptr, entropy_ptr, mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first, shard,
+    ignore_index, smoothing, lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr,
+    MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """N strips become one, in ``merged``; or, where there is none, the tokens' outputs.
 
@@ -210,7 +241,7 @@ def _merge(
     inside = (y >= 0) & (y < V)
     if x_ptr is not None:
         here = valid & (y >= first) & (y < first + shard)
-        x = tl.load(x_ptr + t.to(tl.int64) * stride_t + (y - first) * stride_v, mask=here, other=0.0)
+        x = target_logit(x_ptr, more_ptr, split, t.to(tl.int64) * stride_t, y - first, stride_v, here, 0.0)
         zy = tl.where(here, _logits(x, softcap, logit_scale, SCALED, SOFTCAP), tl.where(inside, 0.0, float("nan")))
     else:
         zy = tl.sum(tl.load(part + 6 * stride_slot, mask=mask, other=0.0), axis=0)
@@ -254,24 +285,30 @@ def _merge(
 
 @kernel
 def _gradient(
-    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr, entropy_ptr, dx_ptr, stride_g,
-    stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index, smoothing, lse_square_scale, softcap,
-    logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, more_ptr, split, target_ptr, weight_ptr, norm_ptr, stats_ptr, entropy_ptr,
+    dx_ptr, stride_g, stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index, smoothing,
+    lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of classes of some tokens. dx may be x. g is 1 where none is given."""
-    t0, v0 = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_V
+    """One program: one block of classes of some tokens. dx may be x. g is 1 where none is given.
+
+    Logits in two parts become their gradient.
+    """
+    t0 = tl.program_id(0) * BLOCK_T
+    x_ptr, row, v0, left = of_program(x_ptr, more_ptr, split, shard, BLOCK_V)
+    if more_ptr is not None:
+        dx_ptr = x_ptr
     i, j = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_T)[None, :]
     t = t0 + tl.arange(0, BLOCK_T)
     known = t < T
-    mask = (v0 + i < shard) & (t0 + j < T)
-    dx = dx_ptr + t0.to(tl.int64) * stride_dt + v0.to(tl.int64) * stride_dv + (i * stride_dv + j * stride_dt)
+    mask = (i < left) & (t0 + j < T)
+    dx = dx_ptr + t0.to(tl.int64) * stride_dt + row * stride_dv + (i * stride_dv + j * stride_dt)
     y = tl.load(target_ptr + t, mask=known, other=ignore_index)
     valid = y != ignore_index
     if tl.sum(valid.to(tl.int32)) == 0:
         tl.store(dx, tl.zeros((BLOCK_V, BLOCK_T), dtype=dx_ptr.dtype.element_ty), mask=mask)
         return
-    x = x_ptr + t0.to(tl.int64) * stride_t + v0.to(tl.int64) * stride_v + (i * stride_v + j * stride_t)
+    x = x_ptr + t0.to(tl.int64) * stride_t + row * stride_v + (i * stride_v + j * stride_t)
     x = tl.load(x, mask=mask, other=0.0)
     top = tl.load(stats_ptr + 2 * t, mask=known, other=0.0)
     log_sum = tl.load(stats_ptr + 2 * t + 1, mask=known, other=0.0)
@@ -285,7 +322,7 @@ def _gradient(
     b = smoothing * tl.load(norm_ptr + 2) / V * g0 + 2.0 * lse_square_scale * (top + log_sum) * g1
     if g_lse_ptr is not None:
         b += tl.load(g_lse_ptr + t, mask=known, other=0.0) * logit_scale
-    of_target = tl.where((y >= first + v0) & (y < first + v0 + BLOCK_V), y - first - v0, -1).to(tl.int32)
+    of_target = tl.where((y >= first + v0) & (y < first + v0 + left), y - first - v0, -1).to(tl.int32)
 
     log_p = (_logits(x, softcap, logit_scale, SCALED, SOFTCAP) - top[None, :]) - log_sum[None, :]
     p = exp_for(log_p, x_ptr.dtype.element_ty == tl.float32)
@@ -293,7 +330,7 @@ def _gradient(
     if SMOOTH:
         c = smoothing / V * g0
         if weight_ptr is not None:
-            w = tl.load(weight_ptr + first + v0 + i, mask=v0 + i < shard, other=0.0).to(tl.float32)
+            w = tl.load(weight_ptr + first + v0 + i, mask=i < left, other=0.0).to(tl.float32)
             d -= c[None, :] * w
         else:
             d -= c[None, :]
@@ -367,50 +404,58 @@ def token_loss(
 ):  # fmt: skip
     """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
 
-    With a ``group`` x is this rank's shard of the classes, and one small tensor is gathered.
+    x may be in two parts, of the same strides. With a ``group`` it is this rank's shard of the classes, and one small
+    tensor is gathered.
     """
-    (T, shard), world, rank = x.shape, *place(group)
+    (x, more, split, shard), (world, rank) = parts(x), place(group)
+    T = x.shape[0]
     kind = dict(SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
     rounding = _rounding(x, **kind)
     kind |= dict(ENTROPY=entropy is not None, SMOOTH=smoothing != 0, MEAN=mean is not None, BEST=best is not None)
     tokens, lanes, each, strip, warps = _launch(x, _plain(x, *kind.values()))
-    strips = cdiv(shard, strip)
+    strips = blocks(split, shard, strip)
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     _partials[(cdiv(T, tokens), strips)](
-        x, target, weight, part, x.stride(0), x.stride(1), T, shard, strip, rank * shard, ignore_index, softcap or 1.0,
+        x, more, split, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap or 1.0,
         logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
         num_warps=_device.warps(warps, x), **rounding,
     )  # fmt: skip
 
-    def merge(part, n, stride_n, stride_slot, x, merged):
+    def merge(part, n, stride_n, stride_slot, x, more, merged):
         rows = max(16, min(64, 2048 // next_power_of_2(n)))
         _merge[(cdiv(T, rows),)](
-            part, x, target, weight, norm, merged, loss, stats, z_loss, token, entropy, mean, best,
+            part, x, more, split, target, weight, norm, merged, loss, stats, z_loss, token, entropy, mean, best,
             stride_n, stride_slot, *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard,
             ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale, **kind,
             TOKEN_SCALING=token_scaling, BLOCK_N=next_power_of_2(n), BLOCK_T=rows, num_warps=4, **rounding,
         )  # fmt: skip
 
     if world == 1:
-        merge(part, strips, T, strips * T, x, None)
+        merge(part, strips, T, strips * T, x, more, None)
     else:
         merged = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
-        merge(part, strips, T, strips * T, x, merged)
-        merge(gathered(merged, group), world, SLOTS * T, T, None, None)
+        merge(part, strips, T, strips * T, x, more, merged)
+        merge(gathered(merged, group), world, SLOTS * T, T, None, None, None)
 
 
 def token_gradient(
     g, x, target, weight, norm, stats, dx, ignore_index, smoothing, lse_square_scale, softcap, logit_scale,
     g_entropy=None, g_lse=None, entropy=None, group=None,
 ):  # fmt: skip
-    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,). dx may be x."""
-    (T, shard), world, rank = x.shape, *place(group)
+    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,). dx may be x.
+
+    It is where that is in two parts.
+    """
+    (x, more, split, shard), (dx, *_), (world, rank) = parts(x), parts(dx), place(group)
+    T = x.shape[0]
     kind = dict(SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
     tokens, block, warps = _launch_gradient(x)
+    while blocks(split, shard, block) > MOST:
+        block *= 2
     stride_g = g.stride(0) if g is not None and g.dim() else 0
-    _gradient[(cdiv(T, tokens), cdiv(shard, block))](
-        g, g_entropy, g_lse, x, target, weight, norm, stats, entropy, dx, stride_g,
+    _gradient[(cdiv(T, tokens), blocks(split, shard, block))](
+        g, g_entropy, g_lse, x, more, split, target, weight, norm, stats, entropy, dx, stride_g,
         *x.stride(), *dx.stride(), T, world * shard, rank * shard, shard, ignore_index, smoothing, lse_square_scale,
         softcap or 1.0, logit_scale, **kind, BLOCK_T=tokens, BLOCK_V=block, num_warps=_device.warps(warps, x),
         **_rounding(x, **kind),

@@ -14,10 +14,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from . import _device
-from ._op import CASES, Case, Function, custom_op, may_overwrite, rounded
+from . import _check, _device
+from ._op import CASES, Case, F, Function, custom_op, may_overwrite, rounded, unit_stride
 from ._token_loss import normalisers, token_gradient, token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -49,10 +48,11 @@ def cross_entropy_reference(
     ce = F.cross_entropy(
         z, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
-    z_loss = (lse_square_scale * z.logsumexp(-1).square()).where(valid, 0)
+    lse = z.logsumexp(-1)
+    z_loss = (lse_square_scale * lse * lse).where(valid, 0)  # in this order: the square of a large lse is inf
     if reduction == "mean":
-        ce = ce / (n if weight is None else weight[label].where(valid, 0).sum())
-        z_loss = z_loss / n
+        total = n if weight is None else weight[label].where(valid, 0).sum()
+        ce, z_loss = ce / total.where(total != 0, 1), z_loss / n.clamp(min=1)
     if use_token_scaling:
         token = z.detach().softmax(-1).gather(-1, label[:, None]).squeeze(-1).where(valid, 0)
         ce, z_loss = ce * token, z_loss * token
@@ -136,16 +136,17 @@ class LigerCrossEntropyFunction(Function):
         return_predicted_tokens=False, loss_dtype=None,
     ):  # fmt: skip
         _device.require_kernels("LigerCrossEntropyFunction", _input)
-        x = _input if _input.stride(-1) == 1 else _input.contiguous()
+        x = unit_stride(_input)
         target = target.contiguous()
         weight = None if weight is None else weight.contiguous()
         loss, stats, z_loss, norm, best = cross_entropy_fwd(
             x, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction == "mean", softcap,
             return_z_loss, return_token_accuracy or return_predicted_tokens,
         )  # fmt: skip
-        ctx.save_for_backward(x, target, weight, norm, stats)
+        ctx.save_for_backward(_input, target, weight, norm, stats)
         ctx.options = ignore_index, label_smoothing, lse_square_scale, softcap
         dtype = loss_dtype or x.dtype
+        ctx.reduction, ctx.loss_dtype = reduction, dtype
         scalar = reduction != "none"
         correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
         outputs = (
@@ -158,36 +159,44 @@ class LigerCrossEntropyFunction(Function):
         return outputs
 
     @staticmethod
+    def arguments(ctx):
+        x, target, weight, *_ = ctx.saved_tensors
+        ignore_index, label_smoothing, lse_square_scale, softcap = ctx.options
+        asked_for = False, False, False  # what beside the loss
+        numbers = ignore_index, lse_square_scale, label_smoothing
+        return x, target, weight, *numbers, ctx.reduction, softcap, *asked_for, ctx.loss_dtype
+
+    @staticmethod
     def backward(ctx, dloss, *_):
         x, target, weight, norm, stats = ctx.saved_tensors
-        if may_overwrite(x):
+        if x.stride(-1) == 1 and may_overwrite(ctx, x):
             with _device.guard(x):
                 token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
             torch.autograd.graph.increment_version(x)
             dx = x
         else:
-            dx = cross_entropy_bwd(dloss, x, target, weight, norm, stats, *ctx.options)
+            dx = cross_entropy_bwd(dloss, unit_stride(x), target, weight, norm, stats, *ctx.options)
         return dx, *[None] * 11
 
 
-def check_options(name, reduction, label_smoothing, softcap):
+def check_options(name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale=1.0):
+    """-> the last five as Python numbers."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: label_smoothing is {label_smoothing}, give a number from 0 to 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{name}: softcap is {softcap}, give a positive number or None")
+    return (
+        _check.integer(name, "ignore_index", ignore_index),
+        _check.share(name, "label_smoothing", label_smoothing),
+        _check.finite(name, "lse_square_scale", lse_square_scale),
+        None if softcap is None else _check.positive(name, "softcap", softcap),
+        _check.finite(name, "logit_scale", logit_scale),
+    )
 
 
 def check_rows(name, rows, target, weight, V):
     if target.dim() != 1 or target.shape[0] != rows.shape[0]:
         raise ValueError(f"{name}: target has shape {tuple(target.shape)}, give one label a row: ({rows.shape[0]},)")
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise TypeError(f"{name}: target is {target.dtype}, give class indices (torch.int64)")
     if weight is not None and weight.shape != (V,):
         raise ValueError(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
-    if weight is not None and not weight.is_floating_point():
-        raise TypeError(f"{name}: the class weight is {weight.dtype}, give a floating point tensor")
 
 
 def check_targets(name, target, V, ignore_index):
@@ -213,9 +222,10 @@ def packed(loss, z_loss, token_accuracy, predicted_tokens):
 
 
 def liger_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False, return_token_accuracy=False,
-    return_predicted_tokens=False, loss_dtype=None,
+    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, loss_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Cross entropy of logits, as `torch.nn.functional.cross_entropy`, in fp32 arithmetic for any dtype.
 
@@ -236,20 +246,27 @@ def liger_cross_entropy(
     Returns:
         The loss: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput` with z_loss (the part of
         the loss that it is), token_accuracy (fp32, over the valid rows) and predicted_tokens ((M,) int64, the lowest
-        index on ties, -1 where ignored), None where not asked for. If all rows are ignored the loss is 0.
+        index on ties, -1 where ignored), None where not asked for. A mean over nothing is 0, where PyTorch has NaN:
+        if all rows are ignored, or the class weights of their targets add up to 0.
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit.
     """
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    check_options("liger_cross_entropy", reduction, label_smoothing, softcap)
+    name = "liger_cross_entropy"
+    ignore_index, label_smoothing, lse_square_scale, softcap, _ = check_options(
+        name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
+    )
+    _check.dtype(name, "loss_dtype", loss_dtype)
+    _check.floats(name, dict(input=input), **{"class weight": weight})
+    _check.integers(name, dict(target=target))
+    if target.device != input.device:
+        raise ValueError(f"{name}: input is on {input.device}, target on {target.device}, give one device")
     if input.dim() != 2:
-        raise ValueError(
-            f"liger_cross_entropy: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)"
-        )
-    check_rows("liger_cross_entropy", input, target, weight, input.shape[1])
-    check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
+        raise ValueError(f"{name}: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)")
+    check_rows(name, input, target, weight, input.shape[1])
+    check_targets(name, target, input.shape[1], ignore_index)
     target = target.long()
     run = LigerCrossEntropyFunction.apply if _device.has_kernels(input) else LigerCrossEntropyFunction.reference
     return packed(
@@ -264,17 +281,18 @@ class LigerCrossEntropyLoss(torch.nn.Module):
     """`liger_cross_entropy` with its options kept: ``forward(_input (M, V), target (M,))``."""
 
     def __init__(
-        self, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
-        return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
-    ):  # fmt: skip
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        check_options(type(self).__name__, reduction, label_smoothing, softcap)
+        check_options(type(self).__name__, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
         self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
 
-    def forward(self, _input, target):
+    def forward(self, _input: torch.Tensor, target: torch.Tensor):
         return liger_cross_entropy(
             _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
             label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
-from ._op import CASES, Case, Function
+from ._op import CASES, Case, Function, gradients
 from .rms_norm import CASTINGS, LigerRMSNorm, checked, rms_norm_reference
 
 
@@ -41,31 +41,45 @@ class LigerFusedAddRMSNormFunction(Function):
         _device.require_kernels("LigerFusedAddRMSNormFunction", X)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, s, stats = norm_fwd(x, None if R is None else rows(R), w, None, eps, offset, cast, False)
-        ctx.save_for_backward(x if R is None else s, w, stats)
-        ctx.offset, ctx.cast = offset, cast
-        ctx.dtypes = X.dtype, None if R is None else R.dtype
+        S = X if R is None else shaped(s, X.shape)
+        ctx.save_for_backward(S, W, stats)  # S as it is returned, so that backward raises if it was written to
+        ctx.options = eps, offset, casting_mode
+        ctx.r_dtype = None if R is None else R.dtype
         ctx.set_materialize_grads(False)
-        return shaped(y, X.shape), X if R is None else shaped(s, X.shape)
+        return shaped(y, X.shape), S
+
+    @staticmethod
+    def again(ctx, dY, dS):
+        """By way of S, which X and R are read for alone."""
+        S, W, _ = ctx.saved_tensors
+        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+        needs = need_dx or need_dr, need_dw, False, False, False
+        ds, dw, *_ = gradients(rms_norm_reference, (S, W, *ctx.options), needs, (dY,))
+        dx = dS if ds is None else ds if dS is None else ds + dS
+        dr = dx.to(ctx.r_dtype) if need_dr and dx is not None else None
+        return dx if need_dx else None, dr, dw, None, None, None, None
 
     @staticmethod
     def backward(ctx, dY, dS):
-        s, w, stats = ctx.saved_tensors
+        S, W, stats = ctx.saved_tensors
         need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
         dw = None
         if dY is None:
             dx = dS
         else:
-            ds = None if dS is None else rows(dS)
-            dx, dw, _ = norm_bwd(
-                rows(dY), ds, s, w, None, stats, ctx.offset, ctx.cast, False, need_dx or need_dr, need_dw, False
-            )
+            w, ds, (_, offset, casting) = W, None if dS is None else rows(dS), ctx.options
+            w = None if W is None else W.contiguous()
+            options = offset, CASTINGS.index(casting), False
+            dx, dw, _ = norm_bwd(rows(dY), ds, rows(S), w, None, stats, *options, need_dx or need_dr, need_dw, False)
             dx = shaped(dx, dY.shape) if need_dx or need_dr else None
-        x_dtype, r_dtype = ctx.dtypes
-        dr = dx.to(r_dtype) if need_dr and dx is not None else None
+        dr = dx.to(ctx.r_dtype) if need_dr and dx is not None else None
         return dx if need_dx else None, dr, dw if need_dw else None, None, None, None, None
 
 
-def liger_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
+def liger_fused_add_rms_norm(
+    X: torch.Tensor, R: torch.Tensor, W: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``S = X + R`` and its root mean square normalisation over the last dimension, read and written once.
 
     Args:
@@ -81,13 +95,15 @@ def liger_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama"
         (Y, S): the normalised, and the new residual, rounded before it is normalised; (..., H) in X's dtype.
 
     Raises:
-        ValueError: unknown casting mode; W is not of shape (H,); R is not of X's shape.
+        ValueError, TypeError: as `liger_rms_norm`; R is not like X.
 
     Source: arXiv:1910.07467.
     """
-    checked("liger_fused_add_rms_norm", X, W, casting_mode)
+    name = "liger_fused_add_rms_norm"
+    eps, offset = checked(name, X, W, eps, offset, casting_mode)
+    _check.floats(name, dict(X=X), R=R)
     if R is not None and R.shape != X.shape:
-        raise ValueError(f"liger_fused_add_rms_norm: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones")
+        raise ValueError(f"{name}: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones")
     if not _device.has_kernels(X):
         return fused_add_rms_norm_reference(X, R, W, eps, offset, casting_mode)
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
@@ -96,10 +112,13 @@ def liger_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama"
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """`liger_fused_add_rms_norm` with its weight: ``forward(hidden_states, residual)`` gives both."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False):
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
-    def forward(self, hidden_states, residual):
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor):
         return liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )

@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 
-from . import _device
-from ._op import CASES, Case, Function, rounded
+from . import _check, _device
+from ._op import CASES, Case, F, Function, keep, kept, kept_inputs, rounded
 from ._parallel import group_name, local, place
 from .cross_entropy import EVERYTHING, check_options, check_targets, cross_entropy_reference, packed, unpacked
 from .linear_head import (
@@ -53,25 +52,25 @@ def fused_linear_cross_entropy_in_chunks(
     logit_scale=1.0, memory=-1, num_items=None, group=None,
 ):  # fmt: skip
     """The same a few rows at a time, and with sharded classes: what runs without kernels."""
-    numbers = lse_square_scale, label_smoothing, softcap, logit_scale
+    numbers = 0.0, label_smoothing, softcap, logit_scale  # the z-loss comes afterwards, from lse
 
     def of_chunk(h, y):
-        loss, lse, _, _, correct, best, _ = token_reference(h, weight, bias, y, ce_weight, numbers, ignore_index, group)
-        nll = loss
+        ce, lse, _, _, correct, best, _ = token_reference(h, weight, bias, y, ce_weight, numbers, ignore_index, group)
+        nll = ce
         if use_token_scaling:
             with torch.no_grad():
                 plain = 0.0, 0.0, softcap, logit_scale
                 nll = token_reference(h, weight, bias, y, None, plain, ignore_index, group)[0]
-        return loss, lse, nll, correct, best
+        return ce, lse, nll, correct, best
 
-    loss, lse, nll, correct, best = in_chunks(of_chunk, input, target)
-    valid, z_loss = target != ignore_index, lse_square_scale * lse.square()
-    n, ce = valid.sum(), loss - z_loss
+    ce, lse, nll, correct, best = in_chunks(of_chunk, input, target)
+    valid, z_loss = target != ignore_index, lse_square_scale * lse * lse
+    n = valid.sum()
     if num_items is not None:
-        ce, z_loss = ce / num_items, z_loss / num_items
+        ce, z_loss = ((x / num_items).where(valid, 0) for x in (ce, z_loss))
     elif reduction == "mean":
         total = n if ce_weight is None else ce_weight[target.where(valid, 0)].where(valid, 0).sum(dtype=ce.dtype)
-        ce, z_loss = ce / total.clamp(min=1e-30), z_loss / n.clamp(min=1)
+        ce, z_loss = ce / total.where(total != 0, 1), z_loss / n.clamp(min=1)
     loss = ce + z_loss
     if use_token_scaling:
         token = torch.exp(-nll)
@@ -131,6 +130,9 @@ def fused_linear_cross_entropy_backward(
     )
 
 
+TAKEN = 4  # by a scalar loss's forward: what fp16 gradients are multiplied by, and those of hidden, weight and bias
+
+
 class LigerFusedLinearCrossEntropyFunction(Function):
     """``apply(_input (M, H), weight (V, H), target (M,), ...) -> (loss, z_loss, token_accuracy, predicted_tokens)``.
 
@@ -157,26 +159,34 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             logit_scale, memory, num_items, group, ctx.needs,
         )  # fmt: skip
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.scalar = reduction != "none"
-        if ctx.scalar:
-            ctx.divide = dtype == torch.float16
-            ctx.save_for_backward(norm, *grads)
+        ctx.reduction, ctx.token_scaling = reduction, use_token_scaling
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        if reduction != "none":
+            keep(ctx, (norm, *grads), (_input, weight, target, bias, ce_weight, num_items))
         else:
-            ctx.token_scaling = use_token_scaling
-            ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
-            ctx.save_for_backward(_input, weight, bias, target, ce_weight, norm, stats, token)
+            ctx.save_for_backward(_input, weight, target, bias, ce_weight, None, norm, stats, token)
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
     @staticmethod
+    def arguments(ctx):
+        inputs = ctx.saved_tensors if ctx.reduction == "none" else kept_inputs(ctx, TAKEN)
+        *tensors, num_items = inputs[:6]
+        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+        return (
+            *tensors, ignore_index, lse_square_scale, label_smoothing, ctx.reduction, softcap or None, False,
+            accum_dtype, ctx.token_scaling, False, False, None, None, 1, logit_scale, memory, num_items, group,
+        )  # fmt: skip
+
+    @staticmethod
     def backward(ctx, dloss, *_):
-        if ctx.scalar:
-            norm, *grads = ctx.saved_tensors
-            in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-            dloss = dloss / norm[0] if ctx.divide else dloss
+        if ctx.reduction != "none":
+            (norm, *grads), in_place = kept(ctx, TAKEN)
+            dloss = dloss / norm[0] if ctx.options[2] == torch.float16 else dloss
             dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes, in_place=in_place)
         else:
-            h, w, b, target, ce_weight, norm, stats, token = ctx.saved_tensors
+            h, w, target, b, ce_weight, _, norm, stats, token = ctx.saved_tensors
             g = dloss * token if ctx.token_scaling else dloss
             dh, dw, db = head_bwd(
                 g, None, None, h, w, b, target, ce_weight, norm, stats, None, *ctx.options, list(ctx.needs)
@@ -187,10 +197,13 @@ class LigerFusedLinearCrossEntropyFunction(Function):
 
 
 def liger_fused_linear_cross_entropy(
-    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1, logit_scale=1.0, memory="auto",
-    drop_ignored=None, num_items=None, group=None,
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, chunk_mem_const: int = 1, logit_scale: float = 1.0,
+    memory: int | str = "auto", drop_ignored: bool | None = None, num_items: int | torch.Tensor | None = None,
+    group: object = None,
 ):  # fmt: skip
     """Cross entropy of ``input @ weight.T + bias`` without those logits in memory.
 
@@ -206,8 +219,8 @@ def liger_fused_linear_cross_entropy(
         chunk_mem_const: a positive int; it chooses nothing, ``memory`` does.
         logit_scale: the logits are multiplied by it, before the softcap.
         accum_dtype, memory, drop_ignored, group: as in `linear_token_loss`.
-        num_items: int or 0-d tensor to divide by, in place of the number of valid rows: Hugging Face's
-            ``num_items_in_batch``, without another rounding of the gradients.
+        num_items: a number, or a tensor of one element, to divide by in place of the number of valid rows: Hugging
+            Face's ``num_items_in_batch``, without another rounding of the gradients.
 
     Returns:
         The loss in fp32: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput`, as of
@@ -219,19 +232,23 @@ def liger_fused_linear_cross_entropy(
             (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
     """
     name = "liger_fused_linear_cross_entropy"
-    check_options(name, reduction, label_smoothing, softcap)
-    if not isinstance(chunk_mem_const, int) or chunk_mem_const < 1:
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = check_options(
+        name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale
+    )
+    _check.dtype(name, "accum_dtype", accum_dtype)
+    if _check.integer(name, "chunk_mem_const", chunk_mem_const) < 1:
         raise ValueError(f"{name}: chunk_mem_const is {chunk_mem_const!r}, give a positive int")
     input, weight, bias, group = local(name, input, weight, bias, group)
-    check_head(name, input, weight, bias, target, ce_weight, group)
+    check_head(name, input, weight, bias, target, ce_weight, group, "input")
     check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
     if num_items is not None:
+        num_items = _check.count(name, "num_items", num_items)
         num_items = torch.as_tensor(num_items, dtype=torch.float32, device=input.device)
     rows, h, y = only_valid(input, target, ignore_index, drop_ignored)
     run = LigerFusedLinearCrossEntropyFunction.apply
     if not _device.has_kernels(h):
         run = fused_linear_cross_entropy_in_chunks
-    elif not torch.is_grad_enabled():  # apply does this in eager; under torch.compile it is skipped
+    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
         h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
     outputs = run(
         h, weight, y, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
@@ -250,19 +267,23 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
     """`liger_fused_linear_cross_entropy` with its options kept: ``forward(lin_weight, _input, target, bias=None)``."""
 
     def __init__(
-        self, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-        softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False,
-        return_predicted_tokens=False,
-    ):  # fmt: skip
+        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        check_options(type(self).__name__, reduction, label_smoothing, softcap)
+        check_options(type(self).__name__, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+        _check.dtype(type(self).__name__, "accum_dtype", accum_dtype)
         self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
         self.return_z_loss, self.accum_dtype, self.use_token_scaling = return_z_loss, accum_dtype, use_token_scaling
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
 
-    def forward(self, lin_weight, _input, target, bias=None):
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ):  # fmt: skip
         return liger_fused_linear_cross_entropy(
             _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
             self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,

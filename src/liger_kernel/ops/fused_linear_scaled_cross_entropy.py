@@ -10,12 +10,10 @@ has an equal, contiguous shard of W and gets the same outputs.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 import torch.distributed as dist
 
+from . import _check
 from ._op import rounded
 from ._parallel import place
 from .cross_entropy import check_targets
@@ -49,8 +47,10 @@ def _first_of_equal(ids):
     return torch.empty_like(ids).scatter(0, order, order[start])
 
 
-def _check(name, input, weight, target, temperature, ignore_index, return_entropy, ranks=1):
+def check_scaled(name, input, weight, target, temperature, ignore_index, return_entropy, ranks=1):
     """What both functions ask of their arguments; ``ranks`` hold a shard of as many classes as weight has rows."""
+    _check.floats(name, dict(input=input, weight=weight))
+    _check_ids(name, "target", target, input)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise ValueError(f"{name}: input and weight have shapes {shapes}, give (M, H) and (V, H)")
@@ -59,32 +59,21 @@ def _check(name, input, weight, target, temperature, ignore_index, return_entrop
     if 0 in input.shape or 0 in weight.shape:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise ValueError(f"{name}: input and weight have shapes {shapes}, give at least one row, feature and class")
-    if not input.is_floating_point() or input.dtype != weight.dtype:
+    if input.dtype != weight.dtype:
         raise TypeError(f"{name}: input is {input.dtype}, weight {weight.dtype}, give the same floating point dtype")
-    _check_ids(name, "target", target, input)
-    if weight.device != input.device:
-        raise ValueError(f"{name}: input is on {input.device}, weight on {weight.device}, give one device")
-    if isinstance(temperature, bool) or not isinstance(temperature, Real):
-        raise TypeError(f"{name}: temperature is {temperature!r}, give a number")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"{name}: temperature is {temperature}, give a positive, finite number")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{name}: ignore_index is {ignore_index!r}, give an int")
+    _check.positive(name, "temperature", temperature)
+    _check.integer(name, "ignore_index", ignore_index)
     if not isinstance(return_entropy, bool):
         raise TypeError(f"{name}: return_entropy is {return_entropy!r}, give a bool")
     check_targets(name, target, ranks * weight.shape[0], ignore_index)
 
 
 def _check_ids(name, argument, ids, input):
+    _check.integers(name, {argument: ids})
     if ids.dtype != torch.int64:
         raise TypeError(f"{name}: {argument} is {ids.dtype}, give torch.int64")
     if ids.device != input.device:
         raise ValueError(f"{name}: input is on {input.device}, {argument} on {ids.device}, give one device")
-
-
-def _check_int(name, argument, value):
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {argument} is {value!r}, give an int")
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -116,15 +105,15 @@ class LigerFusedLinearScaledCrossEntropyFunction:
                 they give NaN.
         """
         name = "LigerFusedLinearScaledCrossEntropyFunction"
-        _check(name, _input, weight, target, temperature, ignore_index, return_entropy)
-        _check_int(name, "m_tiles_per_cluster", m_tiles_per_cluster)
+        check_scaled(name, _input, weight, target, temperature, ignore_index, return_entropy)
+        _check.integer(name, "m_tiles_per_cluster", m_tiles_per_cluster)
         if m_tiles_per_cluster < 1:
             raise ValueError(f"{name}: m_tiles_per_cluster is {m_tiles_per_cluster}, give a positive int")
         ids = selected_token_ids
         if ids is not None:
+            _check_ids(name, "selected_token_ids", ids, _input)
             if ids.dim() != 1:
                 raise ValueError(f"{name}: selected_token_ids has shape {tuple(ids.shape)}, give one dimension")
-            _check_ids(name, "selected_token_ids", ids, _input)
             known = (ids >= 0) & (ids < weight.shape[0])
             if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not known.all():
                 wrong, last = int(ids[~known][0]), weight.shape[0] - 1
@@ -173,8 +162,8 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         group = dist.group.WORLD if tp_group is None else tp_group
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{name}: tp_group is {group!r}, give a process group that this process is in, or None")
-        _check(name, _input, weight, target, temperature, ignore_index, return_entropy, ranks=place(group)[0])
-        _check_int(name, "tiles_per_reduce", tiles_per_reduce)
+        check_scaled(name, _input, weight, target, temperature, ignore_index, return_entropy, ranks=place(group)[0])
+        _check.integer(name, "tiles_per_reduce", tiles_per_reduce)
         if tiles_per_reduce not in TILES_PER_REDUCE:
             raise ValueError(f"{name}: tiles_per_reduce is {tiles_per_reduce}, give 1, 2 or 4")
         out = linear_token_loss(
@@ -185,7 +174,8 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, tp_group: object, temperature: float = 1.0,
+    ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
 ):  # fmt: skip
     """`LigerFusedLinearScaledCrossEntropyTPFunction` as a function: what it takes and returns stands there."""
     return LigerFusedLinearScaledCrossEntropyTPFunction.apply(

@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.nn.modules import module as _modules
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
-from ._op import CASES, Case, Function, custom_op, may_overwrite
+from ._op import CASES, Case, F, Function, custom_op, may_overwrite
 from ._tile import cdiv, next_power_of_2, tl, triton
 
 
@@ -185,13 +184,12 @@ def _glu_bwd_over(dy, a, b, act, gm, dm, need_da, need_db, over_a, over_b, y=Non
     return da, db
 
 
-def _check(name, a, b):
+def check_pair(name, a, b):
+    _check.floats(name, dict(a=a, b=b))
     if a.shape != b.shape:
         raise ValueError(f"{name}: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, give equal ones")
     if a.dtype != b.dtype:
         raise TypeError(f"{name}: a is {a.dtype}, b {b.dtype}, cast one of them")
-    if a.device != b.device:
-        raise ValueError(f"{name}: a is on {a.device}, b on {b.device}, move one of them")
 
 
 class _GLUFunction(Function):
@@ -204,11 +202,16 @@ class _GLUFunction(Function):
         return glu_fwd(a, b, act, gm, dm)
 
     @staticmethod
+    def arguments(ctx):
+        act, *multipliers = ctx.options
+        return *ctx.saved_tensors, *(multipliers if act == "silu" else [act])
+
+    @staticmethod
     def backward(ctx, dy):
         a, b = ctx.saved_tensors
         need_da, need_db = ctx.needs_input_grad[:2]
-        over_a = need_da and a.is_contiguous() and may_overwrite(a)
-        over_b = need_db and b.is_contiguous() and may_overwrite(b)
+        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         if over_a or over_b:
             da, db = _glu_bwd_over(dy, a, b, *ctx.options, need_da, need_db, over_a, over_b)
         else:
@@ -221,13 +224,13 @@ class LigerSiLUMulFunction(_GLUFunction):
 
     @staticmethod
     def reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        _check("LigerSiLUMulFunction", a, b)
+        check_pair("LigerSiLUMulFunction", a, b)
         return swiglu_reference(a, b, gate_multiplier, down_multiplier)
 
     @staticmethod
     def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
         _device.require_kernels("LigerSiLUMulFunction", a)
-        _check("LigerSiLUMulFunction", a, b)
+        check_pair("LigerSiLUMulFunction", a, b)
         return _GLUFunction.save(ctx, a, b, "silu", float(gate_multiplier), float(down_multiplier))
 
 
@@ -236,13 +239,13 @@ class LigerGELUMulFunction(_GLUFunction):
 
     @staticmethod
     def reference(a, b, approximate="tanh"):
-        _check("LigerGELUMulFunction", a, b)
+        check_pair("LigerGELUMulFunction", a, b)
         return geglu_reference(a, b, approximate)
 
     @staticmethod
     def forward(ctx, a, b, approximate="tanh"):
         _device.require_kernels("LigerGELUMulFunction", a)
-        _check("LigerGELUMulFunction", a, b)
+        check_pair("LigerGELUMulFunction", a, b)
         return _GLUFunction.save(ctx, a, b, approximate, 1.0, 1.0)
 
 
@@ -257,10 +260,9 @@ class LigerGLULinearFunction(Function):
     @staticmethod
     def forward(ctx, a, b, weight, bias=None, act="silu"):
         _device.require_kernels("LigerGLULinearFunction", a)
-        _check("LigerGLULinearFunction", a, b)
+        check_pair("LigerGLULinearFunction", a, b)
         need_dy, need_dw = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        a_b = (a, b) if need_dy or need_dw else (None, None)
-        ctx.save_for_backward(*a_b, weight if need_dy else None)
+        ctx.save_for_backward(*((a, b, weight, bias) if need_dy or need_dw else (None,) * 4))
         ctx.act = act
         y = glu_fwd(a, b, act, 1.0, 1.0)
         if bias is None or a.dim() == 2:
@@ -269,11 +271,21 @@ class LigerGLULinearFunction(Function):
         return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[-1]))  # to write to one that we return
 
     @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors, ctx.act
+
+    @classmethod
+    def again(cls, ctx, dout):
+        if any(ctx.needs_input_grad[:3]):
+            return super().again(ctx, dout)
+        return None, None, None, _matrix(dout).sum(0), None  # of the bias alone, for which nothing is saved
+
+    @staticmethod
     def backward(ctx, dout):
-        a, b, weight = ctx.saved_tensors
+        a, b, weight, _ = ctx.saved_tensors
         need_da, need_db, need_dw, need_dbias = ctx.needs_input_grad[:4]
-        over_a = need_da and a.is_contiguous() and may_overwrite(a)
-        over_b = need_db and b.is_contiguous() and may_overwrite(b)
+        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         options = ctx.act, 1.0, 1.0
         dout = _matrix(dout)
         da = db = y = None
@@ -290,7 +302,9 @@ class LigerGLULinearFunction(Function):
         return da if need_da else None, db if need_db else None, dw, dout.sum(0) if need_dbias else None, None
 
 
-def liger_swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+def liger_swiglu(
+    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """``silu(gate_multiplier·a)·b·down_multiplier``.
 
     Args:
@@ -301,15 +315,20 @@ def liger_swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
         A contiguous tensor like a and b.
 
     Raises:
-        ValueError: a and b differ in shape or device. TypeError: they differ in dtype.
+        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are no floating point
+            tensors; a multiplier is no number.
 
     Source: arXiv:2002.05202.
     """
+    name = "liger_swiglu"
+    _check.floats(name, dict(a=a))
+    gate_multiplier = _check.finite(name, "gate_multiplier", gate_multiplier)
+    down_multiplier = _check.finite(name, "down_multiplier", down_multiplier)
     run = LigerSiLUMulFunction.apply if _device.has_kernels(a) else LigerSiLUMulFunction.reference
     return run(a, b, gate_multiplier, down_multiplier)
 
 
-def liger_geglu(a, b, approximate="tanh"):
+def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """``gelu(a)·b``.
 
     Args:
@@ -326,6 +345,7 @@ def liger_geglu(a, b, approximate="tanh"):
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"liger_geglu: approximate is {approximate!r}, give 'tanh' or 'none'")
+    _check.floats("liger_geglu", dict(a=a))
     run = LigerGELUMulFunction.apply if _device.has_kernels(a) else LigerGELUMulFunction.reference
     return run(a, b, approximate)
 
@@ -354,7 +374,9 @@ def _fuses(a, b, weight, bias):
     )
 
 
-def liger_glu_linear(a, b, weight, bias=None, act="silu"):
+def liger_glu_linear(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, act: str = "silu",
+) -> torch.Tensor:  # fmt: skip
     """``linear(act(a)·b, weight, bias)``, which keeps a, b and weight for backward, and not the linear's input.
 
     Args:
@@ -373,6 +395,7 @@ def liger_glu_linear(a, b, weight, bias=None, act="silu"):
     """
     if act not in ACTS:
         raise ValueError(f"liger_glu_linear: act is {act!r}, give one of {', '.join(ACTS)}")
+    _check.floats("liger_glu_linear", dict(a=a, b=b, weight=weight), bias=bias)
     if weight.dim() != 2 or a.dim() == 0 or weight.shape[1] != a.shape[-1]:
         raise ValueError(
             f"liger_glu_linear: weight has shape {tuple(weight.shape)}, a {tuple(a.shape)}, give (H, F) and (..., F)"
@@ -440,12 +463,12 @@ class LigerSwiGLUMLP(torch.nn.Module):
     ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
     """
 
-    def __init__(self, config, intermediate_size=None):
+    def __init__(self, config: object, intermediate_size: int | None = None) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         _projections(self, config, config.intermediate_size if intermediate_size is None else intermediate_size)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         return gated_linear(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj)
 
 
@@ -454,13 +477,13 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+    def __init__(self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    def __init__(self, config):
+    def __init__(self, config: object) -> None:
         torch.nn.Module.__init__(self)
         _require_silu(self, config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act)
         _projections(self, config, config.intermediate_size)
@@ -469,13 +492,13 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 class LigerFalconH1SwiGLUMLP(torch.nn.Module):
     """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: the bias is multiplied too."""
 
-    def __init__(self, config):
+    def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         _projections(self, config, config.intermediate_size, bias=config.mlp_bias)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         y = liger_swiglu(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 
@@ -483,7 +506,7 @@ class LigerFalconH1SwiGLUMLP(torch.nn.Module):
 class LigerBlockSparseTop2MLP(torch.nn.Module):
     """One expert of Mixtral: ``w2(silu(w1(x))·w3(x))``."""
 
-    def __init__(self, config):
+    def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
@@ -491,14 +514,14 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
         self.w2 = torch.nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         return gated_linear(self.w1(x), self.w3(x), "silu", self.w2)
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
     """Gate and up projection in one, the gate first. Its halves are read in place."""
 
-    def __init__(self, config):
+    def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         self.config = config
@@ -506,7 +529,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         self.gate_up_proj = torch.nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         return gated_linear(*self.gate_up_proj(x).chunk(2, dim=-1), "silu", self.down_proj)
 
 
@@ -516,18 +539,18 @@ class LigerGEGLUMLP(torch.nn.Module):
     ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: object) -> None:
         super().__init__()
         _projections(self, config, config.intermediate_size)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         return gated_linear(self.gate_proj(x), self.up_proj(x), "tanh", self.down_proj)
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """Twice as wide in the layers that share their keys and values, if the config says so."""
 
-    def __init__(self, config, layer_idx=None):
+    def __init__(self, config: object, layer_idx: int | None = None) -> None:
         torch.nn.Module.__init__(self)
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
         wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None

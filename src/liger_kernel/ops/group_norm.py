@@ -21,11 +21,12 @@ import math
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
 from ._op import CASES, Case, Function, custom_op
 from ._reduce import sum_rows
 from ._tile import cdiv, next_power_of_2, tl, triton
+from .rms_norm import check_module
 
 
 def group_norm_reference(x, w, b, groups, eps=1e-6):
@@ -405,23 +406,33 @@ class LigerGroupNormFunction(Function):
         _device.require_kernels("LigerGroupNormFunction", X)
         x, w, b = _samples(X), affine_scaling_weight.contiguous(), affine_shifting_bias.contiguous()
         y, mean, rstd = group_norm_fwd(x, w, b, num_groups, eps)
-        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, mean, rstd)
+        ctx.options = num_channels, num_groups, eps
         return torch.ops.aten._unsafe_view(y, X.shape)  # no view: the caller may write to it in place
 
     @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:3], *ctx.options
+
+    @staticmethod
     def backward(ctx, dY):
+        X, w, b, mean, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        dx, dw, db = group_norm_bwd(_samples(dY), *ctx.saved_tensors, *need)
+        dx, dw, db = group_norm_bwd(_samples(dY), _samples(X), w.contiguous(), b.contiguous(), mean, rstd, *need)
         dx = dx.view(dY.shape) if need[0] else None
         return dx, dw if need[1] else None, db if need[2] else None, None, None, None
 
 
 def _check_groups(name, num_channels, num_groups):
-    if num_groups < 1 or num_channels % num_groups:
+    _check.size(name, "num_channels", num_channels)
+    if _check.integer(name, "num_groups", num_groups) < 1 or num_channels % num_groups:
         raise ValueError(f"{name}: num_groups is {num_groups}, give a divisor of num_channels, {num_channels}")
 
 
-def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+def liger_group_norm(
+    X: torch.Tensor, affine_scaling_weight: torch.Tensor, affine_shifting_bias: torch.Tensor, num_channels: int,
+    num_groups: int, eps: float,
+) -> torch.Tensor:  # fmt: skip
     """Group normalisation, as `torch.nn.functional.group_norm`. The number of channels comes before that of groups.
 
     Args:
@@ -437,25 +448,21 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
     Raises:
         ValueError: fewer than three dimensions; C is not num_channels, or no multiple of num_groups; weight or bias is
             not of shape (C,).
-        TypeError: X, weight or bias is not a floating point tensor.
+        TypeError: X, weight or bias is not a floating point tensor; a number is none.
 
     Source: arXiv:1803.08494.
     """
     name = "liger_group_norm"
+    parameters = dict(affine_scaling_weight=affine_scaling_weight, affine_shifting_bias=affine_shifting_bias)
+    _check.floats(name, dict(X=X, **parameters))
     if X.dim() < 3:
         raise ValueError(f"{name}: X has shape {tuple(X.shape)}, give (N, C, *) with at least three dimensions")
-    if X.shape[1] != num_channels:
+    if X.shape[1] != _check.size(name, "num_channels", num_channels):
         raise ValueError(f"{name}: num_channels is {num_channels}, X has {X.shape[1]}; it comes before num_groups")
     _check_groups(name, num_channels, num_groups)
-    parameters = dict(affine_scaling_weight=affine_scaling_weight, affine_shifting_bias=affine_shifting_bias)
     for what, t in parameters.items():
-        if t is None:
-            raise TypeError(f"{name}: {what} is None, give a tensor of shape ({num_channels},)")
-        if t.shape != (num_channels,):
-            raise ValueError(f"{name}: {what} has shape {tuple(t.shape)}, give ({num_channels},)")
-    for what, t in dict(X=X, **parameters).items():
-        if not t.is_floating_point():
-            raise TypeError(f"{name}: {what} is {t.dtype}, give a floating point tensor")
+        _check.shape(name, what, t, (num_channels,))
+    eps = _check.not_negative(name, "eps", eps)
     if not _device.has_kernels(X):
         return group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
     return LigerGroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
@@ -464,17 +471,18 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
 class LigerGroupNorm(torch.nn.Module):
     """`liger_group_norm` with its parameters. There is always a bias: drawn from N(0, 1) with ``bias``, else zeros."""
 
-    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
+    ) -> None:  # fmt: skip
         super().__init__()
-        if init_fn not in ("ones", "zeros"):
-            raise ValueError(f"LigerGroupNorm: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
         _check_groups("LigerGroupNorm", num_channels, num_groups)
+        check_module("LigerGroupNorm", num_channels, eps, init_fn)
         self.num_channels, self.num_groups, self.eps = num_channels, num_groups, eps
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(num_channels))
         self.bias = torch.nn.Parameter((torch.randn if bias else torch.zeros)(num_channels))
         self.variance_epsilon = eps
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: torch.Tensor):
         return liger_group_norm(
             hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
         )

@@ -12,12 +12,11 @@ Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from . import _device
+from . import _check, _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
-from ._op import CASES, Case, Function
-from .rms_norm import CASTINGS
+from ._op import CASES, Case, F, Function
+from .rms_norm import CASTINGS, check_module, check_norm
 
 GEMMA = CASTINGS.index("gemma")
 
@@ -38,19 +37,27 @@ class LigerLayerNormFunction(Function):
         _device.require_kernels("LigerLayerNormFunction", X)
         x, w, b = rows(X), *(None if p is None else p.contiguous() for p in (W, B))
         y, _, stats = norm_fwd(x, None, w, b, eps, 0.0, GEMMA, True)
-        ctx.save_for_backward(x, w, b, stats)
+        ctx.save_for_backward(X, W, B, stats)
+        ctx.eps = eps
         return shaped(y, X.shape)
 
     @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:3], ctx.eps
+
+    @staticmethod
     def backward(ctx, dY):
-        x, w, b, stats = ctx.saved_tensors
+        X, *parameters, stats = ctx.saved_tensors
+        w, b = (None if p is None else p.contiguous() for p in parameters)
         needs = ctx.needs_input_grad[:3]
-        dx, dw, db = norm_bwd(rows(dY), None, x, w, b, stats, 0.0, GEMMA, True, *needs)
+        dx, dw, db = norm_bwd(rows(dY), None, rows(X), w, b, stats, 0.0, GEMMA, True, *needs)
         dx = shaped(dx, dY.shape) if needs[0] else None
         return dx, dw if needs[1] else None, db if needs[2] else None, None
 
 
-def liger_layer_norm(X, W, B, eps=1e-6):
+def liger_layer_norm(
+    X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
     """Layer normalisation over the last dimension: ``(x - mean) / sqrt(var + eps) * W + B``.
 
     Args:
@@ -62,13 +69,13 @@ def liger_layer_norm(X, W, B, eps=1e-6):
         (..., H) in X's dtype.
 
     Raises:
-        ValueError: W or B is not of shape (H,).
+        ValueError: X has no dimension; W or B is not of shape (H,), or elsewhere; a negative eps.
+        TypeError: X, W or B is no floating point tensor, eps no number.
 
     Source: arXiv:1607.06450.
     """
-    for name, p in (("weight", W), ("bias", B)):
-        if p is not None and p.shape != X.shape[-1:]:
-            raise ValueError(f"liger_layer_norm: {name} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+    check_norm("liger_layer_norm", X, weight=W, bias=B)
+    eps = _check.not_negative("liger_layer_norm", "eps", eps)
     if not _device.has_kernels(X):
         return layer_norm_reference(X, W, B, eps)
     return LigerLayerNormFunction.apply(X, W, B, eps)
@@ -84,10 +91,12 @@ class LigerLayerNorm(torch.nn.Module):
     kernels, of which there is one ("triton"); ``backend`` is another name for it, ``mode`` is accepted and not needed.
     """
 
-    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
+        mode: str | None = None, backend: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        if init_fn not in ("ones", "zeros"):
-            raise ValueError(f"LigerLayerNorm: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
+        check_module(type(self).__name__, hidden_size, eps, init_fn)
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
         self.bias = torch.nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
@@ -101,7 +110,7 @@ class LigerLayerNorm(torch.nn.Module):
     def backend(self, name):
         self.impl = name
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: torch.Tensor):
         if self.impl not in PROVIDERS:
             raise ValueError(f"LigerLayerNorm: impl is {self.impl!r}, there is 'triton'")
         return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)

@@ -29,14 +29,27 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
-from ._op import CASES, Case, custom_op
+from ._op import CASES, Case, F, custom_op
 from ._parallel import local
-from ._tile import INF, cdiv, exp, exp_for, finite, log, log_of_normal, next_power_of_2, tl, triton
-from ._token_loss import normalisers
+from ._tile import (
+    INF,
+    blocks,
+    cdiv,
+    exp,
+    exp_for,
+    finite,
+    log,
+    log_of_normal,
+    next_power_of_2,
+    of_program,
+    parts,
+    tl,
+    triton,
+)
+from ._token_loss import normalisers, target_logit
 from .cross_entropy import check_targets, labels
 from .linear_head import (
     ROWS_WITHOUT_KERNELS,
@@ -45,6 +58,7 @@ from .linear_head import (
     compute_dtype,
     fill_logits,
     only_valid,
+    pad_tokens,
     plan,
     run_passes,
 )
@@ -178,12 +192,12 @@ LEAST = tl.constexpr(EPS)
 
 
 @triton.jit
-def _block(ptr, stride, begin, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr):
-    """Where a program's first logits (EACH, BLOCK_V, BLOCK_T) are; their classes, from 0; their tokens."""
+def _block(ptr, stride, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr):
+    """Where a program's tokens' first logits (EACH, BLOCK_V, BLOCK_T) are; their classes, from 0; their tokens."""
     t0 = tl.program_id(0) * BLOCK_T
     i = tl.arange(0, EACH)[:, None, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :, None]
     j = tl.arange(0, BLOCK_T)[None, None, :]
-    return ptr + t0 + begin.to(tl.int64) * stride + (i * stride + j), i, t0 + j
+    return ptr + t0 + (i * stride + j), i, t0 + j
 
 
 @triton.jit
@@ -214,7 +228,7 @@ def _store_log_sum(part, slot, top, total, scale, mask):
 
 @kernel
 def _statistics(
-    x_ptr, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
+    x_ptr, more_ptr, split, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
     COSINE: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher.
@@ -222,23 +236,24 @@ def _statistics(
     Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max z_s and
     Σ exp(z_s - max).
     """
-    tokens, begin = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * STRIP
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, W, STRIP)
+    row_y = begin.to(tl.int64)
     target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
     if tl.sum((target != ignore_index).to(tl.int32)) == 0:
         return
-    x, i, t = _block(x_ptr, stride_x, begin, BLOCK_T, BLOCK_V, EACH)
-    y, i, t = _block(y_ptr, stride_y, begin, BLOCK_T, BLOCK_V, EACH)
+    x, i, t = _block(x_ptr, stride_x, BLOCK_T, BLOCK_V, EACH)
+    y, i, t = _block(y_ptr, stride_y, BLOCK_T, BLOCK_V, EACH)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     EMPTY: tl.constexpr = 0.0 if COSINE else -INF
     top_q = tl.full((BLOCK_V, BLOCK_T), -INF, dtype=tl.float32)
     sum_q = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
     top_p, sum_p, top_z, sum_z, ss, tt, st = top_q, sum_q, top_q, sum_q, sum_q, sum_q, sum_q
-    left = tl.minimum(STRIP, W - begin)
     for start in range(0, left, EACH * BLOCK_V):
         inside = (start + i < left) & (t < T)
         mine = inside & (begin + start + i < V)
-        s = tl.load(x + start * stride_x, mask=mine, other=EMPTY).to(tl.float32)
-        z = tl.load(y + start * stride_y, mask=inside, other=EMPTY).to(tl.float32)
+        s = tl.load(x + (row + start) * stride_x, mask=mine, other=EMPTY).to(tl.float32)
+        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=EMPTY).to(tl.float32)
         if COSINE:
             ss += tl.sum(s * s, axis=0)
             tt += tl.sum(z * z, axis=0)
@@ -285,8 +300,9 @@ def _load_two(stats, T, known):
 
 @kernel
 def _merge(
-    part_ptr, x_ptr, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index, scale, beta,
-    COSINE: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    part_ptr, x_ptr, more_ptr, split, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index,
+    scale, beta, COSINE: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """N strips become one.
 
@@ -326,24 +342,27 @@ def _merge(
         top, total = _load_log_sum(part, slot, 1.0, mask)
         _store_two(stats + 4 * T, T, top, total, valid, known)
         here = valid & (target >= 0) & (target < V)
-        zy = tl.load(x_ptr + t + target * stride_x, mask=here, other=float("nan")).to(tl.float32)
+        zy = target_logit(x_ptr, more_ptr, split, t, target, stride_x, here, float("nan")).to(tl.float32)
         tl.store(hard_ptr + t, tl.where(valid, log(total) + (top - zy), 0.0), mask=known)
 
 
 @kernel
 def _compare(
-    x_ptr, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
-    beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr, COSINE: tl.constexpr,
-    HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
+    x_ptr, more_ptr, split, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, W, STRIP,
+    ignore_index, scale, beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr,
+    COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens. Fills sum with ΣD, ΣG and Σq over them.
 
     With GRADIENT the student's logits become their gradient instead. SAME: softmax(z_s) is q.
     """
-    tokens, begin = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * STRIP
-    known, left = tokens < T, tl.minimum(STRIP, W - begin)
-    x, i, t = _block(x_ptr, stride_x, begin, BLOCK_T, BLOCK_V, EACH)
-    y, i, t = _block(y_ptr, stride_y, begin, BLOCK_T, BLOCK_V, EACH)
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    known = tokens < T
+    x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, W, STRIP)
+    row_y = begin.to(tl.int64)
+    x, i, t = _block(x_ptr, stride_x, BLOCK_T, BLOCK_V, EACH)
+    y, i, t = _block(y_ptr, stride_y, BLOCK_T, BLOCK_V, EACH)
     target = tl.load(target_ptr + tokens, mask=known, other=ignore_index)
     valid = target != ignore_index
     slot, part = tl.num_programs(1) * T, tl.program_id(1) * T + tokens
@@ -351,7 +370,7 @@ def _compare(
         if GRADIENT:
             for start in range(0, left, EACH * BLOCK_V):
                 zeros = tl.zeros((EACH, BLOCK_V, BLOCK_T), dtype=x_ptr.dtype.element_ty)
-                tl.store(x + start * stride_x, zeros, mask=(start + i < left) & (t < T))
+                tl.store(x + (row + start) * stride_x, zeros, mask=(start + i < left) & (t < T))
         else:
             for k in range(3):
                 tl.store(sum_ptr + part + k * slot, tl.zeros((BLOCK_T,), dtype=tl.float32), mask=known)
@@ -376,8 +395,8 @@ def _compare(
     all_g, all_q = all_d, all_d
     for start in range(0, left, EACH * BLOCK_V):
         inside = (start + i < left) & (t < T)
-        s = tl.load(x + start * stride_x, mask=inside & (begin + start + i < V), other=-INF).to(tl.float32)
-        z = tl.load(y + start * stride_y, mask=inside, other=-INF).to(tl.float32)
+        s = tl.load(x + (row + start) * stride_x, mask=inside & (begin + start + i < V), other=-INF).to(tl.float32)
+        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=-INF).to(tl.float32)
         if W > V:
             s = tl.where(inside & (begin + start + i >= V), 0.0, s)
         q = s
@@ -399,7 +418,7 @@ def _compare(
                     q = exp_for((s - top[None, None, :]) - log_sum[None, None, :], EXACT)
                 dz += hard * (q - (start + i == target).to(tl.float32))
             dz = tl.where(valid[None, None, :], dz, 0.0).to(x_ptr.dtype.element_ty)
-            tl.store(x + start * stride_x, dz, mask=inside)
+            tl.store(x + (row + start) * stride_x, dz, mask=inside)
     if not GRADIENT:
         tl.store(sum_ptr + part, tl.where(valid, tl.sum(all_d, axis=0), 0.0), mask=known)
         tl.store(sum_ptr + part + slot, tl.where(valid, tl.sum(all_g, axis=0), 0.0), mask=known)
@@ -431,27 +450,27 @@ def _turn(x, y, target, norm, divergence, beta, scale, weights, ignore_index, gr
 
     With ``gradient`` x becomes that of w_h·hard + w_s·soft, divided by ``norm`` (a tensor).
     """
-    (T, V), W = x.shape, y.shape[1]
+    (x, more, split, V), T, W = parts(x), *y.shape
     strides = x.stride(1), y.stride(1)
-    strips, cosine = cdiv(W, STRIP), divergence == "cosine"
+    strips, cosine = blocks(split, W, STRIP), divergence == "cosine"
     part = torch.empty((SLOTS, strips, T), dtype=torch.float32, device=x.device)
     stats = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
     tokens, launch = _launch(x)
     kind = dict(COSINE=cosine, APART=hard is not None and (cosine or scale != 1.0))
     _statistics[(cdiv(T, tokens), strips)](
-        x, y, target, part, *strides, T, V, W, STRIP, ignore_index, scale, **kind, **launch
+        x, more, split, y, target, part, *strides, T, V, W, STRIP, ignore_index, scale, **kind, **launch
     )
     rows = max(16, min(64, 2048 // next_power_of_2(strips)))
     _merge[(cdiv(T, rows),)](
-        part, x, target, stats, soft, hard, strides[0], strips, T, V, W, ignore_index, scale, beta, **kind,
+        part, x, more, split, target, stats, soft, hard, strides[0], strips, T, V, W, ignore_index, scale, beta, **kind,
         HARD=hard is not None, BLOCK_N=next_power_of_2(strips), BLOCK_T=rows, num_warps=4,
     )  # fmt: skip
     sums = None
 
     def compare(sums, gradient, W):
         tokens, launch = _launch(x, gradient)
-        _compare[(cdiv(T, tokens), cdiv(W, STRIP))](
-            x, y, target, stats, sums, norm, *strides, T, V, W, STRIP, ignore_index, scale, beta, *weights,
+        _compare[(cdiv(T, tokens), blocks(split, W, STRIP))](
+            x, more, split, y, target, stats, sums, norm, *strides, T, V, W, STRIP, ignore_index, scale, beta, *weights,
             DIVERGE=OF_A_CLASS.get(divergence), GRADIENT=gradient, COSINE=cosine, HARD=gradient and hard is not None,
             SAME=not cosine and scale == 1.0 and V == y.shape[1], **launch,
         )  # fmt: skip
@@ -493,9 +512,7 @@ class _Teacher:
         n = part.shape[0]
         if self.given is not None:
             return self.memory[:, :n].copy_(part.t()).t()
-        part = part.to(self.dtype)
-        if n % 64 and n > 8:  # as in `linear_head`
-            part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
+        part = pad_tokens(part.to(self.dtype))
         x = self.memory[:, : part.shape[0]]
         fill_logits(x, self.w, self.b, part, n)
         return x[:, :n].t()
@@ -540,8 +557,10 @@ def distillation_fwd(
     def turn(i, x):
         for start in range(i.start, i.stop, TEACHER_ROWS):
             some = slice(start, min(start + TEACHER_ROWS, i.stop))
+            inside = slice(start - i.start, some.stop - i.start)
+            z = tuple(part[inside] for part in x) if isinstance(x, tuple) else x[inside]
             _turn(
-                x[start - i.start : some.stop - i.start], of_teacher.logits(some), target[some], norm, divergence, beta,
+                z, of_teacher.logits(some), target[some], norm, divergence, beta,
                 1.0 / temperature, weights, ignore_index, any(needs), soft[some], None if ce is None else ce[some],
             )  # fmt: skip
 
@@ -582,13 +601,16 @@ def take_in_chunks(of_chunk, n, h, w, b, needs, rows=ROWS_WITHOUT_KERNELS):
 # ---- the function ----
 
 
-def _check(name, student, weight, target, bias, teacher, teacher_weight, teacher_bias, teacher_logits):
+def check_teacher(name, student, weight, target, bias, teacher, teacher_weight, teacher_bias, teacher_logits):
     check_head(name, student, weight, bias, target, None)
     if (teacher is None) == (teacher_logits is None) or (teacher is None) != (teacher_weight is None):
         raise ValueError(f"{name}: give either teacher and teacher_weight, or teacher_logits")
     if teacher is not None:
         check_head(f"{name}'s teacher", teacher, teacher_weight, teacher_bias, target, None)
-    elif teacher_logits.dim() != 2 or teacher_logits.shape[0] != student.shape[0]:
+        _check.floats(name, dict(student=student), teacher=teacher)
+    else:
+        _check.floats(name, dict(student=student), teacher_logits=teacher_logits)
+    if teacher is None and (teacher_logits.dim() != 2 or teacher_logits.shape[0] != student.shape[0]):
         raise ValueError(
             f"{name}: teacher_logits has shape {tuple(teacher_logits.shape)}, give one row for each of the student's: "
             f"({student.shape[0]}, classes)"
@@ -605,16 +627,18 @@ def check_divergence(name, divergence, beta, temperature):
     """``divergence`` None: another one."""
     if divergence not in (*DIVERGENCES, "cosine", None):
         raise ValueError(f"{name}: divergence is {divergence!r}, give one of {', '.join(DIVERGENCES)}, cosine")
-    if divergence == "jsd" and not 0 <= beta <= 1:
-        raise ValueError(f"{name}: beta is {beta!r}, give a number from 0 to 1")
-    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
-        raise ValueError(f"{name}: temperature is {temperature!r}, give a positive number")
+    if divergence is not None:
+        (_check.share if divergence == "jsd" else _check.finite)(name, "beta", beta)
+    _check.positive(name, "temperature", temperature)
 
 
 def linear_distillation(
-    student, student_weight, target, *, student_bias=None, teacher=None, teacher_weight=None, teacher_bias=None,
-    teacher_logits=None, divergence="jsd", beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5,
-    ignore_index=-100, return_hard=False, accum_dtype=None, memory="auto", drop_ignored=None,
+    student: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor, *,
+    student_bias: torch.Tensor | None = None, teacher: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None, teacher_bias: torch.Tensor | None = None,
+    teacher_logits: torch.Tensor | None = None, divergence: str = "jsd", beta: float = 0.5, temperature: float = 1.0,
+    weight_hard: float = 0.5, weight_soft: float = 0.5, ignore_index: int = -100, return_hard: bool = False,
+    accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
 ):  # fmt: skip
     """``weight_hard·hard + weight_soft·soft`` of a student's and a teacher's linear head, without all their logits.
 
@@ -655,11 +679,18 @@ def linear_distillation(
     if group is not None or of_teacher is not None:
         raise ValueError(f"{name}: a weight is sharded over its classes; give weight.full_tensor()")
     check_divergence(name, divergence, beta, temperature)
-    _check(name, student, student_weight, target, student_bias, teacher, teacher_weight, teacher_bias, teacher_logits)
+    ignore_index = _check.integer(name, "ignore_index", ignore_index)
+    weight_hard, weight_soft = (
+        _check.finite(name, argument, x) for argument, x in (("weight_hard", weight_hard), ("weight_soft", weight_soft))
+    )
+    _check.dtype(name, "accum_dtype", accum_dtype)
+    check_teacher(
+        name, student, student_weight, target, student_bias, teacher, teacher_weight, teacher_bias, teacher_logits
+    )
     with_hard = return_hard or weight_hard != 0
     if with_hard:
         check_targets(name, target, student_weight.shape[0], ignore_index)
-    memory, weights = budget(memory), [float(weight_hard), float(weight_soft)]
+    memory, weights = budget(memory), [weight_hard, weight_soft]
     rows, h, y = only_valid(student, target, ignore_index, drop_ignored)
     given = [x if x is None else x.detach() for x in (teacher, teacher_weight, teacher_bias, teacher_logits)]
     kernels = _device.has_kernels(h)
@@ -695,7 +726,17 @@ def linear_distillation(
 
         return *take_in_chunks(of_chunk, n, h, w, b, needs), n
 
-    return taken(with_kernels if kernels else without_kernels, h, student_weight, student_bias)
+    def reference(h, w, b):
+        some = slice(None) if rows is None else rows
+        teacher, teacher_weight, teacher_bias, logits = given
+        return linear_distillation_reference(
+            h, w, y, student_bias=b, teacher=None if teacher is None else teacher[some], teacher_weight=teacher_weight,
+            teacher_bias=teacher_bias, teacher_logits=None if logits is None else logits[some], divergence=divergence,
+            beta=beta, temperature=temperature, weight_hard=weight_hard, weight_soft=weight_soft,
+            ignore_index=ignore_index, return_hard=with_hard,
+        )  # fmt: skip
+
+    return taken(with_kernels if kernels else without_kernels, reference, h, student_weight, student_bias)
 
 
 # ---- the case ----

@@ -23,12 +23,11 @@ import os
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
-from ._op import CASES, Case, Function, custom_op, rounded
+from ._op import CASES, Case, F, Function, custom_op, rounded
 from ._parallel import copy_to_group, group_name, local, place, summed, token_loss_reference_parallel
 from ._tile import cdiv, tl
 from ._token_loss import normalisers, token_gradient, token_loss
@@ -177,7 +176,7 @@ def _add_product(out, a, b, add=False):
     """out (+)= a @ b, whatever the dtype of out."""
     if out.dtype == a.dtype:
         out.addmm_(a, b) if add else torch.mm(a, b, out=out)
-    elif out.dtype == torch.float32 and _device.multiplies_into_fp32(out):
+    elif out.dtype == torch.float32 and _device.multiplies_into_fp32(a):
         torch.addmm(out, a, b, out_dtype=torch.float32, out=out) if add else torch.mm(
             a, b, out_dtype=torch.float32, out=out
         )
@@ -199,11 +198,15 @@ class _Memory:
     """dW and, while it isn't needed whole, the logits of the first pass: see the top of this file.
 
     Those of later passes lie behind it, or in memory that is free again in the end: where dW's own is enough before.
+
+    Where the first pass is wider than dW, what leaves must not hold the rest: dW has memory of its own, and the logits
+    of the classes before ``split`` have other memory, where those of later passes come, too. The strips of dW are then
+    made from the last to the first: | D₃ D₄ D₅ ░ |, D₁ D₂ elsewhere  →  | D₃ D₄ ░ dW₅ |  →  ...
     """
 
     def __init__(self, h, V, dtype, plan, need_w):
         (M, H), self.V, self.plan = h.shape, V, plan
-        later, self.dw = V * _up(min(plan.rows, M)), None
+        later, self.dw, self.split, self.strip = V * _up(min(plan.rows, M)), None, 0, plan.strip
         if not need_w:
             self.early = self.late = h.new_empty(later, dtype=dtype)
             return
@@ -211,13 +214,20 @@ class _Memory:
         row, stride = cdiv(H * accum.itemsize, dtype.itemsize), _up(plan.first)  # of dW and the logits, in logits
         sums = 2 * plan.wave * H
         dw = cdiv(V * row, 64) * 64
-        size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + (0 if plan.beside else later))
-        self.early = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
-        if plan.beside and plan.grad_dtype != accum:  # then the finished dW takes this memory
-            later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
-        self.late = h.new_empty(later, dtype=dtype) if plan.beside else self.early
+        if stride > row and plan.grad_dtype == accum and not plan.beside:
+            self.strip = max(min(plan.strip, V * row // (row + stride)), 1)
+            enough = max(V - (V - self.strip) * row // stride, cdiv(self.strip * stride, row))
+            self.split, dw = min(enough, V), 0
+            self.early = h.new_empty(V * row, dtype=dtype)
+            self.late = h.new_empty(max(self.split * stride, sums + later), dtype=dtype)
+        else:
+            size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + (0 if plan.beside else later))
+            self.early = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
+            if plan.beside and plan.grad_dtype != accum:  # then the finished dW takes this memory
+                later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
+            self.late = h.new_empty(later, dtype=dtype) if plan.beside else self.early
         self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
-        self.sums = self.early[dw : dw + sums].view(torch.float32).view(-1, H)
+        self.sums = (self.late if self.split else self.early)[dw : dw + sums].view(torch.float32).view(-1, H)
 
     def nbytes(self, weight_dtype):
         """At most, the dW included that the weight gets."""
@@ -225,27 +235,44 @@ class _Memory:
         return self.early.nbytes + max(0 if self.late is self.early else self.late.nbytes, dw)
 
     def of(self, n, first):
-        """Logits (V, n), at the end."""
-        stride, memory = _up(n), self.early if first else self.late
-        return memory[memory.numel() - self.V * stride :].view(self.V, stride)[:, :n]
+        """Logits (V, n), at the end; a first pass's (split, n) and (V - split, n), if it is in two parts."""
+        stride, memory = _up(n), self.early if first and not self.split else self.late
+        classes = self.split if first and self.split else self.V
+        x = memory[memory.numel() - classes * stride :].view(classes, stride)[:, :n]
+        if classes == self.V:
+            return (x,)
+        return x, self.early[: (self.V - classes) * stride].view(-1, stride)[:, :n]
 
     def finished(self):
         """dW in the dtype in which it leaves."""
         self.late = None
         return self.dw.to(self.plan.grad_dtype)
 
-    def to_dw(self, x, h, first):
+    def to_dw(self, parts, h, first):
         """dW (+)= x @ h, over x in the first pass."""
         if not first and not self.plan.wave:
-            return _add_product(self.dw, x, h, add=True)
-        strip = self.plan.strip if first else self.plan.wave
-        for v in range(0, self.V, strip):
-            part = self.dw[v : v + strip]
+            return _add_product(self.dw, parts[0], h, add=True)
+        end = self.V
+        if len(parts) == 2:
+            while end > self.split:
+                start = max(end - self.strip, self.split)
+                _add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
+                end = start
+        strip, x = self.strip if first else self.plan.wave, parts[0]
+        for v in range(0, end, strip):
+            part = self.dw[v : min(v + strip, end)]
             if first:
                 _add_product(part, x[v : v + strip], h)
             else:
                 _add_product(self.sums[: len(part)], x[v : v + strip], h)
                 _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+
+
+def pad_tokens(part):
+    """With rows of zeros: matmuls are up to twice as slow without, and a CPU's read beyond an odd number of them."""
+    n = part.shape[0]
+    more = -n % (64 if n >= 512 else 8)
+    return F.pad(part, (0, 0, 0, more)) if more else part
 
 
 def fill_logits(x, w, b, part, n):
@@ -263,8 +290,35 @@ def fill_logits(x, w, b, part, n):
         torch.mm(wide[: len(some)], part.t(), out=x[i : i + len(wide)])
 
 
-def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
+def _to_dh(parts, w, out, rows):
+    """out = Σ over the parts of xᵀ @ w, x (classes, tokens): of several summed in fp32, so many rows at a time."""
+    if len(parts) == 1:
+        return _add_product(out, parts[0].t(), w)
+    in_fp32 = parts[0].dtype == torch.float32 or _device.multiplies_into_fp32(parts[0])
+    for start in range(0, len(out), rows):
+        some, v = out[start : start + rows], 0
+        total = torch.empty_like(some, dtype=torch.float32)
+        for x in parts:
+            of_part = x[:, start : start + rows].t(), w[v : v + len(x)]
+            if in_fp32:
+                _add_product(total, *of_part, add=v > 0)
+            else:  # fp32 copies would be as large as the logits
+                product = torch.mm(*of_part)
+                total.add_(product) if v else total.copy_(product)
+            v += len(x)
+        some.copy_(total)
+
+
+def run_passes(h, *args):
+    """`_run_passes`: every product in the dtypes of its matrices, also under autocast."""
+    with _device.without_autocast(h):
+        return _run_passes(h, *args)
+
+
+def _run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
     """Every pass: logits, ``turn(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
+
+    x may be a pair of the first classes and the others, of the same strides.
 
     ``passes``: slices or indices of the tokens in place of the plan's own, of no more tokens than those, the first of
     them the first; what is in none has no gradient.
@@ -280,28 +334,31 @@ def run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
     for k, i in enumerate(passes):
         part = h[i].to(dtype)
         n = part.shape[0]
-        if n % 64 and n > 8:  # matmuls are up to twice as slow there: rows of zeros
-            part = F.pad(part, (0, 0, 0, -n % (64 if n >= 512 else 8)))
-        x = memory.of(part.shape[0], first=k == 0)
-        fill_logits(x, w, b, part, n)
-        turn(i, x[:, :n].t())
+        part = pad_tokens(part)
+        parts, v = memory.of(part.shape[0], first=k == 0), 0
+        for x in parts:
+            fill_logits(x, w[v : v + len(x)], None if b is None else b[v : v + len(x)], part, n)
+            v += len(x)
+        turned = tuple(x[:, :n].t() for x in parts)
+        turn(i, turned if len(parts) > 1 else turned[0])
         if b is not None:
-            x[:, n:] = 0  # a bias of -inf made them NaN
-        if need_h and x.shape[1] == n and isinstance(i, slice):
-            _add_product(dh[i], x.t(), w)
-        elif need_h:
-            padded = dh.new_empty(part.shape)
-            _add_product(padded, x.t(), w)
-            dh[i] = padded[:n]
+            for x in parts:
+                x[:, n:] = 0  # a bias of -inf made them NaN
+        if need_h:
+            whole = part.shape[0] == n and isinstance(i, slice)
+            out = dh[i] if whole else dh.new_empty(part.shape)
+            _to_dh(parts, w, out, _waves(0, h.shape[1], _device.multiprocessors(h)))
+            if not whole:
+                dh[i] = out[:n]
         if need_b:
-            db.add_(x.sum(1, dtype=torch.float32))
+            db.add_(torch.cat([x.sum(1, dtype=torch.float32) for x in parts]))
         if need_w:
-            memory.to_dw(x, part, first=k == 0)
+            memory.to_dw(parts, part, first=k == 0)
     if need_h and group is not None:
         dh = summed(dh, group).to(h.dtype)
     if memory.dw is None:
         return dh, h.new_empty(0), db
-    part = x = None
+    part = parts = turned = x = None
     return dh, memory.finished() if passes else memory.finished().zero_(), db
 
 
@@ -325,8 +382,7 @@ def scaled(x, g, dtype, in_place):
     in_place = in_place and x.dtype == dtype
     y = x if in_place else torch.empty_like(x, dtype=dtype)
     programs = min(cdiv(x.numel(), 4096), 8 * _device.multiprocessors(x))
-    with _device.guard(x):
-        _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
+    _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
     return y
 
 
@@ -510,6 +566,11 @@ class LinearTokenLossFunction(Function):
         return loss, stats.sum(1), entropy, z_loss, best, mean
 
     @staticmethod
+    def arguments(ctx):
+        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        return *ctx.saved_tensors[:5], numbers, ignore_index, accum_dtype, memory, group, [False] * 4
+
+    @staticmethod
     def backward(ctx, g, g_lse, g_entropy, *_):
         h, w, b, target, ce_weight, norm, stats, entropy = ctx.saved_tensors
         g = stats.new_zeros(stats.shape[0]) if g is None else g
@@ -522,7 +583,10 @@ class LinearTokenLossFunction(Function):
         return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 8
 
 
-def check_head(name, hidden, weight, bias, target, class_weight, group=None):
+def check_head(name, hidden, weight, bias, target, class_weight, group=None, argument="hidden"):
+    """The target may be on the host."""
+    _check.floats(name, {argument: hidden, "weight": weight}, bias=bias, **{"class weight": class_weight})
+    _check.integers(name, dict(target=target))
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{name}: the hidden states have shape {tuple(hidden.shape)} and the weight {tuple(weight.shape)}, give "
@@ -551,10 +615,13 @@ def only_valid(hidden, target, ignore_index, drop_ignored):
 
 
 def linear_token_loss(
-    hidden, weight, target, bias=None, *, temperature=1.0, logit_scale=1.0, softcap=None, ignore_index=-100,
-    label_smoothing=0.0, class_weight=None, lse_square_scale=0.0, return_logsumexp=False, return_entropy=False,
-    return_z_loss=False, return_accuracy=False, return_predicted=False, return_mean_logit=False, accum_dtype=None,
-    memory="auto", drop_ignored=None, group=None,
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, class_weight: torch.Tensor | None = None, lse_square_scale: float = 0.0,
+    return_logsumexp: bool = False, return_entropy: bool = False, return_z_loss: bool = False,
+    return_accuracy: bool = False, return_predicted: bool = False, return_mean_logit: bool = False,
+    accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
+    group: object = None,
 ):  # fmt: skip
     """What a linear head makes of each token, without its logits in memory: cross entropy, and more on request.
 
@@ -587,9 +654,11 @@ def linear_token_loss(
             (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
     """
     name = "linear_token_loss"
-    check_options(name, "none", label_smoothing, softcap)
-    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
-        raise ValueError(f"{name}: temperature is {temperature!r}, give a positive number")
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = check_options(
+        name, "none", ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale
+    )
+    temperature = _check.positive(name, "temperature", temperature)
+    _check.dtype(name, "accum_dtype", accum_dtype)
     hidden, weight, bias, group = local(name, hidden, weight, bias, group)
     check_head(name, hidden, weight, bias, target, class_weight, group)
     check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
@@ -599,7 +668,7 @@ def linear_token_loss(
     run = LinearTokenLossFunction.apply
     if not _device.has_kernels(h):
         run = LinearTokenLossFunction.reference
-    elif not torch.is_grad_enabled():
+    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
         h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
     loss, lse, entropy, z_loss, best, mean = run(
         h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), group_name(group),
@@ -619,8 +688,10 @@ def linear_token_loss(
 
 
 def token_log_probs(
-    hidden, weight, target, bias=None, *, temperature=1.0, logit_scale=1.0, softcap=None, ignore_index=-100,
-    return_entropy=False, accum_dtype=None, memory="auto", drop_ignored=None, group=None,
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    return_entropy: bool = False, accum_dtype: torch.dtype | None = None, memory: int | str = "auto",
+    drop_ignored: bool | None = None, group: object = None,
 ):  # fmt: skip
     """log p(target | hidden) of each token under a linear head, and the entropy, without its logits in memory.
 
@@ -633,6 +704,8 @@ def token_log_probs(
         log-probabilities (...) in fp32, 0 where the target is ``ignore_index``; with ``return_entropy`` the pair of
         them and the entropies of the distributions (...).
     """
+    _check.floats("token_log_probs", dict(hidden=hidden))
+    _check.integers("token_log_probs", dict(target=target))
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"token_log_probs: target has shape {tuple(target.shape)}, give one class for each of the hidden states: "

@@ -16,10 +16,11 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
-from . import _device
+from . import _check, _device
+from ._op import F, gradients, keep, kept, kept_inputs, transformed
 from ._parallel import group_name, local, place
+from ._tile import parts
 from ._token_loss import token_gradient, token_loss
 from .cross_entropy import check_targets
 from .linear_head import (
@@ -28,6 +29,7 @@ from .linear_head import (
     budget,
     check_head,
     compute_dtype,
+    in_chunks,
     plan,
     run_passes,
     scaled,
@@ -36,37 +38,40 @@ from .linear_head import (
 
 
 class Taken(torch.autograd.Function):
-    """``apply(run, h, w, b) -> loss, *rest``: a loss whose gradients ``run`` takes at once, in forward.
+    """``apply(run, reference, h, w, b) -> loss, *rest``: a loss whose gradients ``run`` takes at once, in forward.
 
     ``run(h, w, b, needs) -> (loss, *rest), (dh, dw, db), divisor``: the gradients, of loss·divisor, are None or empty
-    where not needed.
+    where not needed. ``reference(h, w, b) -> loss, *rest`` is differentiated where they need a graph of their own.
     """
 
     @staticmethod
-    def forward(ctx, run, h, w, b):
-        ctx.needs = [x is not None and need for x, need in zip((h, w, b), ctx.needs_input_grad[1:], strict=True)]
+    def forward(ctx, run, reference, h, w, b):
+        ctx.needs = [x is not None and need for x, need in zip((h, w, b), ctx.needs_input_grad[2:], strict=True)]
         outputs, grads, ctx.divisor = run(h, w, b, ctx.needs)
-        ctx.dtypes = [None if x is None else x.dtype for x in (h, w, b)]
-        ctx.save_for_backward(*(g if need else None for g, need in zip(grads, ctx.needs, strict=True)))
+        ctx.reference, ctx.dtypes = reference, [None if x is None else x.dtype for x in (h, w, b)]
+        keep(ctx, tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True)), (h, w, b))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g, *_):
+    def backward(ctx, g, *others):
         if g is None:
-            return (None,) * 4
+            return (None,) * 5
+        if torch.is_grad_enabled():
+            return None, None, *gradients(ctx.reference, kept_inputs(ctx, 3), ctx.needs, (g, *others))
         g = g / ctx.divisor
-        in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, *(None if x is None else scaled(x, g, dtype, in_place) for x, dtype in grads)
+        grads, in_place = kept(ctx, 3)
+        grads = zip(grads, ctx.dtypes, strict=True)
+        return None, None, *(None if x is None else scaled(x, g, dtype, in_place) for x, dtype in grads)
 
 
-def taken(run, h, w, b):
-    """``run``'s outputs, with a gradient for the first one."""
+def taken(run, reference, h, w, b):
+    """``run``'s outputs, with a gradient for the first one. ``reference`` gives the same in plain PyTorch."""
+    if transformed():
+        return reference(h, w, b)
     if torch.is_grad_enabled():
-        return Taken.apply(run, h, w, b)
+        return Taken.apply(run, reference, h, w, b)
     return run(h, w, b, [False] * 3)[0]
 
 
@@ -81,6 +86,7 @@ class _Job:
 
     def __init__(self, fn, target, parts, lead, valid, device, return_entropy, options):
         self.fn, self.parts, self.lead = fn, parts, lead
+        self.autocast = _device.autocast_as_now(device)  # the passes go without
         self.target = target.to(device)  # (tokens,) or (tokens, classes)
         self.several = target.dim() == 2
         self.groups, self.tokens = lead[0] // parts, lead[1:].numel()  # tokens of one sequence
@@ -122,7 +128,8 @@ class _Job:
 
     def ask(self, a, b, log_probs, entropy):
         """What groups a to b contribute to the loss."""
-        answer = self.fn(slice(a, b), log_probs, entropy)
+        with self.autocast():
+            answer = self.fn(slice(a, b), log_probs, entropy)
         value, *rest = answer if isinstance(answer, tuple) else (answer,)
         self.loss = self.loss + value.detach()  # of fp64, if that is
         self.rest.append([x.detach() for x in rest])
@@ -143,8 +150,9 @@ class _Job:
 
     def outputs(self):
         """The loss; of what else ``fn`` returned, 0-d tensors are added up and others concatenated."""
-        columns = zip(*self.rest, strict=True)
-        return self.loss, *(torch.stack(c).sum(0) if c[0].dim() == 0 else torch.cat(c) for c in columns)
+        loss, columns = self.loss, zip(*self.rest, strict=True)
+        self.loss = self.rest = None  # the graph, which the loss belongs to, keeps the job (`_reference`): no cycle
+        return loss, *(torch.stack(c).sum(0) if c[0].dim() == 0 else torch.cat(c) for c in columns)
 
 
 # ---- with kernels ----
@@ -155,6 +163,29 @@ def _fitted(chosen, lengths, channels, dtype):
     first, *later = lengths if chosen.first and lengths else (0, *lengths)
     holds = channels * chosen.accum_dtype.itemsize // dtype.itemsize  # tokens whose logits are as large as dW
     return replace(chosen, first=first, rows=max(later, default=0), beside=chosen.beside and first <= holds)
+
+
+def _gathered(x, classes):
+    """The logits of some classes (T, K), of x in one part or two."""
+    x, more, split, V = parts(x)
+    if more is None:
+        return x.gather(1, classes)
+    first, later = classes.clamp(max=split - 1), (classes - split).clamp(min=0)
+    return torch.where(classes < split, x.gather(1, first), more.gather(1, later))
+
+
+def _scatter(x, classes, values):
+    """Write them there. A class that stands there twice has one value."""
+    x, more, split, V = parts(x)
+    if more is None:
+        x.scatter_(1, classes, values.to(x.dtype))
+        return
+    for part, at, inside in ((x, classes, classes < split), (more, classes - split, classes >= split)):
+        # in place of a class that is not in this part, one that is; for a token without any, what is there
+        other = inside.int().argmax(1, keepdim=True)
+        at = at.where(inside, at.gather(1, other)).clamp(0, part.shape[1] - 1)
+        new = values.where(inside, values.gather(1, other)).to(x.dtype)
+        part.scatter_(1, at, new.where(inside.any(1, keepdim=True), part.gather(1, at)))
 
 
 def _with_kernels(job, h, w, b, needs):
@@ -176,7 +207,8 @@ def _with_kernels(job, h, w, b, needs):
         classes = classes.where((classes >= 0) & (classes < V), 0)
 
     def read(i, x):
-        nll, of_row = stats.new_empty(x.shape[0]), stats.new_empty(x.shape[0], 2)
+        rows = y[i].shape[0]
+        nll, of_row = stats.new_empty(rows), stats.new_empty(rows, 2)
         entropy = None if entropies is None else torch.empty_like(nll)
         token_loss(x, y[i], None, norm, *options, nll, of_row, entropy=entropy, group=job.group)
         stats[i] = of_row
@@ -185,7 +217,7 @@ def _with_kernels(job, h, w, b, needs):
         if not job.several:
             log_probs[i] = -nll
             return
-        z = x.gather(1, classes[i]).float() * options[-1]
+        z = _gathered(x, classes[i]).float() * options[-1]
         z = (z - of_row[:, :1]) - of_row[:, 1:]
         log_probs[i] = torch.where(known[i] & (classes[i] == job.target[i]), z, torch.where(known[i], torch.nan, 0.0))
 
@@ -203,7 +235,7 @@ def _with_kernels(job, h, w, b, needs):
         of_class = (c[:, :, None] == c[:, None, :]).to(d.dtype) @ d[:, :, None]  # a class may stand there twice
         p = p.where(known[i], p.gather(1, known[i].int().argmax(1, keepdim=True)))
         dz = (of_class.squeeze(2) - p * total[:, None]) * options[-1]
-        x.scatter_(1, c, dz.where(known[i].any(1, keepdim=True), 0).to(x.dtype))
+        _scatter(x, c, dz.where(known[i].any(1, keepdim=True), 0))
 
     total, ends = job.ends[-1], job.ends
     even = isinstance(ends, range)
@@ -256,6 +288,16 @@ def _log_probs(job, h, w, b, y):
     return z.log_softmax(1).gather(1, y.where(known, 0)).where(known, 0), None
 
 
+def _reference(job, h, w, b):
+    """The loss of all groups at once, and what else ``fn`` returns."""
+    log_probs, entropies = in_chunks(lambda h, y: _log_probs(job, h, w, b, y), h, job.target)
+    answer = job.fn(
+        slice(0, job.groups), *(x if x is None else job.some(x, 0, job.groups) for x in (log_probs, entropies))
+    )
+    value, *rest = answer if isinstance(answer, tuple) else (answer,)
+    return value + torch.zeros((), device=h.device), *(x.detach() for x in rest)
+
+
 def _without_kernels(job, h, w, b, needs):
     """`Taken`'s ``run`` in PyTorch, a few groups at a time."""
     wide = torch.promote_types(w.dtype, torch.float32)
@@ -286,10 +328,12 @@ def _without_kernels(job, h, w, b, needs):
     return job.outputs(), grads, 1
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable, which imports torch._dynamo when it is called: a second later
 def linear_loss(
-    fn, hidden, weight, target, bias=None, *, parts=1, temperature=1.0, ignore_index=-100, return_entropy=False,
-    accum_dtype=None, memory="auto", drop_ignored=None, group=None,
+    fn, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    parts: int = 1, temperature: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
+    accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
+    group: object = None,
 ):  # fmt: skip
     """A scalar loss of token log-probabilities under a linear head, whose logits are never all in memory.
 
@@ -321,6 +365,12 @@ def linear_loss(
         ValueError, TypeError: shapes or options that don't fit.
     """
     name = "linear_loss"
+    _check.floats(name, dict(hidden=hidden))
+    _check.integers(name, dict(target=target))
+    temperature, ignore_index = (
+        _check.positive(name, "temperature", temperature), _check.integer(name, "ignore_index", ignore_index)
+    )  # fmt: skip
+    _check.dtype(name, "accum_dtype", accum_dtype)
     lead = hidden.shape[:-1]
     if target.shape[: len(lead)] != lead or target.dim() > len(lead) + 1:
         raise ValueError(
@@ -329,8 +379,6 @@ def linear_loss(
         )
     if not lead or parts < 1 or lead[0] % parts:
         raise ValueError(f"{name}: hidden has shape {tuple(hidden.shape)}, which makes no groups of {parts} sequences")
-    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
-        raise ValueError(f"{name}: temperature is {temperature!r}, give a positive number")
     several = target.dim() > len(lead)
     if several and (return_entropy or group is not None):
         raise ValueError(f"{name}: several classes a token go without return_entropy and group")
@@ -345,4 +393,4 @@ def linear_loss(
     options = temperature, ignore_index, accum_dtype, budget(memory), group_name(group)
     job = _Job(fn, y, parts, lead, valid, h.device, return_entropy, options)
     run = _with_kernels if _device.has_kernels(h) else _without_kernels
-    return taken(lambda *given: run(job, *given), h, weight, bias)
+    return taken(lambda *given: run(job, *given), lambda *given: _reference(job, *given), h, weight, bias)

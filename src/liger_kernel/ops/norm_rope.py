@@ -22,14 +22,14 @@ import functools
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
 from ._norm import LLAMA
-from ._op import CASES, Case, Function, custom_op
+from ._op import CASES, Case, Function, custom_op, gradients, unit_stride
 from ._reduce import sum_rows
 from ._tile import cdiv, next_power_of_2, tl, triton
-from .rms_norm import CASTINGS, rms_norm_reference
-from .rope import angle_strides, result_like, rope_arguments, rope_reference, swapped, token_rows, unit_stride
+from .rms_norm import CASTINGS, check_casting, rms_norm_reference
+from .rope import angle_strides, result_like, rope_arguments, rope_reference, swapped, token_rows
 
 NAME = "liger_norm_rope"
 
@@ -377,26 +377,43 @@ class LigerNormRopeFunction(Function):
         swapped_q, swapped_k, cos, sin, heads_dim, rotary_dim = rope_arguments(
             q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME
         )
-        q, k = unit_stride(q), unit_stride(k)
-        q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
         options = (
             heads_dim, rotary_dim, bool(interleaved), eps, offset, CASTINGS.index(casting_mode),
             token_rows(swapped_q), token_rows(swapped_k),
         )  # fmt: skip
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.options = options
-        return norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *options)
+        return norm_rope_fwd(*_readable(q, k, q_weight, k_weight), cos, sin, *options)
+
+    @staticmethod
+    def again(ctx, dyq, dyk):
+        *given, cos, sin = ctx.saved_tensors
+        heads_dim, rotary_dim, pairs, eps, offset, cast, *_ = ctx.options
+
+        def turned(q, k, q_weight, k_weight):
+            q, k = (rms_norm_reference(x, w, eps, offset, CASTINGS[cast]) for x, w in ((q, q_weight), (k, k_weight)))
+            return rope_reference(q, k, cos, sin, None, heads_dim, rotary_dim, pairs)
+
+        return *gradients(turned, given, ctx.needs_input_grad[:4], (dyq, dyk)), *(None,) * 7
 
     @staticmethod
     def backward(ctx, dyq, dyk):
-        needed = ctx.needs_input_grad[:4]
-        gradients = norm_rope_bwd(unit_stride(dyq), unit_stride(dyk), *ctx.saved_tensors, *ctx.options, *needed)
-        return *(g if need else None for g, need in zip(gradients, needed, strict=True)), *(None,) * 7
+        needed, (*given, cos, sin) = ctx.needs_input_grad[:4], ctx.saved_tensors
+        dys = unit_stride(dyq), unit_stride(dyk)
+        found = norm_rope_bwd(*dys, *_readable(*given), cos, sin, *ctx.options, *needed)
+        return *(g if need else None for g, need in zip(found, needed, strict=True)), *(None,) * 7
+
+
+def _readable(q, k, q_weight, k_weight):
+    weights = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
+    return unit_stride(q), unit_stride(k), *weights
 
 
 def liger_norm_rope(
-    q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", unsqueeze_dim=1, interleaved=False
-):  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", unsqueeze_dim: int = 1,
+    interleaved: bool | str = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """RMSNorm of each head of queries and keys, then their rotary position embedding, as in Qwen3 and Gemma 3.
 
     The same as ``liger_rotary_pos_emb(liger_rms_norm(q, q_weight, ...), liger_rms_norm(k, k_weight, ...), cos, sin)``,
@@ -406,7 +423,7 @@ def liger_norm_rope(
         q, k: (B, h, T, D) and (B, h_k, T, D), of any strides; with ``unsqueeze_dim=2`` (B, T, h, D) and (B, T, h_k, D).
         q_weight, k_weight: (D,), any floating dtype, or None for no weight (``offset`` is unused then).
         cos, sin: (T, w), (1, T, w) or (B, T, w), or one of these with a 1 where q has its heads. They get no gradient.
-            The first ``min(w, D)`` entries of a head turn, the others are normalised and pass.
+            The first w entries of a head turn, the others are normalised and pass.
         eps: added to the mean square.
         offset: added to the weights: 0 for Qwen3, 1 for Gemma 3.
         casting_mode: where the norm rounds: "llama" (Qwen3), "gemma" or "none".
@@ -417,17 +434,16 @@ def liger_norm_rope(
         q and k normalised and turned, new tensors with the dtype and memory layout of q and k.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit each other.
+        ValueError, TypeError: as `liger_rotary_pos_emb` and `liger_rms_norm`.
 
     Source: arXiv:2010.04245 (norm), arXiv:2104.09864 (RoPE).
     """
-    if casting_mode not in CASTINGS:
-        raise ValueError(f"{NAME}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}")
+    check_casting(NAME, casting_mode)
+    eps, offset = _check.not_negative(NAME, "eps", eps), _check.finite(NAME, "offset", offset)
+    _check.floats(NAME, dict(q=q, k=k), q_weight=q_weight, k_weight=k_weight)
     for name, w, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if w is not None and w.shape != x.shape[-1:]:
             raise ValueError(f"{NAME}: {name} has shape {tuple(w.shape)}, head size is {x.shape[-1]}")
-        if w is not None and w.device != x.device:
-            raise ValueError(f"{NAME}: {name} is on {w.device}, {name[0]} on {x.device}, give one device")
     run = LigerNormRopeFunction.apply if _device.has_kernels(q) else norm_rope_reference
     return run(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, interleaved)
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._norm import norm_bwd, norm_fwd, rows, shaped
 from ._op import CASES, Case, Function
+from .utils import calculate_settings
 
 CASTINGS = ("none", "llama", "gemma")
 
@@ -51,27 +52,98 @@ class LigerRMSNormFunction(Function):
         _device.require_kernels("LigerRMSNormFunction", X)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, _, stats = norm_fwd(x, None, w, None, eps, offset, cast, False)
-        ctx.save_for_backward(x, w, stats)
-        ctx.offset, ctx.cast = offset, cast
+        ctx.save_for_backward(X, W, stats)
+        ctx.options = eps, offset, casting_mode
         return shaped(y, X.shape)
 
     @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:2], *ctx.options
+
+    @staticmethod
     def backward(ctx, dY):
-        x, w, stats = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dx, dw, _ = norm_bwd(rows(dY), None, x, w, None, stats, ctx.offset, ctx.cast, False, need_dx, need_dw, False)
+        X, W, stats = ctx.saved_tensors
+        w, (_, offset, casting_mode) = None if W is None else W.contiguous(), ctx.options
+        cast, (need_dx, need_dw) = CASTINGS.index(casting_mode), ctx.needs_input_grad[:2]
+        dx, dw, _ = norm_bwd(rows(dY), None, rows(X), w, None, stats, offset, cast, False, need_dx, need_dw, False)
         return shaped(dx, dY.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
-def checked(name, X, W, casting_mode):
-    """Raise what `liger_rms_norm` and its kin owe their callers."""
+CODES = {name: code for code, name in enumerate(CASTINGS, -1)}  # what frameworks keep for backward
+
+
+def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
+    """The kernels without autograd, for frameworks with a Function of their own.
+
+    Args:
+        X (..., H), W (H,) or None, eps, offset, casting_mode: as in `liger_rms_norm`.
+        row_mode: chooses nothing.
+
+    Returns:
+        (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as rows (M, H) and RSTD (M,), fp32, which
+        `rms_norm_backward` takes; and three ints that it is given back: how it launches doesn't hang on the first two.
+
+    Raises:
+        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: no kernels for X, or as of `calculate_settings`.
+    """
+    name = "rms_norm_forward"
+    eps, offset = checked(name, X, W, eps, offset, casting_mode)
+    _device.require_kernels(name, X)
+    settings = calculate_settings(X.shape[-1])
+    x, w = rows(X), None if W is None else W.contiguous()
+    y, _, rstd = norm_fwd(x, None, w, None, eps, offset, CASTINGS.index(casting_mode), False)
+    return shaped(y, X.shape), x.view(-1, X.shape[-1]), rstd, *settings, CODES[casting_mode]
+
+
+def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode):
+    """-> dX like dY, dW like W (None without one), for what `rms_norm_forward` returned.
+
+    ``casting_mode`` may also be given by its name; ``BLOCK_SIZE``, ``num_warps``, ``in_place`` (dY may be written to:
+    it isn't) and ``row_mode`` choose nothing.
+    """
+    name = "rms_norm_backward"
+    casting_mode = CODES.get(casting_mode, casting_mode)
+    if casting_mode not in CODES.values():
+        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, give what rms_norm_forward returned")
+    check_norm(name, X, W=W)
+    _check.floats(name, dict(dY=dY, X=X, RSTD=RSTD))
+    if dY.numel() != X.numel() or dY.shape[-1:] != X.shape[-1:] or RSTD.numel() * X.shape[-1] != X.numel():
+        given = f"{tuple(dY.shape)}, {tuple(X.shape)} and {tuple(RSTD.shape)}"
+        raise ValueError(f"{name}: dY, X and RSTD have shapes {given}, give those of one forward")
+    _device.require_kernels(name, X)
+    w = None if W is None else W.contiguous()
+    dx, dw, _ = norm_bwd(
+        rows(dY), None, rows(X), w, None, RSTD, offset, casting_mode + 1, False, True, W is not None, False
+    )
+    return shaped(dx, dY.shape), dw
+
+
+def check_casting(name, casting_mode):
     if casting_mode not in CASTINGS:
         raise ValueError(f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}")
-    if W is not None and W.shape != X.shape[-1:]:
-        raise ValueError(f"{name}: weight has shape {tuple(W.shape)}, hidden size is {X.shape[-1]}")
 
 
-def liger_rms_norm(X, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+def check_norm(name, X, **parameters):
+    """X (..., H), parameters (H,) or None."""
+    _check.floats(name, dict(X=X), **parameters)
+    if X.dim() == 0:
+        raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
+    for argument, p in parameters.items():
+        if p is not None and p.shape != X.shape[-1:]:
+            raise ValueError(f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+
+
+def checked(name, X, W, eps, offset, casting_mode):
+    """-> eps, offset as Python numbers, or what `liger_rms_norm` and its kin owe their callers."""
+    check_norm(name, X, weight=W)
+    check_casting(name, casting_mode)
+    return _check.not_negative(name, "eps", eps), _check.finite(name, "offset", offset)
+
+
+def liger_rms_norm(
+    X: torch.Tensor, W: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = True, row_mode: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Root mean square normalisation over the last dimension: ``x / sqrt(mean(x²) + eps) * (offset + W)``.
 
     Args:
@@ -86,28 +158,38 @@ def liger_rms_norm(X, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=Tr
         (..., H) in X's dtype.
 
     Raises:
-        ValueError: unknown casting mode; W is not of shape (H,).
+        ValueError: unknown casting mode; X has no dimension; W is not of shape (H,), or elsewhere; a negative eps.
+        TypeError: X or W is no floating point tensor, eps or offset no number.
 
     Source: arXiv:1910.07467.
     """
-    checked("liger_rms_norm", X, W, casting_mode)
+    eps, offset = checked("liger_rms_norm", X, W, eps, offset, casting_mode)
     if not _device.has_kernels(X):
         return rms_norm_reference(X, W, eps, offset, casting_mode)
     return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place, row_mode)
+
+
+def check_module(name, hidden_size, eps, init_fn):
+    """What the norms' modules are made with. ``hidden_size`` may be a shape of one dimension, as `torch.nn`'s are."""
+    size = hidden_size[0] if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1 else hidden_size
+    _check.size(name, "hidden_size", size)
+    _check.not_negative(name, "eps", eps)
+    if init_fn not in ("ones", "zeros"):
+        raise ValueError(f"{name}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
 
 
 class LigerRMSNorm(torch.nn.Module):
     """`liger_rms_norm` with its weight; ``elementwise_affine=False`` has none. The state dict is Hugging Face's."""
 
     def __init__(
-        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True, row_mode=None,
-        elementwise_affine=True,
-    ):  # fmt: skip
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        if init_fn not in ("ones", "zeros"):
-            raise ValueError(f"{type(self).__name__}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
-        if casting_mode not in CASTINGS:
-            raise ValueError(f"{type(self).__name__}: casting_mode is {casting_mode!r}, give one of {CASTINGS}")
+        name = type(self).__name__
+        check_module(name, hidden_size if elementwise_affine else 0, eps, init_fn)
+        check_casting(name, casting_mode)
+        _check.finite(name, "offset", offset)
         self.elementwise_affine = elementwise_affine
         if elementwise_affine:
             self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
@@ -116,7 +198,7 @@ class LigerRMSNorm(torch.nn.Module):
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode = in_place, row_mode
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: torch.Tensor):
         return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
 
     def extra_repr(self):
@@ -126,15 +208,17 @@ class LigerRMSNorm(torch.nn.Module):
 
 class LigerRMSNormForGemma(LigerRMSNorm):
     def __init__(
-        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True, row_mode=None
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
+        init_fn: str = "zeros", in_place: bool = True, row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForGemma2(LigerRMSNorm):
     def __init__(
-        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
+        init_fn: str = "zeros", in_place: bool = False, row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
@@ -147,7 +231,10 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False):
+    def __init__(
+        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
@@ -155,8 +242,9 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     """``with_scale=False`` has no weight."""
 
     def __init__(
-        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
-    ):
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
+        in_place: bool = False, with_scale: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
@@ -165,15 +253,17 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     """``dim`` may stay out where there is no weight."""
 
     def __init__(
-        self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
-    ):
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     def __init__(
-        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False, row_mode=None
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 

@@ -22,9 +22,9 @@ import functools
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
-from ._op import CASES, Case, Function, custom_op
+from ._op import CASES, Case, Function, custom_op, unit_stride
 from ._tile import cdiv, next_power_of_2, tl, triton
 
 
@@ -178,10 +178,6 @@ def swapped(x, heads_dim):
     return x if heads_dim == 1 else x.transpose(1, 2)
 
 
-def unit_stride(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def token_rows(x):
     return x.stride(1) < x.stride(2)
 
@@ -191,6 +187,10 @@ LAYOUTS = (False, True, "repeated")
 
 def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, name="liger_rotary_pos_emb"):
     """-> q, k as (B, h, T, D); cos, sin as (1 or B, T, rotary_dim/2), a column a pair; the heads' dim; rotary_dim."""
+    _check.floats(name, dict(q=q, k=k, cos=cos, sin=sin))
+    if position_ids is not None:
+        _check.integers(name, dict(position_ids=position_ids))
+    unsqueeze_dim = _check.integer(name, "unsqueeze_dim", unsqueeze_dim)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}, k {tuple(k.shape)}, give 4 dimensions")
     heads_dim = unsqueeze_dim % 4 if -4 <= unsqueeze_dim < 4 else 0
@@ -205,14 +205,14 @@ def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, inte
         )
     if cos.shape != sin.shape:
         raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, give equal ones")
-    if not q.device == k.device == cos.device == sin.device:
-        raise ValueError(f"{name}: q, k, cos, sin are on {q.device}, {k.device}, {cos.device}, {sin.device}")
     if interleaved not in LAYOUTS:
         raise ValueError(f"{name}: interleaved is {interleaved!r}, give one of {LAYOUTS}")
-    width = cos.shape[-1]
+    width = cos.shape[-1] if cos.dim() else 0
     if rotary_dim is None:
-        rotary_dim = min(width, D)
-    if rotary_dim % 2 or not 0 < rotary_dim <= D:
+        if width > D:
+            raise ValueError(f"{name}: cos has {width} columns, more than a head's {D}; give those of its angles")
+        rotary_dim = width
+    if _check.integer(name, "rotary_dim", rotary_dim) % 2 or not 0 < rotary_dim <= D:
         raise ValueError(f"{name}: rotary_dim is {rotary_dim}, give an even number from 2 to the head size {D}")
     step = 2 if interleaved == "repeated" else 1
     if width < (rotary_dim // 2 - 1) * step + 1:
@@ -268,6 +268,13 @@ class LigerRopeFunction(Function):
         return rope_turn(unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows)
 
     @staticmethod
+    def again(ctx, dyq, dyk):
+        """Turned back: q and k are not needed, and not saved."""
+        (cos, sin), (heads_dim, rotary_dim, pairs, _) = ctx.saved_tensors, ctx.options
+        dq, dk = rope_reference(dyq, dyk, cos, -sin, None, heads_dim, rotary_dim, pairs)
+        return dq, dk, None, None, None, None, None, None
+
+    @staticmethod
     def backward(ctx, dyq, dyk):
         heads_dim, rotary_dim, pairs, rows = ctx.options
         dyq, dyk = unit_stride(dyq), unit_stride(dyk)
@@ -275,7 +282,39 @@ class LigerRopeFunction(Function):
         return dq, dk, None, None, None, None, None, None
 
 
-def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
+def _turned(name, q, k, cos, sin, sign):
+    _device.require_kernels(name, q)
+    heads_first_q, heads_first_k, c, s, heads_dim, rotary_dim = rope_arguments(
+        q, k, cos, sin, None, 1, None, False, name
+    )
+    rows = token_rows(heads_first_q), token_rows(heads_first_k)
+    return rope_turn(unit_stride(q), unit_stride(k), c, s, heads_dim, rotary_dim, False, sign, *rows)
+
+
+def rope_forward(q, k, cos, sin):
+    """The kernel without autograd, for frameworks with a Function of their own.
+
+    Args:
+        q, k, cos, sin: as in `liger_rotary_pos_emb`, the heads in dimension 1. They are not written to.
+
+    Returns:
+        (q, k, cos, sin): the two turned, and what `rope_backward` takes.
+
+    Raises:
+        ValueError, TypeError: as `liger_rotary_pos_emb`. RuntimeError: there are no kernels for q.
+    """
+    return *_turned("rope_forward", q, k, cos, sin, 1.0), cos, sin
+
+
+def rope_backward(dq, dk, cos, sin):
+    """-> dq, dk, turned back: the gradients of what `rope_forward` was given. They are not written to."""
+    return _turned("rope_backward", dq, dk, cos, sin, -1.0)
+
+
+def liger_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1, rotary_dim: int | None = None, interleaved: bool | str = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Rotary position embedding of queries and keys, in place of Hugging Face's ``apply_rotary_pos_emb``.
 
     Args:
@@ -285,8 +324,8 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
             position_ids is not itself (1, P), token t has their row ``position_ids[:, t]``. Else they are taken as
             the tokens' own, as Hugging Face passes them, and position_ids is not used.
         unsqueeze_dim: the dimension of q and k that holds the heads.
-        rotary_dim: how many entries of a head turn; the others pass. ``min(w, D)`` by default. Where w is half of it,
-            give it.
+        rotary_dim: how many entries of a head turn; the others pass. w by default. Where w is half of it, give it; of
+            a wider table the first columns are then read.
         interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, its angle in column j
             (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, its angle in the columns 2j and 2j+1 (Cohere).
 
@@ -294,10 +333,12 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
         q and k turned, new tensors with the dtype and memory layout of q and k.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit each other.
+        ValueError: shapes, devices or options that do not fit each other, cos and sin wider than a head among them.
+        TypeError: q, k, cos or sin is no floating point tensor, position_ids none of integers.
 
     Source: arXiv:2104.09864.
     """
+    _check.floats("liger_rotary_pos_emb", dict(q=q))
     run = LigerRopeFunction.apply if _device.has_kernels(q) else rope_reference
     return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
 
@@ -305,12 +346,16 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
 liger_rope = liger_rotary_pos_emb
 
 
-def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
+def liger_rotary_pos_emb_gpt_oss(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """cos and sin have half the head's size, as in GPT-OSS."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
-def liger_rotary_pos_emb_vision(q, k, cos, sin):
+def liger_rotary_pos_emb_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and its kin."""
     q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
     return q.squeeze(0), k.squeeze(0)

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from . import _device
+from . import _check, _device
 from ._kernel import kernel
 from ._op import CASES, Case, Function, custom_op
 from ._tile import INF, cdiv, exp, exp_for, finite, next_power_of_2, tl
@@ -190,12 +190,18 @@ class LigerSoftmaxFunction(Function):
         return Y
 
     @staticmethod
+    def again(ctx, dY):
+        (Y,) = ctx.saved_tensors
+        y, dy = Y.float(), dY.float()
+        return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(Y.dtype)
+
+    @staticmethod
     def backward(ctx, dY):
         (Y,) = ctx.saved_tensors
         return softmax_bwd(_rows(Y), _rows(dY)).view(dY.shape)
 
 
-def liger_softmax(x):
+def liger_softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension.
 
     Args:
@@ -208,10 +214,9 @@ def liger_softmax(x):
         ValueError: x has no dimension.
         TypeError: x is not of a floating dtype.
     """
+    _check.floats("liger_softmax", dict(x=x))
     if x.dim() == 0:
         raise ValueError("liger_softmax: x has no dimension, give a tensor of shape (..., N)")
-    if not x.is_floating_point():
-        raise TypeError(f"liger_softmax: x is {x.dtype}, give a floating point tensor")
     if not _device.has_kernels(x):
         return softmax_reference(x)
     return LigerSoftmaxFunction.apply(x)
@@ -220,10 +225,10 @@ def liger_softmax(x):
 class LigerSoftmax(torch.nn.Module):
     """`liger_softmax` as a module."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         return liger_softmax(x)
 
 

@@ -1,67 +1,30 @@
 """Faster kernels for Hugging Face models: one line, one family, or single operators.
 
-The operators need torch alone. What patches models needs transformers, and is imported when it is asked for.
+The operators need torch alone; what patches models needs transformers. Either is imported when it is asked for. Type
+checkers read ``__init__.pyi``, which ``scripts/stubs.py`` writes.
 """
 
 from importlib import import_module
 from importlib.util import find_spec
 
-from liger_kernel.ops.cross_entropy import LigerCrossEntropyLoss
-from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNorm
-from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_kernel.ops.glu import (
-    LigerBlockSparseTop2MLP,
-    LigerFalconH1SwiGLUMLP,
-    LigerGEGLUMLP,
-    LigerPhi3SwiGLUMLP,
-    LigerQwen3MoeSwiGLUMLP,
-    LigerSwiGLUMLP,
-    LigerSwiGLUMLPForMuseGlimmer,
-)
-from liger_kernel.ops.group_norm import LigerGroupNorm
-from liger_kernel.ops.layer_norm import LigerLayerNorm
-from liger_kernel.ops.rms_norm import (
-    LigerRMSNorm,
-    LigerRMSNormForGemma,
-    LigerRMSNormForGemma2,
-    LigerRMSNormForGemma3,
-    LigerRMSNormForGemma4,
-    LigerRMSNormForGlm4,
-    LigerRMSNormForMuseGlimmer,
-    LigerRMSNormForMuseGlimmerTextCentered,
-    LigerRMSNormForOlmo2,
-    LigerRMSNormForQwen3Next,
-)
-from liger_kernel.ops.rope import liger_rotary_pos_emb
-from liger_kernel.ops.softmax import LigerSoftmax
-
-__all__ = [
-    "LigerBlockSparseTop2MLP",
-    "LigerCrossEntropyLoss",
-    "LigerFalconH1SwiGLUMLP",
-    "LigerFusedAddRMSNorm",
-    "LigerFusedLinearCrossEntropyLoss",
-    "LigerGEGLUMLP",
-    "LigerGroupNorm",
-    "LigerLayerNorm",
-    "LigerPhi3SwiGLUMLP",
-    "LigerQwen3MoeSwiGLUMLP",
-    "LigerRMSNorm",
-    "LigerRMSNormForGemma",
-    "LigerRMSNormForGemma2",
-    "LigerRMSNormForGemma3",
-    "LigerRMSNormForGemma4",
-    "LigerRMSNormForGlm4",
-    "LigerRMSNormForMuseGlimmer",
-    "LigerRMSNormForMuseGlimmerTextCentered",
-    "LigerRMSNormForOlmo2",
-    "LigerRMSNormForQwen3Next",
-    "LigerSoftmax",
-    "LigerSwiGLUMLP",
-    "LigerSwiGLUMLPForMuseGlimmer",
-    "is_transformers_available",
-    "liger_rotary_pos_emb",
-]
+_OPERATORS = {
+    "cross_entropy": "LigerCrossEntropyLoss",
+    "fused_add_rms_norm": "LigerFusedAddRMSNorm",
+    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+    "glu": """
+        LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP
+        LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer
+    """,
+    "group_norm": "LigerGroupNorm",
+    "layer_norm": "LigerLayerNorm",
+    "rms_norm": """
+        LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4
+        LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2
+        LigerRMSNormForQwen3Next
+    """,
+    "rope": "liger_rotary_pos_emb",
+    "softmax": "LigerSoftmax",
+}
 _FAMILIES = """
     deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text
     glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llava ministral
@@ -70,25 +33,34 @@ _FAMILIES = """
     smolvlm
 """.split()  # of families.py
 _PATCHES = {
-    "AutoLigerKernelForCausalLM": "auto_model",
-    "MODEL_TYPE_TO_APPLY_LIGER_FN": "families",
-    "_apply_liger_kernel": "families",
-    "_apply_liger_kernel_to_instance": "families",
-    "apply_liger_kernel": "families",
-    "revert": "families",
+    "families": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance apply_liger_kernel "
+    "revert",
+    "auto_model": "AutoLigerKernelForCausalLM",
 }
-
-_PATCHES |= {f"apply_liger_kernel_to_{family}": "families" for family in _FAMILIES}
-__all__ += _PATCHES
+_HOMES = {name: f"liger_kernel.ops.{home}" for home, names in _OPERATORS.items() for name in names.split()}
+_NEED_TRANSFORMERS = {name: f"{__name__}.{home}" for home, names in _PATCHES.items() for name in names.split()}
+_NEED_TRANSFORMERS |= {f"apply_liger_kernel_to_{family}": f"{__name__}.families" for family in _FAMILIES}
 
 
 def is_transformers_available() -> bool:
-    return find_spec("transformers") is not None
+    try:
+        return find_spec("transformers") is not None
+    except ImportError:  # of a finder that blocks it
+        return False
+
+
+__all__ = ["is_transformers_available", *_HOMES, *(_NEED_TRANSFORMERS if is_transformers_available() else ())]
 
 
 def __getattr__(name):
-    if name not in _PATCHES:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name not in _NEED_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
         raise ImportError(f"{__name__}.{name} needs transformers: pip install 'liger-kernel[transformers]'")
-    return getattr(import_module(f"{__name__}.{_PATCHES[name]}"), name)
+    return getattr(import_module(_NEED_TRANSFORMERS[name]), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import AutoModelForCausalLM
 
-from liger_kernel.transformers.families import EVERYTHING, apply_liger_kernel
+from liger_kernel.transformers.families import EVERYTHING, apply_liger_kernel, decided
 
-SWITCHES = {*EVERYTHING, "relu_squared"}  # of any family; none is a keyword of a model
+SWITCHES = {**EVERYTHING, "relu_squared": False}  # of any family; none is a keyword of a model
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -17,19 +18,27 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        switches = _taken(kwargs)
-        return _patched(super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs), switches)
+        if isinstance(pretrained_model_name_or_path, torch.nn.Module):
+            raise TypeError(
+                f"{cls.__name__}.from_pretrained: give a name or a path; a model that is loaded is patched by "
+                "apply_liger_kernel(model)"
+            )
+        switches = _taken(f"{cls.__name__}.from_pretrained", kwargs)
+        made = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        apply_liger_kernel(made[0] if isinstance(made, tuple) else made, **switches)  # with output_loading_info
+        return made
 
     @classmethod
     def from_config(cls, config, **kwargs):
-        switches = _taken(kwargs)
-        return _patched(super().from_config(config, **kwargs), switches)
+        switches = _taken(f"{cls.__name__}.from_config", kwargs)
+        model = super().from_config(config, **kwargs)
+        apply_liger_kernel(model, **switches)
+        return model
 
 
-def _taken(kwargs) -> dict:
-    return {name: kwargs.pop(name) for name in SWITCHES & set(kwargs)}
-
-
-def _patched(model, switches):
-    apply_liger_kernel(model, **{name: value for name, value in switches.items() if name in EVERYTHING})
-    return model
+def _taken(name: str, kwargs: dict) -> dict:
+    """The switches, out of the keywords; checked before a model is loaded for nothing."""
+    switches = {switch: kwargs.pop(switch) for switch in SWITCHES.keys() & kwargs.keys()}
+    decided(name, SWITCHES, switches)
+    switches.pop("relu_squared", None)
+    return switches

@@ -1,50 +1,112 @@
-"""Patching every model of a family that is built from now on.
+"""Patching every model of a family: those that there are, and those that are built from now on.
 
-It is `patch` at birth: the family's models patch themselves at the end of ``__init__``. Models that exist already, and
-everything in the modeling module, stay as they are.
+It is `patch` at birth: the family's models patch themselves at the end of ``__init__``. Models that exist already are
+looked up, and patched now, at their outermost module: within PEFT, DDP or torch.compile, and nothing is left to do when
+they are called. What was patched by itself stays as it was asked for; everything in the modeling module stays as it is.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
+import weakref
+from typing import NamedTuple
 
 import torch
 
-from liger_kernel.transformers.patch import check_transformers, patch
+from liger_kernel.transformers.patch import check_transformers, patch, revert_model
+from liger_kernel.transformers.private import known_as
 from liger_kernel.transformers.report import Report
 
+logger = logging.getLogger(__name__)
 MAPPINGS = "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
+OTHERS = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"  # of types without a causal model
 OPEN = dict(  # what some default configurations leave open, and their models need
     head_dim=64, num_key_value_heads=8, n_routed_experts=8, num_experts=8, n_shared_experts=1, num_experts_per_tok=2,
     top_k_experts=2, moe_intermediate_size=256,
 )  # fmt: skip
-_at_birth: dict[type, tuple] = {}  # a family's base class -> (switches, the post_init of its own that it had)
+
+
+class _Patch(NamedTuple):
+    flags: dict[str, bool]
+    post_init: object  # of the base class's own, or None
+    existing: weakref.WeakSet  # models that it has found and patched
+
+
+_at_birth: dict[type, _Patch] = {}  # by a family's base class
 
 
 def patch_family(model_type: str, flags: dict[str, bool]) -> Report:
-    """Models of the family that are built from now on patch themselves. The report is that of one without weights."""
+    """Every model of the family is patched: now, or when it is built. The report is that of one without weights."""
     check_transformers()
+    before = next((_at_birth[base].flags for base in _bases(model_type) if base in _at_birth), None)
     revert_family(model_type)
+    models = _existing(model_type)  # before the rehearsal, whose own it isn't
     report = _rehearsal(model_type, flags)
-    report.target += ", every one built from now on"
+    if before is not None:
+        changed = [f"{flag} {'on' if flags[flag] else 'off'}" for flag in flags if flags[flag] != before.get(flag)]
+        report.notes.append(
+            f"in place of an earlier call, {'with other switches: ' + ', '.join(changed) if changed else 'the same'}; "
+            "models that were built since keep what they have"
+        )
+    existing = weakref.WeakSet()
     for base in _bases(model_type):
-        _at_birth[base] = dict(flags), base.__dict__.get("post_init")
+        _at_birth[base] = _Patch(dict(flags), base.__dict__.get("post_init"), existing)
         base.post_init = _post_init(base)
+    for model in models:
+        if in_place(model):
+            logger.info("%s: one that exists was patched before, and stays as it is", type(model).__name__)
+        else:
+            logger.info("one that exists: %s", patch(model, flags))
+            existing.add(model)
+    number = f" and {len(existing)} that exist{'s' * (len(existing) == 1)}" if existing else ""
+    report.target += f", every one built from now on{number}"
     return report
 
 
 def revert_family(model_type: str) -> None:
     for base in _bases(model_type):
         if base in _at_birth:
-            _, own = _at_birth.pop(base)
+            was = _at_birth.pop(base)
             del base.post_init
-            if own is not None:
-                base.post_init = own
+            if was.post_init is not None:
+                base.post_init = was.post_init
+            for model in list(was.existing):
+                revert_model(model)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """From now on it is its own: `revert_family` leaves it alone."""
+    for module in model.modules():
+        for was in _at_birth.values():
+            was.existing.discard(module)
+
+
+def in_place(model: torch.nn.Module) -> list[str]:
+    """The switches of what has been replaced in it."""
+    flags = {}
+    for module in model.modules():
+        what = known_as(module)
+        if what is not None:
+            flags[what.flag] = True
+        if "_liger_loss_before" in module.__dict__:
+            flags["cross_entropy"] = True
+    return list(flags)
+
+
+def _existing(model_type: str) -> list[torch.nn.Module]:
+    """The family's models, each one's outermost module: all objects of this process are looked at."""
+    bases = tuple(_bases(model_type))
+    gc.collect()  # what nobody can reach does not exist
+    found = [o for o in gc.get_objects() if issubclass(type(o), bases) and "_modules" in o.__dict__]
+    inner = {id(module) for model in found for module in model.modules() if module is not model}
+    return [model for model in found if id(model) not in inner]
 
 
 def _post_init(base):
     def post_init(self):
-        flags, own = _at_birth[base]
+        flags, own, _ = _at_birth[base]
         super(base, self).post_init() if own is None else own(self)
         patch(self, flags)
 
@@ -82,6 +144,14 @@ def model_types() -> list[str]:
     return sorted({name for task in MAPPINGS for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")})
 
 
+def is_known(model_type: str) -> bool:
+    """Whether the installed transformers has a configuration of this type, and models of it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_MAPPING
+
+
 def _config_class(model_type: str) -> type:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -96,19 +166,15 @@ def _modeling(model_type: str):
 
 
 def _model_class(model_type: str) -> type:
-    """The family's model with a head, or the first that is built from its configuration."""
+    """The family's model, with a head where it has one that generates."""
     from transformers.models.auto import modeling_auto
 
     config = _config_class(model_type)
-    for task in MAPPINGS:
-        found = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING").get(config, None)
+    for name in (*(f"MODEL_FOR_{task}_MAPPING" for task in MAPPINGS), *OTHERS):
+        found = getattr(modeling_auto, name).get(config, None)
         if found is not None:
             return found[0] if isinstance(found, (tuple, list)) else found
-    return next(
-        c
-        for c in vars(_modeling(model_type)).values()
-        if isinstance(c, type) and c.__dict__.get("config_class") is config and "PreTrained" not in c.__name__
-    )
+    raise ImportError(f"the installed transformers has no models of type {model_type!r}")
 
 
 def _bases(model_type: str) -> list[type]:

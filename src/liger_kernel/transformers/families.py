@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from liger_kernel.transformers.class_level import patch_family, revert_family
+from liger_kernel.transformers import class_level
 from liger_kernel.transformers.patch import patch, revert_model
 from liger_kernel.transformers.report import Report
 
@@ -87,46 +87,89 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
         {switches}: that operator's kernel.
         fused_linear_cross_entropy: the loss without logits in memory (in training, or with ``skip_logits=True``).
         cross_entropy: the loss on logits without their fp32 copy; in place of fused_linear_cross_entropy.
-        model: a model, to patch it and no other; without it every {name} model that is built from now on.
+        model: a model, to patch it and no other, also as the only positional argument; without it every {name} model,
+            those that exist (but what was patched by itself) and those that are built from now on.
 
     Returns:
-        A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert` undoes all of it.
+        A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert` undoes all of it,
+        but in models that were built meanwhile.
 
     Raises:
+        TypeError: a switch is neither a bool nor None, or ``model`` is no model.
         ValueError: cross_entropy and fused_linear_cross_entropy were both asked for.
         ImportError: transformers is too old; or, without a model, has no {name}.
     """
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
 
 
-def _decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool]:
+def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool]:
     """The switches with what was given; None is False. Of the two losses the one that was asked for wins."""
+    for switch, value in given.items():
+        if isinstance(value, torch.nn.Module):
+            raise TypeError(f"{name}: {switch} is {_what(value)}, give a model as model=...")
+        if not (value is None or isinstance(value, int) and value in (0, 1)):
+            raise TypeError(f"{name}: {switch} is {_what(value)}, give True or False")
     if all(given.get(loss) for loss in LOSSES):
         raise ValueError(f"{name}: cross_entropy and fused_linear_cross_entropy are both True, give one of them")
-    decided = {**switches, **{k: bool(v) for k, v in given.items()}}
+    chosen = {**switches, **{k: bool(v) for k, v in given.items()}}
     for mine, other in (LOSSES, LOSSES[::-1]):
         if given.get(mine):
-            decided[other] = False
-    return decided
+            chosen[other] = False
+    return chosen
+
+
+def _what(value) -> str:
+    """A value in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
+
+
+def _patched(name: str, model, chosen: dict[str, bool], asked: dict | None = None) -> Report:
+    """The model is patched, in addition to what was done to it before. ``asked``: warn of no other switches."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{name}: model is {_what(model)}, give a model that is loaded; for models yet to be built there is "
+            "apply_liger_kernel_to_<family>()"
+        )
+    before = class_level.in_place(model)
+    report = patch(model, chosen)
+    if asked is not None:
+        _asked_for(report, asked)
+    if before:
+        report.notes.append(f"patched before, and still is: {', '.join(before)}")
+    report.warnings += [
+        f"{switch}: on since an earlier call, and stays on; revert(model) undoes it"
+        for switch in before
+        if not chosen.get(switch)
+    ]
+    class_level.forget(model)
+    return _logged(report)
+
+
+def _asked_for(report: Report, switches: dict) -> Report:
+    """By default whatever is there is replaced: a switch that does nothing is worth a warning if it was asked for."""
+    by_default = tuple(f"{switch}:" for switch in EVERYTHING if not switches.get(switch))
+    report.warnings = [warning for warning in report.warnings if not warning.startswith(by_default)]
+    return report
 
 
 def _logged(report: Report) -> Report:
-    if report.replaced:
-        logger.info("%s", report)
-        for warning in report.warnings:
-            logger.warning("%s: %s", report.target, warning)
+    logger.info("%s", report)
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.target, warning)
     return report
 
 
 def _signature(model_type: str) -> inspect.Signature:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     switches = FAMILIES[model_type]
-    parameters = {k: inspect.Parameter(k, kind, default=v, annotation=bool) for k, v in switches.items()}
+    parameters = {k: inspect.Parameter(k, kind, default=v, annotation="bool | None") for k, v in switches.items()}
     behind = parameters.pop(BEHIND_MODEL.get(model_type), None)
-    parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="PreTrainedModel | None")
+    parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="torch.nn.Module | None")
     found = [*parameters.values(), *([behind] if behind else [])]
     if model_type in MORE:
-        found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+        found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation="object"))
     return inspect.Signature(found, return_annotation="Report")
 
 
@@ -134,14 +177,18 @@ def _make(model_type: str):
     name, switches, signature = f"apply_liger_kernel_to_{model_type}", FAMILIES[model_type], _signature(model_type)
 
     def apply(*args, **kwargs):
+        if len(args) == 1 and isinstance(args[0], torch.nn.Module) and "model" not in kwargs:
+            args, kwargs = (), {**kwargs, "model": args[0]}
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
         model = given.pop("model", None)
         given.pop("kwargs", None)
-        decided = _decided(name, switches, given)
-        return _logged(patch_family(model_type, decided) if model is None else patch(model, decided))
+        chosen = decided(name, switches, given)
+        if model is None:
+            return _logged(class_level.patch_family(model_type, chosen))
+        return _patched(name, model, chosen)
 
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = DOC.format(name=model_type, switches=", ".join(k for k in switches if k not in LOSSES))
@@ -156,25 +203,41 @@ NAMED |= {f"apply_liger_kernel_to_{text}": MODEL_TYPE_TO_APPLY_LIGER_FN[text] fo
 globals().update(NAMED)
 
 
-def _by_type(model_type, switches, **model):
+def _apply_liger_kernel(model_type: str, **kwargs: object) -> Report | None:
+    """A family by its model type, as its function does without a model. Keywords that the function doesn't take are
+    dropped. Of any type that transformers has; of another it is None. The loss in the head wherever it is not
+    switched off.
+    """
     fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if fn is None:
-        logger.info("no kernels are applied: %r is not one of %s", model_type, ", ".join(MODEL_TYPE_TO_APPLY_LIGER_FN))
+    if fn is not None:
+        return fn(**_taken(fn, kwargs))
+    if not class_level.is_known(model_type):
+        logger.info("no kernels are applied: this transformers has no models of type %r", model_type)
         return None
-    return fn(**{k: v for k, v in switches.items() if k in inspect.signature(fn).parameters}, **model)
+    chosen = decided("_apply_liger_kernel", EVERYTHING, {k: v for k, v in kwargs.items() if k in EVERYTHING})
+    return _logged(_asked_for(class_level.patch_family(model_type, chosen), kwargs))
 
 
-def _apply_liger_kernel(model_type: str, **kwargs):
-    """The family's function by its model type, for models built from now on. Keywords it doesn't take are dropped."""
-    return _by_type(model_type, kwargs)
+def _apply_liger_kernel_to_instance(model: torch.nn.Module, **kwargs: object) -> Report:
+    """A model by the function of its type or, where there is none, by `apply_liger_kernel`. Keywords that it doesn't
+    take are dropped. The loss in the head wherever it is not switched off. This is what the Trainer calls.
+    """
+    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(getattr(model, "config", None), "model_type", None))
+    if fn is not None:
+        return fn(**_taken(fn, kwargs), model=model)
+    return apply_liger_kernel(model, **{k: v for k, v in kwargs.items() if k in EVERYTHING})
 
 
-def _apply_liger_kernel_to_instance(model, **kwargs):
-    """The family's function by the model's type, for this model. Keywords it doesn't take are dropped."""
-    return _by_type(getattr(getattr(model, "config", None), "model_type", None), kwargs, model=model)
+def _taken(fn, kwargs: dict) -> dict:
+    """What of the keywords the function takes; the best loss, whatever its default is (granite's makes logits)."""
+    parameters = inspect.signature(fn).parameters
+    taken = {k: v for k, v in kwargs.items() if k in parameters}
+    if LOSSES[1] in parameters and not taken.get(LOSSES[0]):
+        taken.setdefault(LOSSES[1], True)
+    return taken
 
 
-def apply_liger_kernel(model: torch.nn.Module, **switches) -> Report:
+def apply_liger_kernel(model: torch.nn.Module, **switches: bool | None) -> Report:
     """Replace whatever is proved equal in a Hugging Face model, of any family, by faster kernels.
 
     Args:
@@ -183,33 +246,30 @@ def apply_liger_kernel(model: torch.nn.Module, **switches) -> Report:
             (off), as in `apply_liger_kernel_to_llama`.
 
     Returns:
-        A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert(model)` undoes it.
+        A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.
+        `revert(model)` undoes it.
 
     Raises:
-        TypeError: ``model`` is no module, or a switch is unknown. ValueError: both losses were asked for.
-        ImportError: transformers is too old.
+        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None.
+        ValueError: both losses were asked for. ImportError: transformers is too old.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"apply_liger_kernel: model is {model!r}, give a model; for models yet to be built there is "
-            "apply_liger_kernel_to_<family>()"
-        )
     unknown = sorted(set(switches) - set(EVERYTHING))
     if unknown:
         raise TypeError(f"apply_liger_kernel: unknown switch {', '.join(unknown)}, there are {', '.join(EVERYTHING)}")
-    report = patch(model, _decided("apply_liger_kernel", EVERYTHING, switches))
-    asked = tuple(f"{name}:" for name, value in switches.items() if value)
-    report.warnings = [w for w in report.warnings if w.startswith(asked)]  # by default whatever is there
-    return _logged(report)
+    return _patched("apply_liger_kernel", model, decided("apply_liger_kernel", EVERYTHING, switches), switches)
 
 
-def revert(target) -> None:
-    """Undo the patch of a model, or of a family: ``revert(model)``, ``revert("llama")``."""
+def revert(target: torch.nn.Module | str) -> None:
+    """Undo the patch of a model, or of a family: ``revert(model)``, ``revert("llama")``.
+
+    The latter gives back the models which existed when the family was patched, and leaves those that were built since.
+    """
     if isinstance(target, str):
-        if target not in FAMILIES:
+        if target not in FAMILIES and not class_level.is_known(target):
             raise ValueError(f"revert: {target!r} is not one of {', '.join(FAMILIES)}")
-        revert_family(target)
+        class_level.revert_family(target)
     elif isinstance(target, torch.nn.Module):
         revert_model(target)
+        class_level.forget(target)
     else:
-        raise TypeError(f"revert: give a model or a family's name, not {target!r}")
+        raise TypeError(f"revert: give a model or a family's name, not {_what(target)}")

@@ -4,7 +4,7 @@ r"""Several linear layers of one input.
 
 Autograd makes every dy_i·W_i and adds them up: for each layer but the first, two tensors like x are read and one is
 written beside what the products do. Here each product adds to the sum of those before it, which costs one reading, and
-the sum is rounded after every layer as autograd's is.
+the sum is rounded after every layer as autograd's is. Where a graph of the gradients is asked for, autograd does it.
 
 `FanOut(x)` is made once for an input. The layers' gradients of x meet in a box and not in the graph: the node behind x,
 which autograd runs when all layers have run, takes out what is there.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+
+from liger_kernel.ops._op import transformed
 
 
 class _Box:
@@ -42,7 +43,6 @@ class _Input(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dx):
         total = ctx.box.take()
         if total is None:
@@ -58,24 +58,29 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db, _ = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1])
-        if need_dx:
+        dy, dx = dy.reshape(-1, dy.shape[-1]), None
+        if need_dx and torch.is_grad_enabled():
+            dx = (dy @ weight).view(x.shape)
+        elif need_dx:
             ctx.box.add(dy, weight)
         dw = dy.t() @ x.reshape(-1, x.shape[-1]) if need_dw else None
-        return None, dw, dy.sum(0) if need_db else None, None
+        return dx, dw, dy.sum(0) if need_db else None, None
 
 
 class FanOut:
     """``linear(weight, bias)`` is ``F.linear(x, weight, bias)``; ``x`` is for whatever else reads the input."""
 
     def __init__(self, x):
-        self.box = _Box()
-        self.box.shape = x.shape
-        self.x = _Input.apply(x, self.box)
+        self.x, self.box = x, None
+        if not transformed():
+            self.box = _Box()
+            self.box.shape = x.shape
+            self.x = _Input.apply(x, self.box)
 
     def linear(self, weight, bias=None):
+        if self.box is None:
+            return F.linear(self.x, weight, bias)
         return _Linear.apply(self.x, weight, bias, self.box)

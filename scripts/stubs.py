@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Write what type checkers read of the names that are made or found when they are asked for: ``*.pyi``, as listed here.
+
+    PYTHONPATH=src python scripts/stubs.py
+
+An alias module's stub hands its home on; the families' functions have the signatures of their rows in the table.
+"""
+
+import inspect
+from pathlib import Path
+
+from liger_kernel import _public, transformers
+from liger_kernel.transformers import families
+
+PACKAGE = Path(_public.__file__).parent
+HEAD = "# Written by scripts/stubs.py.\n"
+
+
+def stubs() -> dict[str, str]:
+    """Path below the package -> text."""
+    made = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
+    made["transformers/__init__.pyi"] = lazy_names()
+    made["transformers/families.pyi"] = functions()
+    return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
+
+
+def alias(home: str) -> str:
+    text = f"from liger_kernel.{home} import *\n"
+    if home == "transformers.families":  # a star leaves these out
+        for name in ("_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
+            text += f"from liger_kernel.{home} import {name} as {name}\n"
+    return text
+
+
+def lazy_names() -> str:
+    lines = [
+        f"from {home} import {name} as {name}"
+        for name, home in sorted({**transformers._HOMES, **transformers._NEED_TRANSFORMERS}.items())
+    ]
+    return "\n".join([*lines, "", "def is_transformers_available() -> bool: ...", ""])
+
+
+def functions() -> str:
+    lines = [
+        "from collections.abc import Callable",
+        "",
+        "import torch",
+        "",
+        "from liger_kernel.transformers.report import Report",
+        "",
+        "FAMILIES: dict[str, dict[str, bool]]",
+        "EVERYTHING: dict[str, bool]",
+        "MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Report]]",
+        "NAMED: dict[str, Callable[..., Report]]",
+        "",
+    ]
+    for name in ("apply_liger_kernel", "revert", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
+        lines.append(stub(name, inspect.signature(getattr(families, name))))
+    for name, function in sorted(families.NAMED.items()):
+        lines.append(stub(name, inspect.signature(function)))
+    return "\n".join([*lines, ""])
+
+
+def stub(name: str, signature: inspect.Signature) -> str:
+    parameters = [str(parameter).replace("'", "") for parameter in signature.parameters.values()]
+    line = f"def {name}({', '.join(parameters)}) -> {signature.return_annotation}: ..."
+    if len(line) <= 120:
+        return line
+    return "\n".join([f"def {name}(", f"    {', '.join(parameters)}", f") -> {signature.return_annotation}: ..."])
+
+
+if __name__ == "__main__":
+    for path, text in stubs().items():
+        (PACKAGE / path).parent.mkdir(exist_ok=True)
+        (PACKAGE / path).write_text(text)

@@ -1,0 +1,83 @@
+"""What a function asks of its arguments, before it does anything with them.
+
+Only types, dtypes, shapes and devices are looked at, never what a tensor holds: nothing waits for a device, and
+`torch.compile` traces it all away. An error says which function, which argument, what it was given and what to give.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INF = float("inf")
+
+
+def _tensors(name, required, optional, dtypes, wanted):
+    known = device = None
+    for argument, x in {**required, **optional}.items():
+        if not isinstance(x, torch.Tensor):
+            if x is None and argument in optional:
+                continue
+            kind = "None" if x is None else f"a {type(x).__name__}"
+            raise TypeError(f"{name}: {argument} is {kind}, give a tensor")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name}: {argument} is {x.dtype}, give {wanted}")
+        if known is None:
+            known, device = argument, x.device
+        elif x.device != device:
+            raise ValueError(f"{name}: {known} is on {device}, {argument} on {x.device}, give one device")
+
+
+def floats(name, required, **optional):
+    """Floating point tensors on one device; an optional one may be None."""
+    _tensors(name, required, optional, FLOATS, "a floating point tensor (fp32, bf16, fp16 or fp64)")
+
+
+def integers(name, required, **optional):
+    """Likewise, of integers."""
+    _tensors(name, required, optional, INTEGERS, "integers (torch.int64)")
+
+
+def shape(name, argument, x, *shapes):
+    """``x`` is None or of one of these shapes."""
+    if x is not None and tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}")
+
+
+def _number(wanted, fits, kind=(float, int, Real), convert=float):
+    def check(name, argument, value):
+        if value is True or value is False or not isinstance(value, kind):
+            raise TypeError(f"{name}: {argument} is {value!r}, give {wanted}")
+        if not fits(value):
+            raise ValueError(f"{name}: {argument} is {value!r}, give {wanted}")
+        return convert(value)
+
+    check.__doc__ = f"``value`` as a Python number, if it is {wanted}."
+    return check
+
+
+finite = _number("a finite number", lambda x: -INF < x < INF)
+positive = _number("a positive number", lambda x: 0 < x < INF)
+not_negative = _number("a number from 0 on", lambda x: 0 <= x < INF)
+share = _number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+integer = _number("an int", lambda x: True, (int, Integral), int)
+size = _number("an int from 0 on", lambda x: x >= 0, (int, Integral), int)
+
+
+def count(name, argument, value):
+    """A number to divide by: a Python number from 0 on, or a tensor of one element, which is returned as 0-d."""
+    if not isinstance(value, torch.Tensor):
+        return not_negative(name, argument, value)
+    if value.numel() != 1 or value.dtype not in (*INTEGERS, *FLOATS):
+        given = f"{value.dtype} of shape {tuple(value.shape)}"
+        raise ValueError(f"{name}: {argument} is {given}, give a number or a tensor of one element")
+    return value.reshape(())
+
+
+def dtype(name, argument, value):
+    """``value`` is None or a floating point dtype."""
+    if value is not None and not (isinstance(value, torch.dtype) and value in FLOATS):
+        raise TypeError(f"{name}: {argument} is {value!r}, give a floating point dtype such as torch.float32, or None")

@@ -1,0 +1,1 @@
+"""Implementations of the operators other than those of `liger_kernel.ops`."""

@@ -1,0 +1,54 @@
+"""Helpers for Triton kernels that training frameworks bring along and launch themselves."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+from torch.torch_version import TorchVersion
+
+from . import _device
+from ._tile import next_power_of_2, tl
+
+MAX_BLOCK = 65536
+torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def is_hip() -> bool:
+    """Whether this torch is built for AMD."""
+    return _device.AMD
+
+
+def calculate_settings(n: int) -> tuple[int, int]:
+    """-> (BLOCK_SIZE, num_warps) of a program that holds a row of ``n`` elements: ``n`` up to a power of two.
+
+    Raises:
+        RuntimeError: more than 65,536 elements.
+    """
+    block = next_power_of_2(n)
+    if block > MAX_BLOCK:
+        raise RuntimeError(f"calculate_settings: a row of {n} elements is more than one block holds, {MAX_BLOCK}")
+    return block, min(max(block // 512, 4), 16 if is_hip() else 32)
+
+
+def compare_version(package: str, operator, target: str) -> bool:
+    """``operator(version of package, target)``, as versions are ordered; False where it can't be imported."""
+    try:
+        version = importlib.import_module(package).__version__
+    except ImportError:
+        return False
+    return operator(TorchVersion(version), target)
+
+
+def ensure_contiguous(fn):
+    """For ``forward`` and ``backward`` of an autograd Function: the tensors among its arguments made contiguous."""
+
+    def contiguous(x):
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+    @functools.wraps(fn)
+    def call(ctx, *args, **kwargs):
+        return fn(ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()})
+
+    return call
