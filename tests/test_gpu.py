@@ -24,6 +24,7 @@ from liger_kernel.ops.cross_entropy import liger_cross_entropy  # noqa: E402
 from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy  # noqa: E402
 from liger_kernel.ops.glu import liger_swiglu  # noqa: E402
 from liger_kernel.ops.linear_head import linear_token_loss  # noqa: E402
+from liger_kernel.ops.linear_loss import linear_loss  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA or ROCm device: these shapes and CUDA graphs need one", allow_module_level=True)
@@ -232,6 +233,23 @@ def test_runs_where_the_tensor_is(case):
     for a, b in zip(got, want, strict=True):
         assert a.device.index == 1
         torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("classes", [None, 3])
+def test_a_loss_of_ones_own_runs_where_the_tensors_are(classes):
+    """DPO, GRPO and the others, and top-k distillation, on a head that device_map has put elsewhere."""
+    torch.manual_seed(0)
+    h, w = torch.randn(300, 64), torch.randn(1000, 64)
+    y = torch.randint(1000, (300,) if classes is None else (300, classes))
+    found = []
+    for device in "cuda:0", "cuda:1":
+        given = [t.to(device).requires_grad_() for t in (h, w)]
+        loss, *_ = linear_loss(lambda part, log_p, entropy: -log_p.sum(), *given, y.to(device))
+        found.append([t.cpu() for t in (loss.detach(), *torch.autograd.grad(loss, given))])
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @BY_CASE

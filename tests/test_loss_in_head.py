@@ -447,6 +447,35 @@ def test_a_loss_of_nothing_is_zero(labels):
     assert out.loss.item() == 0 and all(g.abs().max() == 0 for g in grads.values())
 
 
+def test_function_transforms():
+    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    liger.apply_liger_kernel(mine)
+
+    def gradient(model):
+        parameters = dict(model.named_parameters())
+        return torch.func.grad(lambda p: torch.func.functional_call(model, p, kwargs=tiny.batch()).loss)(parameters)
+
+    got, want = gradient(mine), gradient(theirs)
+    for name, g in want.items():
+        assert (got[name] - g).abs().max() <= 2e-5 * g.abs().max(), name
+
+
+def test_a_gradient_penalty():
+    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    liger.apply_liger_kernel(mine)
+    penalties = []
+    for model in (mine, theirs):
+        loss = model(**tiny.batch()).loss
+        weights = [model.lm_head.weight, model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight]
+        gradients = torch.autograd.grad(loss, weights, create_graph=True)
+        penalty = sum(g.square().sum() for g in gradients)
+        penalties.append((penalty, torch.autograd.grad(penalty, weights)))
+    (got, gradients), (want, want_gradients) = penalties
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+    for g, h in zip(gradients, want_gradients, strict=True):
+        assert (g - h).abs().max() <= 1e-4 * h.abs().max()
+
+
 # ---- the head stays what it is ----
 
 

@@ -312,6 +312,16 @@ def test_a_part_that_is_changed_under_compile(change, ran):
     assert ran == ["glu"]
 
 
+def test_a_config_that_is_changed_afterwards(ran):
+    """What was read of it counts, and nothing else."""
+    mine, theirs, _ = holding(with_config(1.0))
+    for name, value, known in (("use_cache", True, 1), ("factor", 1.5, 1)):
+        for m in (mine[0], theirs[0]):
+            setattr(m.config, name, value)
+        same(mine[0], theirs[0])
+        assert len(ran) == known
+
+
 def test_a_change_and_back(ran):
     mine, _, _ = holding(mlp(act_fn=Act(1.0)))
     for scale, known in ((1.0, 1), (1.5, 1), (1.0, 2)):

@@ -13,6 +13,7 @@ import ranks
 import tiny
 import torch
 import torch.distributed as dist
+import transformers
 from conftest import DEVICE
 from ranks import SIZE
 
@@ -85,13 +86,24 @@ def whole_gradients(model):
         return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for n, p in named.items()}
 
 
-def check(rank, name, family, patched):
-    from liger_kernel.transformers import apply_liger_kernel
+class WithZLoss(transformers.LlamaForCausalLM):
+    """Needs real logits, behind the wrappers' hooks."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, labels=labels, **kwargs)
+        out.loss = out.loss + 1e-2 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+def check(rank, name, family, patched, z_loss=False):
+    from liger_kernel.transformers import apply_liger_kernel, patch
 
     ids = tiny.batch(rows=2 * SIZE)["input_ids"].to(DEVICE)
     mine = ids[2 * rank : 2 * rank + 2]
     alone = tiny.model(family).to(DEVICE)
     model = tiny.model(family).to(DEVICE)
+    if z_loss:
+        alone.__class__ = model.__class__ = WithZLoss
     if patched == "before":
         apply_liger_kernel(model)
     model = WRAPPERS[name](model)
@@ -103,6 +115,7 @@ def check(rank, name, family, patched):
         out = model(input_ids=mine, labels=mine)
         getattr(model, "backward", torch.Tensor.backward)(out.loss)
         assert out.logits is None, "the loss is not in the head"
+        assert [m._liger_told is not None for m in patch.causal_lms(model)] == [z_loss], "logits without need, or none"
         mean = out.loss.detach().clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / SIZE, want.loss.detach(), rtol=1e-5, atol=1e-6)
@@ -119,6 +132,7 @@ def check(rank, name, family, patched):
 CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
 CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
 CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
+CHECKS += [partial(check, name=name, family="llama", patched="before", z_loss=True) for name in WRAPPERS]
 
 
 @pytest.mark.thorough

@@ -129,7 +129,7 @@ def _partials(
         i, t = lane * EACH + each, lane * 0
     else:
         i, t = each * (LANES // BLOCK_T) + lane // BLOCK_T, lane % BLOCK_T
-    x = x_ptr + t0.to(tl.int64) * stride_t + (i * stride_v + t * stride_t)
+    x = x_ptr + t0.to(tl.int64) * stride_t + row * stride_v + (i * stride_v + t * stride_t)
     known = t0 + t < T
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     top = tl.full((LANES,), -INF, dtype=tl.float32)
@@ -138,8 +138,8 @@ def _partials(
     best = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, left, EACH * LANES // BLOCK_T):
         mask = (start + i < left) & known
-        z = tl.load(x + (row + start) * stride_v, mask=mask, other=-INF)
-        z = _logits(z, softcap, logit_scale, SCALED, SOFTCAP)
+        z = _logits(tl.load(x, mask=mask, other=-INF), softcap, logit_scale, SCALED, SOFTCAP)
+        x += EACH * LANES // BLOCK_T * stride_v
         if SCALED or SOFTCAP:
             z = tl.where(mask, z, -INF)
         higher = tl.max(z, axis=0)

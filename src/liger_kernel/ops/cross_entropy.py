@@ -106,7 +106,7 @@ def cross_entropy_bwd(
     stats: torch.Tensor, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """g: one element, or (M,) -> dx (M, V)."""
-    dx = x.new_empty(x.shape)
+    x, dx = unit_stride(x), x.new_empty(x.shape)
     token_gradient(g, x, target, weight, norm, stats, dx, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0)
     return dx
 
@@ -169,13 +169,13 @@ class LigerCrossEntropyFunction(Function):
     @staticmethod
     def backward(ctx, dloss, *_):
         x, target, weight, norm, stats = ctx.saved_tensors
-        if x.stride(-1) == 1 and may_overwrite(ctx, x):
+        if may_overwrite(ctx, x) and x.stride(-1) == 1:
             with _device.guard(x):
                 token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
             torch.autograd.graph.increment_version(x)
             dx = x
         else:
-            dx = cross_entropy_bwd(dloss, unit_stride(x), target, weight, norm, stats, *ctx.options)
+            dx = cross_entropy_bwd(dloss, x, target, weight, norm, stats, *ctx.options)
         return dx, *[None] * 11
 
 

@@ -664,7 +664,7 @@ def linear_distillation(
             logits of up to 1,024 rows come on top.
 
     Returns:
-        (loss, soft, hard), 0-d in fp32 (fp64 for fp64 inputs). Only loss is differentiable, once, in student,
+        (loss, soft, hard), 0-d in fp32 (fp64 for fp64 inputs). Only loss is differentiable, in student,
         student_weight and student_bias. All ignored: 0.
 
     Raises:

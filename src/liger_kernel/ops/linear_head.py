@@ -647,7 +647,7 @@ def linear_token_loss(
 
     Returns:
         `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
-        are differentiable, once, in hidden, weight and bias; backward makes the logits again.
+        are differentiable in hidden, weight and bias; backward makes the logits again.
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode

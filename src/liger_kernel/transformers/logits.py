@@ -168,14 +168,13 @@ class Source:
         return self.logits
 
 
-_KNOWN = {  # of the tensor that stands for the logits: its shape and place are theirs
-    getattr(T, name).__get__
-    for name in ("shape", "ndim", "device", "is_cuda", "is_xpu", "is_cpu", "is_meta", "is_sparse", "is_quantized")
-} | {
-    getattr(T, name).__get__ for name in ("is_nested", "layout", "requires_grad", "grad_fn", "is_leaf", "_version")
-} | {
-    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.get_device, T.__len__, torch.numel, torch.is_complex,
-    T.is_complex, torch.is_floating_point, T.is_floating_point, T._is_view,
+_ATTRIBUTES = (
+    "shape", "ndim", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "output_nr", "_base", "_version",
+    "is_cpu", "is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
+)  # fmt: skip
+_KNOWN = {getattr(T, name).__get__ for name in _ATTRIBUTES} | {  # the same of what stands for the logits as of them
+    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.get_device, T.__len__, T.is_complex, T.is_floating_point,
+    T._is_view, torch.numel, torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
 _MOVES = {T.to, T.cuda, T.cpu}
 LIBRARIES = "torch", "deepspeed", "accelerate", "peft", "transformers"  # whose hooks look at no values

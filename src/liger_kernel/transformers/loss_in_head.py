@@ -27,6 +27,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_kernel.ops._op import transformed
 from liger_kernel.ops.linear_head import compute_dtype
 from liger_kernel.transformers import causal_lm
 from liger_kernel.transformers.causal_lm import (
@@ -492,7 +493,7 @@ def _declared(model) -> Transform:
 
 def _may_be_in_head(model) -> bool:
     head = model.get_output_embeddings()
-    if head is None or _is_looked_into(head):
+    if head is None or _is_looked_into(head) or transformed():
         return False
     needed = model._liger_logits_needed
     return needed is None or needed != _looks(head)

@@ -6,7 +6,12 @@ tested at every call (`unchanged`), for how long. What cannot be compared is `Un
 projections are no parts: a proof brings its own.
 
 A part is (path, name, kind, want). It wants values and classes, no objects, so that it is true of copies, pickled
-modules and replicas as well.
+modules and replicas as well. The kinds:
+
+    "class"     an object of that class, whose own parts follow
+    "method"    the class's function        "bound"    a method on the instance, of that function
+    "kind"      a module of ours, proved to be of that kind
+    "absent"    nothing                     a type     a value of that type, `frozen`
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ import types
 
 import torch
 
-SIMPLE = type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum
-CODE = types.BuiltinFunctionType, type, types.ModuleType
+FIXED = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type,
+    types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
 MEMBERS = "_parameters", "_buffers", "_modules"
 OWN = vars(torch.nn.Module()).keys() - {*MEMBERS, "training"}  # hooks and the like
 NOTHING = object()  # stands for what is not there, and for what cannot be compared
@@ -31,12 +38,12 @@ class Unfit(Exception):
 
 def frozen(value):
     """The value, or something hashable that is equal where the value is; NOTHING for what has a state of its own."""
-    if isinstance(value, SIMPLE) or isinstance(value, CODE):
-        return value
+    if type(value) is functools.partial:
+        return _all_frozen(functools.partial, (value.func, *value.args, *value.keywords, *value.keywords.values()))
     if isinstance(value, types.FunctionType):
         return NOTHING if value.__closure__ else value
-    if type(value) is functools.partial:
-        return _all_frozen(functools.partial, (value.func, value.args, value.keywords))
+    if isinstance(value, FIXED):
+        return value
     if isinstance(value, dict):
         return _all_frozen(type(value), [part for item in value.items() for part in item])
     return _all_frozen(type(value), value) if isinstance(value, (tuple, list)) else NOTHING
@@ -49,15 +56,19 @@ def _all_frozen(cls, values):
 
 def unchanged(module, parts) -> bool:
     """Whether the module's parts are these."""
+    at, holder = (), module
     for path, name, kind, want in parts:
-        holder = module
-        for step in path:
-            holder = getattr(holder, step, NOTHING)
+        if path != at:
+            at, holder = path, module
+            for step in path:
+                holder = getattr(holder, step, NOTHING)
+        if kind == "method":
+            if name in holder.__dict__ or getattr(type(holder), name, None) is not want:
+                return False
+            continue
         value = getattr(holder, name, NOTHING)
         if kind == "class":
             same = type(value) is want
-        elif kind == "method":
-            same = name not in holder.__dict__ and getattr(type(holder), name) is want
         elif kind == "bound":
             same = getattr(value, "__func__", None) is want
         elif kind == "kind":
@@ -142,7 +153,8 @@ class Reads:
         if isinstance(value, (torch.Tensor, types.FunctionType)) or not hasattr(value, "__dict__"):
             raise Unfit(f"what it computes rests on {'.'.join((*path, name))}, a {type(value).__name__}")
         here((path, name), ("class", type(value)))
-        if id(value) not in self._watched:
-            mode = {"training": given["training"]} if isinstance(value, torch.nn.Module) else {}
-            self._watched[id(value)] = self._watch(value, (*path, name), mode, writes)
-        return self._watched[id(value)]
+        mode = {"training": given["training"]} if isinstance(value, torch.nn.Module) else {}
+        key = (*path, name), *mode.values()
+        if key not in self._watched:
+            self._watched[key] = self._watch(value, (*path, name), mode, writes)
+        return self._watched[key]

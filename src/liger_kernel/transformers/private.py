@@ -57,12 +57,12 @@ def _guarded(cls, what, ours, parts, name, family, same):
     own."""
 
     def of_one(self, x):
-        if getattr(cls, name) is family and same() and unchanged(self, parts):
+        if getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, x)
         return getattr(cls, name)(self, tensor_of(x))
 
     def of_many(self, *args, **kwargs):
-        if getattr(cls, name) is family and same() and unchanged(self, parts):
+        if getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
@@ -83,12 +83,12 @@ def _eps(module, what):
 
 def _fits(x, eps, parameters, mixed=False) -> bool:
     """Whether the operator does with these what the family's norm does; ``mixed``: of any dtypes, and in autocast."""
-    if any(p is None for p in parameters) or not plain(x, *parameters) or x.dim() == 0 or x.dtype not in FLOATS:
+    if not plain(x) or x.dtype not in FLOATS or x.dim() == 0 or (not mixed and deferred.in_autocast(x)):
         return False
-    if not isinstance(eps, (int, float)) or eps < 0 or (deferred.in_autocast(x) and not mixed):
-        return False
-    dtypes = FLOATS if mixed else (x.dtype,)
-    return deferred.steady(x) and all(p.dtype in dtypes and p.shape == x.shape[-1:] for p in parameters)
+    for p in parameters:
+        if p is None or not plain(p) or p.shape != x.shape[-1:] or p.dtype not in (FLOATS if mixed else (x.dtype,)):
+            return False
+    return isinstance(eps, (int, float)) and eps >= 0 and deferred.steady(x)
 
 
 def _norm_members(cls, what):

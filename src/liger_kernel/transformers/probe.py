@@ -23,7 +23,7 @@ from liger_kernel.ops.layer_norm import layer_norm_reference
 from liger_kernel.ops.rms_norm import rms_norm_reference
 from liger_kernel.transformers.deferred import Stream, tensor_of
 from liger_kernel.transformers.kinds import ACTIVATIONS, GLU, Block, Experts, Gated, LayerNorm, Norm, Rope
-from liger_kernel.transformers.parts import CODE, Reads, Unfit, frozen
+from liger_kernel.transformers.parts import Reads, Unfit, frozen
 
 SIZE, INNER = 16, 24
 NAMES = "weight", "bias"  # of norms
@@ -556,8 +556,8 @@ def global_of(function, name: str):
 
 
 def used_by(function) -> tuple:
-    """For the function and each that it wraps: the functions, classes and modules, by name, that it finds among its
-    globals, and what those functions find there in turn."""
+    """For the function and each that it wraps: the functions and classes, by name, that it finds among its globals, and
+    what those functions find there in turn."""
     found = []
     for layer in layers(function):
         held, waiting = {}, [layer.__code__]
@@ -566,7 +566,7 @@ def used_by(function) -> tuple:
             waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
             for name in code.co_names:
                 value = layer.__globals__.get(name)
-                if name not in held and isinstance(value, (types.FunctionType, *CODE)):
+                if name not in held and isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
                     held[name] = value
                     inner = getattr(value, "__code__", None)
                     waiting += [inner] if inner and value.__globals__ is layer.__globals__ else []
@@ -574,7 +574,7 @@ def used_by(function) -> tuple:
     return tuple(found)
 
 
-def same_globals(used) -> Callable[[], bool]:
+def same_globals(used) -> Callable[[], bool] | None:
     """A function that says whether all of these are what they were, in code that torch.compile can guard."""
     checks = []
     for layer, held in used:
@@ -583,7 +583,9 @@ def same_globals(used) -> Callable[[], bool]:
             same = " and ".join(f"{name} is _held[{i}]" for i, name in enumerate(names))
             code = compile(f"lambda _held: lambda: {same}", layer.__code__.co_filename, "eval")
             checks.append(eval(code, layer.__globals__)(values))
-    return checks[0] if len(checks) == 1 else lambda: all(check() for check in checks)
+    if len(checks) < 2:
+        return checks[0] if checks else None
+    return lambda: all(check() for check in checks)
 
 
 def rebind(function: types.FunctionType, name: str, value) -> types.FunctionType:
