@@ -350,18 +350,6 @@ def test_a_training_step_and_a_nudge():
     assert len(losses) == len(ms) == 3 and all(0 < loss < 10 for loss in losses)
 
 
-def test_accumulated_micro_batches(monkeypatch):
-    """Several batches, one step of the optimizer; its peak is in the figures."""
-    model, seen = models.build("tiny", "cpu", torch.bfloat16), []
-    gradients = model.lm_head.weight.register_hook(lambda g: seen.append(g))
-    step, data = train.stepping(model, model), text.batches(16, 2, 2)
-    before = model.lm_head.weight.detach().clone()
-    monkeypatch.setattr(train, "peak_bytes", lambda device: 10 ** len(seen))
-    assert train.peak_of_accumulating(step, data, "cpu") == 10**4
-    assert not torch.equal(model.lm_head.weight, before) and model.lm_head.weight.grad is None
-    gradients.remove()
-
-
 @pytest.mark.parametrize(
     "kind, names",
     {

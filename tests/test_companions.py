@@ -303,6 +303,7 @@ def test_gradient_checkpointing(reentrant, family):
 
 
 @pytest.mark.parametrize("companion", ["lora", "quantised", "checkpointing"])
+@pytest.mark.thorough
 def test_compiles_whole(companion):
     torch._dynamo.reset()
 

@@ -113,6 +113,7 @@ def small_ones_too(monkeypatch):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.thorough
 def test_families_train_as_before(family, small_ones_too):
     theirs, mine = tiny.model(family).to(DEVICE), tiny.model(family).to(DEVICE)
     apply_liger_kernel(mine)

@@ -156,6 +156,7 @@ MAKERS = {  # how a came to be, so that something else still sees its memory; ``
 
 @pytest.mark.parametrize("same", (False, True), ids=("", "b is a"))
 @pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.thorough
 def test_gradients_are_right_however_a_was_made(maker, same):
     x, z = leaves()
     before = x.detach().clone()

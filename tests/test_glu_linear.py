@@ -192,6 +192,7 @@ def test_a_changed_weight_is_noticed():
 
 
 @pytest.mark.parametrize("wanted", range(1, 16), ids=lambda n: "".join(c for i, c in enumerate("abwc") if n >> i & 1))
+@pytest.mark.thorough
 def test_gradients_for_exactly_what_requires_them(wanted):
     """Of the Function itself: liger_glu_linear leaves some combinations to the two operators."""
     given = tensors()
@@ -373,6 +374,7 @@ HOOKS = (
 
 
 @pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.thorough
 def test_hooked_layer_is_called(register, fused):
     a, b = inputs()
     with contextlib.ExitStack() as stack:
@@ -437,6 +439,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.thorough
 def test_other_layers_are_called(name, fused):
     a, b = inputs()
     linear = LAYERS[name]()
@@ -512,6 +515,7 @@ MODULES = {LigerSwiGLUMLP: "silu", LigerGEGLUMLP: "tanh", LigerPhi3SwiGLUMLP: "s
 
 
 @pytest.mark.parametrize("mlp,act", MODULES.items())
+@pytest.mark.thorough
 def test_modules(mlp, act, fused):
     """Fused in eager mode; under torch.compile one graph, the same numbers; on a CPU PyTorch's."""
     torch._dynamo.reset()

@@ -59,9 +59,9 @@ def test_providers():
 def test_errors():
     x = rows(2, 8)
     with pytest.raises(ValueError, match="liger_layer_norm: weight has shape \\(7,\\), hidden size is 8"):
-        liger_layer_norm(x, torch.ones(7), None)
+        liger_layer_norm(x, torch.ones(7, device=DEVICE), None)
     with pytest.raises(ValueError, match="liger_layer_norm: bias has shape"):
-        liger_layer_norm(x, None, torch.ones(1, 8))
+        liger_layer_norm(x, None, torch.ones(1, 8, device=DEVICE))
     with pytest.raises(ValueError, match="init_fn is 'ones_'"):
         LigerLayerNorm(8, init_fn="ones_")
 

@@ -240,6 +240,7 @@ def test_every_step_is_the_familys(case, made):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if CASES[c][2] is None and "hook" not in c])
+@pytest.mark.thorough
 def test_compiled(case):
     """The same in one graph. (Dynamo traces no hook that a forward puts on a tensor.)"""
     torch._dynamo.reset()

@@ -33,6 +33,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("name", HERE)
+@pytest.mark.thorough
 def test_before_loading(name):
     """The report is that of a model without weights; everything that the family switches on is in it or says why."""
     report = getattr(liger, f"apply_liger_kernel_to_{name}")()

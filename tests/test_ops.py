@@ -137,6 +137,14 @@ def of_tanh(softcap=0.0, temperature=1.0, **_):
     return 2 * softcap / temperature if DEVICE == "cuda" else 0
 
 
+def of_logarithms(V):
+    """Roundings that log p leaves in a head's gradients: made by two subtractions, where PyTorch has one.
+
+    That is half an eps of |log p| more, and Σ p·|log p| is at most log V.
+    """
+    return 0.5 * math.log(V)
+
+
 def assert_as_exact_as(draws):
     """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a rounding.
 
@@ -178,11 +186,16 @@ def test_against_float64(case, shape, option, dtype, monkeypatch):
             got, once, twice = run(case.fn, tensors)
         plain = run_plain(case.reference, tensors, dtype, case.flops is not None)
         exact, *_ = run(case.reference, cast(tensors, torch.float64))
-        draws.append(errors(got, plain, exact, before, case.fp32_roundings + of_tanh(**option)))
+        roundings = case.fp32_roundings + of_tanh(**option) + (of_logarithms(shape[-1]) if is_head(case) else 0)
+        draws.append(errors(got, plain, exact, before, roundings))
         assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
         for k, t in before.items():
             assert torch.equal(tensors[k], t), f"{k} was written to"
     assert_as_exact_as(draws)
+
+
+def is_head(case):
+    return "linear_" in case.name and "glu" not in case.name
 
 
 def poison_empty(monkeypatch):
@@ -276,7 +289,11 @@ def test_gradients_for_exactly_what_requires_them(case):
 
 @BY_CASE
 def test_without_gradients(case):
-    """The same outputs, bit for bit, and they require no gradient."""
+    """The same outputs, bit for bit, and they require no gradient.
+
+    But for a head's, whose sums over the classes are of other strips where its logits lie in two parts.
+    """
+    eps = 4 * torch.finfo(torch.float32).eps if is_head(case) else 0
     for option in case.options:
         tensors = given(case, case.shapes[1], option)
         with as_on_any_processor():
@@ -287,7 +304,10 @@ def test_without_gradients(case):
         for outs in (got, constant):
             pairs = zip(outs, want, strict=True) if isinstance(outs, tuple) else [(outs, want)]
             for a, b in pairs:
-                assert (a is None and b is None) or (torch.equal(a, b) and not a.requires_grad)
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(a, b.detach(), rtol=eps, atol=eps)
+                    assert not a.requires_grad
 
 
 def custom_ops():

@@ -301,7 +301,9 @@ def unpaired_preference(
         raise ValueError(f"{name}: preference_labels is None, give one bool a sequence")
     _check_numbers(name, dict(ignore_index=ignore_index, beta=beta, **loss_kwargs))
     _check_sequences(name, hidden, target, preference_labels)
-    _check.floats(name, dict(hidden=hidden), ref_logps=ref_logps, kl=kl if isinstance(kl, torch.Tensor) else None)
+    _check.floats(name, dict(hidden=hidden), ref_logps=ref_logps)
+    if isinstance(kl, torch.Tensor):  # one on the host is moved
+        _check.floats(name, dict(kl=kl))
     _check.shape(name, "ref_logps", ref_logps, (len(target),))
     options = dict(ignore_index=ignore_index, memory=memory, drop_ignored=drop_ignored)
     if ref_logps is None and (use_ref_model or ref_input is not None):

@@ -162,7 +162,16 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
         if M <= 5 * held(narrow) and not freed(narrow):
             return passes(narrow, None)
         return passes(wide, max(max(2 * ROWS, unit) - freed(wide), 0) + ahead(wide))
-    beyond = {a: (memory - V * H * (a.itemsize if a != weight_dtype else 0)) // token for a in (narrow, wide)}
+
+    def within(accum):
+        """Tokens whose logits fit the budget beyond dW."""
+        tokens = (memory - V * H * (accum.itemsize if accum != weight_dtype else 0)) // token
+        if freed(accum) or tokens <= ahead(accum):
+            return tokens
+        sums = cdiv(min(_waves(0, H, processors), M) * H * 4, token)  # of dX, where logits lie in two parts
+        return max(tokens - sums, ahead(accum))
+
+    beyond = {accum: within(accum) for accum in (narrow, wide)}
     least = passes(narrow, beyond[narrow])
     worthwhile = ROWS // 2 if unit == 64 else max(ROWS // 2, unit)  # tokens of a pass beside a dW in fp32
     enough = M <= least.first + least.rows or beyond[wide] < max(ahead(wide), worthwhile - freed(wide))
@@ -295,9 +304,10 @@ def _to_dh(parts, w, out, rows):
     if len(parts) == 1:
         return _add_product(out, parts[0].t(), w)
     in_fp32 = parts[0].dtype == torch.float32 or _device.multiplies_into_fp32(parts[0])
+    sums = torch.empty_like(out[:rows], dtype=torch.float32)
     for start in range(0, len(out), rows):
         some, v = out[start : start + rows], 0
-        total = torch.empty_like(some, dtype=torch.float32)
+        total = sums[: len(some)]
         for x in parts:
             of_part = x[:, start : start + rows].t(), w[v : v + len(x)]
             if in_fp32:

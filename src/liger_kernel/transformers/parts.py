@@ -62,21 +62,22 @@ def unchanged(module, parts) -> bool:
             at, holder = path, module
             for step in path:
                 holder = getattr(holder, step, NOTHING)
-        if kind == "method":
+        is_value = not isinstance(kind, str)  # asked first: Dynamo of torch 2.11 cannot compare a type with a string
+        if not is_value and kind == "method":
             if name in holder.__dict__ or getattr(type(holder), name, None) is not want:
                 return False
             continue
         value = getattr(holder, name, NOTHING)
-        if kind == "class":
+        if is_value:
+            same = value is want or (type(value) is kind and frozen(value) == want)
+        elif kind == "class":
             same = type(value) is want
         elif kind == "bound":
             same = getattr(value, "__func__", None) is want
         elif kind == "kind":
             same = type(getattr(type(value), "_liger", (None, None))[1]) is want
-        elif kind == "absent":
-            same = value is NOTHING
         else:
-            same = value is want or (type(value) is kind and frozen(value) == want)
+            same = value is NOTHING
         if not same:
             return False
     return True
