@@ -615,6 +615,8 @@ def test_hooks_of_all_modules_see_tensors():
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_hook_that_changes_the_logits(steps):
     """Whenever it comes: the loss is that of the changed logits."""
+
+    __module__ = "bitsandbytes.nn.modules"  # layers of libraries are known to work row by row
     theirs, mine = pair("gemma2")
     for _ in range(steps):
         step(mine)

@@ -19,8 +19,8 @@ what was proved of the modules in whose place it stands: nothing is known by a n
 
 | column | proved before it is installed |
 | --- | --- |
-| loss | the family's forward calls its loss function, Hugging Face's causal one. What it does to the logits before that \
-is seen at every training step: [patching.md](patching.md) |
+| loss | the family's forward calls its loss function, Hugging Face's causal one. What it does to the logits before \
+that is seen at every training step: [patching.md](patching.md) |
 | norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
 | MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16 |
 | RoPE | the turn and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |

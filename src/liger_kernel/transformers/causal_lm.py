@@ -187,9 +187,10 @@ def finished(out, result, skip_logits, return_dict):
 
 
 def is_causal(loss) -> bool:
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.loss import loss_utils
 
-    return loss is ForCausalLMLoss or loss is liger_causal_lm_loss
+    own = loss_utils.fixed_cross_entropy.__module__ == loss_utils.__name__  # nobody has replaced what it calls
+    return loss is liger_causal_lm_loss or loss is loss_utils.ForCausalLMLoss and own
 
 
 def make_output_class(hf_forward, annotation):

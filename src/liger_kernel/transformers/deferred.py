@@ -24,6 +24,7 @@ What leaves a layer is a tensor.
 from __future__ import annotations
 
 import operator
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,22 @@ def seen(*modules) -> bool:
 
 def in_autocast(x) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+_running = threading.local()
+
+
+def turns(attention):
+    """Make it this thread's attention, whose norms may wait for its RoPE; the one before it is returned."""
+    before = getattr(_running, "attention", None)
+    _running.attention = attention
+    return before
+
+
+def may_wait(norm) -> bool:
+    """Whether it is called by the attention that was proved. Other code gets tensors."""
+    attention = getattr(_running, "attention", None)
+    return attention is not None and any(child is norm for child in attention._modules.values())
 
 
 def steady(x) -> bool:

@@ -144,11 +144,14 @@ class Source:
         self.request, self.head, self.hidden_states, self.dtype = request, head, hidden_states, dtype
         self.again = again  # whether a second call would give the same (dropout in a head does not)
         self.learning = torch.is_grad_enabled()
-        self.asked = self.result = None  # of the loss that was computed
+        self.asked = self.versions = self.result = None  # of the loss that was computed
+        self.taken = False  # whether it is in somebody's graph
         self.logits = None
 
     def real(self):
         if self.logits is None:
+            if place() != self.request.place and torch.is_grad_enabled():
+                raise LogitsNeeded("a checkpoint takes its logits")
             if self.request.closed:
                 raise RuntimeError(
                     "liger-kernel: logits of a training step are asked for when it is over, and were not kept; call "
@@ -169,7 +172,7 @@ class Source:
 
 
 _ATTRIBUTES = (
-    "shape", "ndim", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "output_nr", "_base", "_version",
+    "shape", "ndim", "device", "layout", "requires_grad", "is_leaf", "output_nr", "_base", "_version",
     "is_cpu", "is_cuda", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
 )  # fmt: skip
 _KNOWN = {getattr(T, name).__get__ for name in _ATTRIBUTES} | {  # the same of what stands for the logits as of them
@@ -177,7 +180,8 @@ _KNOWN = {getattr(T, name).__get__ for name in _ATTRIBUTES} | {  # the same of w
     T._is_view, torch.numel, torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
 _MOVES = {T.to, T.cuda, T.cpu}
-LIBRARIES = "torch", "deepspeed", "accelerate", "peft", "transformers"  # whose hooks look at no values
+_OF_GRADIENTS = {T.register_hook, T.retain_grad, T.requires_grad_, T.backward, torch.autograd.grad}
+LIBRARIES = "torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "peft.", "transformers."
 
 
 class Logits(torch.Tensor):
@@ -193,12 +197,12 @@ class Logits(torch.Tensor):
         self = next((a for a in args if type(a) is Logits), None)
         if self is not None and self._made is None:
             with torch._C.DisableTorchFunctionSubclass():
-                if function in _KNOWN or function is T.register_hook and library_of(args[1]) in LIBRARIES:
+                if function in _KNOWN or function is T.register_hook and is_of_a_library(args[1]):
                     return function(*args, **kwargs)
                 if function is T.dtype.__get__:
                     return self._dtype
                 if function is T.detach or function is torch.detach:
-                    if self._is_hidden_from_graphs() and library_of(_autograd_function()) not in LIBRARIES:
+                    if self._is_hidden_from_graphs() and _is_the_users(_autograd_function()):
                         raise LogitsNeeded("an autograd Function takes its logits")
                     return self._then(T.detach(self).as_subclass(Logits))
                 transform = None
@@ -213,6 +217,8 @@ class Logits(torch.Tensor):
                         return self
                     step = function, tuple(None if a is self else a for a in args)
                     return self._then(self.as_subclass(Logits), transform, _CASTS.get(function), step)
+        if function in _OF_GRADIENTS or function is T.grad_fn.__get__:
+            tree_map(_refuse_if_taken, (args, kwargs))
         args, kwargs = tree_map(lambda x: x.real() if type(x) is Logits else x, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -292,10 +298,26 @@ def _destination(function, args, kwargs):
     return torch.device("cpu") if function is T.cpu else torch.device("cuda", torch.cuda.current_device()), None
 
 
-def library_of(hook) -> str:
-    """Whose function or class it is."""
+def _refuse_if_taken(x):
+    """The gradient of a loss that was taken already does not pass through real logits."""
+    if type(x) is Logits and x._source.taken and not x._source.request.closed:
+        raise LogitsNeeded("its forward wants gradients of its logits")
+    return x
+
+
+def place():
+    """Where a head is called: with gradients or without, and within which checkpoint."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_of_a_library(hook) -> bool:
+    """Whether it is one of those that look at no values, or a function of theirs."""
     hook = getattr(hook, "func", hook)  # of a functools.partial
-    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)
+
+
+def _is_the_users(function) -> bool:
+    return function is not None and not is_of_a_library(function)
 
 
 def _frames():
@@ -330,8 +352,8 @@ class TracedLogits(torch.Tensor):
         kwargs, request = kwargs or {}, current()
         with torch._C.DisableTorchFunctionSubclass():
             # not the subclass by itself: Dynamo of torch 2.11 looks at types all the same
-            plain_args, plain_kwargs = tree_map(real, (args, kwargs))
-            out = function(*plain_args, **plain_kwargs)
+            given = (args, kwargs) if function in _OF_GRADIENTS else tree_map(real, (args, kwargs))
+            out = function(*given[0], **given[1])
             if request is None or request.traced is None or function in _KNOWN or function is T.dtype.__get__:
                 return out
             transform = None

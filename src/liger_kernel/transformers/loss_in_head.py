@@ -23,6 +23,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +44,6 @@ from liger_kernel.transformers.causal_lm import (
 from liger_kernel.transformers.deferred import plain
 from liger_kernel.transformers.functional import CrossEntropyOutput
 from liger_kernel.transformers.logits import (
-    LIBRARIES,
     Logits,
     LogitsNeeded,
     Source,
@@ -51,12 +51,18 @@ from liger_kernel.transformers.logits import (
     Transform,
     ask,
     current,
-    library_of,
+    is_of_a_library,
     living,
+    place,
 )
 
 logger = logging.getLogger(__name__)
 
+LINEAR_FORWARD, LINEAR = torch.nn.Linear.forward, F.linear  # what a head is known by
+CALLED = (  # libraries whose layers are known to work row by row
+    "torch.", "peft.", "bitsandbytes.", "torchao.", "transformers.", "accelerate.", "deepspeed.", "optimum.", "hqq.",
+    "gptqmodel.", "auto_gptq.", "awq.", "compressed_tensors.", "quanto.", "eetq.", "aqlm.", "fbgemm_gpu.",
+)  # fmt: skip
 CHUNK = 2048  # rows for which a head that has to be called makes logits at a time
 OF_THE_LOSS = "num_items_in_batch", "ignore_index", "shift_labels"  # Hugging Face's own, of a model's call
 SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
@@ -109,7 +115,7 @@ class Request:
         self.leaves = leaves(self.head)
         self.result = None  # of the loss that the family got
         # in eager mode
-        self.place = None if is_compiling() else _place()
+        self.place = None if is_compiling() else place()
         self.calls = 0  # of the head
         self.waits = False  # whether the head does not compute a loss before it is asked for
         self.wanted = None  # in a call of ours
@@ -129,7 +135,7 @@ class Request:
             return own(head, hidden_states)
         if is_compiling():
             return self._in_graph(head, own, hidden_states)
-        if self.place != _place():  # under no_grad, or a checkpoint of its own, which runs again without this request
+        if self.place != place():  # under no_grad, or a checkpoint of its own, which runs again without this request
             return own(head, hidden_states)
         direct = _reads_its_weight(head, own)
         dtype = compute_dtype(hidden_states, head.weight) if direct else self._dtype_of_call(head, own, hidden_states)
@@ -142,12 +148,19 @@ class Request:
         source = Source(self, self.head, hidden_states, dtype, again=direct)
         self.sources.append(source)
         target = None if asked is None else self._target(hidden_states.shape[:-1], asked)
-        if target is None:  # or the family cuts its labels, or they are wrong: the loss function will see
+        if target is not None:  # or the family cuts its labels, or they are wrong: the loss function will see
+            compute = self._fused if direct else self._called
+            try:
+                source.result = compute(head, own, hidden_states, target, asked)
+                source.asked, source.versions = asked, _versions(asked)
+            except (TypeError, ValueError):
+                if self.wanted is not None:
+                    raise
+                target = None  # labels that the loss function may not get as they are
+        if target is None:
             learns = hidden_states.requires_grad or any(p.requires_grad for p in head.parameters())
             loss = torch.zeros((), device=hidden_states.device, requires_grad=learns and torch.is_grad_enabled())
         else:
-            compute = self._fused if direct else self._called
-            source.asked, source.result = asked, compute(head, own, hidden_states, target, asked)
             loss = unpack_cross_entropy_result(source.result)[0]
         return Logits.standing_for(source, loss, (*hidden_states.shape[:-1], head.out_features))
 
@@ -161,7 +174,7 @@ class Request:
 
     def _dtype_of_call(self, head, own, hidden_states):
         """Of the logits of a head that has to be called; None if that gives others than it says (tensor-parallel)."""
-        if "ce_weight" in self.options:
+        if "ce_weight" in self.options or not _may_be_called(head):
             return None
         with torch.no_grad():
             logits = own(head, hidden_states.reshape(-1, hidden_states.shape[-1])[:1])
@@ -169,16 +182,17 @@ class Request:
 
     def _target(self, shape, asked):
         """Shifted labels for exactly the positions that the family kept, None if they do not fit."""
-        target = asked.shift_labels
-        if target is None:
-            if asked.labels.shape == shape:
-                return shifted(asked.labels, asked.ignore_index)
-            target = shifted(asked.labels, asked.ignore_index)
+        given = asked.labels if asked.shift_labels is None else asked.shift_labels
+        if not isinstance(given, torch.Tensor) or given.dim() != len(shape) or given.is_floating_point():
+            return None
+        target = given if asked.shift_labels is not None else shifted(given, asked.ignore_index)
         if target.shape == shape:
             return target
         keep = self.keep
         if isinstance(keep, int):
             target = target[:, -keep:]
+        elif not isinstance(keep, torch.Tensor):
+            return None
         elif keep.dim() == 1:
             target = target[:, keep.to(target.device)]
         elif keep.dtype == torch.bool:
@@ -261,11 +275,14 @@ class Request:
         asked = self._asked(given, logits._transform)
         if asked is None or logits._made is not None or given.get("vocab_size", logits.shape[-1]) != logits.shape[-1]:
             return None
+        if place() != self.place and torch.is_grad_enabled():  # in a checkpoint, which runs again without this request
+            raise LogitsNeeded("a checkpoint takes its logits")
         source = logits._source
-        if source.asked is None or not source.asked.same(asked):
+        if source.taken or source.asked is None or not source.asked.same(asked) or source.versions != _versions(asked):
             logits = self._again(logits, asked)
             if type(logits) is not Logits:
                 return None
+        logits._source.taken = True
         as_called = asked.same(self.asked._replace(transform=asked.transform))
         known, same = self.model._liger_learned is not None, asked.transform.same(self.asked.transform)
         # what changes from step to step is not guessed
@@ -278,6 +295,8 @@ class Request:
         source = logits._source
         if self._target(source.hidden_states.shape[:-1], asked) is None:
             given = asked.labels if asked.shift_labels is None else asked.shift_labels
+            if not isinstance(given, torch.Tensor) or given.dim() != logits.dim() - 1 or given.is_floating_point():
+                return None  # the family's loss knows, or says what it is
             raise ValueError(
                 f"forward: labels of shape {tuple(given.shape)} do not fit the {tuple(logits.shape[:-1])} positions "
                 "that reach the head; give one label a token, and logits_to_keep as for the logits"
@@ -323,13 +342,20 @@ def _unknown() -> set[str]:
 
 def _reads_its_weight(head, own) -> bool:
     """Whether it multiplies by a whole weight of its own, and does nothing else."""
-    linear = own is torch.nn.Linear.forward and plain(head.weight, head.bias)
-    return linear and head.weight.shape[0] == head.out_features  # not so a tensor-parallel shard
+    if own is not LINEAR_FORWARD or F.linear is not LINEAR or "parametrizations" in head._modules:
+        return False
+    return plain(head.weight, head.bias) and head.weight.shape[0] == head.out_features  # not so a tensor-parallel shard
 
 
-def _place():
-    """Where a head is called: with gradients or without, and within which checkpoint."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+def _may_be_called(head) -> bool:
+    """Whether it makes each row of its logits of one row, and the same ones every time: libraries' layers do."""
+    return type(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
+
+
+def _versions(asked):
+    """Of the tensors that a loss is given: what is written to them later is seen."""
+    given = (asked.labels, asked.shift_labels, asked.num_items_in_batch)
+    return [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else None for x in given]
 
 
 # ---- heads ----
@@ -401,14 +427,29 @@ def _is_looked_into(head) -> bool:
         return True
     pre_hooks = [hook for m in found for hook in m._forward_pre_hooks.values()]
     pre_hooks += module_hooks._global_forward_pre_hooks.values()
-    return any(library_of(hook) not in LIBRARIES for hook in pre_hooks)
+    return not all(map(is_of_a_library, pre_hooks))
 
 
 # ---- the forward ----
 
 
-def fused_forward(hf_forward):
-    """``hf_forward``, a family's causal-LM forward, with the loss in the head. See the top of this file."""
+def family_loss(cls):
+    """-> a function of a model: what ``cls`` gives as its loss function."""
+    known = cls.loss_function
+    get = known.fget
+
+    def loss(model):
+        found = known if is_compiling() else cls.loss_function  # it may have been replaced, which Dynamo cannot follow
+        if found is known:
+            return get(model)
+        return found.fget(model) if isinstance(found, property) else found.__get__(model, cls)
+
+    return loss
+
+
+def fused_forward(cls):
+    """The forward of ``cls``, a family's causal LM, with the loss in the head. See the top of this file."""
+    hf_forward = cls.forward
     signature = inspect.signature(hf_forward)
     parameters = list(signature.parameters.values())
     named = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -417,12 +458,14 @@ def fused_forward(hf_forward):
     causal_lm.make_output_class(hf_forward, signature.return_annotation)
 
     def forward(self, *args, **kwargs):
+        if cls.forward is not hf_forward:  # replaced after the patch
+            return _within(None, cls.forward, self, kwargs, *args)
         if args:
             kwargs = _by_name(self, named, args, kwargs)
         if not is_compiling():
             prepare(self.get_output_embeddings())
         skip_logits = kwargs.pop("skip_logits", None)
-        options = {k: kwargs.pop(k) for k in list(kwargs) if k in OPTIONS}
+        options = {k: kwargs.pop(k) for k in list(kwargs) if k in OPTIONS and k not in named}
         asked = _of_call(self, kwargs)
         if asked is None:
             return _within(None, hf_forward, self, kwargs)
@@ -442,6 +485,7 @@ def fused_forward(hf_forward):
             options = {k: v for k, v in options.items() if k not in METRICS}
         rest = {k: v for k, v in kwargs.items() if k not in (*named, *OF_THE_LOSS, "labels", "return_dict")}
         request = Request(self, asked, keep, theirs, rest, options, in_head, unknown)
+        request.waits = not is_compiling() and _learned(self) is not None and _learned(self)[2]
         try:
             out = _within(request, hf_forward, self, kwargs)
         except LogitsNeeded as needed:
@@ -466,10 +510,10 @@ def fused_forward(hf_forward):
     return forward
 
 
-def _within(request, hf_forward, model, kwargs):
+def _within(request, hf_forward, model, kwargs, *args):
     before = ask(request)
     try:
-        return hf_forward(model, **kwargs)
+        return hf_forward(model, *args, **kwargs)
     finally:
         ask(before)
 
@@ -480,11 +524,16 @@ def _of_call(model, kwargs) -> Asked | None:
     if labels is None and shift_labels is None:
         return None
     labels = shift_labels if labels is None else labels
-    learned, transform = model._liger_learned, _declared(model)
-    if not is_compiling() and learned is not None and learned[0] == transform:
-        transform = learned[1]
+    learned = None if is_compiling() else _learned(model)
+    transform = _declared(model) if learned is None else learned[1]
     ignore_index = kwargs.get("ignore_index", -100)
     return Asked(labels, shift_labels, kwargs.get("num_items_in_batch"), ignore_index, transform)
+
+
+def _learned(model):
+    """What the last step has shown, while the config says what it said then."""
+    learned = model._liger_learned
+    return learned if learned is not None and learned[0] == _declared(model) else None
 
 
 def _declared(model) -> Transform:

@@ -104,7 +104,7 @@ def _norm_members(cls, what):
         how = None if apart else weight, eps, what.offset, what.casting
         if type(hidden_states) is Stream:
             y = hidden_states.normed(*how)
-        elif waits and not apart and not seen(self):
+        elif waits and not apart and not seen(self) and deferred.may_wait(self):
             return Normed(x, how)
         else:
             y = functional.liger_rms_norm(x, *how)
@@ -197,7 +197,11 @@ def _rope_members(cls, what):
             args = shared(args[0], layers), *args[1:]
         else:
             kwargs[name] = shared(kwargs[name], layers)
-        return rebound(self, *args, **kwargs)
+        before = deferred.turns(self)
+        try:
+            return rebound(self, *args, **kwargs)
+        finally:
+            deferred.turns(before)
 
     return {"forward": forward}
 
@@ -209,9 +213,9 @@ def _model_members(cls, what):
         return request.loss_function if asked else self._liger_family_loss()
 
     return {
-        "forward": loss_in_head.fused_forward(cls.forward),
+        "forward": loss_in_head.fused_forward(cls),
         "loss_function": property(loss_function, cls.loss_function.fset),
-        "_liger_family_loss": cls.loss_function.fget,
+        "_liger_family_loss": loss_in_head.family_loss(cls),
         "_liger_state": {
             "_liger_learned": None,  # what to expect of the next step: `loss_in_head`
             "_liger_logits_needed": None,  # the hooks with which it gets real logits
