@@ -150,6 +150,8 @@ class Packed(torch.nn.Parameter):
 class Quantised(torch.nn.Linear):
     """Values of four bits, one or (`Packed`) two in a byte, and a scale for each row: for its own forward alone."""
 
+    __module__ = "bitsandbytes.nn.modules"  # layers of libraries are known to work row by row
+
     @classmethod
     def of(cls, linear, parameter):
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -615,8 +617,6 @@ def test_hooks_of_all_modules_see_tensors():
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_hook_that_changes_the_logits(steps):
     """Whenever it comes: the loss is that of the changed logits."""
-
-    __module__ = "bitsandbytes.nn.modules"  # layers of libraries are known to work row by row
     theirs, mine = pair("gemma2")
     for _ in range(steps):
         step(mine)

@@ -71,7 +71,9 @@ def turns(attention):
 
 
 def may_wait(norm) -> bool:
-    """Whether it is called by the attention that was proved. Other code gets tensors."""
+    """Whether it is called by the attention that was proved. Other code gets tensors. (A graph has no such state.)"""
+    if torch.compiler.is_compiling():
+        return True
     attention = getattr(_running, "attention", None)
     return attention is not None and any(child is norm for child in attention._modules.values())
 

@@ -197,6 +197,8 @@ def _rope_members(cls, what):
             args = shared(args[0], layers), *args[1:]
         else:
             kwargs[name] = shared(kwargs[name], layers)
+        if torch.compiler.is_compiling():
+            return rebound(self, *args, **kwargs)
         before = deferred.turns(self)
         try:
             return rebound(self, *args, **kwargs)
