@@ -26,8 +26,9 @@ TINY = "--hidden-size 32 --layers 1 --heads 2 --vocab-size 512 --steps 3 --batch
 
 
 @pytest.fixture
-def answer(capsys):
-    """Run the command line; (exit code, stdout, stderr)."""
+def answer(capsys, monkeypatch):
+    """Run the command line; (exit code, stdout, stderr). pytest-xdist says how wide its own lines are."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*argv):
         code = main([str(word) for word in argv])

@@ -11,10 +11,8 @@ NEW = Version(transformers.__version__) >= Version("5.23")  # what the tables we
 # Where the report promises a loss in the head, and there are logits.
 ON_LOGITS = {
     "chameleon": "its forward masks the tokens of an image in its logits",
-    "florence2": "its forward gives its loss shift_labels of its own",
     "git": "its forward cuts the positions of an image from its logits",
     "inkling2": "its logits are cut to unpadded_vocab_size",
-    "pp_formulanet": "its forward changes the labels",
 }
 
 pytestmark = pytest.mark.usefixtures("reference_only")

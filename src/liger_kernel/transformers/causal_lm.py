@@ -169,7 +169,7 @@ def finished(out, result, skip_logits, return_dict):
         return tuple(None if isinstance(x, (Logits, TracedLogits)) else x for x in out)
     if not isinstance(out, dict):
         return out
-    values = {k: None if skip_logits and k == "logits" else real(v) for k, v in out.items()}
+    values = {k: None if skip_logits and k == "logits" else _shown(v) for k, v in out.items()}
     if not return_dict:  # the logits keep their place
         return (*values.values(), *(x for x in added.values() if x is not None))
     if not hasattr(out, "__dataclass_fields__"):
@@ -184,6 +184,14 @@ def finished(out, result, skip_logits, return_dict):
             if name not in out.__dataclass_fields__ and name not in values:
                 setattr(made, name, value)
     return made
+
+
+def _shown(value):
+    """What an output holds beside its logits: outputs of a model within, without their logits, too."""
+    if hasattr(value, "__dataclass_fields__") and isinstance(value, dict):
+        if isinstance(value.get("logits"), (Logits, TracedLogits)):
+            return type(value)(**{k: None if k == "logits" else v for k, v in value.items()})
+    return real(value)
 
 
 def is_causal(loss) -> bool:

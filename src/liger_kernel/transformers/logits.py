@@ -87,6 +87,8 @@ def recorded(before: Transform, function, args, kwargs) -> Transform | None:
         if function in _TANH and softcap is None:
             return Transform(scale, 1.0)
         return before if function in _CASTS or function in _NOTHING else None
+    if function is T.__getitem__ and not torch.compiler.is_compiling():
+        return before if _is_all(*args) else None
     if len(args) != 2 or not (function in _TIMES or function in _OVER):
         return None
     x, number = args
@@ -100,6 +102,14 @@ def recorded(before: Transform, function, args, kwargs) -> Transform | None:
         return Transform(scale * number)
     # number·softcap·tanh(scale·x / softcap): another softcap, with a scale that leaves what is inside as it is
     return Transform(scale * number, softcap * number) if number > 0 else None
+
+
+def _is_all(x, index) -> bool:
+    """Whether ``x[index]`` is all of x."""
+    index = index if type(index) is tuple else (index,)
+    if len(index) > x.dim() or not all(type(i) is slice for i in index):
+        return False
+    return all(i.indices(size) == (0, size, 1) for i, size in zip(index, x.shape, strict=False))
 
 
 # ---- in eager mode ----
@@ -163,6 +173,7 @@ class Source:
             try:
                 with torch.set_grad_enabled(self.learning):
                     self.logits = self.head(self.hidden_states)
+                self.request.made = True
             finally:
                 ask(before)
             for stand in living(self.request.stands):  # before anything is written to them

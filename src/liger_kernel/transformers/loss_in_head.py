@@ -119,7 +119,8 @@ class Request:
         self.calls = 0  # of the head
         self.waits = False  # whether the head does not compute a loss before it is asked for
         self.wanted = None  # in a call of ours
-        self.sources, self.stands, self.closed = [], [], False  # what stands for logits: weak references
+        self.stands, self.closed = [], False  # what stands for logits: weak references
+        self.made = False  # whether there were real ones
         # in a graph
         self.traced, self.transform, self.read = None, Transform(), None
         self.learning = torch.is_grad_enabled()  # not so in the forward of an autograd Function
@@ -146,7 +147,6 @@ class Request:
         if asked is None and self.calls == 1 and not self.waits:
             asked = self.asked
         source = Source(self, self.head, hidden_states, dtype, again=direct)
-        self.sources.append(source)
         target = None if asked is None else self._target(hidden_states.shape[:-1], asked)
         if target is not None:  # or the family cuts its labels, or they are wrong: the loss function will see
             compute = self._fused if direct else self._called
@@ -497,7 +497,7 @@ def fused_forward(cls):
             request.close()
             if request.result is None:
                 _tell(self, "its forward does something to its logits")
-            elif any(of.logits is not None for of in request.sources):
+            elif request.made:
                 _tell(self, "its forward reads its logits")
         return out
 
