@@ -486,10 +486,13 @@ def fused_forward(cls):
         rest = {k: v for k, v in kwargs.items() if k not in (*named, *OF_THE_LOSS, "labels", "return_dict")}
         request = Request(self, asked, keep, theirs, rest, options, in_head, unknown)
         request.waits = not is_compiling() and _learned(self) is not None and _learned(self)[2]
+        why = None
         try:
             out = _within(request, hf_forward, self, kwargs)
         except LogitsNeeded as needed:
-            _give_up(self, str(needed), kwargs)
+            why = str(needed)
+        if why is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with its hooks
+            _give_up(self, why, kwargs)
             request = Request(self, asked, keep, theirs, rest, options, False, unknown)
             out = _within(request, hf_forward, self, kwargs)
         out = causal_lm.finished(out, request.result, skip_logits, return_dict)
