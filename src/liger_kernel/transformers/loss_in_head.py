@@ -468,7 +468,8 @@ def fused_forward(cls):
         options = {k: kwargs.pop(k) for k in list(kwargs) if k in OPTIONS and k not in named}
         asked = _of_call(self, kwargs)
         if asked is None:
-            return _within(None, hf_forward, self, kwargs)
+            outer = current()  # a trainer's own, which is of no model
+            return _within(outer if outer is not None and outer.model is None else None, hf_forward, self, kwargs)
         if kwargs.get("labels") is None:
             kwargs["labels"] = asked.shift_labels
         theirs = {k: kwargs.pop(k) for k in OF_THE_LOSS if k in kwargs and k not in named and not takes_more}

@@ -54,14 +54,19 @@ class _FSDPForwardRedirection:
 class _Pairs:
     """What one call of the model wants from its head: the loss of pairs, chosen answers first."""
 
-    def __init__(self, loss, target, nll_target):
-        self.loss, self.target, self.nll_target = loss, target, nll_target
+    model = None  # it is asked from outside of the model
+
+    def __init__(self, leaves, loss, target, nll_target):
+        self.leaves, self.loss, self.target, self.nll_target = leaves, loss, target, nll_target
         self.value = self.metrics = None
 
-    def of_head(self, head, own_forward, hidden_states):
+    def of_head(self, head, own_forward, args, kwargs):
         """The head's forward: the loss as (1, 1, 1), or logits where the weight alone does not make them."""
         from liger_kernel.transformers.deferred import plain
 
+        if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
+            return own_forward(head, *args, **kwargs)
+        (hidden_states,) = (*args, *kwargs.values())
         usable = own_forward is torch.nn.Linear.forward and plain(hidden_states, head.weight, head.bias)
         if not usable or hidden_states.shape[:2] != self.target.shape or head.weight.shape[0] != head.out_features:
             return own_forward(head, hidden_states)
@@ -93,27 +98,24 @@ class _ORPOInHead:
 
     def _in_head(self, model, batch):
         """What TRL's method returns, with the mean of the logits for the logits; None if it needs the logits."""
-        from liger_kernel.transformers.causal_lm import leaves
-        from liger_kernel.transformers.private import prepare_head
+        from liger_kernel.transformers.logits import ask
+        from liger_kernel.transformers.loss_in_head import leaves, prepare
 
         pairs = self.concatenated_inputs(
             batch, is_encoder_decoder=False, padding_value=self.padding_value, device=self.accelerator.device
         )
         ids, mask = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
-        request = _Pairs(
-            LigerFusedLinearORPOLoss(beta=self.beta), pairs["concatenated_labels"], ids.masked_fill(mask == 0, -100)
-        )
         head = self.accelerator.unwrap_model(model).get_output_embeddings()
-        prepare_head(head)
-        asked = [leaf for leaf in leaves(head) if hasattr(type(leaf), "_liger_request")]
+        prepare(head)
+        nll_target = ids.masked_fill(mask == 0, -100)
+        loss = LigerFusedLinearORPOLoss(beta=self.beta)
+        request = _Pairs(leaves(head), loss, pairs["concatenated_labels"], nll_target)
         routed = dict(output_router_logits=True) if self.aux_loss_enabled else {}
+        before = ask(request)
         try:
-            for leaf in asked:
-                leaf._liger_request = request
             outputs = model(ids, attention_mask=mask, use_cache=False, **routed)
         finally:
-            for leaf in asked:
-                leaf._liger_request = None
+            ask(before)
         if request.value is None or not torch.equal(outputs.logits, request.value):
             return None
         self._liger_loss = outputs.logits.reshape(())  # the tensor that the wrappers' hooks have seen
