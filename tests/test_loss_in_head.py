@@ -277,6 +277,65 @@ def test_logits_that_nobody_kept_are_not_to_be_had():
     torch.testing.assert_close(late.out.logits, theirs(**tiny.batch()).logits)
 
 
+# ---- code that torch functions do not show ----
+
+
+def squares(x):
+    return 1e-2 * x.logsumexp(-1).square().mean()
+
+
+@torch.jit.script
+def scripted(x):
+    return 1e-2 * torch.logsumexp(x, -1).square().mean()
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def compiled(x):
+    return 1e-2 * x.logsumexp(-1).square().mean()
+
+
+UNSEEN = {
+    "TorchScript": scripted,
+    "TorchScript, detached": lambda x: scripted(x.detach()),
+    "a trace": lambda x: torch.jit.trace(squares, x.detach(), check_trace=False)(x.detach()),
+    "compiled": compiled,
+    "compiled, detached": lambda x: compiled(x.detach()),
+    "vmap": lambda x: torch.vmap(squares)(x).mean(),
+    "vmap, detached": lambda x: torch.vmap(squares)(x.detach()).mean(),
+    "grad": lambda x: torch.func.grad(squares)(x.detach()).square().sum(),
+    "a constructor": lambda x: squares(torch.tensor(x.detach())),
+    "a parameter": lambda x: squares(torch.nn.Parameter(x.detach())),
+    "its memory": lambda x: squares(torch.empty(0).set_(x.detach())),
+    "DLPack": lambda x: squares(torch.utils.dlpack.from_dlpack(x.detach())),
+    "NumPy": lambda x: float(x.detach().numpy().mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit|To copy construct|Converting a tensor")
+@pytest.mark.parametrize("first", [True, False], ids=["before the loss", "after"])
+@pytest.mark.parametrize("case", UNSEEN)
+def test_code_that_torch_functions_do_not_show(case, first):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        more = UNSEEN[case](logits) if first else None
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
+        return CausalLMOutputWithPast(loss=loss + (more if first else UNSEEN[case](logits)), logits=logits)
+
+    theirs, mine = pair(forward)
+    for _ in range(2):
+        assert_same(step(mine), step(theirs))
+
+
+@pytest.mark.parametrize("case", ["TorchScript", "compiled", "vmap"])
+def test_such_code_after_the_step(case):
+    theirs, mine = pair(kept)
+    for model in (theirs, mine):
+        step(model)
+    torch.testing.assert_close(UNSEEN[case](mine.kept + 0), UNSEEN[case](theirs.kept))
+    with pytest.raises(RuntimeError, match="step that is over" if case != "TorchScript" else None):  # it drops messages
+        UNSEEN[case](mine.kept)
+
+
 # ---- hooks of the head ----
 
 

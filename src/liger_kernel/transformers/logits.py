@@ -8,7 +8,8 @@ to it:
 * the family's loss function takes the loss out of it, if that was computed with what is recorded (`loss_in_head`);
 * whatever else is done to it is done to real logits, made then and there by one more call of the head;
 * what looks at values where real logits come too late raises `LogitsNeeded`, and the model's call starts again with
-  real logits: a hook of the head, or an autograd Function, into whose graph nothing can be put any more.
+  real logits: a hook of the head, an autograd Function, into whose graph nothing can be put any more, or code that
+  torch functions do not show (TorchScript, vmap, C++, a compiled function).
 
 Under torch.compile the logits are real: in the graph they are dead code if nothing but the loss is made of them. There
 `TracedLogits` tells by identity whether the loss function got what the head gave, and what was recorded in between.
@@ -121,8 +122,7 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, shape):
         nan = loss.new_full((), float("nan"))
-        whole = loss.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))  # no view: FSDP wants none
-        return T._make_subclass(Logits, whole)
+        return T._make_subclass(Logits, _in_one_place(nan.untyped_storage(), shape, nan.dtype, nan.device))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -132,6 +132,11 @@ class _Stand(torch.autograd.Function):
                 "step; call the model with skip_logits=False"
             )
         return gradient[(0,) * gradient.dim()], None
+
+
+def _in_one_place(storage, shape, dtype, device):
+    """No view, for FSDP wants none."""
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (0,) * len(shape))
 
 
 class _Loss(torch.autograd.Function):
@@ -169,6 +174,8 @@ class Source:
                 )
             if not self.again:
                 raise LogitsNeeded("its head gives other logits when it is called again")
+            if torch.jit.is_tracing():
+                raise LogitsNeeded("its forward traces what it does to its logits")
             before = ask(None)
             try:
                 with torch.set_grad_enabled(self.learning):
@@ -192,11 +199,14 @@ _KNOWN = {getattr(T, name).__get__ for name in _ATTRIBUTES} | {  # the same of w
 }  # fmt: skip
 _MOVES = {T.to, T.cuda, T.cpu}
 _OF_GRADIENTS = {T.register_hook, T.retain_grad, T.requires_grad_, T.backward, torch.autograd.grad}
+_SAME_MEMORY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 LIBRARIES = "torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "peft.", "transformers."
 
 
 class Logits(torch.Tensor):
     """See the top of this file."""
+
+    _source = None
 
     @staticmethod
     def standing_for(source: Source, loss, shape) -> Logits:
@@ -214,8 +224,10 @@ class Logits(torch.Tensor):
                     return self._dtype
                 if function is T.detach or function is torch.detach:
                     if self._is_hidden_from_graphs() and _is_the_users(_autograd_function()):
-                        raise LogitsNeeded("an autograd Function takes its logits")
+                        raise self._unseen("an autograd Function")
                     return self._then(T.detach(self).as_subclass(Logits))
+                if function is T.requires_grad_ and not self.requires_grad:
+                    raise self._unseen("something that learns")  # a parameter has to be what it is made of
                 transform = None
                 if not self._is_hidden_from_graphs():
                     moved = self._moved(function, args, kwargs) if function in _MOVES else None
@@ -232,6 +244,41 @@ class Logits(torch.Tensor):
             tree_map(_refuse_if_taken, (args, kwargs))
         args, kwargs = tree_map(lambda x: x.real() if type(x) is Logits else x, (args, kwargs))
         return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """What no torch function has shown: TorchScript, vmap, a tensor's constructor, C++."""
+        if function in _SAME_MEMORY:
+            (self,) = args
+            same = T._make_subclass(Logits, _in_one_place(self.untyped_storage(), self.shape, self.dtype, self.device))
+            return same if self._source is None else self._then(same)
+        args, kwargs = tree_map(lambda x: x._below_functions() if type(x) is Logits else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __tensor_flatten__(self):
+        """torch.compile asks for it where a compiled function is given logits."""
+        raise self._unseen("a compiled function")
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        raise NotImplementedError
+
+    def _below_functions(self):
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._made is None or self.requires_grad:
+                raise self._unseen("TorchScript, vmap or C++ code")
+        return self._made
+
+    def _unseen(self, who) -> BaseException:
+        """What to raise where what is done to the logits does not get into the graph, or is not seen."""
+        request = self._source.request
+        if request.closed:
+            return RuntimeError(
+                f"liger-kernel: {who} is given logits of a training step that is over; call the patched model with "
+                "skip_logits=False"
+            )
+        request.needed = LogitsNeeded(f"{who} takes its logits")
+        return request.needed
 
     def _then(self, logits, transform=None, dtype=None, *step):
         transform = self._transform if transform is None else transform
@@ -262,13 +309,8 @@ class Logits(torch.Tensor):
 
     def real(self) -> torch.Tensor:
         function = _autograd_function() if self._is_hidden_from_graphs() else None
-        if function is not None and self._source.request.closed:
-            raise RuntimeError(
-                f"liger-kernel: {function.__name__} is given logits of a training step that is over; call the patched "
-                "model with skip_logits=False"
-            )
         if function is not None:
-            raise LogitsNeeded("an autograd Function takes its logits")
+            raise self._unseen(f"the autograd Function {function.__name__}")
         if self._made is None:
             if _is_being_called(self._source.head):
                 raise LogitsNeeded("a hook of its head reads its logits")

@@ -121,6 +121,7 @@ class Request:
         self.wanted = None  # in a call of ours
         self.stands, self.closed = [], False  # what stands for logits: weak references
         self.made = False  # whether there were real ones
+        self.needed = None  # why they had to be, if that was found where no exception gets out as it is
         # in a graph
         self.traced, self.transform, self.read = None, Transform(), None
         self.learning = torch.is_grad_enabled()  # not so in the forward of an autograd Function
@@ -492,6 +493,10 @@ def fused_forward(cls):
             out = _within(request, hf_forward, self, kwargs)
         except LogitsNeeded as needed:
             why = str(needed)
+        except RuntimeError:  # TorchScript makes one of whatever is raised in it
+            if request.needed is None:
+                raise
+            why = str(request.needed)
         if why is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with its hooks
             _give_up(self, why, kwargs)
             request = Request(self, asked, keep, theirs, rest, options, False, unknown)
