@@ -33,18 +33,12 @@ def require_kernels(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def is_current(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's device is the current one."""
-    if tensor.is_cuda:
-        return tensor.get_device() == torch.cuda.current_device()
-    return not tensor.is_xpu or tensor.get_device() == torch.xpu.current_device()
-
-
 def guard(tensor: torch.Tensor):
     """Make the tensor's device the current one: Triton launches on the current device, wherever the pointers lead."""
-    if is_current(tensor):
+    kind = torch.cuda if tensor.is_cuda else torch.xpu if tensor.is_xpu else None
+    if kind is None or tensor.get_device() == kind.current_device():
         return contextlib.nullcontext()
-    return (torch.cuda if tensor.is_cuda else torch.xpu).device(tensor.get_device())
+    return kind.device(tensor.get_device())
 
 
 @functools.cache

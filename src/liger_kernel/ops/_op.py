@@ -28,29 +28,21 @@ F = types.SimpleNamespace(**vars(torch.nn.functional))
 def custom_op(name: str, like: Callable):
     """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs and doubles as the fake kernel.
 
-    The function runs with its first argument's device as the current one. Eager calls go straight to it: the
-    dispatcher costs more than a small memory-bound kernel. Where it gives None among its outputs, under `torch.compile`
-    there is an empty tensor.
+    Eager calls go straight to the function: the dispatcher costs more than a small memory-bound kernel. Where it gives
+    None among its outputs, under `torch.compile` there is an empty tensor.
     """
 
     def wrap(fn: Callable) -> Callable:
         @functools.wraps(fn)
-        def guarded(*args):
-            if _device.is_current(args[0]):
-                return fn(*args)
-            with _device.guard(args[0]):
-                return fn(*args)
-
-        @functools.wraps(fn)
         def tensors(*args):
-            return _filled(guarded(*args), args[0])
+            return _filled(fn(*args), args[0])
 
         op = torch.library.custom_op(f"liger::{name}", tensors, mutates_args=())
         op.register_fake(lambda *args: _filled(like(*args), args[0]))
 
         @functools.wraps(fn)
         def call(*args):
-            return op(*args) if is_compiling() else guarded(*args)
+            return op(*args) if is_compiling() else fn(*args)
 
         call.op = op
         return call

@@ -170,8 +170,7 @@ class LigerCrossEntropyFunction(Function):
     def backward(ctx, dloss, *_):
         x, target, weight, norm, stats = ctx.saved_tensors
         if may_overwrite(ctx, x) and x.stride(-1) == 1:
-            with _device.guard(x):
-                token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
+            token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
             torch.autograd.graph.increment_version(x)
             dx = x
         else:

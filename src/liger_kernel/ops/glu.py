@@ -178,8 +178,7 @@ def _glu_bwd_over(dy, a, b, act, gm, dm, need_da, need_db, over_a, over_b, y=Non
     """-> da, db, over a and b as far as said; None in place of one that isn't needed. y is filled, if given."""
     da = (a.detach() if over_a else a.new_empty(a.shape)) if need_da else None
     db = (b.detach() if over_b else b.new_empty(b.shape)) if need_db else None
-    with _device.guard(a):
-        _launch_bwd(dy, a, b, da, db, y, act, gm, dm)
+    _launch_bwd(dy, a, b, da, db, y, act, gm, dm)
     torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
     return da, db
 
