@@ -70,6 +70,22 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
+class WithAGraph(torch.autograd.Function):
+    """Differentiates what it computes, by a graph of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            y = inner * inner.sigmoid()
+            (ctx.slope,) = torch.autograd.grad(y.sum(), inner)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.slope
+
+
 class Halved(torch.autograd.Function):
     """Does nothing that torch functions show."""
 
@@ -157,6 +173,7 @@ CASES = {  # forward, what else the model has, what changes from step to step, w
     "learned bias": (between(lambda self, x: x + self.b), parameter("b", torch.linspace(-1, 1, V)), None, LOGITS),
     "detach": (between(lambda self, x: x.detach() + 0 * x), None, None, LOGITS),
     "an autograd function": (between(lambda self, x: Reversed.apply(x)), None, None, LOGITS),
+    "an autograd function with a graph": (between(lambda self, x: WithAGraph.apply(x)), None, None, LOGITS),
     "a quiet autograd function": (between(lambda self, x: Halved.apply(x)), None, None, LOGITS),
     "annealed": (between(lambda self, x: x / self.t), None, attribute("t", lambda i: 1.0 / (1 + i)), AGAIN),
     "annealed at last": (between(lambda self, x: x * self.t), None, attribute("t", lambda i: 1.0 + (i == 2)), AGAIN),
@@ -239,10 +256,10 @@ def test_every_step_is_the_familys(case, made):
         assert not any(fused), fused
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if CASES[c][2] is None and "hook" not in c])
+@pytest.mark.parametrize("case", [c for c in CASES if CASES[c][2] is None and not c.endswith(("hook", "a graph"))])
 @pytest.mark.thorough
 def test_compiled(case):
-    """The same in one graph. (Dynamo traces no hook that a forward puts on a tensor.)"""
+    """The same in one graph. (Dynamo traces no hook that a forward puts on a tensor, and no gradient that it takes.)"""
     torch._dynamo.reset()
     forward, prepare, _, _ = CASES[case]
     theirs, mine = pair(forward, prepare)
@@ -334,6 +351,20 @@ def test_such_code_after_the_step(case):
     torch.testing.assert_close(UNSEEN[case](mine.kept + 0), UNSEEN[case](theirs.kept))
     with pytest.raises(RuntimeError, match="step that is over" if case != "TorchScript" else None):  # it drops messages
         UNSEEN[case](mine.kept)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize("part", ["lm_head", "model"])
+def test_a_part_that_is_compiled_by_itself(part, patched_first):
+    torch._dynamo.reset()
+    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    if patched_first:
+        liger.apply_liger_kernel(mine)
+    setattr(mine, part, torch.compile(getattr(mine, part), backend="aot_eager"))
+    liger.apply_liger_kernel(mine)
+    for _ in range(2):
+        (mine_out, grads), want = step(mine), step(theirs)
+        assert_same((mine_out, {name.replace("_orig_mod.", ""): g for name, g in grads.items()}), want)
 
 
 # ---- hooks of the head ----
