@@ -1,5 +1,8 @@
 """What operators are built on: when memory may be reused, how an op is called, shared kernels and helpers."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -66,6 +69,36 @@ def test_overwrites_what_only_the_graph_holds(leaf, answers):
     torch.testing.assert_close(
         leaf.grad, 2 * dx + torch.nn.functional.pad(dx[1:, ::2, None], (0, 1, 0, 0, 1, 0)).flatten(1)
     )
+
+
+AFTER_AN_ERROR_OF_DYNAMOS = """
+import torch
+from test_op_base import Square, backward
+
+def step():
+    leaf = torch.ones(4, 6, requires_grad=True)
+    backward(Square.apply(leaf * 3))
+    backward(Square.apply((leaf * 3).view(6, 4)))
+    held = leaf * 3
+    backward(Square.apply(held))
+
+step()
+try:
+    torch.compile(lambda x: torch._dynamo.graph_break(), backend="eager", fullgraph=True)(torch.ones(2))
+except torch._dynamo.exc.Unsupported:
+    step()
+print(*Square.answers)
+"""
+
+
+@pytest.mark.thorough
+def test_overwrites_after_a_compiled_function_that_raised():
+    """torch.compile then goes on to evaluate frames, in which a call keeps more references to its arguments."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AFTER_AN_ERROR_OF_DYNAMOS], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", "True", "False"] * 2, done.stderr
 
 
 def test_overwrites_a_second_time(leaf, answers):

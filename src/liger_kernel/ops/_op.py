@@ -154,9 +154,17 @@ def _within(tensor: torch.Tensor) -> tuple[int, ...]:  # one frame deep, like ma
     return _holders(tensor)
 
 
+def _references(argument) -> int:
+    return sys.getrefcount(argument)
+
+
 @functools.cache
-def _sole_holder(view: bool) -> tuple[int, ...]:
-    """The counts that this build of torch shows for a saved tensor which nobody but the graph holds."""
+def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
+    """The counts that this build of torch shows for a saved tensor which nobody but the graph holds.
+
+    ``references``: those to the argument of a call that is nobody else's. They are more, and with them the counts,
+    while torch.compile evaluates frames, which it does for ever once it has raised.
+    """
     with torch.enable_grad(), torch.device("cpu"):
         leaf = torch.zeros(2, requires_grad=True)
         with torch.inference_mode(False):
@@ -176,7 +184,7 @@ def may_overwrite(ctx, saved: torch.Tensor) -> bool:
         return False
     if saved.is_leaf or not saved.requires_grad:
         return False
-    counts, alone = _holders(saved), _sole_holder(saved._base is not None)
+    counts, alone = _holders(saved), _sole_holder(saved._base is not None, _references(object()))
     if any(a > b for a, b in zip(counts, alone, strict=True)):
         return False
     if counts[0] == alone[0]:
