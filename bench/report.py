@@ -1,7 +1,7 @@
 """Turn the JSON files of `bench/results` into the tables and the charts that the README and the docs show.
 
-    python -m bench.report [FILE ...] [--write README.md] [--write docs/linear-head.md] [--write docs/operators.md]
-        [--chart docs/linear-head.svg] [--operators docs/operators.svg]
+    python -m bench.report [FILE ...] [--write docs/training.md] [--write docs/linear-head.md]
+        [--write docs/operators.md] [--chart docs/linear-head.svg] [--operators docs/operators.svg]
 
 ``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->`` in each file given that has
 them. NAME is a file's ``kind``; what `bench.ops` measured also makes the short table NAME ``operators``. ``--chart``

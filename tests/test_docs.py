@@ -29,7 +29,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 13
 
 
 def taken(M, H, V, memory):
