@@ -1,4 +1,4 @@
-# make demo | test | lint | test-all | test-rest | test-isa | test-transformers-oldest | test-trl
+# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -12,13 +12,15 @@ WORKERS ?= 2
 
 ifdef PYTHON
 READY :=
+DOCS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
-PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS))
+PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS) --dist loadgroup)
 OLD := $(VENV)/transformers-$(OLDEST)
 FAMILIES := families class_level loss_in_head proofs zoo zoo_vision names deferred trainer cli
 FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/test_%.py))
@@ -34,7 +36,7 @@ ISA_LIMITS ?= $(filter-out $(lastword $(HERE)),$(HERE))
 DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate-size 8192 --vocab-size 128256 --sequence-length 1024
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
-.PHONY: demo test test-all test-rest test-isa lint format test-transformers-oldest test-trl clean
+.PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -49,11 +51,11 @@ test-all: $(READY)
 test-rest: $(READY)
 	$(PYTEST) -m thorough $(TESTS)
 
-# The operators around a matrix product, with the products that oneDNN has for lesser processors.
+# The operators around a matrix product, with the 16-bit products that oneDNN has for lesser processors.
 test-isa: $(addprefix test-isa-,$(ISA_LIMITS))
 
 test-isa-%: $(READY)
-	ONEDNN_MAX_CPU_ISA=$* $(PYTEST) -m "not thorough" -k "linear or distillation" $(PRODUCT_TESTS)
+	ONEDNN_MAX_CPU_ISA=$* $(PYTEST) -m "not thorough" -k "(linear or distillation) and not float32" $(PRODUCT_TESTS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -63,9 +65,17 @@ format: $(READY)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
+# The pages of docs and the API reference, as a site: out/site/index.html.
+docs: $(READY) $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	$(PYTHON) -m pip install --quiet -e ".[docs]"
+	touch $@
+
 # The families again, on the oldest transformers that is covered.
 test-transformers-oldest: $(OLD)/.ready
-	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) $(FAMILY_TESTS)
+	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) -m "every_family or not thorough" $(FAMILY_TESTS)
 
 $(OLD)/.ready: $(READY)
 	$(PYTHON) -m pip install --quiet --upgrade --target $(OLD) transformers==$(OLDEST)

@@ -476,6 +476,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.thorough
 def test_launches_of_the_operators():
     """Every launch is noted once, also where Triton's own is passed by, with the kind of who launched it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

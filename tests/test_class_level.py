@@ -46,6 +46,7 @@ def test_a_model_that_exists(caplog):
     assert torch.equal(loss_of(model), want) and model(**tiny.batch()).logits is not None
 
 
+@pytest.mark.thorough
 def test_within_wrappers():
     """The outermost Hugging Face model is found wherever it is: PEFT calls the forward of the one below, not it."""
     peft = pytest.importorskip("peft")

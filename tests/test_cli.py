@@ -163,6 +163,7 @@ def test_defaults_are_said_once(capsys):
 
 
 @pytest.mark.parametrize("argv", ["models llama", "models --switches", "models --json", "doctor --help", "compare -h"])
+@pytest.mark.thorough
 def test_a_reader_who_goes_away(argv):
     """As `| head -0`: no traceback, also not from Python's own end."""
     command = [sys.executable, "-m", "liger_kernel.cli", *argv.split()]

@@ -514,6 +514,7 @@ def _five(tensors):
     return [tensors[k] for k in IN_ORDER[:5]]
 
 
+@pytest.mark.thorough
 def test_compiles_whole():
     """`torch.compile` takes the modules whole."""
     torch._dynamo.reset()

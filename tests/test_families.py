@@ -1224,6 +1224,7 @@ def test_compiles_whole(family):
     assert not pending(mine)
 
 
+@pytest.mark.thorough
 def test_our_operators_are_what_is_compiled(monkeypatch):
     torch._dynamo.reset()
     _, mine = built("llama", "instance", ONE_LAYER)
@@ -1232,6 +1233,7 @@ def test_our_operators_are_what_is_compiled(monkeypatch):
         assert calls == expected("llama", rms_norm=1, fused_add_rms_norm=2, rope=1, swiglu=1)
 
 
+@pytest.mark.thorough
 def test_compiled_after_a_step():
     torch._dynamo.reset()
     theirs, mine = built("gemma2", "instance", ONE_LAYER)
@@ -1249,6 +1251,7 @@ def test_a_lora_head_compiles():
     assert_same_step((out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), step(theirs))
 
 
+@pytest.mark.thorough
 def test_an_unknown_tail_compiles():
     torch._dynamo.reset()
     model = llama_with(TAILS["scaled"])

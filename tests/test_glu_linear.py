@@ -246,6 +246,7 @@ def test_backward_under_autocast():
 
 
 @pytest.mark.parametrize("fn", (liger_glu_linear, LigerGLULinearFunction.apply), ids=("function", "apply"))
+@pytest.mark.thorough
 def test_compiled(fn):
     torch._dynamo.reset()
     given = tensors()

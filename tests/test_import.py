@@ -22,6 +22,7 @@ assert not slow, sorted(slow)[:5]
 
 
 @pytest.mark.parametrize("module", ["ops", "chunked_loss", "transformers.functional"])
+@pytest.mark.thorough
 def test_operators_load_nothing_slow(module):
     """`torch._dynamo` takes as long to import as torch itself."""
     run(LOADED.format(module=f"liger_kernel.{module}", slow=SLOW))
@@ -44,6 +45,7 @@ LAYERS = "is_transformers_available", "LigerRMSNorm", "LigerSwiGLUMLP", "LigerCr
 PATCHES = "apply_liger_kernel_to_llama", "AutoLigerKernelForCausalLM", "_apply_liger_kernel_to_instance", "revert"
 
 
+@pytest.mark.thorough
 def test_star():
     run(STAR.format(names=[*LAYERS, *PATCHES]))
     run(STAR.format(names=LAYERS) + "assert 'revert' not in globals()", without=("transformers",))

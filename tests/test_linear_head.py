@@ -472,6 +472,7 @@ def test_a_confident_row_keeps_its_digits():
 
 @ANYWHERE
 @DTYPE
+@pytest.mark.thorough
 def test_masked_classes(dtype):
     """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as without them.
 
@@ -765,6 +766,7 @@ def test_log_probabilities_of_sequences():
 
 
 @pytest.mark.parametrize("memory", ["auto", 0, 50 * LOGITS])
+@pytest.mark.thorough
 def test_compiles_whole(memory, small):
     torch._dynamo.reset()
     tensors = cast(drawn(200, H, V)[0], F32)

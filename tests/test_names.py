@@ -156,6 +156,7 @@ def test_patching_twice_says_so(caplog):
     assert not liger.apply_liger_kernel(model).notes
 
 
+@pytest.mark.thorough
 def test_the_trainers_line_takes_the_best_loss():
     """The published default of granite makes logits; its function keeps that, one line does not."""
     default = inspect.signature(liger.apply_liger_kernel_to_granite).parameters

@@ -193,6 +193,7 @@ def test_head_sizes(size, width, interleaved):
 
 
 @pytest.mark.parametrize("heads", ((32, 8), (1, 4), (14, 2), (40, 3)), ids=str)
+@pytest.mark.thorough
 def test_many_blocks(heads):
     """More units of tokens than programs, whose last blocks are not full."""
     tensors = drawn(shape=(3, 70, *heads, D), batch=3)
@@ -281,6 +282,7 @@ def test_function_positional_and_without_grad():
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.thorough
 def test_compiles_for_other_lengths(dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(liger_norm_rope, fullgraph=True, backend="aot_eager", dynamic=dynamic)

@@ -295,6 +295,7 @@ def test_all_masked(loss_type, level):
     "loss_type, level", [("dapo", "token"), ("luspo", "token"), ("grpo", "sequence"), ("vespo", "token")]
 )
 @pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+@pytest.mark.thorough
 def test_through_kernels(loss_type, level, dtype):
     """About as close to fp64 as whole logits in that dtype; the budget changes nothing but the rounding.
 

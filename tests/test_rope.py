@@ -217,6 +217,7 @@ def test_function_positional_and_without_grad():
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.thorough
 def test_compiles_for_other_lengths(dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(liger_rotary_pos_emb, fullgraph=True, backend="aot_eager", dynamic=dynamic)

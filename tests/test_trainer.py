@@ -175,6 +175,7 @@ def test_gradient_checkpointing(tmp_path):
     assert_same(mine, theirs)
 
 
+@pytest.mark.thorough
 def test_torch_compile(tmp_path):
     """Every step compiled, one compilation: the losses are those of the eager, unpatched run."""
     counters = torch._dynamo.utils.counters
@@ -189,6 +190,7 @@ def test_torch_compile(tmp_path):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
 
 
+@pytest.mark.thorough
 def test_bf16_autocast(tmp_path):
     """As close to the fp32 run as the unpatched one."""
     exact = trainer(tmp_path / "exact", byte_model(), False, steps=6)
@@ -201,6 +203,7 @@ def test_bf16_autocast(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["body", "head", "modules_to_save"])
+@pytest.mark.thorough
 def test_peft(case, tmp_path, fused):
     config = {
         "body": dict(target_modules=["q_proj", "down_proj"]),

@@ -304,11 +304,24 @@ def row(name, tried):
 
 
 def each(families, known=None):
-    """A test for each family; what is ``known``, with its reason, has to fail."""
+    """A test for each family; what is ``known``, with its reason, has to fail.
+
+    `make test` has one in sixteen, beside `test_families`, which has one of each kind. The tests of a family run in one
+    process, where it is tried once.
+    """
     import pytest
 
-    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in (known or {}).items()}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in families])
+    def marks(i, name):
+        yield pytest.mark.xdist_group(name)
+        if name in (known or {}):
+            yield pytest.mark.xfail(reason=known[name], strict=True)
+        if i % 16:
+            yield pytest.mark.thorough
+            yield pytest.mark.every_family
+
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=list(marks(i, name))) for i, name in enumerate(families)]
+    )
 
 
 def main(names, trial=trial):

@@ -54,7 +54,7 @@ class _FSDPForwardRedirection:
 class _Pairs:
     """What one call of the model wants from its head: the loss of pairs, chosen answers first."""
 
-    model = None  # it is asked from outside of the model
+    model = place = None  # it is asked from outside of the model, and of a head in any place
 
     def __init__(self, leaves, loss, target, nll_target):
         self.leaves, self.loss, self.target, self.nll_target = leaves, loss, target, nll_target
