@@ -50,12 +50,12 @@ KERNELS = tuple(
 OPERATORS = {
     module: kind
     for kind, modules in {
-        "norm": "_norm rms_norm fused_add_rms_norm layer_norm group_norm poly_norm modulated_rms_norm norm_rope dyt",
+        "norm": "rows rms_norm fused_add_rms_norm layer_norm group_norm poly_norm modulated_rms_norm norm_rope dyt",
         "RoPE": "rope qwen2vl_mrope llama4_rope",
         "GLU": "glu swiglu geglu relu_squared mlp",
         "attention": "softmax sparsemax attn_res multi_token_attention fused_neighborhood_attention",
-        "cross entropy": "cross_entropy fused_linear_cross_entropy fused_linear_scaled_cross_entropy linear_head "
-        "_token_loss",
+        "cross entropy": "cross_entropy fused_linear_cross_entropy linear_cross_entropy scaled_cross_entropy passes "
+        "token_log_probs logits",
     }.items()
     for module in modules.split()
 }

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.transformers import functional
+from liger_kernel.ops import functional
 
 from . import calls, contest, machine, ops, report
 

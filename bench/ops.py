@@ -65,7 +65,7 @@ class Worker:
 def plan(only: list[str], quick: bool) -> list[dict]:
     """What to measure: a request for each case and shape. The matrix units bound a case that counts operations."""
     import liger_kernel.ops  # noqa: F401  (fills CASES)
-    from liger_kernel.ops._op import CASES
+    from liger_kernel.core.op import CASES
 
     unknown = set(only) - {case.name for case in CASES}
     if unknown:

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("case", help="name of the Case")
     p.add_argument("--grid", required=True, help="values to try, one word a number")
-    p.add_argument("--module", help="module of liger_kernel.ops with the function (the case's name)")
+    p.add_argument("--module", help="module with the function (the operator's)")
     p.add_argument("--function", default="_launch")
     p.add_argument("--shape", action="append", help="8192x2048; may be repeated (the case's bench shapes)")
     p.add_argument("--kinds", default="forward,backward", help="of forward, backward, both")
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.case not in ours.cases:
         raise SystemExit(f"bench.sweep: no case {args.case}; there are {', '.join(ours.cases)}")
     case = ours.cases[args.case]
-    module = importlib.import_module(f"liger_kernel.ops.{args.module or args.case}")
+    module = importlib.import_module(args.module or case.fn.__module__)
     launch = getattr(module, args.function)
     tries = [None, *candidates(args.grid)]
     if args.slice:

@@ -21,7 +21,7 @@ class Ours:
 
     def __init__(self):
         import liger_kernel.ops  # noqa: F401  (fills CASES)
-        from liger_kernel.ops._op import CASES
+        from liger_kernel.core.op import CASES
 
         self.cases = {case.name: case for case in CASES}
 

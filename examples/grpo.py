@@ -10,7 +10,7 @@ import torch
 from common import IGNORED, arguments, autocast, hidden_states, load, preferences, step
 
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-from liger_kernel.transformers.functional import token_log_probs
+from liger_kernel.ops.functional import token_log_probs
 
 args = arguments(
     __doc__, batch_size=(8, "answers to a prompt, which are a step's"), tokens=(16, "of an answer"),

@@ -11,7 +11,7 @@ import torch
 from mkdocs.structure.files import File
 
 from liger_kernel import _public, chunked_loss, transformers
-from liger_kernel.transformers import functional
+from liger_kernel.ops import functional
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PATCHES = "apply_liger_kernel", "revert", "AutoLigerKernelForCausalLM"

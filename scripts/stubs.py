@@ -10,7 +10,7 @@ import inspect
 from pathlib import Path
 
 from liger_kernel import _public, transformers
-from liger_kernel.transformers import families
+from liger_kernel.patch import families
 
 PACKAGE = Path(_public.__file__).parent
 HEAD = "# Written by scripts/stubs.py.\n"
@@ -20,13 +20,13 @@ def stubs() -> dict[str, str]:
     """Path below the package -> text."""
     made = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
     made["transformers/__init__.pyi"] = lazy_names()
-    made["transformers/families.pyi"] = functions()
+    made["patch/families.pyi"] = functions()
     return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
 
 
 def alias(home: str) -> str:
     text = f"from liger_kernel.{home} import *\n"
-    if home == "transformers.families":  # a star leaves these out
+    if home == "patch.families":  # a star leaves these out
         for name in ("_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
             text += f"from liger_kernel.{home} import {name} as {name}\n"
     return text
@@ -46,7 +46,7 @@ def functions() -> str:
         "",
         "import torch",
         "",
-        "from liger_kernel.transformers.report import Report",
+        "from liger_kernel.patch.report import Report",
         "",
         "FAMILIES: dict[str, dict[str, bool]]",
         "EVERYTHING: dict[str, bool]",

@@ -1,7 +1,9 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are defined."""
 
 import collections
+import importlib
 import os
+import pkgutil
 import types
 
 import torch
@@ -74,6 +76,16 @@ def _one_number(patch):
 interpreter._patch_lang_tensor = _one_number(interpreter._patch_lang_tensor)
 
 
+def modules():
+    """Every module of the operators and of what they stand on."""
+    import liger_kernel.core
+    import liger_kernel.ops
+
+    for package in (liger_kernel.core, liger_kernel.ops):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield importlib.import_module(info.name)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     """Of a test over several lists of parameters, `make test` has every entry of each list, not every combination."""
@@ -94,19 +106,20 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def reference_only(monkeypatch):
     """CPU tensors take the operators' PyTorch reference, as they do for a user without a GPU."""
-    from liger_kernel.ops import _device
+    from liger_kernel.core import devices
 
-    monkeypatch.setattr(_device, "INTERPRETED", False)
+    monkeypatch.setattr(devices, "INTERPRETED", False)
 
 
 @pytest.fixture(params=["kernels", "no kernels"])
 def anywhere(request, monkeypatch):
     """With the kernels of a head, and as where there are none: then in chunks of few rows."""
-    from liger_kernel.ops import _device, linear_distillation, linear_head
+    from liger_kernel.core import devices
+    from liger_kernel.ops.head import distillation, token_log_probs
 
     if request.param == "no kernels":
         if DEVICE != "cpu":
             pytest.skip("a tensor on a GPU has kernels")
-        monkeypatch.setattr(_device, "INTERPRETED", False)
-        monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 64)
-        monkeypatch.setattr(linear_distillation.take_in_chunks, "__defaults__", (4,))
+        monkeypatch.setattr(devices, "INTERPRETED", False)
+        monkeypatch.setattr(token_log_probs, "ROWS_WITHOUT_KERNELS", 64)
+        monkeypatch.setattr(distillation.take_in_chunks, "__defaults__", (4,))

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import liger_kernel.ops  # noqa: F401  (fills CASES)
-from liger_kernel.ops import _device
-from liger_kernel.ops._op import CASES
+from liger_kernel.core import devices
+from liger_kernel.core.op import CASES
 
 TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory that one program may have
     "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
@@ -70,8 +70,8 @@ def pretend(name):
     """From here on every tensor has kernels, for this target. Returns the launches, which fill up as they come."""
     target, multiprocessors, shared = TARGETS[name]
     launches = {}
-    _device.has_kernels = lambda tensor: True
-    _device._properties = lambda kind, index: (
+    devices.has_kernels = lambda tensor: True
+    devices._properties = lambda kind, index: (
         name, multiprocessors, 1024 // target.warp_size, shared if target.backend == "cuda" else 0
     )  # fmt: skip
     autocast = torch.is_autocast_enabled

@@ -7,7 +7,7 @@ it see the bounds of each tensor. The inputs are made by an operation and droppe
 import torch
 
 import liger_kernel.ops  # noqa: F401  (fills CASES)
-from liger_kernel.ops._op import CASES
+from liger_kernel.core.op import CASES
 
 
 def made(t):

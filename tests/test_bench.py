@@ -33,7 +33,7 @@ from bench import (  # noqa: E402
     text,
     train,
 )
-from liger_kernel.ops._op import CASES  # noqa: E402
+from liger_kernel.core.op import CASES  # noqa: E402
 
 
 class HostClock:
@@ -449,7 +449,7 @@ def test_the_operator_that_launched():
 
     user = stack("torch.autograd", "liger_kernel.ops.cross_entropy", "liger_kernel.ops.rms_norm")
     assert breakdown.operator("liger_kernel.ops.rms_norm", user) == "norm"
-    assert breakdown.operator("liger_kernel.ops._reduce", user) == "cross entropy"
+    assert breakdown.operator("liger_kernel.core.reduce", user) == "cross entropy"
     assert breakdown.operator("elsewhere.rms_norm", stack("elsewhere.glu")) is None
 
 

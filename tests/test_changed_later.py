@@ -12,7 +12,7 @@ from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import deferred
+from liger_kernel.patch import deferred
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 

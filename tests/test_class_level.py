@@ -10,7 +10,7 @@ import tiny
 import torch
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import class_level
+from liger_kernel.patch import class_level
 
 
 @pytest.fixture(autouse=True)

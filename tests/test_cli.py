@@ -523,7 +523,7 @@ def test_the_doctors_check_tells_right_from_wrong():
     from conftest import DEVICE
 
     from liger_kernel.cli import checkup
-    from liger_kernel.ops._op import CASES
+    from liger_kernel.core.op import CASES
 
     case = next(case for case in CASES if case.name == "rms_norm")
     assert checkup._tried(checkup._agrees, case, DEVICE) == dict(works=True, problem=None)

@@ -17,8 +17,9 @@ from test_families import assert_same_step, llama_with, pending, step
 from transformers import AutoModelForCausalLM
 
 import liger_kernel.transformers as liger
-from liger_kernel.ops import _device
-from liger_kernel.transformers import deferred, functional, logits, loss_in_head, patch
+from liger_kernel.core import devices
+from liger_kernel.ops import functional
+from liger_kernel.patch import deferred, engine, logits, loss_in_head
 
 FAMILY = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])  # plain; norms of heads; a softcap, geglu
 WHEN = pytest.mark.parametrize("when", ["patch before", "patch after"])
@@ -54,7 +55,7 @@ def pair(family, change=lambda model: model, when="patch before", **config):
 
 def assert_same(theirs, mine, steps=2, **given):
     """Every step, then the logits."""
-    (model,) = patch.causal_lms(mine)
+    (model,) = engine.causal_lms(mine)
     for _ in range(steps):
         out, gradients = step(mine, **given)
         assert_same_step((out, gradients), step(theirs, **given))
@@ -204,7 +205,7 @@ def test_quantised_layers_are_called(names, parameter, family, when, monkeypatch
 
 
 def test_quantised_layers_beside_kernels(monkeypatch):
-    monkeypatch.setattr(_device, "INTERPRETED", True)
+    monkeypatch.setattr(devices, "INTERPRETED", True)
     theirs, mine = pair("llama", quantised(["gate_proj", "down_proj", "q_proj"]), **ONE_LAYER)
     given = tiny.batch(rows=1, tokens=7)
     assert_same_step(step(mine, **given), step(theirs, **given))

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.ops import _device
-from liger_kernel.ops import fused_linear_cross_entropy as flce
-from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction, LigerCrossEntropyLoss, liger_cross_entropy
-from liger_kernel.ops.fused_linear_cross_entropy import (
+from liger_kernel.core import devices
+from liger_kernel.ops.head import linear_cross_entropy as flce
+from liger_kernel.ops.head.cross_entropy import LigerCrossEntropyFunction, LigerCrossEntropyLoss, liger_cross_entropy
+from liger_kernel.ops.head.linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
     liger_fused_linear_cross_entropy,
@@ -113,7 +113,7 @@ def test_labels_of_other_integers(integers, monkeypatch):
     x, y = logits()
     want = liger_cross_entropy(x, y)
     for kernels in True, False:
-        monkeypatch.setattr(_device, "INTERPRETED", kernels)
+        monkeypatch.setattr(devices, "INTERPRETED", kernels)
         torch.testing.assert_close(liger_cross_entropy(x, y.to(integers), ignore_index=200), want)
 
 

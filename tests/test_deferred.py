@@ -10,9 +10,11 @@ from conftest import DEVICE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
-from liger_kernel.transformers import apply_liger_kernel, deferred, functional, probe, revert
-from liger_kernel.transformers.deferred import Normed, Stream, pays, rope, tensor_of
+from liger_kernel.ops import functional
+from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
+from liger_kernel.patch import deferred, probe
+from liger_kernel.patch.deferred import Normed, Stream, pays, rope, tensor_of
+from liger_kernel.transformers import apply_liger_kernel, revert
 
 
 @pytest.fixture(autouse=True)

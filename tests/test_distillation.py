@@ -13,8 +13,8 @@ from test_ops import as_on_any_processor, assert_as_exact_as, cast, errors, pois
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.chunked_loss import distillation
-from liger_kernel.chunked_loss.distillation import (
+from liger_kernel.losses import distillation
+from liger_kernel.losses.distillation import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearJSDFunction,
@@ -23,8 +23,9 @@ from liger_kernel.chunked_loss.distillation import (
     liger_fused_linear_cosine,
     liger_fused_linear_jsd,
 )
-from liger_kernel.ops import linear_distillation, linear_head
-from liger_kernel.ops.linear_distillation import linear_distillation as distil
+from liger_kernel.ops.head import distillation as of_heads
+from liger_kernel.ops.head import passes, planning
+from liger_kernel.ops.head.distillation import linear_distillation as distil
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPE = pytest.mark.parametrize("dtype", [F32, B16, F16], ids=lambda d: str(d).removeprefix("torch."))
@@ -146,7 +147,7 @@ def test_against_float64(option, dtype):
 @pytest.mark.parametrize("W", [77, 90])
 def test_without_kernels(option, W, reference_only, monkeypatch):
     """In fp64 to the last digits, a few rows at a time."""
-    monkeypatch.setattr(linear_distillation.take_in_chunks, "__defaults__", (4,))
+    monkeypatch.setattr(of_heads.take_in_chunks, "__defaults__", (4,))
     compared(option, drawn(W=W, **option), F64, rtol=1e-9, atol=1e-9)
 
 
@@ -252,14 +253,14 @@ def test_small_gradients_in_fp16():
 
 # ---- how much at once ----
 
-SMALL = dict(ROWS=64, LEAST=64, FREE=0, _waves=lambda *args: 32)
+SMALL = dict(ROWS=64, LEAST=64, FREE=0, waves=lambda *args: 32)
 
 
 @pytest.fixture
 def small(monkeypatch):
     for name, value in SMALL.items():
-        monkeypatch.setattr(linear_head, name, value)
-    monkeypatch.setattr(linear_distillation, "TEACHER_ROWS", 64)
+        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(of_heads, "TEACHER_ROWS", 64)
 
 
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "cosine"])
@@ -295,10 +296,10 @@ def test_memory_of_a_real_head():
     M, H, V = 8192, 4096, 128256
     with torch.device("meta"):
         h = torch.empty(M, H, dtype=B16)
-        student = linear_head._Memory(h, V, B16, linear_head.plan(M, H, V, B16, B16), True)
+        student = passes._Memory(h, V, B16, planning.plan(M, H, V, B16, B16), True)
         weight = torch.empty(V, H, dtype=B16)
-        teacher = linear_distillation._Teacher(h, weight, None, None, None, B16, linear_distillation.TEACHER_ROWS)
-    largest = linear_distillation.SLOTS * -(-V // linear_distillation.STRIP) * linear_distillation.TEACHER_ROWS * 4
+        teacher = of_heads._Teacher(h, weight, None, None, None, B16, of_heads.TEACHER_ROWS)
+    largest = of_heads.SLOTS * -(-V // of_heads.STRIP) * of_heads.TEACHER_ROWS * 4
     assert h.nbytes + student.nbytes(B16) + teacher.memory.nbytes + largest < 2.5e9
 
 
@@ -330,7 +331,7 @@ def test_no_gradient_of_what_is_frozen(frozen, monkeypatch):
         return record
 
     for name in "run_passes", "take_in_chunks":
-        monkeypatch.setattr(linear_distillation, name, spy(getattr(linear_distillation, name)))
+        monkeypatch.setattr(of_heads, name, spy(getattr(of_heads, name)))
     tensors, want = cast(drawn(), F32), cast(drawn(), F32)
     distil(**want)[0].backward()
     for k, need in zip(names, needs, strict=True):

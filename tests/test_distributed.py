@@ -11,10 +11,11 @@ from conftest import DEVICE
 from ranks import SIZE
 
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction, _device, _parallel
-from liger_kernel.ops.linear_head import linear_token_loss
-from liger_kernel.ops.linear_loss import linear_loss
-from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+from liger_kernel.core import devices, parallel
+from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+from liger_kernel.ops.functional import liger_fused_linear_scaled_cross_entropy_tp
+from liger_kernel.ops.head.grouped_loss import linear_loss
+from liger_kernel.ops.head.token_log_probs import linear_token_loss
 
 CPU = [True] if DEVICE == "cpu" else []  # where tensors that have kernels can also go without
 OPTIONS = (
@@ -85,7 +86,7 @@ def reference_of_logits(rank, group, option):
     option = weights(z.shape[1], option, z.dtype)
     full, shard = z.clone().requires_grad_(), mine(z, rank, 1)
     want = whole(full, target, **option)
-    got = _parallel.token_loss_reference_parallel(shard, target, group, **option)
+    got = parallel.token_loss_reference_parallel(shard, target, group, **option)
     for name, a, b in zip(NAMES, got, want, strict=True):
         same(a, b, name, 1e-12)
     gradients = incoming(want[:3])
@@ -106,10 +107,10 @@ def reference_of_a_head(rank, group, _):
         return of_logits(5 * torch.tanh(F.linear(h, w, b) / 5), target, label_smoothing=0.1)
 
     def of_shard(z, target, **option):
-        return _parallel.token_loss_reference_parallel(z, target, group, **option)
+        return parallel.token_loss_reference_parallel(z, target, group, **option)
 
     want = outputs(*full, whole)[:3]
-    got = outputs(_parallel.copy_to_group(local[0], group), *local[1:], of_shard)[:3]
+    got = outputs(parallel.copy_to_group(local[0], group), *local[1:], of_shard)[:3]
     gradients = incoming(want)
     want = torch.autograd.grad(want, full, gradients, create_graph=True)
     got = torch.autograd.grad(got, local, gradients, create_graph=True)
@@ -126,7 +127,7 @@ def masked_classes(rank, group, _):
     z[:, 6:] = -torch.inf
     target = target.clamp(max=5)
     shard, full = mine(z, rank, 1), z[:, :6].clone().requires_grad_()
-    got = _parallel.token_loss_reference_parallel(shard, target, group)[:3]
+    got = parallel.token_loss_reference_parallel(shard, target, group)[:3]
     want = whole(full, target)[:3]
     for name, a, b in zip(NAMES, got, want, strict=False):
         same(a, b, name, 1e-12)
@@ -166,8 +167,8 @@ def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     h, w, b, target = drawn(M, V, dtype, H)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "INTERPRETED", _device.INTERPRETED and kernels)
-        assert _device.has_kernels(h) == (kernels and not exact)
+        patch.setattr(devices, "INTERPRETED", devices.INTERPRETED and kernels)
+        assert devices.has_kernels(h) == (kernels and not exact)
         local = [
             x.requires_grad_(need) for x, need in zip((h.clone(), mine(w, rank), mine(b, rank)), needs, strict=True)
         ]
@@ -240,7 +241,7 @@ def all_ignored(rank, group, dtype):
 def unknown_class(rank, group, _):
     z, target = drawn()
     target[0], target[1] = z.shape[1], -5
-    loss, lse, *_ = _parallel.token_loss_reference_parallel(mine(z, rank, 1), target, group)
+    loss, lse, *_ = parallel.token_loss_reference_parallel(mine(z, rank, 1), target, group)
     assert loss.isnan().tolist() == [True, True] + [False] * (len(loss) - 2) and not lse.isnan().any()
 
 
@@ -252,8 +253,8 @@ def alone(rank, group, _):
         patch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("something was sent"))
         for group in (None, groups[rank]):
             leaf = z.clone().requires_grad_()
-            x = _parallel.copy_to_group(leaf, group)
-            got = _parallel.token_loss_reference_parallel(x, target, group)
+            x = parallel.copy_to_group(leaf, group)
+            got = parallel.token_loss_reference_parallel(x, target, group)
             for a, b in zip(got, whole(z, target), strict=True):
                 same(a, b, "alone", 1e-12)
             got[0].sum().backward()
@@ -297,7 +298,7 @@ def tokens_of_all_ranks(rank, group, loss_type):
     whole_, _ = loss(h, full, ids, mask, advantages, num_items_in_batch=mask.sum() * SIZE)
     whole_.backward()
     for name, a, b in (("loss", got.detach(), whole_.detach()), ("dw", local.grad, full.grad)):
-        same(_parallel.summed(a.clone(), group) / SIZE, b, f"{loss_type} {name}", 1e-10)
+        same(parallel.summed(a.clone(), group) / SIZE, b, f"{loss_type} {name}", 1e-10)
 
 
 HEAD_OPTIONS = (

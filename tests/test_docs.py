@@ -10,7 +10,8 @@ import zoo
 import zoo_vision
 
 from liger_kernel.cli import main
-from liger_kernel.ops import linear_head
+from liger_kernel.ops.head import passes as head_passes
+from liger_kernel.ops.head import planning
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 EXAMPLES = [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
@@ -35,8 +36,8 @@ def test_there_are_examples():
 def taken(M, H, V, memory):
     """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in units of dX and dW."""
     dtype = torch.bfloat16
-    plan = linear_head.plan(M, H, V, dtype, dtype, memory=memory)
-    held = linear_head._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
+    plan = planning.plan(M, H, V, dtype, dtype, memory=memory)
+    held = head_passes._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
     passes = len(plan.passes(M))
     narrow = plan.accum_dtype == dtype
     gradients = 2 * H * (M + V)

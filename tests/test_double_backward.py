@@ -13,16 +13,8 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss
-from liger_kernel.ops import cross_entropy, linear_head
-from liger_kernel.ops._op import CASES
-from liger_kernel.ops.cross_entropy import cross_entropy_reference
-from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_reference
-from liger_kernel.ops.glu import LigerGLULinearFunction, glu_linear_reference, swiglu_reference
-from liger_kernel.ops.linear_loss import linear_loss
-from liger_kernel.ops.rms_norm import rms_norm_reference
-from liger_kernel.ops.softmax import softmax_reference
-from liger_kernel.transformers import apply_liger_kernel
-from liger_kernel.transformers.functional import (
+from liger_kernel.core.op import CASES
+from liger_kernel.ops.functional import (
     liger_cross_entropy,
     liger_fused_add_rms_norm,
     liger_fused_linear_cross_entropy,
@@ -30,6 +22,14 @@ from liger_kernel.transformers.functional import (
     liger_softmax,
     liger_swiglu,
 )
+from liger_kernel.ops.head import cross_entropy, token_log_probs
+from liger_kernel.ops.head.cross_entropy import cross_entropy_reference
+from liger_kernel.ops.head.grouped_loss import linear_loss
+from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_reference
+from liger_kernel.ops.mlp.glu import LigerGLULinearFunction, glu_linear_reference, swiglu_reference
+from liger_kernel.ops.norm.rms_norm import rms_norm_reference
+from liger_kernel.ops.probability.softmax import softmax_reference
+from liger_kernel.transformers import apply_liger_kernel
 
 F32, F64 = torch.float32, torch.float64
 
@@ -161,7 +161,7 @@ def same(got, want, bound=1e-5):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_head_in_chunks(reduction, monkeypatch):
     """Only a few rows' logits are there at a time in the second derivative, too."""
-    monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 4)
+    monkeypatch.setattr(token_log_probs, "ROWS_WITHOUT_KERNELS", 4)
     h, w, y = head()
     got, want = (
         penalised(loss.square().sum(), (h, w))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from liger_kernel.ops import _device
-from liger_kernel.ops._op import CASES
-from liger_kernel.ops.cross_entropy import liger_cross_entropy
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.core import devices
+from liger_kernel.core.op import CASES
+from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 
 INF, NAN = float("inf"), float("nan")
 VALUES = {"inf": INF, "-inf": -INF, "nan": NAN, "huge": 1e30, "-huge": -1e30, "denormal": 1e-40, "zero": 0.0}
@@ -24,8 +24,8 @@ if DEVICE != "cpu":  # in the interpreter a maximum that is not a number is NumP
 def agree(monkeypatch, fn, arguments, gradients=False):
     """-> the results, which are those of a CPU without kernels."""
     results = []
-    for device, interpreted in ((DEVICE, _device.INTERPRETED), ("cpu", False)):
-        monkeypatch.setattr(_device, "INTERPRETED", interpreted)
+    for device, interpreted in ((DEVICE, devices.INTERPRETED), ("cpu", False)):
+        monkeypatch.setattr(devices, "INTERPRETED", interpreted)
         mine = {
             name: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
             for name, x in arguments.items()

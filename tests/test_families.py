@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.ops import _device, glu
-from liger_kernel.transformers import causal_lm, families, functional, kinds, loss_in_head, private, probe
+from liger_kernel.core import devices
+from liger_kernel.ops import functional
+from liger_kernel.ops.mlp import glu
+from liger_kernel.patch import causal_lm, families, kinds, loss_in_head, private, probe
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
@@ -188,7 +190,7 @@ def test_bf16_autocast():
 def test_with_the_kernels(family, monkeypatch):
     """The other tests take the operators' references; here kernels run, in the interpreter where there is no GPU."""
     device = conftest.DEVICE
-    monkeypatch.setattr(_device, "INTERPRETED", device == "cpu")
+    monkeypatch.setattr(devices, "INTERPRETED", device == "cpu")
     theirs, mine = (model.to(device) for model in built(family, "instance", ONE_LAYER))
     given = {name: value.to(device) for name, value in tiny.batch(rows=1, tokens=7).items()}
     assert_same_step(step(mine, **given), step(theirs, **given))

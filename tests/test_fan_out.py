@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.transformers import apply_liger_kernel, deferred
-from liger_kernel.transformers.fan_out import FanOut
+from liger_kernel.patch import deferred
+from liger_kernel.patch.fan_out import FanOut
+from liger_kernel.transformers import apply_liger_kernel
 
 WIDTHS = 4, 6, 3
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from liger_kernel.ops import glu
-from liger_kernel.ops.glu import (
+from liger_kernel.ops.mlp import glu
+from liger_kernel.ops.mlp.glu import (
     LigerBlockSparseTop2MLP,
     LigerFalconH1SwiGLUMLP,
     LigerGEGLUMLP,

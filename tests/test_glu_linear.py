@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from conftest import DEVICE
 from test_glu import Source, collect, reused
 
-from liger_kernel.ops import glu
-from liger_kernel.ops.glu import (
+from liger_kernel.ops.mlp import glu
+from liger_kernel.ops.mlp.glu import (
     ACTS,
     LigerBlockSparseTop2MLP,
     LigerGEGLUMLP,

@@ -18,13 +18,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't ins
 import liger_kernel.ops  # noqa: E402, F401  (fills CASES)
 from bench import losses  # noqa: E402
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss  # noqa: E402
-from liger_kernel.ops import linear_head  # noqa: E402
-from liger_kernel.ops._op import CASES  # noqa: E402
-from liger_kernel.ops.cross_entropy import liger_cross_entropy  # noqa: E402
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy  # noqa: E402
-from liger_kernel.ops.glu import liger_swiglu  # noqa: E402
-from liger_kernel.ops.linear_head import linear_token_loss  # noqa: E402
-from liger_kernel.ops.linear_loss import linear_loss  # noqa: E402
+from liger_kernel.core.op import CASES  # noqa: E402
+from liger_kernel.ops.head import passes, planning  # noqa: E402
+from liger_kernel.ops.head.cross_entropy import liger_cross_entropy  # noqa: E402
+from liger_kernel.ops.head.grouped_loss import linear_loss  # noqa: E402
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy  # noqa: E402
+from liger_kernel.ops.head.token_log_probs import linear_token_loss  # noqa: E402
+from liger_kernel.ops.mlp.glu import liger_swiglu  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA or ROCm device: these shapes and CUDA graphs need one", allow_module_level=True)
@@ -314,7 +314,7 @@ def test_linear_cross_entropy_memory(M, most):
         with torch.no_grad():
             return liger_fused_linear_cross_entropy(h, w, target)
 
-    assert peak(evaluate) <= 1.02 * 2 * V * linear_head.ROWS
+    assert peak(evaluate) <= 1.02 * 2 * V * planning.ROWS
 
 
 PASSES = {"one": dict(FREE=2**40), "two": dict(FREE=0), "many": dict(FREE=0, ROWS=256)}
@@ -325,8 +325,8 @@ def test_head_gradient_over_passes(passes, monkeypatch):
     """dW's distance from fp64 is that of PyTorch's single product; a quarter more where it is rounded twice."""
     M, H, V = 8192, 512 if passes == "many" else 2048, 8192
     for name, value in PASSES[passes].items():
-        monkeypatch.setattr(linear_head, name, value)
-    plan = linear_head.plan(M, H, V, torch.bfloat16, torch.bfloat16)
+        monkeypatch.setattr(planning, name, value)
+    plan = planning.plan(M, H, V, torch.bfloat16, torch.bfloat16)
     count = len(plan.passes(M))
     assert count == {"one": 1, "two": 2}.get(passes, count) and (passes != "many" or count > 5)
     case = BY_NAME["fused_linear_cross_entropy"]
@@ -350,7 +350,7 @@ def test_head_with_more_than_2_31_logits():
         return out.loss, out.entropy, out.predicted, *torch.autograd.grad(out.loss @ g + out.entropy.sum(), (h, w))
 
     whole, parts = step(2 * V * M + 2**28), step("auto")
-    assert linear_head.plan(M, H, V, h.dtype, w.dtype, None, 2 * V * M + 2**28).first == M
+    assert planning.plan(M, H, V, h.dtype, w.dtype, None, 2 * V * M + 2**28).first == M
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * float(b.float().abs().max()))
     torch.testing.assert_close(whole[0][-3:], parts[0][-3:])
@@ -380,7 +380,8 @@ def training_step(model, batch):
 @pytest.mark.parametrize("family,compiled", [*((f, False) for f in tiny.FAMILIES), ("llama", True), ("gemma2", True)])
 def test_families_train_as_before(family, compiled, monkeypatch):
     """With real kernels, those for large layers: loss and every gradient of the unpatched model, with no logits."""
-    from liger_kernel.transformers import apply_liger_kernel, deferred
+    from liger_kernel.patch import deferred
+    from liger_kernel.transformers import apply_liger_kernel
 
     monkeypatch.setattr(deferred, "LARGE", 0)
     model = tiny.model(family).cuda()
@@ -416,7 +417,7 @@ def taken(fn, inputs):
 def test_post_training_losses(name, passes, monkeypatch):
     """As far from fp64 as PyTorch with all logits, a quarter more in two passes; the host doesn't wait."""
     if passes == "more":
-        monkeypatch.setattr(linear_head, "FREE", 0)
+        monkeypatch.setattr(planning, "FREE", 0)
     inputs, fns = drawn_loss(name)
     taken(fns["ours"], inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -448,11 +449,11 @@ def test_a_group_larger_than_a_pass():
 
 
 def test_memory_of_post_training_losses():
-    """Beside what `linear_head` needs, next to nothing; a teacher's logits of 1,024 tokens."""
+    """Beside what a linear head needs, next to nothing; a teacher's logits of 1,024 tokens."""
     M, H, V = 8192, 2048, 128256
-    plan = linear_head.plan(M, H, V, torch.bfloat16, torch.bfloat16)
+    plan = planning.plan(M, H, V, torch.bfloat16, torch.bfloat16)
     h = torch.empty(M, H, device="meta", dtype=torch.bfloat16)
-    head = linear_head._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
+    head = passes._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
     for name, more in (("GRPO, dapo", 0), ("JSD", 2 * V * 1024)):
         inputs, fns = drawn_loss(name, 8, 1024, H, V)
         assert peak(lambda inputs=inputs, fns=fns: taken(fns["ours"], inputs)) <= head + more + 2**26, name

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.ops.group_norm import LigerGroupNormFunction, liger_group_norm
+from liger_kernel.ops.norm.group_norm import LigerGroupNormFunction, liger_group_norm
 from liger_kernel.transformers import LigerGroupNorm
 
 SHAPES = {  # (shape, groups)

@@ -9,11 +9,11 @@ from conftest import DEVICE
 from test_linear_head import B16, F16, F32, SMALL, drawn
 from test_ops import cast
 
-from liger_kernel.ops import linear_head, linear_loss
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.linear_distillation import linear_distillation
-from liger_kernel.ops.linear_head import token_log_probs
-from liger_kernel.ops.linear_loss import _gathered, _scatter
+from liger_kernel.ops.head import grouped_loss, passes, planning
+from liger_kernel.ops.head.distillation import linear_distillation
+from liger_kernel.ops.head.grouped_loss import _gathered, _scatter
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # bench isn't installed
 
@@ -25,19 +25,19 @@ def memories(monkeypatch):
     """Each `_Memory` that was made."""
     made = []
 
-    class Recorded(linear_head._Memory):
+    class Recorded(passes._Memory):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(linear_head, "_Memory", Recorded)
+    monkeypatch.setattr(passes, "_Memory", Recorded)
     return made
 
 
 @pytest.fixture
 def small(monkeypatch):
     for name, value in SMALL.items():
-        monkeypatch.setattr(linear_head, name, value)
+        monkeypatch.setattr(planning, name, value)
 
 
 def cross_entropy(hidden, weight, target, bias, **given):
@@ -49,12 +49,14 @@ def log_probs(hidden, weight, target, bias, **given):
 
 
 def of_tokens(hidden, weight, target, bias, **given):
-    return linear_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, target, bias, **given)[0]
+    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, target, bias, **given)[0]
 
 
 def of_classes(hidden, weight, target, bias, **given):
     several = torch.stack((target, (target + 50).clamp(min=0) % len(weight), target), 1)  # one stands there twice
-    return linear_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, several, bias, **given)[0]
+    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, several, bias, **given)[
+        0
+    ]
 
 
 def distillation(hidden, weight, target, bias, **given):
@@ -129,8 +131,8 @@ SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (409
 def test_strips_never_overwrite_what_is_still_needed(size, dtype):
     """By addresses alone, for every strip: dW's rows and, in the same memory, the logits that have not been read."""
     M, H, V = size
-    chosen = linear_head.plan(M, H, V, dtype, dtype, memory=2**60)
-    memory = linear_head._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    chosen = planning.plan(M, H, V, dtype, dtype, memory=2**60)
+    memory = passes._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
     first, second = memory.of(M, first=True)
     assert first.shape[0] + second.shape[0] == V and second.storage_offset() == 0
     assert memory.early.nbytes == V * H * dtype.itemsize  # dW and nothing else
@@ -146,7 +148,7 @@ def test_strips_never_overwrite_what_is_still_needed(size, dtype):
         written.append((out.storage_offset() // H, out.storage_offset() // H + len(out)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_head, "_add_product", product)
+        patch.setattr(passes, "_add_product", product)
         memory.to_dw((first, second), torch.empty(M, H, device="meta"), first=True)
     rows = sorted(b for b in written if b[1] > b[0] and b[1] - b[0] <= memory.strip)
     assert rows[0][0] == 0 and rows[-1][1] == V and all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))

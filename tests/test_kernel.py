@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_kernel.ops._device import AMD
+from liger_kernel.core.devices import AMD
 
 HERE = Path(__file__).parent
 PROGRAM = """
@@ -17,8 +17,8 @@ PROGRAM = """
     import torch
     import triton
     import portability
-    from liger_kernel.ops._kernel import kernel
-    from liger_kernel.ops._tile import tl
+    from liger_kernel.core.kernel import kernel
+    from liger_kernel.core.tile import tl
 
     launches = portability.pretend("sm_90")
 

@@ -10,11 +10,12 @@ from test_kernel import run  # noqa: F401  (a fixture)
 from test_ops import poison_empty
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops import _device, linear_head
-from liger_kernel.ops._device import AMD
-from liger_kernel.ops._token_loss import MOST, token_gradient
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.linear_loss import linear_loss
+from liger_kernel.core import devices
+from liger_kernel.core.devices import AMD
+from liger_kernel.ops.head import token_log_probs
+from liger_kernel.ops.head.grouped_loss import linear_loss
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.logits import MOST, token_gradient
 
 ELSEWHERE = """
         import contextlib
@@ -129,23 +130,23 @@ def test_products_into_fp32_are_tried_once(works, monkeypatch):
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "addmm", product)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(_device, "_multiplies", {})
+    monkeypatch.setattr(devices, "_multiplies", {})
     x = torch.zeros(2, dtype=torch.bfloat16).as_subclass(OnGPU)
-    assert not _device.multiplies_into_fp32(x) and not tried  # nothing is tried within a CUDA graph
+    assert not devices.multiplies_into_fp32(x) and not tried  # nothing is tried within a CUDA graph
     capturing[0] = False
     for _ in range(3):
-        assert _device.multiplies_into_fp32(x) is works
+        assert devices.multiplies_into_fp32(x) is works
     assert len(tried) == (2 if works else 1)
     capturing[0] = True
-    assert _device.multiplies_into_fp32(x) is works
-    assert not _device.multiplies_into_fp32(torch.zeros(2))
+    assert devices.multiplies_into_fp32(x) is works
+    assert not devices.multiplies_into_fp32(torch.zeros(2))
 
 
 @pytest.mark.parametrize("shape", [(128, 2**22), (1, 2**29), (2**21, 128)], ids=str)
 @pytest.mark.parametrize("columns", [False, True])
 def test_grids_within_the_limits(shape, columns, monkeypatch):
     """65,535 programs along the second axis; nothing is launched."""
-    from liger_kernel.ops import _token_loss
+    from liger_kernel.ops.head import logits
 
     grids = []
 
@@ -154,7 +155,7 @@ def test_grids_within_the_limits(shape, columns, monkeypatch):
             grids.append(grid)
             return lambda *args, **kwargs: None
 
-    monkeypatch.setattr(_token_loss, "_gradient", Recorded())
+    monkeypatch.setattr(logits, "_gradient", Recorded())
     x = torch.empty(shape[::-1] if columns else shape, dtype=torch.bfloat16, device="meta")
     x = x.t() if columns else x
     y = torch.empty(shape[0], dtype=torch.int64, device="meta")
@@ -197,6 +198,6 @@ def test_no_product_reads_memory_that_nobody_wrote(M, monkeypatch):
     poison_empty(monkeypatch)
     with Operands() as mode:
         liger_fused_linear_cross_entropy(h, w, y, b, memory=0).backward()
-        linear_head.token_log_probs(h, w, y).sum().backward()
+        token_log_probs.token_log_probs(h, w, y).sum().backward()
         linear_loss(lambda part, log_probs, entropy: -log_probs.sum(), h, w, y)[0].backward()
     assert mode.strided and all(t.grad.isfinite().all() for t in (h, w, b))

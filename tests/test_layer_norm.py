@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
+from liger_kernel.ops.functional import liger_layer_norm
 from liger_kernel.transformers import LigerLayerNorm, apply_liger_kernel, revert
-from liger_kernel.transformers.functional import liger_layer_norm
 
 
 def rows(*shape, seed=0):

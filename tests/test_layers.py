@@ -15,14 +15,14 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in sorte
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 EVERY = pytest.mark.parametrize("name", TREES)
 
-LAYERS = {"root": 0, "ops/_": 1, "ops": 2, "chunked_loss": 3, "transformers": 4, "cli": 5}
+LAYERS = {"root": 0, "core": 1, "ops": 2, "losses": 3, "patch": 4, "chunked_loss": 5, "transformers": 5, "cli": 6}
 WANTS = {  # what is not torch or the standard library, and who may import it
-    "triton": ("ops/_", "cli"),
-    "transformers": ("transformers", "cli"),
-    "peft": ("transformers", "cli"),
+    "triton": ("core", "cli"),
+    "transformers": ("patch", "transformers", "cli"),
+    "peft": ("patch", "transformers", "cli"),
     "trl": ("transformers",),
-    "accelerate": ("transformers", "cli"),
-    "huggingface_hub": ("transformers", "cli"),
+    "accelerate": ("patch", "transformers", "cli"),
+    "huggingface_hub": ("patch", "cli"),
     "matplotlib": ("cli",),
     "tqdm": ("cli",),
 }
@@ -30,14 +30,12 @@ WANTS = {  # what is not torch or the standard library, and who may import it
 
 def layer(name):
     package, _, rest = name.partition(".")
-    if not rest:
-        return "root"
-    shared = package == "ops" and rest.startswith("_") and rest != "__init__"
-    return "ops/_" if shared else package
+    return package if rest else "root"
 
 
-OPERATORS = [name for name in TREES if layer(name) == "ops" and not name.endswith("__init__")]
-OPS = [name for name in TREES if name.startswith("ops.")]
+SHARED = {"ops.norm.rows", "ops.head.logits", "ops.head.planning", "ops.head.passes"}  # of the operators of a wing
+OPERATORS = [n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED]
+OPS = [name for name in TREES if layer(name) in ("core", "ops")]
 EVERY_OP_FILE = pytest.mark.parametrize("name", OPS)
 
 
@@ -76,7 +74,7 @@ def ours(module):
 
 def test_every_file_has_its_layer():
     assert {layer(name) for name in TREES} <= set(LAYERS)
-    assert {"rms_norm"} <= {name.removeprefix("ops.") for name in OPERATORS}, "the walk found no operators"
+    assert {"norm.rms_norm"} <= {name.removeprefix("ops.") for name in OPERATORS}, "the walk found no operators"
 
 
 @EVERY
@@ -120,15 +118,15 @@ def test_no_assert_and_no_swallowed_error(name):
 
 HOST = {"item", "cpu", "tolist", "numpy", "nonzero", "argwhere", "synchronize", "equal", "masked_select", "unique"}
 WAITS = {  # (file, attribute) -> why the host may wait for the device there
-    ("ops.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
-    ("ops.linear_head", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
-    ("ops.linear_loss", "tolist"): "the same",
+    ("ops.head.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
+    ("ops.head.token_log_probs", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
+    ("ops.head.grouped_loss", "tolist"): "the same",
 }
 PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
-TAKEN = {"ops.linear_distillation"}  # whose Function is `linear_loss.Taken`
-COMPOSED = {"ops.fused_linear_scaled_cross_entropy", "ops.linear_loss"}  # of other operators: no kernels of their own
-NAMES_ALONE = {"ops.utils", "ops.backends.registry"}  # what frameworks import beside the operators
+TAKEN = {"ops.head.distillation"}  # whose Function is `grouped_loss.Taken`
+COMPOSED = {"ops.head.scaled_cross_entropy", "ops.head.grouped_loss"}  # of other operators: no kernels of their own
+NAMES_ALONE = {"ops.utils", "ops.backends.registry", "ops.functional"}  # what frameworks import beside the operators
 
 
 @EVERY_OP_FILE
@@ -139,12 +137,12 @@ def test_operators_do_not_wait_for_the_device(name):
             assert (name, node.attr) in WAITS, f"{where} waits for the device, or its shape depends on values"
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n != "ops._device"])
+@pytest.mark.parametrize("name", [n for n in OPS if n != "core.devices"])
 def test_only_one_file_knows_the_devices(name):
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Attribute):
             vendor = node.attr in ("is_cuda", "is_xpu", "cuda", "xpu", "hip")
-            assert not vendor, f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)} belongs into ops/_device.py"
+            assert not vendor, f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)} belongs into core/devices.py"
 
 
 @EVERY_OP_FILE

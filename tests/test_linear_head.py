@@ -24,18 +24,12 @@ from test_ops import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops import linear_head
-from liger_kernel.ops._op import CASES
-from liger_kernel.ops.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.linear_head import (
-    LEAST,
-    VARIABLE,
-    LinearTokenLossFunction,
-    budget,
-    linear_token_loss,
-    plan,
-    token_log_probs,
-)
+from liger_kernel.core.op import CASES
+from liger_kernel.ops.head import passes, planning
+from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.planning import LEAST, VARIABLE, budget, plan
+from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, linear_token_loss, token_log_probs
 
 CASE = next(case for case in CASES if case.name == "fused_linear_cross_entropy")
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -192,7 +186,7 @@ def test_tokens_against_float64(option, dtype):
 @OPTION
 def test_tokens_without_kernels(option, monkeypatch):
     """In fp64, which no kernel takes, to the last digits, a few rows at a time."""
-    monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 4)
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 4)
     tensors, rest = drawn(**option)
     compared(tokens(rest), whole_tokens(rest), tensors, F64, rtol=1e-10, atol=1e-10)
 
@@ -229,7 +223,7 @@ def test_what_is_not_asked_for_is_none(flag):
 
 H, V = 64, 100
 LOGITS = V * 2  # bytes of a token's, in 16 bits
-SMALL = dict(ROWS=64, LEAST=64, FREE=0, _waves=lambda *args: 32)
+SMALL = dict(ROWS=64, LEAST=64, FREE=0, waves=lambda *args: 32)
 HALF, WAVES, FULL = "16 bits", "16 bits by way of fp32", "fp32"
 PATHS = {  # name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes and the dtype of dW's sum)
     "far below H": (3, "auto", None, (1, FULL), (1, HALF), (1, FULL)),
@@ -253,7 +247,7 @@ def memories(monkeypatch):
     """Each `_Memory` that was made, and how many tokens went through it in each pass."""
     made = []
 
-    class Recorded(linear_head._Memory):
+    class Recorded(passes._Memory):
         def __init__(self, *args):
             super().__init__(*args)
             self.passes = dict(token_loss=[], token_gradient=[])
@@ -270,18 +264,18 @@ def memories(monkeypatch):
             made[-1].passes[name].append((x[0] if isinstance(x, tuple) else x).shape[0])
             return call(*args, **kwargs)
 
-        monkeypatch.setattr(linear_head, name, record)
+        monkeypatch.setattr(planning, name, record)
 
     for name in "token_loss", "token_gradient":
-        recording(name, getattr(linear_head, name))
-    monkeypatch.setattr(linear_head, "_Memory", Recorded)
+        recording(name, getattr(planning, name))
+    monkeypatch.setattr(passes, "_Memory", Recorded)
     return made
 
 
 @pytest.fixture
 def small(monkeypatch):
     for name, value in SMALL.items():
-        monkeypatch.setattr(linear_head, name, value)
+        monkeypatch.setattr(planning, name, value)
 
 
 def apart(*tensors):
@@ -346,7 +340,7 @@ SIZES = (
 
 def taken(M, H, V, dtype, weight_dtype, chosen):
     """Bytes that `_Memory` takes beyond dW."""
-    memory = linear_head._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    memory = passes._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
     return memory.nbytes(weight_dtype) - V * H * weight_dtype.itemsize
 
 
@@ -429,8 +423,8 @@ ODD = (1, 24, 77), (1, 1, 1), (5, 3, 1), (3, 5, 7), (130, 7, 131), (2, 4, 4099)
 @pytest.mark.parametrize("shape", ODD, ids=str)
 def test_odd_shapes(shape, dtype, monkeypatch):
     """Of one row, of one class, multiples of nothing; in one pass, and in two."""
-    for free in (linear_head.FREE, 0) if shape[0] > shape[1] else (0,):
-        monkeypatch.setattr(linear_head, "FREE", free)
+    for free in (planning.FREE, 0) if shape[0] > shape[1] else (0,):
+        monkeypatch.setattr(planning, "FREE", free)
         for fn, reference in PAIRS:
             draws = []
             for seed in range(4):
@@ -645,7 +639,7 @@ def test_gradients_of_two_steps_add_up(reduction, memory, small):
 @pytest.fixture
 def taken_gradients(monkeypatch):
     """What `run_passes` was asked for and what it made: (of hidden, weight, bias), each time."""
-    seen, run_ = [], linear_head.run_passes
+    seen, run_ = [], passes.run_passes
 
     def spy(h, w, b, dtype, plan, turn, needs, *rest):
         grads = run_(h, w, b, dtype, plan, turn, needs, *rest)
@@ -653,7 +647,7 @@ def taken_gradients(monkeypatch):
         seen.append(tuple(needs))
         return grads
 
-    monkeypatch.setattr(linear_head, "run_passes", spy)
+    monkeypatch.setattr(passes, "run_passes", spy)
     return seen
 
 
@@ -877,7 +871,7 @@ def inputs(option):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", CASE.options, ids=lambda o: "-".join(o))
 def test_chunks_equal_the_whole(option, reduction, reference_only, monkeypatch):
-    monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 7)
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 7)
     option = {**option, "reduction": reduction}
     got, want = (run(fn, inputs(option))[0] for fn in (CASE.fn, CASE.reference))
     same(got, want)
@@ -886,7 +880,7 @@ def test_chunks_equal_the_whole(option, reduction, reference_only, monkeypatch):
 @pytest.mark.parametrize("fn", [scalar, tokens], ids=["scalar", "tokens"])
 def test_only_a_chunk_of_logits_is_alive(fn, reference_only, monkeypatch):
     """What the graph holds between forward and backward is less than one row of logits for each token."""
-    monkeypatch.setattr(linear_head, "ROWS_WITHOUT_KERNELS", 16)
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 16)
     M, H, V = 64, 8, 1000
     x, w, held = torch.randn(M, H, requires_grad=True), torch.randn(V, H, requires_grad=True), []
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import as_on_any_processor, assert_as_exact_as, cast, errors, run, run_plain
 
-from liger_kernel.ops import linear_head, linear_loss
-from liger_kernel.ops.linear_loss import linear_loss as loss_of
+from liger_kernel.ops.head import grouped_loss, passes, planning
+from liger_kernel.ops.head.grouped_loss import linear_loss as loss_of
 
 H, V = 24, 77
 F32, F64 = torch.float32, torch.float64
@@ -133,11 +133,11 @@ def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory
     """Groups that fill passes, groups larger than one (memory 0), some of them shorter than others."""
     dtype = F64 if where == "float64" else F32
     if where == "reference":
-        monkeypatch.setattr(linear_loss._device, "INTERPRETED", False)
+        monkeypatch.setattr(grouped_loss._device, "INTERPRETED", False)
         if DEVICE != "cpu":
             pytest.skip("the reference runs on CPU tensors")
-    monkeypatch.setattr(linear_loss, "ROWS_WITHOUT_KERNELS", 11)
-    monkeypatch.setattr(linear_head, "LEAST", 8)
+    monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", 11)
+    monkeypatch.setattr(planning, "LEAST", 8)
     tensors = cast(drawn(kind), dtype)
     got = outcome(ours(kind, **option, memory=memory, drop_ignored=drop_ignored), tensors)
     same(got, outcome(plain(kind, **option), cast(drawn(kind), F64)), 1e-12 if dtype == F64 else 5e-6)
@@ -146,20 +146,20 @@ def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory
 @pytest.fixture
 def products(monkeypatch):
     """(tokens of each pass, for which gradients), of each time through the head."""
-    seen, run_ = [], linear_loss.run_passes
+    seen, run_ = [], grouped_loss.run_passes
 
     def spy(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         sizes = [len(range(*i.indices(len(h)))) if isinstance(i, slice) else len(i) for i in passes]
         seen.append((sizes, tuple(needs)))
         return run_(h, w, b, dtype, plan, turn, needs, group, passes)
 
-    monkeypatch.setattr(linear_loss, "run_passes", spy)
+    monkeypatch.setattr(grouped_loss, "run_passes", spy)
     return seen
 
 
 def test_groups_stay_together(products, monkeypatch):
     """No logits twice while a group fits; two products more where it doesn't; one of each in evaluation."""
-    monkeypatch.setattr(linear_head, "LEAST", 8)
+    monkeypatch.setattr(planning, "LEAST", 8)
     all_of = True, True, True
     for memory, want in ((V * 4 * 12, [([30], all_of)]), (V * 4 * 9, None)):
         tensors = cast(drawn("pairs"), F32)
@@ -180,8 +180,8 @@ def test_groups_stay_together(products, monkeypatch):
 @pytest.mark.parametrize("lengths", [(60, 70, 90), (90, 20, 70), (90, 90, 90)], ids=str)
 def test_a_group_longer_than_the_first_pass(lengths, products, monkeypatch):
     """A dW in fp32 that holds the logits of 48 tokens, of which each sequence has more."""
-    monkeypatch.setattr(linear_head, "FREE", 0)
-    monkeypatch.setattr(linear_head, "ROWS", 32)
+    monkeypatch.setattr(planning, "FREE", 0)
+    monkeypatch.setattr(planning, "ROWS", 32)
     torch.manual_seed(0)
     target = torch.randint(V, (3, 90))
     for row, length in zip(target, lengths, strict=True):
@@ -214,9 +214,9 @@ def test_passes_of_whole_groups_keep_to_the_budget(channels, unit, memory):
     """DPO's real shape in bf16: dW in fp32 only where a group's logits still fit."""
     M, classes, low = 32768, 128256, torch.bfloat16
     memory = max(memory, 2 * classes * unit)  # a group's logits
-    chosen = linear_head.plan(M, channels, classes, low, low, memory=int(memory), unit=unit)
+    chosen = planning.plan(M, channels, classes, low, low, memory=int(memory), unit=unit)
     hidden = torch.empty(M, channels, dtype=low, device="meta")
-    taken = linear_head._Memory(hidden, classes, low, chosen, True).nbytes(low) - 2 * classes * channels
+    taken = passes._Memory(hidden, classes, low, chosen, True).nbytes(low) - 2 * classes * channels
     strip = 2 * chosen.strip * 2 * channels  # by which dW runs ahead of the logits
     assert taken <= memory + strip + 2**23
     assert all((i.stop - i.start) % unit == 0 for i in chosen.passes(M))
@@ -334,7 +334,7 @@ def test_every_token_is_in_one_pass(sizes, parts, first, rows):
         valid[:, g, :n] = True
     lead = torch.Size((parts * len(sizes), T))
     target = torch.zeros(lead.numel(), dtype=torch.long)
-    job = linear_loss._Job(None, target, parts, lead, valid.view(-1), "cpu", False, (1.0, -100, None, -1, None))
+    job = grouped_loss._Job(None, target, parts, lead, valid.view(-1), "cpu", False, (1.0, -100, None, -1, None))
     spans = job.spans(first, rows)
     assert [a for a, _ in spans] == [0, *(b for _, b in spans[:-1])] and spans[-1][1] == len(sizes)
     for k, (a, b) in enumerate(spans):

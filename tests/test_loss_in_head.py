@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GraniteForCausalLM, LlamaForCausa
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import loss_in_head
-from liger_kernel.transformers.logits import Source
+from liger_kernel.patch import loss_in_head
+from liger_kernel.patch.logits import Source
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 V = tiny.VOCABULARY

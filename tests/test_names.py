@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import class_level, families, patch
+from liger_kernel.patch import class_level, engine, families
 
 HERE = [name for name in families.FAMILIES if name in CONFIG_MAPPING]
 
@@ -52,7 +52,7 @@ def test_before_loading(name):
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "glm_ocr", "qwen2_5_vl", "qwen2_vl"])
 def test_rope_of_several_axes_at_its_real_size(name):
     """Sections that fit the width of the model's heads; the language model's tables, not the image tower's."""
-    report = patch.patch(class_level.default_model(name), families.EVERYTHING)
+    report = engine.patch(class_level.default_model(name), families.EVERYTHING)
     assert report.of("apply_rotary_pos_emb")
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from liger_kernel.ops import norm_rope
-from liger_kernel.ops.norm_rope import LigerNormRopeFunction, liger_norm_rope, norm_rope_reference
-from liger_kernel.ops.rms_norm import CASTINGS, liger_rms_norm
-from liger_kernel.ops.rope import LAYOUTS, liger_rotary_pos_emb
+from liger_kernel.ops.norm.rms_norm import CASTINGS, liger_rms_norm
+from liger_kernel.ops.rotary import norm_rope
+from liger_kernel.ops.rotary.norm_rope import LigerNormRopeFunction, liger_norm_rope, norm_rope_reference
+from liger_kernel.ops.rotary.rope import LAYOUTS, liger_rotary_pos_emb
 
 B, T, HQ, HK, D = 2, 7, 6, 2, 16
 NAMES = "q", "k", "q_weight", "k_weight"

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _public
-from liger_kernel.ops import _device, _norm, _op, _reduce, _tile
-from liger_kernel.ops._op import custom_op, may_overwrite
-from liger_kernel.ops.rms_norm import LigerRMSNormFunction, liger_rms_norm, rms_norm_reference
+from liger_kernel.core import devices, op, reduce, tile
+from liger_kernel.core.op import custom_op, may_overwrite
+from liger_kernel.ops.norm import rows
+from liger_kernel.ops.norm.rms_norm import LigerRMSNormFunction, liger_rms_norm, rms_norm_reference
 
 # ---- may_overwrite ---------------------------------------------------------------------------------------------------
 
@@ -327,8 +328,8 @@ class Launches:
 
 def test_compiled_floats_stay_floats(monkeypatch):
     """A float that torch.compile makes dynamic must not become an fp64 tensor that a kernel loads."""
-    kernel = Launches(_norm._fwd)
-    monkeypatch.setattr(_norm, "_fwd", kernel)
+    kernel = Launches(rows._fwd)
+    monkeypatch.setattr(rows, "_fwd", kernel)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, eps: liger_rms_norm(x, None, eps), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8, device=DEVICE)
@@ -341,7 +342,7 @@ def test_compiled_floats_stay_floats(monkeypatch):
 
 def test_without_kernels_an_operator_is_its_reference(reference_only, monkeypatch):
     """For a user without a GPU, also through the Function, with autograd's own gradients."""
-    monkeypatch.setattr(_norm, "_fwd", None)
+    monkeypatch.setattr(rows, "_fwd", None)
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     want = rms_norm_reference(x, w)
     for got in (LigerRMSNormFunction.apply(x, w, 1e-6), liger_rms_norm(x, w)):
@@ -349,7 +350,7 @@ def test_without_kernels_an_operator_is_its_reference(reference_only, monkeypatc
         got, expected = (torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True) for y in (got, want))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     with pytest.raises(RuntimeError, match="LigerRMSNormFunction: no Triton kernels for a tensor on cpu"):
-        _device.require_kernels("LigerRMSNormFunction", x)
+        devices.require_kernels("LigerRMSNormFunction", x)
 
 
 def test_nothing_is_saved_without_need():
@@ -368,9 +369,9 @@ def test_nothing_is_saved_without_need():
 
 def test_warps_of_a_program_are_limited(monkeypatch):
     x = torch.empty(1)
-    monkeypatch.setattr(_device, "_properties", lambda kind, index: ("gfx942", 304, 16, 0))
-    assert [_device.warps(n, x) for n in (0, 1, 8, 32)] == [1, 1, 8, 16]
-    assert (_device.arch(x), _device.multiprocessors(x)) == ("gfx942", 304)
+    monkeypatch.setattr(devices, "_properties", lambda kind, index: ("gfx942", 304, 16, 0))
+    assert [devices.warps(n, x) for n in (0, 1, 8, 32)] == [1, 1, 8, 16]
+    assert (devices.arch(x), devices.multiprocessors(x)) == ("gfx942", 304)
 
 
 def test_public_paths_are_installed_once():
@@ -381,7 +382,7 @@ def test_public_paths_are_installed_once():
 
 
 def test_cases_have_distinct_names():
-    names = [case.name for case in _op.CASES]
+    names = [case.name for case in op.CASES]
     assert len(names) == len(set(names))
 
 
@@ -394,7 +395,7 @@ def test_sum_rows(shape, dtype):
     """Summed in fp32 and rounded once."""
     x = torch.randn(shape, device=DEVICE) + 1
     out = torch.full((shape[1],), float("nan"), device=DEVICE, dtype=dtype)
-    _reduce.sum_rows(x, out)
+    reduce.sum_rows(x, out)
     exact = x.double().sum(0)
     bound = exact.abs() * torch.finfo(dtype).eps / 2 + x.double().abs().sum(0) * len(x) * 2**-24
     assert ((out.double() - exact).abs() <= bound).all()
@@ -407,8 +408,8 @@ def _apply(x_ptr, y_ptr, N, F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 FUNCTIONS = {
-    "tanh": (_tile.tanh, torch.tanh),
-    "tanh_slope": (_tile.tanh_slope, lambda x: 1 / x.cosh().square()),
+    "tanh": (tile.tanh, torch.tanh),
+    "tanh_slope": (tile.tanh_slope, lambda x: 1 / x.cosh().square()),
 }
 
 

@@ -1,21 +1,18 @@
 """Every operator's `Case`: against float64 in three dtypes, error bounded by that of the PyTorch code it replaces."""
 
 import contextlib
-import importlib
 import itertools
 import math
 import os
-import pkgutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE
+from conftest import DEVICE, modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import liger_kernel.ops
-from liger_kernel.ops._op import CASES
+from liger_kernel.core.op import CASES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -316,8 +313,8 @@ def test_without_gradients(case):
 def custom_ops():
     """Every function that `custom_op` made, by the name of its op."""
     found = {}
-    for info in pkgutil.iter_modules(liger_kernel.ops.__path__):
-        for value in vars(importlib.import_module(f"liger_kernel.ops.{info.name}")).values():
+    for module in modules():
+        for value in vars(module).values():
             if isinstance(getattr(value, "op", None), torch.library.CustomOpDef):
                 found[value.op._qualname] = value
     return found
@@ -337,12 +334,9 @@ def calls():
 
         return record
 
-    modules = [
-        importlib.import_module(f"liger_kernel.ops.{m.name}") for m in pkgutil.iter_modules(liger_kernel.ops.__path__)
-    ]
     with pytest.MonkeyPatch.context() as patch:
         for name, call in custom_ops().items():
-            for module in modules:
+            for module in modules():
                 for attribute, value in list(vars(module).items()):
                     if value is call:
                         patch.setattr(module, attribute, recorder(name, call))
@@ -364,6 +358,6 @@ def test_opcheck(name, calls):
 
 def test_interpreter_runs_the_kernels():
     """These tests are worth nothing if the operators quietly take the reference."""
-    from liger_kernel.ops import _device
+    from liger_kernel.core import devices
 
-    assert _device.has_kernels(torch.empty(1, device=DEVICE)), os.environ.get("TRITON_INTERPRET")
+    assert devices.has_kernels(torch.empty(1, device=DEVICE)), os.environ.get("TRITON_INTERPRET")

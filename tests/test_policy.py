@@ -13,8 +13,8 @@ from conftest import DEVICE
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from liger_kernel.chunked_loss import policy
-from liger_kernel.chunked_loss.policy import (
+from liger_kernel.losses import policy
+from liger_kernel.losses.policy import (
     LigerFusedLinearGRPOFunction,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearPPOBase,
@@ -26,7 +26,7 @@ from liger_kernel.chunked_loss.policy import (
     ppo_loss,
     rloo_loss,
 )
-from liger_kernel.ops import linear_loss
+from liger_kernel.ops.head import grouped_loss
 
 F64, F32, B16 = torch.float64, torch.float32, torch.bfloat16
 CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
@@ -185,7 +185,7 @@ def assert_right(learnt, rest, tolerance=1e-10, head=None, **options):
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(linear_loss, "ROWS_WITHOUT_KERNELS", 5)
+    monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", 5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -335,7 +335,7 @@ def test_passes_change_nothing(loss_type, level, monkeypatch):
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, entropy_coef=0.1)
     results = []
     for rows in (1, 3, T, 1000):
-        monkeypatch.setattr(linear_loss, "ROWS_WITHOUT_KERNELS", rows)
+        monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", rows)
         results.append(outcome(linear_grpo_loss, learnt, rest, **options))
         assert_equal(results[-1], results[0])
 

@@ -4,21 +4,20 @@ import ast
 import contextlib
 import fcntl
 import functools
-import importlib
 import inspect
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from conftest import modules
 from triton.runtime.jit import KernelInterface
 
 import liger_kernel.ops
-from liger_kernel.ops._op import CASES
+from liger_kernel.core.op import CASES
 
 LIMITS = {  # bytes of shared memory that one program may have
     "sm_80": 163 * 1024,
@@ -35,11 +34,10 @@ PROGRAM = Path(__file__).with_name("portability.py")
 def jitted():
     """Every @triton.jit function of the operators, by module and name."""
     found = {}
-    for info in pkgutil.iter_modules(liger_kernel.ops.__path__):
-        module = importlib.import_module(f"liger_kernel.ops.{info.name}")
+    for module in modules():
         for name, value in vars(module).items():
             if isinstance(value, KernelInterface) and value.fn.__module__ == module.__name__:
-                found[f"{info.name}.{name}"] = value.fn
+                found[f"{module.__name__.rpartition('.')[2]}.{name}"] = value.fn
     return found
 
 

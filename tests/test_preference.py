@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from conftest import DEVICE
 
 from liger_kernel import chunked_loss
-from liger_kernel.chunked_loss import functional, preference
-from liger_kernel.chunked_loss.preference import DPO, paired_preference, unpaired_preference
+from liger_kernel.chunked_loss import functional
+from liger_kernel.losses import preference
+from liger_kernel.losses.preference import DPO, paired_preference, unpaired_preference
 
 B, T, H, V = 3, 6, 16, 41
 F32, F64 = torch.float32, torch.float64

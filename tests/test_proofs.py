@@ -12,9 +12,11 @@ from transformers.activations import GELUTanh
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from liger_kernel.ops import glu
-from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_llama, functional, probe, revert
-from liger_kernel.transformers.parts import Reads, unchanged
+from liger_kernel.ops import functional
+from liger_kernel.ops.mlp import glu
+from liger_kernel.patch import probe
+from liger_kernel.patch.parts import Reads, unchanged
+from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_llama, revert
 
 
 def rows(*shape, seed=0, dtype=torch.float32):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from test_linear_head import NAMES, number_of_passes, reduced, scalar, taken, tokens, whole, whole_logits
 from test_ops import cast, poison_empty, run, spread
 
-from liger_kernel.ops import linear_head
-from liger_kernel.ops.cross_entropy import liger_cross_entropy
-from liger_kernel.ops.linear_head import LEAST, plan
+from liger_kernel.ops.head import planning
+from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
+from liger_kernel.ops.head.planning import LEAST, plan
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COUNTS = dict(return_token_accuracy=True, return_predicted_tokens=True)
 EVERYTHING_SMALL = dict(FREE=0, LEAST=64, ROWS=32)
-CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(_waves=lambda *args: 16)
+CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(waves=lambda *args: 16)
 
 pytestmark = pytest.mark.thorough
 
@@ -129,7 +129,7 @@ def assert_counted(out, logits, target, ignored):
 def constants(request, monkeypatch):
     """One pass, two or many; one strip or many."""
     for name, value in request.param.items():
-        monkeypatch.setattr(linear_head, name, value)
+        monkeypatch.setattr(planning, name, value)
 
 
 @examples(40)

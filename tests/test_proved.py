@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from liger_kernel.transformers import apply_liger_kernel, probe, revert
+from liger_kernel.patch import probe
+from liger_kernel.transformers import apply_liger_kernel, revert
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 

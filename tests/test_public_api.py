@@ -96,7 +96,7 @@ def test_globals_are_looked_up_when_called(monkeypatch):
     import torch
     from conftest import DEVICE
 
-    from liger_kernel.ops import fused_linear_cross_entropy as module
+    from liger_kernel.ops.head import linear_cross_entropy as module
 
     called = []
 

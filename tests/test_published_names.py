@@ -10,8 +10,9 @@ import triton.language as tl
 from conftest import DEVICE
 
 from liger_kernel import utils
-from liger_kernel.ops import rms_norm, rope
 from liger_kernel.ops.backends.registry import IMPL_REGISTRY
+from liger_kernel.ops.norm import rms_norm
+from liger_kernel.ops.rotary import rope
 from liger_kernel.ops.utils import calculate_settings, compare_version, ensure_contiguous, torch_to_triton_dtype
 
 F64 = torch.float64

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.ops._op import CASES
-from liger_kernel.transformers import functional
+from liger_kernel.core.op import CASES
+from liger_kernel.ops import functional
 
 REPLACED = {
     "cross_entropy": functional.liger_cross_entropy,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from liger_kernel.ops import rope
-from liger_kernel.ops.rope import (
+from liger_kernel.ops.rotary import rope
+from liger_kernel.ops.rotary.rope import (
     LigerRopeFunction,
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_gpt_oss,

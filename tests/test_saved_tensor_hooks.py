@@ -12,9 +12,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-from liger_kernel.ops.linear_distillation import linear_distillation
-from liger_kernel.ops.linear_loss import linear_loss
-from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+from liger_kernel.ops.functional import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.distillation import linear_distillation
+from liger_kernel.ops.head.grouped_loss import linear_loss
 
 M, H, V = 6, 16, 40
 

@@ -10,9 +10,9 @@ from test_ops import as_on_any_processor, assert_as_exact_as, cast, errors, run,
 
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyTPFunction as TPFunction
-from liger_kernel.ops.fused_linear_scaled_cross_entropy import _first_of_equal
-from liger_kernel.ops.fused_linear_scaled_cross_entropy import fused_linear_scaled_cross_entropy_reference as reference
-from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+from liger_kernel.ops.functional import liger_fused_linear_scaled_cross_entropy_tp
+from liger_kernel.ops.head.scaled_cross_entropy import _first_of_equal
+from liger_kernel.ops.head.scaled_cross_entropy import fused_linear_scaled_cross_entropy_reference as reference
 
 IDS = (4, 0, 11, 4, 4, 1)  # in no order, some more than once
 OPTIONS = (

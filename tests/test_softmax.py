@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 
-from liger_kernel.ops.softmax import LigerSoftmaxFunction, liger_softmax
+from liger_kernel.ops.probability.softmax import LigerSoftmaxFunction, liger_softmax
 from liger_kernel.transformers import LigerSoftmax
 
 INF = float("inf")

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import functional
+from liger_kernel.ops import functional
 
 TEXT = (inspect.getdoc(inspect) + inspect.getsource(inspect.signature) + inspect.getsource(inspect.getdoc)) * 2
 LENGTH = 24

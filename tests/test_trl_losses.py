@@ -274,7 +274,7 @@ def test_grpo(loss_type, level, case):
 
 
 def test_rloo():
-    from liger_kernel.chunked_loss.policy import linear_rloo_loss
+    from liger_kernel.losses.policy import linear_rloo_loss
 
     policy, generator = Model(0), torch.Generator().manual_seed(5)
     log_p = policy.logits().log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]

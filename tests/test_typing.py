@@ -12,7 +12,7 @@ import torch
 
 import liger_kernel
 from liger_kernel import _public, chunked_loss, transformers
-from liger_kernel.transformers import functional
+from liger_kernel.ops import functional
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(liger_kernel.__file__).parent

@@ -13,27 +13,28 @@ from liger_kernel.chunked_loss import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
 )
-from liger_kernel.chunked_loss.distillation import distillation_loss
-from liger_kernel.chunked_loss.policy import grpo_loss, linear_grpo_loss, linear_ppo_loss, linear_rloo_loss, ppo_loss
-from liger_kernel.chunked_loss.preference import cpo_loss, dpo_loss, kto_loss, paired_preference, unpaired_preference
-from liger_kernel.ops import LigerRMSNormFunction, _device
-from liger_kernel.ops.cross_entropy import LigerCrossEntropyLoss, liger_cross_entropy
-from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNorm, liger_fused_add_rms_norm
-from liger_kernel.ops.fused_linear_cross_entropy import (
+from liger_kernel.core import devices
+from liger_kernel.losses.distillation import distillation_loss
+from liger_kernel.losses.policy import grpo_loss, linear_grpo_loss, linear_ppo_loss, linear_rloo_loss, ppo_loss
+from liger_kernel.losses.preference import cpo_loss, dpo_loss, kto_loss, paired_preference, unpaired_preference
+from liger_kernel.ops import LigerRMSNormFunction
+from liger_kernel.ops.head.cross_entropy import LigerCrossEntropyLoss, liger_cross_entropy
+from liger_kernel.ops.head.distillation import linear_distillation
+from liger_kernel.ops.head.grouped_loss import linear_loss
+from liger_kernel.ops.head.linear_cross_entropy import (
     LigerFusedLinearCrossEntropyLoss,
     liger_fused_linear_cross_entropy,
 )
-from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
-from liger_kernel.ops.glu import liger_geglu, liger_glu_linear, liger_swiglu
-from liger_kernel.ops.group_norm import LigerGroupNorm, liger_group_norm
-from liger_kernel.ops.layer_norm import LigerLayerNorm, liger_layer_norm
-from liger_kernel.ops.linear_distillation import linear_distillation
-from liger_kernel.ops.linear_head import linear_token_loss, token_log_probs
-from liger_kernel.ops.linear_loss import linear_loss
-from liger_kernel.ops.norm_rope import liger_norm_rope
-from liger_kernel.ops.rms_norm import LigerRMSNorm, liger_rms_norm
-from liger_kernel.ops.rope import liger_rotary_pos_emb
-from liger_kernel.ops.softmax import liger_softmax
+from liger_kernel.ops.head.scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+from liger_kernel.ops.head.token_log_probs import linear_token_loss, token_log_probs
+from liger_kernel.ops.mlp.glu import liger_geglu, liger_glu_linear, liger_swiglu
+from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNorm, liger_fused_add_rms_norm
+from liger_kernel.ops.norm.group_norm import LigerGroupNorm, liger_group_norm
+from liger_kernel.ops.norm.layer_norm import LigerLayerNorm, liger_layer_norm
+from liger_kernel.ops.norm.rms_norm import LigerRMSNorm, liger_rms_norm
+from liger_kernel.ops.probability.softmax import liger_softmax
+from liger_kernel.ops.rotary.norm_rope import liger_norm_rope
+from liger_kernel.ops.rotary.rope import liger_rotary_pos_emb
 
 B, T, H, V = 4, 3, 8, 12
 NAN, INF = float("nan"), float("inf")
@@ -146,7 +147,7 @@ def either(request, monkeypatch):
     if request.param == "no kernels":
         if DEVICE != "cpu":
             pytest.skip("a tensor on a GPU has kernels")
-        monkeypatch.setattr(_device, "INTERPRETED", False)
+        monkeypatch.setattr(devices, "INTERPRETED", False)
 
 
 def raises(fn, error, **changed):

@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import report
-from liger_kernel.transformers.logits import Logits
+from liger_kernel.patch import report
+from liger_kernel.patch.logits import Logits
 
 # What families call their sizes.
 SIZES = (

@@ -1,18 +1,14 @@
 """Preference, policy and distillation losses of a linear head, without its logits in memory."""
 
-from liger_kernel.chunked_loss.distillation import (
+from liger_kernel.losses.distillation import (
     LigerFusedLinearCosineSimilarityFunction,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearJSDFunction,
     LigerFusedLinearJSDLoss,
 )
-from liger_kernel.chunked_loss.policy import (
-    LigerFusedLinearGRPOFunction,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearPPOBase,
-)
-from liger_kernel.chunked_loss.preference import (
+from liger_kernel.losses.policy import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, LigerFusedLinearPPOBase
+from liger_kernel.losses.preference import (
     LigerFusedLinearCPOFunction,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOFunction,

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.chunked_loss.distillation import *
+from liger_kernel.losses.distillation import *

@@ -1,8 +1,8 @@
 """The losses' Functions as functions: positional arguments, in the order of the Function's forward."""
 
-from liger_kernel.chunked_loss.distillation import liger_fused_linear_cosine, liger_fused_linear_jsd
-from liger_kernel.chunked_loss.policy import liger_fused_linear_grpo
-from liger_kernel.chunked_loss.preference import (
+from liger_kernel.losses.distillation import liger_fused_linear_cosine, liger_fused_linear_jsd
+from liger_kernel.losses.policy import liger_fused_linear_grpo
+from liger_kernel.losses.preference import (
     liger_fused_linear_cpo,
     liger_fused_linear_dpo,
     liger_fused_linear_kto,

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.chunked_loss.policy import *
+from liger_kernel.losses.policy import *

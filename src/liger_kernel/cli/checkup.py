@@ -8,9 +8,9 @@ import torch
 
 from liger_kernel.cli import _child
 from liger_kernel.cli._child import one_line
-from liger_kernel.ops import _device
-from liger_kernel.ops._op import CASES
-from liger_kernel.ops._tile import TRITON, tl, triton
+from liger_kernel.core import devices
+from liger_kernel.core.op import CASES
+from liger_kernel.core.tile import TRITON, tl, triton
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def checkup(spec: dict, report) -> dict:
 def _describe(kind: str, index: int) -> dict:
     properties = getattr(torch, kind).get_device_properties(index)
     where = torch.empty(0, device=torch.device(kind, index))
-    return dict(name=properties.name, architecture=_device.arch(where), memory=properties.total_memory)
+    return dict(name=properties.name, architecture=devices.arch(where), memory=properties.total_memory)
 
 
 def _tried(check, *args) -> dict:

@@ -64,8 +64,8 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
     """Of each type as soon as it is known: of all of them it takes a minute."""
     import transformers
 
-    from liger_kernel.transformers.class_level import model_types
-    from liger_kernel.transformers.report import COLUMNS
+    from liger_kernel.patch.class_level import model_types
+    from liger_kernel.patch.report import COLUMNS
 
     unknown = sorted(set(types) - set(model_types()))
     if unknown:
@@ -87,10 +87,10 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
 
 def coverage(model_type: str) -> tuple[list[str], list[str]]:
     """(The kernels in the type's default model, a text for each column; what is left alone, a text for each reason.)"""
-    from liger_kernel.transformers.class_level import default_model
-    from liger_kernel.transformers.families import EVERYTHING
-    from liger_kernel.transformers.patch import patch
-    from liger_kernel.transformers.report import COLUMNS
+    from liger_kernel.patch.class_level import default_model
+    from liger_kernel.patch.engine import patch
+    from liger_kernel.patch.families import EVERYTHING
+    from liger_kernel.patch.report import COLUMNS
 
     try:
         model = default_model(model_type)
@@ -128,7 +128,7 @@ def switch_table(families: dict[str, dict[str, bool]]) -> str:
 
 def switches() -> dict[str, dict[str, bool]]:
     """Each model type's kernels: switch -> whether it is on by default."""
-    from liger_kernel.transformers import families as table
+    from liger_kernel.patch import families as table
 
     return {
         name: {p.name: p.default for p in inspect.signature(fn).parameters.values() if isinstance(p.default, bool)}

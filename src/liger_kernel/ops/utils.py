@@ -8,8 +8,8 @@ import importlib
 import torch
 from torch.torch_version import TorchVersion
 
-from . import _device
-from ._tile import next_power_of_2, tl
+from liger_kernel.core import devices
+from liger_kernel.core.tile import next_power_of_2, tl
 
 MAX_BLOCK = 65536
 torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -17,7 +17,7 @@ torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, t
 
 def is_hip() -> bool:
     """Whether this torch is built for AMD."""
-    return _device.AMD
+    return devices.AMD
 
 
 def calculate_settings(n: int) -> tuple[int, int]:

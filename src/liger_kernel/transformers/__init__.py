@@ -8,22 +8,22 @@ from importlib import import_module
 from importlib.util import find_spec
 
 _OPERATORS = {
-    "cross_entropy": "LigerCrossEntropyLoss",
-    "fused_add_rms_norm": "LigerFusedAddRMSNorm",
-    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
-    "glu": """
+    "head.cross_entropy": "LigerCrossEntropyLoss",
+    "norm.fused_add_rms_norm": "LigerFusedAddRMSNorm",
+    "head.linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+    "mlp.glu": """
         LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP
         LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer
     """,
-    "group_norm": "LigerGroupNorm",
-    "layer_norm": "LigerLayerNorm",
-    "rms_norm": """
+    "norm.group_norm": "LigerGroupNorm",
+    "norm.layer_norm": "LigerLayerNorm",
+    "norm.rms_norm": """
         LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4
         LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2
         LigerRMSNormForQwen3Next
     """,
-    "rope": "liger_rotary_pos_emb",
-    "softmax": "LigerSoftmax",
+    "rotary.rope": "liger_rotary_pos_emb",
+    "probability.softmax": "LigerSoftmax",
 }
 _FAMILIES = """
     deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text
@@ -38,8 +38,8 @@ _PATCHES = {
     "auto_model": "AutoLigerKernelForCausalLM",
 }
 _HOMES = {name: f"liger_kernel.ops.{home}" for home, names in _OPERATORS.items() for name in names.split()}
-_NEED_TRANSFORMERS = {name: f"{__name__}.{home}" for home, names in _PATCHES.items() for name in names.split()}
-_NEED_TRANSFORMERS |= {f"apply_liger_kernel_to_{family}": f"{__name__}.families" for family in _FAMILIES}
+_NEED_TRANSFORMERS = {name: f"liger_kernel.patch.{home}" for home, names in _PATCHES.items() for name in names.split()}
+_NEED_TRANSFORMERS |= {f"apply_liger_kernel_to_{family}": "liger_kernel.patch.families" for family in _FAMILIES}
 
 
 def is_transformers_available() -> bool:

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.cross_entropy import *
+from liger_kernel.ops.head.cross_entropy import *

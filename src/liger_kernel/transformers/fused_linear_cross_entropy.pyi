@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.fused_linear_cross_entropy import *
+from liger_kernel.ops.head.linear_cross_entropy import *

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.group_norm import *
+from liger_kernel.ops.norm.group_norm import *

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.rms_norm import *
+from liger_kernel.ops.norm.rms_norm import *

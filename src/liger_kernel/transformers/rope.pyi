@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.rope import *
+from liger_kernel.ops.rotary.rope import *

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.glu import *
+from liger_kernel.ops.mlp.glu import *

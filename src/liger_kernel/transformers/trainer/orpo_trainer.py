@@ -3,7 +3,7 @@
 1. TRL calls `concatenated_forward`, which leaves a `_Pairs` on the model's head and runs the model as it is: wrapped by
    DDP, FSDP or DeepSpeed, with adapters or without.
 2. The head, when it is called, computes loss and metrics from its hidden states and its weight, and gives the loss back
-   where the logits would be: see `liger_kernel.transformers.causal_lm`, whose mechanism this is.
+   where the logits would be: see `liger_kernel.patch.loss_in_head`, whose mechanism this is.
 3. TRL makes its metrics of the log-probabilities, as it always does; `get_batch_loss_metrics` puts the loss's gradient
    to its value.
 
@@ -18,7 +18,7 @@ from importlib import import_module
 
 import torch
 
-from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
+from liger_kernel.losses.preference import LigerFusedLinearORPOLoss
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Pairs:
 
     def of_head(self, head, own_forward, args, kwargs):
         """The head's forward: the loss as (1, 1, 1), or logits where the weight alone does not make them."""
-        from liger_kernel.transformers.deferred import plain
+        from liger_kernel.patch.deferred import plain
 
         if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
             return own_forward(head, *args, **kwargs)
@@ -98,8 +98,8 @@ class _ORPOInHead:
 
     def _in_head(self, model, batch):
         """What TRL's method returns, with the mean of the logits for the logits; None if it needs the logits."""
-        from liger_kernel.transformers.logits import ask
-        from liger_kernel.transformers.loss_in_head import leaves, prepare
+        from liger_kernel.patch.logits import ask
+        from liger_kernel.patch.loss_in_head import leaves, prepare
 
         pairs = self.concatenated_inputs(
             batch, is_encoder_decoder=False, padding_value=self.padding_value, device=self.accelerator.device

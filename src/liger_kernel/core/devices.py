@@ -1,0 +1,125 @@
+"""The only file that knows which devices there are: where kernels run, on what, and under which guard."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import torch
+
+from liger_kernel.core.tile import TRITON
+
+AMD = torch.version.hip is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads it
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor; otherwise an operator runs its PyTorch reference.
+
+    The kernels compute in fp32, so not fp64.
+    """
+    if tensor.dtype == torch.float64:
+        return False
+    if tensor.is_cuda or tensor.is_xpu:
+        return TRITON
+    return INTERPRETED and TRITON and tensor.device.type == "cpu"
+
+
+def require_kernels(name: str, tensor: torch.Tensor) -> None:
+    if not has_kernels(tensor):
+        raise RuntimeError(
+            f"{name}: no Triton kernels for a tensor on {tensor.device}; call the liger_* function instead"
+        )
+
+
+def guard(tensor: torch.Tensor):
+    """Make the tensor's device the current one: Triton launches on the current device, wherever the pointers lead."""
+    kind = torch.cuda if tensor.is_cuda else torch.xpu if tensor.is_xpu else None
+    if kind is None or tensor.get_device() == kind.current_device():
+        return contextlib.nullcontext()
+    return kind.device(tensor.get_device())
+
+
+@functools.cache
+def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
+    """(architecture, multiprocessors, most warps in a program, bytes of shared memory for copies that run ahead)."""
+    if kind == "cuda":
+        p = torch.cuda.get_device_properties(index)
+        if AMD:
+            return p.gcnArchName.split(":")[0], p.multi_processor_count, 1024 // p.warp_size, 0
+        return f"sm_{p.major}{p.minor}", p.multi_processor_count, 32, getattr(p, "shared_memory_per_block_optin", 0)
+    if kind == "xpu":
+        return "xpu", torch.xpu.get_device_properties(index).gpu_subslice_count, 32, 0
+    return "cpu", 4, 32, 0
+
+
+def _of(tensor: torch.Tensor):
+    return _properties("cuda" if tensor.is_cuda else tensor.device.type, tensor.get_device())
+
+
+def arch(tensor: torch.Tensor) -> str:
+    """As its maker names it: sm_90, gfx942, xpu; cpu in the interpreter."""
+    return _of(tensor)[0]
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    return _of(tensor)[1]
+
+
+def warps(wanted: int, tensor: torch.Tensor) -> int:
+    """``wanted`` warps, or as many as a program may have there (1,024 threads: 16 warps of 64 on AMD's CDNA)."""
+    return max(1, min(wanted, _of(tensor)[2]))
+
+
+def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
+    """How many iterations of a loop to have in flight, for so many bytes loaded in one: 3, or 1 where there's no room.
+
+    Only NVIDIA's asynchronous copies run ahead through shared memory. Two stages were slower than one, three faster
+    (H200, 2026-11-20, RMSNorm backward 8192x4096: 2.79, 2.70, 3.26 TB/s).
+    """
+    return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
+
+
+def without_autocast(tensor: torch.Tensor):
+    """Products as they are written, whatever autocast says around the call."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def autocast_as_now(device):
+    """-> contexts, one each time it is called, with autocast as it is now."""
+    kind = torch.device(device).type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+
+
+def multiplies_into_fp32(tensor: torch.Tensor) -> bool:
+    """Whether torch can add products of tensors like this 16-bit one to an fp32 matrix there, without a temporary.
+
+    Tried once (torch 2.8 has it, builds for ROCm refuse it, and so may a setting), but never within a CUDA graph, whose
+    capture a refusal might end: whoever captures has run the same outside before.
+    """
+    if not tensor.is_cuda:
+        return False
+    settings = torch.backends.cuda.matmul
+    asked = tensor.device, tensor.dtype, getattr(settings, "allow_fp16_accumulation", False)
+    if asked not in _multiplies and not torch.cuda.is_current_stream_capturing():
+        _multiplies[asked] = _tried(tensor)
+    return _multiplies.get(asked, False)
+
+
+_multiplies: dict[tuple, bool] = {}
+
+
+def _tried(tensor):
+    a, out = tensor.new_zeros(16, 16), tensor.new_zeros(16, 16, dtype=torch.float32)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32, out=out)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True

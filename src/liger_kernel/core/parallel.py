@@ -1,0 +1,147 @@
+r"""Vocabulary parallelism: what the ranks of a group, each with a shard of the classes, tell each other.
+
+Rank r holds the classes from r·V_local, everything else is the same on all ranks: hidden states, targets, outputs and
+the gradients that come in for them. Two operations, each the other's backward, lead from the one kind to the other:
+
+    copy_to_group: x, the same everywhere, to be used with this rank's shard     backward: Σ over the ranks
+    sum_over_group: Σ over the ranks of what each made of its shard              backward: the gradient as it is
+
+so that the gradient of a shard is exactly that slice of the whole one, and the gradient of what is the same everywhere
+is the whole one on every rank. (`torch.distributed.nn.all_reduce` sums the gradients once more: size times too much.)
+Without a group, or in one of a single rank, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def _resolved(group):
+    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+
+
+def group_name(group) -> str | None:
+    """What a custom op takes."""
+    return group if group is None or isinstance(group, str) else group.group_name
+
+
+def place(group) -> tuple[int, int]:
+    """(number of processes, this one's place); ``group`` is one of torch.distributed, its name, or None."""
+    if group is None:
+        return 1, 0
+    group = _resolved(group)
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def local(name, hidden, weight, bias, group):
+    """DTensors as this rank's tensors -> hidden, weight, bias, group."""
+    if not any(hasattr(x, "device_mesh") for x in (hidden, weight, bias)):
+        return hidden, weight, bias, group
+    from torch.distributed.tensor import DTensor, Replicate  # slow to import
+
+    if isinstance(weight, DTensor) and group is None:
+        mesh, (placement, *others) = weight.device_mesh, weight.placements
+        same = isinstance(hidden, DTensor) and hidden.device_mesh == mesh and hidden.placements == (Replicate(),)
+        if not same or others or not (placement.is_shard(0) or placement.is_replicate()):
+            raise ValueError(
+                f"{name}: weight is a DTensor with placements {weight.placements}; give hidden states that are "
+                "replicated on its mesh, or the group over which its classes are sharded, or weight.full_tensor()"
+            )
+        if placement.is_shard() and weight.shape[0] % mesh.size():
+            raise ValueError(f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad")
+        group = mesh.get_group() if placement.is_shard() else None
+    return *(x.to_local() if isinstance(x, DTensor) else x for x in (hidden, weight, bias)), group
+
+
+def gathered(x: torch.Tensor, group) -> torch.Tensor:
+    """(processes, *x.shape)."""
+    out = x.new_empty((place(group)[0], *x.shape))
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=_resolved(group))
+    return out
+
+
+def summed(x: torch.Tensor, group) -> torch.Tensor:
+    """x, its sum over the group written over it."""
+    dist.all_reduce(x, group=_resolved(group))
+    return x
+
+
+def _all_reduced(x, op, group):
+    x = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op, _resolved(group))
+    return x
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _Sum.apply(dy, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _all_reduced(x, dist.ReduceOp.SUM, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _Copy.apply(dy, ctx.group), None
+
+
+def copy_to_group(x, group):
+    return x if place(group)[0] == 1 else _Copy.apply(x, group)
+
+
+def sum_over_group(x, group):
+    return x if place(group)[0] == 1 else _Sum.apply(x, group)
+
+
+def max_over_group(x, group):
+    """Without a gradient."""
+    return x.detach() if place(group)[0] == 1 else _all_reduced(x, dist.ReduceOp.MAX, group)
+
+
+def token_loss_reference_parallel(
+    z, target, group=None, class_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0
+):  # fmt: skip
+    """`head.logits`'s mathematics for this rank's shard of the logits: three messages forward, none backward.
+
+    z (M, V_local), scaled and capped, fp32 or fp64; target (M,) and class_weight (V,) are of all classes. -> (loss,
+    logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,); the first three have gradients. Confident
+    rows keep their digits: nll = log Σ + (max z - z_y), entropy = log Σ + Σ p·(max z - z), and no term is negative.
+    """
+    (size, rank), shard = place(group), z.shape[1]
+    first, V = rank * shard, size * shard
+    valid, known = target != ignore_index, (target >= 0) & (target < V)
+    here = (target >= first) & (target < first + shard)
+    z = z.where(valid[:, None], 0)  # whatever an ignored row holds stays there
+    w = None if class_weight is None else class_weight.to(z.dtype)
+    local_top, best = z.detach().max(-1)  # of equal ones the first
+    top = max_over_group(local_top, group)
+    best = -max_over_group(-(first + best).where(local_top == top, V - 1), group)
+    d = z - top[:, None]
+    e = d.exp()
+    of_target = d.gather(-1, (target - first).where(here, 0)[:, None]).squeeze(-1).where(here, 0)
+    distance = (e * d.clamp(min=-1e4)).sum(-1)  # exp(-1e4) is 0, as that of a masked class's -inf, but 0·-inf is NaN
+    sums = [e.sum(-1), distance, of_target, z.detach().sum(-1)]
+    if label_smoothing:
+        sums.append((d if w is None else d * w[first : first + shard]).sum(-1))
+    total, distance, of_target, sum_z, *weighted = sum_over_group(torch.stack(sums), group)
+    log_sum = total.log()
+    lse = top + log_sum
+    ce = log_sum - of_target.where(known, torch.nan)
+    if w is not None:
+        ce = w[target.where(valid & known, 0)] * ce
+    if label_smoothing:
+        ce = (1 - label_smoothing) * ce + label_smoothing / V * ((V if w is None else w.sum()) * log_sum - weighted[0])
+    z_loss, mean = lse_square_scale * lse * lse, sum_z.detach() / V
+    outputs = ce + z_loss, lse, log_sum - distance / total, z_loss.detach(), (best == target).float(), mean
+    loss, lse, entropy, z_loss, correct, mean = (x.where(valid, 0) for x in outputs)
+    return loss, lse, entropy, z_loss, correct, best.where(valid, -1), mean

@@ -1,0 +1,21 @@
+"""The second half of a weight gradient: the programs' partial sums become one row."""
+
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.tile import cdiv, tl
+
+
+@kernel
+def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, M, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)[:, None]
+        total += tl.load(x_ptr + m * N + n, mask=(m < M) & (n < N), other=0.0)
+    y = tl.sum(total, axis=0, keep_dims=True)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+def sum_rows(partial, out):
+    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous, summed in fp32 and rounded once to out's dtype."""
+    M, N = partial.shape
+    _sum_rows[(cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

@@ -1,0 +1,1 @@
+"""Losses as mathematics over token log-probabilities: preference, policy, distillation."""

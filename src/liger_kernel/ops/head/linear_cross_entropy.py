@@ -1,0 +1,332 @@
+r"""Cross entropy of a linear head, without its logits in memory: `passes` for a loss of all rows.
+
+A scalar loss takes its gradients in forward, and backward only multiplies them by the incoming one. For
+reduction="none", where each row has an incoming gradient of its own, backward makes the logits again.
+
+Sources: DFT's token scaling arXiv:2508.05629; the rest as in `cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.op import CASES, Case, F, Function, keep, kept, kept_inputs, rounded
+from liger_kernel.core.parallel import group_name, local, place
+from liger_kernel.ops.head.cross_entropy import (
+    EVERYTHING,
+    check_options,
+    check_targets,
+    cross_entropy_reference,
+    packed,
+    unpacked,
+)
+from liger_kernel.ops.head.passes import scaled
+from liger_kernel.ops.head.planning import budget
+from liger_kernel.ops.head.token_log_probs import (
+    check_head,
+    compute_dtype,
+    head_bwd,
+    head_fwd,
+    head_inputs,
+    in_chunks,
+    only_valid,
+    token_reference,
+)
+
+
+def fused_linear_cross_entropy_reference(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, logit_scale=1.0,
+):  # fmt: skip
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), from all the logits at once."""
+    dtype = compute_dtype(input, weight)
+    x = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    loss, z_loss, *counts = cross_entropy_reference(
+        x, target, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, return_token_accuracy, return_predicted_tokens, logit_scale, use_token_scaling,
+    )  # fmt: skip
+    return loss, None if z_loss is None else z_loss.to(input.dtype), *counts
+
+
+def fused_linear_cross_entropy_in_chunks(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, chunk_mem_const=1,
+    logit_scale=1.0, memory=-1, num_items=None, group=None,
+):  # fmt: skip
+    """The same a few rows at a time, and with sharded classes: what runs without kernels."""
+    numbers = 0.0, label_smoothing, softcap, logit_scale  # the z-loss comes afterwards, from lse
+
+    def of_chunk(h, y):
+        ce, lse, _, _, correct, best, _ = token_reference(h, weight, bias, y, ce_weight, numbers, ignore_index, group)
+        nll = ce
+        if use_token_scaling:
+            with torch.no_grad():
+                plain = 0.0, 0.0, softcap, logit_scale
+                nll = token_reference(h, weight, bias, y, None, plain, ignore_index, group)[0]
+        return ce, lse, nll, correct, best
+
+    ce, lse, nll, correct, best = in_chunks(of_chunk, input, target)
+    valid, z_loss = target != ignore_index, lse_square_scale * lse * lse
+    n = valid.sum()
+    if num_items is not None:
+        ce, z_loss = ((x / num_items).where(valid, 0) for x in (ce, z_loss))
+    elif reduction == "mean":
+        total = n if ce_weight is None else ce_weight[target.where(valid, 0)].where(valid, 0).sum(dtype=ce.dtype)
+        ce, z_loss = ce / total.where(total != 0, 1), z_loss / n.clamp(min=1)
+    loss = ce + z_loss
+    if use_token_scaling:
+        token = torch.exp(-nll)
+        loss, z_loss = loss * token, z_loss * token
+    if reduction != "none":
+        loss, z_loss, correct = loss.sum(), z_loss.sum(), correct.sum() / n
+    return (
+        loss,
+        z_loss.detach().to(input.dtype) if return_z_loss else None,
+        correct.float() if return_token_accuracy else None,
+        best if return_predicted_tokens else None,
+    )
+
+
+def fused_linear_cross_entropy_forward(
+    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, logit_scale=1.0, memory=-1, num_items=None, group=None,
+    needs_grad=(False, False, False),
+):  # fmt: skip
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), (d_input, d_weight, d_bias), and what backward needs.
+
+    The gradients are of loss·n₀ for fp16, and empty where not needed or where ``reduction`` is "none".
+    """
+    dtype = compute_dtype(_input, weight)
+    scalar = reduction != "none"
+    wants = [
+        return_z_loss,
+        use_token_scaling and not scalar,
+        False,
+        False,
+        return_token_accuracy or return_predicted_tokens,
+    ]
+    numbers = [lse_square_scale, label_smoothing, softcap or 0.0, logit_scale]
+    loss, stats, norm, z_loss, token, _, _, best, *grads = head_fwd(
+        _input, weight, bias, target, ce_weight, num_items, numbers, ignore_index, reduction == "mean",
+        use_token_scaling, dtype, accum_dtype, memory, group, wants, list(needs_grad) if scalar else [False] * 3,
+    )  # fmt: skip
+    correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
+    outputs = (
+        loss.sum() if scalar else loss,
+        rounded(z_loss.sum() if scalar else z_loss, _input.dtype) if return_z_loss else None,
+        correct.sum() / norm[3] if return_token_accuracy and scalar else correct,
+        best if return_predicted_tokens else None,
+    )
+    return outputs, grads, (stats, token, norm, numbers, dtype)
+
+
+def fused_linear_cross_entropy_backward(
+    grad_output, grad_input, grad_weight, grad_bias, weight_dtype=None, bias_dtype=None, in_place=False
+):  # fmt: skip
+    """The gradients that forward took, times the incoming one (0-d); in their final dtypes."""
+    return (
+        scaled(grad_input, grad_output, grad_input.dtype, in_place),
+        scaled(grad_weight, grad_output, weight_dtype or grad_weight.dtype, in_place),
+        scaled(grad_bias, grad_output, bias_dtype or grad_bias.dtype, in_place),
+    )
+
+
+TAKEN = 4  # by a scalar loss's forward: what fp16 gradients are multiplied by, and those of hidden, weight and bias
+
+
+class LigerFusedLinearCrossEntropyFunction(Function):
+    """``apply(_input (M, H), weight (V, H), target (M,), ...) -> (loss, z_loss, token_accuracy, predicted_tokens)``.
+
+    What was not asked for is None. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` are accepted and choose nothing.
+    """
+
+    reference = staticmethod(fused_linear_cross_entropy_in_chunks)
+
+    @staticmethod
+    def forward(
+        ctx, _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0,
+        label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None,
+        use_token_scaling=False, return_token_accuracy=False, return_predicted_tokens=False,
+        ce_impl=None, ce_mode=None, chunk_mem_const=1, logit_scale=1.0, memory=-1, num_items=None, group=None,
+    ):  # fmt: skip
+        devices.require_kernels("LigerFusedLinearCrossEntropyFunction", _input)
+        needs = ctx.needs_input_grad
+        ctx.needs = needs[0], needs[1], bias is not None and needs[3]
+        target = target.contiguous()
+        ce_weight = None if ce_weight is None else ce_weight.contiguous()
+        outputs, grads, (stats, token, norm, numbers, dtype) = fused_linear_cross_entropy_forward(
+            _input, weight, target, ce_weight, bias, ignore_index, lse_square_scale, label_smoothing, reduction,
+            softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+            logit_scale, memory, num_items, group, ctx.needs,
+        )  # fmt: skip
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.reduction, ctx.token_scaling = reduction, use_token_scaling
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        if reduction != "none":
+            keep(ctx, (norm, *grads), (_input, weight, target, bias, ce_weight, num_items))
+        else:
+            ctx.save_for_backward(_input, weight, target, bias, ce_weight, None, norm, stats, token)
+        ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
+        return outputs
+
+    @staticmethod
+    def arguments(ctx):
+        inputs = ctx.saved_tensors if ctx.reduction == "none" else kept_inputs(ctx, TAKEN)
+        *tensors, num_items = inputs[:6]
+        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+        return (
+            *tensors, ignore_index, lse_square_scale, label_smoothing, ctx.reduction, softcap or None, False,
+            accum_dtype, ctx.token_scaling, False, False, None, None, 1, logit_scale, memory, num_items, group,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        if ctx.reduction != "none":
+            (norm, *grads), in_place = kept(ctx, TAKEN)
+            dloss = dloss / norm[0] if ctx.options[2] == torch.float16 else dloss
+            dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes, in_place=in_place)
+        else:
+            h, w, target, b, ce_weight, _, norm, stats, token = ctx.saved_tensors
+            g = dloss * token if ctx.token_scaling else dloss
+            dh, dw, db = head_bwd(
+                g, None, None, h, w, b, target, ce_weight, norm, stats, None, *ctx.options, list(ctx.needs)
+            )
+            dw, db = rounded(dw, ctx.dtypes[0]), rounded(db, ctx.dtypes[1] or db.dtype)
+        need_h, need_w, need_b = ctx.needs
+        return dh if need_h else None, dw if need_w else None, None, db if need_b else None, *[None] * 18
+
+
+def liger_fused_linear_cross_entropy(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, chunk_mem_const: int = 1, logit_scale: float = 1.0,
+    memory: int | str = "auto", drop_ignored: bool | None = None, num_items: int | torch.Tensor | None = None,
+    group: object = None,
+):  # fmt: skip
+    """Cross entropy of ``input @ weight.T + bias`` without those logits in memory.
+
+    Args:
+        input: (M, H) hidden states, fp32, bf16 or fp16; any strides.
+        weight: (V, H) of the head. Logits are computed in its dtype, or in autocast's where that is on.
+        target: (M,) class indices. They may be on the host.
+        bias: (V,).
+        ce_weight: (V,) class weights.
+        ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in `liger_cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a `CrossEntropyOutput`.
+        use_token_scaling: multiply each row's loss by the detached probability of its target (DFT, arXiv:2508.05629).
+        chunk_mem_const: a positive int; it chooses nothing, ``memory`` does.
+        logit_scale: the logits are multiplied by it, before the softcap.
+        accum_dtype, memory, drop_ignored, group: as in `linear_token_loss`.
+        num_items: a number, or a tensor of one element, to divide by in place of the number of valid rows: Hugging
+            Face's ``num_items_in_batch``, without another rounding of the gradients.
+
+    Returns:
+        The loss in fp32: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput`, as of
+        `liger_cross_entropy` (z_loss in input's dtype). Gradients go to whichever of input, weight and bias require
+        one, computed in forward; for "none", where each row has an incoming gradient of its own, in backward.
+
+    Raises:
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
+    """
+    name = "liger_fused_linear_cross_entropy"
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = check_options(
+        name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale
+    )
+    check.dtype(name, "accum_dtype", accum_dtype)
+    if check.integer(name, "chunk_mem_const", chunk_mem_const) < 1:
+        raise ValueError(f"{name}: chunk_mem_const is {chunk_mem_const!r}, give a positive int")
+    input, weight, bias, group = local(name, input, weight, bias, group)
+    check_head(name, input, weight, bias, target, ce_weight, group, "input")
+    check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
+    if num_items is not None:
+        num_items = check.count(name, "num_items", num_items)
+        num_items = torch.as_tensor(num_items, dtype=torch.float32, device=input.device)
+    rows, h, y = only_valid(input, target, ignore_index, drop_ignored)
+    run = LigerFusedLinearCrossEntropyFunction.apply
+    if not devices.has_kernels(h):
+        run = fused_linear_cross_entropy_in_chunks
+    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
+        h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
+    outputs = run(
+        h, weight, y, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        None, None, chunk_mem_const, logit_scale, budget(memory), num_items, group_name(group),
+    )  # fmt: skip
+    if rows is not None:
+        outputs = (
+            x if x is None or x.dim() == 0 else x.new_full(target.shape, ignored).index_copy(0, rows, x)
+            for x, ignored in zip(outputs, (0, 0, 0, -1), strict=True)
+        )
+    return packed(*outputs)
+
+
+class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    """`liger_fused_linear_cross_entropy` with its options kept: ``forward(lin_weight, _input, target, bias=None)``."""
+
+    def __init__(
+        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_options(type(self).__name__, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+        check.dtype(type(self).__name__, "accum_dtype", accum_dtype)
+        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.accum_dtype, self.use_token_scaling = return_z_loss, accum_dtype, use_token_scaling
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ):  # fmt: skip
+        return liger_fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
+            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
+            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def _outputs_of(loss):
+    """A case's function: the loss with everything it returns, as a tuple."""
+
+    def call(input, weight, target, bias=None, class_weights=False, **options):
+        w = torch.linspace(0.5, 2, weight.shape[0], device=weight.device) if class_weights else None
+        return unpacked(loss(input, weight, target, bias, w, **options))
+
+    return call
+
+
+CASES.append(
+    Case(
+        "fused_linear_cross_entropy",
+        fn=_outputs_of(functools.partial(liger_fused_linear_cross_entropy, drop_ignored=False)),
+        reference=_outputs_of(fused_linear_cross_entropy_reference),
+        inputs=lambda M, H, V: head_inputs(M, H, V, ("input", "weight", "bias")),
+        shapes=((1, 8, 8), (5, 24, 123), (9, 32, 513), (4, 16, 9000)),
+        options=(
+            dict(bias=None),
+            dict(reduction="sum", logit_scale=0.5),
+            dict(reduction="none", label_smoothing=0.1),
+            dict(class_weights=True, use_token_scaling=True, **EVERYTHING),
+            dict(class_weights=True, use_token_scaling=True, reduction="none", **EVERYTHING),
+        ),
+        bench=(
+            (8192, 4096, 128256), (8192, 2304, 256000), (4096, 2048, 128256), (16384, 3584, 152064),
+            (2048, 4096, 128256), (32768, 2048, 128256), (512, 4096, 128256),
+        ),
+        flops=lambda t: 6 * t["input"].numel() * t["weight"].shape[0],
+        fp32_roundings=4,  # logits of size 5, capped by a tanh that is good to 2 ulp
+    )
+)  # fmt: skip

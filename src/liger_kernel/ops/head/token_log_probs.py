@@ -1,0 +1,405 @@
+r"""What a loss wants to know of each token's logits: its own loss, log-sum-exp, entropy, ... `passes` makes them.
+
+    X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
+
+A token's numbers have incoming gradients of their own, so backward makes the logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, rounded
+from liger_kernel.core.parallel import copy_to_group, group_name, local, place, token_loss_reference_parallel
+from liger_kernel.ops.head.cross_entropy import check_options, check_rows, check_targets, labels
+from liger_kernel.ops.head.logits import normalisers, token_gradient, token_loss
+from liger_kernel.ops.head.passes import run_passes
+from liger_kernel.ops.head.planning import budget, plan
+
+ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
+
+
+# ---- as custom ops ----
+
+WANTS = "z_loss", "token", "entropy", "mean", "best"  # what forward may be asked for beside the loss
+
+
+def _gradients(h, w, b, dtype, accum_dtype, memory, needs):
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
+    return (
+        h.new_empty(h.shape if needs[0] else 0),
+        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.grad_dtype if needs[1] else h.dtype),
+        h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
+    )
+
+
+def _forward_outputs(
+    h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, accum_dtype, memory, group,
+    wants, needs,
+):  # fmt: skip
+    M = h.shape[0]
+    shapes = (M,), (M, 2), (4,), *((M if want else 0,) for want in wants[:-1])
+    floats = (h.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    best = target.new_empty(M if wants[-1] else 0, dtype=torch.int64)
+    return *floats, best, *_gradients(h, w, b, dtype, accum_dtype, memory, needs)
+
+
+@custom_op("linear_head", _forward_outputs)
+def head_fwd(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None,
+    items: torch.Tensor | None, numbers: list[float], ignore_index: int, mean: bool, token_scaling: bool,
+    dtype: torch.dtype, accum_dtype: torch.dtype | None, memory: int, group: str | None, wants: list[bool],
+    needs: list[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor,
+]:  # fmt: skip
+    """-> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh, dW, db.
+
+    numbers: lse_square_scale, label_smoothing, softcap or 0, logit_scale. The losses are divided by ``items`` (0-d) if
+    given. The gradients are of the sum of the losses; for fp16, which can't hold them divided, of that times n₀.
+    """
+    world = place(group)[0]
+    options = _options(numbers, ignore_index)
+    norm = normalisers(target, ce_weight, w.shape[0] * world, ignore_index, mean, items)
+    inside = norm if dtype != torch.float16 else torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
+    loss, stats = h.new_empty(h.shape[0], dtype=torch.float32), h.new_empty((h.shape[0], 2), dtype=torch.float32)
+    wanted = {name: torch.empty_like(loss) for name, want in zip(WANTS, wants, strict=True) if want}
+    if wants[-1]:
+        wanted["best"] = target.new_empty(h.shape[0], dtype=torch.int64)
+    if token_scaling and "token" not in wanted and any(needs):
+        wanted["token"] = torch.empty_like(loss)
+
+    def turn(i, x):
+        y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
+        token_loss(
+            x, y, ce_weight, inside, *options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
+        )
+        if any(needs):
+            g = parts["token"] if token_scaling else None
+            token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
+
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
+    gradients = run_passes(h, w, b, dtype, chosen, turn, needs, group)
+    if dtype == torch.float16:
+        loss.div_(norm[0])
+        if wants[0]:
+            wanted["z_loss"].div_(norm[0])
+    kind = dict.fromkeys(WANTS, torch.float32) | dict(best=torch.int64)
+    outputs = (
+        wanted[name] if want else h.new_empty(0, dtype=kind[name]) for name, want in zip(WANTS, wants, strict=True)
+    )
+    return loss, stats, norm, *outputs, *gradients
+
+
+def _backward_outputs(
+    g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, dtype, accum_dtype,
+    memory, group, needs,
+):  # fmt: skip
+    return _gradients(h, w, b, dtype, accum_dtype, memory, needs)
+
+
+@custom_op("linear_head_backward", _backward_outputs)
+def head_bwd(
+    g: torch.Tensor, g_entropy: torch.Tensor | None, g_lse: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
+    b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None, norm: torch.Tensor,
+    stats: torch.Tensor, entropy: torch.Tensor | None, numbers: list[float], ignore_index: int, dtype: torch.dtype,
+    accum_dtype: torch.dtype | None, memory: int, group: str | None, needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
+    options = _options(numbers, ignore_index)
+
+    def turn(i, x):
+        ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
+        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
+
+    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
+    return run_passes(h, w, b, dtype, chosen, turn, needs, group)
+
+
+def _options(numbers, ignore_index):
+    """In the order of `token_loss` and `token_gradient`."""
+    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+    return ignore_index, label_smoothing, lse_square_scale, softcap or None, logit_scale
+
+
+# ---- without kernels ----
+
+
+def compute_dtype(h, w):
+    """Autocast's dtype where it is on; otherwise that of the weight."""
+    kind = h.device.type
+    if h.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return w.dtype
+
+
+def token_reference(h, w, b, target, ce_weight, numbers, ignore_index, group=None):
+    """-> loss, logsumexp, entropy, z_loss, correct, predicted, mean logit: (M,) each, three of them with gradients."""
+    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
+    dtype = compute_dtype(h, w)
+    x = F.linear(copy_to_group(h.to(dtype), group), w.to(dtype), None if b is None else b.to(dtype))
+    z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    return token_loss_reference_parallel(z, target, group, ce_weight, ignore_index, label_smoothing, lse_square_scale)
+
+
+def in_chunks(of_chunk, h, target):
+    """``of_chunk(h, target)`` a few rows at a time, each chunk's logits made again in backward."""
+    if torch.compiler.is_compiling() or h.shape[0] <= ROWS_WITHOUT_KERNELS:
+        return of_chunk(h, target)
+    chunks = zip(h.split(ROWS_WITHOUT_KERNELS), target.split(ROWS_WITHOUT_KERNELS), strict=True)
+    chunks = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(None if of[0] is None else torch.cat(of) for of in zip(*chunks, strict=True))
+
+
+# ---- per token ----
+
+
+@dataclass
+class TokenOutputs:
+    """What `linear_token_loss` returns, (M,) each, None where not asked for."""
+
+    loss: torch.Tensor
+    logsumexp: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    z_loss: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+
+
+class LinearTokenLossFunction(Function):
+    """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss, best, mean``.
+
+    The first three are differentiable. Backward makes the logits again.
+    """
+
+    @staticmethod
+    def reference(h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+        def of_chunk(h, y):
+            return token_reference(h, w, b, y, ce_weight, numbers, ignore_index, group)
+
+        loss, lse, entropy, z_loss, _, best, mean = in_chunks(of_chunk, h, target)
+        return loss, lse, entropy, z_loss, best, mean
+
+    @staticmethod
+    def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+        dtype = compute_dtype(h, w)
+        target, ce_weight = target.contiguous(), None if ce_weight is None else ce_weight.contiguous()
+        loss, stats, norm, z_loss, _, entropy, mean, best, *_ = head_fwd(
+            h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, accum_dtype, memory, group,
+            [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3,
+        )  # fmt: skip
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        ctx.needs = list(ctx.needs_input_grad[:3])
+        ctx.save_for_backward(h, w, b, target, ce_weight, norm, stats, entropy if wants[1] else None)
+        ctx.mark_non_differentiable(z_loss, best, mean)
+        ctx.set_materialize_grads(False)
+        return loss, stats.sum(1), entropy, z_loss, best, mean
+
+    @staticmethod
+    def arguments(ctx):
+        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        return *ctx.saved_tensors[:5], numbers, ignore_index, accum_dtype, memory, group, [False] * 4
+
+    @staticmethod
+    def backward(ctx, g, g_lse, g_entropy, *_):
+        h, w, b, target, ce_weight, norm, stats, entropy = ctx.saved_tensors
+        g = stats.new_zeros(stats.shape[0]) if g is None else g
+        g_entropy, g_lse = (None if of is None else of.contiguous() for of in (g_entropy, g_lse))
+        grads = head_bwd(
+            g, None if entropy is None else g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy,
+            *ctx.options, ctx.needs,
+        )  # fmt: skip
+        grads = zip(grads, (h, w, b), ctx.needs, strict=True)
+        return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 8
+
+
+def check_head(name, hidden, weight, bias, target, class_weight, group=None, argument="hidden"):
+    """The target may be on the host."""
+    check.floats(name, {argument: hidden, "weight": weight}, bias=bias, **{"class weight": class_weight})
+    check.integers(name, dict(target=target))
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: the hidden states have shape {tuple(hidden.shape)} and the weight {tuple(weight.shape)}, give "
+            "(rows, hidden size) and (classes, hidden size)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}, give one number a class: ({weight.shape[0]},)")
+    check_rows(name, hidden, target, class_weight, weight.shape[0] * place(group)[0])
+
+
+def only_valid(hidden, target, ignore_index, drop_ignored):
+    """(indices of the rows that are not ignored or None for all, their hidden states, their targets).
+
+    Dropping the others waits for the device, except where the targets are on the host: there it is the default.
+    """
+    target = target.long()
+    on_host = target.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (on_host if drop_ignored is None else drop_ignored):
+        return None, hidden, target.to(hidden.device)
+    rows = (target != ignore_index).nonzero().squeeze(1)
+    if on_host and rows.numel() == target.numel():
+        return None, hidden, target.to(hidden.device)
+    target = target[rows].to(hidden.device, non_blocking=True)
+    rows = rows.to(hidden.device, non_blocking=True)
+    return rows, hidden.index_select(0, rows), target
+
+
+def linear_token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, class_weight: torch.Tensor | None = None, lse_square_scale: float = 0.0,
+    return_logsumexp: bool = False, return_entropy: bool = False, return_z_loss: bool = False,
+    return_accuracy: bool = False, return_predicted: bool = False, return_mean_logit: bool = False,
+    accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
+    group: object = None,
+):  # fmt: skip
+    """What a linear head makes of each token, without its logits in memory: cross entropy, and more on request.
+
+    Args:
+        hidden: (M, H) hidden states, fp32, bf16 or fp16; any strides.
+        weight: (V, H) of the head; bias: (V,). Logits are computed in the weight's dtype, or autocast's where it is on.
+        target: (M,) class indices. They may be on the host.
+        temperature: the logits are divided by it, after everything else.
+        logit_scale: the logits are multiplied by it; softcap: then they become ``softcap·tanh(logits / softcap)``.
+        ignore_index: target of rows that give 0 everywhere (predicted -1).
+        label_smoothing: in [0, 1]; class_weight: (V,); lse_square_scale: of the z-loss, which is part of the loss.
+        return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted, return_mean_logit: what to
+            return beside the loss.
+        accum_dtype: dtype in which dW is added up over several passes: see ``memory``. torch.float32 makes it exact.
+        memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto": as much as a fast
+            head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). The environment variable
+            LIGER_KERNEL_HEAD_MEMORY is what "auto" stands for if it is set.
+        drop_ignored: leave ignored rows out before the projection. This waits for the device once; None: only where
+            the targets are on the host, where it costs nothing.
+        group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard of the classes:
+            weight, bias and their gradients are this rank's. All else is the same on every rank; class indices and
+            class_weight are of all classes. It is known where hidden and weight are DTensors of one mesh.
+
+    Returns:
+        `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
+        are differentiable in hidden, weight and bias; backward makes the logits again.
+
+    Raises:
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
+    """
+    name = "linear_token_loss"
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = check_options(
+        name, "none", ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale
+    )
+    temperature = check.positive(name, "temperature", temperature)
+    check.dtype(name, "accum_dtype", accum_dtype)
+    hidden, weight, bias, group = local(name, hidden, weight, bias, group)
+    check_head(name, hidden, weight, bias, target, class_weight, group)
+    check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
+    rows, h, y = only_valid(hidden, target, ignore_index, drop_ignored)
+    numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
+    need_best = return_accuracy or return_predicted
+    run = LinearTokenLossFunction.apply
+    if not devices.has_kernels(h):
+        run = LinearTokenLossFunction.reference
+    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
+        h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
+    loss, lse, entropy, z_loss, best, mean = run(
+        h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), group_name(group),
+        [return_z_loss, return_entropy, return_mean_logit, need_best],
+    )  # fmt: skip
+    correct = ((best == y) & (y != ignore_index)).float() if return_accuracy else None
+
+    def whole(x, wanted=True, ignored=0):
+        if not wanted or rows is None:
+            return x if wanted else None
+        return x.new_full(target.shape, ignored).index_copy(0, rows, x)
+
+    return TokenOutputs(
+        whole(loss), whole(lse, return_logsumexp), whole(entropy, return_entropy), whole(z_loss, return_z_loss),
+        whole(correct, return_accuracy), whole(best, return_predicted, -1), whole(mean, return_mean_logit),
+    )  # fmt: skip
+
+
+def token_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    return_entropy: bool = False, accum_dtype: torch.dtype | None = None, memory: int | str = "auto",
+    drop_ignored: bool | None = None, group: object = None,
+):  # fmt: skip
+    """log p(target | hidden) of each token under a linear head, and the entropy, without its logits in memory.
+
+    The quantities that DPO, GRPO, PPO and distillation are made of, differentiable in hidden, weight and bias.
+
+    Args:
+        hidden: (..., H); target: (...). The rest as in `linear_token_loss`.
+
+    Returns:
+        log-probabilities (...) in fp32, 0 where the target is ``ignore_index``; with ``return_entropy`` the pair of
+        them and the entropies of the distributions (...).
+    """
+    check.floats("token_log_probs", dict(hidden=hidden))
+    check.integers("token_log_probs", dict(target=target))
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"token_log_probs: target has shape {tuple(target.shape)}, give one class for each of the hidden states: "
+            f"{tuple(hidden.shape[:-1])}"
+        )
+    out = linear_token_loss(
+        hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, temperature=temperature,
+        logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index, return_entropy=return_entropy,
+        accum_dtype=accum_dtype, memory=memory, drop_ignored=drop_ignored, group=group,
+    )  # fmt: skip
+    log_probs = -out.loss.view(target.shape)
+    return (log_probs, out.entropy.view(target.shape)) if return_entropy else log_probs
+
+
+def _case(fn):
+    def call(hidden, weight, target, bias=None, class_weights=False, **options):
+        w = torch.linspace(0.5, 2, weight.shape[0], device=weight.device) if class_weights else None
+        return fn(hidden, weight, target, bias, class_weight=w, **options)
+
+    return call
+
+
+def _of_kernels(*args, **options):
+    out = linear_token_loss(
+        *args, **options, return_logsumexp=True, return_entropy=True, return_z_loss=True, return_mean_logit=True,
+        drop_ignored=False,
+    )  # fmt: skip
+    return out.loss, out.logsumexp, out.entropy, out.z_loss, out.mean_logit
+
+
+def _of_reference(
+    h, w, y, b, class_weight, temperature=1.0, softcap=None, label_smoothing=0.0, lse_square_scale=0.0, logit_scale=1.0
+):  # fmt: skip
+    numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
+    loss, lse, entropy, z_loss, _, _, mean = token_reference(h, w, b, y, class_weight, numbers, -100)
+    return loss, lse, entropy, z_loss, mean
+
+
+def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
+    tensors = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5, torch.randn(V)
+    return {k: t.requires_grad_() for k, t in zip(names, tensors, strict=True)} | dict(target=labels(M, V))
+
+
+CASES.append(
+    Case(
+        "linear_token_loss",
+        fn=_case(_of_kernels),
+        reference=_case(_of_reference),
+        inputs=head_inputs,
+        shapes=((1, 8, 8), (5, 24, 123), (70, 32, 513), (4, 16, 9000)),
+        options=(
+            dict(bias=None),
+            dict(temperature=0.7, softcap=5.0),
+            dict(class_weights=True, label_smoothing=0.1, lse_square_scale=1e-2, softcap=5.0, logit_scale=0.5),
+        ),
+        bench=((8192, 4096, 128256),),
+        flops=lambda t: 8 * t["hidden"].numel() * t["weight"].shape[0],
+        fp32_roundings=4,  # as of fused_linear_cross_entropy
+    )
+)

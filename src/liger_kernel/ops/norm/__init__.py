@@ -1,0 +1,1 @@
+"""Normalisation of rows: RMSNorm, with and without a residual addition, LayerNorm, GroupNorm."""

@@ -1,0 +1,306 @@
+r"""Normalisation of rows: what RMSNorm, residual add + RMSNorm and LayerNorm share.
+
+    s = x + r, rounded to x's dtype (s = x without a residual r)
+    μ = mean(s) where it is centred, else 0;   rstd = 1 / sqrt(mean((s - μ)²) + eps),   x̂ = (s - μ)·rstd
+    y = x̂·(w + offset) + b
+
+    m = dy·(w + offset):   dx = dr = rstd·(m - mean(m) [centred] - x̂·mean(m·x̂)) + ds
+    dw = Σ_rows dy·x̂,   db = Σ_rows dy
+
+The gradient ds of s is added in the same kernel: in a residual stream it is what the skip connection brings. With
+`LLAMA` x̂ is rounded to x's dtype before the weight, in y and in dw. Everything else is in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import custom_op
+from liger_kernel.core.reduce import sum_rows
+from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+
+LLAMA = tl.constexpr(1)
+
+
+@triton.jit
+def _stream(x_ptr, r_ptr, x_at, r_at, mask):
+    """A block of s, in x's dtype."""
+    s = tl.load(x_ptr + x_at, mask=mask, other=0.0)
+    if r_ptr is not None:
+        r = tl.load(r_ptr + r_at, mask=mask, other=0.0)
+        s = (s.to(tl.float32) + r.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    return s
+
+
+@kernel
+def _fwd(
+    x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, stats_ptr, stride_x, stride_r, M, N, eps, offset,
+    CAST: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program normalises BLOCK_M rows. WHOLE: a row is one block, read once; otherwise it is read twice."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    mask = (m < M) & (n < N)
+    s = _stream(x_ptr, r_ptr, m * stride_x + n, m * stride_r + n, mask)
+    ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # before the sum, with x in flight; a wider one takes registers
+    if ahead:
+        if w_ptr is not None:
+            w = tl.load(w_ptr + n, mask=n < N, other=0.0)
+        if b_ptr is not None:
+            b = tl.load(b_ptr + n, mask=n < N, other=0.0)
+    f = s.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(f, axis=1, keep_dims=True) / tl.minimum(N, BLOCK_N)
+        f = tl.where(mask, f - mean, 0.0)
+    square = f * f
+    if WHOLE:
+        square = tl.sum(square, axis=1, keep_dims=True)
+    else:
+        if CENTRED:
+            square = tl.sum(square, axis=1, keep_dims=True)
+        for start in range(BLOCK_N, N, BLOCK_N):
+            more = (m < M) & (start + n < N)
+            f = _stream(x_ptr, r_ptr, m * stride_x + start + n, m * stride_r + start + n, more).to(tl.float32)
+            if CENTRED:  # two means and sums of squares become one
+                count, whole = tl.minimum(N - start, BLOCK_N) * 1.0, tl.minimum(N, start + BLOCK_N) * 1.0
+                its_mean = tl.sum(f, axis=1, keep_dims=True) / count
+                f = tl.where(more, f - its_mean, 0.0)
+                apart = its_mean - mean
+                square += tl.sum(f * f, axis=1, keep_dims=True) + apart * apart * (start * (count / whole))
+                mean += apart * (count / whole)
+            else:
+                square += f * f
+        if not CENTRED:
+            square = tl.sum(square, axis=1, keep_dims=True)
+    rstd = 1.0 / tl.sqrt(square / N + eps)
+    tl.store(stats_ptr + m, rstd, mask=m < M)
+    if CENTRED:
+        tl.store(stats_ptr + M + m, mean, mask=m < M)
+    for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
+        mask = (m < M) & (start + n < N)
+        if not WHOLE:
+            s = _stream(x_ptr, r_ptr, m * stride_x + start + n, m * stride_r + start + n, mask)
+        if r_ptr is not None:
+            tl.store(s_ptr + m * N + start + n, s, mask=mask)
+        y = s.to(tl.float32)
+        if CENTRED:
+            y -= mean
+        y *= rstd
+        if CAST == LLAMA:
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        if w_ptr is not None:
+            if not ahead:
+                w = tl.load(w_ptr + start + n, mask=start + n < N, other=0.0)
+            y *= w.to(tl.float32) + offset
+        if b_ptr is not None:
+            if not ahead:
+                b = tl.load(b_ptr + start + n, mask=start + n < N, other=0.0)
+            y += b.to(tl.float32)
+        tl.store(y_ptr + m * N + start + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _bwd(
+    dy_ptr, ds_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_ds, stride_s, M, N, offset,
+    CAST: tl.constexpr, CENTRED: tl.constexpr, DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes every num_programs-th block of BLOCK_M rows, and owns one row of the partial dw and db.
+
+    With DX a row is one block; without, the second grid axis walks over the columns.
+    """
+    pid = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if DX and w_ptr is not None:
+        w = tl.load(w_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        mask = (m < M) & (n < N)
+        dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(stats_ptr + m, mask=m < M, other=0.0)
+        xhat = tl.load(s_ptr + m * stride_s + n, mask=mask, other=0.0).to(tl.float32)
+        if CENTRED:
+            xhat = tl.where(mask, xhat - tl.load(stats_ptr + M + m, mask=m < M, other=0.0), 0.0)
+        xhat *= rstd
+        if DX and ds_ptr is not None:
+            ds = tl.load(ds_ptr + m * stride_ds + n, mask=mask, other=0.0)
+        if dw_ptr is not None:
+            if CAST == LLAMA:
+                dw += dy * xhat.to(s_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                dw += dy * xhat
+        if db_ptr is not None:
+            db += dy
+        if DX:
+            if w_ptr is not None:
+                dy *= w
+            dx = dy - xhat * (tl.sum(dy * xhat, axis=1, keep_dims=True) / N)
+            if CENTRED:
+                dx -= tl.sum(dy, axis=1, keep_dims=True) / N
+            dx *= rstd
+            if ds_ptr is not None:
+                dx += ds.to(tl.float32)
+            tl.store(dx_ptr + m * N + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        dw = tl.sum(dw, axis=0, keep_dims=True)
+        tl.store(dw_ptr + pid * N + n, dw.to(dw_ptr.dtype.element_ty), mask=n < N)
+    if db_ptr is not None:
+        db = tl.sum(db, axis=0, keep_dims=True)
+        tl.store(db_ptr + pid * N + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
+
+
+@kernel
+def _bwd_wide(
+    dy_ptr, ds_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, stride_dy, stride_ds, stride_s, M, N, offset,
+    CENTRED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dx of one row, which is read twice."""
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    rstd = tl.load(stats_ptr + m)
+    mean, along, even = 0.0, tl.zeros((), dtype=tl.float32), tl.zeros((), dtype=tl.float32)
+    if CENTRED:
+        mean = tl.load(stats_ptr + M + m)
+    for twice in tl.static_range(2):
+        dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start in range(0, N, BLOCK_N):
+            mask = start + n < N
+            dy = tl.load(dy_ptr + m * stride_dy + start + n, mask=mask, other=0.0).to(tl.float32)
+            xhat = tl.load(s_ptr + m * stride_s + start + n, mask=mask, other=0.0).to(tl.float32)
+            xhat = tl.where(mask, xhat - mean, 0.0) * rstd
+            if w_ptr is not None:
+                dy *= tl.load(w_ptr + start + n, mask=mask, other=0.0).to(tl.float32) + offset
+            if twice == 0:
+                dot += dy * xhat
+                if CENTRED:
+                    total += dy
+            else:
+                dx = rstd * (dy - even - xhat * along)
+                if ds_ptr is not None:
+                    dx += tl.load(ds_ptr + m * stride_ds + start + n, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dx_ptr + m * N + start + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        along, even = tl.sum(dot) / N, tl.sum(total) / N
+
+
+WIDE = 16384  # columns; a wider row doesn't fit a program's registers and is walked in blocks
+
+
+@functools.cache
+def _launch(N, centred):
+    """(rows, columns, warps) of a forward program's block.
+
+    H200, bf16, TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with
+    4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59 (8 rows, 2 warps; 16 rows
+    2.55). LayerNorm, which waits for two sums, 2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row 3.03), 8192x4096 3.55
+    (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps; with 8 3.70).
+    """
+    columns = min(next_power_of_2(N), WIDE)
+    rows = max(2 if centred and columns <= 4096 else 1, 1024 // columns)
+    return rows, columns, min(max(rows * columns // 512, 1), 4 if centred and columns <= 8192 else 8)
+
+
+@functools.cache
+def _launch_bwd(N, heavy):
+    """(rows, columns, warps, programs on a multiprocessor) of a backward program; ``heavy``: fp32, centred.
+
+    H200, bf16, three loads in flight (`devices.stages`), RMSNorm, 2026-11-21: 8192x2048 2.76, 8192x4096 3.33, 65536x128
+    2.12 TB/s; with half the rows and twice the programs 2.60, 3.25, 1.93; that with one load in flight, the day before,
+    2.33, 2.79, 1.76. LayerNorm 8192x4096 3.09 (3.00), 16384x4096 3.51 (3.47).
+    """
+    columns = min(next_power_of_2(N), WIDE)
+    rows = max(1, (4096 if heavy else 8192) // columns)
+    return rows, columns, 8 if columns <= (2048 if heavy else 8192) else 16, 1
+
+
+def _empty(t):
+    """Contiguous, and a microsecond faster where t is, too."""
+    return torch.empty_like(t) if t.is_contiguous() else t.new_empty(t.shape)
+
+
+def _outputs(x, r, w, b, eps, offset, cast, centred):
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    stats = x.new_empty(2 * rows if centred else rows, dtype=torch.float32)
+    return _empty(x), None if r is None else _empty(x), stats
+
+
+def _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db):
+    return _empty(s) if need_dx else None, _empty(w) if need_dw else None, _empty(b) if need_db else None
+
+
+def rows(t):
+    """(..., N) in rows one after the other, or (M, N) with unit stride in N; a copy where there is no such view."""
+    if t.is_contiguous():
+        return t
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def _stride(t):
+    return t.stride(-2) if t.dim() == 2 else t.shape[-1]
+
+
+@custom_op("norm", _outputs)
+def norm_fwd(
+    x: torch.Tensor, r: torch.Tensor | None, w: torch.Tensor | None, b: torch.Tensor | None,
+    eps: float, offset: float, cast: int, centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x and r, both `rows` -> y like x, s like x if there is an r, and fp32 rstd (M,) then mean (M,) if centred."""
+    y, s, stats = _outputs(x, r, w, b, eps, offset, cast, centred)
+    N = x.shape[-1]
+    M = x.numel() // N if N else 0
+    block, columns, warps = _launch(N, centred)
+    if M:
+        _fwd[(cdiv(M, block),)](
+            x, r, w, b, s, y, stats, _stride(x), 0 if r is None else _stride(r), M, N, eps, offset,
+            CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
+            num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return y, s, stats
+
+
+@custom_op("norm_backward", _gradients)
+def norm_bwd(
+    dy: torch.Tensor, ds: torch.Tensor | None, s: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None,
+    stats: torch.Tensor, offset: float, cast: int, centred: bool, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dy, ds, s, all `rows` -> dx like s, dw and db (N,), those that are needed."""
+    dx, dw, db = _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db)
+    N = s.shape[-1]
+    M = s.numel() // N if N else 0
+    block, columns, warps, resident = _launch_bwd(N, centred and s.element_size() == 4)
+    warps = devices.warps(warps, s)
+    whole = columns >= N
+    strides = _stride(dy), 0 if ds is None else _stride(ds), _stride(s)
+    if need_dx and M and not whole:
+        _bwd_wide[(M,)](
+            dy, ds, s, w, stats, dx, *strides, M, N, offset, CENTRED=centred, BLOCK_N=columns, num_warps=warps
+        )
+    if not whole:
+        columns, warps = 4096, devices.warps(8, s)  # dw alone couples no columns: a block that spills no registers
+    if N and (need_dw or need_db or (need_dx and M and whole)):
+        programs = max(1, min(cdiv(M, block), resident * devices.multiprocessors(s)))
+        one = programs == 1
+        part_w = dw if one or not need_dw else s.new_empty((programs, N), dtype=torch.float32)
+        part_b = db if one or not need_db else s.new_empty((programs, N), dtype=torch.float32)
+        _bwd[(programs, cdiv(N, columns))](
+            dy, ds, s, w, stats, dx, part_w, part_b, *strides, M, N, offset,
+            CAST=cast, CENTRED=centred, DX=need_dx and whole, BLOCK_M=block, BLOCK_N=columns,
+            STAGES=devices.stages((2 if ds is None else 3) * block * columns * s.element_size(), s), num_warps=warps,
+        )  # fmt: skip
+        if need_dw and not one:
+            sum_rows(part_w, dw)
+        if need_db and not one:
+            sum_rows(part_b, db)
+    return dx, dw, db
+
+
+def shaped(t, shape):
+    """What `norm_fwd` and `norm_bwd` give, in the caller's shape. No view: the caller may write to it in place."""
+    return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)

@@ -1,0 +1,246 @@
+r"""Softmax over the last dimension.
+
+    y = exp(x - max x) / Σ exp(x - max x)
+
+    dx = y·(dy - Σ dy·y)
+
+Arithmetic is in fp32 and y is rounded once, as PyTorch does it. An entry of -inf gives 0. A row without a finite
+maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows don't notice.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import CASES, Case, Function, custom_op
+from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, next_power_of_2, tl
+
+
+def softmax_reference(x):
+    return torch.softmax(x, -1).to(x.dtype)
+
+
+@kernel
+def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """A program takes every num_programs-th block of BLOCK_M rows, each one block, read once."""
+    n = tl.arange(0, BLOCK_N)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        mask = (m < M) & (n < N)
+        x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
+        p = exp_for(x - tl.max(x, axis=1, keep_dims=True), x_ptr.dtype.element_ty == tl.float32)
+        y = p * (1.0 / tl.sum(p, axis=1, keep_dims=True))
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them an iteration.
+
+    They are neighbours if ALIGNED, and loaded at once; otherwise the lanes' are.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    BLOCK: tl.constexpr = LANES * EACH
+    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
+    i = lane * EACH + each if ALIGNED else each * LANES + lane
+    top = tl.full((LANES,), -INF, dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_row + start + i, mask=start + i < N, other=-INF).to(tl.float32)
+        new = tl.maximum(top, tl.max(x, axis=0))
+        shift = finite(new)
+        total = total * exp_for(top - shift, EXACT) + tl.sum(exp_for(x - shift[None, :], EXACT), axis=0)
+        top = new
+    highest = finite(tl.max(top))
+    scale = 1.0 / tl.sum(total * exp(top - highest))
+    n = tl.arange(0, BLOCK)
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for back in range(0, N, BLOCK):  # the end of the row was read last, and is in a cache
+        at = last - back + n
+        x = tl.load(x_row + at, mask=at < N, other=-INF).to(tl.float32)
+        tl.store(y_row + at, (exp_for(x - highest, EXACT) * scale).to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+@kernel
+def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: BLOCK_M rows, each one block, read once."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    mask = (m < M) & (n < N)
+    y = tl.load(y_ptr + m * N + n, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
+    dot = tl.sum(y * dy, axis=1, keep_dims=True)
+    if BLOCK_M * BLOCK_N > 16384:  # the registers hold y alone; dy is in a cache
+        dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    dx = y * (dy - dot)
+    tl.store(dx_ptr + m * N + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_dy, N, BLOCK: tl.constexpr):
+    """One row, read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    y_row, dy_row = y_ptr + row * N, dy_ptr + row * stride_dy
+    n = tl.arange(0, BLOCK)
+    dots = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, N, BLOCK):
+        y = tl.load(y_row + start + n, mask=start + n < N, other=0.0).to(tl.float32)
+        dots += y * tl.load(dy_row + start + n, mask=start + n < N, other=0.0).to(tl.float32)
+    dot = tl.sum(dots)
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for back in range(0, N, BLOCK):
+        at = last - back + n
+        y = tl.load(y_row + at, mask=at < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_row + at, mask=at < N, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * N + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=at < N)
+
+
+WIDE = 65536  # bytes; a wider row doesn't fit a program's registers and is walked in blocks
+
+
+def _launch(N):
+    """(rows, columns, warps) of a program, forward or backward, whose rows are one block: 16 to 32 columns a thread."""
+    columns = next_power_of_2(N)
+    rows = max(1, 2048 // columns)
+    return rows, columns, columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
+
+
+def _launch_stages(x, M, columns):
+    """(programs, rows in flight) of forward: where one row fills a multiprocessor, others are loaded meanwhile."""
+    ahead = devices.stages(columns * x.element_size(), x)
+    return (min(M, devices.multiprocessors(x)), ahead) if columns > 16384 and ahead > 1 else (M, 1)
+
+
+def _launch_wide(x):
+    """(lanes, columns of a lane in an iteration, warps) of a program that walks a row: one load of 16 bytes a lane.
+
+    Large programs, so that the rows under way at one time stay in the cache until they are read again.
+    """
+    return 1024, 16 // x.element_size(), 16
+
+
+def _output(x):
+    return x.new_empty(x.shape)
+
+
+def _gradient(y, dy):
+    return y.new_empty(y.shape)
+
+
+@custom_op("softmax", _output)
+def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
+    """x (M, N) with unit stride in N -> y (M, N) in x's dtype."""
+    y = _output(x)
+    M, N = x.shape
+    if N * x.element_size() <= WIDE:
+        rows, columns, warps = _launch(N)
+        programs, ahead = _launch_stages(x, cdiv(M, rows), columns)
+        _fwd[(programs,)](
+            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, STAGES=ahead, num_warps=devices.warps(warps, x)
+        )
+    else:
+        lanes, each, warps = _launch_wide(x)
+        _fwd_wide[(M,)](
+            x, y, x.stride(0), N, LANES=lanes, EACH=each, ALIGNED=N % 16 == x.stride(0) % 16 == 0,
+            num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return y
+
+
+@custom_op("softmax_backward", _gradient)
+def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """y (M, N) contiguous, dy (M, N) with unit stride in N -> dx (M, N)."""
+    dx = _gradient(y, dy)
+    M, N = y.shape
+    if N * y.element_size() <= WIDE:
+        rows, columns, warps = _launch(N)
+        _bwd[(cdiv(M, rows),)](
+            y, dy, dx, dy.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, y)
+        )
+    else:
+        lanes, each, warps = _launch_wide(y)
+        _bwd_wide[(M,)](y, dy, dx, dy.stride(0), N, BLOCK=lanes * each, num_warps=devices.warps(warps, y))
+    return dx
+
+
+def _rows(t):
+    """(..., N) as (M, N) with unit stride in N; a copy only where there is no such view."""
+    t = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+class LigerSoftmaxFunction(Function):
+    """``apply(input_) -> Y`` like input_."""
+
+    @staticmethod
+    def reference(input_):
+        return softmax_reference(input_)
+
+    @staticmethod
+    def forward(ctx, input_):
+        devices.require_kernels("LigerSoftmaxFunction", input_)
+        Y = torch.ops.aten._unsafe_view(softmax_fwd(_rows(input_)), input_.shape)  # no view: it may be written to
+        ctx.save_for_backward(Y)  # as it is returned, so that backward raises if it was
+        return Y
+
+    @staticmethod
+    def again(ctx, dY):
+        (Y,) = ctx.saved_tensors
+        y, dy = Y.float(), dY.float()
+        return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(Y.dtype)
+
+    @staticmethod
+    def backward(ctx, dY):
+        (Y,) = ctx.saved_tensors
+        return softmax_bwd(_rows(Y), _rows(dY)).view(dY.shape)
+
+
+def liger_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension.
+
+    Args:
+        x: (..., N), fp32, bf16 or fp16; any N.
+
+    Returns:
+        (..., N) in x's dtype, computed in fp32 and rounded once. A row that is all -inf is NaN, as in PyTorch.
+
+    Raises:
+        ValueError: x has no dimension.
+        TypeError: x is not of a floating dtype.
+    """
+    check.floats("liger_softmax", dict(x=x))
+    if x.dim() == 0:
+        raise ValueError("liger_softmax: x has no dimension, give a tensor of shape (..., N)")
+    if not devices.has_kernels(x):
+        return softmax_reference(x)
+    return LigerSoftmaxFunction.apply(x)
+
+
+class LigerSoftmax(torch.nn.Module):
+    """`liger_softmax` as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor):
+        return liger_softmax(x)
+
+
+CASES.append(
+    Case(
+        "softmax",
+        fn=liger_softmax,
+        reference=softmax_reference,
+        inputs=lambda *shape: dict(x=torch.randn(shape).requires_grad_()),
+        shapes=((1, 8), (5, 123), (2, 7, 512), (2, 17001), (3, 5, 1)),
+        bench=((8192, 8192), (65536, 1024), (4096, 32768)),
+        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+        fp32_roundings=2,
+    )
+)

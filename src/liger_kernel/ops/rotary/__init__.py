@@ -1,0 +1,1 @@
+"""Rotary position embeddings, alone and with the norms of queries and keys."""

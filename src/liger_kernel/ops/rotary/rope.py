@@ -1,0 +1,412 @@
+r"""Rotary position embedding of queries and keys.
+
+    y1 = x1·cos - x2·sin,   y2 = x2·cos + x1·sin        dx: the same with -sin
+
+for each pair (x1, x2) of a head's first ``rotary_dim`` entries; the rest passes through. ``interleaved`` says which
+entries are a pair, and where its angle stands in cos and sin:
+
+    False        (x[j], x[j + rotary_dim/2])    column j               Llama and most others; the second half isn't read
+    True         (x[2j], x[2j+1])               column j               GLM, Helium, ERNIE 4.5
+    "repeated"   (x[2j], x[2j+1])               column 2j (= 2j+1)     Cohere
+
+Hugging Face rounds both products and the sum to the input's dtype in some families and only the result in others. Here
+arithmetic is in fp32 and the result is rounded once.
+
+Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864; layouts as in the
+models of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import CASES, Case, Function, custom_op, unit_stride
+from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+
+
+def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
+    q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(
+        q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
+    )
+    first = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
+    second = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
+
+    def turned(x):
+        f = x if x.dtype == torch.float64 else x.float()
+        x1, x2, c, s = f[..., first], f[..., second], cos.to(f.dtype)[:, None], sin.to(f.dtype)[:, None]
+        y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
+        y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
+        return swapped(torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype), heads_dim)
+
+    return turned(q), turned(k)
+
+
+@triton.jit
+def _read(x_row, mask, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The two entries of every pair: (tokens, heads, BLOCK_N) each, in fp32."""
+    if PAIRS:
+        n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
+        x = tl.load(x_row + n, mask=mask & (n < R), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_N, 2)))
+    else:
+        n = tl.arange(0, BLOCK_N)[None, None, :]
+        x1 = tl.load(x_row + n, mask=mask & (n < R // 2), other=0.0).to(tl.float32)
+        x2 = tl.load(x_row + R // 2 + n, mask=mask & (n < R // 2), other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def _write(
+    y_row, x_row, mask, x1, x2, cos, sin,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = y_row.dtype.element_ty
+    y1, y2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
+    if PAIRS:
+        n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), (y1.shape[0], y1.shape[1], 2 * BLOCK_N))
+        tl.store(y_row + n, y, mask=mask & (n < R))
+    else:
+        n = tl.arange(0, BLOCK_N)[None, None, :]
+        tl.store(y_row + n, y1, mask=mask & (n < R // 2))
+        tl.store(y_row + R // 2 + n, y2, mask=mask & (n < R // 2))
+    if R < D:
+        n = R + tl.arange(0, BLOCK_PASS)[None, None, :]
+        tl.store(y_row + n, tl.load(x_row + n, mask=mask & (n < D)), mask=mask & (n < D))
+
+
+@kernel
+def _turn(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, q_b, q_h, q_t, k_b, k_h, k_t,
+    cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, yq_b, yq_h, yq_t, yk_b, yk_h, yk_t, T, sign,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    """One program turns BLOCK_T tokens in one group of their heads: BLOCK_Q of q and BLOCK_K of k.
+
+    A stride is named after its tensor and dimension. q and k are asked for before the angles are needed, so that the
+    latencies overlap.
+    """
+    group = tl.program_id(0) % GROUPS
+    block = tl.program_id(0) // GROUPS
+    b = tl.cast(block // tl.cdiv(T, BLOCK_T), tl.int64)
+    t = tl.cast(block % tl.cdiv(T, BLOCK_T), tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
+    n = tl.arange(0, BLOCK_N)[None, None, :]
+    q_head = tl.cast(group * BLOCK_Q, tl.int64) + tl.arange(0, BLOCK_Q)[None, :, None]
+    k_head = tl.cast(group * BLOCK_K, tl.int64) + tl.arange(0, BLOCK_K)[None, :, None]
+    q_mask, k_mask, mask = (t < T) & (q_head < HQ), (t < T) & (k_head < HK), (t < T) & (n < R // 2)
+    q_row = q_ptr + b * q_b + q_head * q_h + t * q_t
+    k_row = k_ptr + b * k_b + k_head * k_h + t * k_t
+    q1, q2 = _read(q_row, q_mask, R, PAIRS, BLOCK_N)
+    k1, k2 = _read(k_row, k_mask, R, PAIRS, BLOCK_N)
+    cos = tl.load(cos_ptr + b * cos_b + t * cos_t + n * cos_n, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + b * sin_b + t * sin_t + n * sin_n, mask=mask, other=0.0).to(tl.float32) * sign
+    yq_row = yq_ptr + b * yq_b + q_head * yq_h + t * yq_t
+    yk_row = yk_ptr + b * yk_b + k_head * yk_h + t * yk_t
+    _write(yq_row, q_row, q_mask, q1, q2, cos, sin, D, R, PAIRS, BLOCK_N, BLOCK_PASS)
+    _write(yk_row, k_row, k_mask, k1, k2, cos, sin, D, R, PAIRS, BLOCK_N, BLOCK_PASS)
+
+
+@functools.cache
+def _launch(HQ, HK, D, R):
+    """Groups of heads, and a program's (tokens, q heads, k heads, pairs, passing columns, warps).
+
+    4096 entries of q a program, and at best all heads of a token. Cached, since Triton's own arithmetic is slow.
+    """
+    most = max(HQ, HK)
+    block = min(most & -most, 32)  # heads that need no mask: the largest power of two that divides their number
+    if block < 8:
+        block = min(next_power_of_2(most), 32)
+    groups = cdiv(most, block)
+    q_heads, k_heads = (next_power_of_2(cdiv(H, groups)) for H in (HQ, HK))
+    pairs, passing = next_power_of_2(R // 2), next_power_of_2(max(D - R, 1))
+    row = 2 * max(q_heads, k_heads) * pairs
+    tokens = max(1, 4096 // row)
+    return groups, tokens, q_heads, k_heads, pairs, passing, min(max(tokens * row // 1024, 1), 8)
+
+
+def result_like(x, rows, heads_dim):
+    """Like x, in the caller's dimensions at once: of a view, autograd lets nobody write to it.
+
+    Its memory is (B, T, h, D) with ``rows``, else (B, h, T, D).
+    """
+    B, second, third, D = x.shape
+    turned = not rows if heads_dim == 2 else rows
+    strides = (D, second * D) if turned else (third * D, D)
+    return torch.empty_strided(x.shape, (second * third * D, *strides, 1), dtype=x.dtype, device=x.device)
+
+
+def angle_strides(angles):
+    return angles.stride(0) if angles.shape[0] > 1 else 0, angles.stride(1), angles.stride(2)
+
+
+def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows):
+    return result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
+
+
+@custom_op("rope", _outputs)
+def rope_turn(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    heads_dim: int, rotary_dim: int, pairs: bool, sign: float, q_rows: bool, k_rows: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q and k with unit stride in D and their heads in ``heads_dim``; cos, sin (1 or B, T, rotary_dim/2), any strides.
+
+    ``sign`` -1 turns back. ``rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
+    """
+    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows)
+    q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
+    (B, HQ, T, D), HK = q.shape, k.shape[1]
+    groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
+    _turn[(groups * cdiv(T, tokens) * B,)](
+        q, k, cos, sin, yq, yk, *q.stride()[:3], *k.stride()[:3],
+        *angle_strides(cos), *angle_strides(sin),
+        *yq.stride()[:3], *yk.stride()[:3], T, sign,
+        HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, GROUPS=groups,
+        BLOCK_T=tokens, BLOCK_Q=q_heads, BLOCK_K=k_heads, BLOCK_N=columns, BLOCK_PASS=passing,
+        num_warps=devices.warps(warps, q),
+    )  # fmt: skip
+    return outs
+
+
+def swapped(x, heads_dim):
+    """(B, h, T, D) from the caller's layout, or back."""
+    return x if heads_dim == 1 else x.transpose(1, 2)
+
+
+def token_rows(x):
+    return x.stride(1) < x.stride(2)
+
+
+LAYOUTS = (False, True, "repeated")
+
+
+def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, name="liger_rotary_pos_emb"):
+    """-> q, k as (B, h, T, D); cos, sin as (1 or B, T, rotary_dim/2), a column a pair; the heads' dim; rotary_dim."""
+    check.floats(name, dict(q=q, k=k, cos=cos, sin=sin))
+    if position_ids is not None:
+        check.integers(name, dict(position_ids=position_ids))
+    unsqueeze_dim = check.integer(name, "unsqueeze_dim", unsqueeze_dim)
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"{name}: q has shape {tuple(q.shape)}, k {tuple(k.shape)}, give 4 dimensions")
+    heads_dim = unsqueeze_dim % 4 if -4 <= unsqueeze_dim < 4 else 0
+    if heads_dim not in (1, 2):
+        raise ValueError(f"{name}: unsqueeze_dim is {unsqueeze_dim}, the heads are in dimension 1 or 2")
+    q, k = swapped(q, heads_dim), swapped(k, heads_dim)
+    B, _, T, D = q.shape
+    if k.shape[0] != B or k.shape[2] != T or k.shape[3] != D:
+        raise ValueError(
+            f"{name}: q has (batch, tokens, head size) {B, T, D}, k has {k.shape[0], k.shape[2], k.shape[3]}; "
+            f"the heads are in dimension {heads_dim}, see unsqueeze_dim"
+        )
+    if cos.shape != sin.shape:
+        raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, give equal ones")
+    if interleaved not in LAYOUTS:
+        raise ValueError(f"{name}: interleaved is {interleaved!r}, give one of {LAYOUTS}")
+    width = cos.shape[-1] if cos.dim() else 0
+    if rotary_dim is None:
+        if width > D:
+            raise ValueError(f"{name}: cos has {width} columns, more than a head's {D}; give those of its angles")
+        rotary_dim = width
+    if check.integer(name, "rotary_dim", rotary_dim) % 2 or not 0 < rotary_dim <= D:
+        raise ValueError(f"{name}: rotary_dim is {rotary_dim}, give an even number from 2 to the head size {D}")
+    step = 2 if interleaved == "repeated" else 1
+    if width < (rotary_dim // 2 - 1) * step + 1:
+        raise ValueError(f"{name}: cos has {width} columns, rotary_dim {rotary_dim} needs {rotary_dim // 2 * step}")
+    cos, sin = (_angles(name, x, position_ids, heads_dim, B, T) for x in (cos, sin))
+    columns = slice(0, (rotary_dim // 2 - 1) * step + 1, step)
+    return q, k, cos[..., columns], sin[..., columns], heads_dim, rotary_dim
+
+
+def _angles(name, x, position_ids, heads_dim, B, T):
+    """cos or sin as (1 or B, T, w), gathered by ``position_ids`` if it is a table over positions."""
+    shape = tuple(x.shape)
+    if x.dim() == 4:
+        one = heads_dim if shape[heads_dim] == 1 else 1
+        if shape[one] != 1:
+            raise ValueError(f"{name}: cos has shape {shape}, of 4 dimensions one must be 1, where the heads are")
+        x = x.squeeze(one)
+    elif position_ids is not None and (
+        x.dim() == 2 or x.dim() == 3 and shape[0] == 1 and shape[:2] != position_ids.shape
+    ):
+        positions = position_ids[None] if position_ids.dim() == 1 else position_ids
+        if positions.dim() != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T:
+            raise ValueError(
+                f"{name}: position_ids has shape {tuple(position_ids.shape)}, give {B, T} or {1, T} to gather rows of "
+                f"cos, or cos of the tokens themselves"
+            )
+        x = x.reshape(-1, shape[-1])[positions]
+    elif x.dim() == 2:
+        x = x[None]
+    if x.dim() != 3 or x.shape[0] not in (1, B) or x.shape[1] != T:
+        raise ValueError(f"{name}: cos has shape {shape}, give {T, '*'}, {1, T, '*'} or {B, T, '*'}")
+    return x
+
+
+class LigerRopeFunction(Function):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False) -> (q, k)``
+
+    The arguments of `liger_rotary_pos_emb`. Results and gradients have the memory layout of q and k; neither those nor
+    the incoming gradients are written to or copied, whatever their strides.
+    """
+
+    reference = staticmethod(rope_reference)
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
+        devices.require_kernels("LigerRopeFunction", q)
+        heads_first_q, heads_first_k, cos, sin, heads_dim, rotary_dim = rope_arguments(
+            q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
+        )
+        rows = token_rows(heads_first_q), token_rows(heads_first_k)
+        ctx.save_for_backward(cos, sin)
+        ctx.options = heads_dim, rotary_dim, bool(interleaved), rows
+        return rope_turn(unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows)
+
+    @staticmethod
+    def again(ctx, dyq, dyk):
+        """Turned back: q and k are not needed, and not saved."""
+        (cos, sin), (heads_dim, rotary_dim, pairs, _) = ctx.saved_tensors, ctx.options
+        dq, dk = rope_reference(dyq, dyk, cos, -sin, None, heads_dim, rotary_dim, pairs)
+        return dq, dk, None, None, None, None, None, None
+
+    @staticmethod
+    def backward(ctx, dyq, dyk):
+        heads_dim, rotary_dim, pairs, rows = ctx.options
+        dyq, dyk = unit_stride(dyq), unit_stride(dyk)
+        dq, dk = rope_turn(dyq, dyk, *ctx.saved_tensors, heads_dim, rotary_dim, pairs, -1.0, *rows)
+        return dq, dk, None, None, None, None, None, None
+
+
+def _turned(name, q, k, cos, sin, sign):
+    devices.require_kernels(name, q)
+    heads_first_q, heads_first_k, c, s, heads_dim, rotary_dim = rope_arguments(
+        q, k, cos, sin, None, 1, None, False, name
+    )
+    rows = token_rows(heads_first_q), token_rows(heads_first_k)
+    return rope_turn(unit_stride(q), unit_stride(k), c, s, heads_dim, rotary_dim, False, sign, *rows)
+
+
+def rope_forward(q, k, cos, sin):
+    """The kernel without autograd, for frameworks with a Function of their own.
+
+    Args:
+        q, k, cos, sin: as in `liger_rotary_pos_emb`, the heads in dimension 1. They are not written to.
+
+    Returns:
+        (q, k, cos, sin): the two turned, and what `rope_backward` takes.
+
+    Raises:
+        ValueError, TypeError: as `liger_rotary_pos_emb`. RuntimeError: there are no kernels for q.
+    """
+    return *_turned("rope_forward", q, k, cos, sin, 1.0), cos, sin
+
+
+def rope_backward(dq, dk, cos, sin):
+    """-> dq, dk, turned back: the gradients of what `rope_forward` was given. They are not written to."""
+    return _turned("rope_backward", dq, dk, cos, sin, -1.0)
+
+
+def liger_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1, rotary_dim: int | None = None, interleaved: bool | str = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Rotary position embedding of queries and keys, in place of Hugging Face's ``apply_rotary_pos_emb``.
+
+    Args:
+        q, k: (B, h, T, D) and (B, h_k, T, D), of any strides; with ``unsqueeze_dim=2`` (B, T, h, D) and (B, T, h_k, D).
+        cos, sin: (T, w), (1, T, w) or (B, T, w), or one of these with a 1 where q has its heads. They get no gradient.
+        position_ids: (B, T), (1, T) or (T,). If cos and sin are tables over positions, (P, w), or (1, P, w) where
+            position_ids is not itself (1, P), token t has their row ``position_ids[:, t]``. Else they are taken as
+            the tokens' own, as Hugging Face passes them, and position_ids is not used.
+        unsqueeze_dim: the dimension of q and k that holds the heads.
+        rotary_dim: how many entries of a head turn; the others pass. w by default. Where w is half of it, give it; of
+            a wider table the first columns are then read.
+        interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, its angle in column j
+            (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, its angle in the columns 2j and 2j+1 (Cohere).
+
+    Returns:
+        q and k turned, new tensors with the dtype and memory layout of q and k.
+
+    Raises:
+        ValueError: shapes, devices or options that do not fit each other, cos and sin wider than a head among them.
+        TypeError: q, k, cos or sin is no floating point tensor, position_ids none of integers.
+
+    Source: arXiv:2104.09864.
+    """
+    check.floats("liger_rotary_pos_emb", dict(q=q))
+    run = LigerRopeFunction.apply if devices.has_kernels(q) else rope_reference
+    return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
+
+
+liger_rope = liger_rotary_pos_emb
+
+
+def liger_rotary_pos_emb_gpt_oss(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """cos and sin have half the head's size, as in GPT-OSS."""
+    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and its kin."""
+    q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    return q.squeeze(0), k.squeeze(0)
+
+
+def _inputs(B, T, HQ, HK, D):
+    """In Hugging Face's layout: heads within tokens, transposed. Each batch row has positions of its own."""
+    angles = torch.randint(0, 1000, (B, T, 1)) * 10000 ** (-torch.arange(0, D, 2) / D)
+    angles = torch.cat((angles, angles), -1)
+    q, k = (torch.randn(B, T, H, D).transpose(1, 2).requires_grad_() for H in (HQ, HK))
+    return dict(q=q, k=k, cos=angles.cos(), sin=angles.sin())
+
+
+def _variant(rope):
+    """The case's options are for every shape: ``partial`` and ``half`` cut cos and sin to a part of their width."""
+
+    def call(q, k, cos, sin, one_row=False, partial=False, half=False, interleaved=False):
+        rotary_dim = max(2, q.shape[-1] // 4 * 2) if partial else q.shape[-1]
+        width = rotary_dim // 2 if half else rotary_dim
+        cos, sin = (x[: 1 if one_row else None, :, :width] for x in (cos, sin))
+        if interleaved == "repeated":
+            cos, sin = (x[..., : rotary_dim // 2].repeat_interleave(2, -1) for x in (cos, sin))
+        return rope(q, k, cos, sin, rotary_dim=rotary_dim if half else None, interleaved=interleaved)
+
+    return call
+
+
+def _traffic(t):
+    """q and k read and written, and the half of cos and sin that is used."""
+    q, k, cos, sin = (t[x].numel() * t[x].element_size() for x in ("q", "k", "cos", "sin"))
+    size = 2 * (q + k) + (cos + sin) // 2
+    return size, size
+
+
+CASES.append(
+    Case(
+        "rope",
+        fn=_variant(liger_rotary_pos_emb),
+        reference=_variant(rope_reference),
+        inputs=_inputs,
+        shapes=((1, 1, 1, 1, 2), (2, 5, 3, 1, 12), (1, 9, 14, 2, 16), (2, 3, 40, 8, 24)),
+        options=(
+            dict(),
+            dict(one_row=True),
+            dict(partial=True),
+            dict(half=True),
+            dict(interleaved=True),
+            dict(interleaved=True, partial=True),
+            dict(interleaved="repeated"),
+        ),
+        bench=((1, 32768, 32, 8, 128), (4, 2048, 32, 8, 128)),
+        traffic=_traffic,
+    )
+)

@@ -1,0 +1,1 @@
+"""What a model has of our operators is proved, and put into it."""

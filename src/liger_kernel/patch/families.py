@@ -1,0 +1,275 @@
+"""The families: a row each. What can be done to a model is found in the model itself (`engine`, `probe`)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch
+
+from liger_kernel.patch import class_level
+from liger_kernel.patch.engine import patch, revert_model
+from liger_kernel.patch.report import Report
+
+logger = logging.getLogger(__name__)
+
+
+def _row(glu="swiglu", **changes) -> dict[str, bool]:
+    """The switches of a function in their order, with their defaults; what a family hasn't got is None."""
+    row = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=None, rms_norm=True)
+    row |= {glu: True} | changes
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _loss_only(**more) -> dict[str, bool]:
+    return dict(cross_entropy=False, fused_linear_cross_entropy=True) | more
+
+
+FAMILIES = {  # the defaults of the published functions
+    "deepseek_v2": _row(rope=False),
+    "deepseek_v3": _row(rope=False),
+    "deepseek_v4": _row(rope=False, swiglu=False),
+    "exaone4": _row(),
+    "falcon_h1": _row(),
+    "gemma": _row("geglu"),
+    "gemma2": _row("geglu"),
+    "gemma3": _row("geglu", layer_norm=True),
+    "gemma3_text": _row("geglu"),
+    "gemma4": _row("geglu", rope=False, layer_norm=False),
+    "gemma4_text": _row("geglu", rope=False),
+    "glm4": _row(rope=False),
+    "glm4v": _row(rope=False),
+    "glm4v_moe": _row(rope=False),
+    "gpt_oss": _row(swiglu=False),
+    "granite": _row(cross_entropy=True, fused_linear_cross_entropy=False),
+    "hunyuan_v1_dense": _row(),
+    "hunyuan_v1_moe": _row(),
+    "internvl": _loss_only(rms_norm=True, layer_norm=True),
+    "llama": _row(),
+    "llama4": _row(layer_norm=True),
+    "llava": _loss_only(),
+    "ministral": _row(),
+    "mistral": _row(),
+    "mixtral": _row(),
+    "mllama": _row(layer_norm=True),
+    "muse_glimmer": _row(layer_norm=True),
+    "nemotron": dict(relu_squared=True) | _loss_only(),
+    "olmo2": _row(),
+    "olmo3": _row(),
+    "paligemma": _row("geglu", layer_norm=True),
+    "phi3": _row(),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+    "qwen2": _row(),
+    "qwen2_5_vl": _row(),
+    "qwen2_vl": {**_row(swiglu=None), "layer_norm": True, "swiglu": True},
+    "qwen3": _row(),
+    "qwen3_5": _row(rope=False),
+    "qwen3_5_moe": _row(rope=False),
+    "qwen3_moe": _row(),
+    "qwen3_next": _row(rope=False),
+    "qwen3_vl": _row(swiglu=False),
+    "qwen3_vl_moe": _row(),
+    "smollm3": _row(),
+    "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
+}
+TEXT = {  # the language model of a family, by its own model type
+    "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe",
+}  # fmt: skip
+BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
+MORE = "internvl", "llava", "nemotron", "smolvlm"  # functions that take any keyword, and do not use it
+EVERYTHING = {**_row(), "layer_norm": True, "geglu": True}
+
+DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that compute the same.
+
+    Args:
+        {switches}: that operator's kernel.
+        fused_linear_cross_entropy: the loss without logits in memory (in training, or with ``skip_logits=True``).
+        cross_entropy: the loss on logits without their fp32 copy; in place of fused_linear_cross_entropy.
+        model: a model, to patch it and no other, also as the only positional argument; without it every {name} model,
+            those that exist (but what was patched by itself) and those that are built from now on.
+
+    Returns:
+        A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert` undoes all of it,
+        but in models that were built meanwhile.
+
+    Raises:
+        TypeError: a switch is neither a bool nor None, or ``model`` is no model.
+        ValueError: cross_entropy and fused_linear_cross_entropy were both asked for.
+        ImportError: transformers is too old; or, without a model, has no {name}.
+    """
+LOSSES = "cross_entropy", "fused_linear_cross_entropy"
+
+
+def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool]:
+    """The switches with what was given; None is False. Of the two losses the one that was asked for wins."""
+    for switch, value in given.items():
+        if isinstance(value, torch.nn.Module):
+            raise TypeError(f"{name}: {switch} is {_what(value)}, give a model as model=...")
+        if not (value is None or isinstance(value, int) and value in (0, 1)):
+            raise TypeError(f"{name}: {switch} is {_what(value)}, give True or False")
+    if all(given.get(loss) for loss in LOSSES):
+        raise ValueError(f"{name}: cross_entropy and fused_linear_cross_entropy are both True, give one of them")
+    chosen = {**switches, **{k: bool(v) for k, v in given.items()}}
+    for mine, other in (LOSSES, LOSSES[::-1]):
+        if given.get(mine):
+            chosen[other] = False
+    return chosen
+
+
+def _what(value) -> str:
+    """A value in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
+
+
+def _patched(name: str, model, chosen: dict[str, bool], asked: dict | None = None) -> Report:
+    """The model is patched, in addition to what was done to it before. ``asked``: warn of no other switches."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{name}: model is {_what(model)}, give a model that is loaded; for models yet to be built there is "
+            "apply_liger_kernel_to_<family>()"
+        )
+    before = class_level.in_place(model)
+    report = patch(model, chosen)
+    if asked is not None:
+        _asked_for(report, asked)
+    if before:
+        report.notes.append(f"patched before, and still is: {', '.join(before)}")
+    report.warnings += [
+        f"{switch}: on since an earlier call, and stays on; revert(model) undoes it"
+        for switch in before
+        if not chosen.get(switch)
+    ]
+    class_level.forget(model)
+    return _logged(report)
+
+
+def _asked_for(report: Report, switches: dict) -> Report:
+    """By default whatever is there is replaced: a switch that does nothing is worth a warning if it was asked for."""
+    by_default = tuple(f"{switch}:" for switch in EVERYTHING if not switches.get(switch))
+    report.warnings = [warning for warning in report.warnings if not warning.startswith(by_default)]
+    return report
+
+
+def _logged(report: Report) -> Report:
+    logger.info("%s", report)
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.target, warning)
+    return report
+
+
+def _signature(model_type: str) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    switches = FAMILIES[model_type]
+    parameters = {k: inspect.Parameter(k, kind, default=v, annotation="bool | None") for k, v in switches.items()}
+    behind = parameters.pop(BEHIND_MODEL.get(model_type), None)
+    parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="torch.nn.Module | None")
+    found = [*parameters.values(), *([behind] if behind else [])]
+    if model_type in MORE:
+        found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation="object"))
+    return inspect.Signature(found, return_annotation="Report")
+
+
+def _make(model_type: str):
+    name, switches, signature = f"apply_liger_kernel_to_{model_type}", FAMILIES[model_type], _signature(model_type)
+
+    def apply(*args, **kwargs):
+        if len(args) == 1 and isinstance(args[0], torch.nn.Module) and "model" not in kwargs:
+            args, kwargs = (), {**kwargs, "model": args[0]}
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        model = given.pop("model", None)
+        given.pop("kwargs", None)
+        chosen = decided(name, switches, given)
+        if model is None:
+            return _logged(class_level.patch_family(model_type, chosen))
+        return _patched(name, model, chosen)
+
+    apply.__name__ = apply.__qualname__ = name
+    apply.__doc__ = DOC.format(name=model_type, switches=", ".join(k for k in switches if k not in LOSSES))
+    apply.__signature__ = signature
+    return apply
+
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: _make(model_type) for model_type in FAMILIES}
+MODEL_TYPE_TO_APPLY_LIGER_FN |= {text: MODEL_TYPE_TO_APPLY_LIGER_FN[name] for text, name in TEXT.items()}
+NAMED = {fn.__name__: fn for fn in MODEL_TYPE_TO_APPLY_LIGER_FN.values()}
+NAMED |= {f"apply_liger_kernel_to_{text}": MODEL_TYPE_TO_APPLY_LIGER_FN[text] for text in TEXT if "qwen3_5" in text}
+globals().update(NAMED)
+
+
+def _apply_liger_kernel(model_type: str, **kwargs: object) -> Report | None:
+    """A family by its model type, as its function does without a model. Keywords that the function doesn't take are
+    dropped. Of any type that transformers has; of another it is None. The loss in the head wherever it is not
+    switched off.
+    """
+    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if fn is not None:
+        return fn(**_taken(fn, kwargs))
+    if not class_level.is_known(model_type):
+        logger.info("no kernels are applied: this transformers has no models of type %r", model_type)
+        return None
+    chosen = decided("_apply_liger_kernel", EVERYTHING, {k: v for k, v in kwargs.items() if k in EVERYTHING})
+    return _logged(_asked_for(class_level.patch_family(model_type, chosen), kwargs))
+
+
+def _apply_liger_kernel_to_instance(model: torch.nn.Module, **kwargs: object) -> Report:
+    """A model by the function of its type or, where there is none, by `apply_liger_kernel`. Keywords that it doesn't
+    take are dropped. The loss in the head wherever it is not switched off. This is what the Trainer calls.
+    """
+    fn = MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(getattr(model, "config", None), "model_type", None))
+    if fn is not None:
+        return fn(**_taken(fn, kwargs), model=model)
+    return apply_liger_kernel(model, **{k: v for k, v in kwargs.items() if k in EVERYTHING})
+
+
+def _taken(fn, kwargs: dict) -> dict:
+    """What of the keywords the function takes; the best loss, whatever its default is (granite's makes logits)."""
+    parameters = inspect.signature(fn).parameters
+    taken = {k: v for k, v in kwargs.items() if k in parameters}
+    if LOSSES[1] in parameters and not taken.get(LOSSES[0]):
+        taken.setdefault(LOSSES[1], True)
+    return taken
+
+
+def apply_liger_kernel(model: torch.nn.Module, **switches: bool | None) -> Report:
+    """Replace whatever is proved equal in a Hugging Face model, of any family, by faster kernels.
+
+    Args:
+        model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
+        **switches: rope, rms_norm, layer_norm, swiglu, geglu, fused_linear_cross_entropy (all on), cross_entropy
+            (off), as in `apply_liger_kernel_to_llama`.
+
+    Returns:
+        A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.
+        `revert(model)` undoes it.
+
+    Raises:
+        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None.
+        ValueError: both losses were asked for. ImportError: transformers is too old.
+    """
+    unknown = sorted(set(switches) - set(EVERYTHING))
+    if unknown:
+        raise TypeError(f"apply_liger_kernel: unknown switch {', '.join(unknown)}, there are {', '.join(EVERYTHING)}")
+    return _patched("apply_liger_kernel", model, decided("apply_liger_kernel", EVERYTHING, switches), switches)
+
+
+def revert(target: torch.nn.Module | str) -> None:
+    """Undo the patch of a model, or of a family: ``revert(model)``, ``revert("llama")``.
+
+    The latter gives back the models which existed when the family was patched, and leaves those that were built since.
+    """
+    if isinstance(target, str):
+        if target not in FAMILIES and not class_level.is_known(target):
+            raise ValueError(f"revert: {target!r} is not one of {', '.join(FAMILIES)}")
+        class_level.revert_family(target)
+    elif isinstance(target, torch.nn.Module):
+        revert_model(target)
+        class_level.forget(target)
+    else:
+        raise TypeError(f"revert: give a model or a family's name, not {_what(target)}")
