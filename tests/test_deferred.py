@@ -13,19 +13,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
 from liger_kernel.patch import deferred, probe
-from liger_kernel.patch.deferred import Normed, Stream, pays, rope, tensor_of
+from liger_kernel.patch.deferred import Normed, Stream, worth_fusing, rope, tensor_of
 from liger_kernel.transformers import apply_liger_kernel, revert
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     """A GPU's small layers have streams here, too."""
-    monkeypatch.setattr(deferred, "pays", lambda x: True)
+    monkeypatch.setattr(deferred, "worth_fusing", lambda x: True)
 
 
 def test_what_pays():
     small, large = (torch.empty(n, 2**10, device="meta") for n in (1, 2**13))
-    assert not pays(small) and pays(large) and pays(torch.empty(1))
+    assert not worth_fusing(small) and worth_fusing(large) and worth_fusing(torch.empty(1))
 
 
 def rows(*shape, seed=0):
@@ -362,11 +362,11 @@ def test_a_hook_on_a_head_norm_sees_tensors():
     assert seen == [(torch.Tensor, torch.Tensor)]
     other, x = mine.model.layers[1].self_attn, torch.ones(1, 2, 2, norm.weight.numel())
     assert type(other.q_norm(x)) is torch.Tensor  # not by its attention
-    deferred.turns(other)
+    deferred.rotating(other)
     try:
         assert type(other.q_norm(x)) is Normed
     finally:
-        deferred.turns(None)
+        deferred.rotating(None)
 
 
 def test_a_norm_over_all_heads_does_not_wait():

@@ -124,7 +124,7 @@ WAITS = {  # (file, attribute) -> why the host may wait for the device there
 }
 PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
-TAKEN = {"ops.head.distillation"}  # whose Function is `grouped_loss.Taken`
+TAKEN = {"ops.head.distillation"}  # whose Function is `grouped_loss.GradientInForward`
 COMPOSED = {"ops.head.scaled_cross_entropy", "ops.head.grouped_loss"}  # of other operators: no kernels of their own
 NAMES_ALONE = {"ops.utils", "ops.backends.registry", "ops.functional"}  # what frameworks import beside the operators
 

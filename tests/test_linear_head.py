@@ -369,7 +369,7 @@ def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
             least = (
                 sums
                 - V * H * weight_dtype.itemsize
-                + (LEAST * token + strip if chosen.beside else max(LEAST * token, strip))
+                + (LEAST * token + strip if chosen.separate_logits else max(LEAST * token, strip))
             )
             excess = (extra - max(memory, least) - aligned) / token
             assert excess <= 0, f"{chosen}: {excess:.1f} tokens too many within {memory} bytes"
@@ -641,8 +641,8 @@ def taken_gradients(monkeypatch):
     """What `run_passes` was asked for and what it made: (of hidden, weight, bias), each time."""
     seen, run_ = [], passes.run_passes
 
-    def spy(h, w, b, dtype, plan, turn, needs, *rest):
-        grads = run_(h, w, b, dtype, plan, turn, needs, *rest)
+    def spy(h, w, b, dtype, plan, to_gradient, needs, *rest):
+        grads = run_(h, w, b, dtype, plan, to_gradient, needs, *rest)
         assert [g.numel() > 0 for g in grads] == list(needs)
         seen.append(tuple(needs))
         return grads

@@ -148,10 +148,10 @@ def products(monkeypatch):
     """(tokens of each pass, for which gradients), of each time through the head."""
     seen, run_ = [], grouped_loss.run_passes
 
-    def spy(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
+    def spy(h, w, b, dtype, plan, to_gradient, needs, group=None, passes=None):
         sizes = [len(range(*i.indices(len(h)))) if isinstance(i, slice) else len(i) for i in passes]
         seen.append((sizes, tuple(needs)))
-        return run_(h, w, b, dtype, plan, turn, needs, group, passes)
+        return run_(h, w, b, dtype, plan, to_gradient, needs, group, passes)
 
     monkeypatch.setattr(grouped_loss, "run_passes", spy)
     return seen

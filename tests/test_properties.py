@@ -197,6 +197,6 @@ def test_plans(M, H, V, dtypes, accum_dtype, share, more):
     strip = chosen.strip * H * chosen.accum_dtype.itemsize
     sums = V * H * 4 if (accum_dtype == F32 or dtype == F16) and weight_dtype != F32 else 0
     extra = taken(M, H, V, dtype, weight_dtype, chosen)
-    least = LEAST * token + strip if chosen.beside else max(LEAST * token, strip)
+    least = LEAST * token + strip if chosen.separate_logits else max(LEAST * token, strip)
     assert extra <= max(memory, sums + least) + 512
     number_of_passes(M, plan(M, H, V, dtype, weight_dtype, accum_dtype))

@@ -144,9 +144,9 @@ def test_angles_of_four_dimensions(unsqueeze_dim):
 def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
     """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite layouts."""
     seen = []
-    turn = rope.rope_turn
+    rotate = rope.rope_rotate
     monkeypatch.setattr(
-        rope, "rope_turn", lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or turn(q, k, *rest)
+        rope, "rope_rotate", lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest)
     )
     _, k, cos, sin = drawn()
     q = torch.randn(B, T, HQ, 2 * D, device=DEVICE)[..., :D].transpose(1, 2).requires_grad_()
@@ -280,7 +280,7 @@ def test_results_may_be_written_to(heads_dim):
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
 def test_queries_alone(heads_dim):
-    """Beside keys of no head, as for families that turn one tensor at a time."""
+    """Beside keys of no head, as for families that rotate one tensor at a time."""
     q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
     k, dy = torch.randn(2, 3, 3, 8, device=DEVICE), torch.randn(2, 3, 3, 8, device=DEVICE)
     angles = torch.randn(2, 3, 8, device=DEVICE)

@@ -23,7 +23,7 @@ what was proved of the modules in whose place it stands: nothing is known by a n
 that is seen at every training step: [patching.md](patching.md) |
 | norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
 | MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16 |
-| RoPE | the turn and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
+| RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
 | residual stream | whole layers, in fp32 and in bf16: bit for bit the same |
 
 `norm_rope` are the norms of queries and keys, in one kernel with RoPE. `tests/test_zoo.py` and

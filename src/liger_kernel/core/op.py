@@ -57,7 +57,7 @@ def _filled(outs, like):
 class Function(torch.autograd.Function):
     """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
 
-    torch.compile takes ``forward`` and no notice of this ``apply``, so `liger_<op>()` asks for kernels, too. A subclass
+    torch.compile bypasses this ``apply``, so the public function `liger_<op>()` checks for kernels itself. A subclass
     gives ``reference(*args)``: the same outputs in plain PyTorch; and ``arguments(ctx)``: such args out of what is
     saved, where tensors with a gradient are apply's own. Where a graph of the gradients is asked for
     (``create_graph=True``), ``again`` stands for backward: it differentiates the reference.

@@ -111,7 +111,7 @@ def above_bound(ratio, advantages, o):
     return (ratio > o.epsilon_high) & (advantages > 0)
 
 
-def nowhere(ratio, advantages, o):
+def never_clipped(ratio, advantages, o):
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
@@ -188,8 +188,8 @@ POLICIES = {
     "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH),
     "luspo": Policy(clipped_surrogate, outside_clip, times_length, BOTH, padding=True),
     "cispo": Policy(clipped_weight, above_bound, mean_of_all_tokens),
-    "sapo": Policy(soft_gate, nowhere, mean_of_sequences),
-    "vespo": Policy(weighted_reinforce, nowhere, mean_of_all_tokens, couples=True),
+    "sapo": Policy(soft_gate, never_clipped, mean_of_sequences),
+    "vespo": Policy(weighted_reinforce, never_clipped, mean_of_all_tokens, couples=True),
 }
 
 
@@ -361,7 +361,7 @@ def _check_grpo(name, like, shape, o, coef, mask, advantages, old, ref, inferenc
 
 
 def _counted(o, coef, mask):
-    """The positions whose log-probabilities matter: luspo's padding has none of its own where all is the sequence's."""
+    """The positions whose log-probabilities are used. luspo counts padding where tokens count."""
     own = o.importance_sampling_level == "token" or o.beta != 0 or coef != 0
     return None if POLICIES[o.loss_type].padding and own else mask.bool()
 
@@ -520,7 +520,7 @@ def _reference(name, ids, counted, make, given, hidden, weight, bias, **head):
         return token_log_probs(hidden, weight, _only(counted, ids, IGNORED), bias, ignore_index=IGNORED, **head)
 
 
-class _ToldTheClass(staticmethod):
+class _WithClass(staticmethod):
     """A static ``forward(cls, ctx, ...)``, which `apply` calls without the class."""
 
     def __get__(self, instance, owner=None):
@@ -593,7 +593,7 @@ class LigerFusedLinearPPOBase(GradientsInForward):
         loss, *metrics = linear_loss(fn, hidden, weight, target, bias, temperature=temperature, ignore_index=IGNORED)
         return loss, tuple(metrics)
 
-    @_ToldTheClass
+    @_WithClass
     def forward(
         cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
         old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, epsilon_low=0.2, epsilon_high=0.2,

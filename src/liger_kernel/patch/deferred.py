@@ -11,10 +11,10 @@ A `Stream` is the residual stream of a decoder layer:
     hidden_states = residual + self.self_attn(...)    a Stream with something yet to be added
     hidden_states = self.post_attention_layernorm(..) added and normalised by `liger_fused_add_rms_norm`
 
-A `Normed` is what a norm of queries or keys gives, which RoPE turns:
+A `Normed` is what a norm of queries or keys gives, which RoPE rotates:
 
     query_states = self.q_norm(...).transpose(1, 2)   a Normed, and one with its heads first
-    apply_rotary_pos_emb(query_states, key_states..)  normalised and turned by `liger_norm_rope`
+    apply_rotary_pos_emb(query_states, key_states..)  normalised and rotated by `liger_norm_rope`
 
 A `Shared` is what several linear layers read, whose products then add up its gradient (`fan_out`).
 
@@ -63,7 +63,7 @@ def in_autocast(x) -> bool:
 _running = threading.local()
 
 
-def turns(attention):
+def rotating(attention):
     """Make it this thread's attention, whose norms may wait for its RoPE; the one before it is returned."""
     before = getattr(_running, "attention", None)
     _running.attention = attention
@@ -154,23 +154,23 @@ class Stream(Deferred):
 
 
 class Normed(Deferred):
-    """``norm(x)``, with the dimensions 1 and 2 exchanged if ``turned``; ``norm`` is (weight, eps, offset, casting)."""
+    """``norm(x)``, with dimensions 1 and 2 exchanged if ``transposed``; ``norm`` is (weight, eps, offset, casting)."""
 
-    __slots__ = ("x", "norm", "turned", "value")
+    __slots__ = ("x", "norm", "transposed", "value")
 
-    def __init__(self, x, norm, turned=False):
-        self.x, self.norm, self.turned, self.value = x, norm, turned, None
+    def __init__(self, x, norm, transposed=False):
+        self.x, self.norm, self.transposed, self.value = x, norm, transposed, None
 
     def tensor(self) -> torch.Tensor:
         if self.value is None:
             y = functional.liger_rms_norm(self.x, *self.norm)
-            self.value = y.transpose(1, 2) if self.turned else y
+            self.value = y.transpose(1, 2) if self.transposed else y
         return self.value
 
     def transpose(self, *dims):
-        """Waits, too, from tokens and heads to heads and tokens: so it is before RoPE, and not behind it."""
+        """From (tokens, heads) to (heads, tokens), as it comes before RoPE, is delayed, too; any other is not."""
         tokens_first = self.x.dim() == 4 and self.x.stride(1) >= self.x.stride(2)
-        if self.value is None and not self.turned and tokens_first and sorted(dims) == [1, 2]:
+        if self.value is None and not self.transposed and tokens_first and sorted(dims) == [1, 2]:
             return Normed(self.x, self.norm, True)
         return self.tensor().transpose(*dims)
 
@@ -196,7 +196,7 @@ class Shared(Deferred):
 LARGE = 2**23  # elements of a layer's input; for a smaller one the host's time counts for more
 
 
-def pays(x) -> bool:
+def worth_fusing(x) -> bool:
     """Whether a stream of that size saves more than it costs the host: two kernels become one, for some objects.
 
     Llama-3.2-1B, H200, 2026-11-21, with streams and without: 4096 × 8 tokens 487 and 490 ms a step, 1024 × 1 36.8 and
@@ -206,7 +206,7 @@ def pays(x) -> bool:
 
 
 def shared(x, layers):
-    """x, as `Shared` where it pays: large, with a gradient, and read by some of PyTorch's own linear layers alone."""
+    """x, as `Shared` where it saves time: large, with a gradient, read by some of PyTorch's own linear layers alone."""
     if not plain(x) or x.numel() < LARGE or not x.requires_grad or torch.compiler.is_compiling():
         return x
     if torch.is_autocast_enabled(x.device.type) or not devices.has_kernels(x):
@@ -220,7 +220,7 @@ def rope(q, k, cos, sin, unsqueeze_dim, interleaved):
     """`liger_rotary_pos_emb`, in one kernel with the norms of q and k where both wait."""
     both = type(q) is type(k) is Normed and interleaved != "half"
     if both and q.value is k.value is None and q.norm[1:] == k.norm[1:]:
-        q_x, k_x = (n.x.transpose(1, 2) if n.turned else n.x for n in (q, k))
+        q_x, k_x = (n.x.transpose(1, 2) if n.transposed else n.x for n in (q, k))
         (q_weight, *how), (k_weight, *_) = q.norm, k.norm
         return functional.liger_norm_rope(
             q_x, k_x, q_weight, k_weight, cos, sin, *how, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved

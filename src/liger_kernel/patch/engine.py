@@ -32,7 +32,7 @@ class _Patcher:
         self.done = set()  # flags for which there is something, be it from an earlier call
         self.obstacles = {flag: [] for flag in FLAGS}
         self.proofs = {}  # modules of one outline: what each was proved to be, and the parts that this rests on
-        self.turns = {}  # functions, and tables of angles, with what is known of them
+        self.rotations = {}  # functions, and tables of angles, with what is known of them
         self.paths = {module: path for path, module in model.named_modules()}
         self.rotary = [m for m in self.paths if "rotary" in type(m).__name__.lower() and m._buffers]
 
@@ -114,9 +114,9 @@ class _Patcher:
 
     def rope(self, attention):
         """By no parts: the attention's own forward runs, with another function."""
-        return "its forward was replaced on the instance" if own_forward(attention) else self.turn(attention), ()
+        return "its forward was replaced on the instance" if own_forward(attention) else self.rotation(attention), ()
 
-    def turn(self, attention):
+    def rotation(self, attention):
         pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
         if pairs and probe.mentions(type(attention).forward, f"{ROPE}_interleave"):
             return "it takes pairs and gives halves (rope_interleave)"
@@ -129,9 +129,9 @@ class _Patcher:
         return next(filter(None, unknown), what)
 
     def once(self, proof, *given):
-        if given not in self.turns:
-            self.turns[given] = proof(*given)
-        return self.turns[given]
+        if given not in self.rotations:
+            self.rotations[given] = proof(*given)
+        return self.rotations[given]
 
     def rotary_of(self, attention):
         """The rotary embeddings in the smallest part of the model that has both."""

@@ -128,7 +128,7 @@ def _layer_norm_members(cls, what):
 def _block_members(cls, what):
     def forward(self, *args, **kwargs):
         stream, *others = args or (kwargs[what.stream],)
-        if not plain(stream) or not deferred.pays(stream) or seen(*self._modules.values()):
+        if not plain(stream) or not deferred.worth_fusing(stream) or seen(*self._modules.values()):
             return cls.forward(self, *args, **kwargs)
         if args:
             args = Stream(stream), *others
@@ -168,8 +168,8 @@ def _experts_members(cls, what):
     return {probe.GATE: _apply_gate}
 
 
-def _turns(heads, cos, sin, unsqueeze_dim) -> bool:
-    """Whether the operator turns these as the family does. In autocast what reads them is given its dtype anyway."""
+def _rotates_alike(heads, cos, sin, unsqueeze_dim) -> bool:
+    """Whether the operator rotates these as the family does. In autocast what reads them is given its dtype anyway."""
     given = [x.x if type(x) is Normed else x for x in heads]
     if not plain(*given, cos, sin) or unsqueeze_dim not in (1, 2) or any(x.dtype not in FLOATS for x in given):
         return False
@@ -180,12 +180,12 @@ def _rope_members(cls, what):
     family = probe.global_of(cls.forward, ROPE)
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        if not _turns((q, k), cos, sin, unsqueeze_dim):
+        if not _rotates_alike((q, k), cos, sin, unsqueeze_dim):
             return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
 
     def of_one(x, cos, sin, unsqueeze_dim=1):
-        if not _turns((x,), cos, sin, unsqueeze_dim):
+        if not _rotates_alike((x,), cos, sin, unsqueeze_dim):
             return family(tensor_of(x), cos, sin, unsqueeze_dim=unsqueeze_dim)
         return deferred.rope_of_one(x, cos, sin, unsqueeze_dim, what.interleaved)
 
@@ -200,11 +200,11 @@ def _rope_members(cls, what):
             kwargs[name] = shared(kwargs[name], layers)
         if torch.compiler.is_compiling():
             return rebound(self, *args, **kwargs)
-        before = deferred.turns(self)
+        before = deferred.rotating(self)
         try:
             return rebound(self, *args, **kwargs)
         finally:
-            deferred.turns(before)
+            deferred.rotating(before)
 
     return {"forward": forward}
 

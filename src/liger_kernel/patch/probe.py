@@ -38,7 +38,7 @@ PROJECTIONS = (
 
 
 @contextlib.contextmanager
-def _calmly():
+def _isolated():
     """On the CPU and without autocast, whatever contexts the model is built in; the user's random numbers stay."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -79,7 +79,7 @@ def _held(members: dict) -> set[str]:
     return {name for name, value in members.items() if value is not None}
 
 
-@_calmly()
+@_isolated()
 def norm(module: torch.nn.Module, reads: Reads | None = None) -> Norm | LayerNorm | str:
     normalises = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
     if type(module).__module__.startswith("torch.nn.") and not normalises:
@@ -178,7 +178,7 @@ def gated(module: torch.nn.Module, reads: Reads | None = None) -> Gated | str:
     return (_experts if stacked else _glu)(module, reads or Reads())
 
 
-@_calmly()
+@_isolated()
 def _glu(module, reads) -> GLU | str:
     children = _held(module._modules)
     projections = next((names for names in PROJECTIONS if set(names) <= children), None)
@@ -212,7 +212,7 @@ def _glu(module, reads) -> GLU | str:
     return _gated(run, formula, x, "down(act(gate)·up)", lambda act: GLU(act, *projections), reads)
 
 
-@_calmly()
+@_isolated()
 def _experts(module, reads) -> Experts | str:
     gate = getattr(type(module), GATE, None)
     if gate is None or not _takes_one_tensor(gate):
@@ -287,7 +287,7 @@ def _with_gradients(run, given):
         return out.detach(), *torch.autograd.grad(out, given, dy, allow_unused=True)
 
 
-@_calmly()
+@_isolated()
 def block(module: torch.nn.Module, reads: Reads | None = None) -> Block | str:
     """Its children stand for themselves where they hold nothing, its norms with weights of ours; the others are stubs,
     which give a tensor, or one and None, as the layer takes it."""
@@ -390,7 +390,7 @@ class _Layer:
         return (out, *[None] * self.extra) if self.extra else out
 
 
-@_calmly()
+@_isolated()
 def rope(function: Callable) -> Rope | str:
     parameters = list(inspect.signature(function).parameters.values())
     defaults = [p.default for p in parameters]
@@ -406,17 +406,17 @@ def rope(function: Callable) -> Rope | str:
             return of_one(q, *angles, **dim), of_one(k, *angles, **dim)
 
     try:
-        for interleaved in (False, True, "repeated") if _turns(function, SIZE) else ("half",):
+        for interleaved in (False, True, "repeated") if _rotates(function, SIZE) else ("half",):
             cases = [(SIZE, 1), (SIZE, 2)]
-            if all(_same_turn(function, interleaved, *case) for case in cases):
+            if all(_same_rotation(function, interleaved, *case) for case in cases):
                 if interleaved == "half":
                     return Rope(interleaved, one)
-                if _turns(function, SIZE // 2) and not _same_turn(function, interleaved, SIZE // 2, 1):
-                    return "it turns a part of each head in a way that is not known"
+                if _rotates(function, SIZE // 2) and not _same_rotation(function, interleaved, SIZE // 2, 1):
+                    return "it rotates a part of each head in a way that is not known"
                 return Rope(interleaved, one)
     except Exception as error:
         return f"it could not be tried: {_line(error)}"
-    return "it turns queries and keys in a way that is not known"
+    return "it rotates queries and keys in a way that is not known"
 
 
 def _angles(interleaved, width):
@@ -426,7 +426,7 @@ def _angles(interleaved, width):
     return whole.cos() * 1.25, whole.sin() * 1.25
 
 
-def _turns(function, width) -> bool:
+def _rotates(function, width) -> bool:
     q = _random(2, 3, 5, SIZE)
     try:
         function(q, q, *_angles(False, width))
@@ -435,7 +435,7 @@ def _turns(function, width) -> bool:
     return True
 
 
-def _same_turn(function, interleaved, width, heads_dim) -> bool:
+def _same_rotation(function, interleaved, width, heads_dim) -> bool:
     shapes = [(2, heads, 5, SIZE) if heads_dim == 1 else (2, 5, heads, SIZE) for heads in (3, 1)]
     sizes = 10.0 ** torch.arange(-2, 8, 2, device="cpu").view(5, 1, 1).transpose(0, 1 if heads_dim == 1 else 0)
     q_k = [_random(*shape, seed=i) * sizes for i, shape in enumerate(shapes)]
@@ -446,7 +446,7 @@ def _same_turn(function, interleaved, width, heads_dim) -> bool:
         return function(*given, *(t.to(x.dtype) for t in tables), unsqueeze_dim=heads_dim)[which]
 
     def formula(x, dtype=None):
-        return _turned(x, *(t.to(dtype or x.dtype).to(x.dtype) for t in tables), interleaved, heads_dim)
+        return _rotated(x, *(t.to(dtype or x.dtype).to(x.dtype) for t in tables), interleaved, heads_dim)
 
     for which, x in enumerate(q_k):
         (y, dx), (z, wanted) = _with_gradients(functools.partial(run, which), [x]), _with_gradients(formula, [x])
@@ -459,7 +459,7 @@ def _same_turn(function, interleaved, width, heads_dim) -> bool:
     return True
 
 
-def _turned(x, cos, sin, interleaved, heads_dim):
+def _rotated(x, cos, sin, interleaved, heads_dim):
     """x·cos + rotate(x)·sin over the first entries of each head, rounded after each step as in x's dtype."""
     width = cos.shape[-1] * (2 if interleaved == "half" else 1)
     columns = torch.arange(width // 2).repeat_interleave(2) if interleaved is True else torch.arange(width)
@@ -473,9 +473,9 @@ def _turned(x, cos, sin, interleaved, heads_dim):
     return torch.cat((x * cos + rotated * sin, rest), -1)
 
 
-@_calmly()
+@_isolated()
 def angles(module: torch.nn.Module, interleaved) -> str | None:
-    """Whether a rotary embedding's cos and sin have the layout that the turn was proved with: None, or why not."""
+    """Whether a rotary embedding's cos and sin have the layout that the rotation was proved with: None, or why not."""
     frequencies = {name: _random(*held.shape).abs() for name, held in module._buffers.items() if "inv_freq" in name}
     parameters = inspect.signature(type(module).forward).parameters
     layer_types = [None]

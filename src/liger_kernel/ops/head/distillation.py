@@ -546,7 +546,7 @@ def distillation_fwd(
     most = min(TEACHER_ROWS, h.shape[0])
     of_teacher = _Teacher(teacher, teacher_w, teacher_b, logits, rows, teacher_dtype, most)
 
-    def turn(i, x):
+    def to_gradient(i, x):
         for start in range(i.start, i.stop, TEACHER_ROWS):
             some = slice(start, min(start + TEACHER_ROWS, i.stop))
             inside = slice(start - i.start, some.stop - i.start)
@@ -556,7 +556,7 @@ def distillation_fwd(
                 1.0 / temperature, weights, ignore_index, any(needs), soft[some], None if ce is None else ce[some],
             )  # fmt: skip
 
-    grads = run_passes(h, w, b, dtype, chosen, turn, needs)
+    grads = run_passes(h, w, b, dtype, chosen, to_gradient, needs)
     soft = soft.sum() / n
     ce = ce.sum() / n if hard else torch.zeros_like(soft)
     return weights[0] * ce + weights[1] * soft, soft, ce, n.clone(), *grads

@@ -34,7 +34,7 @@ from liger_kernel.ops.head.token_log_probs import (
 )
 
 
-class Taken(torch.autograd.Function):
+class GradientInForward(torch.autograd.Function):
     """``apply(run, reference, h, w, b) -> loss, *rest``: a loss whose gradients ``run`` takes at once, in forward.
 
     ``run(h, w, b, needs) -> (loss, *rest), (dh, dw, db), divisor``: the gradients, of loss·divisor, are None or empty
@@ -68,7 +68,7 @@ def taken(run, reference, h, w, b):
     if transformed():
         return reference(h, w, b)
     if torch.is_grad_enabled():
-        return Taken.apply(run, reference, h, w, b)
+        return GradientInForward.apply(run, reference, h, w, b)
     return run(h, w, b, [False] * 3)[0]
 
 
@@ -159,7 +159,8 @@ def _fitted(chosen, lengths, channels, dtype):
     """The plan with room for passes of so many tokens."""
     first, *later = lengths if chosen.first and lengths else (0, *lengths)
     holds = channels * chosen.accum_dtype.itemsize // dtype.itemsize  # tokens whose logits are as large as dW
-    return replace(chosen, first=first, rows=max(later, default=0), beside=chosen.beside and first <= holds)
+    separate = chosen.separate_logits and first <= holds
+    return replace(chosen, first=first, rows=max(later, default=0), separate_logits=separate)
 
 
 def _gathered(x, classes):
@@ -186,7 +187,7 @@ def _scatter(x, classes, values):
 
 
 def _with_kernels(job, h, w, b, needs):
-    """`Taken`'s ``run``."""
+    """`GradientInForward`'s ``run``."""
     dtype, V, learning = compute_dtype(h, w), w.shape[0], any(needs)
     options = job.ignore_index, 0.0, 0.0, None, 1.0 / job.temperature
     fp32 = dict(dtype=torch.float32, device=h.device)
@@ -247,14 +248,15 @@ def _with_kernels(job, h, w, b, needs):
             chosen = _fitted(chosen, [ends[b] - ends[a] for a, b in spans], h.shape[1], dtype)
         todo = iter(spans)
 
-        def turn(i, x):
+        def to_gradient(i, x):
             read(i, x)
             job.take(*next(todo), given, g)
             write(i, x)
 
         if not total:
             job.take(0, job.groups, given, g)
-        grads = run_passes(h, w, b, dtype, chosen, turn, needs, job.group, [job.of_groups(*span) for span in spans])
+        passes = [job.of_groups(*span) for span in spans]
+        grads = run_passes(h, w, b, dtype, chosen, to_gradient, needs, job.group, passes)
         return job.outputs(), grads, divisor
 
     def passes(chosen):
@@ -296,7 +298,7 @@ def _reference(job, h, w, b):
 
 
 def _without_kernels(job, h, w, b, needs):
-    """`Taken`'s ``run`` in PyTorch, a few groups at a time."""
+    """`GradientInForward`'s ``run`` in PyTorch, a few groups at a time."""
     wide = torch.promote_types(w.dtype, torch.float32)
     grads = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip((h, w, b), needs, strict=True)]
     for span in job.spans(0, ROWS_WITHOUT_KERNELS):

@@ -54,7 +54,8 @@ def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 class _Memory:
     """dW and, while it isn't needed whole, the logits of the first pass: see the top of this file.
 
-    Those of later passes lie behind it, or in memory that is free again in the end: where dW's own is enough before.
+    Later passes use the memory behind it. Where dW itself is long enough for the first pass they use a separate buffer,
+    which is reused for the final dW.
 
     Where the first pass is wider than dW, what leaves must not hold the rest: dW has memory of its own, and the logits
     of the classes before ``split`` have other memory, where those of later passes come, too. The strips of dW are then
@@ -71,18 +72,19 @@ class _Memory:
         row, stride = cdiv(H * accum.itemsize, dtype.itemsize), aligned(plan.first)  # of dW and the logits, in logits
         sums = 2 * plan.wave * H
         dw = cdiv(V * row, 64) * 64
-        if stride > row and plan.grad_dtype == accum and not plan.beside:
+        if stride > row and plan.grad_dtype == accum and not plan.separate_logits:
             self.strip = max(min(plan.strip, V * row // (row + stride)), 1)
             enough = max(V - (V - self.strip) * row // stride, cdiv(self.strip * stride, row))
             self.split, dw = min(enough, V), 0
             self.early = h.new_empty(V * row, dtype=dtype)
             self.late = h.new_empty(max(self.split * stride, sums + later), dtype=dtype)
         else:
-            size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + (0 if plan.beside else later))
+            behind = 0 if plan.separate_logits else later
+            size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + behind)
             self.early = h.new_empty(cdiv(size, 64) * 64, dtype=dtype)
-            if plan.beside and plan.grad_dtype != accum:  # then the finished dW takes this memory
+            if plan.separate_logits and plan.grad_dtype != accum:  # then the finished dW takes this memory
                 later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
-            self.late = h.new_empty(later, dtype=dtype) if plan.beside else self.early
+            self.late = h.new_empty(later, dtype=dtype) if plan.separate_logits else self.early
         self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
         self.sums = (self.late if self.split else self.early)[dw : dw + sums].view(torch.float32).view(-1, H)
 
@@ -173,8 +175,8 @@ def run_passes(h, *args):
         return _run_passes(h, *args)
 
 
-def _run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
-    """Every pass: logits, ``turn(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
+def _run_passes(h, w, b, dtype, plan, to_gradient, needs, group=None, passes=None):
+    """Every pass: logits, ``to_gradient(tokens, x)`` of x (T, V), then what the gradient that it left in x gives.
 
     x may be a pair of the first classes and the others, of the same strides.
 
@@ -197,8 +199,8 @@ def _run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         for x in parts:
             fill_logits(x, w[v : v + len(x)], None if b is None else b[v : v + len(x)], part, n)
             v += len(x)
-        turned = tuple(x[:, :n].t() for x in parts)
-        turn(i, turned if len(parts) > 1 else turned[0])
+        rows = tuple(x[:, :n].t() for x in parts)
+        to_gradient(i, rows if len(parts) > 1 else rows[0])
         if b is not None:
             for x in parts:
                 x[:, n:] = 0  # a bias of -inf made them NaN
@@ -216,7 +218,7 @@ def _run_passes(h, w, b, dtype, plan, turn, needs, group=None, passes=None):
         dh = summed(dh, group).to(h.dtype)
     if memory.dw is None:
         return dh, h.new_empty(0), db
-    part = parts = turned = x = None
+    part = parts = rows = x = None
     return dh, memory.finished() if passes else memory.finished().zero_(), db
 
 

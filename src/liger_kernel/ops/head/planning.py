@@ -27,7 +27,7 @@ class Plan:
     wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
     accum_dtype: torch.dtype  # of dW until it is finished
     grad_dtype: torch.dtype  # of the finished one
-    beside: bool = False  # whether the logits of later passes have memory of their own, which is free in the end
+    separate_logits: bool = False  # whether later passes have a buffer of their own, reused for the finished dW
 
     def passes(self, M) -> list[slice]:
         starts = [0, *range(self.first or self.rows, M, self.rows or M)] if M else []

@@ -74,7 +74,7 @@ def head_fwd(
     if token_scaling and "token" not in wanted and any(needs):
         wanted["token"] = torch.empty_like(loss)
 
-    def turn(i, x):
+    def to_gradient(i, x):
         y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
         token_loss(
             x, y, ce_weight, inside, *options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
@@ -84,7 +84,7 @@ def head_fwd(
             token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
 
     chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
-    gradients = run_passes(h, w, b, dtype, chosen, turn, needs, group)
+    gradients = run_passes(h, w, b, dtype, chosen, to_gradient, needs, group)
     if dtype == torch.float16:
         loss.div_(norm[0])
         if wants[0]:
@@ -113,12 +113,12 @@ def head_bwd(
     """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
     options = _options(numbers, ignore_index)
 
-    def turn(i, x):
+    def to_gradient(i, x):
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
         token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
 
     chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
-    return run_passes(h, w, b, dtype, chosen, turn, needs, group)
+    return run_passes(h, w, b, dtype, chosen, to_gradient, needs, group)
 
 
 def _options(numbers, ignore_index):

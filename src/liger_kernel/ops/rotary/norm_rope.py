@@ -45,7 +45,7 @@ def norm_rope_reference(
 
 @triton.jit
 def _columns(n, D: tl.constexpr, R: tl.constexpr):
-    """Where the entries of pair n are, unless pairs are side by side. What doesn't turn counts as pairs, too."""
+    """Where the entries of pair n are, unless pairs are side by side. What isn't rotated counts as pairs, too."""
     if R < D:
         return tl.where(n < R // 2, n, n + R // 2), tl.where(n < R // 2, n + R // 2, n + (D + 1) // 2)
     return n, n + D // 2
@@ -91,7 +91,7 @@ def _angles(
     cos_ptr, sin_ptr, b, t, T, cos_b, cos_t, cos_n, sin_b, sin_t, sin_n,
     R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of a token's pairs; 1 and 0 for those that don't turn.
+    """cos and sin of a token's pairs; 1 and 0 for those that aren't rotated.
 
     Several tokens' angles are asked for once a head, from the cache: Triton gives a block (tokens, 1, columns) a layout
     of its own, and then takes q through shared memory to meet it.
@@ -143,8 +143,8 @@ def _forward(
     n1, n2 = n1.to(dtype).to(tl.float32), n2.to(dtype).to(tl.float32)
     y1, y2 = n1 * cos - n2 * sin, n2 * cos + n1 * sin
     if R < D:  # 0 times an infinity is none of its partner's business
-        turns = tl.arange(0, BLOCK_N)[None, None, :] < R // 2
-        y1, y2 = tl.where(turns, y1, n1), tl.where(turns, y2, n2)
+        rotates = tl.arange(0, BLOCK_N)[None, None, :] < R // 2
+        y1, y2 = tl.where(rotates, y1, n1), tl.where(rotates, y2, n2)
     y_row = y_ptr + ((b * T + t) * H + head if ROWS else (b * H + head) * T + t) * D
     _store(y_row, mask, y1, y2, D, R, PAIRS, BLOCK_N)
 
@@ -390,11 +390,11 @@ class LigerNormRopeFunction(Function):
         *given, cos, sin = ctx.saved_tensors
         heads_dim, rotary_dim, pairs, eps, offset, cast, *_ = ctx.options
 
-        def turned(q, k, q_weight, k_weight):
+        def rotated(q, k, q_weight, k_weight):
             q, k = (rms_norm_reference(x, w, eps, offset, CASTINGS[cast]) for x, w in ((q, q_weight), (k, k_weight)))
             return rope_reference(q, k, cos, sin, None, heads_dim, rotary_dim, pairs)
 
-        return *gradients(turned, given, ctx.needs_input_grad[:4], (dyq, dyk)), *(None,) * 7
+        return *gradients(rotated, given, ctx.needs_input_grad[:4], (dyq, dyk)), *(None,) * 7
 
     @staticmethod
     def backward(ctx, dyq, dyk):
@@ -423,7 +423,7 @@ def liger_norm_rope(
         q, k: (B, h, T, D) and (B, h_k, T, D), of any strides; with ``unsqueeze_dim=2`` (B, T, h, D) and (B, T, h_k, D).
         q_weight, k_weight: (D,), any floating dtype, or None for no weight (``offset`` is unused then).
         cos, sin: (T, w), (1, T, w) or (B, T, w), or one of these with a 1 where q has its heads. They get no gradient.
-            The first w entries of a head turn, the others are normalised and pass.
+            The first w entries of a head are rotated, the others are only normalised.
         eps: added to the mean square.
         offset: added to the weights: 0 for Qwen3, 1 for Gemma 3.
         casting_mode: where the norm rounds: "llama" (Qwen3), "gemma" or "none".
@@ -431,7 +431,7 @@ def liger_norm_rope(
         interleaved: which entries form a pair: False, True or "repeated", see `liger_rotary_pos_emb`.
 
     Returns:
-        q and k normalised and turned, new tensors with the dtype and memory layout of q and k.
+        q and k normalised and rotated, new tensors with the dtype and memory layout of q and k.
 
     Raises:
         ValueError, TypeError: as `liger_rotary_pos_emb` and `liger_rms_norm`.

@@ -35,14 +35,14 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
     first = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
     second = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
 
-    def turned(x):
+    def rotated(x):
         f = x if x.dtype == torch.float64 else x.float()
         x1, x2, c, s = f[..., first], f[..., second], cos.to(f.dtype)[:, None], sin.to(f.dtype)[:, None]
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
         y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
         return swapped(torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype), heads_dim)
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _turn(
     BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
-    """One program turns BLOCK_T tokens in one group of their heads: BLOCK_Q of q and BLOCK_K of k.
+    """One program rotates BLOCK_T tokens in one group of their heads: BLOCK_Q of q and BLOCK_K of k.
 
     A stride is named after its tensor and dimension. q and k are asked for before the angles are needed, so that the
     latencies overlap.
@@ -150,13 +150,13 @@ def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows)
 
 
 @custom_op("rope", _outputs)
-def rope_turn(
+def rope_rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     heads_dim: int, rotary_dim: int, pairs: bool, sign: float, q_rows: bool, k_rows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k with unit stride in D and their heads in ``heads_dim``; cos, sin (1 or B, T, rotary_dim/2), any strides.
 
-    ``sign`` -1 turns back. ``rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
+    ``sign`` -1 rotates back. ``rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
     """
     yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows)
     q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
@@ -265,11 +265,13 @@ class LigerRopeFunction(Function):
         rows = token_rows(heads_first_q), token_rows(heads_first_k)
         ctx.save_for_backward(cos, sin)
         ctx.options = heads_dim, rotary_dim, bool(interleaved), rows
-        return rope_turn(unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows)
+        return rope_rotate(
+            unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows
+        )
 
     @staticmethod
     def again(ctx, dyq, dyk):
-        """Turned back: q and k are not needed, and not saved."""
+        """Rotated back: q and k are not needed, and not saved."""
         (cos, sin), (heads_dim, rotary_dim, pairs, _) = ctx.saved_tensors, ctx.options
         dq, dk = rope_reference(dyq, dyk, cos, -sin, None, heads_dim, rotary_dim, pairs)
         return dq, dk, None, None, None, None, None, None
@@ -278,17 +280,17 @@ class LigerRopeFunction(Function):
     def backward(ctx, dyq, dyk):
         heads_dim, rotary_dim, pairs, rows = ctx.options
         dyq, dyk = unit_stride(dyq), unit_stride(dyk)
-        dq, dk = rope_turn(dyq, dyk, *ctx.saved_tensors, heads_dim, rotary_dim, pairs, -1.0, *rows)
+        dq, dk = rope_rotate(dyq, dyk, *ctx.saved_tensors, heads_dim, rotary_dim, pairs, -1.0, *rows)
         return dq, dk, None, None, None, None, None, None
 
 
-def _turned(name, q, k, cos, sin, sign):
+def _rotated(name, q, k, cos, sin, sign):
     devices.require_kernels(name, q)
     heads_first_q, heads_first_k, c, s, heads_dim, rotary_dim = rope_arguments(
         q, k, cos, sin, None, 1, None, False, name
     )
     rows = token_rows(heads_first_q), token_rows(heads_first_k)
-    return rope_turn(unit_stride(q), unit_stride(k), c, s, heads_dim, rotary_dim, False, sign, *rows)
+    return rope_rotate(unit_stride(q), unit_stride(k), c, s, heads_dim, rotary_dim, False, sign, *rows)
 
 
 def rope_forward(q, k, cos, sin):
@@ -298,17 +300,17 @@ def rope_forward(q, k, cos, sin):
         q, k, cos, sin: as in `liger_rotary_pos_emb`, the heads in dimension 1. They are not written to.
 
     Returns:
-        (q, k, cos, sin): the two turned, and what `rope_backward` takes.
+        (q, k, cos, sin): the two rotated, and what `rope_backward` takes.
 
     Raises:
         ValueError, TypeError: as `liger_rotary_pos_emb`. RuntimeError: there are no kernels for q.
     """
-    return *_turned("rope_forward", q, k, cos, sin, 1.0), cos, sin
+    return *_rotated("rope_forward", q, k, cos, sin, 1.0), cos, sin
 
 
 def rope_backward(dq, dk, cos, sin):
-    """-> dq, dk, turned back: the gradients of what `rope_forward` was given. They are not written to."""
-    return _turned("rope_backward", dq, dk, cos, sin, -1.0)
+    """-> dq, dk, rotated back: the gradients of what `rope_forward` was given. They are not written to."""
+    return _rotated("rope_backward", dq, dk, cos, sin, -1.0)
 
 
 def liger_rotary_pos_emb(
@@ -324,13 +326,13 @@ def liger_rotary_pos_emb(
             position_ids is not itself (1, P), token t has their row ``position_ids[:, t]``. Else they are taken as
             the tokens' own, as Hugging Face passes them, and position_ids is not used.
         unsqueeze_dim: the dimension of q and k that holds the heads.
-        rotary_dim: how many entries of a head turn; the others pass. w by default. Where w is half of it, give it; of
-            a wider table the first columns are then read.
+        rotary_dim: how many entries of a head are rotated; the others pass. w by default. Where w is half of it, give
+            it; of a wider table the first columns are then read.
         interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, its angle in column j
             (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, its angle in the columns 2j and 2j+1 (Cohere).
 
     Returns:
-        q and k turned, new tensors with the dtype and memory layout of q and k.
+        q and k rotated, new tensors with the dtype and memory layout of q and k.
 
     Raises:
         ValueError: shapes, devices or options that do not fit each other, cos and sin wider than a head among them.
