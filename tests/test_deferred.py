@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNormFunction, fused_add_rms_norm_reference
 from liger_kernel.patch import deferred, probe
-from liger_kernel.patch.deferred import Normed, Stream, worth_fusing, rope, tensor_of
+from liger_kernel.patch.deferred import Normed, Stream, rope, tensor_of, worth_fusing
 from liger_kernel.transformers import apply_liger_kernel, revert
 
 

@@ -90,11 +90,13 @@ def without_autocast(tensor: torch.Tensor):
 
 
 def autocast_as_now(device):
-    """-> contexts, one each time it is called, with autocast as it is now."""
+    """-> contexts, one each time it is called, with autocast as it is now, on or off."""
     kind = torch.device(device).type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if kind == "meta":
         return contextlib.nullcontext
-    return functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+    return functools.partial(
+        torch.autocast, kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+    )
 
 
 def multiplies_into_fp32(tensor: torch.Tensor) -> bool:

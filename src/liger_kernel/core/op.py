@@ -165,11 +165,14 @@ def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
     ``references``: those to the argument of a call that is nobody else's. They are more, and with them the counts,
     while torch.compile evaluates frames, which it does for ever once it has raised.
     """
-    with torch.enable_grad(), torch.device("cpu"):
-        leaf = torch.zeros(2, requires_grad=True)
-        with torch.inference_mode(False):
-            _Probe.apply((leaf * 1).view(2, 1) if view else leaf * 1).backward()
-    return _Probe.counts[view]
+    found = []
+    for _ in range(8):  # another thread may look at a frame's variables meanwhile, which holds them
+        with torch.enable_grad(), torch.device("cpu"):
+            leaf = torch.zeros(2, requires_grad=True)
+            with torch.inference_mode(False):
+                _Probe.apply((leaf * 1).view(2, 1) if view else leaf * 1).backward()
+        found.append(_Probe.counts[view])
+    return tuple(map(min, *found))
 
 
 def may_overwrite(ctx, saved: torch.Tensor) -> bool:
@@ -184,7 +187,8 @@ def may_overwrite(ctx, saved: torch.Tensor) -> bool:
         return False
     if saved.is_leaf or not saved.requires_grad:
         return False
-    counts, alone = _holders(saved), _sole_holder(saved._base is not None, _references(object()))
+    before, counts, after = _references(object()), _holders(saved), _references(object())
+    alone = _sole_holder(saved._base is not None, min(before, after))
     if any(a > b for a, b in zip(counts, alone, strict=True)):
         return False
     if counts[0] == alone[0]:

@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_kernel.core import devices
+
 T = torch.Tensor
 _thread = threading.local()
 
@@ -159,27 +161,36 @@ class Source:
         self.request, self.head, self.hidden_states, self.dtype = request, head, hidden_states, dtype
         self.again = again  # whether a second call would give the same (dropout in a head does not)
         self.learning = torch.is_grad_enabled()
+        self.autocast = devices.autocast_as_now(hidden_states.device)
+        self.version = None if hidden_states.is_inference() else hidden_states._version
         self.asked = self.versions = self.result = None  # of the loss that was computed
         self.taken = False  # whether it is in somebody's graph
         self.logits = None
 
+    def call_again(self):
+        """Its head, as it was called: under the same autocast, and of the same hidden states."""
+        if self.version is not None and self.hidden_states._version != self.version:
+            raise self.request.needs("its forward writes to what its head has read")
+        with self.autocast():
+            return self.head(self.hidden_states)
+
     def real(self):
         if self.logits is None:
             if place() != self.request.place and torch.is_grad_enabled():
-                raise LogitsNeeded("a checkpoint takes its logits")
+                raise self.request.needs("a checkpoint takes its logits")
             if self.request.closed:
                 raise RuntimeError(
                     "liger-kernel: logits of a training step are asked for when it is over, and were not kept; call "
                     "the patched model with skip_logits=False"
                 )
             if not self.again:
-                raise LogitsNeeded("its head gives other logits when it is called again")
+                raise self.request.needs("its head gives other logits when it is called again")
             if torch.jit.is_tracing():
-                raise LogitsNeeded("its forward traces what it does to its logits")
+                raise self.request.needs("its forward traces what it does to its logits")
             before = ask(None)
             try:
                 with torch.set_grad_enabled(self.learning):
-                    self.logits = self.head(self.hidden_states)
+                    self.logits = self.call_again()
                 self.request.made = True
             finally:
                 ask(before)
@@ -215,6 +226,8 @@ class Logits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(function, torch._ops.OpOverload) and _is_below_autograd():  # a dispatch mode's call
+            return cls.__torch_dispatch__(function, types, args, kwargs)
         self = next((a for a in args if type(a) is Logits), None)
         if self is not None and self._made is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -250,7 +263,9 @@ class Logits(torch.Tensor):
         """What no torch function has shown: TorchScript, vmap, a tensor's constructor, C++."""
         if function in _SAME_MEMORY:
             (self,) = args
-            same = T._make_subclass(Logits, _in_one_place(self.untyped_storage(), self.shape, self.dtype, self.device))
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = _in_one_place(self.untyped_storage(), self.shape, self.dtype, self.device)
+                same = T._make_subclass(Logits, memory)
             return same if self._source is None else self._then(same)
         args, kwargs = tree_map(lambda x: x._below_functions() if type(x) is Logits else x, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -277,8 +292,7 @@ class Logits(torch.Tensor):
                 f"liger-kernel: {who} is given logits of a training step that is over; call the patched model with "
                 "skip_logits=False"
             )
-        request.needed = LogitsNeeded(f"{who} takes its logits")
-        return request.needed
+        return request.needs(f"{who} takes its logits")
 
     def _then(self, logits, transform=None, dtype=None, *step):
         transform = self._transform if transform is None else transform
@@ -313,7 +327,7 @@ class Logits(torch.Tensor):
             raise self._unseen(f"the autograd Function {function.__name__}")
         if self._made is None:
             if _is_being_called(self._source.head):
-                raise LogitsNeeded("a hook of its head reads its logits")
+                raise self._source.request.needs("a hook of its head reads its logits")
             self._source.real()
         return self._made
 
@@ -354,7 +368,7 @@ def _destination(function, args, kwargs):
 def _refuse_if_taken(x):
     """The gradient of a loss that was taken already does not pass through real logits."""
     if type(x) is Logits and x._source.taken and not x._source.request.closed:
-        raise LogitsNeeded("its forward wants gradients of its logits")
+        raise x._source.request.needs("its forward wants gradients of its logits")
     return x
 
 
@@ -367,6 +381,12 @@ def is_of_a_library(hook) -> bool:
     """Whether it is one of those that look at no values, or a function of theirs."""
     hook = getattr(hook, "func", hook)  # of a functools.partial
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)
+
+
+def _is_below_autograd() -> bool:
+    """Whether autograd has been passed already, as a ``TorchDispatchMode`` finds it: nothing here gets into a graph."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key) and not torch.is_inference_mode_enabled()
 
 
 def _is_the_users(function) -> bool:

@@ -121,10 +121,15 @@ class Request:
         self.wanted = None  # in a call of ours
         self.stands, self.closed = [], False  # what stands for logits: weak references
         self.made = False  # whether there were real ones
-        self.needed = None  # why they had to be, if that was found where no exception gets out as it is
+        self.needed = None  # why the call has to start again, whatever becomes of the exception that says so
         # in a graph
         self.traced, self.transform, self.read = None, Transform(), None
         self.learning = torch.is_grad_enabled()  # not so in the forward of an autograd Function
+
+    def needs(self, why) -> LogitsNeeded:
+        """To be raised. TorchScript, threads and the forward's own handlers may keep it to themselves."""
+        self.needed = why
+        return LogitsNeeded(why)
 
     # -- in the head --
 
@@ -273,11 +278,13 @@ class Request:
         return unpack_cross_entropy_result(self.result)[0]
 
     def _of_stand(self, logits, given):
+        if logits._source.request is not self:  # another model's
+            return None
         asked = self._asked(given, logits._transform)
         if asked is None or logits._made is not None or given.get("vocab_size", logits.shape[-1]) != logits.shape[-1]:
             return None
         if place() != self.place and torch.is_grad_enabled():  # in a checkpoint, which runs again without this request
-            raise LogitsNeeded("a checkpoint takes its logits")
+            raise self.needs("a checkpoint takes its logits")
         source = logits._source
         if source.taken or source.asked is None or not source.asked.same(asked) or source.versions != _versions(asked):
             logits = self._again(logits, asked)
@@ -305,7 +312,7 @@ class Request:
         self.wanted = asked
         try:
             with torch.set_grad_enabled(logits.requires_grad):
-                return self.head(source.hidden_states)
+                return source.call_again()
         finally:
             self.wanted = None
 
@@ -314,7 +321,7 @@ class Request:
         with torch._C.DisableTorchFunctionSubclass():
             memories = [stand.untyped_storage().data_ptr() for stand in living(self.stands)]
             if memories and isinstance(logits, torch.Tensor) and logits.untyped_storage().data_ptr() in memories:
-                raise LogitsNeeded("an autograd Function passes its logits on")
+                raise self.needs("an autograd Function passes its logits on")
 
     def _of_logits(self, given):
         family_loss = self.model._liger_family_loss()
@@ -488,17 +495,13 @@ def fused_forward(cls):
         rest = {k: v for k, v in kwargs.items() if k not in (*named, *OF_THE_LOSS, "labels", "return_dict")}
         request = Request(self, asked, keep, theirs, rest, options, in_head, unknown)
         request.waits = not is_compiling() and _learned(self) is not None and _learned(self)[2]
-        why = None
         try:
             out = _within(request, hf_forward, self, kwargs)
-        except LogitsNeeded as needed:
-            why = str(needed)
-        except RuntimeError:  # TorchScript makes one of whatever is raised in it
-            if request.needed is None:
+        except (LogitsNeeded, Exception):
+            if request.needed is None:  # somebody else's
                 raise
-            why = str(request.needed)
-        if why is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with its hooks
-            _give_up(self, why, kwargs)
+        if request.needed is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with hooks
+            _give_up(self, request.needed, kwargs)
             request = Request(self, asked, keep, theirs, rest, options, False, unknown)
             out = _within(request, hf_forward, self, kwargs)
         out = causal_lm.finished(out, request.result, skip_logits, return_dict)
