@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 def everything_on(reference_only, monkeypatch):
     """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes several chunks."""
     monkeypatch.setattr(deferred, "LARGE", 0)
-    monkeypatch.setattr(deferred, "_device", types.SimpleNamespace(has_kernels=lambda x: True))
+    monkeypatch.setattr(deferred, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
     monkeypatch.setattr(loss_in_head, "CHUNK", 7)
     yield
     liger.revert("llama")

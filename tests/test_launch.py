@@ -19,7 +19,7 @@ from liger_kernel.ops.head.logits import MOST, token_gradient
 
 ELSEWHERE = """
         import contextlib
-        from liger_kernel.ops import _device
+        from liger_kernel.core import devices
 
         class OnAnother(torch.Tensor):
             def get_device(self):
@@ -35,7 +35,7 @@ ELSEWHERE = """
 
         driver.get_current_device = lambda: current[0]
         driver.get_current_stream = lambda device: streams.append(device)
-        _device.guard = guard
+        devices.guard = guard
         far = torch.zeros(64).as_subclass(OnAnother)
 """
 

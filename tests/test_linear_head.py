@@ -264,10 +264,10 @@ def memories(monkeypatch):
             made[-1].passes[name].append((x[0] if isinstance(x, tuple) else x).shape[0])
             return call(*args, **kwargs)
 
-        monkeypatch.setattr(planning, name, record)
+        monkeypatch.setattr(of_tokens, name, record)
 
     for name in "token_loss", "token_gradient":
-        recording(name, getattr(planning, name))
+        recording(name, getattr(of_tokens, name))
     monkeypatch.setattr(passes, "_Memory", Recorded)
     return made
 
@@ -647,7 +647,7 @@ def taken_gradients(monkeypatch):
         seen.append(tuple(needs))
         return grads
 
-    monkeypatch.setattr(passes, "run_passes", spy)
+    monkeypatch.setattr(of_tokens, "run_passes", spy)
     return seen
 
 

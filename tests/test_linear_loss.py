@@ -133,7 +133,7 @@ def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory
     """Groups that fill passes, groups larger than one (memory 0), some of them shorter than others."""
     dtype = F64 if where == "float64" else F32
     if where == "reference":
-        monkeypatch.setattr(grouped_loss._device, "INTERPRETED", False)
+        monkeypatch.setattr(grouped_loss.devices, "INTERPRETED", False)
         if DEVICE != "cpu":
             pytest.skip("the reference runs on CPU tensors")
     monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", 11)
