@@ -22,10 +22,10 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS) --dist loadgroup)
 OLD := $(VENV)/transformers-$(OLDEST)
-FAMILIES := families class_level loss_in_head proofs zoo zoo_vision names deferred trainer cli
-FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/test_%.py))
-TRL_TESTS ?= $(wildcard tests/test_trl*.py)
-PRODUCT_TESTS ?= $(wildcard tests/test_ops.py tests/test_linear_*.py tests/test_glu_linear.py tests/test_distillation.py)
+FAMILIES := families* class_level loss_in_head* mask proofs zoo zoo_vision names deferred trainer
+FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/patch/test_%.py) tests/cli/test_cli.py)
+TRL_TESTS ?= $(wildcard tests/*/test_trl*.py)
+PRODUCT_TESTS ?= $(wildcard tests/ops/test_ops.py tests/ops/head/test_linear_*.py tests/ops/mlp/test_glu_linear.py tests/losses/test_distillation.py)
 
 # oneDNN's limits that are below this processor: a flag of /proc/cpuinfo and the limit up to which it is used.
 LIMITS := avx2:AVX2 avx512bw:AVX512_CORE avx512_bf16:AVX512_CORE_BF16 avx512_fp16:AVX512_CORE_FP16 amx_bf16:AVX512_CORE_AMX

@@ -20,6 +20,8 @@ def stubs() -> dict[str, str]:
     """Path below the package -> text."""
     made = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
     made["transformers/__init__.pyi"] = lazy_names()
+    made["ops/__init__.pyi"] = handed_on(_public.homes("ops"))
+    made["ops/functional.pyi"] = handed_on(_public.homes("functional"))
     made["patch/families.pyi"] = functions()
     return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
 
@@ -30,6 +32,11 @@ def alias(home: str) -> str:
         for name in ("_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
             text += f"from liger_kernel.{home} import {name} as {name}\n"
     return text
+
+
+def handed_on(homes: dict[str, str]) -> str:
+    lines = [f"from liger_kernel.ops.{home} import {name} as {name}" for name, home in sorted(homes.items())]
+    return "\n".join([*lines, "", f"__all__ = {sorted(homes)!r}".replace("'", '"'), ""])
 
 
 def lazy_names() -> str:

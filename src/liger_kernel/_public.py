@@ -1,4 +1,4 @@
-"""Where the public modules live. An alias is the same module object as its home: patching one patches the other."""
+"""What is public, and where it lives. An alias is the same module object as its home: who patches one patches both."""
 
 from __future__ import annotations
 
@@ -6,8 +6,64 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
+from typing import NamedTuple
 
-HOMES = {
+
+class Operator(NamedTuple):
+    """What is published of one file of `liger_kernel.ops`: names of three packages, and further import paths."""
+
+    ops: str = ""  # `liger_kernel.ops`: autograd Functions
+    functional: str = ""  # `liger_kernel.transformers.functional`
+    transformers: str = ""  # `liger_kernel.transformers`: modules
+    paths: str = ""
+
+
+OPERATORS = {  # a line for each file
+    "head.cross_entropy": Operator(
+        "LigerCrossEntropyFunction", "CrossEntropyOutput liger_cross_entropy", "LigerCrossEntropyLoss",
+        "ops.cross_entropy transformers.cross_entropy",
+    ),
+    "head.distillation": Operator(),
+    "head.linear_cross_entropy": Operator(
+        "LigerFusedLinearCrossEntropyFunction", "liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
+        "ops.fused_linear_cross_entropy transformers.fused_linear_cross_entropy",
+    ),
+    "head.scaled_cross_entropy": Operator(
+        "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction",
+        "liger_fused_linear_scaled_cross_entropy_tp",
+    ),
+    "head.token_log_probs": Operator(functional="linear_token_loss token_log_probs"),
+    "mlp.glu": Operator(
+        "LigerGELUMulFunction LigerSiLUMulFunction", "liger_geglu liger_swiglu",
+        "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP "
+        "LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer",
+        "ops.geglu ops.swiglu transformers.geglu transformers.swiglu",
+    ),
+    "norm.fused_add_rms_norm": Operator(
+        "LigerFusedAddRMSNormFunction", "liger_fused_add_rms_norm", "LigerFusedAddRMSNorm",
+        "ops.fused_add_rms_norm transformers.fused_add_rms_norm",
+    ),
+    "norm.group_norm": Operator(
+        "LigerGroupNormFunction", "liger_group_norm", "LigerGroupNorm", "ops.group_norm transformers.group_norm"
+    ),
+    "norm.layer_norm": Operator(
+        "LigerLayerNormFunction", "liger_layer_norm", "LigerLayerNorm", "ops.layer_norm transformers.layer_norm"
+    ),
+    "norm.rms_norm": Operator(
+        "LigerRMSNormFunction", "liger_rms_norm",
+        "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
+        "LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 "
+        "LigerRMSNormForQwen3Next",
+        "ops.rms_norm transformers.rms_norm",
+    ),
+    "probability.softmax": Operator(
+        "LigerSoftmaxFunction", "liger_softmax", "LigerSoftmax", "ops.softmax transformers.softmax"
+    ),
+    "rotary.norm_rope": Operator("LigerNormRopeFunction", "liger_norm_rope"),
+    "rotary.rope": Operator("LigerRopeFunction", "liger_rope", "liger_rotary_pos_emb", "ops.rope transformers.rope"),
+}  # fmt: skip
+HOMES = {  # published import path -> where the module is
+    **{path: f"ops.{home}" for home, operator in OPERATORS.items() for path in operator.paths.split()},
     "chunked_loss.cosine_similarity_loss": "losses.distillation",
     "chunked_loss.cpo_loss": "losses.preference",
     "chunked_loss.dpo_loss": "losses.preference",
@@ -20,36 +76,21 @@ HOMES = {
     "chunked_loss.kto_loss": "losses.preference",
     "chunked_loss.orpo_loss": "losses.preference",
     "chunked_loss.simpo_loss": "losses.preference",
-    "ops.cross_entropy": "ops.head.cross_entropy",
-    "ops.fused_add_rms_norm": "ops.norm.fused_add_rms_norm",
-    "ops.fused_linear_cross_entropy": "ops.head.linear_cross_entropy",
-    "ops.geglu": "ops.mlp.glu",
-    "ops.group_norm": "ops.norm.group_norm",
-    "ops.layer_norm": "ops.norm.layer_norm",
-    "ops.rms_norm": "ops.norm.rms_norm",
-    "ops.rope": "ops.rotary.rope",
-    "ops.softmax": "ops.probability.softmax",
-    "ops.swiglu": "ops.mlp.glu",
-    "transformers.cross_entropy": "ops.head.cross_entropy",
     "transformers.functional": "ops.functional",
-    "transformers.fused_add_rms_norm": "ops.norm.fused_add_rms_norm",
-    "transformers.fused_linear_cross_entropy": "ops.head.linear_cross_entropy",
-    "transformers.geglu": "ops.mlp.glu",
-    "transformers.group_norm": "ops.norm.group_norm",
-    "transformers.layer_norm": "ops.norm.layer_norm",
     "transformers.model.loss_utils": "patch.causal_lm",
     "transformers.model.output_classes": "patch.causal_lm",
     "transformers.monkey_patch": "patch.families",
-    "transformers.rms_norm": "ops.norm.rms_norm",
-    "transformers.rope": "ops.rotary.rope",
-    "transformers.softmax": "ops.probability.softmax",
-    "transformers.swiglu": "ops.mlp.glu",
 }
 PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
     "chunked_loss",
     "ops",
     "transformers",
 }  # that hold nothing but aliases
+
+
+def homes(column: str) -> dict[str, str]:
+    """Each name that a package hands on -> the file of `liger_kernel.ops` that has it."""
+    return {name: home for home, operator in OPERATORS.items() for name in getattr(operator, column).split()}
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -1,7 +1,7 @@
-"""What a function asks of its arguments, before it does anything with them.
+"""Checks of the arguments that a user gives.
 
-Only types, dtypes, shapes and devices are looked at, never what a tensor holds: nothing waits for a device, and
-`torch.compile` traces it all away. An error says which function, which argument, what it was given and what to give.
+They look at types, dtypes, shapes and devices, never at the values of a tensor. So nothing waits for the GPU, and
+`torch.compile` removes the checks. An error names the function, the argument, what was given and what to give.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def _tensors(name, required, optional, dtypes, wanted):
 
 
 def floats(name, required, **optional):
-    """Floating point tensors on one device; an optional one may be None."""
+    """All are floating point tensors on one device. An optional one may be None."""
     _tensors(name, required, optional, FLOATS, "a floating point tensor (fp32, bf16, fp16 or fp64)")
 
 
 def integers(name, required, **optional):
-    """Likewise, of integers."""
+    """All are tensors of integers on one device. An optional one may be None."""
     _tensors(name, required, optional, INTEGERS, "integers (torch.int64)")
 
 
 def shape(name, argument, x, *shapes):
-    """``x`` is None or of one of these shapes."""
+    """``x`` is None or has one of these shapes."""
     if x is not None and tuple(x.shape) not in shapes:
         raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}")
 
@@ -55,7 +55,7 @@ def _number(wanted, fits, kind=(float, int, Real), convert=float):
             raise ValueError(f"{name}: {argument} is {value!r}, give {wanted}")
         return convert(value)
 
-    check.__doc__ = f"``value`` as a Python number, if it is {wanted}."
+    check.__doc__ = f"-> ``value`` as a Python number. It must be {wanted}."
     return check
 
 
@@ -68,7 +68,7 @@ size = _number("an int from 0 on", lambda x: x >= 0, (int, Integral), int)
 
 
 def count(name, argument, value):
-    """A number to divide by: a Python number from 0 on, or a tensor of one element, which is returned as 0-d."""
+    """-> a number of tokens: a Python number from 0 on, or a tensor of one element as 0-d."""
     if not isinstance(value, torch.Tensor):
         return not_negative(name, argument, value)
     if value.numel() != 1 or value.dtype not in (*INTEGERS, *FLOATS):

@@ -1,4 +1,4 @@
-"""The only file that knows which devices there are: where kernels run, on what, and under which guard."""
+"""All that depends on the device: whether kernels run there, its properties, how to make it the current one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels take this tensor; otherwise an operator runs its PyTorch reference.
+    """Whether the Triton kernels can process this tensor. If not, an operator runs its PyTorch reference.
 
-    The kernels compute in fp32, so not fp64.
+    The kernels compute in fp32, so they do not take fp64.
     """
     if tensor.dtype == torch.float64:
         return False
@@ -34,7 +34,7 @@ def require_kernels(name: str, tensor: torch.Tensor) -> None:
 
 
 def guard(tensor: torch.Tensor):
-    """Make the tensor's device the current one: Triton launches on the current device, wherever the pointers lead."""
+    """Make the tensor's device the current one: Triton launches on the current device, wherever the tensors are."""
     kind = torch.cuda if tensor.is_cuda else torch.xpu if tensor.is_xpu else None
     if kind is None or tensor.get_device() == kind.current_device():
         return contextlib.nullcontext()
@@ -43,7 +43,7 @@ def guard(tensor: torch.Tensor):
 
 @functools.cache
 def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
-    """(architecture, multiprocessors, most warps in a program, bytes of shared memory for copies that run ahead)."""
+    """(architecture, multiprocessors, most warps of a program, bytes of shared memory for asynchronous copies)."""
     if kind == "cuda":
         p = torch.cuda.get_device_properties(index)
         if AMD:
@@ -59,7 +59,7 @@ def _of(tensor: torch.Tensor):
 
 
 def arch(tensor: torch.Tensor) -> str:
-    """As its maker names it: sm_90, gfx942, xpu; cpu in the interpreter."""
+    """The architecture by its maker's name, such as sm_90 or gfx942; xpu; cpu in the interpreter."""
     return _of(tensor)[0]
 
 
@@ -68,21 +68,21 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 
 def warps(wanted: int, tensor: torch.Tensor) -> int:
-    """``wanted`` warps, or as many as a program may have there (1,024 threads: 16 warps of 64 on AMD's CDNA)."""
+    """``wanted`` warps, or the most that a program can have: 1,024 threads, which are 16 warps of 64 on AMD's CDNA."""
     return max(1, min(wanted, _of(tensor)[2]))
 
 
 def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
-    """How many iterations of a loop to have in flight, for so many bytes loaded in one: 3, or 1 where there's no room.
+    """num_stages of a loop that loads so many bytes in one iteration: 3, or 1 if shared memory is too small for that.
 
-    Only NVIDIA's asynchronous copies run ahead through shared memory. Two stages were slower than one, three faster
-    (H200, 2026-11-20, RMSNorm backward 8192x4096: 2.79, 2.70, 3.26 TB/s).
+    Only NVIDIA's asynchronous copies prefetch through shared memory. RMSNorm backward 8192x4096 with 1, 2, 3 stages:
+    2.79, 2.70, 3.26 TB/s (H200, 2026-11-20).
     """
     return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
 
 
 def without_autocast(tensor: torch.Tensor):
-    """Products as they are written, whatever autocast says around the call."""
+    """A context without autocast: matmuls keep the dtypes of their arguments."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
@@ -90,7 +90,7 @@ def without_autocast(tensor: torch.Tensor):
 
 
 def autocast_as_now(device):
-    """-> contexts, one each time it is called, with autocast as it is now, on or off."""
+    """-> a function that returns a context with autocast as it is now, on or off."""
     kind = torch.device(device).type
     if kind == "meta":
         return contextlib.nullcontext
@@ -100,10 +100,10 @@ def autocast_as_now(device):
 
 
 def multiplies_into_fp32(tensor: torch.Tensor) -> bool:
-    """Whether torch can add products of tensors like this 16-bit one to an fp32 matrix there, without a temporary.
+    """Whether torch can add a matmul of 16-bit tensors to an fp32 matrix on this device, without a temporary.
 
-    Tried once (torch 2.8 has it, builds for ROCm refuse it, and so may a setting), but never within a CUDA graph, whose
-    capture a refusal might end: whoever captures has run the same outside before.
+    It is tried once: torch has it from 2.8 on, but builds for ROCm and some settings refuse it. It is not tried while a
+    CUDA graph is captured, since a refusal could end the capture; the same code has run before the capture.
     """
     if not tensor.is_cuda:
         return False

@@ -1,12 +1,12 @@
-"""``@kernel``: ``triton.jit`` for what the host launches, on its tensors' device, with a launch that costs less.
+"""``@kernel``: ``triton.jit`` for kernels that the host launches. It launches on the right device, and faster.
 
-Triton launches on the current device, wherever the pointers lead. A model that is spread over several has tensors on
-others; so each launch makes that of its first tensor the current one, and no operator can forget to.
+Triton launches on the current device, wherever the tensors are. A model may be spread over several devices. So each
+launch makes the device of its first tensor the current one.
 
-Triton binds and specialises every argument anew each time (26 µs where a launch itself takes 14: H200's host,
-2026-11-20, Triton 3.6). Here a launch is found by what its arguments are to Triton: a tensor's dtype and whether its
-memory is aligned, an integer's class (1, divisible by 16, 64 bits wide), a constant's value. Whatever is not found, or
-is watched by a profiler's hook, goes through Triton.
+Triton binds and specialises all arguments at every launch: 26 µs, of which the launch itself takes 14 (H200's host,
+2026-11-20, Triton 3.6). Here a compiled kernel is looked up by what Triton specialises on: a tensor's dtype and whether
+its memory is aligned, an integer's class (1, divisible by 16, 64 bits wide), a constant's value. The first launch of
+its kind goes through Triton, and so does any launch that a profiler's hook observes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.tile import TRITON, triton
 
-CHECKED = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")  # Tritons that launch what they compiled as `launch` does
+CHECKED = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")  # versions of Triton for which `launch` was checked
 
 
 def _kinds(args):
-    """What Triton specialises a kernel by, of each argument."""
+    """What Triton specialises a kernel on: one key for each argument."""
     return [
         (a if a < 2 else (a % 16 == 0, a > 2147483647))
         if a.__class__ is int
@@ -36,10 +36,10 @@ def _first_tensor(args):
 
 
 def _launcher():
-    """The class of kernels; in the interpreter, which has no devices, ``triton.jit`` itself.
+    """The class of kernels. In the interpreter, which has no devices, it is ``triton.jit`` itself.
 
-    A launch is only looked for where it was checked that one can be: with these Tritons, on NVIDIA. AMD's kernels are
-    specialised by a tensor's size, too, and Intel's driver takes other arguments.
+    Compiled kernels are looked up only where this was checked: with these versions of Triton, on NVIDIA. On AMD,
+    kernels are also specialised on a tensor's size. Intel's driver takes other arguments.
     """
     if not TRITON or devices.INTERPRETED:
         return triton.jit

@@ -1,15 +1,16 @@
-"""What every operator is built on: registration with torch, its autograd Function, its `Case`.
+"""What every operator is built on: registration with torch, the base of its autograd Function, its `Case`.
 
-An operator has one path for each way of running:
+How an operator runs:
 
-* eager on a GPU: `liger_<op>()` → `Liger<Op>Function.apply` → the kernels, with no dispatcher in between;
-* under `torch.compile`: the same code, where `custom_op` puts one opaque `liger::<op>` node into the graph;
+* eager on a GPU: `liger_<op>()` → `Liger<Op>Function.apply` → the kernels. torch's dispatcher is not involved;
+* under `torch.compile`: the same code. `custom_op` puts one opaque node `liger::<op>` into the graph;
 * on any other device: the PyTorch reference, differentiated by autograd.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -21,15 +22,15 @@ from torch.compiler import is_compiling
 
 from liger_kernel.core import devices
 
-# What operators and references call. Frameworks put operators of ours in the place of PyTorch's functions.
+# Operators and references call these copies: frameworks replace functions of torch.nn.functional by our operators.
 F = types.SimpleNamespace(**vars(torch.nn.functional))
 
 
 def custom_op(name: str, like: Callable):
-    """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs and doubles as the fake kernel.
+    """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs, and is also the fake kernel.
 
-    Eager calls go straight to the function: the dispatcher costs more than a small memory-bound kernel. Where it gives
-    None among its outputs, under `torch.compile` there is an empty tensor.
+    Eager calls go straight to ``fn``: the dispatcher takes longer than a small memory-bound kernel. An output may be
+    None; under `torch.compile` it is then an empty tensor.
     """
 
     def wrap(fn: Callable) -> Callable:
@@ -55,12 +56,12 @@ def _filled(outs, like):
 
 
 class Function(torch.autograd.Function):
-    """An autograd Function that also works where there are no kernels, and saves nothing when no gradient is wanted.
+    """An autograd Function that also works without kernels, and saves nothing if no gradient is needed.
 
-    torch.compile bypasses this ``apply``, so the public function `liger_<op>()` checks for kernels itself. A subclass
-    gives ``reference(*args)``: the same outputs in plain PyTorch; and ``arguments(ctx)``: such args out of what is
-    saved, where tensors with a gradient are apply's own. Where a graph of the gradients is asked for
-    (``create_graph=True``), ``again`` stands for backward: it differentiates the reference.
+    torch.compile bypasses ``apply``, so public functions check for kernels themselves. A subclass defines
+    ``reference(*args)``, which computes the same outputs in plain PyTorch, and ``arguments(ctx)``, which returns these
+    args from what was saved. If gradients need a graph of their own (``create_graph=True``), ``again`` runs instead of
+    backward. It differentiates the reference.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -76,18 +77,18 @@ class Function(torch.autograd.Function):
             return cls.reference(*args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        return super(torch.autograd.Function, cls).apply(*args)  # past what only functorch's transforms need
+        return super(torch.autograd.Function, cls).apply(*args)  # skips what only functorch's transforms need
 
     @classmethod
     def again(cls, ctx, *grads):
-        """backward, by differentiable operations."""
+        """backward with differentiable operations."""
         args, needs = cls.arguments(ctx), ctx.needs_input_grad
         found = gradients(cls.reference, args, [*needs, *[False] * len(args)][: len(args)], grads)
         return *found, *[None] * (len(needs) - len(args))
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, which wants PyTorch's own operations."""
+    """Whether torch.func or forward-mode differentiation is active. They need PyTorch's own operations."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -100,8 +101,11 @@ def _backward_or_again(backward):
 
 
 def gradients(fn, args, needs, grads):
-    """Of ``fn(*args)``, given those of its outputs: one for each arg that needs one, else None. They have a graph."""
-    # each arg under a name of its own: one may depend on another, or be the same tensor
+    """-> the gradients of ``fn(*args)``, with a graph, from ``grads``, those of its outputs.
+
+    There is one for each arg: None where ``needs`` is False.
+    """
+    # a view of each arg, since one may depend on another, or be the same tensor
     args = [a.view_as(a) if need else a for a, need in zip(args, needs, strict=True)]
     outputs = fn(*args)
     outputs = zip(outputs if isinstance(outputs, tuple) else (outputs,), grads, strict=True)
@@ -115,17 +119,28 @@ def gradients(fn, args, needs, grads):
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, with the entries of a row one after the other."""
+    """x, or a copy of it in which the entries of a row are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) as (M, N): a view if there is one. N may be 0, for which ``reshape(-1, N)`` raises."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def matrix_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) as (M, N) in which the entries of a row are contiguous: a view if there is one, else a copy."""
+    x = matrix(x)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in ``dtype``. Dynamo of torch 2.11 loses the gradient of an output at a ``.to`` that has nothing to do."""
+    """x in ``dtype``. In torch 2.11, Dynamo loses the gradient of an output at a ``.to`` that changes nothing."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How many hold the tensor and its memory, in C++ and in Python; the same of the tensor that it is a view of."""
+    """Reference counts of the tensor and its memory, in C++ and in Python, and of the tensor that it is a view of."""
     memory = tensor.untyped_storage()
     counts = tensor._use_count(), sys.getrefcount(tensor)
     counts += torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
@@ -134,7 +149,7 @@ def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Probe(torch.autograd.Function):
-    """Saves a tensor that nothing else holds, and counts its holders in backward as `may_overwrite` does."""
+    """Saves a tensor to which nothing else refers, and counts the references in backward as `may_overwrite` does."""
 
     counts: dict[bool, tuple[int, ...]] = {}
 
@@ -150,7 +165,7 @@ class _Probe(torch.autograd.Function):
         return dy.expand_as(x)
 
 
-def _within(tensor: torch.Tensor) -> tuple[int, ...]:  # one frame deep, like may_overwrite's own call
+def _within(tensor: torch.Tensor) -> tuple[int, ...]:  # a call, so that the stack is as deep as in may_overwrite
     return _holders(tensor)
 
 
@@ -160,13 +175,13 @@ def _references(argument) -> int:
 
 @functools.cache
 def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
-    """The counts that this build of torch shows for a saved tensor which nobody but the graph holds.
+    """The counts that this build of torch shows for a saved tensor to which only the graph refers.
 
-    ``references``: those to the argument of a call that is nobody else's. They are more, and with them the counts,
-    while torch.compile evaluates frames, which it does for ever once it has raised.
+    ``references`` is the count for a call's argument to which nothing else refers. While torch.compile evaluates
+    frames, this count and the others are higher. After torch.compile has raised, that stays so.
     """
     found = []
-    for _ in range(8):  # another thread may look at a frame's variables meanwhile, which holds them
+    for _ in range(8):  # another thread may read a frame's variables meanwhile, which adds references
         with torch.enable_grad(), torch.device("cpu"):
             leaf = torch.zeros(2, requires_grad=True)
             with torch.inference_mode(False):
@@ -176,11 +191,11 @@ def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
 
 
 def may_overwrite(ctx, saved: torch.Tensor) -> bool:
-    """In backward: may a gradient be written over the memory of this tensor from ``ctx.saved_tensors``?
+    """In backward: may a gradient be written into the memory of this tensor from ``ctx.saved_tensors``?
 
-    Only if the graph is about to be freed and nobody but the graph can still see that memory: no variable of the
-    caller's, no view, no other node, no saved-tensor hook, which may keep what it gives in a form that doesn't count
-    (an array, a file); a checkpoint's don't. A caller who does write must call
+    Yes, if the graph is freed after this backward and only the graph refers to that memory: no variable, no
+    view, no other node, no saved-tensor hook. A hook may keep the data in a form that has no reference count, such as
+    an array or a file; the hooks of a checkpoint do not. Whoever writes must call
     `torch.autograd.graph.increment_version`.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
@@ -193,7 +208,7 @@ def may_overwrite(ctx, saved: torch.Tensor) -> bool:
         return False
     if counts[0] == alone[0]:
         return True
-    hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]  # the graph doesn't hold this tensor: a hook made it
+    hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]  # a hook made this tensor, not the graph
     return all(hook is None or _of_checkpoint(hook) for hook in hooks)
 
 
@@ -202,10 +217,10 @@ def _of_checkpoint(hook) -> bool:
 
 
 def keep(ctx, taken, inputs):
-    """Keep for backward the gradients that forward has taken, and the inputs that a graph of them would need.
+    """Keep the gradients that forward has computed, and the inputs that a double backward needs.
 
-    Saved-tensor hooks see the inputs alone: the gradients are no activations, to be moved or kept by somebody else.
-    But a checkpoint drops them, and runs forward again.
+    Saved-tensor hooks see only the inputs: the gradients are not activations, which a hook may move or keep. A
+    checkpoint sees both, since it must drop them and run forward again.
     """
     hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
     if is_compiling():
@@ -220,9 +235,12 @@ def keep(ctx, taken, inputs):
 
 
 def kept(ctx, n: int):
-    """-> the n gradients that forward has taken, and whether backward may write over them: they are gone afterwards."""
+    """-> the n gradients that forward has computed, and whether backward may overwrite them.
+
+    If it may, they are not kept any longer.
+    """
     taken = ctx.taken
-    if taken is None:  # theirs who keep saved tensors; or there are none any more, and this raises
+    if taken is None:  # a hook or a compiled graph has them; if they are freed, this raises
         return ctx.saved_tensors[:n], False
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return taken, False
@@ -231,23 +249,24 @@ def kept(ctx, n: int):
 
 
 def kept_inputs(ctx, n: int):
+    """-> the inputs that `keep` has kept in addition to the n gradients."""
     return ctx.saved_tensors[n if ctx.taken is None else 0 :]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator, as the generic tests and the benchmark see it. It describes verification; it generates no code."""
+    """An operator for the generic tests and the benchmark. It describes how to verify it; no code is generated."""
 
     name: str
     fn: Callable  # the operator: fn(**inputs, **option) -> a tensor or a tuple of tensors
     reference: Callable  # the same call in plain PyTorch, any dtype
     inputs: Callable  # (*shape) -> dict of tensors on the default device; float32 ones are cast to the dtype tested
-    shapes: tuple  # small ones: odd sizes, one row, not a power of two
-    options: tuple = ({},)  # keyword variants; one may replace an input (w=None)
-    bench: tuple = ()  # real ones
-    traffic: Callable | None = None  # (inputs) -> the fewest bytes that (forward, backward) must move
-    flops: Callable | None = None  # (inputs) -> operations of forward + backward, where the matrix units bound it
-    fp32_roundings: int = 1  # allowed beyond PyTorch's own error; 2 where exp and log are the hardware's (2 ulp)
+    shapes: tuple  # of the tests: small, with odd sizes, one row, no power of two
+    options: tuple = ({},)  # keyword arguments of the tests; one may replace an input (w=None)
+    bench: tuple = ()  # shapes of the benchmark
+    traffic: Callable | None = None  # (inputs) -> the bytes that (forward, backward) must move at least
+    flops: Callable | None = None  # (inputs) -> operations of forward + backward, if matmuls dominate
+    fp32_roundings: int = 1  # of error beyond PyTorch's; 2 where exp and log are the hardware's (2 ulp)
 
 
 CASES: list[Case] = []

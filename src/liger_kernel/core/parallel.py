@@ -1,14 +1,14 @@
-r"""Vocabulary parallelism: what the ranks of a group, each with a shard of the classes, tell each other.
+r"""Vocabulary parallelism: the communication of ranks that each hold a shard of the classes.
 
-Rank r holds the classes from r·V_local, everything else is the same on all ranks: hidden states, targets, outputs and
-the gradients that come in for them. Two operations, each the other's backward, lead from the one kind to the other:
+Rank r holds V_local classes from r·V_local on. Everything else is replicated: hidden states, targets, outputs and the
+incoming gradients. Two operations connect replicated and sharded tensors. Each is the backward of the other:
 
-    copy_to_group: x, the same everywhere, to be used with this rank's shard     backward: Σ over the ranks
-    sum_over_group: Σ over the ranks of what each made of its shard              backward: the gradient as it is
+    copy_to_group: a replicated x, to be used with this rank's shard     backward: all-reduce (sum)
+    sum_over_group: all-reduce (sum) of the ranks' partial results       backward: the gradient as it is
 
-so that the gradient of a shard is exactly that slice of the whole one, and the gradient of what is the same everywhere
-is the whole one on every rank. (`torch.distributed.nn.all_reduce` sums the gradients once more: size times too much.)
-Without a group, or in one of a single rank, nothing is sent.
+So a shard's gradient is that slice of the whole gradient, and a replicated tensor's gradient is complete on every rank.
+(`torch.distributed.nn.all_reduce` also all-reduces the gradients, which makes them too large by the number of ranks.)
+Without a group, or with a single rank, nothing is sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def _resolved(group):
 
 
 def group_name(group) -> str | None:
-    """What a custom op takes."""
+    """The group as a custom op takes it: its name."""
     return group if group is None or isinstance(group, str) else group.group_name
 
 
 def place(group) -> tuple[int, int]:
-    """(number of processes, this one's place); ``group`` is one of torch.distributed, its name, or None."""
+    """(number of ranks, this rank). ``group`` is a process group, its name, or None."""
     if group is None:
         return 1, 0
     group = _resolved(group)
@@ -35,7 +35,7 @@ def place(group) -> tuple[int, int]:
 
 
 def local(name, hidden, weight, bias, group):
-    """DTensors as this rank's tensors -> hidden, weight, bias, group."""
+    """-> hidden, weight, bias, group: DTensors become this rank's local tensors."""
     if not any(hasattr(x, "device_mesh") for x in (hidden, weight, bias)):
         return hidden, weight, bias, group
     from torch.distributed.tensor import DTensor, Replicate  # slow to import
@@ -55,14 +55,14 @@ def local(name, hidden, weight, bias, group):
 
 
 def gathered(x: torch.Tensor, group) -> torch.Tensor:
-    """(processes, *x.shape)."""
+    """All-gather: x of every rank, (ranks, *x.shape)."""
     out = x.new_empty((place(group)[0], *x.shape))
     dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=_resolved(group))
     return out
 
 
 def summed(x: torch.Tensor, group) -> torch.Tensor:
-    """x, its sum over the group written over it."""
+    """All-reduce (sum) in place -> x."""
     dist.all_reduce(x, group=_resolved(group))
     return x
 
@@ -104,32 +104,33 @@ def sum_over_group(x, group):
 
 
 def max_over_group(x, group):
-    """Without a gradient."""
+    """All-reduce (max), without a gradient."""
     return x.detach() if place(group)[0] == 1 else _all_reduced(x, dist.ReduceOp.MAX, group)
 
 
 def token_loss_reference_parallel(
     z, target, group=None, class_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0
 ):  # fmt: skip
-    """`head.logits`'s mathematics for this rank's shard of the logits: three messages forward, none backward.
+    """The loss of `head.logits` for this rank's shard of the logits: three all-reduces forward, none backward.
 
-    z (M, V_local), scaled and capped, fp32 or fp64; target (M,) and class_weight (V,) are of all classes. -> (loss,
-    logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,); the first three have gradients. Confident
-    rows keep their digits: nll = log Σ + (max z - z_y), entropy = log Σ + Σ p·(max z - z), and no term is negative.
+    z (M, V_local) are logits, scaled and capped, fp32 or fp64. target (M,) and class_weight (V,) are of all classes.
+    -> (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,). The first three have gradients.
+    nll = log Σ + (max z - z_y) and entropy = log Σ + Σ p·(max z - z) have no negative terms, so they are also exact
+    for a row whose loss is near 0.
     """
     (size, rank), shard = place(group), z.shape[1]
     first, V = rank * shard, size * shard
     valid, known = target != ignore_index, (target >= 0) & (target < V)
     here = (target >= first) & (target < first + shard)
-    z = z.where(valid[:, None], 0)  # whatever an ignored row holds stays there
+    z = z.where(valid[:, None], 0)  # an ignored row has no influence, whatever it holds
     w = None if class_weight is None else class_weight.to(z.dtype)
-    local_top, best = z.detach().max(-1)  # of equal ones the first
+    local_top, best = z.detach().max(-1)  # the first of equal ones
     top = max_over_group(local_top, group)
     best = -max_over_group(-(first + best).where(local_top == top, V - 1), group)
     d = z - top[:, None]
     e = d.exp()
     of_target = d.gather(-1, (target - first).where(here, 0)[:, None]).squeeze(-1).where(here, 0)
-    distance = (e * d.clamp(min=-1e4)).sum(-1)  # exp(-1e4) is 0, as that of a masked class's -inf, but 0·-inf is NaN
+    distance = (e * d.clamp(min=-1e4)).sum(-1)  # exp(-1e4) is 0, and unlike 0·-inf, 0·-1e4 is no NaN
     sums = [e.sum(-1), distance, of_target, z.detach().sum(-1)]
     if label_smoothing:
         sums.append((d if w is None else d * w[first : first + shard]).sum(-1))

@@ -1,4 +1,4 @@
-"""The second half of a weight gradient: the programs' partial sums become one row."""
+"""The second step of a weight gradient: add up the partial sums of the programs."""
 
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import cdiv, tl
@@ -16,6 +16,6 @@ def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 def sum_rows(partial, out):
-    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous, summed in fp32 and rounded once to out's dtype."""
+    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once, to out's dtype."""
     M, N = partial.shape
     _sum_rows[(cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

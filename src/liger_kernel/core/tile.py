@@ -1,11 +1,11 @@
-"""Triton, and the helpers that kernels share. Arithmetic is in fp32 and avoids what the interpreter lacks."""
+"""Triton, and the helpers that kernels share. They compute in fp32, and run in Triton's interpreter too."""
 
 try:
     import triton
     import triton.language as tl
 
     TRITON = True
-except ImportError:  # no Triton for this platform: kernels are never launched, operators run their reference
+except ImportError:  # no Triton on this platform: operators run their reference in PyTorch
 
     class _Absent:
         def __getattr__(self, name):
@@ -22,14 +22,14 @@ INF = tl.constexpr(float("inf"))
 
 
 def cdiv(a, b):
-    """⌈a/b⌉; Triton's own takes microseconds to see that it is not in a kernel."""
+    """⌈a/b⌉ on the host, where `triton.cdiv` takes microseconds."""
     return -(-a // b)
 
 
 def parts(x):
-    """Logits (T, V), or a pair of such with the first classes and the others -> the pair, the first of the others, V.
+    """Logits (T, V), or two tensors with the first classes and with the others -> both, where the others begin, V.
 
-    Without others they are None and 0.
+    For one tensor: the tensor, None, 0, V.
     """
     if not isinstance(x, tuple):
         return x, None, 0, x.shape[1]
@@ -37,7 +37,7 @@ def parts(x):
 
 
 def blocks(split, V, size):
-    """How many blocks of so many classes there are, each in one part."""
+    """The number of blocks of ``size`` classes. A block lies in one of the two parts."""
     return cdiv(split, size) + cdiv(V - split, size)
 
 
@@ -47,9 +47,10 @@ def next_power_of_2(n):
 
 @triton.jit
 def of_program(x_ptr, more_ptr, split, V, SIZE):
-    """SIZE classes of V for program_id(1); those from ``split`` on are where more_ptr is, if there is one.
+    """The block of at most SIZE of V classes that program_id(1) handles.
 
-    -> where they are, the first one's place there (64 bits), the first one, how many.
+    With more_ptr, the classes from ``split`` on are in that tensor, and the others in x_ptr.
+    -> the tensor with the block, the block's first column there (int64), its first class, its number of classes.
     """
     k = tl.program_id(1)
     begin = k * SIZE
@@ -66,38 +67,48 @@ def of_program(x_ptr, more_ptr, split, V, SIZE):
 
 @triton.jit
 def exp(x):
-    """tl.exp rounds x·log₂e, which costs |x| roundings; this is 2ᵏ·exp(x - k·ln 2), within 2 ulp."""
-    x = tl.where(x < -150.0, -150.0, x)  # no maximum, which loses NaN
+    """exp within 2 ulp: 2ᵏ·exp(x - k·ln 2). tl.exp rounds x·log₂e, so its error grows with |x|."""
+    x = tl.where(x < -150.0, -150.0, x)  # tl.maximum would lose a NaN
     k = tl.floor(x * 1.4426950408889634 + 0.5)
     return tl.exp((x - k * 0.693359375) + k * 2.12194440e-4) * tl.exp2(k)
 
 
 @triton.jit
-def exp_for(x, EXACT: tl.constexpr):
-    """exp where the result is fp32 throughout; what is or becomes 16-bit is less exact than tl.exp."""
+def exp_for(x, EXACT: tl.constexpr, scale=None):
+    """exp(x·scale); EXACT where the result is fp32 throughout. What is or becomes 16-bit is less exact than tl.exp."""
     if EXACT:
-        return exp(x)
-    return tl.exp(x)
+        return exp(x if scale is None else x * scale)
+    return tl.exp(x) if scale is None else tl.exp2(x * (scale * 1.4426950408889634))
 
 
 @triton.jit
 def finite(top):
-    """What may be subtracted from a -inf."""
+    """top, or 0 if it is -inf: -inf minus this is never NaN."""
     return tl.where(top == -INF, 0.0, top)
 
 
 @triton.jit
+def online_max(top, highest):
+    """A step of an online softmax (arXiv:1805.02867): the maximum ``top`` so far, with further x up to ``highest``.
+
+    -> the new maximum, and the shift: add exp(x - shift) to a sum of exp(x - top), times exp(top - shift).
+    """
+    new = tl.maximum(top, highest)
+    return new, finite(new)
+
+
+@triton.jit
 def log(x):
-    """tl.log, whose error grows with its size, and a step of Newton's where that helps."""
+    """tl.log, with a Newton step for x > 8, where its error is large."""
     y = tl.log(x)
     return tl.where((x > 8.0) & (x < float("inf")), y + (x * exp(-y) - 1.0), y)
 
 
 @triton.jit
 def log_of_normal(x):
-    """log of a positive normal number within 1.3 ulp; tl.log's branch for the others costs as much again.
+    """log of a positive normal number within 1.3 ulp. tl.log also handles other numbers, which doubles its cost.
 
-    x = 2ᵏ·(1 + f) with 1 + f from √½ to √2, and log(1 + f) = f + f²·P(f), P fitted to that range.
+    x = 2ᵏ·(1 + f) with 1 + f from √½ to √2. log(1 + f) = f + f²·P(f), with a polynomial P fitted to that range.
     """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23
@@ -109,7 +120,7 @@ def log_of_normal(x):
 
 @triton.jit
 def tanh(x):
-    """Without libdevice: 1 - 2e/(1 + e), and a series near 0, where it cancels. Within 2e-7 of tanh."""
+    """tanh within 2e-7, without libdevice: 1 - 2e/(1 + e), and a series near 0, where that formula cancels."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = 1.0 - 2.0 * e / (1.0 + e)
     s = x * x
@@ -120,6 +131,6 @@ def tanh(x):
 
 @triton.jit
 def tanh_slope(x):
-    """1 - tanh(x)², which cancels where tanh saturates, without the cancellation: 4e / (1 + e)²."""
+    """1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))

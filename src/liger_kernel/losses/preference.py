@@ -1,175 +1,43 @@
-r"""Preference losses, of sequence log-probabilities under a linear head whose logits are never all in memory.
+r"""Preference losses of a linear head, from hidden states: DPO and its variants, CPO, SimPO, ORPO, KTO.
 
-    s = Σ_t log p(y_t)   of a sequence's valid tokens (their mean where a loss averages)
-    c, r                 s of the chosen and of the rejected answer to a prompt
-    a = c - c_ref,  d = r - r_ref                               what the policy has gained on the reference
-
-The mathematics is in the plain functions below, of tensors with one number a pair or sequence; `paired_preference` and
-`unpaired_preference` take a head and hidden states to them (`liger_kernel.ops.head.grouped_loss`).
+All logits are never in memory at once: the log-probabilities are computed in chunks. `paired_preference` and
+`unpaired_preference` are the functions, `preference_math` has the formulas. The classes have the names and signatures
+that trainers use.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch.nn.functional import logsigmoid, relu, sigmoid
 
 from liger_kernel.core import check
 from liger_kernel.losses.function import GradientsInForward
+from liger_kernel.losses.module import LossModule, without
+from liger_kernel.losses.preference_math import *  # noqa: F403  (the names there are names here, too)
+from liger_kernel.losses.preference_math import DPO, MEANS, cpo_loss, dpo_loss, kto_loss, orpo_loss, simpo_loss
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs
-
-# ---- one number a pair: of a, d, and beta ----
-
-
-def dpo_sigmoid(a, d, beta, **_):
-    """Direct preference optimisation, arXiv:2305.18290."""
-    return -logsigmoid(beta * (a - d))
-
-
-def dpo_hinge(a, d, beta, **_):
-    """SLiC's hinge on DPO's margin, arXiv:2305.10425."""
-    return relu(1 - beta * (a - d))
-
-
-def dpo_ipo(a, d, beta, **_):
-    """Identity preference optimisation, arXiv:2310.12036: a margin of 1/(2β), and not more; of means (`MEANS`)."""
-    return (a - d - 1 / (2 * beta)).square()
-
-
-def dpo_exo_pair(a, d, beta, label_smoothing, **_):
-    """Efficient exact optimisation, arXiv:2402.00856: KL(p_θ ‖ p_r) of a pair, with smoothed preferences."""
-    x, e = beta * (a - d), label_smoothing
-    return sigmoid(x) * (logsigmoid(x) - math.log(1 - e)) + sigmoid(-x) * (logsigmoid(-x) - math.log(e))
-
-
-def dpo_nca_pair(a, d, beta, **_):
-    """Noise contrastive alignment, arXiv:2402.05369."""
-    return -logsigmoid(beta * a) - 0.5 * logsigmoid(-beta * a) - 0.5 * logsigmoid(-beta * d)
-
-
-def dpo_robust(a, d, beta, label_smoothing, **_):
-    """DPO for preferences that are flipped with probability ε, arXiv:2403.00409."""
-    x, e = beta * (a - d), label_smoothing
-    return (e * logsigmoid(-x) - (1 - e) * logsigmoid(x)) / (1 - 2 * e)
-
-
-def dpo_bco_pair(a, d, beta, **_):
-    """Binary classifier optimisation, arXiv:2404.04656, without its running mean of rewards."""
-    return -logsigmoid(beta * a) - logsigmoid(-beta * d)
-
-
-def dpo_sppo_hard(a, d, beta, **_):
-    """Self-play preference optimisation, arXiv:2405.00675."""
-    return (a - 0.5 / beta).square() + (d + 0.5 / beta).square()
-
-
-def dpo_apo_zero(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: chosen up, rejected down."""
-    return 1 - sigmoid(beta * a) + sigmoid(beta * d)
-
-
-def dpo_apo_down(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: both down, the rejected one more."""
-    return sigmoid(beta * a) + 1 - sigmoid(beta * (a - d))
-
-
-def dpo_discopop(a, d, beta, discopop_tau, **_):
-    """Log-ratio modulated loss of discovered preference optimisation, arXiv:2406.08414."""
-    x = beta * (a - d)
-    q = sigmoid(x / discopop_tau)
-    return -logsigmoid(x) * (1 - q) + torch.exp(-x) * q
-
-
-DPO = {
-    "sigmoid": dpo_sigmoid,
-    "hinge": dpo_hinge,
-    "ipo": dpo_ipo,
-    "exo_pair": dpo_exo_pair,
-    "nca_pair": dpo_nca_pair,
-    "robust": dpo_robust,
-    "bco_pair": dpo_bco_pair,
-    "sppo_hard": dpo_sppo_hard,
-    "apo_zero": dpo_apo_zero,
-    "apo_down": dpo_apo_down,
-    "discopop": dpo_discopop,
-}
-MEANS = {"ipo"}  # whose authors mean log-probabilities of tokens, not of sequences
-
-
-def smoothed_margin(x, label_smoothing):
-    """-log σ(x) where preferences are flipped with a given probability: the loss of CPO and SimPO."""
-    return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
-
-
-def log_odds(log_p):
-    """log p/(1 - p)."""
-    log_rest = torch.where(log_p > -0.7, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p)))
-    return log_p - log_rest
-
-
-# ---- losses of some pairs: Σ / pairs, their rewards, ... ----
-
-
-def dpo_loss(
-    chosen, rejected, target, ref_chosen_logps=0.0, ref_rejected_logps=0.0, beta=0.1, loss_type="sigmoid",
-    label_smoothing=0.0, discopop_tau=0.05, lengths=(1, 1),
-):  # fmt: skip
-    """DPO and its variants: see `DPO`. The loss, not the rewards, is of log-probabilities divided by ``lengths``."""
-    a, d = chosen - ref_chosen_logps, rejected - ref_rejected_logps
-    more = dict(label_smoothing=label_smoothing, discopop_tau=discopop_tau)
-    loss = DPO[loss_type](a / lengths[0], d / lengths[1], beta, **more)
-    return loss.sum() / (len(target) // 2), beta * a, beta * d
-
-
-def cpo_loss(chosen, rejected, target, beta=0.1, label_smoothing=0.0):
-    """Contrastive preference optimisation, arXiv:2401.08417: no reference."""
-    loss = smoothed_margin(beta * (chosen - rejected), label_smoothing)
-    return loss.sum() / (len(target) // 2), beta * chosen, beta * rejected
-
-
-def simpo_loss(chosen, rejected, target, beta=0.1, gamma=0.5, label_smoothing=0.0):
-    """Simple preference optimisation, arXiv:2405.14734: mean log-probabilities, a margin of γ."""
-    loss = smoothed_margin(beta * (chosen - rejected) - gamma, label_smoothing)
-    return loss.sum() / (len(target) // 2), beta * chosen, beta * rejected
-
-
-def orpo_loss(chosen, rejected, target, beta=0.1):
-    """Odds ratio preference optimisation, arXiv:2403.07691: beside the NLL, the ratio of the odds."""
-    odds, pairs = log_odds(chosen) - log_odds(rejected), len(target) // 2
-    ratio = logsigmoid(odds).sum() / pairs
-    return -beta * ratio, beta * chosen, beta * rejected, ratio, odds.sum() / pairs
-
-
-def kto_loss(logps, preference_labels, target, ref_logps=0.0, beta=0.1, kl=0.0):
-    """Kahneman-Tversky optimisation, arXiv:2402.01306: answers that are good or bad by themselves.
-
-    ``kl``: the reference point, one number or one for each sequence.
-    """
-    reward = logps - ref_logps
-    sign = preference_labels.to(reward.dtype) * 2 - 1
-    return (1 - sigmoid(beta * sign * (reward - kl))).sum() / len(target), beta * reward
-
 
 # ---- heads ----
 
 
 def sum_of_logits(hidden, weight, bias=None):
-    """Of all positions and classes, (..., H) -> 0-d: linear in both, so there is no need of the logits."""
+    """The sum over all positions and classes, (..., H) -> 0-d. It is linear, so it needs no logits."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     h, w = hidden.reshape(-1, hidden.shape[-1]).sum(0, dtype=wide), weight.sum(0, dtype=wide)
     return h @ w if bias is None else h @ w + hidden[..., 0].numel() * bias.sum(dtype=wide)
 
 
 def sequence_log_probs(hidden, weight, target, bias=None, *, average=False, ignore_index=-100, **options):
-    """s of each sequence: hidden (B, T, H), target (B, T) -> (B,). ``options``: those of `token_log_probs`."""
+    """The log-probability of each sequence: hidden (B, T, H), target (B, T) -> (B,).
+
+    ``average``: the mean over its valid tokens, not the sum. ``options``: those of `token_log_probs`.
+    """
     s = token_log_probs(hidden, weight, target, bias, ignore_index=ignore_index, **options).sum(-1)
     return s / (target != ignore_index).sum(-1).to(s.device) if average else s
 
 
 def _reference(name, head, target, average, options):
-    """(B,) log-probabilities under a reference model."""
+    """The sequences' log-probabilities under the reference model, (B,)."""
     hidden, weight, bias = head
     if hidden is None or weight is None:
         raise ValueError(
@@ -208,26 +76,30 @@ def paired_preference(
     nll_target=None, average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None,
     ref_chosen_logps=None, ref_rejected_logps=None, give_lengths=False, memory="auto", drop_ignored=None, **loss_kwargs,
 ):  # fmt: skip
-    """A loss of pairs of answers, α·NLL of the chosen ones + preference.
+    """A loss of pairs of answers: α·NLL of the chosen answers + the preference loss.
 
     Args:
-        loss: ``loss(chosen, rejected, target, [ref_chosen_logps=, ref_rejected_logps=,] beta=, **loss_kwargs)`` of the
-            log-probabilities (pairs,) of some of the pairs -> (their loss / pairs in ``target``, rewards of the chosen
-            ones, of the rejected ones, any further 0-d parts of sums). `dpo_loss` and its like.
-        hidden: (2B, T, H), the chosen answers first. weight (V, H), bias (V,): of the head.
-        target: (2B, T), already shifted: the token that each hidden state predicts, or ``ignore_index``.
-        nll_target: (2B, T), for the NLL in place of ``target``.
-        compute_nll_loss: without it NLL is 0.
-        average_log_prob: the mean of a sequence's log-probabilities, not their sum.
-        use_ref_model, ref_input, ref_weight, ref_bias: hidden states and head of a reference model; or, in its place,
-            ref_chosen_logps, ref_rejected_logps (B,): the reference's sequence log-probabilities.
-        give_lengths: ``loss`` is also given ``lengths=``, the numbers of valid tokens (2, pairs).
+        loss: ``loss(chosen, rejected, target, [ref_chosen_logps=, ref_rejected_logps=,] beta=, **loss_kwargs)``. It is
+            given the sequence log-probabilities (n,) of n of the pairs. It returns their loss divided by the number of
+            pairs in ``target``, the chosen rewards, the rejected rewards, and any other 0-d sums. See `dpo_loss`.
+        hidden: (2B, T, H), fp32, bf16, fp16 or fp64: B chosen answers, then B rejected ones.
+        weight, bias: (V, H) and (V,), of the head.
+        target: (2B, T) integers, already shifted: the token that each hidden state predicts, or ``ignore_index``.
+        nll_target: (2B, T), the targets of the NLL. None: ``target``.
+        compute_nll_loss: False: the NLL is 0.
+        average_log_prob: a sequence's mean log-probability instead of the sum.
+        use_ref_model: there is a reference model. Give ref_input, ref_weight and ref_bias: its hidden states and head.
+        ref_chosen_logps, ref_rejected_logps: (B,), the reference's sequence log-probabilities in place of these three.
+        give_lengths: ``loss`` also gets ``lengths=``, the numbers of valid tokens (2, n).
         memory, drop_ignored: as in `linear_loss`.
 
     Returns:
         (loss, (chosen log-probabilities (B,), rejected ones, mean logit of the chosen answers, of the rejected ones,
-        NLL, chosen rewards (B,), rejected rewards (B,), *others)), all but the loss without gradients. The logits'
-        means are over all positions and classes.
+        NLL, chosen rewards (B,), rejected rewards (B,), *others)). Only the loss has gradients. A mean logit is over
+        all positions and classes.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit; no reference.
     """
     name = "paired_preference"
     _check_numbers(name, dict(ignore_index=ignore_index, alpha=alpha, beta=beta, **loss_kwargs))
@@ -280,21 +152,25 @@ def unpaired_preference(
     average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, ref_logps=None,
     memory="auto", drop_ignored=None, **loss_kwargs,
 ):  # fmt: skip
-    """A loss of answers that are each good or bad.
+    """A loss of single answers, each good or bad.
 
     Args:
-        loss: ``loss(logps, preference_labels, target, [ref_logps=, kl=,] beta=, **loss_kwargs)`` of some of the
-            sequences (n,) -> (their loss / sequences in ``target``, their rewards (n,)). `kto_loss` is one.
-        hidden: (B, T, H); target: (B, T), already shifted.
-        preference_labels: (B,) bool, whether an answer is desirable.
-        kl: the loss's reference point, one number or (B,); None: the loss's own default.
-        use_ref_model: there has to be a reference; one that is given counts in any case.
-        ref_logps: (B,) log-probabilities under the reference in place of ref_input, ref_weight, ref_bias.
+        loss: ``loss(logps, preference_labels, target, [ref_logps=, kl=,] beta=, **loss_kwargs)``. It is given n of the
+            sequences, and returns their loss divided by the number of sequences in ``target``, and their rewards (n,).
+            See `kto_loss`.
+        hidden: (B, T, H). target: (B, T) integers, already shifted.
+        preference_labels: (B,) bool, True for a good answer.
+        kl: the reference point of the loss, one number or (B,). None: the loss's default.
+        use_ref_model: a reference is required. If one is given, it is used in any case.
+        ref_logps: (B,), the reference's log-probabilities in place of ref_input, ref_weight and ref_bias.
         The rest as in `paired_preference`.
 
     Returns:
-        (loss, sums over the desirable and over the other answers, 0-d: (log-probabilities of each, logits of each,
-        rewards of each)). The logits are those of all positions and classes.
+        (loss, six 0-d sums: log-probabilities of the good answers, of the bad ones, logits likewise, rewards likewise).
+        Only the loss has gradients. The logits are those of all positions and classes.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit; no reference.
     """
     name = "unpaired_preference"
     if preference_labels is None:
@@ -337,12 +213,16 @@ def unpaired_preference(
 
 # ---- what frameworks subclass ----
 
+NOT_OPTIONS = (
+    "cls", "ctx", "_input", "weight", "target", "preference_labels", "bias", "chunk_size", "compiled", "loss_kwargs"
+)  # fmt: skip
+
 
 class LigerFusedLinearPreferenceBase(GradientsInForward):
-    """A loss of pairs, whose subclass gives ``preference_loss_fn``: the ``loss`` of `paired_preference`.
+    """The base of a loss of pairs. A subclass defines ``preference_loss_fn``, the ``loss`` of `paired_preference`.
 
-    Its forward calls this one with ``super().forward(cls=cls, ctx=ctx, ...)``. ``chunk_size`` and ``compiled`` are
-    accepted and choose nothing: how much is computed at once follows from the memory, and nothing needs compiling.
+    The subclass's ``forward`` calls ``super().forward(cls=cls, ctx=ctx, ...)``. ``chunk_size`` and ``compiled`` have no
+    effect: the chunks follow from the memory, and nothing needs compiling.
     """
 
     @staticmethod
@@ -356,11 +236,7 @@ class LigerFusedLinearPreferenceBase(GradientsInForward):
         ref_bias=None, average_log_prob=True, **loss_kwargs,
     ):  # fmt: skip
         """-> (loss, the tuple that `paired_preference` returns)."""
-        options = dict(
-            ignore_index=ignore_index, alpha=alpha, beta=beta, compute_nll_loss=compute_nll_loss, nll_target=nll_target,
-            average_log_prob=average_log_prob, use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight,
-            ref_bias=ref_bias, **loss_kwargs,
-        )  # fmt: skip
+        options = without(locals(), *NOT_OPTIONS) | loss_kwargs
 
         def loss(h, w, b):
             return paired_preference(cls.preference_loss_fn, h, w, target, b, **options)
@@ -369,9 +245,9 @@ class LigerFusedLinearPreferenceBase(GradientsInForward):
 
 
 class LigerFusedLinearUnpairedPreferenceBase(GradientsInForward):
-    """A loss of single answers, whose subclass gives ``preference_loss_fn``: the ``loss`` of `unpaired_preference`.
+    """The base of a loss of single answers. A subclass defines ``preference_loss_fn``.
 
-    The rest as of `LigerFusedLinearPreferenceBase`.
+    That is the ``loss`` of `unpaired_preference`. The rest as in `LigerFusedLinearPreferenceBase`.
     """
 
     WHERE = 0, 1, 4
@@ -386,10 +262,7 @@ class LigerFusedLinearUnpairedPreferenceBase(GradientsInForward):
         use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False, **loss_kwargs,
     ):  # fmt: skip
         """-> (loss, the tuple that `unpaired_preference` returns)."""
-        options = dict(
-            ignore_index=ignore_index, average_log_prob=average_log_prob, use_ref_model=use_ref_model,
-            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, **loss_kwargs,
-        )  # fmt: skip
+        options = without(locals(), *NOT_OPTIONS) | loss_kwargs
 
         def loss(h, w, b):
             return unpaired_preference(cls.preference_loss_fn, h, w, target, preference_labels, b, **options)
@@ -409,13 +282,8 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
     ):  # fmt: skip
         check_dpo("LigerFusedLinearDPOFunction", loss_type, label_smoothing)
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta,
-            compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, use_ref_model=use_ref_model,
-            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, loss_type=loss_type,
-            label_smoothing=label_smoothing, discopop_tau=discopop_tau,
-            give_lengths=loss_type in MEANS and not average_log_prob,
-        )  # fmt: skip
+        arguments = locals() | dict(give_lengths=loss_type in MEANS and not average_log_prob)
+        return LigerFusedLinearPreferenceBase.forward(**arguments)
 
 
 class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
@@ -428,10 +296,7 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
         compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1,
     ):  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta,
-            compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, label_smoothing=label_smoothing,
-        )  # fmt: skip
+        return LigerFusedLinearPreferenceBase.forward(**locals())
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
@@ -444,10 +309,7 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
         compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1,
     ):  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, alpha=alpha, beta=beta,
-            compute_nll_loss=compute_nll_loss, average_log_prob=True, label_smoothing=label_smoothing, gamma=gamma,
-        )  # fmt: skip
+        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
 class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
@@ -460,10 +322,7 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True,
         nll_target=None, compiled=True, chunk_size=1,
     ):  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, beta=beta,
-            compute_nll_loss=compute_nll_loss, nll_target=nll_target, average_log_prob=True,
-        )  # fmt: skip
+        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -476,11 +335,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         cls, ctx, _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None,
         kl=None, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
     ):  # fmt: skip
-        return super().forward(
-            cls, ctx, _input, weight, target, preference_labels, bias, ignore_index=ignore_index,
-            average_log_prob=average_log_prob, use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight,
-            ref_bias=ref_bias, beta=beta, kl=kl,
-        )  # fmt: skip
+        return LigerFusedLinearUnpairedPreferenceBase.forward(**locals())
 
 
 liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
@@ -502,38 +357,29 @@ def check_dpo(name, loss_type, label_smoothing):
         raise ValueError(f"{name}: label_smoothing is {label_smoothing}, robust needs one from 0 to below 0.5")
 
 
-class _Loss(torch.nn.Module):
-    """Options kept as attributes."""
-
-    def __init__(self, compiled: bool, chunk_size: int, **options) -> None:
-        super().__init__()
-        _check_numbers(type(self).__name__, options)
-        self.compiled, self.chunk_size, self._names = compiled, chunk_size, tuple(options)
-        for name, value in options.items():
-            setattr(self, name, value)
-
-    @property
-    def options(self):
-        return {name: getattr(self, name) for name in self._names}
-
-    def extra_repr(self):
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+class _Loss(LossModule):
+    def __init__(self, arguments) -> None:
+        super().__init__(arguments)
+        _check_numbers(type(self).__name__, self.options)
 
 
 class LigerFusedLinearDPOLoss(_Loss):
-    """DPO and its variants (`DPO`): ``forward(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias)``.
+    """DPO and its variants: ``forward(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias)``.
 
     Args:
-        ignore_index: target of what is left out.
-        beta: how far the policy may go from the reference: the smaller the farther.
-        alpha: weight of the chosen answers' NLL, with ``compute_nll_loss``.
-        use_ref_model: False: a reference that finds all answers equally likely.
-        average_log_prob: means over the tokens in place of sums. The loss of ipo has means in any case.
-        loss_type: a key of `DPO`; label_smoothing: of exo_pair and robust; discopop_tau: of discopop.
-        compiled, chunk_size: accepted; they choose nothing.
+        ignore_index: targets with this value are left out.
+        beta: how strongly the policy is kept near the reference. A smaller beta lets it move farther.
+        alpha: weight of the chosen answers' NLL. It needs ``compute_nll_loss``.
+        use_ref_model: False: all answers are equally likely under the reference.
+        average_log_prob: the mean over a sequence's tokens instead of the sum. ipo's loss always takes the mean.
+        loss_type: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, apo_zero, apo_down or discopop.
+        label_smoothing: of exo_pair and robust. discopop_tau: of discopop.
+        compiled, chunk_size: no effect.
         memory, drop_ignored: as in `liger_kernel.ops.head.grouped_loss.linear_loss`.
 
-    Shapes, further arguments and what is returned: `paired_preference`.
+    Shapes, other arguments, results and errors: `paired_preference`.
+
+    Source: Rafailov et al., Direct Preference Optimization, arXiv:2305.18290; variants in `preference_math`.
     """
 
     def __init__(
@@ -543,11 +389,7 @@ class LigerFusedLinearDPOLoss(_Loss):
         memory: int | str = "auto", drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
         check_dpo(type(self).__name__, loss_type, label_smoothing)
-        super().__init__(
-            compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss,
-            use_ref_model=use_ref_model, average_log_prob=average_log_prob, loss_type=loss_type,
-            label_smoothing=label_smoothing, discopop_tau=discopop_tau, memory=memory, drop_ignored=drop_ignored,
-        )  # fmt: skip
+        super().__init__(locals())
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
@@ -563,18 +405,14 @@ class LigerFusedLinearDPOLoss(_Loss):
 
 
 class LigerFusedLinearCPOLoss(_Loss):
-    """CPO: ``forward(lin_weight, _input, target, bias)``. Arguments as of `LigerFusedLinearDPOLoss`."""
+    """CPO (arXiv:2401.08417): ``forward(lin_weight, _input, target, bias)``. Options: `LigerFusedLinearDPOLoss`."""
 
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
         compute_nll_loss: bool = True, compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1, *,
         memory: int | str = "auto", drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, memory=memory,
-            drop_ignored=drop_ignored,
-        )  # fmt: skip
+        super().__init__(locals())
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
@@ -583,17 +421,17 @@ class LigerFusedLinearCPOLoss(_Loss):
 
 
 class LigerFusedLinearSimPOLoss(_Loss):
-    """SimPO: ``forward(lin_weight, _input, target, bias)``. gamma: the margin; the rest as of DPO's."""
+    """SimPO (arXiv:2405.14734): ``forward(lin_weight, _input, target, bias)``.
+
+    gamma is the margin. Other options: `LigerFusedLinearDPOLoss`.
+    """
 
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
         compute_nll_loss: bool = True, compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1, *,
         memory: int | str = "auto", drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            compiled, chunk_size, ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, gamma=gamma, memory=memory, drop_ignored=drop_ignored,
-        )  # fmt: skip
+        super().__init__(locals())
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
@@ -602,19 +440,17 @@ class LigerFusedLinearSimPOLoss(_Loss):
 
 
 class LigerFusedLinearORPOLoss(_Loss):
-    """ORPO: ``forward(lin_weight, _input, target, bias, nll_target)``. Arguments as of `LigerFusedLinearDPOLoss`.
+    """ORPO (arXiv:2403.07691): ``forward(lin_weight, _input, target, bias, nll_target)``.
 
-    What is returned ends with mean log σ(log odds ratio) and the mean of that ratio.
+    The results end with the mean of log σ(log odds ratio) and the mean log odds ratio. Options:
+    `LigerFusedLinearDPOLoss`.
     """
 
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True,
         chunk_size: int = 1, *, memory: int | str = "auto", drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            compiled, chunk_size, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss,
-            memory=memory, drop_ignored=drop_ignored,
-        )  # fmt: skip
+        super().__init__(locals())
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
@@ -628,8 +464,10 @@ class LigerFusedLinearORPOLoss(_Loss):
 class LigerFusedLinearKTOLoss(_Loss):
     """KTO: ``forward(_input, lin_weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, kl)``.
 
-    The input comes before the weight. Arguments as of `LigerFusedLinearDPOLoss`; shapes and what is returned:
+    The input comes before the weight. Options as in `LigerFusedLinearDPOLoss`; shapes, results and errors:
     `unpaired_preference`.
+
+    Source: Ethayarajh et al., KTO, arXiv:2402.01306.
     """
 
     def __init__(
@@ -637,10 +475,7 @@ class LigerFusedLinearKTOLoss(_Loss):
         average_log_prob: bool = False, chunk_size: int = 1, *, memory: int | str = "auto",
         drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            compiled, chunk_size, ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob, memory=memory, drop_ignored=drop_ignored,
-        )  # fmt: skip
+        super().__init__(locals())
 
     def forward(
         self, _input: torch.Tensor, lin_weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from liger_kernel.patch.engine import check_transformers, patch, revert_model
-from liger_kernel.patch.private import known_as
 from liger_kernel.patch.report import Report
+from liger_kernel.patch.rewrite import known_as
 
 logger = logging.getLogger(__name__)
 MAPPINGS = "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
@@ -89,7 +89,7 @@ def in_place(model: torch.nn.Module) -> list[str]:
     flags = {}
     for module in model.modules():
         what = known_as(module)
-        if what is not None:
+        if what is not None and what.flag is not None:
             flags[what.flag] = True
         if "_liger_loss_before" in module.__dict__:
             flags["cross_entropy"] = True

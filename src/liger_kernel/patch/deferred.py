@@ -202,7 +202,18 @@ def worth_fusing(x) -> bool:
     Llama-3.2-1B, H200, 2026-11-21, with streams and without: 4096 × 8 tokens 487 and 490 ms a step, 1024 × 1 36.8 and
     35.4.
     """
-    return x.numel() >= LARGE or x.device.type == "cpu" or torch.compiler.is_compiling()
+    return x.numel() >= LARGE or x.device.type == "cpu"
+
+
+IN_GRAPH = 2**23  # elements of a layer's input from which on our kernels are faster than what a compiler makes
+
+
+def is_the_compilers(x) -> bool:
+    """Whether, in a graph, a tensor of that size is left to the compiler, with the family's own code.
+
+    Each operator of ours costs the host some 50 µs there, and is nothing that a compiler can fuse with its neighbours.
+    """
+    return torch.compiler.is_compiling() and x.numel() < IN_GRAPH and x.device.type != "cpu"
 
 
 def shared(x, layers):

@@ -23,6 +23,8 @@ import types
 
 import torch
 
+from liger_kernel.patch.rewrite import known_as
+
 FIXED = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type,
     types.BuiltinFunctionType, types.ModuleType,
@@ -75,7 +77,7 @@ def unchanged(module, parts) -> bool:
         elif kind == "bound":
             same = getattr(value, "__func__", None) is want
         elif kind == "kind":
-            same = type(getattr(type(value), "_liger", (None, None))[1]) is want
+            same = type(known_as(value)) is want
         else:
             same = value is NOTHING
         if not same:

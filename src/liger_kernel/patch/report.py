@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-COLUMNS = {  # of a table: what begins with these
-    "loss": ("liger_fused_linear_cross_entropy", "liger_cross_entropy"),
-    "norms": ("liger_rms_norm", "liger_layer_norm"),
-    "MLPs": ("liger_swiglu", "liger_geglu"),
-    "RoPE": ("liger_rotary_pos_emb", "liger_norm_rope"),
-    "residual stream": ("liger_fused_add_rms_norm",),
-}
+COLUMNS = "loss", "norms", "MLPs", "RoPE", "residual stream", "mask"  # of a table: where each kind of rewrite belongs
 
 
 @dataclass
@@ -23,6 +17,12 @@ class Report:
     left_alone: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, why) -> modules
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _column: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # by what -> column
+
+    def add(self, what: str, by: str, column: str) -> None:
+        """One more module in which ``what`` was replaced."""
+        self.replaced[what, by] += 1
+        self._column[by] = column
 
     def __str__(self) -> str:
         lines = [f"{self.target}, patched by liger-kernel:"]
@@ -44,6 +44,5 @@ class Report:
         """Column of a table -> kernel -> modules."""
         found = {column: Counter() for column in COLUMNS}
         for (_, by), n in self.replaced.items():
-            column = next(column for column, starts in COLUMNS.items() if by.startswith(starts))
-            found[column][by.removeprefix("liger_")] += n
+            found[self._column[by]][by.removeprefix("liger_")] += n
         return found

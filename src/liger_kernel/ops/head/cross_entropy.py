@@ -1,9 +1,9 @@
 r"""Cross entropy of given logits.
 
-The mathematics stands in `logits`: softcap, class weights, label smoothing and z-loss in fp32, whatever the
-logits' dtype, as Hugging Face computes it on ``logits.float()`` but without that copy. Forward reads the logits once
-and leaves them as they are; backward reads them once and writes the gradient once, over the logits where nobody but
-the graph can see them any more (`op.may_overwrite`), so that a training step needs no second tensor of their size.
+The formulas stand in `logits`: softcap, class weights, label smoothing and z-loss in fp32 for logits of any dtype, as
+Hugging Face computes it on ``logits.float()``, but without that copy. Forward reads the logits once and does not change
+them. Backward reads them once and writes the gradient once: over the logits if nobody but the graph can see them any
+more (`op.may_overwrite`). Then a training step needs no second tensor of their size.
 
 Sources: label smoothing arXiv:1512.00567, z-loss (PaLM) arXiv:2204.02311, softcap (Gemma 2) arXiv:2408.00118.
 """
@@ -17,7 +17,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, custom_op, may_overwrite, rounded, unit_stride
-from liger_kernel.ops.head.logits import normalisers, token_gradient, token_loss
+from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -32,12 +32,33 @@ class CrossEntropyOutput:
     predicted_tokens: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Returns:
+    """What a cross entropy returns: beside its loss, and for each row ("none") or all."""
+
+    reduction: str
+    z_loss: bool
+    token_accuracy: bool
+    predicted_tokens: bool
+
+    def of(self, loss, z_loss, best, target, ignore_index, n, dtype, z_dtype):
+        """Of each row, and the number n of valid ones -> (loss, z_loss, token_accuracy, predicted_tokens) or None."""
+        scalar = self.reduction != "none"
+        correct = ((best == target) & (target != ignore_index)).float() if self.token_accuracy else None
+        return (
+            rounded(loss.sum() if scalar else loss, dtype),
+            rounded(z_loss.sum() if scalar else z_loss, z_dtype) if self.z_loss else None,
+            correct.sum() / n if scalar and self.token_accuracy else correct,
+            best if self.predicted_tokens else None,
+        )
+
+
 def cross_entropy_reference(
     x, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
+    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None,
     logit_scale=1.0, use_token_scaling=False,
 ):  # fmt: skip
-    """-> (loss, z_loss, token_accuracy, predicted_tokens), loss and z_loss in fp32 (fp64 for fp64 logits)."""
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), loss and z_loss in ``loss_dtype`` (None: the logits')."""
     z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -56,22 +77,13 @@ def cross_entropy_reference(
     if use_token_scaling:
         token = z.detach().softmax(-1).gather(-1, label[:, None]).squeeze(-1).where(valid, 0)
         ce, z_loss = ce * token, z_loss * token
-    loss = torch.where(valid, ce + z_loss, 0)
-    best = z.detach().argmax(-1)
-    correct = ((best == target) & valid).float()
-    if reduction != "none":
-        loss, z_loss, correct = loss.sum(), z_loss.sum(), correct.sum() / n
-    return (
-        loss,
-        z_loss.detach() if return_z_loss else None,
-        correct if return_token_accuracy else None,
-        best.where(valid, -1) if return_predicted_tokens else None,
-    )
+    loss, best = torch.where(valid, ce + z_loss, 0), z.detach().argmax(-1).where(valid, -1)
+    returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    dtype = loss_dtype or x.dtype
+    return returns.of(loss, z_loss.detach(), best, target, ignore_index, n, dtype, dtype)
 
 
-def _outputs(
-    x, target, weight, ignore_index, lse_square_scale, label_smoothing, mean, softcap, need_z, need_best
-):  # fmt: skip
+def _outputs(x, target, weight, ignore_index, numbers, mean, need_z, need_best):
     rows = x.shape[0]
     shapes = (rows,), (rows, 2), (rows if need_z else 0,), (4,)
     return *(x.new_empty(shape, dtype=torch.float32) for shape in shapes), target.new_empty(
@@ -81,33 +93,34 @@ def _outputs(
 
 @custom_op("cross_entropy", _outputs)
 def cross_entropy_fwd(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, lse_square_scale: float,
-    label_smoothing: float, mean: bool, softcap: float | None, need_z: bool, need_best: bool,
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, numbers: list[float],
+    mean: bool, need_z: bool, need_best: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x (M, V) -> loss (M,), (max, log-sum) (M, 2), z_loss (M,), normalisers (4,), predicted (M,) or what is needed."""
-    loss, stats, z_loss, _, best = _outputs(
-        x, target, weight, ignore_index, lse_square_scale, label_smoothing, mean, softcap, need_z, need_best
-    )
+    """x (M, V) -> loss (M,), (max, log-sum) (M, 2), z_loss (M,), normalisers (4,), predicted (M,) or what is needed.
+
+    numbers: lse_square_scale, label_smoothing, softcap or 0.
+    """
+    loss, stats, z_loss, _, best = _outputs(x, target, weight, ignore_index, numbers, mean, need_z, need_best)
     norm = normalisers(target, weight, x.shape[1], ignore_index, mean)
     token_loss(
-        x, target, weight, norm, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0,
-        loss, stats, z_loss if need_z else None, best=best if need_best else None,
+        x, target, weight, norm, TokenOptions(ignore_index, *numbers), loss, stats, z_loss if need_z else None,
+        best=best if need_best else None,
     )  # fmt: skip
     return loss, stats, z_loss, norm, best
 
 
-def _gradient(g, x, target, weight, norm, stats, ignore_index, label_smoothing, lse_square_scale, softcap):
+def _gradient(g, x, target, weight, norm, stats, ignore_index, numbers):
     return x.new_empty(x.shape)
 
 
 @custom_op("cross_entropy_backward", _gradient)
 def cross_entropy_bwd(
     g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, norm: torch.Tensor,
-    stats: torch.Tensor, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
+    stats: torch.Tensor, ignore_index: int, numbers: list[float],
 ) -> torch.Tensor:  # fmt: skip
     """g: one element, or (M,) -> dx (M, V)."""
     x, dx = unit_stride(x), x.new_empty(x.shape)
-    token_gradient(g, x, target, weight, norm, stats, dx, ignore_index, label_smoothing, lse_square_scale, softcap, 1.0)
+    token_gradient(g, x, target, weight, norm, stats, dx, TokenOptions(ignore_index, *numbers))
     return dx
 
 
@@ -117,17 +130,7 @@ class LigerCrossEntropyFunction(Function):
     What was not asked for is None. ``loss_dtype`` is the dtype of loss and z_loss (None: the logits').
     """
 
-    @staticmethod
-    def reference(
-        _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-        softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None,
-    ):  # fmt: skip
-        loss, z_loss, *counts = cross_entropy_reference(
-            _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss, return_token_accuracy, return_predicted_tokens,
-        )  # fmt: skip
-        dtype = loss_dtype or _input.dtype
-        return loss.to(dtype), None if z_loss is None else z_loss.to(dtype), *counts
+    reference = staticmethod(cross_entropy_reference)
 
     @staticmethod
     def forward(
@@ -136,41 +139,32 @@ class LigerCrossEntropyFunction(Function):
         return_predicted_tokens=False, loss_dtype=None,
     ):  # fmt: skip
         devices.require_kernels("LigerCrossEntropyFunction", _input)
-        x = unit_stride(_input)
-        target = target.contiguous()
-        weight = None if weight is None else weight.contiguous()
+        x, target, weight = unit_stride(_input), target.contiguous(), None if weight is None else weight.contiguous()
+        returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+        numbers = [lse_square_scale, label_smoothing, softcap or 0.0]
         loss, stats, z_loss, norm, best = cross_entropy_fwd(
-            x, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction == "mean", softcap,
-            return_z_loss, return_token_accuracy or return_predicted_tokens,
+            x, target, weight, ignore_index, numbers, reduction == "mean", return_z_loss,
+            return_token_accuracy or return_predicted_tokens,
         )  # fmt: skip
         ctx.save_for_backward(_input, target, weight, norm, stats)
-        ctx.options = ignore_index, label_smoothing, lse_square_scale, softcap
-        dtype = loss_dtype or x.dtype
-        ctx.reduction, ctx.loss_dtype = reduction, dtype
-        scalar = reduction != "none"
-        correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
-        outputs = (
-            rounded(loss.sum() if scalar else loss, dtype),
-            rounded(z_loss.sum() if scalar else z_loss, dtype) if return_z_loss else None,
-            correct.sum() / norm[3] if return_token_accuracy and scalar else correct,
-            best if return_predicted_tokens else None,
-        )
+        ctx.options, ctx.reduction, ctx.loss_dtype = (ignore_index, numbers), reduction, loss_dtype or x.dtype
+        outputs = returns.of(loss, z_loss, best, target, ignore_index, norm[3], ctx.loss_dtype, ctx.loss_dtype)
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
     @staticmethod
     def arguments(ctx):
         x, target, weight, *_ = ctx.saved_tensors
-        ignore_index, label_smoothing, lse_square_scale, softcap = ctx.options
+        ignore_index, (*numbers, softcap) = ctx.options
         asked_for = False, False, False  # what beside the loss
-        numbers = ignore_index, lse_square_scale, label_smoothing
-        return x, target, weight, *numbers, ctx.reduction, softcap, *asked_for, ctx.loss_dtype
+        return x, target, weight, ignore_index, *numbers, ctx.reduction, softcap or None, *asked_for, ctx.loss_dtype
 
     @staticmethod
     def backward(ctx, dloss, *_):
         x, target, weight, norm, stats = ctx.saved_tensors
         if may_overwrite(ctx, x) and x.stride(-1) == 1:
-            token_gradient(dloss, x, target, weight, norm, stats, x, *ctx.options, 1.0)
+            ignore_index, numbers = ctx.options
+            token_gradient(dloss, x, target, weight, norm, stats, x, TokenOptions(ignore_index, *numbers))
             torch.autograd.graph.increment_version(x)
             dx = x
         else:
@@ -306,11 +300,27 @@ def labels(rows, classes, ignored=3):
     return target.where(torch.arange(rows) % ignored != 1, -100)
 
 
+def weights_of(classes, wanted):
+    """A case's class weights, for a tensor (V, ...)."""
+    return torch.linspace(0.5, 2, classes.shape[0], device=classes.device) if wanted else None
+
+
 def unpacked(out):
     """What `packed` made, as a tensor or a tuple of them."""
     if not isinstance(out, CrossEntropyOutput):
         return out
     return out.loss, out.z_loss, out.token_accuracy, out.predicted_tokens
+
+
+def _of_logits(loss):
+    """A case's function, of logits that an operation made, as a head makes them: a leaf is never written over."""
+    return lambda x, target, class_weights=False, **options: unpacked(
+        loss(x * 1, target, weights_of(x.t(), class_weights), loss_dtype=_wide(x), **options)
+    )
+
+
+def _wide(x):
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 EVERYTHING = dict(
@@ -321,13 +331,8 @@ EVERYTHING = dict(
 CASES.append(
     Case(
         "cross_entropy",
-        # the logits are made by an operation, as a head makes them: a leaf is never written over
-        fn=lambda x, target, class_weights=False, **options: unpacked(
-            liger_cross_entropy(x * 1, target, _weights(x) if class_weights else None, loss_dtype=_exact(x), **options)
-        ),
-        reference=lambda x, target, class_weights=False, **options: cross_entropy_reference(
-            x * 1, target, _weights(x) if class_weights else None, **options
-        ),
+        fn=_of_logits(liger_cross_entropy),
+        reference=_of_logits(cross_entropy_reference),
         inputs=lambda M, V: dict(x=torch.randn(M, V).mul(3).requires_grad_(), target=labels(M, V)),
         shapes=((1, 8), (5, 123), (9, 513), (3, 17000)),
         options=(
@@ -342,11 +347,3 @@ CASES.append(
         fp32_roundings=2,
     )
 )
-
-
-def _weights(x):
-    return torch.linspace(0.5, 2, x.shape[1], device=x.device)
-
-
-def _exact(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

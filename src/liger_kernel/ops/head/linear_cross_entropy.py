@@ -1,7 +1,7 @@
-r"""Cross entropy of a linear head, without its logits in memory: `passes` for a loss of all rows.
+r"""Cross entropy of a linear head, without its logits in memory (`chunks`).
 
-A scalar loss takes its gradients in forward, and backward only multiplies them by the incoming one. For
-reduction="none", where each row has an incoming gradient of its own, backward makes the logits again.
+A scalar loss computes its gradients in forward (`forward_gradients`). With reduction="none" each row has an incoming
+gradient of its own, and backward computes the logits again.
 
 Sources: DFT's token scaling arXiv:2508.05629; the rest as in `cross_entropy`.
 """
@@ -13,17 +13,20 @@ import functools
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, keep, kept, kept_inputs, rounded
+from liger_kernel.core.op import CASES, Case, F, Function, kept, kept_inputs, rounded
 from liger_kernel.core.parallel import group_name, local, place
 from liger_kernel.ops.head.cross_entropy import (
     EVERYTHING,
+    Returns,
     check_options,
     check_targets,
     cross_entropy_reference,
     packed,
     unpacked,
+    weights_of,
 )
-from liger_kernel.ops.head.passes import scaled
+from liger_kernel.ops.head.forward_gradients import KEPT, scaled, store
+from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.planning import budget
 from liger_kernel.ops.head.token_log_probs import (
     check_head,
@@ -37,18 +40,12 @@ from liger_kernel.ops.head.token_log_probs import (
 )
 
 
-def fused_linear_cross_entropy_reference(
-    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
-    return_token_accuracy=False, return_predicted_tokens=False, logit_scale=1.0,
-):  # fmt: skip
-    """-> (loss, z_loss, token_accuracy, predicted_tokens), from all the logits at once."""
+def fused_linear_cross_entropy_reference(input, weight, target, bias=None, ce_weight=None, **options):
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), from all the logits at once; options as of the operator."""
     dtype = compute_dtype(input, weight)
     x = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    loss, z_loss, *counts = cross_entropy_reference(
-        x, target, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-        return_z_loss, return_token_accuracy, return_predicted_tokens, logit_scale, use_token_scaling,
-    )  # fmt: skip
+    options["loss_dtype"] = torch.promote_types(x.dtype, torch.float32)
+    loss, z_loss, *counts = cross_entropy_reference(x, target, ce_weight, **options)
     return loss, None if z_loss is None else z_loss.to(input.dtype), *counts
 
 
@@ -59,18 +56,18 @@ def fused_linear_cross_entropy_in_chunks(
     logit_scale=1.0, memory=-1, num_items=None, group=None,
 ):  # fmt: skip
     """The same a few rows at a time, and with sharded classes: what runs without kernels."""
-    numbers = 0.0, label_smoothing, softcap, logit_scale  # the z-loss comes afterwards, from lse
+    smoothed = TokenOptions(ignore_index, 0.0, label_smoothing, softcap, logit_scale)  # the z-loss comes from lse
 
     def of_chunk(h, y):
-        ce, lse, _, _, correct, best, _ = token_reference(h, weight, bias, y, ce_weight, numbers, ignore_index, group)
+        ce, lse, _, _, _, best, _ = token_reference(h, weight, bias, y, ce_weight, smoothed, group)
         nll = ce
         if use_token_scaling:
             with torch.no_grad():
-                plain = 0.0, 0.0, softcap, logit_scale
-                nll = token_reference(h, weight, bias, y, None, plain, ignore_index, group)[0]
-        return ce, lse, nll, correct, best
+                plain = TokenOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
+                nll = token_reference(h, weight, bias, y, None, plain, group)[0]
+        return ce, lse, nll, best
 
-    ce, lse, nll, correct, best = in_chunks(of_chunk, input, target)
+    ce, lse, nll, best = in_chunks(of_chunk, input, target)
     valid, z_loss = target != ignore_index, lse_square_scale * lse * lse
     n = valid.sum()
     if num_items is not None:
@@ -82,14 +79,8 @@ def fused_linear_cross_entropy_in_chunks(
     if use_token_scaling:
         token = torch.exp(-nll)
         loss, z_loss = loss * token, z_loss * token
-    if reduction != "none":
-        loss, z_loss, correct = loss.sum(), z_loss.sum(), correct.sum() / n
-    return (
-        loss,
-        z_loss.detach().to(input.dtype) if return_z_loss else None,
-        correct.float() if return_token_accuracy else None,
-        best if return_predicted_tokens else None,
-    )
+    returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    return returns.of(loss, z_loss.detach(), best, target, ignore_index, n, loss.dtype, input.dtype)
 
 
 def fused_linear_cross_entropy_forward(
@@ -100,50 +91,33 @@ def fused_linear_cross_entropy_forward(
 ):  # fmt: skip
     """-> (loss, z_loss, token_accuracy, predicted_tokens), (d_input, d_weight, d_bias), and what backward needs.
 
-    The gradients are of loss·n₀ for fp16, and empty where not needed or where ``reduction`` is "none".
+    The gradients are those of loss·n₀ for fp16. They are empty where not needed or where ``reduction`` is "none".
     """
-    dtype = compute_dtype(_input, weight)
-    scalar = reduction != "none"
-    wants = [
-        return_z_loss,
-        use_token_scaling and not scalar,
-        False,
-        False,
-        return_token_accuracy or return_predicted_tokens,
-    ]
+    dtype, scalar = compute_dtype(_input, weight), reduction != "none"
+    need_best = return_token_accuracy or return_predicted_tokens
+    wants = [return_z_loss, use_token_scaling and not scalar, False, False, need_best]
     numbers = [lse_square_scale, label_smoothing, softcap or 0.0, logit_scale]
     loss, stats, norm, z_loss, token, _, _, best, *grads = head_fwd(
         _input, weight, bias, target, ce_weight, num_items, numbers, ignore_index, reduction == "mean",
         use_token_scaling, dtype, accum_dtype, memory, group, wants, list(needs_grad) if scalar else [False] * 3,
     )  # fmt: skip
-    correct = ((best == target) & (target != ignore_index)).float() if return_token_accuracy else None
-    outputs = (
-        loss.sum() if scalar else loss,
-        rounded(z_loss.sum() if scalar else z_loss, _input.dtype) if return_z_loss else None,
-        correct.sum() / norm[3] if return_token_accuracy and scalar else correct,
-        best if return_predicted_tokens else None,
-    )
+    returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    outputs = returns.of(loss, z_loss, best, target, ignore_index, norm[3], loss.dtype, _input.dtype)
     return outputs, grads, (stats, token, norm, numbers, dtype)
 
 
 def fused_linear_cross_entropy_backward(
     grad_output, grad_input, grad_weight, grad_bias, weight_dtype=None, bias_dtype=None, in_place=False
 ):  # fmt: skip
-    """The gradients that forward took, times the incoming one (0-d); in their final dtypes."""
-    return (
-        scaled(grad_input, grad_output, grad_input.dtype, in_place),
-        scaled(grad_weight, grad_output, weight_dtype or grad_weight.dtype, in_place),
-        scaled(grad_bias, grad_output, bias_dtype or grad_bias.dtype, in_place),
-    )
-
-
-TAKEN = 4  # by a scalar loss's forward: what fp16 gradients are multiplied by, and those of hidden, weight and bias
+    """The gradients that forward computed, times the incoming one (0-d), in their final dtypes; None stays None."""
+    grads = (grad_input, None), (grad_weight, weight_dtype), (grad_bias, bias_dtype)
+    return tuple(x if x is None else scaled(x, grad_output, dtype or x.dtype, in_place) for x, dtype in grads)
 
 
 class LigerFusedLinearCrossEntropyFunction(Function):
     """``apply(_input (M, H), weight (V, H), target (M,), ...) -> (loss, z_loss, token_accuracy, predicted_tokens)``.
 
-    What was not asked for is None. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` are accepted and choose nothing.
+    What was not asked for is None. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` are accepted and change nothing.
     """
 
     reference = staticmethod(fused_linear_cross_entropy_in_chunks)
@@ -165,42 +139,42 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
             logit_scale, memory, num_items, group, ctx.needs,
         )  # fmt: skip
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.reduction, ctx.token_scaling = reduction, use_token_scaling
         ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        inputs = _input, weight, bias, target, ce_weight, num_items
         if reduction != "none":
-            keep(ctx, (norm, *grads), (_input, weight, target, bias, ce_weight, num_items))
+            store(ctx, grads, inputs, ctx.needs, divisor=norm[0] if dtype == torch.float16 else None)
         else:
-            ctx.save_for_backward(_input, weight, target, bias, ce_weight, None, norm, stats, token)
+            ctx.save_for_backward(*inputs, norm, stats, token)
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
     @staticmethod
     def arguments(ctx):
-        inputs = ctx.saved_tensors if ctx.reduction == "none" else kept_inputs(ctx, TAKEN)
-        *tensors, num_items = inputs[:6]
+        inputs = ctx.saved_tensors if ctx.reduction == "none" else kept_inputs(ctx, KEPT)
+        h, w, b, target, ce_weight, num_items = inputs[:6]
         numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
         lse_square_scale, label_smoothing, softcap, logit_scale = numbers
         return (
-            *tensors, ignore_index, lse_square_scale, label_smoothing, ctx.reduction, softcap or None, False,
-            accum_dtype, ctx.token_scaling, False, False, None, None, 1, logit_scale, memory, num_items, group,
+            h, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, ctx.reduction, softcap or None,
+            False, accum_dtype, ctx.token_scaling, False, False, None, None, 1, logit_scale, memory, num_items, group,
         )  # fmt: skip
 
     @staticmethod
     def backward(ctx, dloss, *_):
         if ctx.reduction != "none":
-            (norm, *grads), in_place = kept(ctx, TAKEN)
-            dloss = dloss / norm[0] if ctx.options[2] == torch.float16 else dloss
-            dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes, in_place=in_place)
+            (*grads, divisor), in_place = kept(ctx, KEPT)
+            dloss = dloss if divisor is None else dloss / divisor
+            dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes[1:], in_place=in_place)
         else:
-            h, w, target, b, ce_weight, _, norm, stats, token = ctx.saved_tensors
+            h, w, b, target, ce_weight, _, norm, stats, token = ctx.saved_tensors
             g = dloss * token if ctx.token_scaling else dloss
-            dh, dw, db = head_bwd(
+            grads = head_bwd(
                 g, None, None, h, w, b, target, ce_weight, norm, stats, None, *ctx.options, list(ctx.needs)
             )
-            dw, db = rounded(dw, ctx.dtypes[0]), rounded(db, ctx.dtypes[1] or db.dtype)
-        need_h, need_w, need_b = ctx.needs
-        return dh if need_h else None, dw if need_w else None, None, db if need_b else None, *[None] * 18
+            grads = zip(grads, (h, w, b), ctx.needs, strict=True)
+            dh, dw, db = (rounded(grad, of.dtype) if need else None for grad, of, need in grads)
+        return dh, dw, None, db, *[None] * 18
 
 
 def liger_fused_linear_cross_entropy(
@@ -212,18 +186,18 @@ def liger_fused_linear_cross_entropy(
     memory: int | str = "auto", drop_ignored: bool | None = None, num_items: int | torch.Tensor | None = None,
     group: object = None,
 ):  # fmt: skip
-    """Cross entropy of ``input @ weight.T + bias`` without those logits in memory.
+    """Cross entropy of the logits ``input @ weight.T + bias``, without all of them in memory.
 
     Args:
         input: (M, H) hidden states, fp32, bf16 or fp16; any strides.
         weight: (V, H) of the head. Logits are computed in its dtype, or in autocast's where that is on.
-        target: (M,) class indices. They may be on the host.
+        target: (M,) class indices. They may be on the CPU.
         bias: (V,).
         ce_weight: (V,) class weights.
         ignore_index, lse_square_scale, label_smoothing, reduction, softcap: as in `liger_cross_entropy`.
         return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a `CrossEntropyOutput`.
         use_token_scaling: multiply each row's loss by the detached probability of its target (DFT, arXiv:2508.05629).
-        chunk_mem_const: a positive int; it chooses nothing, ``memory`` does.
+        chunk_mem_const: a positive int. It changes nothing: ``memory`` does.
         logit_scale: the logits are multiplied by it, before the softcap.
         accum_dtype, memory, drop_ignored, group: as in `linear_token_loss`.
         num_items: a number, or a tensor of one element, to divide by in place of the number of valid rows: Hugging
@@ -250,7 +224,10 @@ def liger_fused_linear_cross_entropy(
     check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
     if num_items is not None:
         num_items = check.count(name, "num_items", num_items)
-        num_items = torch.as_tensor(num_items, dtype=torch.float32, device=input.device)
+        if isinstance(num_items, torch.Tensor):
+            num_items = num_items.to(input.device, torch.float32)
+        else:  # filled on the device: nothing is copied there, and nothing waits
+            num_items = torch.full((), num_items, dtype=torch.float32, device=input.device)
     rows, h, y = only_valid(input, target, ignore_index, drop_ignored)
     run = LigerFusedLinearCrossEntropyFunction.apply
     if not devices.has_kernels(h):
@@ -300,12 +277,9 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
 def _outputs_of(loss):
     """A case's function: the loss with everything it returns, as a tuple."""
-
-    def call(input, weight, target, bias=None, class_weights=False, **options):
-        w = torch.linspace(0.5, 2, weight.shape[0], device=weight.device) if class_weights else None
-        return unpacked(loss(input, weight, target, bias, w, **options))
-
-    return call
+    return lambda input, weight, target, bias=None, class_weights=False, **options: unpacked(
+        loss(input, weight, target, bias, weights_of(weight, class_weights), **options)
+    )
 
 
 CASES.append(

@@ -17,16 +17,18 @@ with g, gₑ, gₛ the incoming gradients of loss, entropy and lse, W = Σ_v w_v
 of "mean" (1 for "sum" and "none", and where all rows are ignored). t = p_y, without a gradient of its own, with token
 scaling (DFT); 1 otherwise.
 
-Logits are (T, V) with any strides. Where the classes of a token are contiguous, a program reads a row; where the
-tokens are (the linear head's logits), it reads a strip of classes for some tokens. Either way each lane keeps its own
-maximum and sums: nothing crosses lanes until the end, when `_merge` combines the strips, and those of a group's ranks
-where each holds a shard of the classes. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is formed
-as (z - max z) - log Σ, so that a confident row keeps its digits.
+Logits are (T, V) with any strides. If the classes of a token are contiguous, a program reads a row. If the tokens are
+contiguous (the linear head's logits), it reads a strip of classes for some tokens. Either way each lane keeps its own
+maximum and sums until the end. Then `_merge` combines the strips, and those of the ranks of a group that each hold a
+shard of the classes. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is computed as
+(z - max z) - log Σ, so that a confident row keeps its digits.
 
-An ignored row gives 0 everywhere. A target out of range gives NaN and reads nothing outside the row.
+An ignored row gives 0 everywhere. A target out of range gives NaN, and nothing outside the row is read.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -43,6 +45,7 @@ from liger_kernel.core.tile import (
     log,
     next_power_of_2,
     of_program,
+    online_max,
     parts,
     tanh,
     tanh_slope,
@@ -51,7 +54,28 @@ from liger_kernel.core.tile import (
 )
 
 MOST = 65535  # programs along a grid's second axis
-SLOTS = 7  # of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
+SLOTS = 7  # numbers of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """What a token's loss depends on beside its logits and its target: see the formulas above."""
+
+    ignore_index: int = -100
+    lse_square_scale: float = 0.0
+    label_smoothing: float = 0.0
+    softcap: float | None = None  # None or 0: none
+    logit_scale: float = 1.0
+
+    @property
+    def kind(self):
+        """Constants of the kernels."""
+        return dict(SMOOTH=self.label_smoothing != 0, SCALED=self.logit_scale != 1.0, SOFTCAP=bool(self.softcap))
+
+    @property
+    def numbers(self):
+        """Arguments of the kernels."""
+        return self.ignore_index, self.label_smoothing, self.lse_square_scale, self.softcap or 1.0, self.logit_scale
 
 
 @kernel
@@ -102,9 +126,9 @@ def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr
 
 
 @triton.jit
-def _times(p, log_p):
-    """p·log p, 0 for p = 0."""
-    return tl.where(p == 0.0, 0.0, p * log_p)
+def times(p, x):
+    """p·x, and 0 where p is 0, whatever x is."""
+    return tl.where(p == 0.0, 0.0, p * x)
 
 
 @kernel
@@ -114,9 +138,10 @@ def _partials(
     SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: STRIP classes of BLOCK_T tokens, read once; in each iteration a lane takes EACH classes of a token.
+    """One program: STRIP classes of BLOCK_T tokens, read once. In each iteration a lane takes EACH classes of a token.
 
-    With ROWS, where the classes of a token are contiguous, they are neighbours; otherwise the tokens' lanes are.
+    With ROWS the classes of a token are contiguous, and a lane's are neighbours. Otherwise the tokens are contiguous,
+    and neighbouring lanes have neighbouring tokens.
     """
     t0 = tl.program_id(0) * BLOCK_T
     x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, V, STRIP)
@@ -146,13 +171,12 @@ def _partials(
         if BEST:
             at = tl.min(tl.where(z == higher[None, :], begin + start + i, 2147483647), axis=0)
             best = tl.where(higher > top, at, best)
-        new = tl.maximum(top, higher)
-        shift = finite(new)
+        new, shift = online_max(top, higher)
         keep = exp_for(top - shift, EXACT)
         z -= shift[None, :]
         p = exp_for(z, EXACT)
         if ENTROPY:
-            pz = _times(keep, pz + (finite(top) - shift) * total) + tl.sum(_times(p, z), axis=0)
+            pz = times(keep, pz + (finite(top) - shift) * total) + tl.sum(times(p, z), axis=0)
         total = total * keep + tl.sum(p, axis=0)
         top = new
         if SMOOTH or MEAN:
@@ -176,7 +200,7 @@ def _partials(
     tl.store(part + slot, tl.sum(total * keep, axis=0), mask=mask)
     if ENTROPY:
         pz = tl.reshape(pz, (LANES // BLOCK_T, BLOCK_T))
-        pz = _times(keep, pz + (finite(top) - shift[None, :]) * total)
+        pz = times(keep, pz + (finite(top) - shift[None, :]) * total)
         tl.store(part + 2 * slot, tl.sum(pz, axis=0), mask=mask)
     if SMOOTH:
         tl.store(part + 3 * slot, tl.sum(tl.reshape(wz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
@@ -190,7 +214,7 @@ def _partials(
 
 @triton.jit
 def target_logit(x_ptr, more_ptr, split, of_token, y, stride_v, mask, other):
-    """Of class y of the logits, see `of_program`."""
+    """The logit of class y, in one part or two: see `of_program`."""
     here = mask
     if more_ptr is not None:
         here = mask & (y < split)
@@ -209,9 +233,10 @@ def _merge(
     MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """N strips become one, in ``merged``; or, where there is none, the tokens' outputs.
+    """N strips become one, in ``merged``; if that is None, they become the tokens' outputs.
 
     The target's logit is read from x, the classes from ``first`` to ``first + shard``; without x it is in the strips.
+    It has that many arguments because one launch writes all outputs; a pointer that is None costs nothing.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = t < T
@@ -227,7 +252,7 @@ def _merge(
     pz, wz, sz, best = total, total, total, tl.zeros((BLOCK_T,), dtype=tl.int32)
     if ENTROPY:
         pzs = tl.load(part + 2 * stride_slot, mask=mask, other=0.0)
-        pz = tl.sum(_times(keep, pzs + (finite(tops) - shift[None, :]) * totals), axis=0)
+        pz = tl.sum(times(keep, pzs + (finite(tops) - shift[None, :]) * totals), axis=0)
     if SMOOTH:
         wz = tl.sum(tl.load(part + 3 * stride_slot, mask=mask, other=0.0), axis=0)
     if MEAN:
@@ -290,10 +315,7 @@ def _gradient(
     lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of classes of some tokens. dx may be x. g is 1 where none is given.
-
-    Logits in two parts become their gradient.
-    """
+    """One program: one block of classes of some tokens. dx may be x, and is x if that is in two parts. No g means 1."""
     t0 = tl.program_id(0) * BLOCK_T
     x_ptr, row, v0, left = of_program(x_ptr, more_ptr, split, shard, BLOCK_V)
     if more_ptr is not None:
@@ -337,7 +359,7 @@ def _gradient(
     if g_entropy_ptr is not None:
         e = tl.load(g_entropy_ptr + t, mask=known, other=0.0) * logit_scale
         entropy = tl.load(entropy_ptr + t, mask=known, other=0.0)
-        d -= e[None, :] * _times(p, log_p + entropy[None, :])
+        d -= e[None, :] * times(p, log_p + entropy[None, :])
     if SOFTCAP:
         d *= tanh_slope(x.to(tl.float32) * logit_scale / softcap)
     d = tl.where(valid[None, :], d, 0.0)
@@ -347,7 +369,7 @@ def _gradient(
 def _launch(x, plain):
     """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads logits.
 
-    What is not ``plain`` (softcap, smoothing, fp32 ...) needs registers: half as many logits at a time.
+    What is not ``plain`` (softcap, smoothing, fp32 ...) needs more registers: half as many logits at a time.
 
     H200, 2026-11-20, bf16, share of the copy rate (4.26 TB/s). Rows of 32000, 128256, 256000: 0.95, 1.00, 1.02; twice
     the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V, T) of 128256 classes and 2048, 4096,
@@ -361,7 +383,7 @@ def _launch(x, plain):
 
 
 def _launch_gradient(x):
-    """(tokens, classes, warps) of a program that turns one block.
+    """(tokens, classes, warps) of a program that makes the gradient of one block.
 
     H200, 2026-11-21, bf16, read + written, share of the copy rate: rows of 32000 0.90, half as many classes 0.90,
     with 8 warps 0.86; (V, T) of 2048, 4096, 8192 tokens 0.90, 0.91, 0.91, twice the classes 0.89, 0.90, 0.91.
@@ -375,21 +397,21 @@ def _launch_gradient(x):
 
 
 def _plain(x, *options):
-    """Whether 16-bit logits go through the kernel without any of its options."""
+    """Whether the logits have 16 bits and the kernel uses none of its options."""
     return x.element_size() == 2 and not any(options)
 
 
 def _rounding(x, SCALED, SOFTCAP, **_):
-    """A launch's option: fp32 logits that are scaled are rounded before a maximum is subtracted, in every kernel.
+    """A launch's option: fp32 logits are rounded after they are scaled and before a maximum is subtracted.
 
-    A fused multiply-add in one of them and not in another costs a confident row's gradient 2e-6 (H200). A softcap's
-    tanh is more exact with them.
+    All kernels must do the same: a fused multiply-add in one of them costs a confident row's gradient 2e-6 (H200). A
+    softcap's tanh is more exact with them.
     """
     return dict(enable_fp_fusion=False) if x.dtype == torch.float32 and SCALED and not SOFTCAP else {}
 
 
 def normalisers(target, weight, V, ignore_index, mean, items=None):
-    """-> fp32 (n₀, n₁, W, n) on the device, without asking the host. ``items`` (0-d) is both n₀ and n₁ if given."""
+    """-> fp32 (n₀, n₁, W, n), without waiting for the device. ``items`` (0-d) is both n₀ and n₁ if given."""
     norm = torch.empty(4, dtype=torch.float32, device=target.device)
     block = min(max(next_power_of_2(target.numel()), 1024), 8192)
     _normalise[(1,)](
@@ -399,8 +421,8 @@ def normalisers(target, weight, V, ignore_index, mean, items=None):
 
 
 def token_loss(
-    x, target, weight, norm, ignore_index, smoothing, lse_square_scale, softcap, logit_scale, loss, stats,
-    z_loss=None, token=None, entropy=None, mean=None, best=None, token_scaling=False, group=None,
+    x, target, weight, norm, options, loss, stats, z_loss=None, token=None, entropy=None, mean=None, best=None,
+    token_scaling=False, group=None,
 ):  # fmt: skip
     """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
 
@@ -408,55 +430,52 @@ def token_loss(
     tensor is gathered.
     """
     (x, more, split, shard), (world, rank) = parts(x), place(group)
-    T = x.shape[0]
-    kind = dict(SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
+    T, kind = x.shape[0], options.kind
     rounding = _rounding(x, **kind)
-    kind |= dict(ENTROPY=entropy is not None, SMOOTH=smoothing != 0, MEAN=mean is not None, BEST=best is not None)
+    kind |= dict(ENTROPY=entropy is not None, MEAN=mean is not None, BEST=best is not None)
+    ignore_index, _, _, softcap, logit_scale = options.numbers
     tokens, lanes, each, strip, warps = _launch(x, _plain(x, *kind.values()))
     strips = blocks(split, shard, strip)
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     _partials[(cdiv(T, tokens), strips)](
-        x, more, split, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap or 1.0,
+        x, more, split, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap,
         logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
         num_warps=devices.warps(warps, x), **rounding,
     )  # fmt: skip
+    outputs = loss, stats, z_loss, token, entropy, mean, best
 
-    def merge(part, n, stride_n, stride_slot, x, more, merged):
+    def merge(part, n, strides, x, more, merged):
         rows = max(16, min(64, 2048 // next_power_of_2(n)))
         _merge[(cdiv(T, rows),)](
-            part, x, more, split, target, weight, norm, merged, loss, stats, z_loss, token, entropy, mean, best,
-            stride_n, stride_slot, *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard,
-            ignore_index, smoothing, lse_square_scale, softcap or 1.0, logit_scale, **kind,
+            part, x, more, split, target, weight, norm, merged, *outputs, *strides,
+            *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard, *options.numbers, **kind,
             TOKEN_SCALING=token_scaling, BLOCK_N=next_power_of_2(n), BLOCK_T=rows, num_warps=4, **rounding,
         )  # fmt: skip
 
     if world == 1:
-        merge(part, strips, T, strips * T, x, more, None)
+        merge(part, strips, (T, strips * T), x, more, None)
     else:
         merged = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
-        merge(part, strips, T, strips * T, x, more, merged)
-        merge(gathered(merged, group), world, SLOTS * T, T, None, None, None)
+        merge(part, strips, (T, strips * T), x, more, merged)
+        merge(gathered(merged, group), world, (SLOTS * T, T), None, None, None)
 
 
 def token_gradient(
-    g, x, target, weight, norm, stats, dx, ignore_index, smoothing, lse_square_scale, softcap, logit_scale,
-    g_entropy=None, g_lse=None, entropy=None, group=None,
+    g, x, target, weight, norm, stats, dx, options, g_entropy=None, g_lse=None, entropy=None, group=None
 ):  # fmt: skip
-    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,). dx may be x.
+    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,).
 
-    It is where that is in two parts.
+    dx may be x, and must be if x is in two parts.
     """
     (x, more, split, shard), (dx, *_), (world, rank) = parts(x), parts(dx), place(group)
-    T = x.shape[0]
-    kind = dict(SMOOTH=smoothing != 0, SCALED=logit_scale != 1.0, SOFTCAP=softcap is not None)
+    T, kind = x.shape[0], options.kind
     tokens, block, warps = _launch_gradient(x)
     while blocks(split, shard, block) > MOST:
         block *= 2
     stride_g = g.stride(0) if g is not None and g.dim() else 0
     _gradient[(cdiv(T, tokens), blocks(split, shard, block))](
-        g, g_entropy, g_lse, x, more, split, target, weight, norm, stats, entropy, dx, stride_g,
-        *x.stride(), *dx.stride(), T, world * shard, rank * shard, shard, ignore_index, smoothing, lse_square_scale,
-        softcap or 1.0, logit_scale, **kind, BLOCK_T=tokens, BLOCK_V=block, num_warps=devices.warps(warps, x),
-        **_rounding(x, **kind),
+        g, g_entropy, g_lse, x, more, split, target, weight, norm, stats, entropy, dx, stride_g, *x.stride(),
+        *dx.stride(), T, world * shard, rank * shard, shard, *options.numbers, **kind, BLOCK_T=tokens, BLOCK_V=block,
+        num_warps=devices.warps(warps, x), **_rounding(x, **kind),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How many tokens of a linear head go through at once: the logits that fit in the memory of dW, or in a budget."""
+"""How many tokens of a linear head are computed at once: see `Plan` and `STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,37 @@ import torch
 
 from liger_kernel.core.tile import cdiv
 
-ROWS = 2048  # tokens of a pass that keep the matrix units busy
-LEAST = 256  # tokens of a pass, whatever the budget
-TILE = 128, 256  # of the products that make dW
-FREE = 2**29  # bytes that aren't worth a second pass
+ROWS = 2048  # tokens of a chunk that keep the matrix units busy
+LEAST = 256  # tokens of a chunk, whatever the budget
+TILE = 128, 256  # of the matmuls that make dW
+FREE = 2**29  # bytes that aren't worth a second chunk
 VARIABLE = "LIGER_KERNEL_HEAD_MEMORY"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How M tokens go through: ``first`` of them in one pass, then ``rows`` at a time."""
+    """How M tokens go through the head: ``first`` of them in one chunk, then ``rows`` at a time.
+
+    Three words that planning needs:
+
+    * A *unit* is the tokens that must be in the same chunk, for example those of a pair of sequences. Each chunk is a
+      multiple of it. 64 stands for tokens that are independent of each other.
+    * A *strip* is some classes of dW, made by one matmul. dW lies in the same memory as the logits of the first chunk:
+      each strip overwrites logits that are no longer needed. So there must be room for one strip ahead of the logits.
+    * A *wave* is as many classes of dW as keep all multiprocessors of the GPU equally busy. If dW has 16 bits, a second
+      chunk's share of it is computed a wave at a time in fp32 and then added. cuBLAS's own addition would round it
+      first.
+    """
 
     first: int
     rows: int
-    strip: int  # classes of dW that are made at once
-    wave: int  # classes of a second pass, added by way of fp32: cuBLAS's own addition rounds the product, too
+    strip: int
+    wave: int  # 0: dW is added by the matmul itself
     accum_dtype: torch.dtype  # of dW until it is finished
     grad_dtype: torch.dtype  # of the finished one
-    separate_logits: bool = False  # whether later passes have a buffer of their own, reused for the finished dW
+    separate_logits: bool = False  # whether later chunks have a buffer of their own, reused for the finished dW
 
-    def passes(self, M) -> list[slice]:
+    def chunks(self, M) -> list[slice]:
         starts = [0, *range(self.first or self.rows, M, self.rows or M)] if M else []
         return [slice(*bounds) for bounds in zip(starts, [*starts[1:], M], strict=False)]
 
@@ -48,9 +59,9 @@ def budget(memory) -> int:
     return memory
 
 
-def aligned(n):
-    """The strides that matmuls like."""
-    return cdiv(n, 64) * 64
+def aligned(n, to=64):
+    """n rounded up, to a stride or a number of rows that matmuls like."""
+    return cdiv(n, to) * to
 
 
 def waves(classes, H, processors, waves=1):
@@ -62,90 +73,114 @@ def waves(classes, H, processors, waves=1):
     return waves * processors // across * TILE[0]
 
 
-def _strip(tokens, H, V, row, processors):
-    """Classes of dW made at once: 200 µs of work for a large GPU, and 24 MB of room ahead of bf16 logits.
+def grad_dtype(dtype, weight_dtype, accum_dtype):
+    """The finished dW's, for logits in ``dtype``. fp16 can't hold what is not yet divided by the number of tokens."""
+    return (torch.float32 if dtype == torch.float16 else accum_dtype) or weight_dtype
 
-    H200, 2026-11-20, in waves of 132 tiles: 2048·4096·128256 in strips of 2048, 4096, 8192: 8.69, 8.51, 8.36 ms;
-    4096·2048·128256: 9.12, 8.92, 8.88; 8192·2304·256000: 46.3, 45.7, 45.9; 8192·4096·128256: no difference.
+
+class _Head:
+    """The sizes of a head whose dW is added up in ``accum``. Room is counted in tokens, by what their logits take."""
+
+    def __init__(self, M, H, V, dtype, weight_dtype, finished, accum, processors, unit):
+        self.M, self.H, self.V, self.processors, self.unit = M, H, V, processors, unit
+        self.dtypes, self.copied = (accum, finished), accum != weight_dtype
+        self.token = max(V * dtype.itemsize, 1)  # bytes of one token's logits
+        self.held = cdiv(H * accum.itemsize, dtype.itemsize)  # tokens whose logits fill dW
+        self.strip = self.strip_for(min(M, self.held))
+        self.ahead = cdiv(self.strip * self.held, max(V, 1))  # room for one strip, which dW is ahead of the logits
+        in_16_bits = accum.itemsize == dtype.itemsize == 2
+        self.wave = min(waves(0, H, processors, 2), V) if in_16_bits else 0
+        self.sums = cdiv(self.wave * H * 4, self.token)  # room for a wave in fp32
+        separate = accum.itemsize > weight_dtype.itemsize and unit <= max(self.held, 64)
+        self.freed = cdiv(H * weight_dtype.itemsize, dtype.itemsize) if separate else 0  # room in a dW of its own dtype
+
+    def strip_for(self, tokens):
+        """200 µs of work for a large GPU, and 24 MB of room ahead of bf16 logits.
+
+        H200, 2026-11-20, in waves of 132 tiles: 2048·4096·128256 in strips of 2048, 4096, 8192: 8.69, 8.51, 8.36 ms;
+        4096·2048·128256: 9.12, 8.92, 8.88; 8192·2304·256000: 46.3, 45.7, 45.9; 8192·4096·128256: no difference.
+        """
+        tokens = max(tokens, 1)
+        classes = min(7e10 / (self.H * tokens), 12e6 / min(self.held, tokens))
+        return min(waves(classes, self.H, self.processors), self.V)
+
+    def units(self, tokens):
+        """Whole units that fit."""
+        return max(tokens, 0) // self.unit * self.unit
+
+    def whole(self, tokens):
+        """The first chunk, of about so many tokens."""
+        return min(self.M, tokens if self.unit == 64 else max(self.units(tokens), self.unit))
+
+    def room(self, memory):
+        """Beyond dW, in a budget."""
+        room = (memory - self.V * self.H * self.dtypes[0].itemsize * self.copied) // self.token
+        if self.freed or room <= self.ahead:
+            return room
+        sums = cdiv(min(waves(0, self.H, self.processors), self.M) * self.H * 4, self.token)
+        return max(room - sums, self.ahead)  # the logits are in two parts, and dX is added up in fp32
+
+    def chunks(self, room) -> Plan:
+        """With so much room beyond dW: two chunks if the second one fits, otherwise later ones of equal size."""
+        first = self.whole(self.held + self.units(room - self.ahead))
+        rest, separate = self.M - first, False
+        if not self.freed and rest <= self.units(room - self.sums):
+            return Plan(first, rest, self.strip, self.wave if rest else 0, *self.dtypes)
+        if rest and self.freed:
+            first, room = self.whole(self.held), room + self.freed - self.ahead
+            rest, separate = self.M - first, first <= self.held
+        count = cdiv(rest, max(self.units(room), LEAST, self.unit))
+        rows = cdiv(rest, self.unit * count) * self.unit if count else 0
+        return Plan(first, rows, self.strip, 0, *self.dtypes, separate)
+
+
+# ---- strategies, for a dW in its own dtype and one in fp32: each gives a plan, or None where it does not apply ----
+
+
+def one_chunk(own, wide, memory):
+    """For "auto", where all tokens take no more than `FREE` bytes beyond dW. It is rounded once, as in PyTorch."""
+    if memory < 0 and (own.M - own.held) * own.token <= FREE:
+        return Plan(own.M, 0, own.strip_for(own.M), 0, *own.dtypes)
+
+
+def two_chunks(own, wide, memory):
+    """For "auto", up to five times the tokens that dW holds. It is rounded twice.
+
+    Three such chunks take less memory for four times as many: 1.33x PyTorch's error (H200, 2026-11-21).
     """
-    tokens = max(tokens, 1)
-    return min(waves(min(7e10 / (H * tokens), 12e6 / min(row, tokens)), H, processors), V)
+    if memory < 0 and own.M <= 5 * own.held and not own.freed:  # otherwise dW is in fp32 in any case
+        return own.chunks(cdiv(own.M - own.held + own.ahead + own.sums, 2) + own.unit)
+
+
+def chunks_of_4096(own, wide, memory):
+    """For "auto" and more tokens: dW is added up in fp32, over chunks that keep the matrix units busy."""
+    if memory < 0:
+        return wide.chunks(max(max(2 * ROWS, wide.unit) - wide.freed, 0) + wide.ahead)
+
+
+def within_budget(own, wide, memory):
+    """As few chunks as fit. If they are more than two, dW is in fp32 where that leaves room for chunks worth having."""
+    least, room = own.chunks(own.room(memory)), wide.room(memory)
+    worthwhile = max(ROWS // 2, 0 if wide.unit == 64 else wide.unit)
+    few = own.M <= least.first + least.rows
+    return least if few or room < max(wide.ahead, worthwhile - wide.freed) else wide.chunks(room)
+
+
+STRATEGIES = one_chunk, two_chunks, chunks_of_4096, within_budget  # the first one that applies
 
 
 def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132, unit=64) -> Plan:
-    """The passes of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
+    """The chunks of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
-    byte beyond it more of them. One pass rounds dW once, as PyTorch does; a second one reads it, adds and rounds again.
-    For more than two dW is accumulated in fp32, unless the budget has no room for it. fp16 can't hold what is not yet
-    divided by the number of tokens: always fp32.
-
-    "auto" is one pass if it needs no more than `FREE` bytes, two for up to five times the tokens that dW holds (not for
-    16-bit weights whose dW is in fp32 in any case), and passes of 4,096 for more. (Three passes, each rounding dW, take
-    less memory for four times as many: 1.33x PyTorch's error, H200, 2026-11-21.) A budget is kept down to passes of
-    `LEAST` tokens. A pass has a multiple of ``unit`` tokens, which stay together, whatever the budget.
+    byte beyond it more of them. A chunk has at least `LEAST` tokens and one unit, whatever the budget.
     """
-    token, fewest = V * dtype.itemsize, max(LEAST, unit)
-    if not need_w:
-        rows = max((ROWS if memory < 0 else memory // token) // unit * unit, fewest)
-        return Plan(0, rows, 0, 0, weight_dtype, weight_dtype)
-    fixed = torch.float32 if dtype == torch.float16 else accum_dtype
-    finished = fixed or weight_dtype
-
-    def held(accum):
-        return cdiv(H * accum.itemsize, dtype.itemsize)
-
-    def freed(accum):
-        """Tokens whose logits may lie where the finished dW will, which is not the one that is added up."""
-        beside = accum.itemsize > weight_dtype.itemsize and unit <= max(held(accum), 64)
-        return held(weight_dtype) if beside else 0
-
-    def ahead(accum):
-        """Tokens whose logits would fit where dW's strips run ahead of the logits."""
-        row = held(accum)
-        return cdiv(_strip(min(M, row), H, V, row, processors) * row, V)
-
-    def passes(accum, beyond):
-        """With the memory of so many tokens' logits beyond dW; None: of as many as two passes need."""
-        row, spare = held(accum), ahead(accum)
-        strip = _strip(min(M, row), H, V, row, processors)
-        wave = min(waves(0, H, processors, 2), V) if accum.itemsize == dtype.itemsize == 2 else 0
-        sums = cdiv(wave * H * 4, token)
-        if beyond is None:
-            beyond = cdiv(M - row + spare + sums, 2) + unit
-
-        def whole(tokens):
-            return min(M, tokens if unit == 64 else max(tokens // unit * unit, unit))
-
-        first = whole(row + max(beyond - spare, 0) // unit * unit)
-        if not freed(accum) and M - first <= max(beyond - sums, 0) // unit * unit:
-            return Plan(first, M - first, strip, wave if M > first else 0, accum, finished)
-        beside = first < M and freed(accum) > 0
-        if beside:
-            first, beyond = whole(row), beyond + freed(accum) - spare
-        count = cdiv(M - first, max(beyond // unit * unit, fewest))
-        rows = cdiv(M - first, unit * count) * unit if count else 0
-        return Plan(first, rows, strip, 0, accum, finished, beside and first <= row)
-
-    narrow, wide = fixed or weight_dtype, fixed or torch.promote_types(weight_dtype, torch.float32)
-    if memory < 0:
-        beyond = M - held(narrow)
-        if beyond * token <= FREE:
-            return Plan(M, 0, _strip(max(M, 1), H, V, held(narrow), processors), 0, narrow, finished)
-        if M <= 5 * held(narrow) and not freed(narrow):
-            return passes(narrow, None)
-        return passes(wide, max(max(2 * ROWS, unit) - freed(wide), 0) + ahead(wide))
-
-    def within(accum):
-        """Tokens whose logits fit the budget beyond dW."""
-        tokens = (memory - V * H * (accum.itemsize if accum != weight_dtype else 0)) // token
-        if freed(accum) or tokens <= ahead(accum):
-            return tokens
-        sums = cdiv(min(waves(0, H, processors), M) * H * 4, token)  # of dX, where logits lie in two parts
-        return max(tokens - sums, ahead(accum))
-
-    beyond = {accum: within(accum) for accum in (narrow, wide)}
-    least = passes(narrow, beyond[narrow])
-    worthwhile = ROWS // 2 if unit == 64 else max(ROWS // 2, unit)  # tokens of a pass beside a dW in fp32
-    enough = M <= least.first + least.rows or beyond[wide] < max(ahead(wide), worthwhile - freed(wide))
-    return least if enough else passes(wide, beyond[wide])
+    if not need_w:  # the logits have memory of their own, which each chunk uses again
+        rows = (ROWS if memory < 0 else memory // (V * dtype.itemsize)) // unit * unit
+        return Plan(0, max(rows, LEAST, unit), 0, 0, weight_dtype, weight_dtype)
+    finished = grad_dtype(dtype, weight_dtype, accum_dtype)
+    sizes = M, H, V, dtype, weight_dtype, finished
+    own = _Head(*sizes, finished, processors, unit)
+    asked = dtype == torch.float16 or accum_dtype
+    wide = _Head(*sizes, finished if asked else torch.promote_types(weight_dtype, torch.float32), processors, unit)
+    return next(filter(None, (strategy(own, wide, memory) for strategy in STRATEGIES)))

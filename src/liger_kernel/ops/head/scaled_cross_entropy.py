@@ -3,9 +3,9 @@ r"""Cross entropy of each token under a linear head and a temperature, with the 
     ℓ = log_softmax(h·Wᵀ/T),   nll = -ℓ_y,   entropy = -Σ_v exp(ℓ_v)·ℓ_v,   selected = ℓ[:, ids]
     d entropy = -exp(ℓ)·(ℓ + entropy)/T   for the logits h·Wᵀ
 
-What policy-gradient training asks of a head, for every token, ignored ones 0. nll, entropy and log Σ exp(h·Wᵀ/T) come
-from `token_log_probs`, the logits of chosen ids from a small matmul of their own. Vocabulary parallel: each rank of a
-group has an equal, contiguous shard of W and gets the same outputs.
+This is what policy-gradient training needs of a head for every token. Ignored tokens give 0. nll, entropy and
+log Σ exp(h·Wᵀ/T) come from `token_log_probs`, the logits of chosen ids from a small matmul of their own. Vocabulary
+parallel: each rank of a group has an equal, contiguous shard of W and gets the same outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILES_PER_REDUCE = (1, 2, 4)
 def fused_linear_scaled_cross_entropy_reference(
     input, weight, target, temperature=1.0, ignore_index=-100, return_entropy=False, selected_token_ids=None
 ):  # fmt: skip
-    """-> nll, or a tuple of nll, entropy and selected, what was asked for."""
+    """-> nll, or a tuple of nll and what was asked for of entropy and selected."""
     z = (input @ weight.t()).to(torch.promote_types(input.dtype, torch.float32)) / temperature
     log_p, valid = z.log_softmax(-1), target != ignore_index
     nll = -log_p.gather(-1, target.where(valid, 0)[:, None]).squeeze(-1).where(valid, 0)
@@ -40,7 +40,7 @@ def _asked_for(*outputs):
 
 
 def _first_of_equal(ids):
-    """For each of the ids the place where it stands first, without asking the host."""
+    """For each of the ids the first position where it occurs, without waiting for the device."""
     ordered, order = ids.sort(stable=True)
     places = torch.arange(ids.numel(), device=ids.device)
     start = places.where(ordered != ordered.roll(1), 0).cummax(0).values
@@ -48,7 +48,7 @@ def _first_of_equal(ids):
 
 
 def check_scaled(name, input, weight, target, temperature, ignore_index, return_entropy, ranks=1):
-    """What both functions ask of their arguments; ``ranks`` hold a shard of as many classes as weight has rows."""
+    """The arguments of both functions; each of ``ranks`` ranks holds as many classes as weight has rows."""
     check.floats(name, dict(input=input, weight=weight))
     _check_ids(name, "target", target, input)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1]:
@@ -77,7 +77,7 @@ def _check_ids(name, argument, ids, input):
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
-    """``apply(_input (M, H), weight (V, H), target (M,), ...)``; see there."""
+    """``apply(_input (M, H), weight (V, H), target (M,), ...)``: see its docstring."""
 
     @staticmethod
     def apply(
@@ -101,8 +101,8 @@ class LigerFusedLinearScaledCrossEntropyFunction:
             (M, K) in that of nll if asked for. All have gradients for _input and weight.
 
         Raises:
-            ValueError, TypeError: what doesn't fit. Classes out of range are looked for in CPU tensors only; elsewhere
-                they give NaN.
+            ValueError, TypeError: what doesn't fit. Only CPU tensors are searched for classes out of range; elsewhere
+                these give NaN.
         """
         name = "LigerFusedLinearScaledCrossEntropyFunction"
         check_scaled(name, _input, weight, target, temperature, ignore_index, return_entropy)
@@ -126,13 +126,13 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         if ids is not None:
             ids = ids.where(known, 0)
             z = (_input @ weight[ids].t()).to(out.loss.dtype) / temperature
-            z = z[:, _first_of_equal(ids)]  # so that the gradients of equal ones are added here, not in 16 bits
+            z = z[:, _first_of_equal(ids)]  # so that the gradients of equal ids are added in fp32, not in 16 bits
             selected = (z - out.logsumexp[:, None]).where(known, torch.nan).where((target != ignore_index)[:, None], 0)
         return _asked_for(out.loss, rounded(out.entropy, _input.dtype) if return_entropy else None, selected)
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:
-    """``apply(_input (M, H), weight (V/ranks, H), target (M,), tp_group, ...)``; see there."""
+    """``apply(_input (M, H), weight (V/ranks, H), target (M,), tp_group, ...)``: see its docstring."""
 
     @staticmethod
     def apply(
@@ -141,16 +141,15 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         """`LigerFusedLinearScaledCrossEntropyFunction` for a head whose classes are spread over a group's ranks.
 
         Args:
-            _input, target: the same on all ranks; target of all classes.
-            weight: this rank's shard, (V/ranks, H): the classes from rank·V/ranks.
+            _input, target: the same on all ranks; target is an index into all classes.
+            weight: this rank's shard, (V/ranks, H): the classes from rank·V/ranks on.
             tp_group: a process group; None: the default one.
-            temperature, ignore_index: as there.
+            temperature, ignore_index, return_entropy: as of `LigerFusedLinearScaledCrossEntropyFunction`.
             tiles_per_reduce: 1, 2 or 4; changes nothing here.
-            return_entropy: as there.
 
         Returns:
-            nll (M,), or (nll, entropy), both fp32 (fp64 for fp64), the same on all ranks. Backward, given the same
-            gradients on all ranks, makes that of the whole head for _input, and for weight its slice.
+            nll (M,), or (nll, entropy), both fp32 (fp64 for fp64), the same on all ranks. If all ranks give the same
+            gradients to backward, _input gets the gradient of the whole head, and weight that of its shard.
 
         Raises:
             ValueError, TypeError: what doesn't fit.
@@ -177,7 +176,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, tp_group: object, temperature: float = 1.0,
     ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
 ):  # fmt: skip
-    """`LigerFusedLinearScaledCrossEntropyTPFunction` as a function: what it takes and returns stands there."""
+    """`LigerFusedLinearScaledCrossEntropyTPFunction` as a function, with its arguments and outputs."""
     return LigerFusedLinearScaledCrossEntropyTPFunction.apply(
         input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
     )

@@ -1,8 +1,9 @@
-r"""What a loss wants to know of each token's logits: its own loss, log-sum-exp, entropy, ... `passes` makes them.
+r"""What a linear head gives for each token: its loss, log-probability, log-sum-exp, entropy, ...
 
     X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
 
-A token's numbers have incoming gradients of their own, so backward makes the logits again.
+The logits are computed in chunks (`chunks`). Each token has incoming gradients of its own, so backward computes them
+again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, custom_op, rounded
 from liger_kernel.core.parallel import copy_to_group, group_name, local, place, token_loss_reference_parallel
-from liger_kernel.ops.head.cross_entropy import check_options, check_rows, check_targets, labels
-from liger_kernel.ops.head.logits import normalisers, token_gradient, token_loss
-from liger_kernel.ops.head.passes import run_passes
-from liger_kernel.ops.head.planning import budget, plan
+from liger_kernel.ops.head.chunks import empty_gradients, plan_for, run_chunks
+from liger_kernel.ops.head.cross_entropy import check_options, check_rows, check_targets, labels, weights_of
+from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
+from liger_kernel.ops.head.planning import budget
 
 ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
 
@@ -26,15 +27,6 @@ ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
 # ---- as custom ops ----
 
 WANTS = "z_loss", "token", "entropy", "mean", "best"  # what forward may be asked for beside the loss
-
-
-def _gradients(h, w, b, dtype, accum_dtype, memory, needs):
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
-    return (
-        h.new_empty(h.shape if needs[0] else 0),
-        w.new_empty(w.shape if needs[1] else 0, dtype=chosen.grad_dtype if needs[1] else h.dtype),
-        h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
-    )
 
 
 def _forward_outputs(
@@ -45,7 +37,7 @@ def _forward_outputs(
     shapes = (M,), (M, 2), (4,), *((M if want else 0,) for want in wants[:-1])
     floats = (h.new_empty(shape, dtype=torch.float32) for shape in shapes)
     best = target.new_empty(M if wants[-1] else 0, dtype=torch.int64)
-    return *floats, best, *_gradients(h, w, b, dtype, accum_dtype, memory, needs)
+    return *floats, best, *empty_gradients(h, w, dtype, accum_dtype, needs)
 
 
 @custom_op("linear_head", _forward_outputs)
@@ -61,10 +53,9 @@ def head_fwd(
     """-> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh, dW, db.
 
     numbers: lse_square_scale, label_smoothing, softcap or 0, logit_scale. The losses are divided by ``items`` (0-d) if
-    given. The gradients are of the sum of the losses; for fp16, which can't hold them divided, of that times n₀.
+    given. The gradients are those of the sum of the losses, times n₀ in fp16, which can't hold them divided.
     """
-    world = place(group)[0]
-    options = _options(numbers, ignore_index)
+    world, options = place(group)[0], TokenOptions(ignore_index, *numbers)
     norm = normalisers(target, ce_weight, w.shape[0] * world, ignore_index, mean, items)
     inside = norm if dtype != torch.float16 else torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
     loss, stats = h.new_empty(h.shape[0], dtype=torch.float32), h.new_empty((h.shape[0], 2), dtype=torch.float32)
@@ -77,14 +68,14 @@ def head_fwd(
     def to_gradient(i, x):
         y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
         token_loss(
-            x, y, ce_weight, inside, *options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
+            x, y, ce_weight, inside, options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
         )
         if any(needs):
             g = parts["token"] if token_scaling else None
-            token_gradient(g, x, y, ce_weight, inside, stats[i], x, *options, group=group)
+            token_gradient(g, x, y, ce_weight, inside, stats[i], x, options, group=group)
 
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
-    gradients = run_passes(h, w, b, dtype, chosen, to_gradient, needs, group)
+    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
+    gradients = run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
     if dtype == torch.float16:
         loss.div_(norm[0])
         if wants[0]:
@@ -100,7 +91,7 @@ def _backward_outputs(
     g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, dtype, accum_dtype,
     memory, group, needs,
 ):  # fmt: skip
-    return _gradients(h, w, b, dtype, accum_dtype, memory, needs)
+    return empty_gradients(h, w, dtype, accum_dtype, needs)
 
 
 @custom_op("linear_head_backward", _backward_outputs)
@@ -111,20 +102,13 @@ def head_bwd(
     accum_dtype: torch.dtype | None, memory: int, group: str | None, needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
-    options = _options(numbers, ignore_index)
+    options = TokenOptions(ignore_index, *numbers)
 
     def to_gradient(i, x):
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
-        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, *options, ge, gs, e, group)
+        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, options, ge, gs, e, group)
 
-    chosen = plan(*h.shape, w.shape[0], dtype, w.dtype, accum_dtype, memory, needs[1], devices.multiprocessors(h))
-    return run_passes(h, w, b, dtype, chosen, to_gradient, needs, group)
-
-
-def _options(numbers, ignore_index):
-    """In the order of `token_loss` and `token_gradient`."""
-    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
-    return ignore_index, label_smoothing, lse_square_scale, softcap or None, logit_scale
+    return run_chunks(h, w, b, dtype, plan_for(h, w, dtype, accum_dtype, memory, needs[1]), to_gradient, needs, group)
 
 
 # ---- without kernels ----
@@ -138,18 +122,19 @@ def compute_dtype(h, w):
     return w.dtype
 
 
-def token_reference(h, w, b, target, ce_weight, numbers, ignore_index, group=None):
+def token_reference(h, w, b, target, ce_weight, options, group=None):
     """-> loss, logsumexp, entropy, z_loss, correct, predicted, mean logit: (M,) each, three of them with gradients."""
-    lse_square_scale, label_smoothing, softcap, logit_scale = numbers
-    dtype = compute_dtype(h, w)
+    dtype, cap = compute_dtype(h, w), options.softcap
     x = F.linear(copy_to_group(h.to(dtype), group), w.to(dtype), None if b is None else b.to(dtype))
-    z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
-    z = softcap * torch.tanh(z / softcap) if softcap else z
-    return token_loss_reference_parallel(z, target, group, ce_weight, ignore_index, label_smoothing, lse_square_scale)
+    z = (x if x.dtype == torch.float64 else x.float()) * options.logit_scale
+    z = cap * torch.tanh(z / cap) if cap else z
+    return token_loss_reference_parallel(
+        z, target, group, ce_weight, options.ignore_index, options.label_smoothing, options.lse_square_scale
+    )
 
 
 def in_chunks(of_chunk, h, target):
-    """``of_chunk(h, target)`` a few rows at a time, each chunk's logits made again in backward."""
+    """``of_chunk(h, target)`` a few rows at a time. Backward computes each chunk's logits again."""
     if torch.compiler.is_compiling() or h.shape[0] <= ROWS_WITHOUT_KERNELS:
         return of_chunk(h, target)
     chunks = zip(h.split(ROWS_WITHOUT_KERNELS), target.split(ROWS_WITHOUT_KERNELS), strict=True)
@@ -176,13 +161,13 @@ class TokenOutputs:
 class LinearTokenLossFunction(Function):
     """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss, best, mean``.
 
-    The first three are differentiable. Backward makes the logits again.
+    The first three are differentiable. Backward computes the logits again.
     """
 
     @staticmethod
     def reference(h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
         def of_chunk(h, y):
-            return token_reference(h, w, b, y, ce_weight, numbers, ignore_index, group)
+            return token_reference(h, w, b, y, ce_weight, TokenOptions(ignore_index, *numbers), group)
 
         loss, lse, entropy, z_loss, _, best, mean = in_chunks(of_chunk, h, target)
         return loss, lse, entropy, z_loss, best, mean
@@ -221,7 +206,7 @@ class LinearTokenLossFunction(Function):
 
 
 def check_head(name, hidden, weight, bias, target, class_weight, group=None, argument="hidden"):
-    """The target may be on the host."""
+    """The target may be on the CPU."""
     check.floats(name, {argument: hidden, "weight": weight}, bias=bias, **{"class weight": class_weight})
     check.integers(name, dict(target=target))
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -237,7 +222,7 @@ def check_head(name, hidden, weight, bias, target, class_weight, group=None, arg
 def only_valid(hidden, target, ignore_index, drop_ignored):
     """(indices of the rows that are not ignored or None for all, their hidden states, their targets).
 
-    Dropping the others waits for the device, except where the targets are on the host: there it is the default.
+    To drop rows one must wait for the device, unless the targets are on the CPU: there it is the default.
     """
     target = target.long()
     on_host = target.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -260,31 +245,31 @@ def linear_token_loss(
     accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
     group: object = None,
 ):  # fmt: skip
-    """What a linear head makes of each token, without its logits in memory: cross entropy, and more on request.
+    """Each token's cross entropy under a linear head, and more if asked for, without its logits in memory.
 
     Args:
         hidden: (M, H) hidden states, fp32, bf16 or fp16; any strides.
         weight: (V, H) of the head; bias: (V,). Logits are computed in the weight's dtype, or autocast's where it is on.
-        target: (M,) class indices. They may be on the host.
+        target: (M,) class indices. They may be on the CPU.
         temperature: the logits are divided by it, after everything else.
         logit_scale: the logits are multiplied by it; softcap: then they become ``softcap·tanh(logits / softcap)``.
         ignore_index: target of rows that give 0 everywhere (predicted -1).
         label_smoothing: in [0, 1]; class_weight: (V,); lse_square_scale: of the z-loss, which is part of the loss.
         return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted, return_mean_logit: what to
             return beside the loss.
-        accum_dtype: dtype in which dW is added up over several passes: see ``memory``. torch.float32 makes it exact.
+        accum_dtype: dtype in which dW is added up over several chunks: see ``memory``. torch.float32 makes it exact.
         memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto": as much as a fast
-            head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). The environment variable
-            LIGER_KERNEL_HEAD_MEMORY is what "auto" stands for if it is set.
-        drop_ignored: leave ignored rows out before the projection. This waits for the device once; None: only where
-            the targets are on the host, where it costs nothing.
+            head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). If the environment variable
+            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that.
+        drop_ignored: leave ignored rows out before the projection. This waits for the device once. None: only if the
+            targets are on the CPU, where it costs nothing.
         group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard of the classes:
             weight, bias and their gradients are this rank's. All else is the same on every rank; class indices and
-            class_weight are of all classes. It is known where hidden and weight are DTensors of one mesh.
+            class_weight are of all classes. If hidden and weight are DTensors of one mesh, the group is that mesh's.
 
     Returns:
         `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
-        are differentiable in hidden, weight and bias; backward makes the logits again.
+        are differentiable in hidden, weight and bias; backward computes the logits again.
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
@@ -332,7 +317,7 @@ def token_log_probs(
 ):  # fmt: skip
     """log p(target | hidden) of each token under a linear head, and the entropy, without its logits in memory.
 
-    The quantities that DPO, GRPO, PPO and distillation are made of, differentiable in hidden, weight and bias.
+    DPO, GRPO, PPO and distillation are made of these. They are differentiable in hidden, weight and bias.
 
     Args:
         hidden: (..., H); target: (...). The rest as in `linear_token_loss`.
@@ -357,27 +342,20 @@ def token_log_probs(
     return (log_probs, out.entropy.view(target.shape)) if return_entropy else log_probs
 
 
-def _case(fn):
-    def call(hidden, weight, target, bias=None, class_weights=False, **options):
-        w = torch.linspace(0.5, 2, weight.shape[0], device=weight.device) if class_weights else None
-        return fn(hidden, weight, target, bias, class_weight=w, **options)
-
-    return call
-
-
-def _of_kernels(*args, **options):
+def _of_kernels(hidden, weight, target, bias=None, class_weights=False, **options):
     out = linear_token_loss(
-        *args, **options, return_logsumexp=True, return_entropy=True, return_z_loss=True, return_mean_logit=True,
-        drop_ignored=False,
+        hidden, weight, target, bias, class_weight=weights_of(weight, class_weights), **options, return_logsumexp=True,
+        return_entropy=True, return_z_loss=True, return_mean_logit=True, drop_ignored=False,
     )  # fmt: skip
     return out.loss, out.logsumexp, out.entropy, out.z_loss, out.mean_logit
 
 
 def _of_reference(
-    h, w, y, b, class_weight, temperature=1.0, softcap=None, label_smoothing=0.0, lse_square_scale=0.0, logit_scale=1.0
-):  # fmt: skip
-    numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
-    loss, lse, entropy, z_loss, _, _, mean = token_reference(h, w, b, y, class_weight, numbers, -100)
+    hidden, weight, target, bias=None, class_weights=False, temperature=1.0, softcap=0.0, logit_scale=1.0, **options
+):
+    options = TokenOptions(softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options)
+    w = weights_of(weight, class_weights)
+    loss, lse, entropy, z_loss, _, _, mean = token_reference(hidden, weight, bias, target, w, options)
     return loss, lse, entropy, z_loss, mean
 
 
@@ -389,8 +367,8 @@ def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
 CASES.append(
     Case(
         "linear_token_loss",
-        fn=_case(_of_kernels),
-        reference=_case(_of_reference),
+        fn=_of_kernels,
+        reference=_of_reference,
         inputs=head_inputs,
         shapes=((1, 8, 8), (5, 24, 123), (70, 32, 513), (4, 16, 9000)),
         options=(

@@ -8,11 +8,12 @@ r"""Gated linear units: SwiGLU and GeGLU.
     GELU, tanh:   act(x) = x·σ(z),        act' = σ(z) + x·σ(z)·σ(-z)·z',   z = 2·√(2/π)·(x + 0.044715·x³)
     GELU, exact:  act(x) = x·Φ(x),        act' = Φ(x) + x·φ(x)
 
-GELU's ½·(1 + tanh u) is σ(2u). Hugging Face rounds act(x) to the input's dtype, and the product again. Here arithmetic
-is in fp32 and the result is rounded once.
+GELU's ½·(1 + tanh u) is σ(2u). Hugging Face rounds act(x) to the input's dtype, and then the product. The kernels
+compute in fp32 and round once.
 
-With the linear layer behind it, out = y·Wᵀ + bias, y is not kept for dW = doutᵀ·y: a, b and W are. The kernel that
-takes dy = dout·W and gives da and db has act(a) anyway, and writes y over dy.
+`liger_glu_linear` also does the linear layer that follows, out = y·Wᵀ + bias. It saves a, b and W, but not y, which
+dW = doutᵀ·y needs. In backward, the kernel that computes da and db from dy = dout·W also computes y and writes it over
+dy.
 
 Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of Falcon-H1,
 arXiv:2507.22448.
@@ -20,14 +21,12 @@ arXiv:2507.22448.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.nn.modules import module as _modules
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, may_overwrite
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix, matrix_rows, may_overwrite
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
@@ -54,7 +53,7 @@ def _sigmoid(z):
 
 @triton.jit
 def _silu(x):
-    """An activation returns act(x) and act'(x); what a kernel doesn't use is not computed."""
+    """-> act(x), act'(x), as all activations here. The compiler removes what a kernel does not use."""
     s, ds = _sigmoid(x)
     return x * s, s + x * ds
 
@@ -72,7 +71,7 @@ def _gelu(x):
 
 
 ACTS = {"silu": _silu, "tanh": _gelu_tanh, "none": _gelu}  # the two GELUs by torch's names
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # what a kernel can read: no subclass
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # what a kernel can read: no subclass such as DTensor
 LINEAR_FORWARD, MODULE_CALL = torch.nn.Linear.forward, torch.nn.Module.__call__
 
 
@@ -93,7 +92,7 @@ def _bwd(
     dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, N, gm, dm,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """da, db and y (`_fwd`'s) may be the memory of a, b and dy: a program reads what it writes before it writes it."""
+    """da, db and y (as in `_fwd`) may share the memory of a, b and dy: an element is read before it is written."""
     blocks = tl.cdiv(N, BLOCK)
     m = tl.cast(tl.program_id(0) // blocks, tl.int64)
     n = tl.cast(tl.program_id(0) % blocks, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -110,10 +109,10 @@ def _bwd(
 
 
 def _launch(N, act):
-    """(columns, warps) of a program: 16 bytes of each operand a thread, twice that where the activation is dear.
+    """(columns, warps) of a program: a thread loads 16 bytes of each operand, or 32 if the activation is expensive.
 
-    H200, 2026-11-20, bf16 8192x14336, TB/s forward with 1024 and with 2048 columns: SiLU 4.26, 4.24; tanh GELU 4.05,
-    4.24; GELU 3.16, 3.37.
+    Measured on H200, 2026-11-20, forward, bf16 8192x14336, in TB/s with 1024 and 2048 columns: SiLU 4.26, 4.24; tanh
+    GELU 4.05, 4.24; GELU 3.16, 3.37.
     """
     most = 1024 if act == "silu" else 2048
     columns = most if N > most // 2 else next_power_of_2(max(N, 1))
@@ -121,16 +120,10 @@ def _launch(N, act):
 
 
 def _rows(*tensors):
-    """(..., N) each as (M, N) with unit stride in N: one long row if all are contiguous, a copy only where need be."""
+    """Each as one long row if all are contiguous, else as `matrix_rows`."""
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
-    rows = [t.reshape(-1, t.shape[-1]) for t in tensors]
-    return [t if t.stride(1) == 1 else t.contiguous() for t in rows]
-
-
-def _matrix(t):
-    """(..., N) as (M, N), for N = 0, too."""
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    return [matrix_rows(t) for t in tensors]
 
 
 def _output(a, b, act, gm, dm):
@@ -168,14 +161,29 @@ def _launch_bwd(dy, a, b, da, db, y, act, gm, dm):
 def glu_bwd(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, act: str, gm: float, dm: float, need_da: bool, need_db: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> da, db, contiguous; an empty tensor in place of one that isn't needed."""
+    """-> da, db, contiguous. What is not needed is an empty tensor."""
     da, db = _gradients(dy, a, b, act, gm, dm, need_da, need_db)
     _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, None, act, gm, dm)
     return da, db
 
 
+def _gradients_and_product(dy, a, b, act, need_da, need_db):
+    return *_gradients(dy, a, b, act, 1.0, 1.0, need_da, need_db), a.new_empty(a.shape)
+
+
+@custom_op("glu_backward_and_product", _gradients_and_product)
+def glu_bwd_and_product(
+    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, act: str, need_da: bool, need_db: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> da, db and act(a)·b once more. One operator: in a graph, a second `glu_fwd` would be the first one's result,
+    kept from forward to backward."""
+    da, db, y = _gradients_and_product(dy, a, b, act, need_da, need_db)
+    _launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, y, act, 1.0, 1.0)
+    return da, db, y
+
+
 def _glu_bwd_over(dy, a, b, act, gm, dm, need_da, need_db, over_a, over_b, y=None):
-    """-> da, db, over a and b as far as said; None in place of one that isn't needed. y is filled, if given."""
+    """-> da, db, in the memory of a and b if over_a and over_b; None if not needed. If y is given, it is computed."""
     da = (a.detach() if over_a else a.new_empty(a.shape)) if need_da else None
     db = (b.detach() if over_b else b.new_empty(b.shape)) if need_db else None
     _launch_bwd(dy, a, b, da, db, y, act, gm, dm)
@@ -192,7 +200,7 @@ def check_pair(name, a, b):
 
 
 class _GLUFunction(Function):
-    """Saves a and b, recomputes the activation, and leaves da and db in their memory where nobody else can see it."""
+    """Saves a and b, and recomputes the activation. da and db overwrite a and b if nothing else refers to these."""
 
     @staticmethod
     def save(ctx, a, b, act, gm, dm):
@@ -251,7 +259,7 @@ class LigerGELUMulFunction(_GLUFunction):
 class LigerGLULinearFunction(Function):
     """``apply(a, b, weight, bias=None, act="silu") -> (act(a)·b)·weightᵀ + bias``: saves a, b and weight.
 
-    All of one dtype, without autocast; `liger_glu_linear` knows what to do elsewhere.
+    All tensors have one dtype, and autocast is off. `liger_glu_linear` handles the other cases.
     """
 
     reference = staticmethod(glu_linear_reference)
@@ -266,8 +274,8 @@ class LigerGLULinearFunction(Function):
         y = glu_fwd(a, b, act, 1.0, 1.0)
         if bias is None or a.dim() == 2:
             return F.linear(y, weight, bias)
-        out = F.linear(_matrix(y), weight, bias)  # of more dimensions, it would return a view, and autograd forbids
-        return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[-1]))  # to write to one that we return
+        out = F.linear(matrix(y), weight, bias)  # for more dimensions it returns a view, and autograd does not let
+        return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[-1]))  # the caller write to one
 
     @staticmethod
     def arguments(ctx):
@@ -277,7 +285,7 @@ class LigerGLULinearFunction(Function):
     def again(cls, ctx, dout):
         if any(ctx.needs_input_grad[:3]):
             return super().again(ctx, dout)
-        return None, None, None, _matrix(dout).sum(0), None  # of the bias alone, for which nothing is saved
+        return None, None, None, matrix(dout).sum(0), None  # only the bias needs a gradient, and nothing is saved
 
     @staticmethod
     def backward(ctx, dout):
@@ -286,17 +294,20 @@ class LigerGLULinearFunction(Function):
         over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
         over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         options = ctx.act, 1.0, 1.0
-        dout = _matrix(dout)
+        dout = matrix(dout)
         da = db = y = None
         if need_da or need_db:
             dy = torch.mm(dout, weight)
-            if torch.compiler.is_compiling():  # compiled autograd, where custom ops alone can be traced
+            if torch.compiler.is_compiling() and need_dw:
+                da, db, y = glu_bwd_and_product(dy, a, b, ctx.act, need_da, need_db)
+                y = matrix(y)
+            elif torch.compiler.is_compiling():
                 da, db = glu_bwd(dy, a, b, *options, need_da, need_db)
             else:
                 y = dy if need_dw else None
                 da, db = _glu_bwd_over(dy, a, b, *options, need_da, need_db, over_a, over_b, y)
         if need_dw and y is None:
-            y = _matrix(glu_fwd(a, b, *options))
+            y = matrix(glu_fwd(a, b, *options))
         dw = torch.mm(dout.t(), y) if need_dw else None
         return da if need_da else None, db if need_db else None, dw, dout.sum(0) if need_dbias else None, None
 
@@ -311,11 +322,11 @@ def liger_swiglu(
         gate_multiplier, down_multiplier: numbers, as in Falcon-H1.
 
     Returns:
-        A contiguous tensor like a and b.
+        A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are no floating point
-            tensors; a multiplier is no number.
+        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are not floating point
+            tensors; a multiplier is not a number.
 
     Source: arXiv:2002.05202.
     """
@@ -335,10 +346,11 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
         approximate: "tanh", or "none" for the exact GELU, as in `torch.nn.functional.gelu`.
 
     Returns:
-        A contiguous tensor like a and b.
+        A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: unknown approximation; a and b differ in shape or device. TypeError: they differ in dtype.
+        ValueError: an unknown approximation; a and b differ in shape or device. TypeError: they differ in dtype, or are
+            not floating point tensors.
 
     Source: arXiv:2002.05202.
     """
@@ -350,18 +362,18 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
 
 
 def _glu(a, b, act):
-    """act(a)·b of whatever tensors: in plain PyTorch where they are a subclass (DTensor) or differ in dtype."""
+    """act(a)·b, in plain PyTorch if a tensor is of a subclass (such as DTensor) or the dtypes differ."""
     if type(a) not in PLAIN or type(b) not in PLAIN or a.dtype != b.dtype:
         return swiglu_reference(a, b) if act == "silu" else geglu_reference(a, b, act)
     return liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act)
 
 
 def _fuses(a, b, weight, bias):
-    """Whether `LigerGLULinearFunction` can be applied, and keeps less than the two operators do one after the other."""
+    """Whether `LigerGLULinearFunction` can be used, and saves less memory for backward than the two operators."""
     return (
         torch.is_grad_enabled()
-        and weight.requires_grad  # else y isn't kept anyway
-        and (a.requires_grad or b.requires_grad)  # else a and b aren't, and y is less
+        and weight.requires_grad  # else y is not saved anyway
+        and (a.requires_grad or b.requires_grad)  # else a and b are not saved, and y is smaller
         and type(a) in PLAIN
         and type(b) in PLAIN
         and type(weight) in PLAIN
@@ -376,7 +388,7 @@ def _fuses(a, b, weight, bias):
 def liger_glu_linear(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, act: str = "silu",
 ) -> torch.Tensor:  # fmt: skip
-    """``linear(act(a)·b, weight, bias)``, which keeps a, b and weight for backward, and not the linear's input.
+    """``linear(act(a)·b, weight, bias)``. It saves a, b and weight for backward, but not the input of the linear.
 
     Args:
         a, b: (..., F) gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
@@ -384,11 +396,11 @@ def liger_glu_linear(
         act: "silu", "tanh" (GELU) or "none" (exact GELU).
 
     Returns:
-        (..., H). Where the saving isn't possible (under `torch.compile`, autocast, without a GPU, of mixed dtypes) or
-        there is none (the weight is frozen), the same from the two operators one after the other.
+        (..., H), in their dtype. The two operators run one after the other if memory cannot be saved
+        (under autocast, without a GPU, with mixed dtypes) or none would be (the weight is frozen).
 
     Raises:
-        ValueError: unknown activation; shapes that don't fit. TypeError, RuntimeError: as the two operators.
+        ValueError: an unknown activation; shapes that do not fit. TypeError, RuntimeError: as the two operators.
 
     Source: arXiv:2002.05202.
     """
@@ -401,13 +413,13 @@ def liger_glu_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"liger_glu_linear: bias has shape {tuple(bias.shape)}, give ({weight.shape[0]},)")
-    if torch.compiler.is_compiling() or not _fuses(a, b, weight, bias):
+    if not _fuses(a, b, weight, bias):
         return F.linear(liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act), weight, bias)
     return LigerGLULinearFunction.apply(a, b, weight, bias, act)
 
 
 def _only_multiplies(linear):
-    """Whether calling this module does what `F.linear` with its weight and bias does, and nothing else."""
+    """Whether calling this module is the same as `F.linear` with its weight and bias."""
     cls = type(linear)
     return (
         (cls is torch.nn.Linear or (issubclass(cls, torch.nn.Linear) and not hasattr(cls, "weight")))
@@ -429,15 +441,15 @@ def _only_multiplies(linear):
 
 
 def gated_linear(a, b, act, linear):
-    """``linear(act(a)·b)``, by `LigerGLULinearFunction` where ``linear`` is nothing but a matmul.
+    """``linear(act(a)·b)``, by `LigerGLULinearFunction` if ``linear`` only multiplies.
 
-    What shards, quantises or adapts a layer changes its class, its forward, its weight's class or shape, or puts hooks
-    on it (FSDP, ZeRO-3, TP, PEFT, accelerate): such a layer is called. ``act`` is one of `ACTS`.
+    FSDP, ZeRO-3, TP, PEFT, accelerate and quantisation change a layer's class, its forward, or the class or shape of
+    its weight, or add hooks. Such a layer is called as it is. ``act`` is one of `ACTS`.
     """
-    if torch.compiler.is_compiling() or not _only_multiplies(linear):
+    if not _only_multiplies(linear):
         return linear(_glu(a, b, act))
     weight, bias = linear.weight, linear.bias
-    whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or nothing
+    whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or an empty tensor
     if not whole or a.shape != b.shape or not _fuses(a, b, weight, bias):
         return linear(_glu(a, b, act))
     return LigerGLULinearFunction.apply(a, b, weight, bias, act)
@@ -459,7 +471,7 @@ def _projections(module, config, intermediate_size, bias=False):
 class LigerSwiGLUMLP(torch.nn.Module):
     """``down_proj(silu(gate_proj(x))·up_proj(x))``. The state dict is Hugging Face's.
 
-    ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
+    ``forward`` uses only the three projections, since other classes use it as their own.
     """
 
     def __init__(self, config: object, intermediate_size: int | None = None) -> None:
@@ -472,16 +484,20 @@ class LigerSwiGLUMLP(torch.nn.Module):
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    pass
+    """`LigerSwiGLUMLP` for an expert of Qwen3-MoE."""
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` with the arguments of Hunyuan V1."""
+
     def __init__(self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` with the arguments of Muse Glimmer."""
+
     def __init__(self, config: object) -> None:
         torch.nn.Module.__init__(self)
         _require_silu(self, config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act)
@@ -489,7 +505,7 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
 
 class LigerFalconH1SwiGLUMLP(torch.nn.Module):
-    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: the bias is multiplied too."""
+    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: also the bias is multiplied."""
 
     def __init__(self, config: object) -> None:
         super().__init__()
@@ -518,7 +534,7 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
-    """Gate and up projection in one, the gate first. Its halves are read in place."""
+    """One linear for gate and up projection, the gate first. The kernel reads both halves without a copy."""
 
     def __init__(self, config: object) -> None:
         super().__init__()
@@ -533,9 +549,9 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
 
 
 class LigerGEGLUMLP(torch.nn.Module):
-    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU, whatever the config's activation.
+    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU. The config's activation is not used.
 
-    ``forward`` uses the three projections and nothing else of the module: other classes borrow it.
+    ``forward`` uses only the three projections, since other classes use it as their own.
     """
 
     def __init__(self, config: object) -> None:
@@ -547,7 +563,7 @@ class LigerGEGLUMLP(torch.nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """Twice as wide in the layers that share their keys and values, if the config says so."""
+    """Twice as wide in the layers with shared keys and values, if the config has ``use_double_wide_mlp``."""
 
     def __init__(self, config: object, layer_idx: int | None = None) -> None:
         torch.nn.Module.__init__(self)

@@ -4,8 +4,8 @@ r"""Residual addition and RMSNorm in one kernel.
 
     dx = dr = (RMSNorm's gradient for dy) + ds
 
-It returns both, the normalised y and the new residual s. Without r, s is x itself: a layer's first norm, whose backward
-then adds the gradient of the skip connection, too.
+It returns y and the new residual s. Without r, s is x: that is a model's first norm, whose backward also adds the
+gradient of the skip connection.
 
 Source: the decoder layers of Hugging Face transformers, ``residual + x`` followed by arXiv:1910.07467.
 """
@@ -28,8 +28,8 @@ def fused_add_rms_norm_reference(x, r, w=None, eps=1e-6, offset=0.0, casting="ll
 class LigerFusedAddRMSNormFunction(Function):
     """``apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False) -> (Y, S)``, both like X.
 
-    The arguments of `liger_fused_add_rms_norm`. ``in_place`` (permission to write dX over an incoming gradient) is
-    accepted and not needed: that gradient may have other readers.
+    The arguments of `liger_fused_add_rms_norm`. ``in_place`` (whether dX may overwrite an incoming gradient) has no
+    effect: that gradient may be used elsewhere.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class LigerFusedAddRMSNormFunction(Function):
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, s, stats = norm_fwd(x, None if R is None else rows(R), w, None, eps, offset, cast, False)
         S = X if R is None else shaped(s, X.shape)
-        ctx.save_for_backward(S, W, stats)  # S as it is returned, so that backward raises if it was written to
+        ctx.save_for_backward(S, W, stats)  # the S that is returned: if it is changed in place, backward raises
         ctx.options = eps, offset, casting_mode
         ctx.r_dtype = None if R is None else R.dtype
         ctx.set_materialize_grads(False)
@@ -50,7 +50,7 @@ class LigerFusedAddRMSNormFunction(Function):
 
     @staticmethod
     def again(ctx, dY, dS):
-        """By way of S, which X and R are read for alone."""
+        """The gradients of X and R from that of S: both are used only in S."""
         S, W, _ = ctx.saved_tensors
         need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
         needs = need_dx or need_dr, need_dw, False, False, False
@@ -80,7 +80,7 @@ def liger_fused_add_rms_norm(
     X: torch.Tensor, R: torch.Tensor, W: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama", in_place: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``S = X + R`` and its root mean square normalisation over the last dimension, read and written once.
+    """``S = X + R`` and its RMSNorm over the last dimension, in one kernel.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -89,13 +89,14 @@ def liger_fused_add_rms_norm(
         eps: added to the mean square.
         offset: added to the weight: 0 for Llama, 1 for Gemma.
         casting_mode: where Hugging Face rounds: "llama", "gemma" or "none".
-        in_place: accepted, no effect on the result.
+        in_place: no effect.
 
     Returns:
-        (Y, S): the normalised, and the new residual, rounded before it is normalised; (..., H) in X's dtype.
+        (Y, S): the normalised S, and the new residual S. S is rounded before it is normalised. Both are (..., H), in
+        X's dtype.
 
     Raises:
-        ValueError, TypeError: as `liger_rms_norm`; R is not like X.
+        ValueError, TypeError: as `liger_rms_norm`; or R has another shape or device than X, or is not floating point.
 
     Source: arXiv:1910.07467.
     """
@@ -110,7 +111,7 @@ def liger_fused_add_rms_norm(
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):
-    """`liger_fused_add_rms_norm` with its weight: ``forward(hidden_states, residual)`` gives both."""
+    """`liger_fused_add_rms_norm` as a module: ``forward(hidden_states, residual) -> (Y, S)``."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",

@@ -4,12 +4,13 @@ r"""GroupNorm: each group of K channels of a sample, K·S elements, is normalise
 
     with m = dy·w:   dx = rstd·(m - mean(m) - x̂·mean(m·x̂)),   dw = Σ dy·x̂,   db = Σ dy
 
-A channel's Σ dy·x̂ and Σ dy in one sample serve twice: weighted with w and summed over the group they are the means that
-dx needs, summed over the samples they are dw and db.
+The sums Σ dy·x̂ and Σ dy of a channel in one sample are used twice. Weighted with w and summed over the group, they are
+the means in dx. Summed over the samples, they are dw and db.
 
-The variance is biased. Squares are of differences from a mean: the group's own where a program holds it, otherwise that
-of some elements at a time, which Chan's formula puts together. A group that is too large for a program is read twice,
-the second time backwards, from what is still in a cache; where such groups are few, several programs share one.
+The variance is the biased one, from the squares of differences to a mean. If a group fits into a program, that is the
+group's mean. Otherwise it is the mean of a part, and Chan's formula merges the parts. A group that does not fit is read
+twice, the second time from its end, which is still in a cache. If there are few such groups, several programs share
+one.
 
 Source: Wu and He, Group Normalization, arXiv:1803.08494; Chan, Golub and LeVeque, Algorithms for Computing the Sample
 Variance, 1983.
@@ -23,7 +24,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op
+from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
 from liger_kernel.core.reduce import sum_rows
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 from liger_kernel.ops.norm.rms_norm import check_module
@@ -36,7 +37,7 @@ def group_norm_reference(x, w, b, groups, eps=1e-6):
 
 @triton.jit
 def _merge(count, mean, square, total):
-    """Mean and Σ(x - mean)² of all, from those of ``count`` elements each."""
+    """Chan's formula: mean and Σ(x - mean)² of all elements, from those of parts with ``count`` elements each."""
     middle = tl.sum(count * mean) / total
     middle += tl.sum(count * (mean - middle)) / total  # what the first sum rounded off
     off = mean - middle
@@ -45,9 +46,9 @@ def _merge(count, mean, square, total):
 
 @triton.jit
 def _moments(x_ptr, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Mean and Σ(x - mean)² of N elements. Each lane keeps those of its own, EACH of them an iteration.
+    """Mean and Σ(x - mean)² of N elements. Each lane keeps those of its own elements, EACH of them in an iteration.
 
-    They are neighbours if ALIGNED, and loaded at once; otherwise the lanes' are.
+    If ALIGNED, a lane's elements are contiguous, and one load reads them. Otherwise those of neighbouring lanes are.
     """
     lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
     i = lane * EACH + each if ALIGNED else each * LANES + lane
@@ -69,7 +70,7 @@ def _moments(x_ptr, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def _block(block, across, K, S, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
-    """A group's block: its channels, where its elements are, and which of them there are."""
+    """A block of a group: its channels, the offsets of its elements, and a mask of those that exist."""
     k = block // across * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     s = block % across * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
     return k, k.to(tl.int64) * S + s, (k < K) & (s < S)
@@ -118,7 +119,7 @@ def _fwd_wide(
     LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, STRIPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One group, read twice; or some blocks of one, of which `_measure` has left the moments in ``part``."""
+    """One program: a group, read twice; or some blocks of one, whose moments `_measure` has written to ``part``."""
     group = tl.program_id(0)
     n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
     x_group, y_group = x_ptr + n * stride_x + g * E, y_ptr + (n * G + g) * E
@@ -149,7 +150,7 @@ def _bwd(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, N, G, K, S,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one group of every so many samples, and owns its channels in one row of the partial dw and db."""
+    """A program processes one group in every n-th sample, and writes its part of one row of the partial dw and db."""
     row, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
     k, s = tl.arange(0, BLOCK_K)[:, None], tl.arange(0, BLOCK_S)[None, :]
     mask = (k < K) & (s < S)
@@ -182,9 +183,9 @@ def _sums(
     dy_ptr, x_ptr, w_ptr, dw_ptr, db_ptr, at, mean, rstd, S, first, end, begin, stop,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Σ m and Σ m·x̂ of the channels from ``first`` to ``end``, elements from ``begin`` to ``stop``.
+    """Σ m and Σ m·x̂ over the channels from ``first`` to ``end`` and their elements from ``begin`` to ``stop``.
 
-    What they are to dw and db goes there, at ``at + k``.
+    The sums of channel k for dw and db are written at ``at + k``.
     """
     m1 = tl.zeros((BLOCK_K, 1), dtype=tl.float32)
     mxhat = m1
@@ -236,7 +237,7 @@ def _bwd_wide(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, G, K, S, E,
     STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """dx of one group, which is read twice; or of some blocks of one, whose sums are in ``part``."""
+    """One program: dx of a group, which is read twice; or of some blocks of one, whose sums are in ``part``."""
     group = tl.program_id(0)
     n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
     dy_group, x_group = dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E
@@ -264,9 +265,9 @@ def _bwd_wide(
 
 
 def _launch(K, S, most):
-    """(channels, elements of each, warps) of a program that holds a group; None if it is too large for ``most`` warps.
+    """(channels, elements of each, warps) of a program that holds a group; None if that needs more than ``most`` warps.
 
-    A thread's registers hold 32 elements, or 16 where rows are not aligned: then each has an address of its own.
+    A thread's registers hold 32 elements. If rows are not aligned they hold 16, since each element needs an address.
     """
     channels, elements, each = next_power_of_2(K), next_power_of_2(S), 32 if S % 16 == 0 else 16
     block = channels * elements
@@ -276,13 +277,13 @@ def _launch(K, S, most):
 
 
 def _launch_wide(K, S, block):
-    """(channels, elements of each) of a block, one of those that a program of 8 warps walks over."""
+    """(channels, elements of each) of a block, if a program of 8 warps reads a group block by block."""
     elements = min(next_power_of_2(S), 1024)
     return min(next_power_of_2(K), block // elements), elements
 
 
 def _sharing(groups, x):
-    """How many programs share a large group. Where groups are few, four for each multiprocessor in all."""
+    """How many programs share a large group: if there are few groups, so many that a multiprocessor has four."""
     m = devices.multiprocessors(x)
     return 1 if groups >= m else cdiv(4 * m, max(groups, 1))
 
@@ -341,7 +342,7 @@ def group_norm_bwd(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> dx (N, C·S), dw and db (C,); an empty tensor in place of one that isn't needed."""
+    """-> dx (N, C·S), dw and db (C,). What is not needed is an empty tensor."""
     dx, dw, db = _gradients(dy, x, w, b, mean, rstd, need_dx, need_dw, need_db)
     if x.numel() == 0:
         return dx, dw.zero_(), db.zero_()
@@ -389,9 +390,8 @@ def group_norm_bwd(
 
 
 def _samples(t):
-    """(N, C, *) as (N, C·S) with unit stride in C·S; a copy only where there is no such view."""
-    t = t.reshape(t.shape[0], math.prod(t.shape[1:]))
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+    """(N, C, *) as (N, C·S) in which a sample is contiguous: a view if there is one, else a copy."""
+    return matrix_rows(t.flatten(1))
 
 
 class LigerGroupNormFunction(Function):
@@ -408,7 +408,7 @@ class LigerGroupNormFunction(Function):
         y, mean, rstd = group_norm_fwd(x, w, b, num_groups, eps)
         ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, mean, rstd)
         ctx.options = num_channels, num_groups, eps
-        return torch.ops.aten._unsafe_view(y, X.shape)  # no view: the caller may write to it in place
+        return torch.ops.aten._unsafe_view(y, X.shape)  # to autograd no view: the caller may write to it
 
     @staticmethod
     def arguments(ctx):
@@ -433,22 +433,22 @@ def liger_group_norm(
     X: torch.Tensor, affine_scaling_weight: torch.Tensor, affine_shifting_bias: torch.Tensor, num_channels: int,
     num_groups: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Group normalisation, as `torch.nn.functional.group_norm`. The number of channels comes before that of groups.
+    """Group normalisation, as `torch.nn.functional.group_norm`. Note that num_channels comes before num_groups.
 
     Args:
         X: (N, C, *) with at least three dimensions, fp32, bf16 or fp16.
         affine_scaling_weight, affine_shifting_bias: (C,), any floating dtype.
         num_channels: C.
-        num_groups: C is a multiple of it.
+        num_groups: a divisor of C.
         eps: added to the variance.
 
     Returns:
-        Like X, computed in fp32 and rounded once.
+        A tensor like X, computed in fp32 and rounded once.
 
     Raises:
-        ValueError: fewer than three dimensions; C is not num_channels, or no multiple of num_groups; weight or bias is
-            not of shape (C,).
-        TypeError: X, weight or bias is not a floating point tensor; a number is none.
+        ValueError: X has fewer than three dimensions; C is not num_channels, or not a multiple of num_groups; weight or
+            bias has another shape or device.
+        TypeError: X, weight or bias is not a floating point tensor; num_channels, num_groups or eps is not a number.
 
     Source: arXiv:1803.08494.
     """
@@ -469,7 +469,7 @@ def liger_group_norm(
 
 
 class LigerGroupNorm(torch.nn.Module):
-    """`liger_group_norm` with its parameters. There is always a bias: drawn from N(0, 1) with ``bias``, else zeros."""
+    """`liger_group_norm` as a module. There is always a bias: from N(0, 1) with ``bias=True``, else zeros."""
 
     def __init__(
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
@@ -498,7 +498,7 @@ def _inputs(*shape):
 
 
 def _groups(x):
-    """32, as in most models, or as many of them as the small shapes' channels divide into."""
+    """32 as in most models, or for small shapes a divisor of it."""
     return math.gcd(x.shape[1], 32)
 
 
@@ -511,6 +511,6 @@ CASES.append(
         shapes=((1, 3, 5), (5, 6, 7), (3, 40, 4, 9), (2, 9, 592), (3, 12, 50, 120), (1, 6, 17000)),
         bench=((16, 512, 64, 64), (8, 320, 96, 96)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
-        fp32_roundings=2,  # x - mean is one that PyTorch's x·scale + shift has not, which cancels where x is shifted
+        fp32_roundings=2,  # x - mean is one more than PyTorch's x·scale + shift, which cancels if x has a large mean
     )
 )

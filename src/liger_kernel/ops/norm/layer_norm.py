@@ -4,7 +4,7 @@ r"""LayerNorm.
 
     with m = dy·w:   dx = rstd·(m - mean(m) - x̂·mean(m·x̂)),   dw = Σ_rows dy·x̂,   db = Σ_rows dy
 
-Computed in fp32 throughout and rounded once.
+The kernels compute in fp32 and round once.
 
 Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
 """
@@ -62,15 +62,15 @@ def liger_layer_norm(
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
-        W, B: (H,), any floating dtype; None for a weight of 1, a bias of 0.
+        W, B: (H,), any floating dtype. None: a weight of 1, a bias of 0.
         eps: added to the variance.
 
     Returns:
         (..., H) in X's dtype.
 
     Raises:
-        ValueError: X has no dimension; W or B is not of shape (H,), or elsewhere; a negative eps.
-        TypeError: X, W or B is no floating point tensor, eps no number.
+        ValueError: X has no dimension; W or B has another shape or device; eps is negative.
+        TypeError: X, W or B is not a floating point tensor, eps not a number.
 
     Source: arXiv:1607.06450.
     """
@@ -85,10 +85,14 @@ PROVIDERS = (None, "triton", "nvidia-triton")
 
 
 class LigerLayerNorm(torch.nn.Module):
-    """`liger_layer_norm` with its weight and bias. The state dict is `torch.nn.LayerNorm`'s.
+    """`liger_layer_norm` as a module. The state dict is `torch.nn.LayerNorm`'s.
 
-    The bias is always there and trains: zeros, or normally distributed with ``bias=True``. ``impl`` names a provider of
-    kernels, of which there is one ("triton"); ``backend`` is another name for it, ``mode`` is accepted and not needed.
+    There is always a trainable bias: zeros, or with ``bias=True`` numbers from N(0, 1). ``impl`` names a provider of
+    kernels; there is one, "triton". ``backend`` is another name for ``impl``. ``mode`` has no effect.
+
+    Raises:
+        ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown provider, or as
+            `liger_layer_norm`.
     """
 
     def __init__(

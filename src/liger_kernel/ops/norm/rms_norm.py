@@ -4,9 +4,9 @@ r"""RMSNorm.
 
     with m = dy·(w + offset):   dx = rstd·(m - x̂·mean(m·x̂)),   dw = Σ_rows dy·x̂
 
-``casting`` says where Hugging Face rounds to the input's dtype: "llama" rounds x̂ (and dw sums the rounded x̂),
-"gemma" rounds y alone, "none" computes everything in the input's dtype. A kernel computes in fp32 throughout, which
-for "none" is the same formula with less error.
+``casting`` says where Hugging Face rounds to the input's dtype: "llama" rounds x̂, and dw sums the rounded x̂; "gemma"
+rounds only y; "none" computes everything in the input's dtype. The kernels compute in fp32, so with "none" their error
+is smaller.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; rounding as in the Llama and Gemma
 models of Hugging Face transformers.
@@ -39,8 +39,8 @@ def rms_norm_reference(x, w=None, eps=1e-6, offset=0.0, casting="llama"):
 class LigerRMSNormFunction(Function):
     """``apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None) -> Y`` like X.
 
-    ``in_place`` (permission to write dX over dY) and ``row_mode`` are accepted and not needed: dY may have other
-    readers, and the launch is chosen from the shape.
+    ``in_place`` (whether dX may overwrite dY) and ``row_mode`` have no effect: dY may be used elsewhere, and the launch
+    follows from the shape.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class LigerRMSNormFunction(Function):
         return shaped(dx, dY.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
-CODES = {name: code for code, name in enumerate(CASTINGS, -1)}  # what frameworks keep for backward
+CODES = {name: code for code, name in enumerate(CASTINGS, -1)}  # casting modes as rms_norm_forward returns them
 
 
 def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
@@ -77,14 +77,15 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
 
     Args:
         X (..., H), W (H,) or None, eps, offset, casting_mode: as in `liger_rms_norm`.
-        row_mode: chooses nothing.
+        row_mode: no effect.
 
     Returns:
-        (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as rows (M, H) and RSTD (M,), fp32, which
-        `rms_norm_backward` takes; and three ints that it is given back: how it launches doesn't hang on the first two.
+        (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as (M, H); RSTD (M,), fp32; and three ints.
+        `rms_norm_backward` takes all but Y. BLOCK_SIZE and num_warps have no effect there.
 
     Raises:
-        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: no kernels for X, or as of `calculate_settings`.
+        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: there are no kernels for X, or H is too large for
+            `calculate_settings`.
     """
     name = "rms_norm_forward"
     eps, offset = checked(name, X, W, eps, offset, casting_mode)
@@ -96,10 +97,14 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
 
 
 def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode):
-    """-> dX like dY, dW like W (None without one), for what `rms_norm_forward` returned.
+    """-> dX like dY, dW like W (None without W), from what `rms_norm_forward` returned.
 
-    ``casting_mode`` may also be given by its name; ``BLOCK_SIZE``, ``num_warps``, ``in_place`` (dY may be written to:
-    it isn't) and ``row_mode`` choose nothing.
+    ``casting_mode`` may also be a name. ``BLOCK_SIZE``, ``num_warps``, ``row_mode`` and ``in_place`` (whether dX may
+    overwrite dY) have no effect.
+
+    Raises:
+        ValueError, TypeError: tensors that are not from one forward, or an unknown casting mode. RuntimeError: there
+            are no kernels for X.
     """
     name = "rms_norm_backward"
     casting_mode = CODES.get(casting_mode, casting_mode)
@@ -124,7 +129,7 @@ def check_casting(name, casting_mode):
 
 
 def check_norm(name, X, **parameters):
-    """X (..., H), parameters (H,) or None."""
+    """X is (..., H), a parameter (H,) or None, all of floating dtypes and on one device."""
     check.floats(name, dict(X=X), **parameters)
     if X.dim() == 0:
         raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
@@ -134,7 +139,7 @@ def check_norm(name, X, **parameters):
 
 
 def checked(name, X, W, eps, offset, casting_mode):
-    """-> eps, offset as Python numbers, or what `liger_rms_norm` and its kin owe their callers."""
+    """Check the arguments of `liger_rms_norm` -> eps and offset as Python numbers."""
     check_norm(name, X, weight=W)
     check_casting(name, casting_mode)
     return check.not_negative(name, "eps", eps), check.finite(name, "offset", offset)
@@ -152,14 +157,14 @@ def liger_rms_norm(
         eps: added to the mean square.
         offset: added to the weight: 0 for Llama, 1 for Gemma.
         casting_mode: where Hugging Face rounds: "llama", "gemma" or "none".
-        in_place, row_mode: accepted, no effect on the result.
+        in_place, row_mode: no effect.
 
     Returns:
         (..., H) in X's dtype.
 
     Raises:
-        ValueError: unknown casting mode; X has no dimension; W is not of shape (H,), or elsewhere; a negative eps.
-        TypeError: X or W is no floating point tensor, eps or offset no number.
+        ValueError: an unknown casting mode; X has no dimension; W has another shape or device; eps is negative.
+        TypeError: X or W is not a floating point tensor, eps or offset not a number.
 
     Source: arXiv:1910.07467.
     """
@@ -170,7 +175,7 @@ def liger_rms_norm(
 
 
 def check_module(name, hidden_size, eps, init_fn):
-    """What the norms' modules are made with. ``hidden_size`` may be a shape of one dimension, as `torch.nn`'s are."""
+    """Check the arguments of the norms' modules. ``hidden_size`` may also be a shape of one dimension."""
     size = hidden_size[0] if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1 else hidden_size
     check.size(name, "hidden_size", size)
     check.not_negative(name, "eps", eps)
@@ -179,7 +184,7 @@ def check_module(name, hidden_size, eps, init_fn):
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """`liger_rms_norm` with its weight; ``elementwise_affine=False`` has none. The state dict is Hugging Face's."""
+    """`liger_rms_norm` as a module. ``elementwise_affine=False``: no weight. The state dict is Hugging Face's."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -207,6 +212,8 @@ class LigerRMSNorm(torch.nn.Module):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
+    """`LigerRMSNorm` with the defaults of Gemma."""
+
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
         init_fn: str = "zeros", in_place: bool = True, row_mode: bool | None = None,
@@ -215,6 +222,8 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNorm):
+    """`LigerRMSNorm` with the defaults of Gemma 2."""
+
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
         init_fn: str = "zeros", in_place: bool = False, row_mode: bool | None = None,
@@ -223,14 +232,16 @@ class LigerRMSNormForGemma2(LigerRMSNorm):
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    pass
+    """`LigerRMSNorm` with the defaults of Qwen3-Next."""
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    pass
+    """`LigerRMSNorm` with the defaults of Muse Glimmer's centred text norm."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
+    """`LigerRMSNorm` with the defaults of Gemma 3."""
+
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
         in_place: bool = False,
@@ -239,7 +250,7 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """``with_scale=False`` has no weight."""
+    """`LigerRMSNorm` with the defaults of Gemma 4. ``with_scale=False``: no weight."""
 
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
@@ -250,7 +261,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """``dim`` may stay out where there is no weight."""
+    """`LigerRMSNorm` with the defaults of Muse Glimmer. ``dim`` is optional if there is no weight."""
 
     def __init__(
         self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
@@ -260,6 +271,8 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """`LigerRMSNorm` with the defaults of OLMo 2."""
+
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
         init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
@@ -268,7 +281,7 @@ class LigerRMSNormForOlmo2(LigerRMSNorm):
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    pass
+    """`LigerRMSNorm` with the defaults of GLM-4."""
 
 
 CASES.append(

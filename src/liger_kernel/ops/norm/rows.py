@@ -1,14 +1,15 @@
-r"""Normalisation of rows: what RMSNorm, residual add + RMSNorm and LayerNorm share.
+r"""Normalisation of rows: the kernels of RMSNorm, residual add + RMSNorm and LayerNorm.
 
     s = x + r, rounded to x's dtype (s = x without a residual r)
-    μ = mean(s) where it is centred, else 0;   rstd = 1 / sqrt(mean((s - μ)²) + eps),   x̂ = (s - μ)·rstd
+    μ = mean(s) for LayerNorm (CENTRED), else 0;   rstd = 1 / sqrt(mean((s - μ)²) + eps),   x̂ = (s - μ)·rstd
     y = x̂·(w + offset) + b
 
     m = dy·(w + offset):   dx = dr = rstd·(m - mean(m) [centred] - x̂·mean(m·x̂)) + ds
     dw = Σ_rows dy·x̂,   db = Σ_rows dy
 
-The gradient ds of s is added in the same kernel: in a residual stream it is what the skip connection brings. With
-`LLAMA` x̂ is rounded to x's dtype before the weight, in y and in dw. Everything else is in fp32 and rounded once.
+The gradient ds of s, which comes from the skip connection, is added in the same kernel. With the casting mode `LLAMA`,
+x̂ is rounded to x's dtype before it is multiplied with the weight, in y and in dw. Everything else is computed in fp32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import custom_op
+from liger_kernel.core.op import custom_op, matrix_rows
 from liger_kernel.core.reduce import sum_rows
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
@@ -28,7 +29,7 @@ LLAMA = tl.constexpr(1)
 
 @triton.jit
 def _stream(x_ptr, r_ptr, x_at, r_at, mask):
-    """A block of s, in x's dtype."""
+    """A block of s = x + r, in x's dtype."""
     s = tl.load(x_ptr + x_at, mask=mask, other=0.0)
     if r_ptr is not None:
         r = tl.load(r_ptr + r_at, mask=mask, other=0.0)
@@ -41,12 +42,12 @@ def _fwd(
     x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, stats_ptr, stride_x, stride_r, M, N, eps, offset,
     CAST: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises BLOCK_M rows. WHOLE: a row is one block, read once; otherwise it is read twice."""
+    """One program normalises BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read twice."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
     s = _stream(x_ptr, r_ptr, m * stride_x + n, m * stride_r + n, mask)
-    ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # before the sum, with x in flight; a wider one takes registers
+    ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # load w while x is loaded; a wider w takes too many registers
     if ahead:
         if w_ptr is not None:
             w = tl.load(w_ptr + n, mask=n < N, other=0.0)
@@ -65,7 +66,7 @@ def _fwd(
         for start in range(BLOCK_N, N, BLOCK_N):
             more = (m < M) & (start + n < N)
             f = _stream(x_ptr, r_ptr, m * stride_x + start + n, m * stride_r + start + n, more).to(tl.float32)
-            if CENTRED:  # two means and sums of squares become one
+            if CENTRED:  # Chan's formula: the mean and Σ(x - mean)² of both parts
                 count, whole = tl.minimum(N - start, BLOCK_N) * 1.0, tl.minimum(N, start + BLOCK_N) * 1.0
                 its_mean = tl.sum(f, axis=1, keep_dims=True) / count
                 f = tl.where(more, f - its_mean, 0.0)
@@ -109,9 +110,9 @@ def _bwd(
     CAST: tl.constexpr, CENTRED: tl.constexpr, DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every num_programs-th block of BLOCK_M rows, and owns one row of the partial dw and db.
+    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the partial dw and db.
 
-    With DX a row is one block; without, the second grid axis walks over the columns.
+    With DX a row is one block. Without, the second grid axis goes over the columns.
     """
     pid = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -160,7 +161,7 @@ def _bwd_wide(
     dy_ptr, ds_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, stride_dy, stride_ds, stride_s, M, N, offset,
     CENTRED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of one row, which is read twice."""
+    """One program: dx of one row, which is read twice."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     rstd = tl.load(stats_ptr + m)
@@ -189,17 +190,17 @@ def _bwd_wide(
         along, even = tl.sum(dot) / N, tl.sum(total) / N
 
 
-WIDE = 16384  # columns; a wider row doesn't fit a program's registers and is walked in blocks
+WIDE = 16384  # columns; a wider row does not fit into registers and is processed in blocks
 
 
 @functools.cache
 def _launch(N, centred):
     """(rows, columns, warps) of a forward program's block.
 
-    H200, bf16, TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps), 8192x4096 3.64 (8; with
-    4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59 (8 rows, 2 warps; 16 rows
-    2.55). LayerNorm, which waits for two sums, 2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row 3.03), 8192x4096 3.55
-    (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps; with 8 3.70).
+    Measured on H200, bf16, in TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps),
+    8192x4096 3.64 (8; with 4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59
+    (8 rows, 2 warps; 16 rows 2.55). LayerNorm, which needs two sums, 2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row
+    3.03), 8192x4096 3.55 (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps; with 8 3.70).
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(2 if centred and columns <= 4096 else 1, 1024 // columns)
@@ -208,11 +209,11 @@ def _launch(N, centred):
 
 @functools.cache
 def _launch_bwd(N, heavy):
-    """(rows, columns, warps, programs on a multiprocessor) of a backward program; ``heavy``: fp32, centred.
+    """(rows, columns, warps, programs per multiprocessor) of a backward program. ``heavy``: LayerNorm in fp32.
 
-    H200, bf16, three loads in flight (`devices.stages`), RMSNorm, 2026-11-21: 8192x2048 2.76, 8192x4096 3.33, 65536x128
-    2.12 TB/s; with half the rows and twice the programs 2.60, 3.25, 1.93; that with one load in flight, the day before,
-    2.33, 2.79, 1.76. LayerNorm 8192x4096 3.09 (3.00), 16384x4096 3.51 (3.47).
+    Measured on H200, bf16, 2026-11-21, in TB/s. RMSNorm with three stages (`devices.stages`): 8192x2048 2.76, 8192x4096
+    3.33, 65536x128 2.12. With half the rows and twice the programs 2.60, 3.25, 1.93, and with one stage as well 2.33,
+    2.79, 1.76. LayerNorm 8192x4096 3.09 (else 3.00), 16384x4096 3.51 (else 3.47).
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(1, (4096 if heavy else 8192) // columns)
@@ -220,7 +221,7 @@ def _launch_bwd(N, heavy):
 
 
 def _empty(t):
-    """Contiguous, and a microsecond faster where t is, too."""
+    """A contiguous tensor of t's shape. `empty_like` is a microsecond faster, but keeps strides."""
     return torch.empty_like(t) if t.is_contiguous() else t.new_empty(t.shape)
 
 
@@ -235,14 +236,12 @@ def _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, 
 
 
 def rows(t):
-    """(..., N) in rows one after the other, or (M, N) with unit stride in N; a copy where there is no such view."""
-    if t.is_contiguous():
-        return t
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+    """What the kernels read: t (..., N) itself if it is contiguous, which saves a microsecond, else `matrix_rows`."""
+    return t if t.is_contiguous() else matrix_rows(t)
 
 
 def _stride(t):
+    """From a row to the next one, of `rows`."""
     return t.stride(-2) if t.dim() == 2 else t.shape[-1]
 
 
@@ -251,7 +250,7 @@ def norm_fwd(
     x: torch.Tensor, r: torch.Tensor | None, w: torch.Tensor | None, b: torch.Tensor | None,
     eps: float, offset: float, cast: int, centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x and r, both `rows` -> y like x, s like x if there is an r, and fp32 rstd (M,) then mean (M,) if centred."""
+    """x, r: `rows` -> y, s like x (s: None without r), and rstd (M,), fp32, followed by mean (M,) if centred."""
     y, s, stats = _outputs(x, r, w, b, eps, offset, cast, centred)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
@@ -270,7 +269,7 @@ def norm_bwd(
     dy: torch.Tensor, ds: torch.Tensor | None, s: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None,
     stats: torch.Tensor, offset: float, cast: int, centred: bool, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dy, ds, s, all `rows` -> dx like s, dw and db (N,), those that are needed."""
+    """dy, ds and s are `rows` -> dx like s, dw and db (N,). What is not needed is None."""
     dx, dw, db = _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db)
     N = s.shape[-1]
     M = s.numel() // N if N else 0
@@ -283,7 +282,7 @@ def norm_bwd(
             dy, ds, s, w, stats, dx, *strides, M, N, offset, CENTRED=centred, BLOCK_N=columns, num_warps=warps
         )
     if not whole:
-        columns, warps = 4096, devices.warps(8, s)  # dw alone couples no columns: a block that spills no registers
+        columns, warps = 4096, devices.warps(8, s)  # dw needs no whole rows: take a block that fits into registers
     if N and (need_dw or need_db or (need_dx and M and whole)):
         programs = max(1, min(cdiv(M, block), resident * devices.multiprocessors(s)))
         one = programs == 1
@@ -302,5 +301,5 @@ def norm_bwd(
 
 
 def shaped(t, shape):
-    """What `norm_fwd` and `norm_bwd` give, in the caller's shape. No view: the caller may write to it in place."""
+    """t in the caller's shape. To autograd it is no view, so the caller may write to it in place."""
     return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)

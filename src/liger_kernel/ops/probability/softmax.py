@@ -5,19 +5,17 @@ r"""Softmax over the last dimension.
     dx = y·(dy - Σ dy·y)
 
 Arithmetic is in fp32 and y is rounded once, as PyTorch does it. An entry of -inf gives 0. A row without a finite
-maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows don't notice.
+maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows are not affected.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op
-from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, next_power_of_2, tl
+from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
+from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, next_power_of_2, online_max, tl
 
 
 def softmax_reference(x):
@@ -26,7 +24,7 @@ def softmax_reference(x):
 
 @kernel
 def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
-    """A program takes every num_programs-th block of BLOCK_M rows, each one block, read once."""
+    """A program takes every num_programs-th block of BLOCK_M rows. A row is one block, and read once."""
     n = tl.arange(0, BLOCK_N)[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -39,9 +37,9 @@ def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @kernel
 def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them an iteration.
+    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them in an iteration.
 
-    They are neighbours if ALIGNED, and loaded at once; otherwise the lanes' are.
+    If ALIGNED, a lane's columns are contiguous, and one load reads them. Otherwise those of neighbouring lanes are.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
@@ -53,15 +51,14 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr
     total = tl.zeros((LANES,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
         x = tl.load(x_row + start + i, mask=start + i < N, other=-INF).to(tl.float32)
-        new = tl.maximum(top, tl.max(x, axis=0))
-        shift = finite(new)
+        new, shift = online_max(top, tl.max(x, axis=0))
         total = total * exp_for(top - shift, EXACT) + tl.sum(exp_for(x - shift[None, :], EXACT), axis=0)
         top = new
     highest = finite(tl.max(top))
     scale = 1.0 / tl.sum(total * exp(top - highest))
     n = tl.arange(0, BLOCK)
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
-    for back in range(0, N, BLOCK):  # the end of the row was read last, and is in a cache
+    for back in range(0, N, BLOCK):  # from the end of the row, which was read last and is in a cache
         at = last - back + n
         x = tl.load(x_row + at, mask=at < N, other=-INF).to(tl.float32)
         tl.store(y_row + at, (exp_for(x - highest, EXACT) * scale).to(y_ptr.dtype.element_ty), mask=at < N)
@@ -69,14 +66,14 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr
 
 @kernel
 def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program: BLOCK_M rows, each one block, read once."""
+    """One program: BLOCK_M rows. A row is one block, and read once."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
     y = tl.load(y_ptr + m * N + n, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
     dot = tl.sum(y * dy, axis=1, keep_dims=True)
-    if BLOCK_M * BLOCK_N > 16384:  # the registers hold y alone; dy is in a cache
+    if BLOCK_M * BLOCK_N > 16384:  # the registers hold only y; dy is read again, from a cache
         dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     dx = y * (dy - dot)
     tl.store(dx_ptr + m * N + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -101,26 +98,26 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_dy, N, BLOCK: tl.constexpr):
         tl.store(dx_ptr + row * N + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=at < N)
 
 
-WIDE = 65536  # bytes; a wider row doesn't fit a program's registers and is walked in blocks
+WIDE = 65536  # bytes; a wider row doesn't fit into a program's registers and is read in blocks
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program, forward or backward, whose rows are one block: 16 to 32 columns a thread."""
+    """(rows, columns, warps) of a program whose rows are one block, forward or backward: 16 to 32 columns a thread."""
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
     return rows, columns, columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
 
 
 def _launch_stages(x, M, columns):
-    """(programs, rows in flight) of forward: where one row fills a multiprocessor, others are loaded meanwhile."""
+    """(programs, rows in flight) of forward. If one row fills a multiprocessor, others are loaded in the meantime."""
     ahead = devices.stages(columns * x.element_size(), x)
     return (min(M, devices.multiprocessors(x)), ahead) if columns > 16384 and ahead > 1 else (M, 1)
 
 
 def _launch_wide(x):
-    """(lanes, columns of a lane in an iteration, warps) of a program that walks a row: one load of 16 bytes a lane.
+    """(lanes, columns of a lane in an iteration, warps) of a program that reads a row in blocks: 16 bytes a lane.
 
-    Large programs, so that the rows under way at one time stay in the cache until they are read again.
+    The programs are large, so that few rows are in work at a time: they stay in the cache until they are read again.
     """
     return 1024, 16 // x.element_size(), 16
 
@@ -169,12 +166,6 @@ def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-def _rows(t):
-    """(..., N) as (M, N) with unit stride in N; a copy only where there is no such view."""
-    t = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
-
-
 class LigerSoftmaxFunction(Function):
     """``apply(input_) -> Y`` like input_."""
 
@@ -185,8 +176,9 @@ class LigerSoftmaxFunction(Function):
     @staticmethod
     def forward(ctx, input_):
         devices.require_kernels("LigerSoftmaxFunction", input_)
-        Y = torch.ops.aten._unsafe_view(softmax_fwd(_rows(input_)), input_.shape)  # no view: it may be written to
-        ctx.save_for_backward(Y)  # as it is returned, so that backward raises if it was
+        # to autograd it is no view, so that the caller may write to it; backward then raises
+        Y = torch.ops.aten._unsafe_view(softmax_fwd(matrix_rows(input_)), input_.shape)
+        ctx.save_for_backward(Y)
         return Y
 
     @staticmethod
@@ -198,7 +190,7 @@ class LigerSoftmaxFunction(Function):
     @staticmethod
     def backward(ctx, dY):
         (Y,) = ctx.saved_tensors
-        return softmax_bwd(_rows(Y), _rows(dY)).view(dY.shape)
+        return softmax_bwd(matrix_rows(Y), matrix_rows(dY)).view(dY.shape)
 
 
 def liger_softmax(x: torch.Tensor) -> torch.Tensor:

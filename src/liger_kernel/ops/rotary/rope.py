@@ -2,15 +2,15 @@ r"""Rotary position embedding of queries and keys.
 
     y1 = x1·cos - x2·sin,   y2 = x2·cos + x1·sin        dx: the same with -sin
 
-for each pair (x1, x2) of a head's first ``rotary_dim`` entries; the rest passes through. ``interleaved`` says which
-entries are a pair, and where its angle stands in cos and sin:
+for each pair (x1, x2) of a head's first ``rotary_dim`` entries. The other entries stay as they are. ``interleaved``
+says which entries form a pair, and in which column of cos and sin its angle is:
 
-    False        (x[j], x[j + rotary_dim/2])    column j               Llama and most others; the second half isn't read
+    False        (x[j], x[j + rotary_dim/2])    column j               Llama, most others; the second half is not read
     True         (x[2j], x[2j+1])               column j               GLM, Helium, ERNIE 4.5
     "repeated"   (x[2j], x[2j+1])               column 2j (= 2j+1)     Cohere
 
-Hugging Face rounds both products and the sum to the input's dtype in some families and only the result in others. Here
-arithmetic is in fp32 and the result is rounded once.
+In some families Hugging Face rounds both products and the sum to the input's dtype, in others only the result. The
+kernel computes in fp32 and rounds the result once.
 
 Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864; layouts as in the
 models of Hugging Face transformers.
@@ -19,6 +19,7 @@ models of Hugging Face transformers.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -47,7 +48,7 @@ def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_di
 
 @triton.jit
 def _read(x_row, mask, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The two entries of every pair: (tokens, heads, BLOCK_N) each, in fp32."""
+    """Both entries of every pair, each (tokens, heads, BLOCK_N), in fp32."""
     if PAIRS:
         n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
         x = tl.load(x_row + n, mask=mask & (n < R), other=0.0).to(tl.float32)
@@ -80,7 +81,7 @@ def _write(
 
 
 @kernel
-def _turn(
+def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, q_b, q_h, q_t, k_b, k_h, k_t,
     cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, yq_b, yq_h, yq_t, yk_b, yk_h, yk_t, T, sign,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
@@ -89,8 +90,8 @@ def _turn(
 ):  # fmt: skip
     """One program rotates BLOCK_T tokens in one group of their heads: BLOCK_Q of q and BLOCK_K of k.
 
-    A stride is named after its tensor and dimension. q and k are asked for before the angles are needed, so that the
-    latencies overlap.
+    A stride is named after its tensor and dimension. q and k are loaded before the angles, so that the latencies
+    overlap.
     """
     group = tl.program_id(0) % GROUPS
     block = tl.program_id(0) // GROUPS
@@ -112,17 +113,20 @@ def _turn(
     _write(yk_row, k_row, k_mask, k1, k2, cos, sin, D, R, PAIRS, BLOCK_N, BLOCK_PASS)
 
 
+def heads_in_a_block(H):
+    """The largest power of two that divides H, which needs no mask; or if that is below 8, H rounded up. At most 32."""
+    block = H & -H
+    return min(block if block >= 8 else next_power_of_2(H), 32)
+
+
 @functools.cache
 def _launch(HQ, HK, D, R):
-    """Groups of heads, and a program's (tokens, q heads, k heads, pairs, passing columns, warps).
+    """(groups of heads, and of a program: tokens, q heads, k heads, pairs, columns that are not rotated, warps).
 
-    4096 entries of q a program, and at best all heads of a token. Cached, since Triton's own arithmetic is slow.
+    A program processes 4,096 entries of q, with all heads of a token if they fit.
     """
     most = max(HQ, HK)
-    block = min(most & -most, 32)  # heads that need no mask: the largest power of two that divides their number
-    if block < 8:
-        block = min(next_power_of_2(most), 32)
-    groups = cdiv(most, block)
+    groups = cdiv(most, heads_in_a_block(most))
     q_heads, k_heads = (next_power_of_2(cdiv(H, groups)) for H in (HQ, HK))
     pairs, passing = next_power_of_2(R // 2), next_power_of_2(max(D - R, 1))
     row = 2 * max(q_heads, k_heads) * pairs
@@ -130,42 +134,56 @@ def _launch(HQ, HK, D, R):
     return groups, tokens, q_heads, k_heads, pairs, passing, min(max(tokens * row // 1024, 1), 8)
 
 
-def result_like(x, rows, heads_dim):
-    """Like x, in the caller's dimensions at once: of a view, autograd lets nobody write to it.
+class Layout(NamedTuple):
+    """What the kernels must know of the layout. The custom ops take it apart: ``*layout``."""
 
-    Its memory is (B, T, h, D) with ``rows``, else (B, h, T, D).
+    heads_dim: int  # 1 or 2, the dimension of q and k that holds the heads
+    rotary_dim: int
+    pairs: bool  # whether the entries of a pair are neighbours
+    q_rows: bool  # the memory of q's result: (B, T, h, D) if True, else (B, h, T, D)
+    k_rows: bool
+
+
+def result_like(x, rows, heads_dim):
+    """An empty tensor with x's dimensions. Its memory is (B, T, h, D) with ``rows``, else (B, h, T, D).
+
+    It is no view, since autograd does not let the caller write to one.
     """
     B, second, third, D = x.shape
-    turned = not rows if heads_dim == 2 else rows
-    strides = (D, second * D) if turned else (third * D, D)
+    transposed = not rows if heads_dim == 2 else rows
+    strides = (D, second * D) if transposed else (third * D, D)
     return torch.empty_strided(x.shape, (second * third * D, *strides, 1), dtype=x.dtype, device=x.device)
 
 
-def angle_strides(angles):
-    return angles.stride(0) if angles.shape[0] > 1 else 0, angles.stride(1), angles.stride(2)
+def row_strides(*tensors):
+    """The strides of batch, heads and tokens, of tensors (B, h, T, D)."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows):
+def angle_strides(cos, sin):
+    """The strides of batch (0 if all share the angles), tokens and columns."""
+    return [n for x in (cos, sin) for n in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))]
+
+
+def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, sign):
     return result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
 
 
 @custom_op("rope", _outputs)
 def rope_rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    heads_dim: int, rotary_dim: int, pairs: bool, sign: float, q_rows: bool, k_rows: bool,
+    heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool, sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q and k with unit stride in D and their heads in ``heads_dim``; cos, sin (1 or B, T, rotary_dim/2), any strides.
+    """-> q and k rotated. They have unit stride in D; cos, sin are (1 or B, T, rotary_dim/2), of any strides.
 
-    ``sign`` -1 rotates back. ``rows``: a result's memory is (B, T, h, D), as in Hugging Face's models.
+    ``sign`` -1 rotates back. For the other arguments see `Layout`.
     """
-    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, sign, q_rows, k_rows)
+    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, sign)
     q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
-    _turn[(groups * cdiv(T, tokens) * B,)](
-        q, k, cos, sin, yq, yk, *q.stride()[:3], *k.stride()[:3],
-        *angle_strides(cos), *angle_strides(sin),
-        *yq.stride()[:3], *yk.stride()[:3], T, sign,
+    _rotate[(groups * cdiv(T, tokens) * B,)](
+        q, k, cos, sin, yq, yk, *row_strides(q, k), *angle_strides(cos, sin), *row_strides(yq, yk), T, sign,
         HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, GROUPS=groups,
         BLOCK_T=tokens, BLOCK_Q=q_heads, BLOCK_K=k_heads, BLOCK_N=columns, BLOCK_PASS=passing,
         num_warps=devices.warps(warps, q),
@@ -174,19 +192,18 @@ def rope_rotate(
 
 
 def swapped(x, heads_dim):
-    """(B, h, T, D) from the caller's layout, or back."""
+    """(B, h, T, D) from the caller's dimensions, or the other way round."""
     return x if heads_dim == 1 else x.transpose(1, 2)
-
-
-def token_rows(x):
-    return x.stride(1) < x.stride(2)
 
 
 LAYOUTS = (False, True, "repeated")
 
 
 def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, name="liger_rotary_pos_emb"):
-    """-> q, k as (B, h, T, D); cos, sin as (1 or B, T, rotary_dim/2), a column a pair; the heads' dim; rotary_dim."""
+    """Check the arguments -> q, k, cos, sin, heads_dim, rotary_dim.
+
+    q and k become (B, h, T, D); cos and sin (1 or B, T, rotary_dim/2), with one column for each pair.
+    """
     check.floats(name, dict(q=q, k=k, cos=cos, sin=sin))
     if position_ids is not None:
         check.integers(name, dict(position_ids=position_ids))
@@ -222,8 +239,16 @@ def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, inte
     return q, k, cos[..., columns], sin[..., columns], heads_dim, rotary_dim
 
 
+def kernel_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name):
+    """Check the arguments -> cos, sin, `Layout`, as the kernels take them. A result's memory is like q's or k's."""
+    given = cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
+    q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(q, k, *given, *name)
+    q_rows, k_rows = (x.stride(1) < x.stride(2) for x in (q, k))
+    return cos, sin, Layout(heads_dim, rotary_dim, bool(interleaved), q_rows, k_rows)
+
+
 def _angles(name, x, position_ids, heads_dim, B, T):
-    """cos or sin as (1 or B, T, w), gathered by ``position_ids`` if it is a table over positions."""
+    """cos or sin as (1 or B, T, w). If it is a table over positions, ``position_ids`` select its rows."""
     shape = tuple(x.shape)
     if x.dim() == 4:
         one = heads_dim if shape[heads_dim] == 1 else 1
@@ -250,8 +275,8 @@ def _angles(name, x, position_ids, heads_dim, B, T):
 class LigerRopeFunction(Function):
     """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False) -> (q, k)``
 
-    The arguments of `liger_rotary_pos_emb`. Results and gradients have the memory layout of q and k; neither those nor
-    the incoming gradients are written to or copied, whatever their strides.
+    The arguments of `liger_rotary_pos_emb`. Results and gradients have the memory layout of q and k. q, k and the
+    incoming gradients are not written to, and are copied only if the entries of a head are not contiguous.
     """
 
     reference = staticmethod(rope_reference)
@@ -259,48 +284,38 @@ class LigerRopeFunction(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
         devices.require_kernels("LigerRopeFunction", q)
-        heads_first_q, heads_first_k, cos, sin, heads_dim, rotary_dim = rope_arguments(
-            q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
-        )
-        rows = token_rows(heads_first_q), token_rows(heads_first_k)
+        cos, sin, layout = kernel_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
         ctx.save_for_backward(cos, sin)
-        ctx.options = heads_dim, rotary_dim, bool(interleaved), rows
-        return rope_rotate(
-            unit_stride(q), unit_stride(k), cos, sin, heads_dim, rotary_dim, bool(interleaved), 1.0, *rows
-        )
+        ctx.layout = layout
+        return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, 1.0)
 
     @staticmethod
     def again(ctx, dyq, dyk):
-        """Rotated back: q and k are not needed, and not saved."""
-        (cos, sin), (heads_dim, rotary_dim, pairs, _) = ctx.saved_tensors, ctx.options
-        dq, dk = rope_reference(dyq, dyk, cos, -sin, None, heads_dim, rotary_dim, pairs)
+        """Rotate back. q and k are not needed, and not saved."""
+        (cos, sin), layout = ctx.saved_tensors, ctx.layout
+        dq, dk = rope_reference(dyq, dyk, cos, -sin, None, layout.heads_dim, layout.rotary_dim, layout.pairs)
         return dq, dk, None, None, None, None, None, None
 
     @staticmethod
     def backward(ctx, dyq, dyk):
-        heads_dim, rotary_dim, pairs, rows = ctx.options
-        dyq, dyk = unit_stride(dyq), unit_stride(dyk)
-        dq, dk = rope_rotate(dyq, dyk, *ctx.saved_tensors, heads_dim, rotary_dim, pairs, -1.0, *rows)
+        dq, dk = rope_rotate(unit_stride(dyq), unit_stride(dyk), *ctx.saved_tensors, *ctx.layout, -1.0)
         return dq, dk, None, None, None, None, None, None
 
 
 def _rotated(name, q, k, cos, sin, sign):
     devices.require_kernels(name, q)
-    heads_first_q, heads_first_k, c, s, heads_dim, rotary_dim = rope_arguments(
-        q, k, cos, sin, None, 1, None, False, name
-    )
-    rows = token_rows(heads_first_q), token_rows(heads_first_k)
-    return rope_rotate(unit_stride(q), unit_stride(k), c, s, heads_dim, rotary_dim, False, sign, *rows)
+    cos, sin, layout = kernel_arguments(q, k, cos, sin, None, 1, None, False, name)
+    return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, sign)
 
 
 def rope_forward(q, k, cos, sin):
     """The kernel without autograd, for frameworks with a Function of their own.
 
     Args:
-        q, k, cos, sin: as in `liger_rotary_pos_emb`, the heads in dimension 1. They are not written to.
+        q, k, cos, sin: as in `liger_rotary_pos_emb`, with the heads in dimension 1. They are not written to.
 
     Returns:
-        (q, k, cos, sin): the two rotated, and what `rope_backward` takes.
+        (q, k, cos, sin): q and k rotated, and what `rope_backward` takes.
 
     Raises:
         ValueError, TypeError: as `liger_rotary_pos_emb`. RuntimeError: there are no kernels for q.
@@ -309,7 +324,7 @@ def rope_forward(q, k, cos, sin):
 
 
 def rope_backward(dq, dk, cos, sin):
-    """-> dq, dk, rotated back: the gradients of what `rope_forward` was given. They are not written to."""
+    """-> the gradients of the q and k that `rope_forward` was given: dq and dk rotated back, in new tensors."""
     return _rotated("rope_backward", dq, dk, cos, sin, -1.0)
 
 
@@ -317,26 +332,28 @@ def liger_rotary_pos_emb(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
     unsqueeze_dim: int = 1, rotary_dim: int | None = None, interleaved: bool | str = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rotary position embedding of queries and keys, in place of Hugging Face's ``apply_rotary_pos_emb``.
+    """Rotary position embedding of queries and keys. It replaces Hugging Face's ``apply_rotary_pos_emb``.
 
     Args:
-        q, k: (B, h, T, D) and (B, h_k, T, D), of any strides; with ``unsqueeze_dim=2`` (B, T, h, D) and (B, T, h_k, D).
-        cos, sin: (T, w), (1, T, w) or (B, T, w), or one of these with a 1 where q has its heads. They get no gradient.
-        position_ids: (B, T), (1, T) or (T,). If cos and sin are tables over positions, (P, w), or (1, P, w) where
-            position_ids is not itself (1, P), token t has their row ``position_ids[:, t]``. Else they are taken as
-            the tokens' own, as Hugging Face passes them, and position_ids is not used.
+        q, k: (B, h, T, D) and (B, h_k, T, D), fp32, bf16 or fp16, of any strides. With ``unsqueeze_dim=2``:
+            (B, T, h, D) and (B, T, h_k, D).
+        cos, sin: (T, w), (1, T, w) or (B, T, w); or one of these with a dimension of size 1 where q has its heads. They
+            get no gradient.
+        position_ids: (B, T), (1, T) or (T,) integers. They select rows if cos and sin are tables over positions: of
+            shape (P, w), or (1, P, w) unless position_ids is (1, P). Otherwise cos and sin belong to the tokens, as in
+            Hugging Face's models, and position_ids is not used.
         unsqueeze_dim: the dimension of q and k that holds the heads.
-        rotary_dim: how many entries of a head are rotated; the others pass. w by default. Where w is half of it, give
-            it; of a wider table the first columns are then read.
-        interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, its angle in column j
-            (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, its angle in the columns 2j and 2j+1 (Cohere).
+        rotary_dim: the number of entries of a head that are rotated; w by default. Give it if w is not that number, but
+            for example half of it. If cos and sin are wider than needed, their first columns are used.
+        interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, with the angle in
+            column j (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, with the angle in columns 2j and 2j+1 (Cohere).
 
     Returns:
-        q and k rotated, new tensors with the dtype and memory layout of q and k.
+        q and k rotated, in new tensors with the dtype and memory layout of q and k.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit each other, cos and sin wider than a head among them.
-        TypeError: q, k, cos or sin is no floating point tensor, position_ids none of integers.
+        ValueError: shapes, devices or options that do not fit each other; cos and sin are wider than a head.
+        TypeError: q, k, cos or sin is not a floating point tensor; position_ids are not integers.
 
     Source: arXiv:2104.09864.
     """
@@ -345,51 +362,61 @@ def liger_rotary_pos_emb(
     return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
 
 
-liger_rope = liger_rotary_pos_emb
+liger_rope = liger_rotary_pos_emb  # its name in `liger_kernel.transformers.functional`
 
 
 def liger_rotary_pos_emb_gpt_oss(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """cos and sin have half the head's size, as in GPT-OSS."""
+    """`liger_rotary_pos_emb` as GPT-OSS calls it: cos and sin have half the head's size."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def liger_rotary_pos_emb_vision(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and its kin."""
+    """`liger_rotary_pos_emb` for q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and others."""
     q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
     return q.squeeze(0), k.squeeze(0)
 
 
-def _inputs(B, T, HQ, HK, D):
-    """In Hugging Face's layout: heads within tokens, transposed. Each batch row has positions of its own."""
+def rope_inputs(B, T, HQ, HK, D):
+    """As in Hugging Face's models: (B, T, h, D) in memory, transposed. Each sequence has its own positions."""
     angles = torch.randint(0, 1000, (B, T, 1)) * 10000 ** (-torch.arange(0, D, 2) / D)
     angles = torch.cat((angles, angles), -1)
     q, k = (torch.randn(B, T, H, D).transpose(1, 2).requires_grad_() for H in (HQ, HK))
     return dict(q=q, k=k, cos=angles.cos(), sin=angles.sin())
 
 
+def rope_angles(cos, sin, partial, interleaved):
+    """cos and sin of a case, for half of a head if ``partial``, with columns as ``interleaved`` has them."""
+    width = max(2, cos.shape[-1] // 4 * 2) if partial else cos.shape[-1]
+    if interleaved == "repeated":
+        return [x[..., : width // 2].repeat_interleave(2, -1) for x in (cos, sin)]
+    return [x[..., :width] for x in (cos, sin)]
+
+
+def rope_bytes(t):
+    """The bytes of q and k, and of the half of cos and sin that is read."""
+    q, k, cos, sin = (t[x].numel() * t[x].element_size() for x in ("q", "k", "cos", "sin"))
+    return q + k, (cos + sin) // 2
+
+
 def _variant(rope):
-    """The case's options are for every shape: ``partial`` and ``half`` cut cos and sin to a part of their width."""
+    """A function of the case's options, which hold for every shape. ``half``: cos and sin have half the width."""
 
     def call(q, k, cos, sin, one_row=False, partial=False, half=False, interleaved=False):
-        rotary_dim = max(2, q.shape[-1] // 4 * 2) if partial else q.shape[-1]
-        width = rotary_dim // 2 if half else rotary_dim
-        cos, sin = (x[: 1 if one_row else None, :, :width] for x in (cos, sin))
-        if interleaved == "repeated":
-            cos, sin = (x[..., : rotary_dim // 2].repeat_interleave(2, -1) for x in (cos, sin))
-        return rope(q, k, cos, sin, rotary_dim=rotary_dim if half else None, interleaved=interleaved)
+        cos, sin = rope_angles(*(x[:1] if one_row else x for x in (cos, sin)), partial, interleaved)
+        rotary_dim = cos.shape[-1] if half else None
+        cos, sin = (x[..., : x.shape[-1] // 2] if half else x for x in (cos, sin))
+        return rope(q, k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
 
     return call
 
 
 def _traffic(t):
-    """q and k read and written, and the half of cos and sin that is used."""
-    q, k, cos, sin = (t[x].numel() * t[x].element_size() for x in ("q", "k", "cos", "sin"))
-    size = 2 * (q + k) + (cos + sin) // 2
-    return size, size
+    rows, angles = rope_bytes(t)
+    return (2 * rows + angles,) * 2  # read and written
 
 
 CASES.append(
@@ -397,7 +424,7 @@ CASES.append(
         "rope",
         fn=_variant(liger_rotary_pos_emb),
         reference=_variant(rope_reference),
-        inputs=_inputs,
+        inputs=rope_inputs,
         shapes=((1, 1, 1, 1, 2), (2, 5, 3, 1, 12), (1, 9, 14, 2, 16), (2, 3, 40, 8, 24)),
         options=(
             dict(),

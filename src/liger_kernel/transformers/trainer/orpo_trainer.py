@@ -98,8 +98,8 @@ class _ORPOInHead:
 
     def _in_head(self, model, batch):
         """What TRL's method returns, with the mean of the logits for the logits; None if it needs the logits."""
+        from liger_kernel.patch.head import leaves, prepare
         from liger_kernel.patch.logits import ask
-        from liger_kernel.patch.loss_in_head import leaves, prepare
 
         pairs = self.concatenated_inputs(
             batch, is_encoder_decoder=False, padding_value=self.padding_value, device=self.accelerator.device

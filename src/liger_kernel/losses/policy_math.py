@@ -1,0 +1,279 @@
+r"""The mathematics of GRPO and its variants, PPO and RLOO.
+
+    ρ = log π(y) - log π_old(y),   r = e^ρ             the ratio of a token, or of a sequence
+    loss = Σ_tokens weight·(l(r, A) + β·KL)            l: a row of `POLICIES`; weight: one of `REDUCTIONS`
+
+π is the policy that is trained, π_old the one that sampled the tokens y, A the advantage. All functions take
+log-probabilities of shape (B, T), or (tokens,) if no ratio couples the tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from liger_kernel.core import check
+
+
+@dataclass(frozen=True)
+class GRPOOptions:
+    """The options of GRPO's variants, under their usual names. `linear_grpo_loss` explains them.
+
+    Raises:
+        ValueError, TypeError: a number is out of range, or not a number.
+    """
+
+    beta: float = 0.04
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self):
+        for name, fits in NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("delta", "max_completion_length"):
+                fits("GRPOOptions", name, value)
+
+
+NUMBERS = dict(
+    beta=check.finite, epsilon_low=check.not_negative, epsilon_high=check.not_negative, delta=check.positive,
+    max_completion_length=check.size, sapo_temperature_pos=check.positive, sapo_temperature_neg=check.positive,
+    vespo_k_pos=check.finite, vespo_lambda_pos=check.finite, vespo_k_neg=check.finite,
+    vespo_lambda_neg=check.finite,
+)  # fmt: skip
+
+
+# ---- surrogates: the loss l of a token ----
+
+
+def clipped_surrogate(log_probs, ratio, advantages, o):
+    """PPO's clipped loss (1707.06347), with DAPO's two bounds (2503.14476).
+
+    ``delta`` also bounds r where A < 0, as in INTELLECT-2 (2505.07291).
+    """
+    bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
+    clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
+    return -torch.min(bounded * advantages, clipped * advantages)
+
+
+def clipped_weight(log_probs, ratio, advantages, o):
+    """CISPO (2506.13585): REINFORCE, its importance weight clipped at epsilon_high (not at 1 + epsilon_high)."""
+    return -ratio.detach().clamp(max=o.epsilon_high) * advantages * log_probs
+
+
+def soft_gate(log_probs, ratio, advantages, o):
+    """SAPO (2511.20347): a sigmoid in place of the clip. It is centred at r = 1 and has slope 1 there."""
+    t = _either(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, ratio)
+    return -(4 / t) * torch.sigmoid(t * (ratio - 1)) * advantages
+
+
+def weighted_reinforce(log_probs, weight, advantages, o):
+    """VESPO (2602.10693): REINFORCE with one weight for each sequence, see `vespo_weight`."""
+    return -weight * advantages * log_probs
+
+
+def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
+    """VESPO's w^k·e^(λ-λw). w is the importance weight of a sequence, clamped."""
+    log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
+    log_w = log_w if log_inference_ratio is None else log_w + log_inference_ratio
+    log_w = log_w.clamp(math.log(1e-8), 20)
+    k = _either(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w)
+    rate = _either(advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w)
+    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _either(condition, yes, no, like):
+    return torch.full_like(condition, no, dtype=like.dtype).masked_fill_(condition, yes)
+
+
+def outside_clip(ratio, advantages, o):
+    """Where the clip of `clipped_surrogate` removes the gradient."""
+    low, high = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
+    return (low & (advantages < 0)) | (high & (advantages > 0))
+
+
+def above_bound(ratio, advantages, o):
+    """Where `clipped_weight` clips a positive advantage's weight."""
+    return (ratio > o.epsilon_high) & (advantages > 0)
+
+
+def never_clipped(ratio, advantages, o):
+    return torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def k3(log_probs, other):
+    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log π (Schulman)."""
+    x = other - log_probs
+    return torch.expm1(x) - x
+
+
+# ---- reductions: the weight of a token in the loss ----
+
+
+def mean_of_sequences(mask, o, num_items=None):
+    """GRPO (2402.03300): the mean over each sequence, then the mean over the sequences."""
+    return mask / mask.sum(-1, keepdim=True).clamp(min=1) / max(mask.shape[0], 1)
+
+
+def mean_of_tokens(mask, o=None, num_items=None):
+    """TRL's bnpo: the mean over this rank's tokens."""
+    return mask / mask.sum().clamp(min=1)
+
+
+def fixed_length(mask, o, num_items=None):
+    """Dr. GRPO (2503.20783): the sum, divided by the batch size and the greatest length."""
+    return mask / (max(mask.shape[0], 1) * o.max_completion_length)
+
+
+def mean_of_all_tokens(mask, o, num_items=None):
+    """DAPO (2503.14476): the mean over the tokens of all ranks.
+
+    ``num_items`` is their number if it is known, for example that of all gradient accumulation steps. Otherwise an
+    all-reduce counts those of this step.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_items is not None:
+        num_items = check.count("mean_of_all_tokens", "num_items_in_batch", num_items)
+    if isinstance(num_items, torch.Tensor):
+        total = num_items.detach().to(mask.device, mask.dtype, non_blocking=True)
+    elif num_items is not None:
+        total = mask.new_full((), num_items)
+    else:
+        total = mask.sum()
+        if ranks > 1:
+            dist.all_reduce(total)
+    return mask / (total / ranks).clamp(min=1)
+
+
+def times_length(mask, o, num_items=None):
+    """LUSPO (2602.05261): each sequence's loss times its length, then the mean over all positions, padding included."""
+    return (mask.sum(-1, keepdim=True) / max(mask.numel(), 1)).expand_as(mask)
+
+
+REDUCTIONS: dict[str, Callable] = {
+    "sequences": mean_of_sequences,
+    "tokens": mean_of_tokens,
+    "fixed_length": fixed_length,
+    "all_tokens": mean_of_all_tokens,
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A variant of GRPO."""
+
+    loss: Callable  # (log_probs, ratio, advantages, options) -> l
+    clipped: Callable  # (ratio, advantages, options) -> where l is clipped
+    weights: Callable  # (mask, options, num_items) -> the weights of the tokens
+    levels: tuple[str, ...] = ("token",)  # the levels of importance sampling that it allows
+    couples: bool = False  # whether a token's loss depends on its sequence even at the level "token"
+    padding: bool = False  # whether padding counts
+
+
+BOTH = "token", "sequence"  # "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
+POLICIES = {
+    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH),
+    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH),
+    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, BOTH),
+    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH),
+    "luspo": Policy(clipped_surrogate, outside_clip, times_length, BOTH, padding=True),
+    "cispo": Policy(clipped_weight, above_bound, mean_of_all_tokens),
+    "sapo": Policy(soft_gate, never_clipped, mean_of_sequences),
+    "vespo": Policy(weighted_reinforce, never_clipped, mean_of_all_tokens, couples=True),
+}
+
+
+# ---- losses: what some of the tokens add to the loss, and to the metrics ----
+
+
+class Rows(NamedTuple):
+    """What a loss needs in addition to the log-probabilities. Each is (B, T), (B, 1), or (tokens,); or None."""
+
+    weights: torch.Tensor  # of the tokens in the loss
+    share: torch.Tensor  # of the tokens in a metric: the mask divided by its sum over the whole batch
+    advantages: torch.Tensor
+    pool: torch.Tensor | None = None  # the weights that sum a sequence's ρ; None: each token has its own ratio
+    old: torch.Tensor | None = None  # log-probabilities of the policy that sampled
+    ref: torch.Tensor | None = None  # those of the reference model
+    inference_ratio: torch.Tensor | None = None  # corrects for the engine that sampled
+
+    def each(self, fn) -> Rows:
+        return Rows(*(x if x is None else fn(x) for x in self))
+
+
+def grpo_terms(log_probs, rows, o):
+    """-> l + β·KL, KL or None, where l is clipped."""
+    policy, advantages = POLICIES[o.loss_type], rows.advantages
+    log_ratio = log_probs - (log_probs.detach() if rows.old is None else rows.old)
+    sequence = o.importance_sampling_level == "sequence"
+    ratio = ((log_ratio * rows.pool).sum(-1, keepdim=True) if sequence else log_ratio).exp()
+    if policy.couples:
+        weight = vespo_weight(log_ratio, rows.pool, rows.inference_ratio, advantages, o)
+        loss = policy.loss(log_probs, weight, advantages, o)
+    else:
+        loss = policy.loss(log_probs, ratio, advantages, o)
+        loss = loss if rows.inference_ratio is None else loss * rows.inference_ratio
+    kl = None
+    if rows.ref is not None:
+        kl = k3(log_probs, rows.ref)
+        kl = kl * ratio if o.use_bias_correction_kl else kl  # DeepSeek-V3.2 (2512.02556): unbiased off policy, too
+        loss = loss + o.beta * kl
+    return loss, kl, policy.clipped(ratio, advantages, o)
+
+
+def grpo_value(o, coef, log_probs, entropy, rows):
+    """-> value, metrics: KL unless beta is 0, entropy if it is given, share of clipped tokens."""
+    loss, kl, clipped = grpo_terms(log_probs, rows, o)
+    weights, share = rows.weights, rows.share
+    value, metrics = (weights * loss).sum(), []
+    if o.beta != 0:
+        metrics.append(share.new_zeros(()) if kl is None else (share * kl).sum())
+    if entropy is not None:
+        value = value - coef * (weights * entropy).sum()
+        metrics.append((share * entropy).sum())
+    return value, [*metrics, (share * clipped).sum()]
+
+
+def ppo_value(o, coef, log_probs, entropy, rows):
+    """PPO (1707.06347) -> value, metrics: KL, share of clipped tokens, entropy if it is given."""
+    log_ratio, share = log_probs - rows.old, rows.share
+    ratio = (log_ratio if rows.pool is None else (log_ratio * rows.pool).sum(-1, keepdim=True)).exp()
+    value = (rows.weights * clipped_surrogate(log_probs, ratio, rows.advantages, o)).sum()
+    clipped = outside_clip(ratio, rows.advantages, o)
+    metrics = [(share * k3(rows.old, log_probs)).sum(), (share * clipped).sum()]
+    return _less_entropy(value, metrics, coef, entropy, share)
+
+
+def reinforce_value(coef, log_probs, entropy, rows):
+    """REINFORCE -> value, metrics: entropy if it is given."""
+    value = -(rows.weights * rows.advantages * log_probs).sum()
+    return _less_entropy(value, [], coef, entropy, rows.share)
+
+
+def _less_entropy(value, metrics, coef, entropy, share):
+    if entropy is None:
+        return value, metrics
+    mean = (share * entropy).sum()
+    return value - coef * mean, [*metrics, mean]
+
+
+def leave_one_out(rewards, samples_per_prompt):
+    """RLOO (2402.14740): a reward minus the mean of the prompt's other rewards. A prompt's samples are neighbours."""
+    k = samples_per_prompt
+    rewards = rewards.unflatten(0, (-1, k))
+    return ((rewards - rewards.mean(1, keepdim=True)) * (k / (k - 1))).flatten()

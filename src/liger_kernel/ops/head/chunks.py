@@ -1,0 +1,245 @@
+r"""A linear head a chunk of tokens at a time: its logits are never all in memory.
+
+    X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
+    dh = dX·W,   dW = dXᵀ·h,   db = Σ_tokens dX
+
+The logits live in the memory of dW. One matmul writes them as a matrix (V, T): the tokens are contiguous. One kernel
+reads them for the loss, and a second one overwrites them with their gradient. Then dW is made in strips of classes.
+Each strip is written over the gradients of the strips before it, which nobody needs any more:
+
+    | ░ D₁ D₂ D₃ D₄ |  →  | dW₁ ░ D₂ D₃ D₄ |  →  | dW₁ dW₂ ░ D₃ D₄ |  →  ...           ░ room for one strip
+
+So a chunk may have as many tokens as the head has hidden channels without any memory beyond the gradients, and its dW
+is one matmul, rounded once. More tokens need a wider matrix, or further chunks, each of which adds to dW: see
+`planning.plan`. Logits are rounded to the compute dtype, as Hugging Face's head rounds them.
+
+The gradients of a scalar loss are computed in forward: three matmuls in all, and the weight may be gone in backward
+(ZeRO-3). Backward only multiplies them by the incoming gradient (`forward_gradients`). If each token has an incoming
+gradient of its own, backward makes the logits again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import F
+from liger_kernel.core.parallel import summed
+from liger_kernel.core.tile import cdiv, tl
+from liger_kernel.ops.head import planning
+from liger_kernel.ops.head.planning import aligned
+
+
+def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64):
+    """`planning.plan` of this head on this device, for all tokens of h or so many."""
+    tokens, sizes = h.shape[0] if tokens is None else tokens, (h.shape[1], w.shape[0])
+    processors = devices.multiprocessors(h)
+    return planning.plan(tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit)
+
+
+def empty_gradients(h, w, dtype, accum_dtype, needs):
+    """dh, dW and db as `run_chunks` returns them: what the custom ops' fake kernels allocate."""
+    of_w = planning.grad_dtype(dtype, w.dtype, accum_dtype) if needs[1] else h.dtype
+    return (
+        h.new_empty(h.shape if needs[0] else 0),
+        w.new_empty(w.shape if needs[1] else 0, dtype=of_w),
+        h.new_empty(w.shape[0] if needs[2] else 0, dtype=torch.float32),
+    )
+
+
+def _add_product(out, a, b, add=False):
+    """out (+)= a @ b, whatever the dtype of out."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    elif out.dtype == torch.float32 and devices.multiplies_into_fp32(a):
+        into = dict(out_dtype=torch.float32, out=out)
+        torch.addmm(out, a, b, **into) if add else torch.mm(a, b, **into)
+    else:
+        product = a.to(out.dtype) @ b.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+@kernel
+def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """x += y, rounded once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + i, mask=i < N, other=0.0)
+    tl.store(x_ptr + i, (x + y).to(x_ptr.dtype.element_ty), mask=i < N)
+
+
+class _Memory:
+    """The memory of dW and, while that is not complete, of the first chunk's logits: see the top of this file.
+
+    The logits of later chunks lie behind dW; or, with `Plan.separate_logits`, in a buffer of their own, which is used
+    again for the finished dW.
+
+    If the first chunk is wider than dW, its logits are in two parts, because the dW that is returned must not keep a
+    longer buffer alive. The classes from ``split`` on are in the memory of dW. Those before it are in another buffer,
+    where the logits of later chunks go, too. Then the last strip of dW is made first:
+    | D₃ D₄ D₅ ░ |, D₁ D₂ elsewhere  →  | D₃ D₄ ░ dW₅ |  →  ...
+    """
+
+    def __init__(self, h, V, dtype, plan, need_w):
+        (M, H), self.V, self.plan = h.shape, V, plan
+        later, self.dw, self.split, self.strip = V * aligned(min(plan.rows, M)), None, 0, plan.strip
+        if not need_w:
+            self.early = self.late = h.new_empty(later, dtype=dtype)
+            return
+        accum = plan.accum_dtype
+        row, stride = cdiv(H * accum.itemsize, dtype.itemsize), aligned(plan.first)  # of dW and the logits, in logits
+        sums = 2 * plan.wave * H
+        dw = aligned(V * row)
+        if stride > row and plan.grad_dtype == accum and not plan.separate_logits:
+            self.strip = max(min(plan.strip, V * row // (row + stride)), 1)
+            enough = max(V - (V - self.strip) * row // stride, cdiv(self.strip * stride, row))
+            self.split, dw = min(enough, V), 0
+            self.early = h.new_empty(V * row, dtype=dtype)
+            self.late = h.new_empty(max(self.split * stride, sums + later), dtype=dtype)
+        else:
+            behind = 0 if plan.separate_logits else later
+            size = max(V * max(row, stride) + plan.strip * min(row, stride), dw + sums + behind)
+            self.early = h.new_empty(aligned(size), dtype=dtype)
+            if plan.separate_logits and plan.grad_dtype != accum:  # it becomes the finished dW
+                later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
+            self.late = h.new_empty(later, dtype=dtype) if plan.separate_logits else self.early
+        self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
+        self.sums = (self.late if self.split else self.early)[dw : dw + sums].view(torch.float32).view(-1, H)
+
+    def nbytes(self, weight_dtype):
+        """The most that is allocated at one time, including the gradient that the weight gets."""
+        dw = 0 if self.dw is None or self.dw.dtype == weight_dtype else self.dw.numel() * weight_dtype.itemsize
+        return self.early.nbytes + max(0 if self.late is self.early else self.late.nbytes, dw)
+
+    def of(self, n, first):
+        """Where the logits of n tokens are: (V, n), or the two parts (split, n) and (V - split, n)."""
+        stride, memory = aligned(n), self.early if first and not self.split else self.late
+        classes = self.split if first and self.split else self.V
+        x = memory[memory.numel() - classes * stride :].view(classes, stride)[:, :n]
+        if classes == self.V:
+            return (x,)
+        return x, self.early[: (self.V - classes) * stride].view(-1, stride)[:, :n]
+
+    def finished(self):
+        """dW in the dtype in which it is returned."""
+        self.late = None
+        return self.dw.to(self.plan.grad_dtype)
+
+    def to_dw(self, parts, h, first):
+        """dW (+)= x @ h, written over x if it is the first chunk's."""
+        if not first and not self.plan.wave:
+            return _add_product(self.dw, parts[0], h, add=True)
+        end = self.V
+        if len(parts) == 2:
+            while end > self.split:
+                start = max(end - self.strip, self.split)
+                _add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
+                end = start
+        strip, x = self.strip if first else self.plan.wave, parts[0]
+        for v in range(0, end, strip):
+            part = self.dw[v : min(v + strip, end)]
+            if first:
+                _add_product(part, x[v : v + strip], h)
+            else:
+                _add_product(self.sums[: len(part)], x[v : v + strip], h)
+                _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+
+
+def pad_tokens(part):
+    """With rows of zeros: matmuls can take twice as long without, and a CPU's read beyond an odd number of rows."""
+    n = part.shape[0]
+    more = aligned(n, 64 if n >= 512 else 8) - n
+    return F.pad(part, (0, 0, 0, more)) if more else part
+
+
+def fill_logits(x, w, b, part, n):
+    """Fill x (V, T) with w @ partᵀ + b. Only the first n tokens get the bias: the others are padding."""
+    if b is None:
+        torch.mm(w, part.t(), out=x)
+        return
+    H = w.shape[1]  # the bias is one more channel, which is 1: cuBLAS rounds a product before it adds a bias to it
+    part = F.pad(part, (0, 8))
+    part[:n, H] = 1
+    wide = w.new_zeros(min(w.shape[0], max(2**23 // (H + 8), 64)), H + 8)
+    for i in range(0, w.shape[0], len(wide)):
+        some = w[i : i + len(wide)]
+        wide[: len(some), :H], wide[: len(some), H] = some, b[i : i + len(wide)]
+        torch.mm(wide[: len(some)], part.t(), out=x[i : i + len(wide)])
+
+
+def _to_dh(parts, w, out, rows):
+    """out = Σ xᵀ @ w over the parts x (classes, tokens). Two parts are summed in fp32, so many rows at a time."""
+    if len(parts) == 1:
+        return _add_product(out, parts[0].t(), w)
+    in_fp32 = parts[0].dtype == torch.float32 or devices.multiplies_into_fp32(parts[0])
+    sums = torch.empty_like(out[:rows], dtype=torch.float32)
+    for start in range(0, len(out), rows):
+        some, v = out[start : start + rows], 0
+        total = sums[: len(some)]
+        for x in parts:
+            of_part = x[:, start : start + rows].t(), w[v : v + len(x)]
+            if in_fp32:
+                _add_product(total, *of_part, add=v > 0)
+            else:  # fp32 copies would be as large as the logits
+                product = torch.mm(*of_part)
+                total.add_(product) if v else total.copy_(product)
+            v += len(x)
+        some.copy_(total)
+
+
+def run_chunks(h, *args):
+    """`_run_chunks`: every matmul in the dtypes of its matrices, also under autocast."""
+    with devices.without_autocast(h):
+        return _run_chunks(h, *args)
+
+
+def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=None):
+    """Each chunk's logits, ``to_gradient(tokens, x)``, which overwrites them with their gradient, and dh, dW, db of it.
+
+    Args:
+        to_gradient: is given the tokens, a slice or indices, and their logits x (T, V), or a pair of the logits of the
+            first classes and of the others, of the same strides.
+        needs: which of dh, dW, db are wanted.
+        chunks: the tokens of each chunk, slices or indices, in place of the plan's own. The first has no more tokens
+            than the plan's first, and so on. Tokens that are in none have no gradient.
+
+    Returns:
+        dh (its sum over the group), dW and db; those that are not wanted have no elements.
+    """
+    (M, V), (need_h, need_w, need_b) = (h.shape[0], w.shape[0]), needs
+    new = h.new_empty if chunks is None else h.new_zeros
+    chunks = plan.chunks(M) if chunks is None else chunks
+    dh = new(h.shape if need_h else 0, dtype=h.dtype if group is None else torch.float32)
+    db = h.new_zeros(V if need_b else 0, dtype=torch.float32)
+    w, b = w.to(dtype), None if b is None else b.to(dtype)
+    memory = _Memory(h, V, dtype, plan, need_w)
+    for k, i in enumerate(chunks):
+        part = h[i].to(dtype)
+        n = part.shape[0]
+        part = pad_tokens(part)
+        parts, v = memory.of(part.shape[0], first=k == 0), 0
+        for x in parts:
+            fill_logits(x, w[v : v + len(x)], None if b is None else b[v : v + len(x)], part, n)
+            v += len(x)
+        rows = tuple(x[:, :n].t() for x in parts)
+        to_gradient(i, rows if len(parts) > 1 else rows[0])
+        if b is not None:
+            for x in parts:
+                x[:, n:] = 0  # a bias of -inf made the padding NaN
+        if need_h:
+            whole = part.shape[0] == n and isinstance(i, slice)
+            out = dh[i] if whole else dh.new_empty(part.shape)
+            _to_dh(parts, w, out, planning.waves(0, h.shape[1], devices.multiprocessors(h)))
+            if not whole:
+                dh[i] = out[:n]
+        if need_b:
+            db.add_(torch.cat([x.sum(1, dtype=torch.float32) for x in parts]))
+        if need_w:
+            memory.to_dw(parts, part, first=k == 0)
+    if need_h and group is not None:
+        dh = summed(dh, group).to(h.dtype)
+    if memory.dw is None:
+        return dh, h.new_empty(0), db
+    part = parts = rows = x = None  # the last views of the logits: their memory is free for the finished dW
+    return dh, memory.finished() if chunks else memory.finished().zero_(), db

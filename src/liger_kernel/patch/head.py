@@ -1,0 +1,170 @@
+"""A causal model's head: the modules under it that make logits, and the loss computed in their place.
+
+A head whose weight cannot be used by itself (LoRA, quantised) is called chunk by chunk under checkpointing.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch.compiler import is_compiling
+from torch.nn.modules import module as module_hooks
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.ops.functional import CrossEntropyOutput
+from liger_kernel.ops.head.token_log_probs import compute_dtype
+from liger_kernel.patch import causal_lm
+from liger_kernel.patch.causal_lm import liger_causal_lm_loss, over_items, unpack_cross_entropy_result
+from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.logits import current, is_of_a_library
+
+LINEAR_FORWARD, LINEAR = torch.nn.Linear.forward, F.linear  # what a head is known by
+CALLED = (  # libraries whose layers are known to work row by row
+    "torch.", "peft.", "bitsandbytes.", "torchao.", "transformers.", "accelerate.", "deepspeed.", "optimum.", "hqq.",
+    "gptqmodel.", "auto_gptq.", "awq.", "compressed_tensors.", "quanto.", "eetq.", "aqlm.", "fbgemm_gpu.",
+)  # fmt: skip  # fmt: skip
+CHUNK = 2048  # rows for which a head that has to be called makes logits at a time
+
+
+def leaves(head) -> list:
+    """The modules that compute the logits below FSDP's and PEFT's wrappers."""
+    if head is None:
+        return []
+    for name in ("_fsdp_wrapped_module", "token_adapter"):
+        if name in head._modules:
+            return leaves(head._modules[name])
+    if "modules_to_save" in head._modules and "original_module" in head._modules:
+        below = [head._modules["original_module"], *head._modules["modules_to_save"].values()]
+        return [leaf for module in below for leaf in leaves(module)]
+    return [head]
+
+
+def forward(self, *args, **kwargs):
+    """Of a head. It is an attribute of the module, whose class stays what it is: much code looks for a `Linear`."""
+    own, request = type(self).forward, current()
+    if request is None or (request.place is not None and is_compiling()):  # a compiled head in a model that is not
+        return own(self, *args, **kwargs)
+    return request.of_head(self, own, args, kwargs)
+
+
+head_forward = forward  # pickle looks for a method by the function's name, and finds the class's own
+
+
+def prepare(head) -> None:
+    """Let the modules under a head look for a request. Heads are replaced after the patch, too, and copied."""
+    for leaf in leaves(head):
+        name, method = _method(leaf)
+        function = getattr(method, "__func__", None)
+        replaced = method is not None and function is not type(leaf).forward  # by somebody else: left alone
+        if function is head_forward and method.__self__ is not leaf or gives_logits(leaf) and not replaced:
+            leaf.__dict__[name] = MethodType(head_forward, leaf)
+
+
+def _method(leaf):
+    """Where a module keeps a forward of its own (accelerate's hooks keep what they call under another name), and it."""
+    name = "_old_forward" if "_old_forward" in leaf.__dict__ else "forward"
+    return name, leaf.__dict__.get(name)
+
+
+def is_prepared(leaf) -> bool:
+    return getattr(_method(leaf)[1], "__func__", None) is head_forward
+
+
+def give_back(leaf) -> None:
+    """Undo `prepare`."""
+    if is_prepared(leaf):
+        name, _ = _method(leaf)
+        del leaf.__dict__[name]
+        if name == "_old_forward":
+            leaf._old_forward = MethodType(type(leaf).forward, leaf)
+
+
+def gives_logits(leaf) -> bool:
+    return isinstance(leaf, torch.nn.Module) and hasattr(leaf, "out_features")
+
+
+def is_looked_into(head) -> bool:
+    """Whether hooks want what a `Logits` hasn't got: the logits' gradients, or to be called once a step."""
+    if module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks:
+        return True
+    found = [head, *leaves(head)]
+    if any(m._backward_hooks or m._backward_pre_hooks for m in found):
+        return True
+    pre_hooks = [hook for m in found for hook in m._forward_pre_hooks.values()]
+    pre_hooks += module_hooks._global_forward_pre_hooks.values()
+    return not all(map(is_of_a_library, pre_hooks))
+
+
+def readers(head) -> tuple:
+    """Who may read logits in the head's call."""
+    return tuple(hook for m in (head, *leaves(head)) for hook in m._forward_hooks)
+
+
+# ---- its loss ----
+
+
+def reads_its_weight(head, own) -> bool:
+    """Whether it multiplies by a whole weight of its own, and does nothing else."""
+    if own is not LINEAR_FORWARD or F.linear is not LINEAR or "parametrizations" in head._modules:
+        return False
+    return plain(head.weight, head.bias) and head.weight.shape[0] == head.out_features  # not so a tensor-parallel shard
+
+
+def _may_be_called(head) -> bool:
+    """Whether it makes each row of its logits of one row, and the same ones every time: libraries' layers do."""
+    return type(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
+
+
+def dtype_of_logits(head, own, hidden_states, options):
+    """Of the logits, without making them; None if the loss cannot be computed here."""
+    if reads_its_weight(head, own):
+        return compute_dtype(hidden_states, head.weight)
+    if "ce_weight" in options or not _may_be_called(head):
+        return None
+    with torch.no_grad():
+        logits = own(head, hidden_states.reshape(-1, hidden_states.shape[-1])[:1])
+    whole = plain(logits) and logits.shape[-1] == head.out_features  # a tensor-parallel one gives others than it says
+    return logits.dtype if whole else None
+
+
+def loss_by_weight(head, hidden_states, target, asked, options):
+    """By the head's weight, read here and now."""
+    if head.bias is not None:
+        options = options | {"bias": head.bias}
+    if asked.transform.scale != 1.0:
+        options = options | {"logit_scale": asked.transform.scale}
+    return causal_lm.LigerForCausalLMLoss(
+        hidden_states=hidden_states, lm_head_weight=head.weight, labels=asked.labels,
+        hidden_size=hidden_states.shape[-1], num_items_in_batch=asked.num_items_in_batch,
+        ignore_index=asked.ignore_index, shift_labels=target,
+        final_logit_softcapping=asked.transform.softcap, **options,
+    )  # fmt: skip
+
+
+def loss_by_calling(head, own, hidden_states, target, asked, options):
+    """By calling the head (LoRA, quantised): logits exist for `CHUNK` rows at a time, and once more in backward."""
+    rows, target = hidden_states.reshape(-1, hidden_states.shape[-1]), target.reshape(-1).to(hidden_states.device)
+
+    def of_chunk(h, y):
+        logits = asked.transform(own(head, h))
+        result = liger_causal_lm_loss(
+            logits, None, logits.shape[-1], 1, ignore_index=asked.ignore_index, shift_labels=y, **options
+        )
+        loss, _, accuracy, tokens = unpack_cross_entropy_result(result)
+        return loss, accuracy, tokens
+
+    losses, correct, tokens = [], [], []
+    for h, y in zip(rows.split(CHUNK), target.split(CHUNK), strict=True):
+        loss, accuracy, predicted = checkpoint(of_chunk, h, y, use_reentrant=False)
+        losses.append(loss)
+        n = (y != asked.ignore_index).sum()
+        correct.append(None if accuracy is None else torch.where(n > 0, accuracy * n, 0.0))
+        tokens.append(predicted)
+    n, items = (target != asked.ignore_index).sum(), asked.num_items_in_batch
+    loss = over_items(torch.stack(losses).sum(), n.clamp(min=1) if items is None else items)
+    if correct[0] is None and tokens[0] is None:
+        return loss
+    accuracy = None if correct[0] is None else torch.stack(correct).sum() / n
+    return CrossEntropyOutput(loss, None, accuracy, None if tokens[0] is None else torch.cat(tokens))

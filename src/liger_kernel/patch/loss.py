@@ -1,0 +1,139 @@
+"""The loss of a causal model: in its head, without logits, or on logits, by `liger_cross_entropy`.
+
+`causal_lm` has the losses, `loss_in_head` the forward that computes one in the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from liger_kernel.patch import causal_lm, head, loss_in_head
+from liger_kernel.patch.functions import mentions
+from liger_kernel.patch.logits import current
+from liger_kernel.patch.private import become, own_forward
+from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
+
+COLUMN = "loss"
+
+
+@dataclass(frozen=True)
+class CausalLM(Kind):
+    """A model with a head and a loss function, whose forward is `loss_in_head.fused_forward`."""
+
+    flag, column = "fused_linear_cross_entropy", COLUMN
+    guarded = False  # at every step it looks for itself
+
+    def members(self, cls):
+        def loss_function(self):
+            request = current()
+            asked = request is not None and request.model is self
+            return request.loss_function if asked else self._liger_family_loss()
+
+        return {
+            "forward": loss_in_head.fused_forward(cls),
+            "loss_function": property(loss_function, cls.loss_function.fset),
+            "_liger_family_loss": loss_in_head.family_loss(cls),
+            "_liger_state": {
+                "_liger_learned": None,  # what to expect of the next step: `loss_in_head`
+                "_liger_logits_needed": None,  # the hooks with which it gets real logits
+                "_liger_told": None,  # why there are logits in training
+            },
+        }
+
+
+class _Loss(Rewrite):
+    """Of the models with a head in what is patched."""
+
+    known = object
+
+    def may_be(self, module):
+        return _has_head(module)
+
+    def name(self, model):
+        return f"{type(model).__name__}'s loss"
+
+    def apply(self, walk, model):
+        if not any(model is outermost for outermost in walk.models):
+            return
+        if self.is_there(model):
+            walk.done.add(self.flags[0])
+            return
+        why = self.obstacle(model)
+        if why is not None:
+            self.leave(walk, model, why)
+        else:
+            walk.report.add(self.name(model), self.replace(model), COLUMN)
+            walk.done.add(self.flags[0])
+
+    def is_there(self, model) -> bool:
+        raise NotImplementedError
+
+    def replace(self, model) -> str:
+        """-> what runs instead, in the words of a report"""
+        raise NotImplementedError
+
+    def obstacle(self, model) -> str | None:
+        if not isinstance(getattr(type(model), "loss_function", None), property):
+            return "it has no loss_function"
+        loss = model.loss_function
+        if not causal_lm.is_causal(loss):
+            return f"it is {getattr(loss, '__name__', loss)}, not ForCausalLMLoss"
+        if not any(mentions(cls.__dict__.get("forward"), "loss_function") for cls in type(model).__mro__):
+            return "the model's forward does not call self.loss_function"
+        return None
+
+
+class LossInHead(_Loss):
+    flags = ("fused_linear_cross_entropy",)
+
+    def is_there(self, model):
+        return isinstance(known_as(model), CausalLM)
+
+    def replace(self, model):
+        become(model, CausalLM())
+        lm_head = model.get_output_embeddings()
+        head.prepare(lm_head)
+        if all(type(leaf).forward is torch.nn.Linear.forward for leaf in head.leaves(lm_head)):
+            return "liger_fused_linear_cross_entropy, no logits"
+        library = type(lm_head).__module__.partition(".")[0]
+        return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {head.CHUNK} rows at a time"
+
+    def obstacle(self, model):
+        why = super().obstacle(model)
+        if why is not None:
+            return why
+        if own_forward(model):
+            return "the model's forward was replaced on the instance"
+        lm_head = model.get_output_embeddings()
+        leaves = head.leaves(lm_head)
+        known = (head.is_prepared(leaf) or not own_forward(leaf) for leaf in leaves)
+        if not (all(known) and all(map(head.gives_logits, leaves))):
+            return f"nothing is known of the model's head, {type(lm_head).__name__}"
+        return None
+
+
+class LossOnLogits(_Loss):
+    flags = ("cross_entropy",)
+
+    def is_there(self, model):
+        return model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss
+
+    def replace(self, model):
+        model.__dict__["_liger_loss_before"] = model.__dict__.get("_loss_function")
+        model.loss_function = causal_lm.liger_causal_lm_loss
+        return "liger_cross_entropy, on logits"
+
+
+def _has_head(module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+
+
+def causal_lms(model) -> list:
+    """The outermost Hugging Face models with a head in ``model``, through PEFT, DDP, FSDP1 and torch.compile."""
+    if _has_head(model):
+        return [model]
+    return [found for child in model.children() for found in causal_lms(child)]

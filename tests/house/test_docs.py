@@ -1,0 +1,68 @@
+"""The pages in docs: their examples run as they stand, and what they say of the head's passes is what it does."""
+
+import re
+
+import pytest
+import torch
+import transformers
+import zoo
+import zoo_vision
+from programs import ROOT
+
+from liger_kernel.cli import main
+from liger_kernel.ops.head import chunks as head_chunks
+from liger_kernel.ops.head import planning
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+HEAD = (ROOT / "docs" / "linear-head.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
+PASSES = re.findall(r"^\| ([\d,]+) \| (\d+) \| (bf16|fp32) \| ([\d.]+)× \| ([\d.]+)× \| ([\d.]+)× \|$", HEAD, re.M)
+
+
+@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page} {i}" for i, (page, _) in enumerate(EXAMPLES, 1)])
+def test_example(page, code, reference_only):
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 13
+
+
+def taken(M, H, V, memory):
+    """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in units of dX and dW."""
+    dtype = torch.bfloat16
+    plan = planning.plan(M, H, V, dtype, dtype, memory=memory)
+    held = head_chunks._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
+    passes = len(plan.chunks(M))
+    narrow = plan.accum_dtype == dtype
+    gradients = 2 * H * (M + V)
+    peak = held.nbytes(dtype) + 2 * M * H
+    return passes, "bf16" if narrow else "fp32", peak / gradients, 2 * M * V / gradients
+
+
+def test_the_table_of_passes_is_what_plan_does():
+    assert len(PASSES) == 7
+    for tokens, passes, dtype, *multiples in PASSES:
+        shape = int(tokens.replace(",", "")), 4096, 128256
+        *chosen, peak, logits = taken(*shape, -1)
+        assert [int(passes), dtype] == chosen
+        assert [float(x) for x in multiples] == pytest.approx([peak, taken(*shape, 0)[2], logits], abs=0.03), tokens
+
+
+def test_the_page_of_models_has_every_family():
+    types = set(re.findall(r"^\| `([^`]+)` \|", MODELS, re.M))
+    assert {*zoo.FAMILIES, *zoo_vision.FAMILIES} <= types
+
+
+def test_the_page_of_models_is_what_the_command_prints(capsys):
+    if f"with transformers {transformers.__version__}." not in MODELS:
+        pytest.skip("the page is another version's")
+    types = "deepseek_v3", "gemma3", "gpt_oss", "granite4_vision", "llama", "mixtral", "qwen2_5_vl"
+    assert main(["models", "--markdown", *types]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > len(types) and set(printed) <= set(MODELS.splitlines())

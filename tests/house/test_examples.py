@@ -1,0 +1,38 @@
+"""The scripts in examples/ run as a user would run them, and learn."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import ROOT
+
+import liger_kernel
+
+SCRIPTS = "distillation", "dpo", "grpo", "orpo"
+
+
+def test_there_is_a_test_of_each():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SCRIPTS, "common"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_loss_falls(name):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= dict(PYTHONPATH=str(Path(liger_kernel.__file__).parents[1]), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    options = ["--steps=3", "--batch-size=4"] + (["--teacher-steps=3"] if name == "distillation" else [])
+    script = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3
+    if name == "grpo":  # each step has a prompt of its own; its loss falls from update to update
+        for line in steps:
+            first, last = map(float, re.search(r"loss ([-\d.]+) -> ([-\d.]+)", line).groups())
+            assert last < first - 0.01, line
+    else:
+        losses = [float(re.search(r"loss ([-\d.]+)", line)[1]) for line in steps]
+        assert losses[-1] < losses[0], done.stdout

@@ -1,0 +1,200 @@
+"""Names, signatures and import behaviour that frameworks rely on, against the frozen list in public_api.txt."""
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+from programs import ROOT, run
+
+import liger_kernel
+from liger_kernel import _public
+
+LINES = [
+    line
+    for line in Path(__file__).with_name("public_api.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+PUBLIC = re.compile(r"Liger|liger_|_?apply_liger")
+
+
+def resolve(path):
+    """liger_kernel.<path>, by import as far as there are modules, then by attribute."""
+    parts, value = path.split("."), liger_kernel
+    for i in range(len(parts)):
+        try:
+            value = importlib.import_module(".".join(["liger_kernel", *parts[: i + 1]]))
+        except ModuleNotFoundError:
+            for name in parts[i:]:
+                value = getattr(value, name)
+            break
+    return value
+
+
+def parameters(text):
+    """ "a, b=1, **kw" as inspect would see it."""
+    function = ast.parse(f"def f({text}): pass").body[0]
+    namespace = {}
+    exec(compile(ast.Module([function], []), "public_api.txt", "exec"), namespace)
+    return list(inspect.signature(namespace["f"]).parameters.values())
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition("(")[0])
+def test_signature(line):
+    """The contract's parameters come first, by the same name, order, kind and default; then ours, each with a default.
+
+    A parameter that the contract requires may have a default here.
+    """
+    path, called, rest = line.partition("(")
+    value = resolve(path)
+    if not called:
+        return
+    contract, _, added = rest.rpartition(")")
+    contract, added = parameters(contract), parameters(added.strip().removeprefix("+"))
+    wanted = sorted([*contract, *added], key=lambda p: p.kind is p.VAR_KEYWORD)
+    mine = list(inspect.signature(value).parameters.values())
+    assert [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in wanted], f"{path}{inspect.signature(value)}"
+    for p, w in zip(mine, wanted, strict=True):
+        assert p.default == w.default or (w in contract and w.default is w.empty), f"{path}: {p}, in the list {w}"
+    assert all(p.default is not p.empty for p in added), f"{path}: frameworks don't give {added}"
+
+
+SCOPES = ("chunked_loss", "chunked_loss.functional", "ops", "transformers", "transformers.functional")
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_every_public_name_is_in_the_list(scope):
+    listed = {line.partition("(")[0].removesuffix(".forward").removesuffix(".apply") for line in LINES}
+    module = resolve(scope)
+    names = {name for name in {*dir(module), *getattr(module, "__all__", ())} if PUBLIC.match(name)}
+    assert {f"{scope}.{name}" for name in names} <= listed | OURS, "add it to public_api.txt, and keep it for good"
+
+
+OURS = {  # no framework knows these; test_families and test_norm_rope hold what they do
+    "transformers.apply_liger_kernel",
+    "transformers.functional.liger_norm_rope",
+    "ops.LigerNormRopeFunction",
+}
+
+
+@pytest.mark.parametrize("alias,home", _public.HOMES.items())
+def test_an_alias_is_its_home(alias, home):
+    """The same module object, so that patching one patches the other, and still a module that says where it lives."""
+    module = importlib.import_module(f"liger_kernel.{alias}")
+    assert module is importlib.import_module(f"liger_kernel.{home}") is resolve(alias)
+    assert module.__name__ == module.__spec__.name == f"liger_kernel.{home}"
+    parent, _, name = f"liger_kernel.{alias}".rpartition(".")
+    assert getattr(importlib.import_module(parent), name) is module
+
+
+def test_globals_are_looked_up_when_called(monkeypatch):
+    """Frameworks replace these two; a reference that was taken at import would pass them by."""
+    import torch
+    from hardware import DEVICE
+
+    from liger_kernel.ops.head import linear_cross_entropy as module
+
+    called = []
+
+    def noting(function):
+        def call(*args, **kwargs):
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    x, w = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.randn(5, 8, device=DEVICE, requires_grad=True)
+    module.liger_fused_linear_cross_entropy(x, w, torch.tensor([1, 0, 4], device=DEVICE)).backward()
+    assert called == ["fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"]
+
+
+IMPORTS = """
+import liger_kernel, liger_kernel.ops, liger_kernel.transformers, liger_kernel.chunked_loss
+import torch
+from liger_kernel.transformers import LigerRMSNorm
+optional = {"transformers", "peft", "accelerate", "matplotlib", "datasets", "trl", "tqdm.auto"} & set(sys.modules)
+assert not optional, optional
+assert not torch.cuda.is_initialized()
+from triton.runtime import driver
+assert driver._active is None, "Triton looked for a device"
+"""
+ABSENT = """
+import liger_kernel, liger_kernel.ops, liger_kernel.transformers, liger_kernel.chunked_loss
+import torch
+from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, LigerFusedLinearCrossEntropyLoss
+x = torch.randn(3, 8, requires_grad=True)
+LigerRMSNorm(8)(x).sum().backward()
+assert x.grad is not None
+"""
+APPLY = """
+try:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+except ImportError as error:
+    assert "transformers" in str(error), error
+else:
+    raise SystemExit("apply_liger_kernel_to_llama without transformers")
+"""
+
+
+def test_import_loads_nothing_optional_and_touches_no_device():
+    run(IMPORTS)
+
+
+@pytest.mark.parametrize("without", [("transformers", "peft", "accelerate"), ("triton",)], ids=" ".join)
+def test_import_without(without):
+    run(ABSENT, without=without)
+
+
+def test_patching_without_transformers_says_so():
+    run(APPLY, without=("transformers",))
+
+
+def test_an_unknown_name_is_an_import_error():
+    with pytest.raises(ImportError):
+        from liger_kernel.transformers import Nonsense  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("liger_kernel.transformers.nonsense")
+
+
+def test_version():
+    assert Version("0.8.5") < Version(liger_kernel.__version__) < Version("0.9.dev0"), "frameworks ask for it"
+
+
+def test_wheel(tmp_path):
+    """What would be published: every package, py.typed, the licence, the command, and the name and version."""
+    pytest.importorskip("setuptools", minversion="77")
+    root = ROOT
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    shutil.copytree(root / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (root / name).exists():
+            shutil.copy(root / name, tree)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"liger_kernel-{liger_kernel.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        paths = [*(root / "src").rglob("*.py"), *(root / "src").rglob("*.pyi")]
+        sources = {str(path.relative_to(root / "src")) for path in paths}
+        assert sources | {"liger_kernel/py.typed"} <= names
+        info = f"liger_kernel-{liger_kernel.__version__}.dist-info"
+        assert f"{info}/licenses/LICENSE" in names
+        assert file.read(f"{info}/top_level.txt").split() == [b"liger_kernel"]
+        assert b"liger-kernel = liger_kernel.cli:main" in file.read(f"{info}/entry_points.txt")
+        metadata = file.read(f"{info}/METADATA").decode()
+    assert "Name: liger-kernel\n" in metadata
+    required = [line.split(" ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    always = {re.match(r"[\w-]+", r)[0] for r in required if "extra ==" not in r}
+    assert always == {"torch", "triton"}

@@ -1,0 +1,293 @@
+"""The distillation losses that frameworks call, their subclasses, and those of a teacher's top k."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ANYWHERE, cast, run
+from distilled import F16, F32, F64, divergence_of, drawn, few, kl, same, textbook
+from hardware import DEVICE
+
+from liger_kernel.losses import distillation
+from liger_kernel.losses.distillation import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearJSDFunction,
+    LigerFusedLinearJSDLoss,
+    distillation_loss,
+    liger_fused_linear_cosine,
+    liger_fused_linear_jsd,
+)
+
+# ---- the losses that frameworks call ----
+
+NAMES = dict(student="student_input", teacher="teacher_input", target="true_labels")
+OF_LOSSES = dict(weight_hard_loss=0.3, weight_soft_loss=0.6, beta=0.4, temperature=2.0)
+SAME = {k.removesuffix("_loss"): x for k, x in OF_LOSSES.items()}
+LOSSES = dict(
+    jsd=(LigerFusedLinearJSDLoss, liger_fused_linear_jsd),
+    cosine=(LigerFusedLinearCosineSimilarityLoss, liger_fused_linear_cosine),
+)
+IN_ORDER = "student", "student_weight", "teacher", "teacher_weight", "target", "student_bias", "teacher_bias"
+
+
+def in_three_dimensions(x, *lead):
+    """(B·T, ...) as (B, T, ...) that isn't contiguous."""
+    return x.unflatten(0, lead).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def called(way, divergence, **more):
+    module = LOSSES[divergence][0](**OF_LOSSES, return_soft_hard_loss=True, **more)
+
+    def call(**given):
+        if way == "function":
+            rest = 0.3, 0.6, 0.4, -100, 2.0, True, 1024, True
+            return LOSSES[divergence][1](*(given[k] for k in IN_ORDER), *rest)
+        if way == "three dimensions":
+            given |= {k: in_three_dimensions(given[k], 3, 4) for k in NAMES}
+        return module(**{NAMES.get(k, k): x for k, x in given.items()})
+
+    return call
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", LOSSES)
+@pytest.mark.parametrize("way", ["module", "function", "three dimensions"])
+def test_losses(divergence, way):
+    """``chunk_size`` and ``compiled`` change nothing; without the flag it is the loss alone."""
+    tensors = cast(drawn(12, W=80), F32)
+    want = run(textbook(dict(divergence=divergence, **SAME)), cast(tensors, F64))[0]
+    same(run(called(way, divergence, chunk_size=3, compiled=False), tensors)[0], want)
+    alone = LOSSES[divergence][0](**OF_LOSSES)(**{NAMES.get(k, k): x for k, x in tensors.items()})
+    torch.testing.assert_close(alone.double(), want["output 0"], rtol=1e-5, atol=1e-6)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", LOSSES)
+def test_frozen_heads_and_functions(divergence):
+    tensors = cast(drawn(12), F32)
+    want = run(called("function", divergence), tensors)[0]
+    for k in "student_weight", "student_bias":
+        tensors[k] = tensors[k].detach()
+    got = run(called("function", divergence), tensors)[0]
+    assert got.keys() == want.keys() - {"dstudent_weight", "dstudent_bias"}
+    same(got, {k: want[k] for k in got})
+
+
+class KL(LigerFusedLinearDistillationBase):
+    """As users write one: keywords, arguments of its own, gradients for each of them."""
+
+    seen = []
+
+    @staticmethod
+    def distillation_loss_fn(student_logits, teacher_logits, target, ignore_index, sharpness=1.0, **loss_kwargs):
+        KL.seen.append(len(student_logits))
+        d = kl((teacher_logits * sharpness).log_softmax(-1), (student_logits * sharpness).log_softmax(-1))
+        return d[target != ignore_index].sum()
+
+    @classmethod
+    def forward(cls, ctx, si, sw, ti, tw, y, sb, tb, how, sharpness, full):
+        given = dict(
+            student_input=si, student_weight=sw, teacher_input=ti, teacher_weight=tw, target=y, student_bias=sb,
+            teacher_bias=tb, weight_hard_loss=0.2, temperature=2.0, sharpness=sharpness, return_soft_hard_loss=full,
+        )  # fmt: skip
+        if how == "keywords":
+            return super().forward(cls=cls, ctx=ctx, **given)
+        return super().forward(cls, ctx, *(given.pop(k) for k in list(given)[:7]), **given)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        found = LigerFusedLinearDistillationBase.backward(ctx, *grads)[:6]
+        return *found, None, None, None, None
+
+
+class Short(LigerFusedLinearDistillationBase):
+    """Fewer arguments than the base, and its backward."""
+
+    distillation_loss_fn = KL.distillation_loss_fn
+
+    @classmethod
+    def forward(cls, ctx, si, sw, ti, tw, y):
+        return super().forward(cls, ctx, si, sw, ti, tw, y, compute_ce_loss=False, return_soft_hard_loss=True)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("how", ["keywords", "positions"])
+def test_subclasses(how, monkeypatch):
+    """In chunks; the hook has the tempered logits; a larger teacher; a weight that changes before backward."""
+    monkeypatch.setattr(distillation, "ROWS", 5)
+    KL.seen.clear()
+    tensors = cast(drawn(12, W=80), F32)
+    option = dict(divergence="forward_kl", temperature=2.0 / 1.5, weight_hard=0.2)
+
+    def subclass(**given):
+        return KL.apply(*(given[k] for k in IN_ORDER), how, 1.5, True)
+
+    want = run(textbook(option), cast(tensors, F64))[0]
+    same(run(subclass, tensors)[0], want)
+    assert KL.seen == [5, 5, 2]
+    loss = KL.apply(*(tensors[k] for k in IN_ORDER), how, 1.5, False)
+    with torch.no_grad():
+        tensors["student_weight"].zero_()
+    g = torch.autograd.grad(loss, tensors["student"])[0]
+    first = torch.randn((), generator=torch.Generator().manual_seed(0), dtype=F64).to(DEVICE)
+    torch.testing.assert_close(g.double(), want["dstudent"] / first, rtol=1e-4, atol=1e-6)
+
+
+@ANYWHERE
+def test_a_subclass_with_fewer_arguments():
+    tensors = cast(drawn(), F32)
+    for k in "student_bias", "teacher_bias":
+        tensors[k] = torch.zeros_like(tensors[k].detach())
+    want = run(textbook(dict(divergence="forward_kl", weight_hard=0.0)), cast(tensors, F64))[0]
+    got = run(lambda **given: Short.apply(*(given[k] for k in IN_ORDER[:5])), tensors)[0]
+    same(got, want)
+    with pytest.raises(NotImplementedError, match="distillation_loss_fn"):
+        LigerFusedLinearDistillationBase.forward(LigerFusedLinearDistillationBase, _Nothing(), *_five(tensors))
+
+
+class _Nothing:
+    needs_input_grad = [False] * 7
+
+
+def _five(tensors):
+    return [tensors[k] for k in IN_ORDER[:5]]
+
+
+@pytest.mark.thorough
+def test_compiles_whole():
+    """`torch.compile` takes the modules whole."""
+    torch._dynamo.reset()
+    for divergence in LOSSES:
+        compiled = torch.compile(called("module", divergence), fullgraph=True, backend="aot_eager")
+        for dtype in F32, F16:
+            tensors = cast(drawn(12), dtype)
+            same(run(compiled, tensors)[0], run(called("module", divergence), tensors)[0], rtol=1e-3, atol=1e-3)
+
+
+# ---- a teacher's top k ----
+
+
+def of_top_k(ids, log_p, tail, divergence, beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5):
+    """Row by row, over the classes that are there."""
+
+    def call(student, student_weight, student_bias, target):
+        x = F.linear(student, student_weight, student_bias)
+        n, soft = max(int((target != -100).sum()), 1), x.new_zeros(())
+        for z, y, k, lp in zip(x, target, ids, log_p.to(x.dtype), strict=True):
+            if y != -100:
+                lp, lq = lp[k != -100], (z / temperature).log_softmax(-1)[k[k != -100]]
+                if tail:
+                    lp, lq = (torch.cat((a, (1 - a.exp().sum(0, keepdim=True)).log())) for a in (lp, lq))
+                soft = soft + divergence_of(lp, lq, divergence, beta) / n
+        hard = F.cross_entropy(x, target, reduction="sum") / n
+        return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
+
+    return call
+
+
+def top_k(tensors, K, temperature):
+    z = torch.addmm(
+        *(tensors.pop(f"teacher{k}").double() for k in ("_bias", "")), tensors.pop("teacher_weight").double().t()
+    )
+    log_p, ids = (z / temperature).log_softmax(-1).float().topk(K)
+    gone = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % 7 == 6
+    return ids.masked_fill(gone, -100), log_p.masked_fill(gone, 0.0)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_top_k(divergence, tail, temperature):
+    tensors = cast(drawn(12, 24, 40), F32)
+    ids, log_p = top_k(tensors, 5, temperature)
+    option = dict(divergence=divergence, temperature=temperature, beta=0.3)
+    want = run(of_top_k(ids, log_p, tail, **option), cast(tensors, F64))[0]
+
+    def loss(student, target, three=False, **given):
+        given |= dict(student_input=student, target=target, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p)
+        if three:
+            rows = "student_input", "target", "teacher_top_k_ids", "teacher_top_k_log_probs"
+            given |= {k: in_three_dimensions(given[k], 3, 4) for k in rows}
+        return distillation_loss(**given, **option, tail=tail, return_soft_hard_loss=True)
+
+    same(run(loss, tensors)[0], want, atol=3e-6)
+    same(run(loss, tensors | dict(three=True))[0], want, atol=3e-6)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", ["jsd", "forward_kl"])
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+def test_top_k_of_all_classes(divergence, tail):
+    """Is the whole distribution; the tail is empty then."""
+    tensors = cast(drawn(6, 24, 20), F32)
+    want = run(textbook(dict(divergence=divergence, weight_hard=0.0)), cast(tensors, F64))[0]
+    z = torch.addmm(tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t())
+    log_p, ids = z.log_softmax(-1).sort(-1, descending=True)
+
+    def loss(student, target, **given):
+        given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, divergence=divergence)
+        return distillation_loss(student, target=target, **given, weight_hard_loss=0.0)
+
+    same(run(loss, tensors)[0], {k: x for k, x in want.items() if k not in ("output 1", "output 2")}, atol=1e-5)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_top_k_without_rows_that_count(temperature):
+    tensors = cast(drawn(6, 24, 20), F32)
+    ids, log_p = top_k(tensors, 3, temperature)
+    tensors["target"].fill_(-100)
+    names = dict(student="student_input")
+    given = {names.get(k, k): x for k, x in tensors.items()}
+    for tail in False, True:
+        loss = distillation_loss(
+            **given, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, temperature=temperature
+        )
+        loss.backward()
+        assert loss == 0 and not any(t.grad.any() for t in given.values() if t.requires_grad)
+
+
+OTHERS = {
+    "rows": (dict(true_labels=torch.zeros(3, dtype=torch.long)), r"labels have shape \(3,\).*\(4,\)"),
+    "teacher": (dict(teacher_input=torch.zeros(5, 5)), r"teacher_input has shape \(5, 5\)"),
+    "no teacher": (dict(teacher_input=None, teacher_weight=None), "give"),
+}
+
+
+@pytest.mark.parametrize("changed,words", OTHERS.values(), ids=OTHERS)
+def test_errors_of_the_losses(changed, words):
+    given = {NAMES.get(k, k): t for k, t in few().items()} | changed
+    with pytest.raises(ValueError, match=words):
+        LigerFusedLinearJSDLoss()(**given)
+    with pytest.raises(ValueError, match=words):
+        LigerFusedLinearJSDFunction.apply(*(given[NAMES.get(k, k)] for k in IN_ORDER))
+
+
+def test_errors_when_made():
+    for kind, changed in itertools.product((LOSSES["jsd"][0], LOSSES["cosine"][0]), (dict(temperature=0),)):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: temperature is 0"):
+            kind(**changed)
+    with pytest.raises(ValueError, match="LigerFusedLinearJSDLoss: beta is -1"):
+        LigerFusedLinearJSDLoss(beta=-1)
+
+
+TOP = dict(teacher_top_k_ids=torch.zeros(4, 2, dtype=torch.long), teacher_top_k_log_probs=torch.zeros(4, 2))
+WRONG_TOP = {
+    "one of two": (dict(teacher_top_k_ids=None), ValueError, r"shapes None and \(4, 2\), give both alike"),
+    "another k": (dict(teacher_top_k_log_probs=torch.zeros(4, 3)), ValueError, r"\(4, 2\) and \(4, 3\)"),
+    "rows": (dict(teacher_top_k_ids=torch.zeros(3, 2)), ValueError, r"teacher_top_k_ids has shape \(3, 2\)"),
+    "dtype": (dict(teacher_top_k_ids=torch.zeros(4, 2)), TypeError, "teacher_top_k_ids is torch.float32"),
+    "cosine": (dict(divergence="cosine"), ValueError, "divergence 'cosine' is of logits; for a top k give"),
+    "two teachers": (dict(teacher_logits=torch.zeros(4, 7)), ValueError, "give one teacher"),
+    "tail": (dict(teacher_top_k_ids=None, teacher_top_k_log_probs=None, tail=True), ValueError, "tail is for"),
+}
+
+
+@pytest.mark.parametrize("changed,error,words", WRONG_TOP.values(), ids=WRONG_TOP)
+def test_errors_of_a_top_k(changed, error, words):
+    given = {k: t for k, t in few().items() if not k.startswith("teacher")}
+    with pytest.raises(error, match=f"distillation_loss: .*{words}"):
+        distillation_loss(given.pop("student"), **given, **{**TOP, **changed})

@@ -1,0 +1,302 @@
+"""GRPO and its variants, PPO, RLOO: against plain PyTorch on whole logits, transcribed from the papers once more here.
+
+In fp64 they are to be equal, metrics and gradients too; through the kernels as exact as fp32 is.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hardware import DEVICE
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from policies import B16, CLIPPED, F32, F64, B, H, T, assert_equal, drawn, outcome, token_logps, whole
+
+from liger_kernel.losses import policy
+from liger_kernel.losses.policy import LigerFusedLinearGRPOLoss, grpo_loss, liger_fused_linear_grpo, linear_grpo_loss
+from liger_kernel.ops.head import grouped_loss
+
+pytestmark = pytest.mark.usefixtures("few_rows")
+
+TYPES = *CLIPPED, "cispo", "sapo", "vespo"
+LEVELS = [(kind, "token") for kind in TYPES] + [(kind, "sequence") for kind in CLIPPED]
+
+
+def assert_right(learnt, rest, tolerance=1e-10, head=None, **options):
+    if options.get("loss_type") == "dr_grpo":
+        options["max_completion_length"] = 9
+    assert_equal(
+        outcome(linear_grpo_loss, learnt, rest, **options, **(head or {})),
+        outcome(whole, learnt, rest, **options),
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_every_loss(loss_type, level, beta):
+    grid = itertools.product(
+        (None, 1.1, 3.0), (False, True), (None, "B", ("B", "one"), "BT"), (True, False), "BT", (None, 5, 31.0)
+    )
+    for i, (delta, corrected, v, old, advantages, num_items) in enumerate(list(grid)[::7]):
+        learnt, rest = drawn(i, v=v, old=old, advantages=advantages)
+        rest["num_items_in_batch"] = torch.tensor(num_items) if num_items == 5 else num_items
+        assert_right(
+            learnt, rest, loss_type=loss_type, importance_sampling_level=level, beta=beta, delta=delta,
+            use_bias_correction_kl=corrected,
+        )  # fmt: skip
+
+
+OPTIONS = dict(
+    loss_type=TYPES, importance_sampling_level=("token", "sequence"), beta=(0.0, 0.04, 2.0), delta=(None, 0.9, 2.0),
+    epsilon_low=(0.0, 0.1, 0.9), epsilon_high=(0.05, 0.3, 5.0), use_bias_correction_kl=(False, True),
+    sapo_temperature_pos=(0.5, 2.0), sapo_temperature_neg=(0.3, 1.7), vespo_k_pos=(0.5, 2.0), vespo_k_neg=(1.0, 3.0),
+    vespo_lambda_pos=(0.0, 1.0), vespo_lambda_neg=(0.5, 2.0), use_ref_model=(True, False), temperature=(0.7, 3.0),
+    entropy_coef=(0.0, 0.0, 0.1), return_entropy=(False, True),
+)  # fmt: skip
+BATCHES = dict(
+    ref=("logps", "input"), old=(True, False), v=(None, "B", ("B", "one"), "BT"), advantages=("B", "BT"),
+    bias=(True, False), B=(1, 2, 5), T=(1, 2, 6), V=(2, 11),
+)  # fmt: skip
+
+
+def choices(of):
+    return st.fixed_dictionaries({k: st.sampled_from(values) for k, values in of.items()})
+
+
+def examples(n):
+    return settings(
+        max_examples=n, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )  # fmt: skip
+
+
+@given(choices(OPTIONS), choices(BATCHES), st.integers(0, 2**16), st.sampled_from([None, 3, 17.0]), st.data())
+@examples(400)
+def test_any_options(options, batch, seed, num_items, data):
+    if options["loss_type"] not in CLIPPED:
+        options["importance_sampling_level"] = "token"
+    kind = data.draw(st.sampled_from([torch.int64, torch.bool, F32, F64]))
+    mask = torch.rand(batch["B"], batch["T"], generator=torch.Generator().manual_seed(seed)) < 0.7  # holes, too
+    learnt, rest = drawn(seed, **batch, mask=mask.to(kind).to(DEVICE))
+    for frozen in data.draw(st.sets(st.sampled_from(sorted(learnt)))):
+        learnt[frozen].requires_grad_(False)
+    assert_right(learnt, rest | dict(num_items_in_batch=num_items), **options)
+
+
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_of_given_log_probabilities(loss_type, level):
+    """The pure function is the same loss, and takes no notice of padding either."""
+    learnt, rest = drawn(3, v="BT")
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, entropy_coef=0.1)
+
+    def pure(hidden, weight, selected_token_ids, bias, **rest):
+        logp, entropy = token_logps(hidden, weight, bias, selected_token_ids)
+        if loss_type != "luspo":
+            logp, entropy = (x.masked_fill(rest["attention_mask"] == 0, math.nan) for x in (logp, entropy))
+        return grpo_loss(logp, entropy=entropy, **rest, **options)
+
+    loss, metrics = pure(**learnt, **rest)
+    expected = outcome(whole, learnt, rest, **options)
+    assert_equal({"loss": loss} | {f"metric {i}": x for i, x in enumerate(metrics)}, dict(list(expected.items())[:4]))
+
+
+# ---- its surroundings ----
+
+
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_padding_has_no_influence(loss_type, level):
+    """Whatever stands there: NaN, tokens out of range."""
+    beta = 0.0 if loss_type == "luspo" else 0.3
+    if loss_type == "luspo" and level == "token":
+        pytest.skip("counts it")
+    learnt, rest = drawn(5, v="B" if loss_type in ("luspo", "vespo") else "BT", ref="input")
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=beta)
+    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+    padding = rest["attention_mask"] == 0
+    dirty = {k: x.clone() for k, x in (learnt | rest).items()}
+    for name in ("hidden", "old_per_token_logps", "ref_input", "vllm_is_ratio"):
+        if dirty[name].dim() > 1:
+            dirty[name].data[padding] = math.nan
+    dirty["selected_token_ids"][padding] = 10**6
+    learnt = {k: dirty.pop(k).detach().requires_grad_() for k in learnt}
+    assert_equal(outcome(linear_grpo_loss, learnt, dirty, drop_ignored=True, **options), expected)
+    kept = outcome(linear_grpo_loss, learnt, dirty, drop_ignored=False, **options)
+    del kept["d weight"], expected["d weight"]  # 0·NaN
+    assert_equal(kept, expected)
+
+
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_all_masked(loss_type, level):
+    learnt, rest = drawn(mask=torch.zeros(B, T, dtype=torch.long, device=DEVICE))
+    got = outcome(
+        linear_grpo_loss, learnt, rest, loss_type=loss_type, importance_sampling_level=level, max_completion_length=9
+    )
+    assert all(x.abs().sum() == 0 for x in got.values()), got
+
+
+@pytest.mark.parametrize(
+    "loss_type, level", [("dapo", "token"), ("luspo", "token"), ("grpo", "sequence"), ("vespo", "token")]
+)
+@pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+@pytest.mark.thorough
+def test_through_kernels(loss_type, level, dtype):
+    """About as close to fp64 as whole logits in that dtype; the budget changes nothing but the rounding.
+
+    Over some draws: one is luck, above all for vespo, which has the exponential of a sum.
+    """
+    options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.01, temperature=4.0)
+    mine, theirs = {}, {}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        learnt, rest = drawn(seed, F32, B=3, T=40, H=32, V=130, advantages="BT")
+        learnt = {k: (x.detach() * 0.5).to(dtype).requires_grad_() for k, x in learnt.items()}
+        wide = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
+        now = token_logps(**wide, ids=rest["selected_token_ids"], temperature=4.0)[0].detach()
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            rest[name] = (now + 0.05 * torch.randn_like(now)).float()
+        exact = outcome(
+            whole, wide, {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}, **options
+        )
+        plain = outcome(whole, learnt, rest, **options)
+        for k, x in exact.items():
+            error = (plain[k].double() - x).norm() + torch.finfo(plain[k].dtype).eps * x.norm()
+            theirs.setdefault(k, []).append(error)
+        for head in ({}, dict(memory=0), dict(memory=0, drop_ignored=False)):
+            got = outcome(linear_grpo_loss, learnt, rest, **options, **head)
+            assert got.keys() == exact.keys()
+            for k, x in exact.items():
+                assert got[k].dtype == (dtype if k.startswith("d ") else F32)
+                mine.setdefault(k, []).append((got[k].double() - x).norm())
+    for k in mine:
+        assert max(mine[k]) <= 2 * max(theirs[k]) + 1e-6, (k, mine[k], theirs[k])
+
+
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_passes_change_nothing(loss_type, level, monkeypatch):
+    """Passes of any size, whole sequences where a loss needs them."""
+    learnt, rest = drawn(9, v="BT")
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, entropy_coef=0.1)
+    results = []
+    for rows in (1, 3, T, 1000):
+        monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", rows)
+        results.append(outcome(linear_grpo_loss, learnt, rest, **options))
+        assert_equal(results[-1], results[0])
+
+
+def test_the_module_and_the_function_are_the_same_loss():
+    learnt, rest = drawn(2, v="BT")
+    options = dict(beta=0.1, loss_type="grpo", temperature=0.9, delta=1.5, epsilon_high=0.3)
+    expected = outcome(whole, learnt, rest, **options)
+
+    def module(hidden, weight, **others):
+        return LigerFusedLinearGRPOLoss(**options, compiled=False, chunk_size=3)(hidden, weight, **others)
+
+    def function(hidden, weight, selected_token_ids, attention_mask, advantages, bias, vllm_is_ratio, **others):
+        return liger_fused_linear_grpo(
+            hidden, weight, selected_token_ids, attention_mask, advantages, bias, others["ref_per_token_logps"],
+            others["old_per_token_logps"], None, None, None, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, True,
+            True, 1, vllm_is_ratio, 1.5,
+        )  # fmt: skip
+
+    assert_equal(outcome(module, learnt, rest), expected)
+    assert_equal(outcome(function, learnt, rest), expected)
+    learnt["weight"].requires_grad_(False)
+    del expected["d weight"]
+    assert_equal(outcome(function, learnt, rest), expected)
+    with torch.no_grad():
+        for fn in (module, function):
+            loss, _ = fn(**learnt, **rest)
+            assert not loss.requires_grad and torch.allclose(loss, expected["loss"])
+
+
+def test_the_weight_may_be_gone_in_backward_and_inputs_stay():
+    learnt, rest = drawn(2)
+    expected = outcome(linear_grpo_loss, learnt, rest)
+    before = {k: x.clone() for k, x in (learnt | rest).items()}
+    for run in (linear_grpo_loss, lambda **x: LigerFusedLinearGRPOLoss()(x.pop("hidden"), x.pop("weight"), **x)):
+        given = {k: x.detach().clone().requires_grad_() for k, x in learnt.items()}
+        loss, _ = run(**given, **rest)
+        assert all(torch.equal(x, before[k]) for k, x in (given | rest).items())
+        given["weight"].data.fill_(math.nan)
+        (2 * loss).backward(retain_graph=True)
+        loss.backward()
+        assert_equal({f"d {k}": x.grad for k, x in given.items()}, {k: v for k, v in expected.items() if k[0] == "d"})
+
+
+def test_hidden_states_that_are_a_slice():
+    learnt, rest = drawn(2)
+    wide = torch.cat([learnt["hidden"].detach(), torch.full((B, 1, H), math.nan, dtype=F64, device=DEVICE)], 1)
+    wide.requires_grad_()
+    for level in ("token", "sequence"):
+        expected = outcome(linear_grpo_loss, learnt, rest, importance_sampling_level=level)
+        wide.grad = None
+        loss, _ = linear_grpo_loss(**(learnt | dict(hidden=wide[:, :-1])), **rest, importance_sampling_level=level)
+        (3 * loss).backward()
+        assert torch.allclose(wide.grad[:, :-1], expected["d hidden"]) and not wide.grad[:, -1].any()
+
+
+def test_the_reference(monkeypatch):
+    learnt, rest = drawn(1, ref="input")
+    both = drawn(1)[1] | {k: rest[k] for k in ("ref_input", "ref_weight", "ref_bias")}
+    with pytest.warns(UserWarning, match="both"):
+        got = outcome(linear_grpo_loss, learnt, both)
+    assert_equal(got, outcome(linear_grpo_loss, *drawn(1)))
+    neither = {k: x for k, x in rest.items() if not k.startswith("ref")}
+    for lacking in (neither, neither | dict(ref_input=rest["ref_input"])):
+        with pytest.raises(ValueError, match="use_ref_model"):
+            linear_grpo_loss(**learnt, **lacking)
+    off = outcome(linear_grpo_loss, learnt, rest, use_ref_model=False)
+    assert_equal(off, outcome(linear_grpo_loss, learnt, neither, use_ref_model=False))
+    assert off["metric 0"] == 0
+    assert_equal(off | {"metric 0": 0 * off["loss"]}, outcome(whole, learnt, neither, use_ref_model=False))
+    monkeypatch.setattr(policy, "token_log_probs", None)  # not called
+    linear_grpo_loss(**learnt, **rest, beta=0.0)
+
+
+def test_ranks_share_the_tokens(monkeypatch):
+    """With two ranks: their tokens, or num_items_in_batch, divided by two."""
+    learnt, rest = drawn(1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(3))
+    tokens = rest["attention_mask"].sum()
+    for items, counted in ((None, 3 * tokens), (50, 50), (torch.tensor(50), 50), (0, 0)):
+        got = outcome(linear_grpo_loss, learnt, rest, num_items_in_batch=items)
+        assert_equal(got, outcome(whole, learnt, rest, num_items_in_batch=counted, ranks=2))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(loss_type="reinforce"), "linear_grpo_loss: loss_type is 'reinforce', give one of grpo"),
+        (dict(importance_sampling_level="word"), "importance_sampling_level is 'word', give 'token' or 'sequence'"),
+        (dict(loss_type="sapo", importance_sampling_level="sequence"), "give 'token' for sapo"),
+        (dict(loss_type="dr_grpo"), "max_completion_length is None"),
+        (dict(advantages=torch.zeros(B, 1)), r"advantages has shape \(4, 1\), give \(4,\) or \(4, 7\)"),
+        (dict(attention_mask=torch.ones(B, T + 1)), r"attention_mask has shape \(4, 8\)"),
+        (dict(attention_mask=None), "attention_mask has shape None"),
+        (
+            dict(vllm_is_ratio=torch.ones(B, 3)),
+            r"vllm_is_ratio has shape \(4, 3\), give \(4,\) or \(4, 1\) or \(4, 7\)",
+        ),
+        (dict(old_per_token_logps=torch.ones(T)), "old_per_token_logps has shape"),
+        (dict(ref_per_token_logps=torch.ones(B)), "ref_per_token_logps has shape"),
+        (dict(hidden=torch.ones(B * T, H)), "the hidden states has shape"),
+        (dict(selected_token_ids=torch.zeros(B, T + 1).long()), "selected_token_ids"),
+        (dict(temperature=0.0), "temperature is 0.0"),
+        (dict(delta=0.0), "delta is 0.0, give a positive number"),
+    ],
+)
+def test_errors(wrong, message):
+    learnt, rest = drawn()
+    with pytest.raises(ValueError, match=message):
+        linear_grpo_loss(**(learnt | rest | wrong))
+
+
+@pytest.mark.parametrize("wrong", [dict(delta=-1.0), dict(sapo_temperature_pos=0.0), dict(sapo_temperature_neg=-1.0)])
+def test_errors_at_construction(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        LigerFusedLinearGRPOLoss(**wrong)
+    LigerFusedLinearGRPOLoss(loss_type="unknown")  # is found out at the first call

@@ -1,0 +1,168 @@
+"""A gradient's memory is its own: what a head's passes took beside it is free once they are over."""
+
+import pytest
+import torch
+from cases import cast
+from hardware import DEVICE
+from heads import B16, F16, F32, drawn
+
+from bench import models, text, train
+from liger_kernel.ops.head import chunks, grouped_loss, planning
+from liger_kernel.ops.head.distillation import linear_distillation
+from liger_kernel.ops.head.grouped_loss import _gathered, _scatter
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.token_log_probs import token_log_probs
+
+
+@pytest.fixture
+def memories(monkeypatch):
+    """Each `_Memory` that was made."""
+    made = []
+
+    class Recorded(chunks._Memory):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(chunks, "_Memory", Recorded)
+    return made
+
+
+def cross_entropy(hidden, weight, target, bias, **given):
+    return liger_fused_linear_cross_entropy(hidden, weight, target, bias, **given)
+
+
+def log_probs(hidden, weight, target, bias, **given):
+    return token_log_probs(hidden, weight, target, bias, **given).sum()
+
+
+def of_tokens(hidden, weight, target, bias, **given):
+    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, target, bias, **given)[0]
+
+
+def of_classes(hidden, weight, target, bias, **given):
+    several = torch.stack((target, (target + 50).clamp(min=0) % len(weight), target), 1)  # one stands there twice
+    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, several, bias, **given)[
+        0
+    ]
+
+
+def distillation(hidden, weight, target, bias, **given):
+    teacher = dict(teacher=hidden.detach() * 0.5, teacher_weight=weight.detach().flip(0))
+    return linear_distillation(hidden, weight, target, student_bias=bias, **teacher, **given)[0]
+
+
+LOSSES = cross_entropy, log_probs, of_tokens, of_classes, distillation
+LOSS = pytest.mark.parametrize("loss", LOSSES, ids=lambda fn: fn.__name__)
+SIZES = (90, 24, 50), (90, 24, 700), (70, 37, 129), (9, 24, 77), (70, 40, 500)
+
+
+@LOSS
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, B16, F16], ids=str)
+@pytest.mark.thorough
+def test_no_gradient_holds_more_than_itself(loss, size, dtype, small, memories):
+    """But for one strip of dW, where that is as wide as the first pass or wider."""
+    wide = 0
+    for memory in ("auto", 0, 10**6) if size[-1] < 500 else ("auto", 10**7):
+        for accum_dtype in (None, F32) if size[-1] < 500 else (None,):
+            memories.clear()
+            tensors = cast(drawn(*size)[0], dtype)
+            loss(**tensors, memory=memory, accum_dtype=accum_dtype, drop_ignored=False).backward()
+            (used,) = (m for m in memories if m.dw is not None)
+            strip = used.strip * -(-size[0] // 64) * 64 * dtype.itemsize + 128
+            first = -(-used.plan.first // 64) * 64 * dtype.itemsize
+            for name in "hidden", "weight", "bias":
+                grad = tensors[name].grad
+                more = grad.untyped_storage().nbytes() - grad.nbytes
+                widest = name != "weight" or first > size[1] * used.dw.itemsize
+                wide += name == "weight" and widest
+                assert more == 0 if widest else more <= strip, f"{name} of {grad.nbytes} bytes holds {more} more"
+    assert wide or size[0] * dtype.itemsize <= size[1] * used.dw.itemsize
+
+
+@LOSS
+@pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+@pytest.mark.thorough
+def test_in_two_parts_as_in_one(loss, dtype, memories, monkeypatch):
+    """A first pass that is wider than dW against passes that are not: the same numbers, up to the order of sums."""
+    V, tensors = 2500, drawn(150, 64, 2500)[0]  # more classes than a strip of the statistics
+    found = []
+    for memory in 10**8, 0:
+        given = cast(tensors, dtype)
+        loss(**given, memory=memory, accum_dtype=F32, drop_ignored=False).backward()
+        found.append([given[k].grad.double() for k in ("hidden", "weight", "bias")])
+    one, several = (m.split for m in memories if m.dw is not None)
+    assert 0 < one < V and several == 0
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=float(b.abs().max()) * (2e-6 if dtype == F32 else 2e-2))
+
+
+@pytest.mark.parametrize("split", [1, 5, 12])
+def test_classes_in_two_parts(split):
+    """Read and written wherever they are; what is not among them stays."""
+    torch.manual_seed(0)
+    x, classes = torch.randn(20, 13), torch.randint(13, (20, 4))
+    values = torch.randn(20, 13).gather(1, classes)  # one value for a class that stands there twice
+    pair = x[:, :split].clone(), x[:, split:].clone()
+    assert torch.equal(_gathered(pair, classes), _gathered(x, classes))
+    _scatter(pair, classes, values)
+    _scatter(x, classes, values)
+    assert torch.equal(torch.cat(pair, 1), x)
+
+
+SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (4096, 2048, 128256), (3000, 100, 5003)
+
+
+@pytest.mark.parametrize("size", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [B16, F32], ids=str)
+def test_strips_never_overwrite_what_is_still_needed(size, dtype):
+    """By addresses alone, for every strip: dW's rows and, in the same memory, the logits that have not been read."""
+    M, H, V = size
+    chosen = planning.plan(M, H, V, dtype, dtype, memory=2**60)
+    memory = chunks._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    first, second = memory.of(M, first=True)
+    assert first.shape[0] + second.shape[0] == V and second.storage_offset() == 0
+    assert memory.early.nbytes == V * H * dtype.itemsize  # dW and nothing else
+    assert memory.early.nbytes + memory.late.nbytes <= (V * -(-M // 64) * 64 + chosen.strip * H + M) * dtype.itemsize
+    written = []
+
+    def product(out, x, h, add=False):
+        if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            unread = x.storage_offset() + len(x) * x.stride(0)  # strips are read from the last to the first
+            assert out.storage_offset() >= unread, "it overwrites its own operand or what comes after it"
+        elif not written or written[-1][0] > 0:
+            written.append((0, out.storage_offset() // H))
+        written.append((out.storage_offset() // H, out.storage_offset() // H + len(out)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_add_product", product)
+        memory.to_dw((first, second), torch.empty(M, H, device="meta"), first=True)
+    rows = sorted(b for b in written if b[1] > b[0] and b[1] - b[0] <= memory.strip)
+    assert rows[0][0] == 0 and rows[-1][1] == V and all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU's allocator")
+def test_accumulated_micro_batches_hold_one_gradient():
+    """Memory after a backward is the gradients', and the peak of the second micro-batch is not that of two buffers."""
+    M, H, V = 8192, 1024, 64000
+    h, w = (torch.randn(n, H, device="cuda", dtype=B16).mul_(0.02).requires_grad_() for n in (M, V))
+    y = torch.randint(V, (M,), device="cuda")
+    h.detach()[:64] @ w.detach()[:64].t()  # cuBLAS allocates its workspace once
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):
+        liger_fused_linear_cross_entropy(h, w, y, memory=2**31).backward()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before <= 2 * H * (M + V) + 2**24
+
+
+def test_accumulated_micro_batches(monkeypatch):
+    """Several batches, one step of the optimizer; its peak is in the figures."""
+    model, seen = models.build("tiny", "cpu", torch.bfloat16), []
+    gradients = model.lm_head.weight.register_hook(lambda g: seen.append(g))
+    step, data = train.stepping(model, model), text.batches(16, 2, 2)
+    before = model.lm_head.weight.detach().clone()
+    monkeypatch.setattr(train, "peak_bytes", lambda device: 10 ** len(seen))
+    assert train.peak_of_accumulating(step, data, "cpu") == 10**4
+    assert not torch.equal(model.lm_head.weight, before) and model.lm_head.weight.grad is None
+    gradients.remove()

@@ -1,0 +1,399 @@
+"""The linear head: equal to logits made whole, and what the generic tests don't plant.
+
+Both the loss of all rows (`liger_fused_linear_cross_entropy`) and what each token gets (`linear_token_loss`), with the
+kernels and without. Across ranks: test_distributed.py. At random: test_properties.py. Its budget and its
+graph: test_linear_head_passes.py.
+"""
+
+import pytest
+import torch
+from cases import ANYWHERE, assert_as_exact_as, cast, run, spread
+from hardware import DEVICE
+from heads import (
+    B16,
+    BOTH,
+    CASE,
+    COUNTS,
+    DTYPE,
+    F32,
+    F64,
+    FLAGS,
+    NAMES,
+    PAIRS,
+    SCALARS,
+    TOGETHER,
+    compared,
+    drawn,
+    measured,
+    same,
+    scalar,
+    tokens,
+    whole,
+    whole_tokens,
+)
+
+from liger_kernel.ops.head import planning
+from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, linear_token_loss, token_log_probs
+
+OPTIONS = {"plain": {}, "without bias": dict(bias=False), "ignore_index -1": dict(ignore_index=-1)}
+OPTIONS |= {name: {name: value} for name, value in TOGETHER.items()} | {"together": TOGETHER}
+OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+
+
+# ---- against logits in fp64 ----
+
+
+@OPTION
+@DTYPE
+def test_tokens_against_float64(option, dtype):
+    """All outputs, and the gradients through each alone: never further off than PyTorch's code in that dtype."""
+    for names in NAMES, ("loss",), ("logsumexp",), ("entropy",):
+        draws = []
+        for seed in range(3):
+            tensors, rest = drawn(seed=seed, **option)
+            draws.append(measured(tokens(rest, names), whole_tokens(rest, names), tensors, dtype))
+        assert_as_exact_as(draws)
+
+
+@OPTION
+def test_tokens_without_kernels(option, monkeypatch):
+    """In fp64, which no kernel takes, to the last digits, a few rows at a time."""
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 4)
+    tensors, rest = drawn(**option)
+    compared(tokens(rest), whole_tokens(rest), tensors, F64, rtol=1e-10, atol=1e-10)
+
+
+@ANYWHERE
+@OPTION
+def test_what_is_counted(option):
+    tensors, rest = drawn(40, **option)
+    tensors = cast(tensors, F32)
+    want = whole(**tensors, **rest)
+    correct, predicted = tokens(rest, ("correct", "predicted"), **COUNTS)(**tensors)
+    assert torch.equal(correct, want["correct"]) and torch.equal(predicted, want["predicted"])
+    assert 0 < correct.sum() < 40 and not correct.requires_grad
+    if "temperature" not in rest:
+        out = scalar(rest, return_token_accuracy=True, return_predicted_tokens=True)(**tensors)
+        valid = tensors["target"] != rest.get("ignore_index", -100)
+        torch.testing.assert_close(out.token_accuracy, want["correct"].sum() / valid.sum())
+        assert torch.equal(out.predicted_tokens, want["predicted"])
+
+
+@ANYWHERE
+@pytest.mark.parametrize("flag", [*FLAGS, *COUNTS])
+def test_what_is_not_asked_for_is_none(flag):
+    tensors, option = drawn(**TOGETHER)
+    tensors = cast(tensors, F32)
+    out = linear_token_loss(**tensors, **option, drop_ignored=False, **{flag: True})
+    name = flag.removeprefix("return_").replace("accuracy", "correct")
+    asked = vars(linear_token_loss(**tensors, **option, drop_ignored=False, **FLAGS, **COUNTS))
+    for k, x in vars(out).items():
+        assert x is None if k not in ("loss", name) else torch.equal(x, asked[k])
+
+
+# ---- rows and classes out of the ordinary ----
+
+ODD = (1, 24, 77), (1, 1, 1), (5, 3, 1), (3, 5, 7), (130, 7, 131), (2, 4, 4099)
+
+
+@ANYWHERE
+@DTYPE
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_odd_shapes(shape, dtype, monkeypatch):
+    """Of one row, of one class, multiples of nothing; in one pass, and in two."""
+    for free in (planning.FREE, 0) if shape[0] > shape[1] else (0,):
+        monkeypatch.setattr(planning, "FREE", free)
+        for fn, reference in PAIRS:
+            draws = []
+            for seed in range(4):
+                tensors, option = drawn(*shape, seed=seed, class_weight=True, label_smoothing=0.1)
+                draws.append(measured(fn(option), reference(option), tensors, dtype))
+            assert_as_exact_as(draws)
+
+
+@ANYWHERE
+@DTYPE
+@pytest.mark.parametrize("rows", ["none", "ignored"])
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize("memory", ["auto", 0])
+def test_nothing_to_learn_from(rows, drop, memory, dtype):
+    tensors, option = drawn(0 if rows == "none" else 5, class_weight=True, label_smoothing=0.1, lse_square_scale=1e-2)
+    tensors = cast(tensors, dtype)
+    tensors["target"].fill_(-100)
+    option |= dict(drop_ignored=drop, memory=memory)
+    out = scalar(option, return_z_loss=True, return_token_accuracy=True)(**tensors)
+    outputs = tokens(option, (*NAMES, "correct"), **COUNTS)(**tensors)
+    assert out.loss == 0 and out.z_loss == 0 and out.token_accuracy.isnan()
+    assert all(len(o) == len(tensors["target"]) and not o.any() for o in outputs)
+    assert (tokens(option, ("predicted",), **COUNTS)(**tensors)[0] == -1).all()
+    for loss in out.loss, sum(o.sum() for o in outputs[:3]):
+        for d in torch.autograd.grad(loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
+            assert not d.any()
+
+
+@ANYWHERE
+def test_a_confident_row_keeps_its_digits():
+    """p near 1: loss, entropy and gradients are differences of nearly equal numbers."""
+    z = torch.zeros(6, 5)  # few classes: the interpreter adds up one by one
+    z[:3, 4] = z[3:, 4] = torch.tensor([12.0, 30.0, 80.0])
+    tensors = dict(hidden=z.requires_grad_(), weight=torch.eye(5), target=torch.tensor([4, 4, 4, 4, 3, 0]))
+    for names in ("loss",), ("entropy",):
+        got = compared(tokens({}, names), whole_tokens({}, names), tensors, rtol=1e-5, atol=6e-7)
+        assert (got["output 0"] >= 0).all()
+
+
+@ANYWHERE
+@DTYPE
+@pytest.mark.thorough
+def test_masked_classes(dtype):
+    """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as without them.
+
+    Nine tokens are padded for the products.
+    """
+    kept = torch.cat((torch.arange(300), torch.arange(8800, 9000)))
+    tensors, option = drawn(9, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2)
+    tensors["target"] = kept[tensors["target"] % 500].where(tensors["target"] != -100, -100)
+    with torch.no_grad():
+        tensors["bias"].index_fill_(0, torch.tensor(sorted({*range(9000)} - {*kept.tolist()})), -torch.inf)
+    tensors = cast(tensors, dtype)
+    alone = {k: t.detach()[kept.to(DEVICE)] if len(t) == 9000 else t.detach() for k, t in tensors.items()}
+    alone = {k: t.requires_grad_(tensors[k].requires_grad) for k, t in alone.items()}
+    alone["target"] = torch.bucketize(alone["target"], kept.to(DEVICE)).where(alone["target"] != -100, -100)
+    rtol = torch.finfo(dtype).eps * (4 if dtype != F32 else 100)
+    for names in NAMES[:4], ("entropy",):
+        got, want = run(tokens(option, names), tensors)[0], run(tokens(option, names), alone)[0]
+        for k in "dweight", "dbias":
+            rest = torch.ones(9000, dtype=torch.bool, device=DEVICE).index_fill(0, kept.to(DEVICE), False)
+            assert not got[k][rest].any()
+            got[k] = got[k][kept.to(DEVICE)]
+        same(got, want, rtol=rtol, atol=rtol)
+    out = scalar(dict(return_token_accuracy=True, lse_square_scale=1e-2))(**tensors)
+    for d in torch.autograd.grad(out.loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
+        assert d.isfinite().all()
+    assert tokens(option, ("mean_logit",))(**tensors)[0].isneginf().tolist() == (tensors["target"] != -100).tolist()
+
+
+@ANYWHERE
+@pytest.mark.parametrize("drop", [True, False])
+def test_nan_in_an_ignored_row_stays_there(drop):
+    """dW is PyTorch's NaN·0, too, or that of the other rows: as it is for a dropped row."""
+    for fn in tokens, scalar:
+        tensors, option = drawn(8, drop_ignored=drop, lse_square_scale=1e-2)
+        want = run(fn(option), cast(tensors, F32))[0]
+        with torch.no_grad():
+            tensors["hidden"][1] = torch.nan
+            tensors["hidden"][4, 0] = torch.inf
+        got = run(fn(option), cast(tensors, F32))[0]
+        for k in want:
+            unlearnt = k == "dweight" and not drop
+            torch.testing.assert_close(got[k].where(~(got[k].isnan() & unlearnt), want[k]), want[k])
+
+
+@ANYWHERE
+def test_nan_in_a_row_is_seen_in_that_row():
+    tensors, option = drawn(8)
+    with torch.no_grad():
+        tensors["hidden"][3, 0] = torch.nan
+    for x in tokens(option)(**cast(tensors, F32))[:3]:
+        assert x.isnan().tolist() == [i == 3 for i in range(8)]
+
+
+@ANYWHERE
+def test_lowest_index_on_ties():
+    """In one lane of a kernel, in several, and in strips apart."""
+    z = torch.zeros(4, 9000)
+    z[1, [5000, 8000]] = z[2, [40, 41]] = z[3, [1, 2049]] = 1.0
+    given = dict(hidden=torch.eye(4), weight=z.t(), target=torch.tensor([0, 8000, 40, 1]))
+    correct, predicted = tokens({}, ("correct", "predicted"), **COUNTS)(**cast(given, F32))
+    assert predicted.tolist() == [0, 5000, 40, 1] and correct.tolist() == [1, 0, 1, 1]
+
+
+# ---- any tensor ----
+
+
+@ANYWHERE
+@DTYPE
+def test_any_strides(dtype):
+    for fn in tokens, scalar:
+        tensors, option = drawn(9, **SCALARS)
+        tensors = cast(tensors, dtype)
+        want, *_ = run(fn(option), tensors)
+        got, *_ = run(fn(option), {k: spread(t) for k, t in tensors.items()}, strided=True)
+        bound = 1e-5 if dtype == F32 else 2e-2
+        same(got, want, rtol=bound, atol=bound)
+        turned = tensors["weight"].detach().t().contiguous().t().requires_grad_()
+        same(run(fn(option), tensors | dict(weight=turned))[0], want, rtol=bound, atol=bound)
+
+
+@ANYWHERE
+def test_gradients_that_come_in_from_one_number():
+    """Of a sum: an expanded gradient, with a stride of 0."""
+    tensors, option = drawn()
+    got, want = (cast(tensors, F32) for _ in range(2))
+    sum(o.sum() for o in tokens(option)(**got)[:3]).backward()
+    sum(o.sum() for o in whole_tokens(option)(**want)[:3]).backward()
+    same(*({k: t.grad for k, t in x.items() if t.requires_grad} for x in (got, want)))
+
+
+@ANYWHERE
+def test_the_logits_have_the_dtype_of_the_weight():
+    """Hidden states in fp32 are rounded to it first; each gradient has its tensor's."""
+    tensors, option = drawn()
+    given = cast(tensors, B16) | dict(hidden=cast(tensors, F32)["hidden"])
+    for fn, reference in PAIRS:
+
+        def rounding(hidden, reference=reference, **rest):
+            return reference(option)(hidden.to(B16), **rest)
+
+        got, want = (run(f, given)[0] for f in (fn(option), rounding))
+        exact, *_ = run(reference(option), cast(given, F64))
+        assert [got[f"d{k}"].dtype for k in ("hidden", "weight", "bias")] == [F32, B16, B16]
+        same(got, want, rtol=2e-2, atol=2e-2)
+        near, far = ((got["output 0"] - x["output 0"]).abs().max() for x in (want, exact))
+        assert near < far / 4
+
+
+@ANYWHERE
+def test_autocast():
+    """The product in autocast's dtype, gradients in the tensors' own."""
+    tensors, option = drawn()
+    tensors = cast(tensors, F32)
+    for fn, reference in PAIRS:
+        with torch.autocast(DEVICE, B16):
+            outputs = fn(option)(**tensors), reference(option)(**tensors)
+        pairs = [x if isinstance(x, tuple) else (x,) for x in outputs]
+        for got, want in zip(*pairs, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+        leaves = [tensors[k] for k in ("hidden", "weight", "bias")]
+        for got, want in zip(*(torch.autograd.grad(p[0].sum(), leaves) for p in pairs), strict=True):
+            assert got.dtype == F32
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("integers", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_labels_of_other_integers(integers):
+    """F.cross_entropy takes int64 and uint8 alone; here any integers do."""
+    tensors, option = drawn(ignore_index=5)
+    tensors = cast(tensors, F32)
+    for fn in tokens, scalar:
+        want = run(fn(option), tensors)[0]
+        same(run(fn(option), tensors | dict(target=tensors["target"].to(integers)))[0], want)
+
+
+# ---- errors ----
+
+Y = torch.tensor([0, -100, 6, 2])
+
+
+@ANYWHERE
+@pytest.mark.parametrize("wrong", [7, -1, 10**6, -(10**9)])
+@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
+def test_a_target_out_of_range_is_named(wrong, debug, monkeypatch):
+    """On the CPU, and on any device in debug mode."""
+    target, labels = (torch.tensor([0, other, wrong, 2]) for other in (-100, 5))
+    target, labels = (y.to(DEVICE if debug else "cpu") for y in (target, labels))
+    monkeypatch.setenv("LIGER_KERNEL_DEBUG", "1" if debug else "0")
+    h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
+    for fn in linear_token_loss, liger_fused_linear_cross_entropy, token_log_probs:
+        with pytest.raises(ValueError, match=f"target of row 2 is {wrong}, give a class from 0 to 6, or -100"):
+            fn(h, w, target)
+        fn(h, w, labels, ignore_index=wrong)
+
+
+def test_a_target_out_of_range_that_nobody_looked_at_is_nan():
+    target = Y.clone()
+    target[2] = 7
+    h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
+    numbers, wants = [0.1, 0.1, 0.0, 1.0], [False] * 4
+    loss, *_ = LinearTokenLossFunction.apply(
+        h, w, None, target.to(DEVICE), torch.rand(7, device=DEVICE), numbers, -100, None, -1, None, wants
+    )
+    assert loss.isnan().tolist() == [False, False, True, False]
+
+
+def _given(**changed):
+    given = dict(hidden=torch.randn(4, 5), weight=torch.randn(7, 5), target=Y) | changed
+    return {k: t.to(DEVICE) for k, t in given.items()}
+
+
+@ANYWHERE
+@BOTH
+@pytest.mark.parametrize(
+    "changed,error,words",
+    [
+        (dict(hidden=torch.randn(1, 4, 5)), ValueError, r"\(1, 4, 5\) and the weight \(7, 5\)"),
+        (dict(weight=torch.randn(7, 4)), ValueError, r"\(4, 5\) and the weight \(7, 4\)"),
+        (dict(weight=torch.randn(7)), ValueError, r"the weight \(7,\)"),
+        (dict(bias=torch.randn(6)), ValueError, r"bias has shape \(6,\)"),
+        (dict(bias=torch.randn(7, 1)), ValueError, r"bias has shape \(7, 1\)"),
+        (dict(target=Y[:3]), ValueError, r"target has shape \(3,\)"),
+        (dict(target=Y[None]), ValueError, r"target has shape \(1, 4\)"),
+        (dict(target=Y.float()), TypeError, "target is torch.float32"),
+        (dict(target=Y > 0), TypeError, "target is torch.bool"),
+        (dict(class_weight=torch.ones(5)), ValueError, r"class weight has shape \(5,\)"),
+        (dict(class_weight=torch.ones(7).long()), TypeError, "class weight is torch.int64"),
+        (dict(label_smoothing=-0.1), ValueError, "label_smoothing is -0.1"),
+        (dict(softcap=0.0), ValueError, "softcap is 0.0"),
+        (dict(memory=-1), ValueError, "memory is -1"),
+        (dict(memory=1e9), ValueError, "memory is 1000000000.0"),
+        (dict(memory=True), ValueError, "memory is True"),
+        (dict(memory="much"), ValueError, "memory is 'much'"),
+        (dict(memory=None), ValueError, "memory is None"),
+    ],
+)
+def test_errors(fn, changed, error, words):
+    changed = dict(changed)
+    tensors = ("hidden", "weight", "target", "bias", "class_weight")
+    given = _given(**{k: changed.pop(k) for k in tensors if k in changed})
+    with pytest.raises(error, match=words):
+        fn(changed)(**given)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("inf"), float("nan"), True])
+def test_temperatures(temperature):
+    with pytest.raises(TypeError if temperature is True else ValueError, match=f"temperature is {temperature}"):
+        linear_token_loss(**_given(), temperature=temperature)
+
+
+@ANYWHERE
+def test_log_probabilities_of_targets_of_another_shape():
+    h, w = torch.randn(2, 3, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"target has shape \(3, 2\)"):
+        token_log_probs(h, w, torch.zeros(3, 2, dtype=torch.int64, device=DEVICE))
+
+
+# ---- without kernels ----
+
+
+def inputs(option):
+    torch.manual_seed(0)
+    return {**CASE.inputs(50, 24, 123), **option}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("option", CASE.options, ids=lambda o: "-".join(o))
+def test_chunks_equal_the_whole(option, reduction, reference_only, monkeypatch):
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 7)
+    option = {**option, "reduction": reduction}
+    got, want = (run(fn, inputs(option))[0] for fn in (CASE.fn, CASE.reference))
+    same(got, want)
+
+
+@pytest.mark.parametrize("fn", [scalar, tokens], ids=["scalar", "tokens"])
+def test_only_a_chunk_of_logits_is_alive(fn, reference_only, monkeypatch):
+    """What the graph holds between forward and backward is less than one row of logits for each token."""
+    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 16)
+    M, H, V = 64, 8, 1000
+    x, w, held = torch.randn(M, H, requires_grad=True), torch.randn(V, H, requires_grad=True), []
+
+    def pack(t):
+        held.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        fn({})(x, w, torch.randint(V, (M,)))
+    assert max(held, default=0) < M * V // 4

@@ -1,0 +1,183 @@
+"""GroupNorm beyond its `Case`: shifted values, groups of every size, strides, dtypes, the module, errors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hardware import DEVICE
+
+from liger_kernel.ops.norm.group_norm import LigerGroupNormFunction, liger_group_norm
+from liger_kernel.transformers import LigerGroupNorm
+
+SHAPES = {  # (shape, groups)
+    "one element of a channel": ((3, 8, 1), 2),
+    "a group is a channel": ((2, 5, 6, 6), 5),
+    "one group": ((2, 5, 6, 6), 1),
+    "volumes": ((2, 6, 3, 4, 5), 3),
+    "more samples than programs": ((70, 3, 5), 1),
+    "one block": ((2, 6, 32, 64), 2),
+    "one block that is not aligned": ((2, 6, 31, 33), 2),
+    "wide, a program each": ((2, 12, 80, 80), 4),
+    "wide, channels shared out": ((1, 40, 33, 35), 1),
+    "wide, elements shared out": ((1, 2, 200, 201), 2),
+    "wide, both": ((1, 6, 100, 101), 1),
+}
+
+
+def drawn(shape, dtype=torch.float32, mean=0.0, std=1.0, seed=0):
+    torch.manual_seed(seed)
+    x = (torch.randn(shape, device=DEVICE) * std + mean).to(dtype)
+    w, b = (torch.randn(shape[1], device=DEVICE).to(dtype) for _ in range(2))
+    return x, w, b
+
+
+def results(fn, tensors, dtype=None):
+    """y, dx, dw, db for one incoming gradient, computed in ``dtype``."""
+    torch.manual_seed(9)
+    dy = torch.randn(tensors[0].shape, device=DEVICE).to(tensors[0].dtype)
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+    y = fn(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+
+def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
+    """The worst of some draws, as a share of the largest value.
+
+    A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4 at 1e4 and 1. That
+    times the largest weight is what y may be off by beside PyTorch's own error; E[x²] - E[x]² is off by 100 and more.
+    """
+    worst, moved = torch.zeros(4, 2, dtype=torch.float64), 0.0
+    size = torch.tensor(abs(mean))
+    half = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
+    for seed in range(3):
+        tensors = drawn(shape, mean=mean, std=std, seed=seed)
+
+        def plain(x, w, b):
+            return F.group_norm(x, groups, w, b, 1e-6)
+
+        mine = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+        exact = results(plain, tensors, torch.float64)
+        for i, (m, p, e) in enumerate(zip(mine, results(plain, tensors), exact, strict=True)):
+            assert m.dtype == p.dtype and m.shape == p.shape
+            error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (m, p)])
+            worst[i] = torch.maximum(worst[i], error.cpu())
+        moved = max(moved, half / (std**2 + 1e-6) ** 0.5 * float(tensors[1].abs().max() / exact[0].abs().max()))
+    allowed = roundings * torch.finfo(mine[0].dtype).eps
+    for name, (m, p) in zip(("y", "dx", "dw", "db"), worst.tolist(), strict=True):
+        more = allowed + (moved if name == "y" else 0)
+        assert m <= p + more, f"{name}: error {m:.3g}, PyTorch's own {p:.3g}, and {more:.3g}"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_pytorch(name):
+    assert_as_exact_as_pytorch(*SHAPES[name])
+
+
+@pytest.mark.parametrize("mean,std", ((1e4, 1.0), (-1e3, 0.1), (3e-4, 1e-6)))
+@pytest.mark.parametrize("name", ("volumes", "one block", "wide, a program each", "wide, both"))
+def test_shifted_values(name, mean, std):
+    """E[x²] - E[x]² would have no digit left."""
+    assert_as_exact_as_pytorch(*SHAPES[name], mean=mean, std=std)
+
+
+@pytest.mark.parametrize("name", ("one block", "wide, a program each"))
+def test_blocks_that_differ(name):
+    """Half of a group is constant, the rest far from it: no part's mean is near that of all."""
+    shape, groups = SHAPES[name]
+    x, w, b = drawn(shape, mean=1e3)
+    x[:, : shape[1] // 2] = -5.0
+    y = liger_group_norm(x, w, b, shape[1], groups, 1e-6)
+    exact = F.group_norm(x.double(), groups, w.double(), b.double(), 1e-6)
+    theirs = F.group_norm(x, groups, w, b, 1e-6)
+    assert (y - exact).abs().max() <= (theirs - exact).abs().max() + 3e-7 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ("one block", "wide, both"))
+def test_a_constant_group_and_one_with_nan(name):
+    shape, groups = SHAPES[name]
+    shape = (2, *shape[1:])
+    x, w, b = drawn(shape)
+    x[0] = 7.0
+    x[1, 0, 0, 0] = float("nan")
+    y = liger_group_norm(x, w, b, shape[1], groups, 1e-6)
+    assert torch.equal(y[0], b[:, None, None].expand_as(y[0]))
+    assert y[1].view(groups, -1)[0].isnan().all() and not y[1].view(groups, -1)[1:].isnan().any()
+
+
+def test_layouts():
+    """Slices of samples and of channels are views; channels_last and a slice of the last dimension give the same."""
+    x, w, b = drawn((4, 8, 6, 6))
+    for t in (x[::2], x[:, 2:6], x.to(memory_format=torch.channels_last), x[..., :3], x[:1].expand_as(x)):
+        C = t.shape[1]
+        got = liger_group_norm(t, w[:C], b[:C], C, 2, 1e-6)
+        assert torch.equal(got, liger_group_norm(t.contiguous(), w[:C], b[:C], C, 2, 1e-6))
+
+
+@pytest.mark.parametrize("shape", ((0, 4, 5), (3, 4, 0), (0, 4, 0)))
+def test_nothing_to_normalise(shape):
+    x, w, b = (t.requires_grad_() for t in drawn(shape))
+    y = liger_group_norm(x, w, b, 4, 2, 1e-6)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape and not w.grad.any() and not b.grad.any()
+
+
+def test_dtypes_may_differ():
+    """Parameters in fp32, x in bf16: the output is x's, every gradient its own tensor's."""
+    x, w, b = drawn((3, 6, 50))
+    x, b = x.bfloat16(), b.half()
+    tensors = [t.requires_grad_() for t in (x, w, b)]
+    y = liger_group_norm(*tensors, 6, 2, 1e-6)
+    exact = F.group_norm(x.double(), 2, w.double(), b.double(), 1e-6)
+    grads = torch.autograd.grad(y.float().square().sum(), tensors)
+    assert y.dtype == torch.bfloat16 and [g.dtype for g in grads] == [t.dtype for t in tensors]
+    assert (y - exact).abs().max() <= torch.finfo(torch.bfloat16).eps * exact.abs().max()
+
+
+def test_module():
+    torch.manual_seed(0)
+    module = LigerGroupNorm(6, 3).to(DEVICE)
+    assert list(module.state_dict()) == ["weight", "bias"] and all(p.requires_grad for p in module.parameters())
+    assert module.weight.eq(1).all() and module.bias.eq(0).all()
+    assert repr(module) == "LigerGroupNorm(6, 3, eps=1e-06)"
+    assert LigerGroupNorm(6, 3, init_fn="zeros").weight.eq(0).all()
+    bias = LigerGroupNorm(1000, 10, bias=True).bias
+    assert abs(bias.std() - 1) < 0.1 and abs(bias.mean()) < 0.1
+    x = torch.randn(2, 6, 5, device=DEVICE)
+    with torch.no_grad():
+        module.bias.normal_()
+    theirs = torch.nn.GroupNorm(3, 6, eps=1e-6).to(DEVICE)
+    theirs.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x), theirs(x))
+
+
+def test_function_takes_channels_before_groups():
+    x, w, b = drawn((2, 6, 5))
+    torch.testing.assert_close(LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), F.group_norm(x, 3, w, b, 1e-5))
+
+
+def test_errors():
+    x, w, b = drawn((2, 6, 5))
+    for given, kind, message in (
+        ((x[0], w, b, 6, 3), ValueError, r"X has shape \(6, 5\), give \(N, C, \*\)"),
+        ((x, w, b, 3, 6), ValueError, "num_channels is 3, X has 6; it comes before num_groups"),
+        ((x, w, b, 6, 4), ValueError, "num_groups is 4, give a divisor of num_channels, 6"),
+        ((x, w, b, 6, 0), ValueError, "num_groups is 0, give a divisor"),
+        ((x, w[:5], b, 6, 3), ValueError, r"affine_scaling_weight has shape \(5,\), give \(6,\)"),
+        ((x, w, b[None], 6, 3), ValueError, r"affine_shifting_bias has shape \(1, 6\), give \(6,\)"),
+        ((x, w, None, 6, 3), TypeError, "affine_shifting_bias is None, give a tensor"),
+        ((x.int(), w, b, 6, 3), TypeError, "X is torch.int32, give a floating point tensor"),
+        ((x, w.int(), b, 6, 3), TypeError, "affine_scaling_weight is torch.int32, give a floating point tensor"),
+    ):
+        with pytest.raises(kind, match=f"liger_group_norm: {message}"):
+            liger_group_norm(*given, 1e-6)
+    with pytest.raises(ValueError, match="LigerGroupNorm: num_groups is 4, give a divisor"):
+        LigerGroupNorm(6, 4)
+    with pytest.raises(ValueError, match="LigerGroupNorm: init_fn is 'normal', give 'ones' or 'zeros'"):
+        LigerGroupNorm(6, 3, init_fn="normal")
+
+
+def test_reference(request):
+    if DEVICE == "cpu":
+        request.getfixturevalue("reference_only")
+    x, w, b = (t.cpu() for t in drawn((2, 6, 5)))
+    assert torch.equal(liger_group_norm(x, w, b, 6, 3, 1e-6), F.group_norm(x, 3, w, b, 1e-6))
+    assert liger_group_norm(x.bfloat16(), w, b, 6, 3, 1e-6).dtype == torch.bfloat16

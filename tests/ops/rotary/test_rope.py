@@ -1,0 +1,293 @@
+"""RoPE: the layouts of Hugging Face's families, positions, strides, errors."""
+
+import importlib
+
+import pytest
+import torch
+from hardware import DEVICE
+
+from liger_kernel.ops.rotary import rope
+from liger_kernel.ops.rotary.rope import (
+    LigerRopeFunction,
+    liger_rotary_pos_emb,
+    liger_rotary_pos_emb_gpt_oss,
+    liger_rotary_pos_emb_vision,
+)
+
+B, T, HQ, HK, D = 2, 7, 6, 2, 16
+
+
+def drawn(dtype=torch.float32, layout="cat", width=D, batch=B, tokens=T):
+    """q, k in Hugging Face's strided layout, and the angles of random positions, others in each row."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(B, T, h, D, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_() for h in (HQ, HK))
+    positions = torch.randint(0, 500, (batch, tokens, 1), device=DEVICE)
+    angle = positions * 100.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
+    angle = {
+        "cat": lambda: torch.cat((angle, angle), -1),
+        "repeated": lambda: angle.repeat_interleave(2, -1),
+        "half": lambda: angle,
+    }[layout]()
+    return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def gradients(fn, q, k):
+    yq, yk = fn(q, k)
+    torch.manual_seed(1)
+    dy = [torch.randn(y.shape, device=DEVICE).to(y.dtype) for y in (yq, yk)]
+    return yq.detach(), yk.detach(), *torch.autograd.grad((yq, yk), (q, k), dy)
+
+
+FAMILIES = {  # modeling file -> layout and width of its cos, our options
+    "llama": ("cat", D, {}),
+    "glm": ("cat", D // 2, dict(interleaved=True)),
+    "helium": ("cat", D, dict(interleaved=True)),
+    "ernie4_5": ("cat", D, dict(interleaved=True)),
+    "cohere": ("repeated", D, dict(interleaved="repeated")),
+    "gpt_oss": ("half", D, dict(rotary_dim=D)),
+    "phi3": ("cat", D // 2, {}),
+}
+
+
+@pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "reference"))
+@pytest.mark.parametrize("unsqueeze_dim", (1, 2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_exact_as_hugging_face(family, unsqueeze_dim, kernels, request):
+    if not kernels and DEVICE == "cpu":
+        request.getfixturevalue("reference_only")
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    layout, width, options = FAMILIES[family]
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, cos, sin = drawn(dtype, layout, width)
+        if unsqueeze_dim == 2:
+            q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
+        got, theirs, exact = (
+            gradients(lambda q, k: fn(q, k, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=unsqueeze_dim, **o), q_, k_)  # noqa: B023
+            for fn, o, q_, k_ in (
+                (liger_rotary_pos_emb, options, q, k),
+                (module.apply_rotary_pos_emb, {}, q, k),
+                (module.apply_rotary_pos_emb, {}, *(x.detach().double().requires_grad_() for x in (q, k))),
+            )
+        )
+        for g, h, e in zip(got, theirs, exact, strict=True):
+            assert g.dtype == h.dtype == dtype and g.shape == h.shape
+            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(dtype).eps * e.abs().max()
+
+
+def test_gpt_oss_and_vision():
+    q, k, cos, sin = drawn(layout="half")
+    module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    for got, want in zip(
+        liger_rotary_pos_emb_gpt_oss(q, k, cos, sin), module.apply_rotary_pos_emb(q, k, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+    module = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, cos, sin = drawn(dtype)
+        q, k, cos, sin = q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0]
+        for got, want in zip(
+            liger_rotary_pos_emb_vision(q, k, cos, sin),
+            module.apply_rotary_pos_emb_vision(q, k, cos, sin),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", (B, 1), ids=lambda n: f"{n} rows of position_ids")
+@pytest.mark.parametrize("table_dim", (2, 3))
+def test_position_ids_gather_from_a_table(table_dim, rows):
+    """Not row 0 for all, nor the first T rows; P is T too, where only the shape of position_ids can tell."""
+    for P in (50, T):
+        q, k, cos, sin = drawn(batch=1, tokens=P)
+        position_ids = torch.randint(0, P, (rows, T), device=DEVICE)
+        own = cos[0][position_ids], sin[0][position_ids]
+        table = (cos[0], sin[0]) if table_dim == 2 else (cos, sin)
+        got = gradients(lambda q, k: liger_rotary_pos_emb(q, k, *table, position_ids), q, k)  # noqa: B023
+        if table_dim == 3 and P == T and rows == 1:
+            own = table  # cos of the one row's own tokens, as Hugging Face passes them
+        want = gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k)  # noqa: B023
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+        assert not torch.equal(
+            got[0], liger_rotary_pos_emb(q, k, cos[:, :1].expand(1, T, D), sin[:, :1].expand(1, T, D))[0]
+        )
+
+
+def test_position_ids_are_not_used_where_cos_is_the_tokens_own():
+    q, k, cos, sin = drawn()
+    want = liger_rotary_pos_emb(q, k, cos, sin)
+    for position_ids in (torch.zeros(B, T, dtype=torch.long), torch.zeros(3, B, T, dtype=torch.long)):
+        got = liger_rotary_pos_emb(q, k, cos, sin, position_ids.to(DEVICE))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_each_batch_row_has_its_own_angles():
+    q, k, cos, sin = drawn()
+    both = liger_rotary_pos_emb(q, k, cos, sin)
+    for b in range(B):
+        one = liger_rotary_pos_emb(q[b : b + 1], k[b : b + 1], cos[b : b + 1], sin[b : b + 1])
+        assert torch.equal(one[0], both[0][b : b + 1]) and torch.equal(one[1], both[1][b : b + 1])
+    assert not torch.equal(both[0][1:], liger_rotary_pos_emb(q, k, cos[:1], sin[:1])[0][1:])
+
+
+@pytest.mark.parametrize("unsqueeze_dim", (1, 2, -3, -2))
+def test_angles_of_four_dimensions(unsqueeze_dim):
+    q, k, cos, sin = drawn()
+    if unsqueeze_dim in (2, -2):
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    want = liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    for dim in (1, unsqueeze_dim):
+        got = liger_rotary_pos_emb(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=unsqueeze_dim)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
+    """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite layouts."""
+    seen = []
+    rotate = rope.rope_rotate
+    monkeypatch.setattr(
+        rope, "rope_rotate", lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest)
+    )
+    _, k, cos, sin = drawn()
+    q = torch.randn(B, T, HQ, 2 * D, device=DEVICE)[..., :D].transpose(1, 2).requires_grad_()
+    k = k.detach().contiguous().requires_grad_()
+    yq, yk = liger_rotary_pos_emb(q, k, cos, sin)
+    dyq = torch.randn(B, HQ, T, D, device=DEVICE)
+    dyk = torch.randn(B, T, HK, D, device=DEVICE).transpose(1, 2)
+    dq, dk = torch.autograd.grad((yq, yk), (q, k), (dyq, dyk))
+    assert seen == [x.data_ptr() for x in (q, k, dyq, dyk)]
+    for x in (yq, dq):
+        assert x.transpose(1, 2).is_contiguous()
+    for x in (yk, dk):
+        assert x.is_contiguous()
+
+
+def test_dtypes_of_q_and_k_may_differ():
+    q, k, cos, sin = drawn()
+    yq, yk = liger_rotary_pos_emb(q, k.bfloat16(), cos, sin)
+    wq, wk = liger_rotary_pos_emb(q, k.bfloat16().float(), cos, sin)
+    assert yk.dtype == torch.bfloat16 and torch.equal(yq, wq) and torch.equal(yk, wk.bfloat16())
+
+
+@pytest.mark.parametrize("wanted", (0, 1))
+def test_gradient_of_one(wanted):
+    q, k, cos, sin = drawn()
+    want = gradients(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), q, k)[2 + wanted]
+    x = [q.detach(), k.detach()]
+    x[wanted].requires_grad_()
+    y = liger_rotary_pos_emb(*x, cos, sin)
+    torch.manual_seed(1)
+    dy = [torch.randn(o.shape, device=DEVICE) for o in y]
+    torch.testing.assert_close(torch.autograd.grad(y, x[wanted], dy)[0], want)
+    assert torch.isfinite(torch.autograd.grad(liger_rotary_pos_emb(*x, cos, sin)[wanted].sum(), x[wanted])[0]).all()
+
+
+@pytest.mark.parametrize("shape", ((0, T, D), (B, 0, D)), ids=("no rows", "no tokens"))
+def test_empty(shape):
+    rows, tokens, _ = shape
+    q, k = (torch.randn(rows, h, tokens, D, device=DEVICE, requires_grad=True) for h in (HQ, HK))
+    cos = torch.randn(shape, device=DEVICE)
+    yq, yk = liger_rotary_pos_emb(q, k, cos, cos)
+    (yq.sum() + yk.sum()).backward()
+    assert yq.shape == q.grad.shape == q.shape and yk.shape == k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize("far", (0, 1, 2), ids=("rows", "heads", "tokens"))
+def test_beyond_int32(far):
+    """Offsets past 2^31 elements, in memory of which only three pieces are ever touched."""
+    stride = [0, 0, 0, 1]
+    size = [1, 1, 1, 8]
+    stride[far], size[far] = 2**30, 3
+    x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device=DEVICE).as_strided(size, stride)
+    x.copy_(torch.randn(size))
+    cos, sin = torch.randn(2, size[2], 8, device=DEVICE)
+    got = liger_rotary_pos_emb(x, x, cos, sin)
+    want = liger_rotary_pos_emb(x.contiguous(), x.contiguous(), cos, sin)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_function_positional_and_without_grad():
+    q, k, cos, sin = drawn()
+    want = liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=8)
+    got = LigerRopeFunction.apply(q, k, cos, sin, None, 1, 8)
+    assert torch.equal(got[0], want[0]) and got[0].requires_grad
+    assert len(torch.autograd.grad(LigerRopeFunction.apply(q, k, cos, sin)[0].sum(), q)) == 1
+    with torch.no_grad():
+        assert not liger_rotary_pos_emb(q, k, cos, sin)[0].requires_grad
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.thorough
+def test_compiles_for_other_lengths(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(liger_rotary_pos_emb, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    q, k, cos, sin = drawn()
+    for tokens in (T, 3, 5):
+        q_, k_, c, s = q[:, :, :tokens], k[:, :, :tokens], cos[:, :tokens], sin[:, :tokens]
+        for got, want in zip(compiled(q_, k_, c, s), liger_rotary_pos_emb(q_, k_, c, s), strict=True):
+            assert torch.equal(got, want)
+
+
+def change(**changed):
+    def call():
+        q, k, cos, sin = drawn()
+        return {
+            **dict(q=q, k=k, cos=cos, sin=sin),
+            **{n: v(q, k, cos) if callable(v) else v for n, v in changed.items()},
+        }
+
+    return call
+
+
+WRONG = {
+    "q has shape": change(q=lambda q, k, cos: q[0]),
+    "unsqueeze_dim is 3": change(unsqueeze_dim=3),
+    "see unsqueeze_dim": change(unsqueeze_dim=2),
+    "sin \\(2, 7, 8\\)": change(sin=lambda q, k, cos: cos[..., :8]),
+    "interleaved is 'pairs'": change(interleaved="pairs"),
+    "rotary_dim is 5": change(rotary_dim=5),
+    "rotary_dim is 18": change(rotary_dim=18),
+    "rotary_dim is 0": change(rotary_dim=0),
+    "cos has 4 columns": change(cos=lambda q, k, cos: cos[..., :4], sin=lambda q, k, cos: cos[..., :4], rotary_dim=16),
+    "rotary_dim 16 needs 16": change(
+        cos=lambda q, k, cos: cos[..., :8], sin=lambda q, k, cos: cos[..., :8], rotary_dim=16, interleaved="repeated"
+    ),
+    "cos has shape \\(2, 6, 16\\)": change(cos=lambda q, k, cos: cos[:, :6], sin=lambda q, k, cos: cos[:, :6]),
+    "cos has shape \\(2, 2, 7, 16\\)": change(
+        cos=lambda q, k, cos: torch.stack((cos, cos), 1), sin=lambda q, k, cos: torch.stack((cos, cos), 1)
+    ),
+    "position_ids has shape \\(2, 6\\)": change(
+        cos=lambda q, k, cos: cos[0], sin=lambda q, k, cos: cos[0], position_ids=torch.zeros(2, 6, dtype=torch.long)
+    ),
+    "sin on meta": change(sin=lambda q, k, cos: cos.to("meta")),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors(message):
+    with pytest.raises(ValueError, match=f"liger_rotary_pos_emb: .*{message}"):
+        liger_rotary_pos_emb(**WRONG[message]())
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_results_may_be_written_to(heads_dim):
+    """Whichever dimension holds the heads."""
+    q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
+    angles = torch.randn(2, 3, 8, device=DEVICE)
+    for y in liger_rotary_pos_emb(q, q, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim):
+        y.mul_(2).sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_queries_alone(heads_dim):
+    """Beside keys of no head, as for families that rotate one tensor at a time."""
+    q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
+    k, dy = torch.randn(2, 3, 3, 8, device=DEVICE), torch.randn(2, 3, 3, 8, device=DEVICE)
+    angles = torch.randn(2, 3, 8, device=DEVICE)
+    results = []
+    for keys in (k, k.narrow(heads_dim, 0, 0)):
+        y, none = liger_rotary_pos_emb(q, keys, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim)
+        assert none.shape == keys.shape
+        results.append((y, *torch.autograd.grad(y, q, dy)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

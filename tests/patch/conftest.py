@@ -1,0 +1,32 @@
+"""Fixtures around patched models."""
+
+import types
+
+import pytest
+import tiny
+
+import liger_kernel.transformers as liger
+from liger_kernel.patch import deferred, head
+
+
+@pytest.fixture(autouse=True)
+def ours_in_graphs(monkeypatch):
+    """In a graph on a GPU small tensors, as tests have, would be the compiler's."""
+    monkeypatch.setattr(deferred, "IN_GRAPH", 0)
+
+
+@pytest.fixture
+def on_cpu_and_clean(reference_only):
+    yield
+    for family in tiny.FAMILIES:
+        liger.revert(family)
+
+
+@pytest.fixture
+def everything_on(reference_only, monkeypatch):
+    """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes several chunks."""
+    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(deferred, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
+    monkeypatch.setattr(head, "CHUNK", 7)
+    yield
+    liger.revert("llama")

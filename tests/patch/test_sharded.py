@@ -1,0 +1,70 @@
+"""Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation.
+
+DeepSpeed's ZeRO-3 takes part where DeepSpeed is installed.
+"""
+
+from functools import partial
+
+import pytest
+import ranks
+import tiny
+import torch
+import torch.distributed as dist
+import transformers
+from hardware import DEVICE
+from ranks import SIZE, STEPS, WRAPPERS, whole_gradients
+
+
+class WithZLoss(transformers.LlamaForCausalLM):
+    """Needs real logits, behind the wrappers' hooks."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, labels=labels, **kwargs)
+        out.loss = out.loss + 1e-2 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+def check(rank, name, family, patched, z_loss=False):
+    from liger_kernel.patch import engine
+    from liger_kernel.transformers import apply_liger_kernel
+
+    ids = tiny.batch(rows=2 * SIZE)["input_ids"].to(DEVICE)
+    mine = ids[2 * rank : 2 * rank + 2]
+    alone = tiny.model(family).to(DEVICE)
+    model = tiny.model(family).to(DEVICE)
+    if z_loss:
+        alone.__class__ = model.__class__ = WithZLoss
+    if patched == "before":
+        apply_liger_kernel(model)
+    model = WRAPPERS[name](model)
+    if patched == "after":
+        apply_liger_kernel(model)
+    for _ in range(STEPS):  # gradients of the second step are added
+        want = alone(input_ids=ids, labels=ids)
+        want.loss.backward()
+        out = model(input_ids=mine, labels=mine)
+        getattr(model, "backward", torch.Tensor.backward)(out.loss)
+        assert out.logits is None, "the loss is not in the head"
+        assert [m._liger_told is not None for m in engine.causal_lms(model)] == [z_loss], "logits without need, or none"
+        mean = out.loss.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / SIZE, want.loss.detach(), rtol=1e-5, atol=1e-6)
+    gradients = whole_gradients(model)
+    for key, p in alone.named_parameters():
+        torch.testing.assert_close(gradients[key], p.grad, rtol=1e-4, atol=1e-6, msg=key)
+    model.eval(), alone.eval()
+    with torch.no_grad():
+        got, want = model(input_ids=mine, labels=mine), alone(input_ids=mine, labels=mine)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+
+
+CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
+CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
+CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
+CHECKS += [partial(check, name=name, family="llama", patched="before", z_loss=True) for name in WRAPPERS]
+
+
+@pytest.mark.thorough
+def test_sharded_models_train_as_one(tmp_path):
+    ranks.run(CHECKS, tmp_path)

@@ -1,0 +1,126 @@
+"""Models of the families with and without the patch, their steps, and how often each operator runs."""
+
+import contextlib
+import sys
+
+import peft
+import pytest
+import tiny
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import liger_kernel.transformers as liger
+from liger_kernel.ops import functional
+from liger_kernel.ops.mlp import glu
+from liger_kernel.patch import logits
+
+FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
+ONE_LAYER = dict(num_hidden_layers=1)
+EAGER_EXPERTS = dict(experts_implementation="eager")
+BY_HEAD = dict(cross_entropy=False, fused_linear_cross_entropy=True)  # granite's default is the other one
+
+
+def apply(family, model=None, **switches):
+    return getattr(liger, f"apply_liger_kernel_to_{family}")(**{**BY_HEAD, **switches}, model=model)
+
+
+def step(model, run=None, **given):
+    """The output and every gradient of one training step; ``run`` is the model compiled."""
+    model.zero_grad()
+    out = (model if run is None else run)(**{**tiny.batch(), **given})
+    out = dict(loss=out[0]) if type(out) is tuple else out
+    out["loss"].backward()
+    return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(mine, theirs, rtol=1e-5):
+    """fp32 sums of up to a hundred terms in another order: some 1e-7 of the largest, and two layers deep."""
+    (out, grads), (want, want_grads) = mine, theirs
+    torch.testing.assert_close(out["loss"], want["loss"], rtol=rtol, atol=0)
+    assert grads.keys() == want_grads.keys()
+    for name, g in want_grads.items():
+        assert (grads[name] - g).abs().max() <= rtol * g.abs().max(), name
+
+
+def pending(model):
+    return [request for request in (logits.current(),) if request is not None]
+
+
+OPERATORS = (
+    "rms_norm", "fused_add_rms_norm", "norm_rope", "rope", "swiglu", "geglu", "cross_entropy",
+    "fused_linear_cross_entropy",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted(monkeypatch):
+    """How often each operator runs: patched code looks them up when it calls them. (Experts call the two of `glu`.)"""
+    calls = dict.fromkeys(OPERATORS, 0)
+    gated_linear = glu.gated_linear
+
+    def counting_glu(a, b, act, linear):
+        calls["swiglu" if act == "silu" else "geglu"] += 1
+        return gated_linear(a, b, act, linear)
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(glu, "gated_linear", counting_glu)
+        for name in calls:
+            patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
+        yield calls
+
+
+def expected(family, **switches):
+    norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
+    glu = "geglu" if family.startswith("gemma") else "swiglu"
+    calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms - 4, fused_add_rms_norm=4, rope=2)
+    calls["fused_linear_cross_entropy"] = 1
+    if family == "qwen3":  # two norms and RoPE of each layer are one kernel
+        calls |= dict(rms_norm=1, rope=0, norm_rope=2)
+    return calls | {glu: 2} | switches
+
+
+def modeling(family):
+    return sys.modules[tiny.model_class(family).__module__]
+
+
+def built(family, level, config=None, **switches):
+    """(an unpatched model, the same model patched)."""
+    if level == "instance":
+        mine = tiny.model(family, **config or {})
+        apply(family, mine, **switches)
+    else:
+        apply(family, **switches)
+        mine = tiny.model(family, **config or {})
+        liger.revert(family)  # or a model that is not patched would be
+    theirs = tiny.model(family, **config or {})
+    mine.load_state_dict(theirs.state_dict())
+    return theirs, mine
+
+
+def lora(model, **config):
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
+
+
+def llama_with(tail):
+    """A Llama whose forward does something to its logits."""
+    base = tiny.model_class("llama")
+
+    class LlamaForCausalLM(base):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden_states = self.model(input_ids=input_ids).last_hidden_state
+            logits = tail(self.lm_head(hidden_states))
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = tiny.model("llama")
+    model.__class__ = LlamaForCausalLM
+    return model

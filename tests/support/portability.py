@@ -1,0 +1,208 @@
+"""Compile every launch of every `Case` for one target that needs not be there: ``portability.py sm_90 result.json``.
+
+The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds each launch to a
+signature and asks its driver for the target; `_Driver` answers, and `compile_only` stands in for what would follow on
+a GPU. So no kernel's signature and no launch is written down a second time.
+
+Run as a program, without TRITON_INTERPRET, because the kernels of one process are either compiled or interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ir, make_backend
+from triton.runtime.jit import JITFunction
+
+import liger_kernel.ops  # noqa: F401  (fills CASES)
+from liger_kernel.core import devices
+from liger_kernel.core.op import CASES
+
+TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory that one program may have
+    "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 132, 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 148, 227 * 1024),
+    "gfx90a": (GPUTarget("hip", "gfx90a", 64), 104, 64 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 64 * 1024),
+    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 48, 64 * 1024),
+}
+
+
+class _Driver:
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+class _Launched:
+    """What Triton gets in place of a compiled kernel: it notes the grids, and who launched."""
+
+    function = packed_metadata = None
+    now = "", False, True  # the run under way, whether its shape is a real one, and whether to compile to the end
+
+    def __init__(self, src, options):
+        self.src, self.options, self.grids, self.by, self.whole = src, options, set(), {}, False
+
+    def launch_metadata(self, grid, stream, *args):
+        return None
+
+    def run(self, x, y, z, *_):
+        self.grids.add((x, y, z))
+        run, self.by[run], whole = self.now[0], *self.now[1:]
+        self.whole |= whole
+
+
+def pretend(name):
+    """From here on every tensor has kernels, for this target. Returns the launches, which fill up as they come."""
+    target, multiprocessors, shared = TARGETS[name]
+    launches = {}
+    devices.has_kernels = lambda tensor: True
+    devices._properties = lambda kind, index: (
+        name, multiprocessors, 1024 // target.warp_size, shared if target.backend == "cuda" else 0
+    )  # fmt: skip
+    autocast = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda kind=None: kind != "meta" and autocast(kind)  # it knows no such device
+    triton.runtime.driver.set_active(_Driver(target))
+
+    def compile_only(self, key, signature, device, constexprs, options, attrs, warmup):
+        launched = _Launched(triton.compiler.ASTSource(self, signature, constexprs, attrs), options)
+        launches[self, key] = self.device_caches[device][0][key] = launched
+        return launched
+
+    JITFunction._do_compile = compile_only
+    return launches
+
+
+def runs(case, variants):
+    """(shape, option, dtype, which inputs get a gradient: all, none or one; whether to compile to the end).
+
+    They meet every kernel and option. With ``variants`` also every option in fp32 and every gradient alone, which go
+    through the compiler's front half only, where those could fail. Without, so does all but one launch of each kernel.
+    """
+    every, real = case.shapes, case.bench or case.shapes[-1:]
+    for shape in real:
+        yield shape, {}, torch.bfloat16, all, variants
+        yield shape, {}, torch.float32, all, variants
+    for option in case.options:
+        yield real[0], option, torch.bfloat16, all, variants
+    for shape in every:
+        yield shape, {}, torch.bfloat16, all, variants
+    if not variants:
+        return
+    yield every[-1], {}, torch.float32, all, False
+    yield every[1], {}, torch.float16, all, False
+    for option in case.options:
+        yield real[0], option, torch.bfloat16, None, False
+        yield every[1], option, torch.float32, all, False
+    with torch.device("meta"):
+        for name, t in case.inputs(*every[1]).items():
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                yield real[0], {}, torch.bfloat16, name, False
+
+
+def run(case, shape, option, dtype, wanted):
+    with torch.device("meta"):
+        tensors = {**case.inputs(*shape), **option}
+    for name, t in tensors.items():
+        if isinstance(t, torch.Tensor):
+            gradient = t.requires_grad and (wanted is all or wanted == name)
+            t = t.detach().to("meta", dtype if t.dtype == torch.float32 else None)
+            tensors[name] = t.requires_grad_(gradient)
+    out = case.fn(**tensors)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None and o.requires_grad]
+    leaves = [t for t in tensors.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    if leaves:
+        torch.autograd.grad(outs, leaves, [torch.empty_like(o) for o in outs])
+
+
+def text(case, shape, option, dtype, wanted):
+    option = "".join(f" {k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in option.items())
+    only = "" if wanted is all else f", gradient of {wanted}"
+    return f"{case.name} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}{option}{only}"
+
+
+def resources(asm):
+    """(registers of a thread, bytes or registers that did not fit and were spilled) from the binary's own notes."""
+    if "cubin" in asm:
+        path = Path(triton.knobs.cache.dir) / "one.cubin"
+        path.write_bytes(asm["cubin"])
+        tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+        notes = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        return tuple(int(re.search(rf"\b{what}:(\d+)", notes)[1]) for what in ("REG", "STACK"))
+    return tuple(int(re.search(rf"\.{what}:\s*(\d+)", asm["amdgcn"])[1]) for what in ("vgpr_count", "vgpr_spill_count"))
+
+
+def front_half(target, src, options):
+    """As `triton.compile` begins: Python to Triton's own representation, checked and simplified."""
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages = {}
+    backend.add_stages(stages, options, src.language)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    stages["ttir"](src.make_ir(target, options, *functions, context), dict(options.__dict__))
+
+
+def compiled(target, launched):
+    src, options = launched.src, launched.options
+    result = dict(
+        kernel=f"{src.fn.__module__.rpartition('.')[2]}.{src.fn.__name__}",
+        signature={k: v for k, v in src.signature.items() if v != "constexpr"},
+        constants={src.fn.arg_names[path[0]]: str(value) for path, value in src.constants.items()},
+        by=list(launched.by),
+        real=any(launched.by.values()),
+        grid=[max(axis) for axis in zip(*launched.grids, strict=True)],
+        threads=options.num_warps * target.warp_size,
+    )
+    try:
+        if not launched.whole:
+            front_half(target, src, options)
+            return result
+        kernel = triton.compile(src, target=target, options=options.__dict__)
+    except Exception as error:  # whatever it is, the test shows it beside the kernel's name
+        return result | dict(error=f"{type(error).__name__}: {error}")
+    registers, spilled = resources(kernel.asm)
+    return result | dict(shared=kernel.metadata.shared, registers=registers, spilled=spilled)
+
+
+def by_kernel(launches):
+    found = {}
+    for launched in launches:
+        found.setdefault(launched.src.fn, []).append(launched)
+    return found.values()
+
+
+def main(name, path):
+    launches, failed = pretend(name), {}
+    for case in CASES:
+        for given in runs(case, variants=name == "sm_90"):
+            *given, whole = given
+            described = text(case, *given)
+            _Launched.now = described, given[0] in case.bench, whole
+            try:
+                run(case, *given)
+            except Exception as error:  # the other cases still count; the test of this one shows it
+                failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
+    for alike in by_kernel(launches.values()):
+        alike[0].whole |= not any(launched.whole for launched in alike)
+    results = [compiled(TARGETS[name][0], launched) for launched in launches.values()]
+    Path(path).write_text(json.dumps(dict(launches=results, failed=failed)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

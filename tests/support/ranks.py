@@ -1,0 +1,108 @@
+"""Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over them."""
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from hardware import DEVICE
+
+SIZE = 2
+
+
+def process(rank, store, checks):
+    """Every check, called with the rank. What fails first ends all."""
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
+    )
+    for check in checks:
+        try:
+            check(rank)
+        except BaseException as error:
+            name = f"{check.func.__name__} {check.args or ''} {check.keywords or ''}"
+            raise AssertionError(f"{name}, rank {rank}: {type(error).__name__}: {error}") from error
+    dist.destroy_process_group()
+
+
+def run(checks, folder):
+    """``checks``: `functools.partial` of functions that a module holds."""
+    if not dist.is_available():
+        pytest.skip("this torch was built without torch.distributed")
+    if DEVICE == "cuda" and torch.cuda.device_count() < SIZE:
+        pytest.skip(f"not {SIZE} GPUs, but some")
+    torch.multiprocessing.spawn(process, (str(folder / "store"), checks), nprocs=SIZE)
+
+
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp1(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    layer = type(model.model.layers[0])
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({layer}), use_orig_params=True, device_id=model.device
+    )
+
+
+def fsdp2(*groups):
+    """The layers, then ``groups`` of modules, then the rest at the root."""
+
+    def shard(model):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh(DEVICE, (SIZE,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        for names in groups:
+            fully_shard([model.get_submodule(name) for name in names], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return shard
+
+
+def zero3(model):
+    import deepspeed
+
+    os.environ |= dict(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(SIZE))
+    config = dict(
+        train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=STEPS,
+        optimizer=dict(type="Adam", params=dict(lr=1e-3, torch_adam=True)), zero_force_ds_cpu_optimizer=False,
+        zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0),
+    )  # fmt: skip
+    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+
+STEPS = 2
+WRAPPERS = {
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2(),
+    "FSDP2, the head alone": fsdp2(["lm_head"]),
+    "FSDP2, the head with the norm": fsdp2(["model.norm", "lm_head"]),
+} | ({"ZeRO-3": zero3} if find_spec("deepspeed") else {})
+
+
+def whole_gradients(model):
+    """name -> gradient, gathered from the ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+    if hasattr(model, "zero_optimization"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return {n: safe_get_full_grad(p) * STEPS for n, p in model.module.named_parameters()}  # it averages the steps
+
+    gathered = FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext()
+    with gathered:
+        named = {n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for n, p in named.items()}
