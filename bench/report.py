@@ -20,9 +20,14 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 NAMES = {
     "eager": "PyTorch eager",
     "compile": "torch.compile",
+    "graphs": "torch.compile, CUDA graphs",
+    "captured": "captured step",
     "peer": "liger-kernel",
     "ours": "ours",
     "ours fp32": "ours, fp32 dW",
+    "ours-compile": "ours, torch.compile",
+    "ours-graphs": "ours, torch.compile, CUDA graphs",
+    "ours-captured": "ours, captured step",
 }
 BLUE, GREY = "#1f6feb", "#6b717a"
 FLOOR = ("matmul", "attention", "optimizer")  # kinds of kernels that neither package replaces
@@ -229,6 +234,20 @@ def train(data: dict) -> str:
     ]
     parts += [table(["model, sequence × batch", *(NAMES[n] for n in names), "ours against eager"], rows)]
     parts += hot_ceilings(data["rows"])
+    return "\n\n".join(parts + failures(data["rows"], train_label))
+
+
+def compiled(data: dict) -> str:
+    names = contestants(data["rows"])
+
+    def cell(entry):
+        if "error" in entry:
+            return entry["error"].split(":")[0]
+        return f"{entry['step_ms']:.1f} ms, {entry['peak_bytes'] / 1e9:.1f} GB"
+
+    rows = [[train_label(r), *(of(r, n, cell) for n in names)] for r in data["rows"]]
+    parts = [heading(data), "Time of a training step and its peak memory:"]
+    parts += [table(["model, sequence × batch", *(NAMES[n] for n in names)], rows), *hot_ceilings(data["rows"])]
     return "\n\n".join(parts + failures(data["rows"], train_label))
 
 
@@ -583,7 +602,15 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         figure.legend(loc="outside lower right", ncols=len(marks), frameon=False, fontsize=10)
 
 
-KINDS = {"ops": ops, "train": train, "breakdown": breakdown, "parity": parity, "head": head, "losses": losses}
+KINDS = {
+    "ops": ops,
+    "train": train,
+    "compile": compiled,
+    "breakdown": breakdown,
+    "parity": parity,
+    "head": head,
+    "losses": losses,
+}
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators
 

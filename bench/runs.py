@@ -18,7 +18,12 @@ from . import machine, models, report
 from .contest import summary
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-GROUPS = {"required": models.REQUIRED, "more": models.MORE, "small": models.SMALL}
+GROUPS = {
+    "required": models.REQUIRED,
+    "more": models.MORE,
+    "large": models.REQUIRED + models.MORE,
+    "small": models.SMALL,
+}
 
 
 def eager(model):
@@ -42,7 +47,38 @@ def peer(model):
     return model, None
 
 
-CONTESTANTS = {"eager": eager, "compile": compiled, "peer": peer, "ours": ours}
+def by_graphs(model):
+    compiled = torch.compile(model, dynamic=False, mode="reduce-overhead")
+
+    def called(**batch):
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(**batch)
+
+    return called, None
+
+
+def ours_compiled(model):
+    _, report = ours(model)
+    return compiled(model)[0], report
+
+
+def ours_by_graphs(model):
+    _, report = ours(model)
+    return by_graphs(model)[0], report
+
+
+CONTESTANTS = {
+    "eager": eager,
+    "compile": compiled,
+    "graphs": by_graphs,
+    "captured": eager,
+    "peer": peer,
+    "ours": ours,
+    "ours-compile": ours_compiled,
+    "ours-graphs": ours_by_graphs,
+    "ours-captured": ours,
+}
+USUAL = "eager", "compile", "peer", "ours"  # of `train` and `breakdown`
 
 
 def described() -> dict:
@@ -96,7 +132,10 @@ def worker(work: Callable[..., dict], request: list[str]) -> None:
     pathlib.Path(out).write_text(json.dumps(result))
 
 
-def main(kind: str, work, doc: str, argv, usual: Iterable[str], steps: int, shown: Iterable[str]) -> None:
+def main(
+    kind: str, work, doc: str, argv, usual: Iterable[str], steps: int, shown: Iterable[str],
+    known: Iterable[str] = USUAL,
+) -> None:  # fmt: skip
     """``python -m bench.<kind>``: what ``work`` finds of each contestant in each run, saved, told, made a table of.
 
     ``work(contestant, model, sequence, batch, warmup, steps, device)`` returns {"machine": ..., "figures": ...}. The
@@ -106,7 +145,7 @@ def main(kind: str, work, doc: str, argv, usual: Iterable[str], steps: int, show
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
     p.add_argument("--runs", default="required", help="what to train (required: the two headline runs)")
-    p.add_argument("--contestants", default="", help=f"some of {','.join(CONTESTANTS)} ({','.join(usual)})")
+    p.add_argument("--contestants", default="", help=f"some of {','.join(known)} ({','.join(usual)})")
     p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (3)")
     p.add_argument("--steps", type=int, default=steps, help=f"timed steps ({steps})")
     p.add_argument("--run-limit", type=float, default=180, help="seconds for one contestant of one run (180)")
@@ -118,9 +157,9 @@ def main(kind: str, work, doc: str, argv, usual: Iterable[str], steps: int, show
     if args.worker:
         return worker(work, args.worker)
     names = [n for n in args.contestants.split(",") if n] or [n for n in usual if n != "peer" or args.peer]
-    if set(names) - set(CONTESTANTS) or ("peer" in names and args.peer is None):
+    if set(names) - set(known) or ("peer" in names and args.peer is None):
         raise SystemExit(
-            f"bench.{kind}: --contestants {args.contestants}: some of {','.join(CONTESTANTS)}, and peer with --peer DIR"
+            f"bench.{kind}: --contestants {args.contestants}: some of {','.join(known)}, and peer with --peer DIR"
         )
     runs = parsed(args.runs, kind)
     if args.device == "cuda":

@@ -11,6 +11,7 @@ first with its new optimizer state included. Another step, of 4 accumulated micr
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -52,7 +53,7 @@ def stepping(model, called, lr: float = 1e-4):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().clone()  # the next step may be written over a CUDA graph's
 
     return step
 
@@ -73,17 +74,21 @@ def steps(model, called, data: torch.Tensor, lr: float = 1e-4) -> tuple[list[flo
     return clocked(stepping(model, called, lr), data)
 
 
-def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str) -> dict:
-    """One contestant, in this process."""
+def work(
+    contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str,
+    make: Callable | None = None, accumulates: bool = True,
+) -> dict:  # fmt: skip
+    """One contestant, in this process. ``make(model, called, data)`` gives another step than `stepping`."""
     described = runs.described()
     model = models.build(name, device, torch.bfloat16)
     called, patched = CONTESTANTS[contestant](model)
     data = text.batches(sequence, batch, warmup + timed).to(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = stepping(model, called)
+    step = stepping(model, called) if make is None else make(model, called, data)
     losses, ms = clocked(step, data)
-    peak, accumulated = peak_bytes(device), peak_of_accumulating(step, data, device)
+    peak = peak_bytes(device)
+    accumulated = peak_of_accumulating(step, data, device) if accumulates else None
     median = machine.median(ms[warmup:])
     figures = {
         "tokens_per_s": sequence * batch / median * 1e3,
@@ -122,7 +127,7 @@ def hot_ceilings() -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     shown = ("tokens_per_s", "step_ms", "peak_bytes")
-    runs.main("train", work, __doc__, argv, usual=CONTESTANTS, steps=8, shown=shown)
+    runs.main("train", work, __doc__, argv, usual=runs.USUAL, steps=8, shown=shown)
 
 
 if __name__ == "__main__":
