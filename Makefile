@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl
+# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -8,6 +8,7 @@ GPU := $(shell command -v nvidia-smi)
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 OLDEST ?= 5.17.0
 TRL ?= 1.12.0 1.16.0
+MEGATRON ?= 0.16.1
 WORKERS ?= 2
 
 ifdef PYTHON
@@ -21,6 +22,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS) --dist loadgroup)
+INSTALL = $(PYTHON) -m pip install --quiet --no-compile
 OLD := $(VENV)/transformers-$(OLDEST)
 FAMILIES := families* class_level loss_in_head* mask proofs zoo zoo_vision names deferred trainer
 FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/patch/test_%.py) tests/cli/test_cli.py)
@@ -36,7 +38,8 @@ ISA_LIMITS ?= $(filter-out $(lastword $(HERE)),$(HERE))
 DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate-size 8192 --vocab-size 128256 --sequence-length 1024
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
-.PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl clean
+.PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
+	test-megatron clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -70,7 +73,7 @@ docs: $(READY) $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 $(VENV)/.docs-ready: $(VENV)/.ready
-	$(PYTHON) -m pip install --quiet -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 # The families again, on the oldest transformers that is covered.
@@ -78,7 +81,7 @@ test-transformers-oldest: $(OLD)/.ready
 	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) -m "every_family or not thorough" $(FAMILY_TESTS)
 
 $(OLD)/.ready: $(READY)
-	$(PYTHON) -m pip install --quiet --upgrade --target $(OLD) transformers==$(OLDEST)
+	$(INSTALL) --upgrade --target $(OLD) transformers==$(OLDEST)
 	touch $@
 
 # TRL's trainers with this package's losses (1.12, the last that calls them) and with its layers alone.
@@ -89,13 +92,21 @@ test-trl-%: $(VENV)/trl-%/.ready
 
 .PRECIOUS: $(VENV)/trl-%/.ready
 $(VENV)/trl-%/.ready: $(READY)
-	$(PYTHON) -m pip install --quiet --upgrade --no-deps --target $(@D)/site-packages trl==$*
+	$(INSTALL) --upgrade --no-deps --target $(@D)/site-packages trl==$*
+	touch $@
+
+# Megatron-Core's GPT on two ranks.
+test-megatron: $(VENV)/megatron-$(MEGATRON)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/megatron
+
+$(VENV)/megatron-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) megatron-core==$*
 	touch $@
 
 $(VENV)/.ready: pyproject.toml
 	@python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "make: Python 3.10 or newer is needed"; exit 1; }
 	@python3 -m venv $(VENV) || { echo "make: python3 has no venv here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(VENV)/bin/python -m pip install --quiet --upgrade $(TORCH) -e ".[dev]"
+	$(INSTALL) --upgrade $(TORCH) -e ".[dev]"
 	touch $@
 
 clean:

@@ -10,7 +10,7 @@ import inspect
 from pathlib import Path
 
 from liger_kernel import _public, transformers
-from liger_kernel.patch import families
+from liger_kernel.patch import bound, families
 
 PACKAGE = Path(_public.__file__).parent
 HEAD = "# Written by scripts/stubs.py.\n"
@@ -19,8 +19,9 @@ HEAD = "# Written by scripts/stubs.py.\n"
 def stubs() -> dict[str, str]:
     """Path below the package -> text."""
     made = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
+    made |= {f"transformers/model/{family}.pyi": forwards(family) for family in _public.FORWARDS}
     made["transformers/__init__.pyi"] = lazy_names()
-    made["ops/__init__.pyi"] = handed_on(_public.homes("ops"))
+    made["ops/__init__.pyi"] = handed_on(_public.homes("ops") | {"GrpoLossFunction": "grpo_loss"})
     made["ops/functional.pyi"] = handed_on(_public.homes("functional"))
     made["patch/families.pyi"] = functions()
     return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
@@ -37,6 +38,12 @@ def alias(home: str) -> str:
 def handed_on(homes: dict[str, str]) -> str:
     lines = [f"from liger_kernel.ops.{home} import {name} as {name}" for name, home in sorted(homes.items())]
     return "\n".join([*lines, "", f"__all__ = {sorted(homes)!r}".replace("'", '"'), ""])
+
+
+def forwards(family: str) -> str:
+    names = [*_public.FORWARDS[family], *([bound.LOSS] if family in bound.WITH_LOSS else [])]
+    lines = [f"def {name}(self: Any, *args: Any, **kwargs: Any) -> Any: ..." for name in names]
+    return "\n".join(["from typing import Any", "", *lines, ""])
 
 
 def lazy_names() -> str:

@@ -5,8 +5,18 @@ from typing import TYPE_CHECKING
 
 from liger_kernel import _public
 from liger_kernel._version import __version__
+from liger_kernel.implementations import (
+    available_backends,
+    available_impls,
+    get_backend,
+    get_impl,
+    set_backend,
+    set_impl,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "__version__", "available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl",
+]  # fmt: skip
 
 _public.install()
 
@@ -14,6 +24,6 @@ _public.install()
 if not TYPE_CHECKING:  # or any name would do
 
     def __getattr__(name):
-        if name not in ("chunked_loss", "ops", "transformers"):
+        if name not in ("chunked_loss", "functional", "ops", "transformers"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")

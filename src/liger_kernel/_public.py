@@ -19,6 +19,18 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {  # a line for each file
+    "attention.multi_token": Operator(
+        "LigerMultiTokenAttentionFunction", "liger_multi_token_attention", "LigerMultiTokenAttention",
+        "ops.multi_token_attention transformers.multi_token_attention",
+    ),
+    "attention.neighborhood": Operator(
+        "LigerFusedNeighborhoodAttentionFunction", "liger_fused_neighborhood_attention",
+        paths="ops.fused_neighborhood_attention transformers.fused_neighborhood_attention",
+    ),
+    "embedding.embedding": Operator(
+        "LigerEmbeddingFunction", "liger_embedding",
+        paths="ops.experimental.embedding transformers.experimental.embedding",
+    ),
     "head.cross_entropy": Operator(
         "LigerCrossEntropyFunction", "CrossEntropyOutput liger_cross_entropy", "LigerCrossEntropyLoss",
         "ops.cross_entropy transformers.cross_entropy",
@@ -28,26 +40,63 @@ OPERATORS = {  # a line for each file
         "LigerFusedLinearCrossEntropyFunction", "liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
         "ops.fused_linear_cross_entropy transformers.fused_linear_cross_entropy",
     ),
+    "head.linear_jsd": Operator(
+        "LigerFusedLinearJSDFunction", "liger_fused_linear_jsd", "LigerFusedLinearJSD",
+        "ops.fused_linear_jsd transformers.fused_linear_jsd",
+    ),
+    "head.linear_kl_div": Operator(
+        "LigerFusedLinearKLDivFunction", "liger_fused_linear_kl_div", "LigerFusedLinearKLDivLoss",
+        "ops.fused_linear_kl_div transformers.fused_linear_kl_div",
+    ),
     "head.scaled_cross_entropy": Operator(
         "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction",
         "liger_fused_linear_scaled_cross_entropy_tp",
     ),
+    "head.selected_log_probs": Operator(functional="liger_selected_log_probs"),
     "head.token_log_probs": Operator(functional="linear_token_loss token_log_probs"),
-    "mlp.glu": Operator(
-        "LigerGELUMulFunction LigerSiLUMulFunction", "liger_geglu liger_swiglu",
-        "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP "
-        "LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer",
-        "ops.geglu ops.swiglu transformers.geglu transformers.swiglu",
+    "head.vocab_parallel": Operator(
+        "LigerVocabParallelCEFunction", "liger_vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy",
+        "ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
     ),
+    "mlp.activation": Operator(
+        "LigerReLUSquaredFunction", "liger_relu_squared", "LigerReLUSquared",
+        "ops.relu_squared transformers.relu_squared",
+    ),
+    "mlp.activation_linear": Operator(functional="liger_activation_linear liger_glu_linear"),
+    "mlp.glu": Operator(
+        "LigerFusedGateUpSiLUMulFunction LigerGELUMulFunction LigerSiLUMulFunction",
+        "liger_clamped_swiglu liger_geglu liger_swiglu",
+    ),
+    "mlp.modules": Operator(
+        transformers="LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "
+        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer",
+        paths="ops.geglu ops.swiglu transformers.geglu transformers.swiglu",
+    ),
+    "mlp.swiglu_mlp": Operator(
+        "LigerMLPFunction", transformers="LigerFalconH1MLP LigerMLP", paths="transformers.mlp"
+    ),
+    "mlp.tiled_mlp": Operator(
+        "LigerTiledMLPFunction apply_tiled_mlp", transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
+        paths="ops.tiled_mlp transformers.tiled_mlp",
+    ),
+    "norm.dyt": Operator("LigerDyTFunction", "liger_dyt", "LigerDyT", "ops.dyt transformers.dyt"),
     "norm.fused_add_rms_norm": Operator(
         "LigerFusedAddRMSNormFunction", "liger_fused_add_rms_norm", "LigerFusedAddRMSNorm",
         "ops.fused_add_rms_norm transformers.fused_add_rms_norm",
     ),
+    "norm.gated_rms_norm": Operator("LigerGatedRMSNormFunction", "liger_gated_rms_norm", "LigerGatedRMSNorm"),
     "norm.group_norm": Operator(
         "LigerGroupNormFunction", "liger_group_norm", "LigerGroupNorm", "ops.group_norm transformers.group_norm"
     ),
     "norm.layer_norm": Operator(
         "LigerLayerNormFunction", "liger_layer_norm", "LigerLayerNorm", "ops.layer_norm transformers.layer_norm"
+    ),
+    "norm.modulated_rms_norm": Operator(
+        "LigerModulatedRMSNormFunction", "liger_modulated_rms_norm", "LigerModulatedRMSNorm",
+        "ops.modulated_rms_norm transformers.modulated_rms_norm",
+    ),
+    "norm.poly_norm": Operator(
+        "LigerPolyNormFunction", "liger_poly_norm", "LigerPolyNorm", "ops.poly_norm transformers.poly_norm"
     ),
     "norm.rms_norm": Operator(
         "LigerRMSNormFunction", "liger_rms_norm",
@@ -56,9 +105,35 @@ OPERATORS = {  # a line for each file
         "LigerRMSNormForQwen3Next",
         "ops.rms_norm transformers.rms_norm",
     ),
+    "probability.ce_tvd": Operator(
+        "LigerFusedCETVDFunction", "liger_fused_ce_tvd", "LigerFusedCETVDLoss",
+        "ops.fused_ce_tvd transformers.fused_ce_tvd",
+    ),
+    "probability.jsd": Operator("LigerJSDFunction", "liger_jsd", "LigerJSD", "ops.jsd transformers.jsd"),
+    "probability.kl_div": Operator(
+        "LigerKLDivLossFunction", "liger_kl_div", "LigerKLDIVLoss", "ops.kl_div transformers.kl_div"
+    ),
     "probability.softmax": Operator(
         "LigerSoftmaxFunction", "liger_softmax", "LigerSoftmax", "ops.softmax transformers.softmax"
     ),
+    "probability.sparsemax": Operator(
+        "LigerSparsemaxFunction", "liger_sparsemax", "LigerSparsemax", "ops.sparsemax transformers.sparsemax"
+    ),
+    "residual.attention_residuals": Operator("LigerAttnResFunction", "liger_attn_res", paths="ops.attn_res"),
+    "residual.hyper_connections": Operator(
+        "LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction",
+        "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre", "LigerMHC",
+        "ops.mhc transformers.mhc",
+    ),
+    "rotary.llama4_rope": Operator(
+        "LigerLlama4RopeFunction",
+        transformers="liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
+        paths="ops.llama4_rope transformers.llama4_rope",
+    ),
+    "rotary.multimodal_rope": Operator(
+        "LigerQwen2VLMRopeFunction", "liger_qwen2vl_mrope", paths="ops.qwen2vl_mrope transformers.qwen2vl_mrope"
+    ),
+    "probability.tvd": Operator("LigerTVDLossFunction", "liger_tvd", "LigerTVDLoss", "ops.tvd transformers.tvd"),
     "rotary.norm_rope": Operator("LigerNormRopeFunction", "liger_norm_rope"),
     "rotary.rope": Operator("LigerRopeFunction", "liger_rope", "liger_rotary_pos_emb", "ops.rope transformers.rope"),
 }  # fmt: skip
@@ -76,10 +151,28 @@ HOMES = {  # published import path -> where the module is
     "chunked_loss.kto_loss": "losses.preference",
     "chunked_loss.orpo_loss": "losses.preference",
     "chunked_loss.simpo_loss": "losses.preference",
+    "ops.grpo_loss": "losses.policy_on_logits",
     "transformers.functional": "ops.functional",
+    "transformers.grpo_loss": "losses.policy_on_logits",
     "transformers.model.loss_utils": "patch.causal_lm",
     "transformers.model.output_classes": "patch.causal_lm",
     "transformers.monkey_patch": "patch.families",
+}
+_LCE_FORWARD = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe gpt_oss internvl llama "
+    "llava ministral mistral mixtral muse_glimmer nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 "
+    "qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm"
+)
+FORWARDS_HOME = "patch.bound"
+FORWARDS = {  # modules of `liger_kernel.transformers.model`: a forward to bind, for which model types or their classes
+    **{family: {"lce_forward": (family,)} for family in _LCE_FORWARD.split()},
+    "gemma3": {"causal_forward": ("gemma3_text",), "multimodal_forward": ("gemma3",)},
+    "gemma4": {"causal_forward": ("gemma4_text",), "multimodal_forward": ("gemma4",)},
+    "hunyuan_v1": {"lce_forward": ("hunyuan_v1_dense", "hunyuan_v1_moe")},
+    "llama4": {"lce_forward": ("llama4_text",)},
+    "mllama": {"lce_forward": ("mllama.MllamaForCausalLM",)},
+    "qwen3_5": {"lce_forward": ("qwen3_5_text",), "lce_forward_for_multimodal": ("qwen3_5",)},
+    "qwen3_5_moe": {"lce_forward": ("qwen3_5_moe_text",), "lce_forward_conditional_generation": ("qwen3_5_moe",)},
 }
 PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
     "chunked_loss",
@@ -93,10 +186,16 @@ def homes(column: str) -> dict[str, str]:
     return {name: home for home, operator in OPERATORS.items() for name in getattr(operator, column).split()}
 
 
+def forwards_of(path: str) -> str | None:
+    """The family of a path ``transformers.model.<family>``."""
+    package, _, family = path.rpartition(".")
+    return family if package == "transformers.model" and family in FORWARDS else None
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
         root, _, name = fullname.partition(".")
-        if root == "liger_kernel" and (name in HOMES or name in PACKAGES):
+        if root == "liger_kernel" and (name in HOMES or name in PACKAGES or forwards_of(name)):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
         return None
 
@@ -109,6 +208,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module):
+        family = forwards_of(module.__name__.removeprefix("liger_kernel."))
+        if family:
+            vars(module).update(importlib.import_module(f"liger_kernel.{FORWARDS_HOME}").forwards(family))
         spec = module.__spec__  # the import system has just set the alias's: give the home its own back
         if spec.loader_state is not None:
             module.__spec__ = spec.loader_state

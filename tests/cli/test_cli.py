@@ -557,6 +557,7 @@ def test_models_shows_what_is_replaced(answer):
     mixtral, gpt2, left = out.splitlines()
     assert code == 0 and mixtral.startswith("mixtral  ") and gpt2.startswith("gpt2  ")
     assert all(kernel in mixtral for kernel in ("rms_norm (llama, offset 0)", "swiglu", "rotary_pos_emb", "no logits"))
-    assert left == "    GPT2MLP: it is not made of gate, up and down projections"
+    why = "it could not be tried: ValueError: it does something else in training than in evaluation"  # dropout
+    assert left == f"    GPT2MLP: {why}"
     code, out, error = answer("models", "mixtrall")
     assert code == 2 and not out and "mixtrall" in error

@@ -15,9 +15,14 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in sorte
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 EVERY = pytest.mark.parametrize("name", TREES)
 
-LAYERS = {"root": 0, "core": 1, "ops": 2, "losses": 3, "patch": 4, "chunked_loss": 5, "transformers": 5, "cli": 6}
+LAYERS = {
+    "root": 0, "core": 1, "ops": 2, "losses": 3, "patch": 4, "chunked_loss": 5, "transformers": 5, "megatron": 5,
+    "triton": 5, "faces": 5, "cli": 6,
+}  # fmt: skip
+FACES = "env_report", "functional", "utils"  # files beside the folders
 WANTS = {  # what is not torch or the standard library, and who may import it
-    "triton": ("core", "cli"),
+    "triton": ("core", "triton", "cli"),
+    "megatron": ("megatron",),
     "transformers": ("patch", "transformers", "cli"),
     "peft": ("patch", "transformers", "cli"),
     "trl": ("transformers",),
@@ -30,12 +35,13 @@ WANTS = {  # what is not torch or the standard library, and who may import it
 
 def layer(name):
     package, _, rest = name.partition(".")
-    return package if rest else "root"
+    return package if rest else "faces" if name in FACES else "root"
 
 
 SHARED = {  # by the operators of a folder
     "ops.norm.rows", "ops.head.logits", "ops.head.divergences", "ops.head.planning", "ops.head.chunks",
-    "ops.head.forward_gradients",
+    "ops.head.forward_gradients", "ops.probability.rows", "ops.mlp.pointwise", "ops.norm.gated_rows",
+    "ops.residual.coefficients", "ops.residual.streams",
 }  # fmt: skip
 OPERATORS = [n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED]
 OPS = [name for name in TREES if layer(name) in ("core", "ops")]
@@ -128,8 +134,16 @@ WAITS = {  # (file, attribute) -> why the host may wait for the device there
 PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
 TAKEN = {"ops.head.distillation"}  # whose Function is `forward_gradients.GradientInForward`
-COMPOSED = {"ops.head.scaled_cross_entropy", "ops.head.grouped_loss"}  # of other operators: no kernels of their own
-NAMES_ALONE = {"ops.utils", "ops.backends.registry", "ops.functional"}  # what frameworks import beside the operators
+COMPOSED = {  # of other operators: no kernels of their own
+    "ops.mlp.modules", "ops.mlp.swiglu_mlp", "ops.mlp.tiled_mlp", "ops.head.scaled_cross_entropy",
+    "ops.head.grouped_loss", "ops.head.linear_jsd", "ops.head.linear_kl_div",
+}  # fmt: skip
+NAMES_ALONE = {
+    "ops.utils",
+    "ops.configure",
+    "ops.backends.registry",
+    "ops.functional",
+}  # what frameworks import beside the operators
 
 
 @EVERY_OP_FILE

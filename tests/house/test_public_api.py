@@ -80,6 +80,13 @@ def test_every_public_name_is_in_the_list(scope):
 OURS = {  # no framework knows these; test_families and test_norm_rope hold what they do
     "transformers.apply_liger_kernel",
     "transformers.functional.liger_norm_rope",
+    "transformers.functional.liger_fused_ce_tvd",
+    "transformers.functional.liger_gated_rms_norm",
+    "transformers.LigerGatedRMSNorm",
+    "ops.LigerGatedRMSNormFunction",
+    "transformers.functional.liger_activation_linear",
+    "transformers.functional.liger_glu_linear",
+    "transformers.functional.liger_clamped_swiglu",
     "ops.LigerNormRopeFunction",
 }
 

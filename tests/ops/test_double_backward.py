@@ -26,7 +26,8 @@ from liger_kernel.ops.head import cross_entropy, token_log_probs
 from liger_kernel.ops.head.cross_entropy import cross_entropy_reference
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_reference
-from liger_kernel.ops.mlp.glu import LigerGLULinearFunction, glu_linear_reference, swiglu_reference
+from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction, glu_linear_reference
+from liger_kernel.ops.mlp.glu import swiglu_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.ops.probability.softmax import softmax_reference
 from liger_kernel.transformers import apply_liger_kernel

@@ -27,7 +27,10 @@ from liger_kernel.ops.head.linear_cross_entropy import (
 )
 from liger_kernel.ops.head.scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.ops.head.token_log_probs import linear_token_loss, token_log_probs
-from liger_kernel.ops.mlp.glu import liger_geglu, liger_glu_linear, liger_swiglu
+from liger_kernel.ops.mlp.activation import liger_relu_squared
+from liger_kernel.ops.mlp.activation_linear import liger_activation_linear, liger_glu_linear
+from liger_kernel.ops.mlp.glu import liger_clamped_swiglu, liger_geglu, liger_swiglu
+from liger_kernel.ops.mlp.swiglu_mlp import liger_swiglu_mlp
 from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNorm, liger_fused_add_rms_norm
 from liger_kernel.ops.norm.group_norm import LigerGroupNorm, liger_group_norm
 from liger_kernel.ops.norm.layer_norm import LigerLayerNorm, liger_layer_norm
@@ -71,7 +74,11 @@ def given():
         liger_softmax: dict(x=x),
         liger_swiglu: dict(a=x, b=randn(T, H)),
         liger_geglu: dict(a=x, b=randn(T, H)),
+        liger_clamped_swiglu: dict(a=x, b=randn(T, H), limit=7.0, alpha=1.702, shift=1.0),
+        liger_relu_squared: dict(x=x),
         liger_glu_linear: dict(a=x, b=randn(T, H), weight=w, bias=randn(V)),
+        liger_activation_linear: dict(x=x, weight=w, bias=randn(V)),
+        liger_swiglu_mlp: dict(input=x, gate_weight=w, up_weight=randn(V, H), down_weight=randn(H, V)),
         liger_rotary_pos_emb: dict(q=q, k=k, cos=angles.cos(), sin=angles.sin()),
         liger_norm_rope: dict(
             q=q, k=k, q_weight=randn(H), k_weight=randn(H), cos=angles.cos(), sin=angles.sin(), eps=1e-6
@@ -109,6 +116,8 @@ NUMBERS = {  # an argument's name: values that are out of its range
     "offset": (NAN, INF),
     "gate_multiplier": (NAN,),
     "down_multiplier": (INF,),
+    "limit": (0.0, -1.0, NAN, INF),
+    "shift": (INF,),
     "label_smoothing": (-0.1, 1.5, NAN),
     "lse_square_scale": (NAN, INF),
     "softcap": (0.0, -1.0, NAN, INF),
@@ -257,8 +266,15 @@ SHAPES = [
     (liger_softmax, "x", lambda x: x.sum()),
     (liger_swiglu, "b", narrow),
     (liger_geglu, "b", narrow),
+    (liger_clamped_swiglu, "b", narrow),
     (liger_glu_linear, "weight", narrow),
     (liger_glu_linear, "bias", narrow),
+    (liger_activation_linear, "weight", narrow),
+    (liger_activation_linear, "bias", narrow),
+    (liger_swiglu_mlp, "input", lambda x: x.sum()),
+    (liger_swiglu_mlp, "gate_weight", narrow),
+    (liger_swiglu_mlp, "up_weight", narrow),
+    (liger_swiglu_mlp, "down_weight", narrow),
     (liger_cross_entropy, "weight", narrow),
     (liger_cross_entropy, "target", narrow),
     (liger_fused_linear_cross_entropy, "weight", narrow),

@@ -473,7 +473,7 @@ def test_ropes_of_other_families():
     assert ropes.prove(modeling("llama").apply_rotary_pos_emb) == ropes.Rope(False)
     assert ropes.prove(modeling("phi3").apply_rotary_pos_emb) == ropes.Rope(False)
     assert ropes.prove(glm.apply_rotary_pos_emb) == ropes.Rope(True)
-    assert ropes.prove(cohere.apply_rotary_pos_emb) == ropes.Rope("repeated")
+    assert ropes.prove(cohere.apply_rotary_pos_emb) == ropes.Rope("repeated", wide=True)
     assert isinstance(ropes.prove(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)), str)
     assert isinstance(ropes.prove(lambda x, cos, sin: x), str)
 

@@ -185,14 +185,18 @@ def test_every_step_is_the_familys(case, made):
         assert not any(fused), fused
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if CASES[c][2] is None and not c.endswith(("hook", "a graph"))])
+@pytest.mark.parametrize(
+    "case",
+    ("nothing", "z-loss", "a scale and a softcap", "learned temperature", "detach", "in place", "its shape",
+     "ignore_index", "two heads", "kept"),
+)  # fmt: skip
 @pytest.mark.thorough
 def test_compiled(case):
     """The same in one graph. (Dynamo traces no hook that a forward puts on a tensor, and no gradient that it takes.)"""
     torch._dynamo.reset()
     forward, prepare, _, _ = CASES[case]
     theirs, mine = pair(forward, prepare)
-    compiled = torch.compile(mine, backend="aot_eager", fullgraph=case != "kept")
+    compiled = torch.compile(mine, backend="eager", fullgraph=case != "kept")
     for _ in range(2):
         assert_same(step(mine, compiled), step(theirs))
 

@@ -190,7 +190,7 @@ def test_the_trainers_line_on_any_model(name):
         ),
         "t5": lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)),
     }[name]()
-    report = liger._apply_liger_kernel_to_instance(model=model, swiglu=False, relu_squared=True, nonsense=None)
+    report = liger._apply_liger_kernel_to_instance(model=model, swiglu=False, nonsense=None)
     norms = {"bert": ("LayerNorm", 4), "t5": ("T5LayerNorm", 7)}[name]
     assert report.of(norms[0]) == norms[1] and not report.warnings
     other = copy.deepcopy(model)

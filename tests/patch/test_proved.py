@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from liger_kernel.ops import functional
 from liger_kernel.patch import mlp as gated
 from liger_kernel.patch import norm as norms
 from liger_kernel.patch import rope as ropes
@@ -98,6 +99,37 @@ def test_a_gate_that_is_clamped_in_half_precision():
             )
 
     assert isinstance(gated.prove(with_(InHalf)), str)
+
+
+class Limited(LlamaMLP):
+    """As in DeepSeek-V4."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x)
+        return self.down_proj(self.act_fn(gate) * up.clamp(-self.limit, self.limit))
+
+
+class LimitedMore(LlamaMLP):
+    """As in gpt-oss, but for the limit below."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x).clamp(-self.limit, self.limit), self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
+
+
+def test_a_gate_with_limits(monkeypatch):
+    """Which are the module's own, and may change; limits that are others than those of the kernel."""
+    calls = []
+    clamped = functional.liger_clamped_swiglu
+    monkeypatch.setattr(functional, "liger_clamped_swiglu", lambda *args: calls.append(args[2:]) or clamped(*args))
+    mine, theirs, report = holding(with_(Limited, limit=0.5), with_(LimitedMore, limit=7, alpha=1.702))
+    assert report.replaced["Limited", "liger_clamped_swiglu"] == 1 and not patched(mine[1])
+    for a, b in zip(mine, theirs, strict=True):
+        same(a, b)
+    assert calls == [(0.5, 1.0, 0.0)]
+    mine[0].limit = theirs[0].limit = 2.0
+    same(mine[0], theirs[0])
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("limit", [1e2, 1e5])

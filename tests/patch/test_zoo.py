@@ -61,12 +61,12 @@ def test_the_tables_name_families():
 
 
 def test_the_report_names_what_runs():
-    """RoPE whose tables are half as wide, RoPE that the forward does not use, norms that come after RoPE."""
+    """RoPE whose tables are half as wide, RoPE that gives halves for pairs, norms that come after RoPE."""
     gpt_oss = liger.apply_liger_kernel(zoo.build("gpt_oss"))
     assert ("apply_rotary_pos_emb", "liger_rotary_pos_emb (half as wide tables)") in gpt_oss.replaced
     deepseek = liger.apply_liger_kernel(zoo.build("deepseek_v3"))
+    assert ("apply_rotary_pos_emb_interleave", "liger_rotary_pos_emb (interleaved=True, halves)") in deepseek.replaced
     assert not deepseek.of("apply_rotary_pos_emb")
-    assert ("DeepseekV3Attention", "it takes pairs and gives halves (rope_interleave)") in deepseek.left_alone
     hunyuan = liger.apply_liger_kernel(zoo.build("hunyuan_v1_dense"))
     assert hunyuan.of("apply_rotary_pos_emb") and "liger_norm_rope" not in {by for _, by in hunyuan.replaced}
 
@@ -76,8 +76,9 @@ def test_stacked_experts():
         replaced = zoo.trial(name).report.replaced
         (by,) = {by for what, by in replaced if what.endswith("Experts")}
         assert by == ("liger_geglu (tanh)" if "gemma" in name else "liger_swiglu") + " of stacked experts"
-    clamped = "it does not compute act(gate)·up with SiLU or GELU"
-    reasons = dict.fromkeys(("deepseek_v4", "gpt_oss", "hy_v4"), clamped)
-    reasons |= dict(llama4_text="its experts' weights are stacked, and its forward computes act(gate)·up itself")
+    for name in ("deepseek_v4", "gpt_oss", "hy_v4"):
+        (by,) = {by for what, by in zoo.trial(name).report.replaced if what.endswith("Experts")}
+        assert by == "liger_clamped_swiglu of stacked experts"
+    reasons = dict(llama4_text="its experts' weights are stacked, and its forward computes act(gate)·up itself")
     for name, why in (reasons | dict(nemotron_h="its experts have no gate")).items():
         assert why in {why for what, why in zoo.trial(name).report.left_alone if what.endswith("Experts")}, name

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import glu
+from liger_kernel.ops.mlp import activation_linear
 from liger_kernel.patch import logits
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -57,7 +57,7 @@ OPERATORS = (
 def counted(monkeypatch):
     """How often each operator runs: patched code looks them up when it calls them. (Experts call the two of `glu`.)"""
     calls = dict.fromkeys(OPERATORS, 0)
-    gated_linear = glu.gated_linear
+    gated_linear = activation_linear.gated_linear
 
     def counting_glu(a, b, act, linear):
         calls["swiglu" if act == "silu" else "geglu"] += 1
@@ -71,7 +71,7 @@ def counted(monkeypatch):
         return call
 
     with monkeypatch.context() as patched:
-        patched.setattr(glu, "gated_linear", counting_glu)
+        patched.setattr(activation_linear, "gated_linear", counting_glu)
         for name in calls:
             patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
         yield calls

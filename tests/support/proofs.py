@@ -8,7 +8,7 @@ from hardware import DEVICE
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import glu
+from liger_kernel.ops.mlp import activation_linear
 from liger_kernel.transformers import apply_liger_kernel
 
 
@@ -37,7 +37,7 @@ def counted(monkeypatch):
     def counting(name, function):
         return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
 
-    monkeypatch.setattr(glu, "gated_linear", counting("glu", glu.gated_linear))
+    monkeypatch.setattr(activation_linear, "gated_linear", counting("glu", activation_linear.gated_linear))
     for name in ("liger_rms_norm", "liger_layer_norm", "liger_fused_add_rms_norm", "liger_norm_rope", "liger_rope"):
         monkeypatch.setattr(functional, name, counting(name, getattr(functional, name)))
     return calls

@@ -1,5 +1,7 @@
 """The second step of a weight gradient: add up the partial sums of the programs."""
 
+import torch
+
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import cdiv, tl
 
@@ -15,7 +17,14 @@ def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
+def partial(out, programs):
+    """Where each program writes a row of partial sums, for `sum_rows`: ``out`` itself for one program, or for None."""
+    return out if out is None or programs == 1 else out.new_empty((programs, out.numel()), dtype=torch.float32)
+
+
 def sum_rows(partial, out):
     """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once, to out's dtype."""
+    if partial is out:
+        return
     M, N = partial.shape
     _sum_rows[(cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

@@ -66,6 +66,12 @@ def of_program(x_ptr, more_ptr, split, V, SIZE):
 
 
 @triton.jit
+def read(ptr, at, mask):
+    """A block in fp32, which is 0 where the mask is."""
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def exp(x):
     """exp within 2 ulp: 2ᵏ·exp(x - k·ln 2). tl.exp rounds x·log₂e, so its error grows with |x|."""
     x = tl.where(x < -150.0, -150.0, x)  # tl.maximum would lose a NaN
@@ -134,3 +140,18 @@ def tanh_slope(x):
     """1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def sigmoid(x):
+    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Nothing overflows."""
+    e = tl.exp(-tl.abs(x))
+    p = 1.0 / (1.0 + e)
+    return tl.where(x < 0, e * p, p), e * p * p
+
+
+@triton.jit
+def silu(x):
+    """x·σ(x), and its slope."""
+    s, slope = sigmoid(x)
+    return x * s, s + x * slope

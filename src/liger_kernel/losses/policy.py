@@ -35,6 +35,8 @@ from liger_kernel.losses.policy_math import GRPOOptions
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
+_GRPO_OPTIONS = tuple(field.name for field in fields(GRPOOptions))  # Dynamo has no `fields`
+
 
 def _named(loss, metrics, *names):
     """The metrics as a dict. The entropy comes last, and only if it was asked for."""
@@ -286,7 +288,7 @@ class LigerFusedLinearGRPOLoss(LossModule):
         drop_ignored: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
-        GRPOOptions(**{field.name: getattr(self, field.name) for field in fields(GRPOOptions)})  # raises
+        GRPOOptions(**{name: getattr(self, name) for name in _GRPO_OPTIONS})  # raises
 
     def forward(
         self, _input: torch.Tensor, lin_weight: torch.Tensor, selected_token_ids: torch.Tensor,

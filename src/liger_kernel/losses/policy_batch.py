@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from liger_kernel.losses.policy_math import (
     fixed_length,
     grpo_value,
     leave_one_out,
+    log_of_sequence,
     mean_of_sequences,
     mean_of_tokens,
     ppo_value,
@@ -40,6 +40,7 @@ class Given:
     ref_per_token_logps: torch.Tensor | None = None
     vllm_is_ratio: torch.Tensor | None = None
     num_items_in_batch: int | torch.Tensor | None = None
+    phi_seq: torch.Tensor | None = None  # VESPO's weights, if they are known already
 
 
 @dataclass(frozen=True)
@@ -161,21 +162,22 @@ def grpo_counted(o, coef, mask):
     return None if POLICIES[o.loss_type].padding and tokens_matter else mask.bool()
 
 
-def grpo_batch(o, coef, like, given):
-    """For tensors that `check_grpo` has passed."""
+def grpo_batch(o, coef, like, given, padding=True):
+    """For tensors that `check_grpo` has passed. Without ``padding``, luspo does not count it either."""
     policy, sequence = POLICIES[o.loss_type], o.importance_sampling_level == "sequence"
-    counted = grpo_counted(o, coef, given.attention_mask)
+    padding = padding and policy.padding
+    counted = grpo_counted(o, coef, given.attention_mask) if padding else given.attention_mask.bool()
     ref = given.ref_per_token_logps if o.beta != 0 else None
-    mask, advantages, old, ref, ratio = widened(
-        like, given.attention_mask, given.advantages, given.old_per_token_logps, ref, given.vllm_is_ratio
+    mask, advantages, old, ref, ratio, phi = widened(
+        like, given.attention_mask, given.advantages, given.old_per_token_logps, ref, given.vllm_is_ratio, given.phi_seq
     )
     pool = mask if policy.couples else mask / mask.sum(-1, keepdim=True).clamp(min=1) if sequence else None
     if policy.couples and ratio is not None:
-        ratio = ratio.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
-    if not policy.padding:
-        advantages, ratio = only(counted, advantages), only(counted, ratio)
+        ratio = log_of_sequence(ratio)
     weights, share = policy.weights(mask, o, given.num_items_in_batch), mean_of_tokens(mask)
-    rows = Rows(weights, share, advantages, pool, only(counted, old), only(counted, ref), ratio)
+    if not padding:
+        advantages, ratio, weights = only(counted, advantages), only(counted, ratio), only(counted, weights)
+    rows = Rows(weights, share, advantages, pool, only(counted, old), only(counted, ref), ratio, phi)
     return Batch(functools.partial(grpo_value, o, coef), rows, counted, sequence or policy.couples)
 
 

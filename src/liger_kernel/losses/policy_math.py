@@ -79,7 +79,11 @@ def clipped_weight(log_probs, ratio, advantages, o):
 def soft_gate(log_probs, ratio, advantages, o):
     """SAPO (2511.20347): a sigmoid in place of the clip. It is centred at r = 1 and has slope 1 there."""
     t = _either(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, ratio)
-    return -(4 / t) * torch.sigmoid(t * (ratio - 1)) * advantages
+    return -_gate(ratio, t) * advantages
+
+
+def _gate(ratio, t):
+    return (4 / t) * torch.sigmoid(t * (ratio - 1))
 
 
 def weighted_reinforce(log_probs, weight, advantages, o):
@@ -95,6 +99,11 @@ def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
     k = _either(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w)
     rate = _either(advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w)
     return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def log_of_sequence(inference_ratio):
+    """What VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T)."""
+    return inference_ratio.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
 
 
 def _either(condition, yes, no, like):
@@ -211,6 +220,7 @@ class Rows(NamedTuple):
     old: torch.Tensor | None = None  # log-probabilities of the policy that sampled
     ref: torch.Tensor | None = None  # those of the reference model
     inference_ratio: torch.Tensor | None = None  # corrects for the engine that sampled
+    phi: torch.Tensor | None = None  # the weights of `vespo_weight`, if they are known already
 
     def each(self, fn) -> Rows:
         return Rows(*(x if x is None else fn(x) for x in self))
@@ -223,7 +233,9 @@ def grpo_terms(log_probs, rows, o):
     sequence = o.importance_sampling_level == "sequence"
     ratio = ((log_ratio * rows.pool).sum(-1, keepdim=True) if sequence else log_ratio).exp()
     if policy.couples:
-        weight = vespo_weight(log_ratio, rows.pool, rows.inference_ratio, advantages, o)
+        weight = rows.phi
+        if weight is None:
+            weight = vespo_weight(log_ratio, rows.pool, rows.inference_ratio, advantages, o)
         loss = policy.loss(log_probs, weight, advantages, o)
     else:
         loss = policy.loss(log_probs, ratio, advantages, o)
@@ -277,3 +289,46 @@ def leave_one_out(rewards, samples_per_prompt):
     k = samples_per_prompt
     rewards = rewards.unflatten(0, (-1, k))
     return ((rewards - rewards.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
+
+
+# ---- as functions with the published names ----
+
+
+def k3_loss_fn(log_p, log_q):
+    """KL(q ‖ p), estimated from tokens that q sampled: `k3`."""
+    return k3(log_q, log_p)
+
+
+def sapo_loss_fn(importance_ratio, temperature):
+    """SAPO's gate: 4/τ·σ(τ·(r - 1)), see `soft_gate`."""
+    return _gate(importance_ratio, check.positive("sapo_loss_fn", "temperature", temperature))
+
+
+def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
+    """-> the clipped ratio, where the lower bound clips it, and where the upper one does.
+
+    sapo and vespo clip nothing: None, and nowhere.
+    """
+    nowhere = torch.zeros_like(coef, dtype=torch.bool)
+    if loss_type in ("sapo", "vespo"):
+        return None, nowhere, nowhere
+    if loss_type == "cispo":
+        return coef.detach().clamp(max=epsilon_high), nowhere, coef > epsilon_high
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(low, high), coef < low, coef > high
+
+
+def get_gamma_weights(
+    advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0, k_neg=3.0,
+    lambda_neg=2.0,
+):  # fmt: skip
+    """VESPO's weight of each sequence, (B, 1), without a gradient: `vespo_weight`.
+
+    Args:
+        advantages: (B,) or (B, 1). log_ratio_per_token: (B, T), log π - log π_old. mask: (B, T).
+        importance_sampling_ratio: (B, 1) or (B, T), of the inference engine, or None.
+    """
+    o = GRPOOptions(vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg)
+    advantages, ratio = advantages.detach().reshape(len(mask), -1), importance_sampling_ratio
+    ratio = None if ratio is None else log_of_sequence(ratio.detach())
+    return vespo_weight(log_ratio_per_token, mask, ratio, advantages, o)

@@ -1,16 +1,43 @@
 # Written by scripts/stubs.py.
+from liger_kernel.ops.grpo_loss import GrpoLossFunction as GrpoLossFunction
+from liger_kernel.ops.residual.attention_residuals import LigerAttnResFunction as LigerAttnResFunction
 from liger_kernel.ops.head.cross_entropy import LigerCrossEntropyFunction as LigerCrossEntropyFunction
+from liger_kernel.ops.norm.dyt import LigerDyTFunction as LigerDyTFunction
+from liger_kernel.ops.embedding.embedding import LigerEmbeddingFunction as LigerEmbeddingFunction
 from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNormFunction as LigerFusedAddRMSNormFunction
+from liger_kernel.ops.probability.ce_tvd import LigerFusedCETVDFunction as LigerFusedCETVDFunction
+from liger_kernel.ops.mlp.glu import LigerFusedGateUpSiLUMulFunction as LigerFusedGateUpSiLUMulFunction
 from liger_kernel.ops.head.linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction
+from liger_kernel.ops.head.linear_jsd import LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction
+from liger_kernel.ops.head.linear_kl_div import LigerFusedLinearKLDivFunction as LigerFusedLinearKLDivFunction
 from liger_kernel.ops.head.scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.ops.head.scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyTPFunction as LigerFusedLinearScaledCrossEntropyTPFunction
+from liger_kernel.ops.attention.neighborhood import LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.ops.mlp.glu import LigerGELUMulFunction as LigerGELUMulFunction
+from liger_kernel.ops.norm.gated_rms_norm import LigerGatedRMSNormFunction as LigerGatedRMSNormFunction
 from liger_kernel.ops.norm.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
+from liger_kernel.ops.probability.jsd import LigerJSDFunction as LigerJSDFunction
+from liger_kernel.ops.probability.kl_div import LigerKLDivLossFunction as LigerKLDivLossFunction
 from liger_kernel.ops.norm.layer_norm import LigerLayerNormFunction as LigerLayerNormFunction
+from liger_kernel.ops.rotary.llama4_rope import LigerLlama4RopeFunction as LigerLlama4RopeFunction
+from liger_kernel.ops.residual.hyper_connections import LigerMHCCoeffsFunction as LigerMHCCoeffsFunction
+from liger_kernel.ops.residual.hyper_connections import LigerMHCPostResFunction as LigerMHCPostResFunction
+from liger_kernel.ops.residual.hyper_connections import LigerMHCPreFunction as LigerMHCPreFunction
+from liger_kernel.ops.mlp.swiglu_mlp import LigerMLPFunction as LigerMLPFunction
+from liger_kernel.ops.norm.modulated_rms_norm import LigerModulatedRMSNormFunction as LigerModulatedRMSNormFunction
+from liger_kernel.ops.attention.multi_token import LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction
 from liger_kernel.ops.rotary.norm_rope import LigerNormRopeFunction as LigerNormRopeFunction
+from liger_kernel.ops.norm.poly_norm import LigerPolyNormFunction as LigerPolyNormFunction
+from liger_kernel.ops.rotary.multimodal_rope import LigerQwen2VLMRopeFunction as LigerQwen2VLMRopeFunction
 from liger_kernel.ops.norm.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
+from liger_kernel.ops.mlp.activation import LigerReLUSquaredFunction as LigerReLUSquaredFunction
 from liger_kernel.ops.rotary.rope import LigerRopeFunction as LigerRopeFunction
 from liger_kernel.ops.mlp.glu import LigerSiLUMulFunction as LigerSiLUMulFunction
 from liger_kernel.ops.probability.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
+from liger_kernel.ops.probability.sparsemax import LigerSparsemaxFunction as LigerSparsemaxFunction
+from liger_kernel.ops.probability.tvd import LigerTVDLossFunction as LigerTVDLossFunction
+from liger_kernel.ops.mlp.tiled_mlp import LigerTiledMLPFunction as LigerTiledMLPFunction
+from liger_kernel.ops.head.vocab_parallel import LigerVocabParallelCEFunction as LigerVocabParallelCEFunction
+from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
 
-__all__ = ["LigerCrossEntropyFunction", "LigerFusedAddRMSNormFunction", "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction", "LigerGELUMulFunction", "LigerGroupNormFunction", "LigerLayerNormFunction", "LigerNormRopeFunction", "LigerRMSNormFunction", "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction"]
+__all__ = ["GrpoLossFunction", "LigerAttnResFunction", "LigerCrossEntropyFunction", "LigerDyTFunction", "LigerEmbeddingFunction", "LigerFusedAddRMSNormFunction", "LigerFusedCETVDFunction", "LigerFusedGateUpSiLUMulFunction", "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearJSDFunction", "LigerFusedLinearKLDivFunction", "LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction", "LigerFusedNeighborhoodAttentionFunction", "LigerGELUMulFunction", "LigerGatedRMSNormFunction", "LigerGroupNormFunction", "LigerJSDFunction", "LigerKLDivLossFunction", "LigerLayerNormFunction", "LigerLlama4RopeFunction", "LigerMHCCoeffsFunction", "LigerMHCPostResFunction", "LigerMHCPreFunction", "LigerMLPFunction", "LigerModulatedRMSNormFunction", "LigerMultiTokenAttentionFunction", "LigerNormRopeFunction", "LigerPolyNormFunction", "LigerQwen2VLMRopeFunction", "LigerRMSNormFunction", "LigerReLUSquaredFunction", "LigerRopeFunction", "LigerSiLUMulFunction", "LigerSoftmaxFunction", "LigerSparsemaxFunction", "LigerTVDLossFunction", "LigerTiledMLPFunction", "LigerVocabParallelCEFunction", "apply_tiled_mlp"]

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.ops.mlp.glu import *
+from liger_kernel.ops.mlp.modules import *

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 
@@ -18,6 +19,16 @@ torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, t
 def is_hip() -> bool:
     """Whether this torch is built for AMD."""
     return devices.AMD
+
+
+def device_context(device: torch.device | str | int | torch.Tensor):
+    """A context in which the device, or a tensor's, is the current one, on which Triton launches."""
+    if not isinstance(device, torch.Tensor):
+        device = torch.device(device)
+        if device.type not in ("cuda", "xpu"):
+            return contextlib.nullcontext()
+        return getattr(torch, device.type).device(device)
+    return devices.guard(device)
 
 
 def calculate_settings(n: int) -> tuple[int, int]:

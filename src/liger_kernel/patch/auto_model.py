@@ -7,8 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from liger_kernel.patch.families import EVERYTHING, apply_liger_kernel, decided
 
-SWITCHES = {**EVERYTHING, "relu_squared": False}  # of any family; none is a keyword of a model
-
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` whose models are patched; the switches of `apply_liger_kernel` are keywords, too.
@@ -38,7 +36,6 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 def _taken(name: str, kwargs: dict) -> dict:
     """The switches, out of the keywords; checked before a model is loaded for nothing."""
-    switches = {switch: kwargs.pop(switch) for switch in SWITCHES.keys() & kwargs.keys()}
-    decided(name, SWITCHES, switches)
-    switches.pop("relu_squared", None)
+    switches = {switch: kwargs.pop(switch) for switch in EVERYTHING.keys() & kwargs.keys()}
+    decided(name, EVERYTHING, switches)
     return switches

@@ -89,8 +89,8 @@ def in_place(model: torch.nn.Module) -> list[str]:
     flags = {}
     for module in model.modules():
         what = known_as(module)
-        if what is not None and what.flag is not None:
-            flags[what.flag] = True
+        if what is not None:
+            flags |= {flag: True for flag in what.flags if flag is not None}
         if "_liger_loss_before" in module.__dict__:
             flags["cross_entropy"] = True
     return list(flags)
@@ -118,14 +118,14 @@ def _rehearsal(model_type: str, flags: dict[str, bool]) -> Report:
     try:
         model = default_model(model_type)
     except Exception as error:
-        name = _model_class(model_type).__name__
+        name = model_class(model_type).__name__
         return Report(name, warnings=[f"a default model cannot be built, to show what it replaces ({error})"])
     return patch(model, flags)
 
 
 def default_model(model_type: str) -> torch.nn.Module:
     """The family's model of its default configuration, without weights. Of some this cannot be built: they raise."""
-    cls, error = _model_class(model_type), None
+    cls, error = model_class(model_type), None
     for missing in ({}, OPEN):
         try:
             config = cls.config_class()
@@ -161,12 +161,12 @@ def _config_class(model_type: str) -> type:
     return CONFIG_MAPPING[model_type]
 
 
-def _modeling(model_type: str):
+def modeling(model_type: str):
     """The family's modeling module."""
     return importlib.import_module(_config_class(model_type).__module__.replace(".configuration_", ".modeling_"))
 
 
-def _model_class(model_type: str) -> type:
+def model_class(model_type: str) -> type:
     """The family's model, with a head where it has one that generates."""
     from transformers.models.auto import modeling_auto
 
@@ -181,4 +181,4 @@ def _model_class(model_type: str) -> type:
 def _bases(model_type: str) -> list[type]:
     from transformers import PreTrainedModel
 
-    return [c for c in vars(_modeling(model_type)).values() if isinstance(c, type) and PreTrainedModel in c.__bases__]
+    return [c for c in vars(modeling(model_type)).values() if isinstance(c, type) and PreTrainedModel in c.__bases__]

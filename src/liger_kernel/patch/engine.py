@@ -9,35 +9,37 @@ from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
 from liger_kernel.patch import head, private
+from liger_kernel.patch.gated_norm import GatedNorms
 from liger_kernel.patch.loss import LossInHead, LossOnLogits, causal_lms
 from liger_kernel.patch.mask import CausalMasks
 from liger_kernel.patch.mlp import GatedMLPs
 from liger_kernel.patch.norm import Norms
 from liger_kernel.patch.parts import Reads, unchanged
+from liger_kernel.patch.plain_mlp import PlainMLPs
 from liger_kernel.patch.report import Report
 from liger_kernel.patch.residual import ResidualStreams
 from liger_kernel.patch.rewrite import known_as
 from liger_kernel.patch.rope import HeadNorms, Ropes
+from liger_kernel.patch.tiled_mlp import TiledMLPs
 
 logger = logging.getLogger(__name__)
 
 # Stage by stage over all modules; within a stage a module is the first's that it may be of.
 STAGES = (
-    (Norms(), GatedMLPs(), Ropes()),
-    (ResidualStreams(), HeadNorms()),  # of norms and attentions that are ours by now
+    (GatedNorms(), Norms(), PlainMLPs(), GatedMLPs(), Ropes()),
+    (ResidualStreams(), HeadNorms(), TiledMLPs()),  # of norms, attentions and MLPs that are ours by now
     (LossInHead(),),
     (LossOnLogits(),),
     (CausalMasks(),),
 )
-WITHOUT_KERNEL = ("relu_squared",)  # switches that published functions have
-FLAGS = *dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag in rewrite.flags), *WITHOUT_KERNEL
+FLAGS = (*dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag in rewrite.flags),)
 
 
 class _Walk:
     """Over one model: what is asked for, what there is, what is known so far."""
 
     def __init__(self, model, flags):
-        self.model, self.flags = model, {flag for flag in FLAGS if flags.get(flag)}
+        self.model, self.flags, self.given = model, {flag for flag in FLAGS if flags.get(flag)}, flags
         self.paths = {module: path for path, module in model.named_modules()}
         self.models = causal_lms(model)
         self.report = Report(type(self.models[0] if self.models else model).__name__)
@@ -47,7 +49,8 @@ class _Walk:
         self.answers = {}  # of `once`
 
     def run(self) -> Report:
-        self.done |= {known_as(module).flag for module in self.paths if known_as(module) is not None}
+        known = [what for what in map(known_as, self.paths) if what is not None]
+        self.done.update(flag for what in known for flag in what.flags)
         for stage in STAGES:
             rewrites = [r for r in stage if self.flags and (not r.flags or self.flags.intersection(r.flags))]
             for module in self.paths:
@@ -65,7 +68,7 @@ class _Walk:
     def become(self, module, what, parts, name):
         private.become(module, what, parts)
         self.report.add(name, what.kernel, what.column)
-        self.done.add(what.flag)
+        self.done.update(what.flags)
 
     def leave(self, flags, name, why):
         self.report.left_alone[name, why] += 1
@@ -110,7 +113,7 @@ def check_transformers() -> None:
         )
 
 
-def patch(model: torch.nn.Module, flags: dict[str, bool]) -> Report:
+def patch(model: torch.nn.Module, flags: dict[str, bool | int]) -> Report:
     check_transformers()
     return _Walk(model, flags).run()
 

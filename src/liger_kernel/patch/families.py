@@ -23,6 +23,8 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
         cross_entropy: the loss on logits without their fp32 copy; in place of fused_linear_cross_entropy.
         model: a model, to patch it and no other, also as the only positional argument; without it every {name} model,
             those that exist (but what was patched by itself) and those that are built from now on.
+        tiled_mlp: MLPs in tiles of tokens, which backward computes again, for long sequences: in tokens / hidden size
+            tiles, or in tiles of so many tokens.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert` undoes all of it,
@@ -34,18 +36,21 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
         ImportError: transformers is too old; or, without a model, has no {name}.
     """
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
+TILES = "tiled_mlp"
 
 
-def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool]:
+def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool | int]:
     """The switches with what was given; None is False. Of the two losses the one that was asked for wins."""
     for switch, value in given.items():
         if isinstance(value, torch.nn.Module):
             raise TypeError(f"{name}: {switch} is {_what(value)}, give a model as model=...")
-        if not (value is None or isinstance(value, int) and value in (0, 1)):
-            raise TypeError(f"{name}: {switch} is {_what(value)}, give True or False")
+        tokens = switch == TILES and isinstance(value, int) and value > 1
+        if not (value is None or isinstance(value, int) and value in (0, 1) or tokens):
+            wanted = "True, False or the number of tokens in a tile" if switch == TILES else "True or False"
+            raise TypeError(f"{name}: {switch} is {_what(value)}, give {wanted}")
     if all(given.get(loss) for loss in LOSSES):
         raise ValueError(f"{name}: cross_entropy and fused_linear_cross_entropy are both True, give one of them")
-    chosen = {**switches, **{k: bool(v) for k, v in given.items()}}
+    chosen = {**switches, **{k: v if v and v > 1 else bool(v) for k, v in given.items()}}
     for mine, other in (LOSSES, LOSSES[::-1]):
         if given.get(mine):
             chosen[other] = False
@@ -102,6 +107,7 @@ def _signature(model_type: str) -> inspect.Signature:
     behind = parameters.pop(BEHIND_MODEL.get(model_type), None)
     parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="torch.nn.Module | None")
     found = [*parameters.values(), *([behind] if behind else [])]
+    found.append(inspect.Parameter(TILES, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | int | None"))
     if model_type in MORE:
         found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation="object"))
     return inspect.Signature(found, return_annotation="Report")
@@ -170,13 +176,13 @@ def _taken(fn, kwargs: dict) -> dict:
     return taken
 
 
-def apply_liger_kernel(model: torch.nn.Module, **switches: bool | None) -> Report:
+def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) -> Report:
     """Replace whatever is proved equal in a Hugging Face model, of any family, by faster kernels.
 
     Args:
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
-        **switches: rope, rms_norm, layer_norm, swiglu, geglu, fused_linear_cross_entropy (all on), cross_entropy
-            (off), as in `apply_liger_kernel_to_llama`.
+        **switches: rope, rms_norm, layer_norm, swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²),
+            fused_linear_cross_entropy (all on), cross_entropy, tiled_mlp (off), as in `apply_liger_kernel_to_llama`.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.

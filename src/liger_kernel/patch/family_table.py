@@ -69,4 +69,4 @@ TEXT = {  # the language model of a family, by its own model type
 BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
 MORE = "internvl", "llava", "nemotron", "smolvlm"  # functions that take any keyword, and do not use it
 FUNCTIONS = [f"apply_liger_kernel_to_{name}" for name in (*FAMILIES, *(text for text in TEXT if "qwen3_5" in text))]
-EVERYTHING = {**_row(), "layer_norm": True, "geglu": True}
+EVERYTHING = {**_row(), "layer_norm": True, "geglu": True, "relu_squared": True, "tiled_mlp": False}

@@ -28,12 +28,21 @@ from torch.utils._pytree import tree_map
 from liger_kernel.core import devices
 
 T = torch.Tensor
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """Has a request from the beginning: torch.compile guards on who has a name."""
+
+    def __init__(self):
+        self.request = None
+
+
+_thread = _Thread()
 
 
 def current():
     """This thread's request: what the innermost call of a patched model asks of its head."""
-    return getattr(_thread, "request", None)
+    return _thread.request
 
 
 def ask(request):
@@ -339,7 +348,7 @@ class Logits(torch.Tensor):
     def loss(self, value):
         """The loss that was computed in the head, with the hooks of the head in its graph."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _Loss.apply(self, value.to(self.device))
+            return _Loss.apply(self, value.detach().to(self.device))  # its gradient takes the way through self
 
 
 def _derived(logits, source, dtype, transform, steps) -> Logits:

@@ -80,7 +80,8 @@ class _Loss(Rewrite):
         loss = model.loss_function
         if not causal_lm.is_causal(loss):
             return f"it is {getattr(loss, '__name__', loss)}, not ForCausalLMLoss"
-        if not any(mentions(cls.__dict__.get("forward"), "loss_function") for cls in type(model).__mro__):
+        forwards = loss_in_head.family_forward(type(model)), *(c.__dict__.get("forward") for c in type(model).__mro__)
+        if not any(mentions(forward, "loss_function") for forward in forwards):
             return "the model's forward does not call self.loss_function"
         return None
 

@@ -27,6 +27,7 @@ from liger_kernel.patch import causal_lm
 from liger_kernel.patch.causal_lm import METRICS, OPTIONS, is_causal
 from liger_kernel.patch.head import is_looked_into, prepare, readers
 from liger_kernel.patch.logits import LogitsNeeded, ask, current
+from liger_kernel.patch.private import is_ours
 from liger_kernel.patch.request import OF_THE_LOSS, Asked, Call, Request, declared_transform, unknown_to_ours
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,15 @@ def family_loss(cls):
     return loss
 
 
+def family_forward(cls):
+    """The forward that a family gives ``cls``, to which one of ours may be bound (`bound`)."""
+    return cls.forward.family(cls) if hasattr(cls.forward, "family") else cls.forward
+
+
 def fused_forward(cls):
     """The forward of ``cls``, a family's causal LM, with the loss in the head. See the top of this file."""
-    hf_forward = cls.forward
+    bound = cls.forward
+    hf_forward = family_forward(cls)
     signature = inspect.signature(hf_forward)
     parameters = list(signature.parameters.values())
     named = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -57,7 +64,7 @@ def fused_forward(cls):
     causal_lm.make_output_class(hf_forward, signature.return_annotation)
 
     def forward(self, *args, **kwargs):
-        if cls.forward is not hf_forward:  # replaced after the patch
+        if cls.forward is not bound or not is_ours(self):  # replaced after the patch, or reverted below a wrapper
             return _within(None, cls.forward, self, kwargs, *args)
         if args:
             kwargs = _by_name(self, named, args, kwargs)
@@ -105,13 +112,16 @@ def fused_forward(cls):
                 _tell(self, "its forward reads its logits")
         return out
 
-    keep = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
-    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = signature.replace(parameters=[*keep, skip, rest])
+    forward.__signature__ = with_skip_logits(signature)
     forward.__doc__, forward.__module__ = hf_forward.__doc__, hf_forward.__module__
     forward.__qualname__ = getattr(hf_forward, "__qualname__", "forward")
     return forward
+
+
+def with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
+    keep = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    return signature.replace(parameters=[*keep, skip, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
 
 
 def _within(request, hf_forward, model, kwargs, *args):

@@ -1,4 +1,4 @@
-"""Gated MLPs, ``down(act(gate)·up)``, and stacked experts, by `liger_swiglu` and `liger_geglu`."""
+"""Gated MLPs, ``down(act(gate)·up)``, and stacked experts, by `liger_swiglu`, `liger_geglu`, `liger_clamped_swiglu`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import glu
+from liger_kernel.ops.mlp import activation_linear
+from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
 from liger_kernel.patch.deferred import hooked, is_the_compilers, plain, shared
 from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.parts import Reads
@@ -41,27 +43,42 @@ PROJECTIONS = (
     ("w1", "w3", "w2"),
     ("input_linear", "input_linear", "output_linear"),
 )
-# by the names that `liger_kernel.ops.mlp.glu` gives them
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": F.silu,
-    "tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "none": F.gelu,
-}
+# by the names that `liger_kernel.ops.mlp.pointwise` gives them
+ACTIVATIONS: tuple[tuple[str, Callable], ...] = (
+    ("silu", F.silu),
+    ("tanh", lambda x: F.gelu(x, approximate="tanh")),
+    ("none", F.gelu),
+)
+
+
+class Clamped(NamedTuple):
+    """SwiGLU with limits, in the place of an activation's name; see `liger_clamped_swiglu`."""
+
+    limit: float
+    alpha: float = 1.0
+    shift: float = 0.0
+
+    def __call__(self, a, b):
+        if not plain(a, b) or a.dtype != b.dtype:
+            return clamped_swiglu_reference(a, b, *self)
+        return functional.liger_clamped_swiglu(a, b, *self)
 
 
 @dataclass(frozen=True)
 class Gated(Kind):
     """``act(gate)·up``."""
 
-    act: str
+    act: str | Clamped
     column = "MLPs"
 
     @property
     def flag(self):
-        return "swiglu" if self.act == "silu" else "geglu"
+        return "geglu" if self.act in ("tanh", "none") else "swiglu"
 
     @property
     def kernel(self):
+        if isinstance(self.act, Clamped):
+            return "liger_clamped_swiglu"
         return {"silu": "liger_swiglu", "tanh": "liger_geglu (tanh)", "none": "liger_geglu (exact)"}[self.act]
 
 
@@ -88,15 +105,22 @@ class GLU(Gated):
             else:
                 x = shared(x, (gate, up))
                 a, b = gate(x), up(x)
-            return glu.gated_linear(a, b, what.act, getattr(self, what.down))
+            down = getattr(self, what.down)
+            if isinstance(what.act, Clamped):
+                return down(what.act(a, b))
+            return activation_linear.gated_linear(a, b, what.act, down)
 
         return {"forward": forward}
 
 
 @dataclass(frozen=True)
 class Experts(Gated):
-    """Stacked weights with ``act(gate)·up`` in a method of its own, `GATE`, whose argument is gate beside up."""
+    """Stacked weights with ``act(gate)·up`` in a method of its own, `GATE`, whose argument is gate beside up.
 
+    If ``interleaved``, every other column is the gate's.
+    """
+
+    interleaved: bool = False
     method = GATE
 
     @property
@@ -109,30 +133,59 @@ class Experts(Gated):
         def _apply_gate(self, gate_up):
             if not plain(gate_up) or is_the_compilers(gate_up):
                 return cls._apply_gate(self, gate_up)
-            a, b = gate_up.chunk(2, dim=-1)
+            a, b = parted(gate_up, what.interleaved)
+            if isinstance(what.act, Clamped):
+                return what.act(a, b)
             return functional.liger_swiglu(a, b) if what.act == "silu" else functional.liger_geglu(a, b, what.act)
 
         return {GATE: _apply_gate}
 
 
-@isolated()
-def _glu(module, reads) -> GLU | str:
+def parted(gate_up, interleaved=False):
+    return (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
+
+
+def gates(module) -> list[tuple[str | Clamped, Callable]]:
+    """What may be between the layers: for each the activation, and the function of gate and up."""
+
+    def gate(function):
+        return lambda a, b: function(a) * b
+
+    found = [(act, gate(function)) for act, function in ACTIVATIONS]
+    limit, alpha = (_number(module, name, f"swiglu_{name}") for name in ("limit", "alpha"))
+    if limit:
+        clamps = [Clamped(limit), *([Clamped(limit, alpha, 1.0)] if alpha else [])]
+        found += [(it, lambda a, b, it=it: clamped_swiglu_reference(a, b, *it)) for it in clamps]
+    return found
+
+
+def _number(module, *names) -> float | None:
+    """The first of its attributes by these names that is a positive number."""
+    values = (module.__dict__.get(name) for name in names)
+    return next((float(x) for x in values if type(x) in (int, float) and 0 < x < float("inf")), None)
+
+
+def projections_of(module, known) -> tuple[str, ...] | None:
+    """Those of the ``known`` names that are its layers."""
     children = held_in(module._modules)
-    projections = next((names for names in PROJECTIONS if set(names) <= children), None)
-    if projections is None or not takes_one_tensor(type(module).forward):
-        return "it is not made of gate, up and down projections"
+    return next((names for names in known if set(names) <= children), None)
+
+
+def has_more(module, projections) -> str | None:
+    """What it holds beside its projections and an activation."""
     if held_in(module._parameters) or held_in(module._buffers):
         return "it holds parameters beside its projections"
-    others = {name: module._modules[name] for name in children - set(projections)}
-    if any(next(other.parameters(), None) is not None for other in others.values()):
-        return f"it has further layers: {', '.join(sorted(others))}"
-    gate, up, down = projections
-    fused = gate == up
-    weights = {gate: (2 if fused else 1) * INNER, up: (2 if fused else 1) * INNER, down: SIZE}
+    others = sorted(held_in(module._modules) - set(projections))
+    layers = [name for name in others if next(module._modules[name].parameters(), None) is not None]
+    return f"it has further layers: {', '.join(layers)}" if layers else None
+
+
+def with_layers(module, sizes):
+    """``run(x)`` of the module with layers of ours, of (out, in) ``sizes``, and ``linear(name, x)`` of these."""
     weights = {
-        name: (noise(out, SIZE if out != SIZE else INNER, seed=i), noise(out, seed=i + 10))
-        for i, (name, out) in enumerate(weights.items())
+        name: (noise(*size, seed=i), noise(size[0], seed=i + 10)) for i, (name, size) in enumerate(sizes.items())
     }
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in sizes}
 
     def linear(name, h):
         return F.linear(h, *(t.to(h.dtype) for t in weights[name]))
@@ -141,12 +194,28 @@ def _glu(module, reads) -> GLU | str:
         stubs = {name: Stub(name, functools.partial(linear, name)) for name in weights}
         return in_both_modes(lambda **mode: call(make(module, {}, {**modes(others, **mode), **stubs}, **mode), x))
 
-    def formula(act, x):
-        a, b = linear(gate, x).chunk(2, -1) if fused else (linear(gate, x), linear(up, x))
-        return linear(down, act(a) * b)
+    return run, linear
 
-    x = noise(8, SIZE, seed=20)
-    return _gated(run, formula, x, "down(act(gate)·up)", lambda act: GLU(act, *projections), reads)
+
+@isolated()
+def _glu(module, reads) -> GLU | str:
+    projections = projections_of(module, PROJECTIONS)
+    if projections is None or not takes_one_tensor(type(module).forward):
+        return "it is not made of gate, up and down projections"
+    more = has_more(module, projections)
+    if more is not None:
+        return more
+    gate, up, down = projections
+    fused = gate == up
+    inner = (2 if fused else 1) * INNER
+    run, linear = with_layers(module, {gate: (inner, SIZE), up: (inner, SIZE), down: (SIZE, INNER)})
+
+    def formula(act, x):
+        a, b = parted(linear(gate, x)) if fused else (linear(gate, x), linear(up, x))
+        return linear(down, act(a, b))
+
+    known = [(GLU(act, *projections), functools.partial(formula, function)) for act, function in gates(module)]
+    return first_equal(run, known, noise(8, SIZE, seed=20), "down(act(gate)·up)", "SiLU or GELU", reads)
 
 
 @isolated()
@@ -168,31 +237,33 @@ def _experts(module, reads) -> Experts | str:
     def run(x, make=shell):
         return in_both_modes(lambda **mode: gate(make(module, {}, modes(module._modules, **mode), **mode), x))
 
-    def formula(act, x):
-        a, b = x.chunk(2, -1)
-        return act(a) * b
+    known = [
+        (Experts(act, interleaved), lambda x, function=function, i=interleaved: function(*parted(x, i)))
+        for act, function in gates(module)
+        for interleaved in (False, True)
+    ]
+    return first_equal(run, known, noise(8, 2 * INNER, seed=20), "act(gate)·up", "SiLU or GELU", reads)
 
-    return _gated(run, formula, noise(8, 2 * INNER, seed=20), "act(gate)·up", Experts, reads)
 
-
-def _gated(run, formula, x, name, kind, reads):
-    """``kind(act)`` if ``run(x)`` is ``formula(act, x)``, with its gradient, and rounded as it; or why not."""
+def first_equal(run, known, x, name, activations, reads):
+    """The first of the ``known`` kinds whose formula ``run(x)`` is, with its gradient, and rounded as it; or why none
+    is. ``name`` and ``activations``: what the formulas are, in words."""
+    why = f"it does not compute {name} with {activations}"
     x = x * 10.0 ** torch.arange(-2, len(x) - 2)[:, None]  # some clamp what is large
     lows = x.bfloat16(), x[:4].half()
     try:
         reads.check(functools.partial(run, x), functools.partial(run, lows[0]))
         got = run(x)
-        for act, function in ACTIVATIONS.items():
-            known = functools.partial(formula, function)
-            if close(got, known(x)):
-                if not same_gradients(run, known, [x]):
+        for kind, formula in known:
+            if close(got, formula(x)):
+                if not same_gradients(run, formula, [x]):
                     return f"it has another gradient than {name}"
-                if not all(equal(run(low), known(low)) for low in lows):
-                    return f"it rounds elsewhere than {name}"
-                return kind(act)
+                if all(equal(run(low), formula(low)) for low in lows):
+                    return kind
+                why = f"it rounds elsewhere than {name}"
     except Exception as error:
         return f"it could not be tried: {first_line(error)}"
-    return f"it does not compute {name} with SiLU or GELU"
+    return why
 
 
 def prove(module: torch.nn.Module, reads: Reads | None = None) -> Gated | str:

@@ -19,6 +19,11 @@ class Kind:
     guarded = True  # whether the class's own method runs once the module is no longer what was proved
     one_argument = True  # which that method takes
 
+    @property
+    def flags(self) -> tuple[str | None, ...]:
+        """Every switch that has made it what it is."""
+        return (self.flag,)
+
     def members(self, cls: type) -> dict:
         """Of the private subclass of the family's ``cls``: the method, and what it needs."""
         raise NotImplementedError

@@ -1,7 +1,13 @@
-"""RoPE: an attention's ``apply_rotary_pos_emb``, by `liger_rotary_pos_emb`; with its norms, by `liger_norm_rope`."""
+"""RoPE: an attention's function that rotates queries and keys, by `liger_rotary_pos_emb`; with its norms, by
+`liger_norm_rope`. That of complex numbers and that of three axes are by operators of their own.
+
+A function is known by the names of its parameters (`PROOFS`) and by what it computes; its own name only says where to
+look (`FUNCTIONS`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,69 +15,61 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_kernel.ops import functional
+from liger_kernel.ops.rotary import llama4_rope
 from liger_kernel.patch import deferred
 from liger_kernel.patch.deferred import Normed, plain, shared, tensor_of
-from liger_kernel.patch.functions import global_of, mentions, reads_before, rebind
+from liger_kernel.patch.functions import global_of, layers, reads_before, rebind
 from liger_kernel.patch.norm import FLOATS, HeadNorm, Norm
 from liger_kernel.patch.private import become, own_forward, swap
-from liger_kernel.patch.probe import (
-    SIZE,
-    call,
-    close_in_rows,
-    equal,
-    first_line,
-    isolated,
-    noise,
-    shell,
-    with_gradients,
-)
+from liger_kernel.patch.probe import SIZE, call, first_line, isolated, nearly_equal, noise, shell
 from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
+from liger_kernel.patch.rotation import keeps_dtype, rotates, same_rotation, stacked
 
-ROPE = "apply_rotary_pos_emb"
+ROPE, INTERLEAVE = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
+FUNCTIONS = (
+    ROPE, INTERLEAVE, "apply_rotary_pos_emb_vision", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb",
+    "vision_apply_rotary_emb",
+)  # fmt: skip
+ROLES = {  # what parameters are called -> what they are
+    **dict.fromkeys(("q", "query", "xq", "x"), "q"),
+    **dict.fromkeys(("k", "key", "xk"), "k"),
+    **dict.fromkeys(("freqs_cis", "freqs_ci"), "freqs"),
+    **{name: name for name in ("cos", "sin", "mrope_section", "position_ids", "unsqueeze_dim")},
+}
 HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm")
 
 
-@dataclass(frozen=True)
-class Rope(Kind):
-    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`.
+class Rotating(Kind):
+    """An attention whose ``function``, by its name, rotates as the subclass says."""
 
-    Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given one tensor, as
-    (x, cos, sin, unsqueeze_dim=1).
-    """
-
-    interleaved: bool | str
-    one: bool = False
     flag, column = "rope", "RoPE"
     one_argument = False
 
-    @property
-    def kernel(self):
-        layout = "half as wide tables" if self.interleaved == "half" else f"interleaved={self.interleaved}"
-        return "liger_rotary_pos_emb" + (f" ({layout})" if self.interleaved else "")
+    def rotated(self, **given):
+        """What the function gives for these, by their roles; None where that is the family's own to say."""
+        raise NotImplementedError
 
     def members(self, cls):
-        what = self
-        family = global_of(cls.forward, ROPE)
+        what, family = self, global_of(cls.forward, self.function)
+        roles = [ROLES[name] for name in inspect.signature(family).parameters]
 
-        def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-            if not _rotates_alike((q, k), cos, sin, unsqueeze_dim):
-                return family(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
-            return deferred.rope(q, k, cos, sin, unsqueeze_dim, what.interleaved)
+        def rotate(*args, **kwargs):
+            given = dict(zip(roles, args, strict=False)) | {ROLES[name]: value for name, value in kwargs.items()}
+            rotated = what.rotated(**given)
+            if rotated is None:
+                return family(*map(tensor_of, args), **{name: tensor_of(value) for name, value in kwargs.items()})
+            return rotated
 
-        def of_one(x, cos, sin, unsqueeze_dim=1):
-            if not _rotates_alike((x,), cos, sin, unsqueeze_dim):
-                return family(tensor_of(x), cos, sin, unsqueeze_dim=unsqueeze_dim)
-            return deferred.rope_of_one(x, cos, sin, unsqueeze_dim, what.interleaved)
-
-        rebound = rebind(cls.forward, ROPE, of_one if what.one else apply_rotary_pos_emb)
+        rebound = rebind(cls.forward, self.function, rotate)
         name = list(inspect.signature(cls.forward).parameters)[1]
 
         def forward(self, *args, **kwargs):
-            layers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
+            readers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
             if args:
-                args = shared(args[0], layers), *args[1:]
+                args = shared(args[0], readers), *args[1:]
             else:
-                kwargs[name] = shared(kwargs[name], layers)
+                kwargs[name] = shared(kwargs[name], readers)
             if torch.compiler.is_compiling():
                 return rebound(self, *args, **kwargs)
             before = deferred.rotating(self)
@@ -83,87 +81,211 @@ class Rope(Kind):
         return {"forward": forward}
 
 
+@dataclass(frozen=True)
+class Rope(Rotating):
+    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of `liger_rotary_pos_emb`.
+
+    Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given one tensor, as
+    (x, cos, sin, unsqueeze_dim=1). ``halves``: it gives them for pairs, and reads no more of cos and sin than the
+    operator. ``wide``: q and k keep their dtype where cos and sin are in fp32.
+    """
+
+    interleaved: bool | str
+    one: bool = False
+    halves: bool = False
+    wide: bool = False
+    function: str = ROPE
+
+    @property
+    def kernel(self):
+        layout = "half as wide tables" if self.interleaved == "half" else f"interleaved={self.interleaved}"
+        layout += ", halves" if self.halves else ""
+        return "liger_rotary_pos_emb" + (f" ({layout})" if self.interleaved else "")
+
+    def rotated(self, q, k=None, cos=None, sin=None, unsqueeze_dim=1, position_ids=None):
+        if not _are_ours((q,) if self.one else (q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2):
+            return None
+        if position_ids is not None:
+            return None
+        if self.one:
+            return deferred.rope_of_one(q, cos, sin, unsqueeze_dim, self.interleaved)
+        if not self.halves:
+            return deferred.rope(q, k, cos, sin, unsqueeze_dim, self.interleaved)
+        how = dict(unsqueeze_dim=unsqueeze_dim, interleaved=self.interleaved, halves=True)
+        return functional.liger_rope(tensor_of(q), tensor_of(k), cos, sin, **how)
+
+
+@dataclass(frozen=True)
+class VisionRope(Rotating):
+    """An ``apply_rotary_pos_emb_vision(q, k, cos, sin)``, of q, k (S, h, D) and cos, sin (S, D).
+
+    It computes in fp32, and gives q and k in their dtype. ``ranks`` are those of q that it was proved for; 4 is with a
+    dimension before those, in all of them.
+    """
+
+    interleaved: bool | str
+    ranks: tuple[int, ...]
+    function: str = "apply_rotary_pos_emb_vision"
+
+    @property
+    def kernel(self):
+        return Rope(self.interleaved).kernel
+
+    def rotated(self, q, k, cos, sin):
+        if not _are_ours((q, k), cos, sin, True):
+            return None
+        q, k = tensor_of(q), tensor_of(k)
+        if q.dim() not in self.ranks or cos.dim() != q.dim() - 1:
+            return None
+        how = dict(unsqueeze_dim=2, interleaved=self.interleaved)
+        if q.dim() == 4:
+            return functional.liger_rope(q, k, cos, sin, **how)
+        q, k = functional.liger_rope(q[None], k[None], cos, sin, **how)
+        return q.squeeze(0), k.squeeze(0)
+
+
+@dataclass(frozen=True)
+class AxesRope(Rotating):
+    """An ``apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``, of three axes."""
+
+    wide: bool = False
+    function: str = "apply_multimodal_rotary_pos_emb"
+    interleaved, kernel = False, "liger_multimodal_rotary_pos_emb"
+
+    def rotated(self, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        if not _are_ours((q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2) or len(cos) != 3:
+            return None
+        return functional.liger_qwen2vl_mrope(tensor_of(q), tensor_of(k), cos, sin, mrope_section, unsqueeze_dim)
+
+
+@dataclass(frozen=True)
+class ComplexRope(Rotating):
+    """A function of (q, k, freqs), where neighbours are a complex number, with the heads in that dimension.
+
+    ``rows``: each row of the batch may have freqs of its own.
+    """
+
+    heads_dim: int
+    rows: bool
+    function: str = "apply_rotary_emb"
+
+    @property
+    def kernel(self):
+        return llama4_rope.TEXT if self.rows else llama4_rope.VISION
+
+    def rotated(self, q, k, freqs):
+        if not _are_ours((q, k), freqs, freqs, True) or freqs.dtype != torch.complex64:
+            return None
+        if q.dtype != k.dtype or q.dim() != 4:
+            return None
+        q, k = (tensor_of(x) if self.heads_dim == 2 else tensor_of(x).transpose(1, 2) for x in (q, k))
+        B, S, _, D = q.shape
+        n, rotate = D // 2, getattr(llama4_rope, self.kernel)
+        if tuple(freqs.shape) not in (((1, S, n), (B, S, n)) if self.rows else ((S, n), (S, 1, n), (1, S, 1, n))):
+            return None
+        q, k = rotate(q, k, freqs)
+        return (q, k) if self.heads_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))
+
+
+def _are_ours(heads, cos, sin, wide) -> bool:
+    """Whether the operator rotates these as the family does. In autocast what reads them is given its dtype anyway."""
+    given = [x.x if type(x) is Normed else x for x in heads]
+    if any(x is None for x in given) or not plain(*given, cos, sin) or any(x.dtype not in FLOATS for x in given):
+        return False
+    if deferred.is_the_compilers(given[0]) or cos.requires_grad or sin.requires_grad:
+        return False
+    known = (given[0].dtype, torch.float32, torch.complex64) if wide else (given[0].dtype,)
+    same = all(x.dtype == given[0].dtype for x in given) and cos.dtype == sin.dtype and cos.dtype in known
+    return same or deferred.in_autocast(cos)
+
+
 @isolated()
-def prove(function: Callable) -> Rope | str:
-    parameters = list(inspect.signature(function).parameters.values())
-    defaults = [p.default for p in parameters]
-    names = [p.name for p in parameters]
-    one = names == ["x", "cos", "sin", "unsqueeze_dim"]
-    known = one or names == ["q", "k", "cos", "sin", "unsqueeze_dim"]
-    if not known or defaults != [inspect.Parameter.empty] * (len(names) - 1) + [1]:
+def prove(function: Callable) -> Rotating | str:
+    parameters = inspect.signature(function).parameters.values()
+    roles = tuple(ROLES.get(p.name) for p in parameters)
+    defaults = (p.default is p.empty or p.default == (1 if p.name == "unsqueeze_dim" else None) for p in parameters)
+    if roles not in PROOFS or not all(defaults):
         return f"its arguments are ({', '.join(map(str, parameters))})"
-    if one:
-        of_one = function
-
-        def function(q, k, *angles, **dim):
-            return of_one(q, *angles, **dim), of_one(k, *angles, **dim)
-
     try:
-        for interleaved in (False, True, "repeated") if _rotates(function, SIZE) else ("half",):
-            cases = [(SIZE, 1), (SIZE, 2)]
-            if all(_same_rotation(function, interleaved, *case) for case in cases):
-                if interleaved == "half":
-                    return Rope(interleaved, one)
-                if _rotates(function, SIZE // 2) and not _same_rotation(function, interleaved, SIZE // 2, 1):
-                    return "it rotates a part of each head in a way that is not known"
-                return Rope(interleaved, one)
+        return PROOFS[roles](function) or "it rotates queries and keys in a way that is not known"
     except Exception as error:
         return f"it could not be tried: {first_line(error)}"
-    return "it rotates queries and keys in a way that is not known"
 
 
-def _angles(interleaved, width):
-    whole = half = noise(2, 5, width // 2, seed=3) * 2
-    if interleaved != "half":
-        whole = half.repeat_interleave(2, -1) if interleaved == "repeated" else torch.cat((half, half), -1)
-    return whole.cos() * 1.25, whole.sin() * 1.25
+def _rope(function, one=False):
+    def run(q, k, cos, sin, dim):
+        if one:
+            return function(q, cos, sin, unsqueeze_dim=dim), function(k, cos, sin, unsqueeze_dim=dim)
+        return function(q, k, cos, sin, unsqueeze_dim=dim)
+
+    def of_first_half(q, k, cos, sin, dim):
+        columns = torch.arange(cos.shape[-1]) < cos.shape[-1] // 2
+        return run(q, k, *(t.where(columns, torch.nan) for t in (cos, sin)), dim)
+
+    layouts = (False, False), (True, False), ("repeated", False), (True, True)
+    for layout in layouts if rotates(run, SIZE) else (("half", False),):
+        if all(same_rotation(of_first_half if layout[1] else run, layout, SIZE, dim) for dim in (1, 2)):
+            if layout[0] != "half" and rotates(run, SIZE // 2) and not same_rotation(run, layout, SIZE // 2, 1):
+                return "it rotates a part of each head in a way that is not known"
+            return Rope(layout[0], one, layout[1], keeps_dtype(run, layout, 1))
+    return None
 
 
-def _rotates(function, width) -> bool:
-    q = noise(2, 3, 5, SIZE)
-    try:
-        function(q, q, *_angles(False, width))
-    except RuntimeError:  # shapes that do not fit: the model never asks for it
-        return False
-    return True
+def _vision(function):
+    def of_all(q, k, cos, sin, dim):
+        return function(q, k, cos, sin)
+
+    def of_each(*given):
+        return stacked(function(*(x[i] for x in given[:-1])) for i in range(2))
+
+    for layout in ((False, False), (True, False), ("repeated", False)):
+        runs = {3: of_each, 4: of_all}
+        runs = {n: run for n, run in runs.items() if rotates(run, SIZE, 2) and same_rotation(run, layout, SIZE, 2)}
+        if runs:
+            for run in runs.values():
+                if rotates(run, SIZE // 2, 2) and not same_rotation(run, layout, SIZE // 2, 2):
+                    return "it rotates a part of each head in a way that is not known"
+            in_fp32 = all(keeps_dtype(run, layout, 2) for run in runs.values())
+            return VisionRope(layout[0], tuple(runs)) if in_fp32 else "it does not rotate in fp32"
+    return None
 
 
-def _same_rotation(function, interleaved, width, heads_dim) -> bool:
-    shapes = [(2, heads, 5, SIZE) if heads_dim == 1 else (2, 5, heads, SIZE) for heads in (3, 1)]
-    sizes = 10.0 ** torch.arange(-2, 8, 2, device="cpu").view(5, 1, 1).transpose(0, 1 if heads_dim == 1 else 0)
-    q_k = [noise(*shape, seed=i) * sizes for i, shape in enumerate(shapes)]
-    tables = _angles(interleaved, width)
+def _axes(function):
+    def run(q, k, cos, sin, dim, sections):
+        axis = torch.arange(3).repeat_interleave(torch.tensor(sections)).repeat(2)
+        tables = (torch.stack([t.where(axis == n, -t) for n in range(3)]) for t in (cos, sin))
+        return function(q, k, *tables, sections, unsqueeze_dim=dim)
 
-    def run(which, x):
-        given = [x if i == which else other.to(x.dtype) for i, other in enumerate(q_k)]
-        return function(*given, *(t.to(x.dtype) for t in tables), unsqueeze_dim=heads_dim)[which]
-
-    def formula(x, dtype=None):
-        return _rotated(x, *(t.to(dtype or x.dtype).to(x.dtype) for t in tables), interleaved, heads_dim)
-
-    for which, x in enumerate(q_k):
-        (y, dx), (z, wanted) = with_gradients(functools.partial(run, which), [x]), with_gradients(formula, [x])
-        if not (close_in_rows(y, z) and close_in_rows(dx, wanted)):
-            return False
-        x = x.bfloat16()
-        thrice, once = formula(x), formula(x.float(), x.dtype).to(x.dtype)  # rounded
-        if not any(equal(run(which, x), y) for y in (thrice, once)):
-            return False
-    return True
+    runs = [functools.partial(run, sections=[n, 3, SIZE // 2 - 3 - n]) for n in (2, 4)]
+    if all(same_rotation(run, (False, False), SIZE, dim) for run in runs for dim in (1, 2)):
+        return AxesRope(all(keeps_dtype(run, (False, False), 1) for run in runs))
+    return None
 
 
-def _rotated(x, cos, sin, interleaved, heads_dim):
-    """x·cos + rotate(x)·sin over the first entries of each head, rounded after each step as in x's dtype."""
-    width = cos.shape[-1] * (2 if interleaved == "half" else 1)
-    columns = torch.arange(width // 2).repeat_interleave(2) if interleaved is True else torch.arange(width)
-    columns = columns % cos.shape[-1]
-    cos, sin = (t[..., columns].unsqueeze(heads_dim) for t in (cos, sin))
-    x, rest = x[..., :width], x[..., width:]
-    if interleaved in (True, "repeated"):
-        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        rotated = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
-    return torch.cat((x * cos + rotated * sin, rest), -1)
+def _complex(function):
+    def of_rows(q, k, cos, sin, dim):
+        return function(q, k, torch.complex(cos.float(), sin.float())[..., : SIZE // 2])
+
+    def of_each(q, k, cos, sin, dim):
+        freqs = torch.complex(cos.float(), sin.float())[..., : SIZE // 2]
+        each = (function(q[i : i + 1], k[i : i + 1], freqs[i, :, None]) for i in range(2))
+        return stacked([y[0] for y in rotated] for rotated in each)
+
+    for rows, run in ((True, of_rows), (False, of_each)):
+        for dim in (1, 2):
+            if rotates(run, SIZE, dim) and same_rotation(run, (True, False), SIZE, dim, nearly_equal):
+                return ComplexRope(dim, rows) if keeps_dtype(run, (True, False), dim) else None
+    return None
+
+
+PROOFS = {  # the roles of the parameters -> what proves the function
+    ("q", "k", "cos", "sin", "unsqueeze_dim"): _rope,
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rope,
+    ("q", "cos", "sin", "unsqueeze_dim"): functools.partial(_rope, one=True),
+    ("q", "k", "cos", "sin"): _vision,
+    ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"): _axes,
+    ("q", "k", "freqs"): _complex,
+}
 
 
 @isolated()
@@ -179,6 +301,7 @@ def prove_angles(module: torch.nn.Module, interleaved) -> str | None:
     positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
     far = positions * 100_003
     axes = [torch.stack([positions * (axis + 1) for axis in range(n)]) for n in (2, 3, 4)]  # of images and videos
+    axes += [torch.stack([positions[0] * (axis + 1) for axis in range(n)], -1) for n in (2, 3)]
 
     def tables(positions, layer_type):
         it = shell(module, {}, {}, dict(frequencies))
@@ -206,16 +329,6 @@ def prove_angles(module: torch.nn.Module, interleaved) -> str | None:
     return None
 
 
-def _rotates_alike(heads, cos, sin, unsqueeze_dim) -> bool:
-    """Whether the operator rotates these as the family does. In autocast what reads them is given its dtype anyway."""
-    given = [x.x if type(x) is Normed else x for x in heads]
-    if not plain(*given, cos, sin) or unsqueeze_dim not in (1, 2) or any(x.dtype not in FLOATS for x in given):
-        return False
-    if deferred.is_the_compilers(given[0]):
-        return False
-    return deferred.in_autocast(cos) or all(x.dtype == cos.dtype == sin.dtype for x in given)
-
-
 def _is_of_heads(norm, attention) -> bool:
     """Whether it is a norm of ours and as wide as a head; of a weight that ZeRO-3 has taken away, too."""
     if not isinstance(known_as(norm), Norm):
@@ -224,14 +337,23 @@ def _is_of_heads(norm, attention) -> bool:
     return weight is None or getattr(weight, "ds_shape", weight.shape)[-1] == getattr(attention, "head_dim", None)
 
 
+def function_of(attention) -> str | None:
+    """The name of the function by which it rotates; None if it has none."""
+    forward = type(attention).forward
+    names = {name for layer in layers(forward) for name in layer.__code__.co_names}
+    used = [name for name in FUNCTIONS if name in names and global_of(forward, name) is not None]
+    pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
+    return INTERLEAVE if pairs and INTERLEAVE in used else next(iter(used), None)
+
+
 class Ropes(Rewrite):
     flags = ("rope",)
 
     def may_be(self, module):
-        return global_of(type(module).forward, ROPE) is not None
+        return function_of(module) is not None
 
     def name(self, module):
-        return ROPE
+        return function_of(module)
 
     def leave(self, walk, module, why):
         walk.leave(self.flags, type(module).__name__, why)
@@ -241,13 +363,14 @@ class Ropes(Rewrite):
         return "its forward was replaced on the instance" if own_forward(attention) else _of(walk, attention), ()
 
 
-def _of(walk, attention) -> Rope | str:
-    pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
-    if pairs and mentions(type(attention).forward, f"{ROPE}_interleave"):
-        return "it takes pairs and gives halves (rope_interleave)"
-    what = walk.once(prove, global_of(type(attention).forward, ROPE))
+def _of(walk, attention) -> Rotating | str:
+    name = function_of(attention)
+    what = walk.once(prove, global_of(type(attention).forward, name))
     if isinstance(what, str):
         return what
+    what = dataclasses.replace(what, function=name)
+    if isinstance(what, ComplexRope) or isinstance(what, Rope) and what.halves:
+        return what  # it reads no column that the operator does not
     embeddings = _embeddings_of(walk, attention)
     if not embeddings:
         return "there is no rotary embedding to learn the layout of cos and sin from"
@@ -275,7 +398,8 @@ class HeadNorms(Rewrite):
     flags, known = ("rms_norm",), Rope
 
     def may_be(self, attention):
-        return not known_as(attention).one
+        what = known_as(attention)
+        return what.function == ROPE and not (what.one or what.halves)
 
     def apply(self, walk, attention):
         for names in HEAD_NORMS:

@@ -7,24 +7,26 @@ import torch
 from hardware import DEVICE
 from memory import Source, collect, reused
 
-from liger_kernel.ops.mlp import glu
 from liger_kernel.ops.mlp.glu import (
-    LigerBlockSparseTop2MLP,
-    LigerFalconH1SwiGLUMLP,
-    LigerGEGLUMLP,
-    LigerGEGLUMLPForGemma4,
     LigerGELUMulFunction,
-    LigerHunyuanV1SwiGLUMLP,
-    LigerPhi3SwiGLUMLP,
-    LigerQwen3MoeSwiGLUMLP,
     LigerSiLUMulFunction,
-    LigerSwiGLUMLP,
-    LigerSwiGLUMLPForMuseGlimmer,
     geglu_reference,
     liger_geglu,
     liger_swiglu,
     swiglu_reference,
 )
+from liger_kernel.ops.mlp.modules import (
+    LigerBlockSparseTop2MLP,
+    LigerFalconH1SwiGLUMLP,
+    LigerGEGLUMLP,
+    LigerGEGLUMLPForGemma4,
+    LigerHunyuanV1SwiGLUMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerQwen3MoeSwiGLUMLP,
+    LigerSwiGLUMLP,
+    LigerSwiGLUMLPForMuseGlimmer,
+)
+from liger_kernel.ops.mlp.pointwise import rows
 
 
 def leaves():
@@ -267,8 +269,8 @@ def test_slope_does_not_cancel(name):
 def test_halves_of_one_tensor_are_read_in_place():
     y = torch.randn(2, 5, 2 * 24, device=DEVICE)
     a, b = y.chunk(2, -1)
-    rows = glu._rows(a, b)
-    assert [r.data_ptr() for r in rows] == [a.data_ptr(), b.data_ptr()] and rows[0].stride() == (48, 1)
+    read = rows(a, b)
+    assert [r.data_ptr() for r in read] == [a.data_ptr(), b.data_ptr()] and read[0].stride() == (48, 1)
     got, want = liger_swiglu(a, b), liger_swiglu(a.contiguous(), b.contiguous())
     assert torch.equal(got, want) and got.is_contiguous()
 

@@ -9,20 +9,16 @@ import torch.nn.functional as F
 from hardware import DEVICE
 from memory import Source, collect, reused
 
-from liger_kernel.ops.mlp import glu
-from liger_kernel.ops.mlp.glu import (
-    ACTS,
-    LigerBlockSparseTop2MLP,
-    LigerGEGLUMLP,
+from liger_kernel.core import devices
+from liger_kernel.ops.mlp.activation_linear import (
+    GATES,
     LigerGLULinearFunction,
-    LigerPhi3SwiGLUMLP,
-    LigerSwiGLUMLP,
     gated_linear,
     glu_linear_reference,
-    liger_geglu,
     liger_glu_linear,
-    liger_swiglu,
 )
+from liger_kernel.ops.mlp.glu import liger_geglu, liger_swiglu
+from liger_kernel.ops.mlp.modules import LigerBlockSparseTop2MLP, LigerGEGLUMLP, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
 
 WIDTH, HIDDEN = 40, 12
 
@@ -65,7 +61,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", GATES)
 def test_bits_of_the_two_operators(act, bias, dtype, fused):
     given = tensors(dtype=dtype, bias=bias)
     assert same(gradients(liger_glu_linear, given, act), gradients(unfused, given, act)) and fused == [act]
@@ -341,7 +337,7 @@ def called(a, b, act, linear):
     return linear(liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act))
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", GATES)
 @pytest.mark.parametrize("cls", (torch.nn.Linear, Sharded))
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
 def test_plain_layer_is_fused(cls, bias, act, fused):
@@ -471,7 +467,7 @@ def test_dtype_of_the_layer_decides(fused):
     assert fused == ["silu"]
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", GATES)
 def test_a_tensor_subclass(act, fused):
     """No kernel reads one: PyTorch, and the layer's call."""
     a, b = (t.detach().as_subclass(Tagged).requires_grad_() for t in inputs())
@@ -533,6 +529,6 @@ def test_modules(mlp, act, fused):
     torch.testing.assert_close(graph(torch.compile(module, fullgraph=True, backend="aot_eager")), got)
     assert fused == [act]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glu.devices, "has_kernels", lambda tensor: False)
+        patch.setattr(devices, "has_kernels", lambda tensor: False)
         torch.testing.assert_close(graph(module), got)
     assert fused == [act]

@@ -93,6 +93,25 @@ def test_gpt_oss_and_vision():
             torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("unsqueeze_dim", (1, 2))
+def test_halves_for_pairs(unsqueeze_dim):
+    """As DeepSeek-V3 does, with the gradients, and those of a norm of these."""
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    q, k, cos, sin = drawn()
+    if unsqueeze_dim == 2:
+        q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
+    found = []
+    for fn, options in (
+        (liger_rotary_pos_emb, dict(interleaved=True, halves=True)),
+        (module.apply_rotary_pos_emb_interleave, {}),
+    ):
+        ys = fn(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
+        first = torch.autograd.grad([y.pow(3).sum() for y in ys], (q, k), create_graph=True)
+        found.append([*ys, *first, *torch.autograd.grad([x.square().sum() for x in first], (q, k))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.detach().abs().max()))
+
+
 @pytest.mark.parametrize("rows", (B, 1), ids=lambda n: f"{n} rows of position_ids")
 @pytest.mark.parametrize("table_dim", (2, 3))
 def test_position_ids_gather_from_a_table(table_dim, rows):

@@ -240,11 +240,20 @@ def linear_distillation(
     with_hard = return_hard or weight_hard != 0
     if with_hard:
         check_targets(name, target, student_weight.shape[0], ignore_index)
-    memory = budget(memory)
+    return distil(
+        student, student_weight, student_bias, target, (teacher, teacher_weight, teacher_bias, teacher_logits), options,
+        with_hard, accum_dtype, memory, drop_ignored,
+    )  # fmt: skip
+
+
+def distil(
+    student, student_weight, student_bias, target, teacher, options, with_hard, accum_dtype=None, memory="auto",
+    drop_ignored=None,
+):  # fmt: skip
+    """`linear_distillation` with checked arguments. teacher: hidden states, weight, bias, logits (of kl_div: p)."""
+    memory, of_all, ignore_index = budget(memory), DistillationOptions(**options), options["ignore_index"]
     rows, h, y = only_valid(student, target, ignore_index, drop_ignored)
-    teacher, *head, logits = (
-        x if x is None else x.detach() for x in (teacher, teacher_weight, teacher_bias, teacher_logits)
-    )
+    teacher, *head, logits = (x if x is None else x.detach() for x in teacher)
 
     def reference(h, w, b, target=y, rows=rows):
         teacher_rows, logit_rows = (x if x is None or rows is None else x[rows] for x in (teacher, logits))
@@ -255,17 +264,18 @@ def linear_distillation(
 
     if not devices.has_kernels(h) and torch.compiler.is_compiling():
         return reference(student, student_weight, student_bias, target.to(student.device), None)
-    if divergence == "jsd" and beta in (0, 1):
-        options["divergence"] = "reverse_kl" if beta else "forward_kl"
+    divergence = of_all.divergence
+    if divergence == "jsd" and of_all.beta in (0, 1):
+        divergence = "reverse_kl" if of_all.beta else "forward_kl"
     dtype = compute_dtype(student, student_weight)
     teacher_dtype = logits.dtype if teacher is None else compute_dtype(teacher, head[0])
     teacher_dtype = torch.float32 if teacher_dtype == torch.float64 else teacher_dtype
-    numbers = [float(beta), float(temperature), weight_hard, weight_soft]
+    numbers = [float(x) for x in (of_all.beta, of_all.temperature, of_all.weight_hard, of_all.weight_soft)]
 
     def with_kernels(h, w, b, needs):
         *outputs, n, dh, dw, db = distillation_fwd(
-            h, w, b, y.contiguous(), teacher, *head, logits, rows, options["divergence"], numbers, ignore_index,
-            with_hard, dtype, teacher_dtype, accum_dtype, memory, needs,
+            h, w, b, y.contiguous(), teacher, *head, logits, rows, divergence, numbers, ignore_index, with_hard, dtype,
+            teacher_dtype, accum_dtype, memory, needs,
         )  # fmt: skip
         return tuple(outputs), (dh, dw, db), n if dtype == torch.float16 else None
 
@@ -276,8 +286,8 @@ def linear_distillation(
             with torch.no_grad():
                 some = i if rows is None else rows[i]
                 z = frozen_logits(teacher[some], *head) if logits is None else logits[some]
-            soft, hard = of_logits(x, z, y[i], DistillationOptions(**options), with_hard)
-            return weight_hard * hard + weight_soft * soft, soft, hard
+            soft, hard = of_logits(x, z, y[i], of_all, with_hard)
+            return of_all.weight_hard * hard + of_all.weight_soft * soft, soft, hard
 
         return *take_in_chunks(of_chunk, n, h, w, b, needs), n
 

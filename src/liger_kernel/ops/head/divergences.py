@@ -9,6 +9,7 @@ There is no T². D and G of a class, where M = β·p + (1-β)·q:
     forward_kl  p·log(p/q)                         -p
     reverse_kl  q·log(q/p)                         q·log(q/p)            (+ q, which drops out of G - q·ΣG)
     tvd         ½·|p - q|                          ½·sign(q - p)·q
+    kl_div      p·(log max(p, β) - log q)          -p                    (p given, in place of z_t; Σp need not be 1)
     cosine      β·(1 - cos(z_s, z_t)) of a token   dz_s = -β·(z_t/(|z_s|·|z_t|) - cos·z_s/|z_s|²)
 
 Both models' logits are read three times: by `_statistics` (the log-sum-exps, or cosine's sums), by `_compare` (ΣD and
@@ -57,7 +58,7 @@ class DistillationOptions:
     """What the loss depends on beside logits and targets."""
 
     divergence: str = "jsd"
-    beta: float = 0.5
+    beta: float = 0.5  # of kl_div the least p in its logarithm
     temperature: float = 1.0
     weight_hard: float = 0.5
     weight_soft: float = 0.5
@@ -95,7 +96,12 @@ def tvd(log_p, log_q, beta=None):
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
-DIVERGENCES = dict(jsd=jsd, forward_kl=forward_kl, reverse_kl=reverse_kl, tvd=tvd)  # and cosine, which is of logits
+def kl_div(p, log_q, eps):
+    """p·(log max(p, eps) - log q), not added up; 0 where p is 0."""
+    return p * (p.clamp(min=eps).log() - log_q).where(p != 0, 0)
+
+
+DIVERGENCES = dict(jsd=jsd, forward_kl=forward_kl, reverse_kl=reverse_kl, tvd=tvd)  # of two heads, as cosine is
 
 
 def padded(z, classes):
@@ -104,13 +110,15 @@ def padded(z, classes):
 
 
 def of_logits(x, teacher, target, options, hard):
-    """-> Σ D, Σ CE (0 unless wanted) over the valid rows of logits (N, V), (N, V_t)."""
+    """-> Σ D, Σ CE (0 unless wanted) over the valid rows of logits (N, V), (N, V_t); of kl_div the teacher's are p."""
     ignore_index, temperature = options.ignore_index, options.temperature
     wide = torch.promote_types(x.dtype, torch.float32)
     valid, x, teacher = target != ignore_index, x.to(wide), teacher.to(wide)
     s, t = padded(x / temperature, teacher.shape[1]), teacher / temperature
     if options.divergence == "cosine":
         d = options.beta * (1 - F.cosine_similarity(s, t, dim=-1, eps=EPS))
+    elif options.divergence == "kl_div":
+        d = kl_div(teacher, s.log_softmax(-1), options.beta).sum(-1)
     else:
         d = DIVERGENCES[options.divergence](t.log_softmax(-1), s.log_softmax(-1), options.beta)
     ce = F.cross_entropy(x, target, ignore_index=ignore_index, reduction="sum") if hard else x.new_zeros(())
@@ -151,7 +159,12 @@ def _tvd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
     return 0.5 * tl.abs(p - q), tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
 
 
-OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # -> D, G
+@triton.jit
+def _kl_div(p, q, log_p, log_q, eps, EXACT: tl.constexpr):
+    return times(p, log_of_normal(tl.maximum(p, eps)) - log_q), -p
+
+
+OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd, kl_div=_kl_div)  # -> D, G
 SLOTS = 6  # numbers of a token, in `_statistics` and `_merge`
 LEAST = tl.constexpr(EPS)
 
@@ -185,9 +198,10 @@ def _store_log_sum(part, slot, top, total, scale, mask):
 @kernel
 def _statistics(
     x_ptr, more_ptr, split, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
-    COSINE: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
+    COSINE: tl.constexpr, GIVEN: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher.
+    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher, unless p is GIVEN.
 
     Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max z_s and
     Σ exp(z_s - max).
@@ -209,7 +223,9 @@ def _statistics(
         inside = (start + i < left) & (t < T)
         mine = inside & (begin + start + i < V)
         s = tl.load(x + (row + start) * stride_x, mask=mine, other=EMPTY).to(tl.float32)
-        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=EMPTY).to(tl.float32)
+        z = s
+        if not GIVEN:
+            z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=EMPTY).to(tl.float32)
         if COSINE:
             ss += tl.sum(s * s, axis=0)
             tt += tl.sum(z * z, axis=0)
@@ -217,7 +233,8 @@ def _statistics(
             s = tl.where(mine, s, -INF)
         else:
             top_q, sum_q = _one_more(top_q, sum_q, s, scale, EXACT)
-            top_p, sum_p = _one_more(top_p, sum_p, z, scale, EXACT)
+            if not GIVEN:
+                top_p, sum_p = _one_more(top_p, sum_p, z, scale, EXACT)
         if APART:
             top_z, sum_z = _one_more(top_z, sum_z, s, 1.0, EXACT)
 
@@ -229,7 +246,8 @@ def _statistics(
         tl.store(part + 2 * slot, tl.sum(st, axis=0), mask=mask)
     else:
         _store_log_sum(part, slot, top_q, sum_q, scale, mask)
-        _store_log_sum(part + 2 * slot, slot, top_p, sum_p, scale, mask)
+        if not GIVEN:
+            _store_log_sum(part + 2 * slot, slot, top_p, sum_p, scale, mask)
     if APART:
         _store_log_sum(part + 4 * slot, slot, top_z, sum_z, 1.0, mask)
 
@@ -257,8 +275,8 @@ def _load_two(stats, T, known):
 @kernel
 def _merge(
     part_ptr, x_ptr, more_ptr, split, target_ptr, stats_ptr, soft_ptr, hard_ptr, stride_x, N, T, V, W, ignore_index,
-    scale, beta, COSINE: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    scale, beta, COSINE: tl.constexpr, GIVEN: tl.constexpr, APART: tl.constexpr, HARD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """N strips become one. (As in `logits`, one launch writes all outputs: hence the many arguments.)
 
@@ -290,8 +308,9 @@ def _merge(
             higher = tl.maximum(top, 0.0)
             total, top = total * exp((top - higher) * scale) + (W - V) * exp(-higher * scale), higher
         _store_two(stats, T, top, total, valid, known)
-        top, total = _load_log_sum(part + 2 * slot, slot, scale, mask)
-        _store_two(stats + 2 * T, T, top, total, valid, known)
+        if not GIVEN:
+            top, total = _load_log_sum(part + 2 * slot, slot, scale, mask)
+            _store_two(stats + 2 * T, T, top, total, valid, known)
     if HARD:
         if APART:
             part += 4 * slot
@@ -306,8 +325,8 @@ def _merge(
 def _compare(
     x_ptr, more_ptr, split, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, W, STRIP,
     ignore_index, scale, beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr,
-    COSINE: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
-    EACH: tl.constexpr,
+    COSINE: tl.constexpr, GIVEN: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens. Fills sum with ΣD, ΣG and Σq over them.
 
@@ -337,7 +356,7 @@ def _compare(
     stats = stats_ptr + tokens
     top_q, log_sum_q = _load_two(stats, T, known)
     top_p, log_sum_p, of_q = top_q, log_sum_q, top_q
-    if not COSINE:
+    if not COSINE and not GIVEN:
         top_p, log_sum_p = _load_two(stats + 2 * T, T, known)
     top, log_sum, soft, hard = top_q, log_sum_q, 0.0, 0.0
     if GRADIENT:
@@ -352,7 +371,7 @@ def _compare(
     for start in range(0, left, EACH * BLOCK_V):
         inside = (start + i < left) & (t < T)
         s = tl.load(x + (row + start) * stride_x, mask=inside & (begin + start + i < V), other=-INF).to(tl.float32)
-        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=-INF).to(tl.float32)
+        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=0.0 if GIVEN else -INF).to(tl.float32)
         if W > V:
             s = tl.where(inside & (begin + start + i >= V), 0.0, s)
         q = s
@@ -361,7 +380,7 @@ def _compare(
         else:
             log_p = (z - top_p[None, None, :]) * scale - log_sum_p[None, None, :]
             log_q = (s - top_q[None, None, :]) * scale - log_sum_q[None, None, :]
-            p, q = exp_for(log_p, EXACT), exp_for(log_q, EXACT)
+            p, q = z if GIVEN else exp_for(log_p, EXACT), exp_for(log_q, EXACT)
             d, g = DIVERGE(p, q, log_p, log_q, beta, EXACT)
             dz = soft * scale * (g - q * of_q[None, None, :])
             if not GRADIENT:  # what is not inside has p = q = 0
@@ -412,7 +431,8 @@ def compare_logits(x, y, target, norm, options, gradient, soft, hard):
     part = torch.empty((SLOTS, strips, T), dtype=torch.float32, device=x.device)
     stats = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
     tokens, launch = _launch(x)
-    kind = dict(COSINE=cosine, APART=hard is not None and (cosine or scale != 1.0))
+    given = dict(COSINE=cosine, GIVEN=options.divergence == "kl_div")
+    kind = dict(**given, APART=hard is not None and (cosine or scale != 1.0))
     _statistics[(cdiv(T, tokens), strips)](
         x, more, split, y, target, part, *strides, *sizes, STRIP, options.ignore_index, scale, **kind, **launch
     )
@@ -427,7 +447,7 @@ def compare_logits(x, y, target, norm, options, gradient, soft, hard):
         _compare[(cdiv(T, tokens), blocks(split, W, STRIP))](
             x, more, split, y, target, stats, sums, norm, *strides, T, V, W, STRIP, options.ignore_index, scale,
             options.beta, options.weight_hard, options.weight_soft, DIVERGE=OF_A_CLASS.get(options.divergence),
-            GRADIENT=gradient, COSINE=cosine, HARD=gradient and hard is not None,
+            GRADIENT=gradient, **given, HARD=gradient and hard is not None,
             SAME=not cosine and scale == 1.0 and V == y.shape[1], **launch,
         )  # fmt: skip
 

@@ -1,1 +1,3 @@
-"""Gated MLPs."""
+"""The operators of MLPs. The folder's name is also the published path of one of them."""
+
+from liger_kernel.ops.mlp.swiglu_mlp import LigerMLPFunction as LigerMLPFunction

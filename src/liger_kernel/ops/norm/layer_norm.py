@@ -15,6 +15,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function
+from liger_kernel.implementations import chosen
 from liger_kernel.ops.norm.rms_norm import CASTINGS, check_module, check_norm
 from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
 
@@ -81,18 +82,15 @@ def liger_layer_norm(
     return LigerLayerNormFunction.apply(X, W, B, eps)
 
 
-PROVIDERS = (None, "triton", "nvidia-triton")
-
-
 class LigerLayerNorm(torch.nn.Module):
     """`liger_layer_norm` as a module. The state dict is `torch.nn.LayerNorm`'s.
 
-    There is always a trainable bias: zeros, or with ``bias=True`` numbers from N(0, 1). ``impl`` names a provider of
-    kernels; there is one, "triton". ``backend`` is another name for ``impl``. ``mode`` has no effect.
+    There is always a trainable bias: zeros, or with ``bias=True`` numbers from N(0, 1). ``impl`` names an
+    implementation (`liger_kernel.available_impls`). ``backend`` is another name for ``impl``. ``mode`` has no effect.
 
     Raises:
-        ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown provider, or as
-            `liger_layer_norm`.
+        ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown implementation, or
+            as `liger_layer_norm`.
     """
 
     def __init__(
@@ -115,8 +113,7 @@ class LigerLayerNorm(torch.nn.Module):
         self.impl = name
 
     def forward(self, hidden_states: torch.Tensor):
-        if self.impl not in PROVIDERS:
-            raise ValueError(f"LigerLayerNorm: impl is {self.impl!r}, there is 'triton'")
+        chosen("LigerLayerNorm", self.impl)
         return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self):

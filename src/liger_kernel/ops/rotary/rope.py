@@ -9,6 +9,9 @@ says which entries form a pair, and in which column of cos and sin its angle is:
     True         (x[2j], x[2j+1])               column j               GLM, Helium, ERNIE 4.5
     "repeated"   (x[2j], x[2j+1])               column 2j (= 2j+1)     Cohere
 
+With ``halves``, the result has what becomes of pair j as entries j and j + rotary_dim/2, wherever the pair was
+(DeepSeek-V3). Llama 4 and M-RoPE, in files of their own, are the same kernel.
+
 In some families Hugging Face rounds both products and the sum to the input's dtype, in others only the result. The
 kernel computes in fp32 and rounds the result once.
 
@@ -29,19 +32,31 @@ from liger_kernel.core.op import CASES, Case, Function, custom_op, unit_stride
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
-def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
+def rope_reference(
+    q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False, halves=False
+):  # fmt: skip
     q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(
         q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
     )
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
+    pairs = bool(interleaved)
+    q, k = rotate_reference(q, k, cos, sin, rotary_dim, pairs, pairs and not halves)
+    return swapped(q, heads_dim), swapped(k, heads_dim)
+
+
+def rotate_reference(q, k, cos, sin, rotary_dim, pairs, to_pairs):
+    """q, k (B, h, T, D) and cos, sin (1 or B, T, rotary_dim/2) -> q and k rotated.
+
+    ``pairs``, ``to_pairs``: whether the entries of a pair are neighbours, in what is given and in the result.
+    """
+    first = slice(0, rotary_dim, 2) if pairs else slice(0, rotary_dim // 2)
+    second = slice(1, rotary_dim, 2) if pairs else slice(rotary_dim // 2, rotary_dim)
 
     def rotated(x):
         f = x if x.dtype == torch.float64 else x.float()
         x1, x2, c, s = f[..., first], f[..., second], cos.to(f.dtype)[:, None], sin.to(f.dtype)[:, None]
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
-        y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
-        return swapped(torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype), heads_dim)
+        y = torch.stack((y1, y2), -1).flatten(-2) if to_pairs else torch.cat((y1, y2), -1)
+        return torch.cat((y, f[..., rotary_dim:]), -1).to(x.dtype)
 
     return rotated(q), rotated(k)
 
@@ -63,11 +78,11 @@ def _read(x_row, mask, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constex
 @triton.jit
 def _write(
     y_row, x_row, mask, x1, x2, cos, sin,
-    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, TO_PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_row.dtype.element_ty
     y1, y2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
-    if PAIRS:
+    if TO_PAIRS:
         n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
         y = tl.reshape(tl.join(y1, y2), (y1.shape[0], y1.shape[1], 2 * BLOCK_N))
         tl.store(y_row + n, y, mask=mask & (n < R))
@@ -83,15 +98,16 @@ def _write(
 @kernel
 def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, q_b, q_h, q_t, k_b, k_h, k_t,
-    cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, yq_b, yq_h, yq_t, yk_b, yk_h, yk_t, T, sign,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
+    cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, cos_axis, sin_axis, yq_b, yq_h, yq_t, yk_b, yk_h, yk_t, T, sign,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
     """One program rotates BLOCK_T tokens in one group of their heads: BLOCK_Q of q and BLOCK_K of k.
 
     A stride is named after its tensor and dimension. q and k are loaded before the angles, so that the latencies
-    overlap.
+    overlap. Where cos and sin are of three axes (M-RoPE), pairs before FIRST have the angles of axis 0, those before
+    SECOND of axis 1, the others of axis 2.
     """
     group = tl.program_id(0) % GROUPS
     block = tl.program_id(0) // GROUPS
@@ -105,12 +121,16 @@ def _rotate(
     k_row = k_ptr + b * k_b + k_head * k_h + t * k_t
     q1, q2 = _read(q_row, q_mask, R, PAIRS, BLOCK_N)
     k1, k2 = _read(k_row, k_mask, R, PAIRS, BLOCK_N)
+    if cos_axis is not None:
+        axis = tl.where(n < FIRST, 0, tl.where(n < SECOND, 1, 2)).to(tl.int64)
+        cos_ptr += axis * cos_axis
+        sin_ptr += axis * sin_axis
     cos = tl.load(cos_ptr + b * cos_b + t * cos_t + n * cos_n, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + b * sin_b + t * sin_t + n * sin_n, mask=mask, other=0.0).to(tl.float32) * sign
     yq_row = yq_ptr + b * yq_b + q_head * yq_h + t * yq_t
     yk_row = yk_ptr + b * yk_b + k_head * yk_h + t * yk_t
-    _write(yq_row, q_row, q_mask, q1, q2, cos, sin, D, R, PAIRS, BLOCK_N, BLOCK_PASS)
-    _write(yk_row, k_row, k_mask, k1, k2, cos, sin, D, R, PAIRS, BLOCK_N, BLOCK_PASS)
+    _write(yq_row, q_row, q_mask, q1, q2, cos, sin, D, R, TO_PAIRS, BLOCK_N, BLOCK_PASS)
+    _write(yk_row, k_row, k_mask, k1, k2, cos, sin, D, R, TO_PAIRS, BLOCK_N, BLOCK_PASS)
 
 
 def heads_in_a_block(H):
@@ -139,7 +159,7 @@ class Layout(NamedTuple):
 
     heads_dim: int  # 1 or 2, the dimension of q and k that holds the heads
     rotary_dim: int
-    pairs: bool  # whether the entries of a pair are neighbours
+    pairs: bool  # whether the entries of a pair are neighbours, in q and k
     q_rows: bool  # the memory of q's result: (B, T, h, D) if True, else (B, h, T, D)
     k_rows: bool
 
@@ -165,30 +185,40 @@ def angle_strides(cos, sin):
     return [n for x in (cos, sin) for n in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))]
 
 
-def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, sign):
+def _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, *rest):
     return result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
 
 
 @custom_op("rope", _outputs)
 def rope_rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool, sign: float,
+    heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool,
+    to_pairs: bool, first: int, second: int, sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> q and k rotated. They have unit stride in D; cos, sin are (1 or B, T, rotary_dim/2), of any strides.
 
-    ``sign`` -1 rotates back. For the other arguments see `Layout`.
+    Or (3, 1 or B, T, rotary_dim/2), see ``first`` and ``second`` in `_rotate`. ``to_pairs``: whether the entries of a
+    pair are neighbours in the results. ``sign`` -1 rotates back. For the other arguments see `Layout`.
     """
-    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, sign)
+    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows)
     q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
+    axes = None, None
+    if cos.dim() == 4:
+        axes, cos, sin = (cos.stride(0), sin.stride(0)), cos[0], sin[0]
     groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
     _rotate[(groups * cdiv(T, tokens) * B,)](
-        q, k, cos, sin, yq, yk, *row_strides(q, k), *angle_strides(cos, sin), *row_strides(yq, yk), T, sign,
-        HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, GROUPS=groups,
+        q, k, cos, sin, yq, yk, *row_strides(q, k), *angle_strides(cos, sin), *axes, *row_strides(yq, yk), T, sign,
+        HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, TO_PAIRS=to_pairs, FIRST=first, SECOND=second, GROUPS=groups,
         BLOCK_T=tokens, BLOCK_Q=q_heads, BLOCK_K=k_heads, BLOCK_N=columns, BLOCK_PASS=passing,
         num_warps=devices.warps(warps, q),
     )  # fmt: skip
     return outs
+
+
+def one_axis(x, first, second):
+    """cos or sin of three axes, (3, B, T, n), as (B, T, n): each pair's angle is of its axis, see `_rotate`."""
+    return torch.cat((x[0, ..., :first], x[1, ..., first:second], x[2, ..., second:]), -1)
 
 
 def swapped(x, heads_dim):
@@ -272,40 +302,57 @@ def _angles(name, x, position_ids, heads_dim, B, T):
     return x
 
 
-class LigerRopeFunction(Function):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False) -> (q, k)``
+class Rotation(Function):
+    """q and k times a rotation, and their gradients times its inverse, for which neither is saved.
 
-    The arguments of `liger_rotary_pos_emb`. Results and gradients have the memory layout of q and k. q, k and the
-    incoming gradients are not written to, and are copied only if the entries of a head are not contiguous.
+    Results and gradients have the memory layout of q and k. q, k and the incoming gradients are not written to, and are
+    copied only if the entries of a head are not contiguous. A subclass's forward ends with `rotate`.
+    """
+
+    @staticmethod
+    def rotate(ctx, q, k, cos, sin, layout, to_pairs, first=0, second=0):
+        ctx.save_for_backward(cos, sin)
+        heads_dim, rotary_dim, pairs, *rows = layout
+        ctx.back = heads_dim, rotary_dim, to_pairs, *rows, pairs, first, second
+        return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, to_pairs, first, second, 1.0)
+
+    @staticmethod
+    def again(ctx, dyq, dyk):
+        (cos, sin), (heads_dim, rotary_dim, to_pairs, _, _, pairs, *axes) = ctx.saved_tensors, ctx.back
+        if cos.dim() == 4:
+            cos, sin = one_axis(cos, *axes), one_axis(sin, *axes)
+        dys = swapped(dyq, heads_dim), swapped(dyk, heads_dim)
+        dq, dk = rotate_reference(*dys, cos, -sin, rotary_dim, to_pairs, pairs)
+        return swapped(dq, heads_dim), swapped(dk, heads_dim), *(None,) * (len(ctx.needs_input_grad) - 2)
+
+    @staticmethod
+    def backward(ctx, dyq, dyk):
+        dq, dk = rope_rotate(unit_stride(dyq), unit_stride(dyk), *ctx.saved_tensors, *ctx.back, -1.0)
+        return dq, dk, *(None,) * (len(ctx.needs_input_grad) - 2)
+
+
+class LigerRopeFunction(Rotation):
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False, halves=False)
+    -> (q, k)``
+
+    The arguments of `liger_rotary_pos_emb`.
     """
 
     reference = staticmethod(rope_reference)
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False):
+    def forward(
+        ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, interleaved=False, halves=False
+    ):  # fmt: skip
         devices.require_kernels("LigerRopeFunction", q)
         cos, sin, layout = kernel_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
-        ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, 1.0)
-
-    @staticmethod
-    def again(ctx, dyq, dyk):
-        """Rotate back. q and k are not needed, and not saved."""
-        (cos, sin), layout = ctx.saved_tensors, ctx.layout
-        dq, dk = rope_reference(dyq, dyk, cos, -sin, None, layout.heads_dim, layout.rotary_dim, layout.pairs)
-        return dq, dk, None, None, None, None, None, None
-
-    @staticmethod
-    def backward(ctx, dyq, dyk):
-        dq, dk = rope_rotate(unit_stride(dyq), unit_stride(dyk), *ctx.saved_tensors, *ctx.layout, -1.0)
-        return dq, dk, None, None, None, None, None, None
+        return Rotation.rotate(ctx, q, k, cos, sin, layout, layout.pairs and not halves)
 
 
 def _rotated(name, q, k, cos, sin, sign):
     devices.require_kernels(name, q)
     cos, sin, layout = kernel_arguments(q, k, cos, sin, None, 1, None, False, name)
-    return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, sign)
+    return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, layout.pairs, 0, 0, sign)
 
 
 def rope_forward(q, k, cos, sin):
@@ -330,7 +377,7 @@ def rope_backward(dq, dk, cos, sin):
 
 def liger_rotary_pos_emb(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
-    unsqueeze_dim: int = 1, rotary_dim: int | None = None, interleaved: bool | str = False,
+    unsqueeze_dim: int = 1, rotary_dim: int | None = None, interleaved: bool | str = False, halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Rotary position embedding of queries and keys. It replaces Hugging Face's ``apply_rotary_pos_emb``.
 
@@ -347,6 +394,8 @@ def liger_rotary_pos_emb(
             for example half of it. If cos and sin are wider than needed, their first columns are used.
         interleaved: which entries form a pair. False: j and j + rotary_dim/2. True: 2j and 2j+1, with the angle in
             column j (GLM, Helium, ERNIE 4.5). "repeated": 2j and 2j+1, with the angle in columns 2j and 2j+1 (Cohere).
+        halves: the results have a pair's entries at j and j + rotary_dim/2, whatever ``interleaved`` is: q and k change
+            their order alike, which attention does not see (DeepSeek-V3's ``rope_interleave``).
 
     Returns:
         q and k rotated, in new tensors with the dtype and memory layout of q and k.
@@ -359,7 +408,7 @@ def liger_rotary_pos_emb(
     """
     check.floats("liger_rotary_pos_emb", dict(q=q))
     run = LigerRopeFunction.apply if devices.has_kernels(q) else rope_reference
-    return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved)
+    return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, halves)
 
 
 liger_rope = liger_rotary_pos_emb  # its name in `liger_kernel.transformers.functional`
@@ -375,7 +424,12 @@ def liger_rotary_pos_emb_gpt_oss(
 def liger_rotary_pos_emb_vision(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`liger_rotary_pos_emb` for q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and others."""
+    """`liger_rotary_pos_emb` for q, k (S, h, D) and cos, sin (S, D), as in the vision towers of Qwen2-VL and others.
+
+    Or (B, S, h, D), and cos, sin (1 or B, S, D). The result is of q's dtype if cos and sin are in fp32.
+    """
+    if q.dim() == 4:
+        return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     q, k = liger_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
     return q.squeeze(0), k.squeeze(0)
 
@@ -405,11 +459,11 @@ def rope_bytes(t):
 def _variant(rope):
     """A function of the case's options, which hold for every shape. ``half``: cos and sin have half the width."""
 
-    def call(q, k, cos, sin, one_row=False, partial=False, half=False, interleaved=False):
+    def call(q, k, cos, sin, one_row=False, partial=False, half=False, interleaved=False, halves=False):
         cos, sin = rope_angles(*(x[:1] if one_row else x for x in (cos, sin)), partial, interleaved)
         rotary_dim = cos.shape[-1] if half else None
         cos, sin = (x[..., : x.shape[-1] // 2] if half else x for x in (cos, sin))
-        return rope(q, k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
+        return rope(q, k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved, halves=halves)
 
     return call
 
@@ -434,6 +488,7 @@ CASES.append(
             dict(interleaved=True),
             dict(interleaved=True, partial=True),
             dict(interleaved="repeated"),
+            dict(interleaved=True, halves=True, partial=True),
         ),
         bench=((1, 32768, 32, 8, 128), (4, 2048, 32, 8, 128)),
         traffic=_traffic,

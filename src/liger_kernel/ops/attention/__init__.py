@@ -1,0 +1,1 @@
+"""Attention over some neighbours, and over scores that a convolution mixes."""

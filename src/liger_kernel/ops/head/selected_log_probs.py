@@ -1,0 +1,124 @@
+r"""Log-probabilities of given tokens under given logits: what a policy loss needs of them.
+
+    ℓ_t = log_softmax(x_t / T)_y
+
+    dx_t = (1[v=y] - p)·g_t / T,   p = softmax(x_t / T)
+
+The logits x (B, L+1, V) are those of a causal model for L tokens y: the last position predicts a token that is not
+there. It has no influence, its gradient is 0. Each token is a row of `cross_entropy`, whose kernels do the work, in
+fp32. Backward writes the gradient once, and may write it over the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.op import CASES, Case, F, Function, matrix_rows, may_overwrite
+from liger_kernel.ops.head.cross_entropy import check_targets, cross_entropy_bwd, cross_entropy_fwd, labels
+from liger_kernel.ops.head.logits import TokenOptions, token_gradient
+
+IGNORED = -100
+
+
+def selected_log_probs_reference(logits, ids, temperature=1.0, in_place=False):
+    z = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    known = (ids >= 0) & (ids < logits.shape[-1])
+    found = z.log_softmax(-1).gather(-1, ids.where(known, 0)[..., None]).squeeze(-1)
+    return found.where(known, torch.nan).where(ids != IGNORED, 0)
+
+
+class LigerSelectedLogProbsFunction(Function):
+    """``apply(logits (B, L+1, V), ids (B, L), temperature, in_place) -> (B, L)``: 0 where the id is `IGNORED`."""
+
+    reference = staticmethod(selected_log_probs_reference)
+
+    @staticmethod
+    def forward(ctx, logits, ids, temperature=1.0, in_place=False):
+        devices.require_kernels("LigerSelectedLogProbsFunction", logits)
+        target, numbers = F.pad(ids, (0, 1), value=IGNORED), [0.0, 0.0, 0.0, 1 / temperature]
+        loss, stats, _, norm, _ = cross_entropy_fwd(
+            matrix_rows(logits), target.view(-1), None, IGNORED, numbers, False, False, False
+        )
+        ctx.save_for_backward(logits, target, norm, stats)
+        ctx.numbers, ctx.options = numbers, (temperature, in_place)
+        return -loss.view(target.shape)[:, :-1]
+
+    @staticmethod
+    def arguments(ctx):
+        logits, target, *_ = ctx.saved_tensors
+        return logits, target[:, :-1], *ctx.options
+
+    @staticmethod
+    def backward(ctx, dy):
+        logits, target, norm, stats = ctx.saved_tensors
+        over = ctx.options[1] and logits.is_contiguous() and may_overwrite(ctx, logits)
+        x, g, target = matrix_rows(logits), F.pad(-dy, (0, 1)).view(-1), target.view(-1)
+        if torch.compiler.is_compiling() or not over and x.data_ptr() == logits.data_ptr():
+            dx = cross_entropy_bwd(g, x, target, None, norm, stats, IGNORED, ctx.numbers)
+        else:  # x is the logits, or a copy of them
+            token_gradient(g, x, target, None, norm, stats, x, TokenOptions(IGNORED, *ctx.numbers))
+            dx = x
+        if over:
+            torch.autograd.graph.increment_version(logits)
+        return logits if over else dx.view(logits.shape), None, None, None
+
+
+def liger_selected_log_probs(
+    logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None = None, temperature: float = 1.0,
+    in_place: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """log p of each token under ``softmax(logits / temperature)``.
+
+    Args:
+        logits: (B, L+1, V), fp32, bf16 or fp16; contiguous, or they are copied. The last position is not used.
+        ids: (B, L) integers, the tokens.
+        mask: (B, L), 0 for tokens whose log-probability is not needed. It is 0 there, whatever the id.
+        temperature: a positive number.
+        in_place: in backward, the logits' memory becomes that of their gradient if nobody else can see it any more.
+
+    Returns:
+        (B, L) in fp32, or fp64 for fp64.
+
+    Raises:
+        ValueError, TypeError: shapes or numbers that don't fit; an id out of range, on the CPU and in debug mode
+            (LIGER_KERNEL_DEBUG=1). On a GPU such a token's log-probability is otherwise NaN.
+    """
+    name = "liger_selected_log_probs"
+    check.floats(name, dict(logits=logits))
+    check.integers(name, dict(ids=ids))
+    B, T, _ = logits.shape if logits.dim() == 3 else (0, 0, 0)
+    if not T or ids.shape != (B, T - 1):
+        shapes = f"{tuple(logits.shape)}, ids {tuple(ids.shape)}"
+        raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L)")
+    check.shape(name, "mask", mask, tuple(ids.shape))
+    for argument, x in dict(ids=ids, mask=mask).items():
+        if x is not None and x.device != logits.device:
+            raise ValueError(f"{name}: logits are on {logits.device}, {argument} on {x.device}, give one device")
+    temperature = check.positive(name, "temperature", temperature)
+    ids = ids.long() if mask is None else ids.long().where(mask.bool(), IGNORED)
+    check_targets(name, ids.reshape(-1), logits.shape[2], IGNORED)
+    run = LigerSelectedLogProbsFunction
+    return (run.apply if devices.has_kernels(logits) else run.reference)(logits, ids, temperature, in_place)
+
+
+def _of_logits(fn):
+    """A case's function, of logits that an operation made: a leaf is never written over."""
+    return lambda logits, ids, **options: fn(logits * 1, ids, **options)
+
+
+CASES.append(
+    Case(
+        "selected_log_probs",
+        fn=_of_logits(liger_selected_log_probs),
+        reference=_of_logits(selected_log_probs_reference),
+        inputs=lambda B, L, V: dict(
+            logits=torch.randn(B, L + 1, V).mul(3).requires_grad_(), ids=labels(B * L, V).view(B, L)
+        ),
+        shapes=((1, 1, 8), (3, 2, 123), (1, 2, 9001)),
+        options=(dict(), dict(temperature=0.7, in_place=False)),
+        bench=((8, 2048, 32000),),
+        traffic=lambda t: tuple(n * t["logits"].numel() * t["logits"].element_size() for n in (1, 2)),
+        fp32_roundings=2,
+    )
+)

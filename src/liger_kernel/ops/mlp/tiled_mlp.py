@@ -1,0 +1,362 @@
+r"""An MLP in tiles of tokens (ALST): of its activations only its input is kept for backward.
+
+    y_i = f(x_i)        dx_i = dy_i·∂f/∂x (x_i),   dw = Σ_i dy_i·∂f/∂w (x_i)        i: a tile, w: a parameter of f
+
+f works on every token by itself, so its tokens can be cut into tiles: forward computes one after the other and keeps x;
+backward computes each once more, with a graph, and goes back through it. What f holds meanwhile is that of one tile,
+however long the sequence is.
+
+The sum over the tiles is in fp32 and is rounded once, to the dtype of a tile's gradient. Where that dtype rounds by ε,
+dw is off by ε·Σ_i |dw_i| at most, as f rounds the tiles, and by ε·|dw|, as their sum is rounded.
+
+Autograd gets that sum once, as the gradient of an input of the Function. So whatever follows a parameter's gradient
+(its hooks, DDP, FSDP, ZeRO-3) follows once a step. In backward, the parameters are looked up in the module again: by
+then FSDP has gathered them anew. Random numbers are drawn again as in forward, and autocast is as there.
+
+Source: Arctic Long Sequence Training, arXiv:2506.13996.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.op import Function, gradients, matrix, transformed
+from liger_kernel.core.tile import cdiv
+from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
+
+NAME = "apply_tiled_mlp"
+
+
+def _tiles(x, shards):
+    """x (..., S, H) as at most ``shards`` tiles (1, ..., tokens, H), of all tokens one after the other."""
+    rows = matrix(x)
+    return rows[(None,) * (x.dim() - 2)].split(max(1, cdiv(rows.shape[0], shards)), dim=-2)
+
+
+def _run(fn, mlp_module, tile):
+    y = fn(mlp_module, tile)
+    if not isinstance(y, torch.Tensor) or y.shape[:-1] != tile.shape[:-1]:
+        given = f"a tensor of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        raise ValueError(f"{NAME}: fn gave {given} for a tile of shape {tuple(tile.shape)}, it must give a row a token")
+    return y
+
+
+def _joined(run, x, shards):
+    """What ``run`` makes of the tiles, in the shape of x. Without a graph each is in its place before the next."""
+    if torch.is_grad_enabled():
+        y = torch.cat([run(tile) for tile in _tiles(x, shards)], dim=-2)
+        return y.view(*x.shape[:-1], y.shape[-1])
+    y = None
+    for i, tile in enumerate(_tiles(x, shards)):
+        y_i = run(tile)
+        if y is None:
+            y = y_i.new_empty(*x.shape[:-1], y_i.shape[-1])
+            places = _tiles(y, shards)
+        places[i].copy_(y_i)
+    return y
+
+
+def _in_graph(fn, mlp_module, x, shards):
+    """For torch.compile, whose graphs know checkpoints, and no backward that differentiates."""
+    run = functools.partial(_run, fn, mlp_module)
+    return _joined(
+        functools.partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run, x, shards
+    )
+
+
+# ---- the tensors that learn ----
+
+
+def _learning(module, more):
+    """The tensors that require a gradient, and the places (module, attribute) where each is. ``more``: other ones."""
+    found = {}
+    for m in module.modules():
+        for held in (m._parameters, vars(m)):
+            for name, t in held.items():
+                if isinstance(t, torch.Tensor) and t.requires_grad and (held is m._parameters or _stands_for(t, m)):
+                    found.setdefault(id(t), (t, []))[1].append((m, name))
+    for t in more or ():
+        if t.requires_grad:
+            found.setdefault(id(t), (t, [(types.SimpleNamespace(tensor=t), "tensor")]))
+    return [t for t, _ in found.values()], [places for _, places in found.values()]
+
+
+def _stands_for(t, module):
+    """Whether an attribute stands for a parameter, as FSDP1's views and DataParallel's replicas do. What a hook has
+    computed of parameters does not: it may be that of an earlier step."""
+    return t.is_leaf or (t._base is not None and t._base.is_leaf) or getattr(module, "_is_replica", False)
+
+
+def _now(places, versions):
+    """The tensors that are in these places now: those of forward, or what FSDP has put there since."""
+    tensors = [getattr(*those[0]) for those in places]
+    for t, version, [(module, name), *_] in zip(tensors, versions, places, strict=True):
+        if t._version != version or not t.requires_grad:
+            what = "written to" if t.requires_grad else "frozen"
+            raise RuntimeError(
+                f"{NAME}: {type(module).__name__}.{name} was {what} between forward and backward, which computes the "
+                "tiles again; do it after backward"
+            )
+    return tensors
+
+
+@contextlib.contextmanager
+def _in_places(places, tensors):
+    """With these tensors in the module instead."""
+    held = [
+        (members, name, t, members[name])
+        for those, t in zip(places, tensors, strict=True)
+        for module, name in those
+        for members in (getattr(module, "_parameters", {}), vars(module))
+        if name in members
+    ]
+    try:
+        for members, name, t, _ in held:
+            members[name] = t
+        yield
+    finally:
+        for members, name, _, own in held:
+            members[name] = own
+
+
+@contextlib.contextmanager
+def _unhooked(tensors):
+    """Without the hooks of these leaves: they are for the sum, and autograd would run them for the tiles as well."""
+    held = [(t, t._backward_hooks) for t in tensors if t.is_leaf and t._backward_hooks]
+    try:
+        for t, _ in held:
+            t._backward_hooks = None
+        yield
+    finally:
+        for t, hooks in held:
+            t._backward_hooks = hooks
+
+
+def _check_graph(y, known):
+    """Raises if something else learns in the graph of y: its gradient would be lost."""
+    known = {(edge.node, edge.output_nr) for edge in map(torch.autograd.graph.get_gradient_edge, known)}
+    seen, waiting = set(), [(y.grad_fn, y.output_nr)]
+    while waiting:
+        node, _ = edge = waiting.pop()
+        if node is None or edge in known or node in seen:
+            continue
+        if type(node).__name__ == "AccumulateGrad":
+            raise RuntimeError(
+                f"{NAME}: fn uses a tensor of shape {tuple(node.variable.shape)} that requires a gradient and is none "
+                "of mlp_module's parameters; add it to compute_params (for create_graph=True, to mlp_module), or, if "
+                f"FSDP gathers parameters within fn, let FSDP wrap the module that calls {NAME}"
+            )
+        seen.add(node)
+        waiting += node.next_functions
+
+
+def _gradients(run, inputs, dy, needs):
+    """Of one tile, which is the first of the inputs; None where there is none, or none is needed."""
+    y = run(inputs[0])
+    if not y.requires_grad:
+        return [None] * len(inputs)
+    _check_graph(y, [t for t in inputs if t.requires_grad])
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
+    return [next(found) if need else None for need in needs]
+
+
+class _Sum:
+    """Of a parameter's gradients."""
+
+    def __init__(self):
+        self.value, self.dtype, self.ours = None, None, False
+
+    def add(self, more):
+        if self.value is None:
+            self.value, self.dtype = more, None if more is None else more.dtype
+        elif more is not None and self.ours:
+            self.value += more
+        elif more is not None:  # autograd's first one may share its memory with something
+            self.value, self.ours = self.value.to(torch.promote_types(self.dtype, torch.float32)) + more, True
+
+    def rounded(self):
+        return None if self.value is None else self.value.to(self.dtype)
+
+
+# ---- the state in which a tile is computed ----
+
+
+class _NothingRandom(TorchDispatchMode):
+    """For what a CUDA graph captures: the state of random numbers cannot be read there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(
+                f"{NAME}: fn draws random numbers ({func}), which backward cannot draw again while a CUDA graph is "
+                "captured; switch dropout off"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_captured(x):
+    return getattr(getattr(torch, x.device.type, None), "is_current_stream_capturing", bool)()
+
+
+def _replay(x):
+    """-> a function that returns a context with a graph, and with autocast and random numbers as they are now."""
+    autocast, state = devices.autocast_as_now(x.device), torch.get_rng_state()
+    indices, states = ([], []) if _is_captured(x) else get_device_states(x)
+    kind = "cpu" if x.device.type == "meta" else x.device.type
+
+    @contextlib.contextmanager
+    def again():
+        with torch.enable_grad(), autocast(), torch.random.fork_rng(indices, device_type=kind):
+            torch.set_rng_state(state)
+            set_device_states(indices, states, device_type=kind)
+            yield
+
+    return again
+
+
+class LigerTiledMLPFunction(Function):
+    """``apply(fn, mlp_module, x, shards, compute_params=None) -> y``: `apply_tiled_mlp` with a number of tiles."""
+
+    @staticmethod
+    def reference(fn, mlp_module, x, shards, compute_params=None):
+        return fn(mlp_module, x)
+
+    @classmethod
+    def apply(cls, fn, mlp_module, x, shards, compute_params=None):
+        if torch.compiler.is_compiling():
+            return _in_graph(fn, mlp_module, x, shards)
+        if transformed():
+            return cls.reference(fn, mlp_module, x, shards)
+        tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
+        if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
+            return _joined(functools.partial(_run, fn, mlp_module), x, shards)
+        return super(torch.autograd.Function, cls).apply(fn, mlp_module, x, shards, compute_params, places, *tensors)
+
+    @staticmethod
+    def forward(ctx, fn, mlp_module, x, shards, compute_params, places, *tensors):
+        ctx.save_for_backward(x)
+        ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
+        ctx.places, ctx.versions, version = places, [t._version for t in tensors], x._version
+        try:
+            with _NothingRandom() if _is_captured(x) else contextlib.nullcontext():
+                y = _joined(ctx.run, x, shards)
+        finally:
+            if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+                torch.clear_autocast_cache()  # where it has weights that were cast without a graph
+        if x._version != version:
+            raise RuntimeError(f"{NAME}: fn writes to its input, which backward needs; let it write to a copy")
+        return y
+
+    @classmethod
+    def again(cls, ctx, dy):
+        (x,) = ctx.saved_tensors
+
+        def whole(x, *tensors):
+            with ctx.replay(), _in_places(ctx.places, tensors):
+                y = ctx.run(x)
+            _check_graph(y, [t for t in (x, *tensors) if t.requires_grad])
+            return y
+
+        given, needs = [x, *_now(ctx.places, ctx.versions)], [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        dx, *found = gradients(whole, given, needs, [dy])
+        return None, None, dx, None, None, None, *found
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        tensors, needs = _now(ctx.places, ctx.versions), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        dx = x.new_empty(x.shape) if needs[0] else None
+        sums = [_Sum() for _ in tensors]
+        tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
+        with ctx.replay(), _unhooked(tensors):
+            for x_i, dy_i, dx_i in zip(*tiles, strict=True):
+                x_i = x_i.detach().requires_grad_(needs[0])
+                own, *found = _gradients(ctx.run, [x_i, *tensors], dy_i, needs)
+                if needs[0]:
+                    dx_i.zero_() if own is None else dx_i.copy_(own)
+                for sum_i, more in zip(sums, found, strict=True):
+                    sum_i.add(more)
+        return None, None, dx, None, None, None, *(total.rounded() for total in sums)
+
+
+def apply_tiled_mlp(
+    fn: Callable, mlp_module: torch.nn.Module, x: torch.Tensor, num_shards: int | None = None,
+    compute_params: list[torch.nn.Parameter] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``fn(mlp_module, x)`` in tiles of tokens, each of which backward computes again.
+
+    Args:
+        fn: called with the module and a tile (1, ..., tokens, H), or (tokens, H) of a 2-D x. It gives a row a token,
+            of that token alone.
+        mlp_module: has the parameters; what of it is in use when this is called gets gradients.
+        x: (..., S, H), fp32, bf16, fp16 or fp64. It may be frozen, and so may be parameters.
+        num_shards: the number of tiles; there may be less. By default ⌈S/H⌉: of one sequence, what an MLP holds of a
+            tile is then of the size of its weights.
+        compute_params: further tensors that fn uses and that require a gradient.
+
+    Returns:
+        (..., S, H'), as of ``fn(mlp_module, x)``. Under torch.compile each tile is a checkpoint in the graph, and the
+        gradients of the tiles add up in their own dtype.
+
+    Raises:
+        TypeError: x is no floating point tensor, mlp_module no module, num_shards no int. ValueError: x has one
+            dimension; num_shards is not positive; fn gives another number of rows. RuntimeError: fn writes to its
+            input, or uses a tensor that requires a gradient and is not the module's; a parameter was written to or
+            frozen between forward and backward; fn draws random numbers while a CUDA graph is captured.
+
+    Source: arXiv:2506.13996.
+    """
+    check.floats(NAME, dict(x=x))
+    if not isinstance(mlp_module, torch.nn.Module):
+        raise TypeError(f"{NAME}: mlp_module is a {type(mlp_module).__name__}, give the module with the parameters")
+    if x.dim() < 2:
+        raise ValueError(f"{NAME}: x has shape {tuple(x.shape)}, give (..., S, H)")
+    if num_shards is None:
+        num_shards = max(1, cdiv(x.shape[-2], max(1, x.shape[-1])))
+    elif check.size(NAME, "num_shards", num_shards) == 0:
+        raise ValueError(f"{NAME}: num_shards is 0, give the number of tiles or None")
+    if torch.compiler.is_compiling():
+        return _in_graph(fn, mlp_module, x, num_shards)
+    return LigerTiledMLPFunction.apply(fn, mlp_module, x, num_shards, compute_params)
+
+
+class _TiledMLP(torch.nn.Module):
+    acts: tuple[str, ...]  # the names that a config may have for it
+
+    def __init__(self, config: object, num_shards: int | None = None) -> None:
+        super().__init__()
+        act = getattr(config, "hidden_act", self.acts[0])
+        if act not in self.acts:
+            names = " or ".join(map(repr, self.acts))
+            raise ValueError(f"{type(self).__name__}: the config's activation is {act!r}, it computes {names}")
+        self.config, self.num_shards = config, num_shards
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+
+class LigerTiledSwiGLUMLP(_TiledMLP):
+    """`LigerSwiGLUMLP` in ``num_shards`` tiles, by `apply_tiled_mlp`. The state dict is Hugging Face's."""
+
+    acts = "silu", "swish"
+
+    def forward(self, x: torch.Tensor):
+        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledGEGLUMLP(_TiledMLP):
+    """`LigerGEGLUMLP`, which has the tanh GELU, in ``num_shards`` tiles, by `apply_tiled_mlp`."""
+
+    acts = "gelu_pytorch_tanh", "gelu_new", "gelu"
+
+    def forward(self, x: torch.Tensor):
+        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)

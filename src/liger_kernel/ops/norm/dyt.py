@@ -1,0 +1,243 @@
+r"""DyT, dynamic tanh: an elementwise replacement of a norm.
+
+    z = tanh(α·x),   y = γ·z + β
+
+    s = dy·γ·(1 - z²):   dx = s·α,   dα = Σ s·x,   dγ = Σ_rows dy·z,   dβ = Σ_rows dy
+
+α is one number, γ and β have one for each column. Everything is computed in fp32 and rounded once.
+
+Source: Zhu et al., Transformers without Normalization, arXiv:2503.10622.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
+from liger_kernel.core.reduce import partial, sum_rows
+from liger_kernel.core.tile import cdiv, next_power_of_2, read, tanh, tanh_slope, tl
+from liger_kernel.ops.norm.rows import shaped
+
+
+def dyt_reference(x, alpha, gamma, beta=None):
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
+    return (y if beta is None else y + beta.to(wide)).to(x.dtype)
+
+
+@kernel
+def _fwd(
+    x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (m < M) & (n < N)
+    x = read(x_ptr, m * stride_x + n, mask)
+    gamma = read(gamma_ptr, n, n < N)
+    y = gamma * tanh(tl.load(alpha_ptr).to(tl.float32) * x)
+    if beta_ptr is not None:
+        y += read(beta_ptr, n, n < N)
+    tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _bwd(
+    dy_ptr, x_ptr, alpha_ptr, gamma_ptr, dx_ptr, dalpha_ptr, dgamma_ptr, dbeta_ptr, stride_dy, stride_x, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program processes every num_programs-th block of rows, and writes one row of each of the partial sums."""
+    pid = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    gamma = read(gamma_ptr, n, n < N)
+    dalpha = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dgamma, dbeta = dalpha, dalpha
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        mask = (m < M) & (n < N)
+        dy = read(dy_ptr, m * stride_dy + n, mask)
+        x = read(x_ptr, m * stride_x + n, mask)
+        s = dy * gamma * tanh_slope(alpha * x)
+        dalpha += s * x
+        dgamma += dy * tanh(alpha * x)
+        dbeta += dy
+        if dx_ptr is not None:
+            tl.store(dx_ptr + m * N + n, (s * alpha).to(dx_ptr.dtype.element_ty), mask=mask)
+    if dalpha_ptr is not None:
+        part = pid * tl.num_programs(1) + tl.program_id(1)
+        tl.store(dalpha_ptr + part, tl.sum(dalpha).to(dalpha_ptr.dtype.element_ty))
+    if dgamma_ptr is not None:
+        dgamma = tl.sum(dgamma, axis=0, keep_dims=True)
+        tl.store(dgamma_ptr + pid * N + n, dgamma.to(dgamma_ptr.dtype.element_ty), mask=n < N)
+    if dbeta_ptr is not None:
+        dbeta = tl.sum(dbeta, axis=0, keep_dims=True)
+        tl.store(dbeta_ptr + pid * N + n, dbeta.to(dbeta_ptr.dtype.element_ty), mask=n < N)
+
+
+@functools.cache
+def _launch(N):
+    """(rows, columns, warps) of a program's block."""
+    columns = min(next_power_of_2(N), 1024)
+    return 2048 // columns, columns, 4
+
+
+def _gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta):
+    needs = (x, need_dx), (alpha, need_dalpha), (gamma, need_dgamma), (beta, need_dbeta)
+    return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
+
+
+@custom_op("dyt", lambda x, alpha, gamma, beta: x.new_empty(x.shape))
+def dyt_fwd(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:  # fmt: skip
+    """x (M, N) with unit stride in N, gamma and beta (N,) contiguous -> y (M, N)."""
+    y = x.new_empty(x.shape)
+    M, N = x.shape
+    rows, columns, warps = _launch(N)
+    if M and N:
+        _fwd[(cdiv(M, rows), cdiv(N, columns))](
+            x, alpha, gamma, beta, y, x.stride(0), M, N,
+            BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return y
+
+
+@custom_op("dyt_backward", _gradients)
+def dyt_bwd(
+    dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None,
+    need_dx: bool, need_dalpha: bool, need_dgamma: bool, need_dbeta: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dy as x -> dx (M, N), and gradients like alpha, gamma and beta. What is not needed is None."""
+    needs = need_dx, need_dalpha, need_dgamma, need_dbeta
+    found = dx, dalpha, dgamma, dbeta = _gradients(dy, x, alpha, gamma, beta, *needs)
+    M, N = x.shape
+    rows, columns, warps = _launch(N)
+    across = cdiv(N, columns)
+    programs = max(1, min(cdiv(M, rows), cdiv(4 * devices.multiprocessors(x), max(across, 1))))
+    parts = partial(dalpha, programs * across), partial(dgamma, programs), partial(dbeta, programs)
+    if N:
+        _bwd[(programs, across)](
+            dy, x, alpha, gamma, dx, *parts, dy.stride(0), x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns,
+            STAGES=devices.stages(2 * rows * columns * x.element_size(), x), num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    for part, gradient in zip(parts, found[1:], strict=True):
+        sum_rows(part, gradient)
+    return found
+
+
+class LigerDyTFunction(Function):
+    """``apply(x, alpha, gamma, beta) -> y`` like x. The arguments of `liger_dyt`."""
+
+    reference = staticmethod(dyt_reference)
+
+    @staticmethod
+    def forward(ctx, x, alpha, gamma, beta):
+        ctx.save_for_backward(x, alpha, gamma, beta)
+        return liger_dyt_fwd(x, alpha, gamma, beta)
+
+    @staticmethod
+    def arguments(ctx):
+        return ctx.saved_tensors
+
+    @staticmethod
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad[:4]
+        found = _backward(dy, *ctx.saved_tensors, *needs)
+        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+
+
+def liger_dyt_fwd(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:  # fmt: skip
+    """`liger_dyt` without autograd, for frameworks with a Function of their own. It needs kernels."""
+    devices.require_kernels("liger_dyt_fwd", x)
+    gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
+    return shaped(dyt_fwd(matrix_rows(x), alpha, gamma, beta), x.shape)
+
+
+def liger_dyt_bwd(
+    dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """-> the gradients of x, alpha, gamma and beta (None without beta), each like its tensor. It needs kernels."""
+    devices.require_kernels("liger_dyt_bwd", x)
+    return _backward(dy, x, alpha, gamma, beta, True, True, True, beta is not None)
+
+
+def _backward(dy, x, alpha, gamma, beta, *needs):
+    gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
+    dx, *sums = dyt_bwd(matrix_rows(dy), matrix_rows(x), alpha, gamma, beta, *needs)
+    return dx if dx is None else shaped(dx, x.shape) if needs[0] else None, *sums
+
+
+def liger_dyt(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Dynamic tanh: ``gamma·tanh(alpha·x) + beta``.
+
+    Args:
+        x: (..., H), fp32, bf16 or fp16.
+        alpha: (1,), any floating dtype.
+        gamma: (H,), any floating dtype.
+        beta: (H,), any floating dtype, or None.
+
+    Returns:
+        (..., H) in x's dtype, computed in fp32 and rounded once.
+
+    Raises:
+        ValueError: x has no dimension; alpha, gamma or beta has another shape or device.
+        TypeError: one of them is not a floating point tensor.
+
+    Source: arXiv:2503.10622.
+    """
+    name = "liger_dyt"
+    check.floats(name, dict(x=x, alpha=alpha, gamma=gamma), beta=beta)
+    check.shape(name, "alpha", alpha, (1,), ())
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x has no dimension, give a tensor of shape (..., hidden size)")
+    check.shape(name, "gamma", gamma, tuple(x.shape[-1:]))
+    check.shape(name, "beta", beta, tuple(x.shape[-1:]))
+    if not devices.has_kernels(x):
+        return dyt_reference(x, alpha, gamma, beta)
+    return LigerDyTFunction.apply(x, alpha, gamma, beta)
+
+
+class LigerDyT(torch.nn.Module):
+    """`liger_dyt` as a module. ``beta=False``: without a shift."""
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        check.size("LigerDyT", "hidden_size", hidden_size)
+        self.hidden_size, self.init_alpha = hidden_size, check.finite("LigerDyT", "init_alpha", init_alpha)
+        self.alpha = torch.nn.Parameter(torch.full((1,), self.init_alpha))
+        self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: torch.Tensor):
+        return liger_dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self):
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
+
+
+def _inputs(*shape):
+    gamma, beta = (torch.randn(shape[-1]).requires_grad_() for _ in range(2))
+    return dict(x=torch.randn(shape).requires_grad_(), alpha=torch.rand(1).requires_grad_(), gamma=gamma, beta=beta)
+
+
+CASES.append(
+    Case(
+        "dyt",
+        fn=liger_dyt,
+        reference=dyt_reference,
+        inputs=_inputs,
+        shapes=((1, 8), (5, 123), (2, 7, 512), (2, 1100)),
+        options=(dict(), dict(beta=None)),
+        bench=((8192, 4096), (65536, 768)),
+        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+        fp32_roundings=2,
+    )
+)

@@ -1,0 +1,280 @@
+r"""PolyNorm: the normalised powers of x, added up.
+
+    r_k = 1 / sqrt(mean(x^(2k)) + eps),   ν_k = x^k·r_k,   y = w₀·ν₃ + w₁·ν₂ + w₂·ν₁ + b
+
+    d_k = mean(dy·ν_k),   dx = Σ_k w_(3-k)·r_k·k·x^(k-1)·(dy - ν_k·d_k)
+    dw_(3-k) = Σ_rows N·d_k,   db = Σ dy
+
+The means go over a row of N columns. Everything is computed in fp32, the powers as well, and rounded once.
+
+Source: Zhuo et al., Polynomial Composition Activations, arXiv:2411.03884.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
+from liger_kernel.core.reduce import partial, sum_rows
+from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl, triton
+from liger_kernel.ops.norm.rows import shaped
+
+
+def poly_norm_reference(x, w, b, eps=1e-6):
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    powers, w = (x.to(wide) ** k for k in (3, 2, 1)), w.to(wide)
+    y = sum(w[i] * (u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)) for i, u in enumerate(powers))
+    return (y + b.to(wide).view(())).to(x.dtype)
+
+
+@triton.jit
+def _rstd(squares, N, eps):
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)
+
+
+@triton.jit
+def _weights(ptr):
+    """Of the cube, of the square and of x."""
+    return tl.load(ptr).to(tl.float32), tl.load(ptr + 1).to(tl.float32), tl.load(ptr + 2).to(tl.float32)
+
+
+@kernel
+def _fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, rstd_ptr, stride_x, M, N, eps,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read twice."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    x = read(x_ptr, m * stride_x + n, (m < M) & (n < N))
+    xx = x * x
+    s1, s2, s3 = xx, xx * xx, xx * x * (xx * x)
+    if not WHOLE:
+        for start in range(BLOCK_N, N, BLOCK_N):
+            x = read(x_ptr, m * stride_x + start + n, (m < M) & (start + n < N))
+            xx = x * x
+            s1 += xx
+            s2 += xx * xx
+            s3 += xx * x * (xx * x)
+    r1, r2, r3 = _rstd(s1, N, eps), _rstd(s2, N, eps), _rstd(s3, N, eps)
+    tl.store(rstd_ptr + m, r1, mask=m < M)
+    tl.store(rstd_ptr + M + m, r2, mask=m < M)
+    tl.store(rstd_ptr + 2 * M + m, r3, mask=m < M)
+    w3, w2, w1 = _weights(w_ptr)
+    b = tl.load(b_ptr).to(tl.float32)
+    for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
+        mask = (m < M) & (start + n < N)
+        if not WHOLE:
+            x = read(x_ptr, m * stride_x + start + n, mask)
+        xx = x * x
+        y = w3 * (xx * x * r3) + w2 * (xx * r2) + w1 * (x * r1) + b
+        tl.store(y_ptr + m * N + start + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _bwd(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, M, N,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the partial dw and db.
+
+    WHOLE: a row is one block and read once; otherwise it is read twice.
+    """
+    pid = tl.program_id(0)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    w3, w2, w1 = _weights(w_ptr)
+    dw1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+    dw2, dw3, db = dw1, dw1, dw1
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        r1, r2, r3 = (read(rstd_ptr, m, m < M), read(rstd_ptr, M + m, m < M), read(rstd_ptr, 2 * M + m, m < M))
+        mask = (m < M) & (n < N)
+        x, dy = read(x_ptr, m * stride_x + n, mask), read(dy_ptr, m * stride_dy + n, mask)
+        xx = x * x
+        dot1, dot2, dot3, total = dy * (x * r1), dy * (xx * r2), dy * (xx * x * r3), dy
+        if not WHOLE:
+            for start in range(BLOCK_N, N, BLOCK_N):
+                mask = (m < M) & (start + n < N)
+                x, dy = read(x_ptr, m * stride_x + start + n, mask), read(dy_ptr, m * stride_dy + start + n, mask)
+                xx = x * x
+                dot1 += dy * (x * r1)
+                dot2 += dy * (xx * r2)
+                dot3 += dy * (xx * x * r3)
+                total += dy
+        dot1, dot2 = tl.sum(dot1, axis=1, keep_dims=True), tl.sum(dot2, axis=1, keep_dims=True)
+        dot3 = tl.sum(dot3, axis=1, keep_dims=True)
+        dw1 += dot1
+        dw2 += dot2
+        dw3 += dot3
+        db += tl.sum(total, axis=1, keep_dims=True)
+        if dx_ptr is not None:
+            for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
+                mask = (m < M) & (start + n < N)
+                if not WHOLE:
+                    x, dy = read(x_ptr, m * stride_x + start + n, mask), read(dy_ptr, m * stride_dy + start + n, mask)
+                xx = x * x
+                dx = w1 * r1 * (dy - x * r1 * (dot1 / N)) + w2 * r2 * (2.0 * x) * (dy - xx * r2 * (dot2 / N))
+                dx += w3 * r3 * (3.0 * xx) * (dy - xx * x * r3 * (dot3 / N))
+                tl.store(dx_ptr + m * N + start + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + 3 * pid, tl.sum(dw3).to(dw_ptr.dtype.element_ty))
+        tl.store(dw_ptr + 3 * pid + 1, tl.sum(dw2).to(dw_ptr.dtype.element_ty))
+        tl.store(dw_ptr + 3 * pid + 2, tl.sum(dw1).to(dw_ptr.dtype.element_ty))
+    if db_ptr is not None:
+        tl.store(db_ptr + pid, tl.sum(db).to(db_ptr.dtype.element_ty))
+
+
+WIDE = 8192  # columns; a wider row does not fit into registers beside the sums of its powers
+
+
+@functools.cache
+def _launch(N, elements):
+    """(rows, columns, warps) of a program's block of at least so many elements."""
+    columns = min(next_power_of_2(N), WIDE)
+    rows = max(1, elements // columns)
+    return rows, columns, min(max(rows * columns // 512, 1), 16)
+
+
+def _outputs(x, w, b, eps):
+    return x.new_empty(x.shape), x.new_empty((3, x.shape[0]), dtype=torch.float32)
+
+
+def _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db):
+    return tuple(t.new_empty(t.shape) if need else None for t, need in ((x, need_dx), (w, need_dw), (b, need_db)))
+
+
+@custom_op("poly_norm", _outputs)
+def poly_norm_fwd(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, N) with unit stride in N, w (3,) contiguous -> y (M, N), and r_1, r_2, r_3 as (3, M) in fp32."""
+    y, rstd = _outputs(x, w, b, eps)
+    M, N = x.shape
+    rows, columns, warps = _launch(N, 1024)
+    if M and N:
+        _fwd[(cdiv(M, rows),)](
+            x, w, b, y, rstd, x.stride(0), M, N, eps,
+            WHOLE=columns >= N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return y, rstd
+
+
+@custom_op("poly_norm_backward", _gradients)
+def poly_norm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, rstd: torch.Tensor, need_dx: bool,
+    need_dw: bool, need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dy and x (M, N) with unit stride in N -> dx (M, N), dw like w, db like b. What is not needed is None."""
+    found = dx, dw, db = _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db)
+    M, N = x.shape
+    rows, columns, warps = _launch(N, 4096)
+    programs = max(1, min(cdiv(M, rows), devices.multiprocessors(x)))
+    parts = partial(dw, programs), partial(db, programs)
+    _bwd[(programs,)](
+        dy, x, w, rstd, dx, *parts, dy.stride(0), x.stride(0), M, N,
+        WHOLE=columns >= N, BLOCK_M=rows, BLOCK_N=columns,
+        STAGES=devices.stages(2 * rows * columns * x.element_size(), x), num_warps=devices.warps(warps, x),
+    )  # fmt: skip
+    for part, gradient in zip(parts, (dw, db), strict=True):
+        sum_rows(part, gradient)
+    return found
+
+
+class LigerPolyNormFunction(Function):
+    """``apply(X, W, B, eps=1e-6, in_place=True) -> Y`` like X.
+
+    The arguments of `liger_poly_norm`. ``in_place`` (whether dX may overwrite dY) has no effect: dY may be used
+    elsewhere.
+    """
+
+    @staticmethod
+    def reference(X, W, B, eps=1e-6, in_place=True):
+        return poly_norm_reference(X, W, B, eps)
+
+    @staticmethod
+    def forward(ctx, X, W, B, eps=1e-6, in_place=True):
+        devices.require_kernels("LigerPolyNormFunction", X)
+        y, rstd = poly_norm_fwd(matrix_rows(X), W.contiguous(), B, eps)
+        ctx.save_for_backward(X, W, B, rstd)
+        ctx.eps = eps
+        return shaped(y, X.shape)
+
+    @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:3], ctx.eps
+
+    @staticmethod
+    def backward(ctx, dY):
+        X, W, B, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        found = poly_norm_bwd(matrix_rows(dY), matrix_rows(X), W.contiguous(), B, rstd, *needs)
+        dx, dw, db = (d if need else None for d, need in zip(found, needs, strict=True))
+        return dx if dx is None else shaped(dx, X.shape), dw, db, None, None
+
+
+def liger_poly_norm(
+    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float = 1e-6, in_place: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """``W[0]·ν(X³) + W[1]·ν(X²) + W[2]·ν(X) + B`` with ``ν(u) = u / sqrt(mean(u²) + eps)`` over the last dimension.
+
+    Args:
+        X: (..., H), fp32, bf16 or fp16.
+        W: (3,), any floating dtype: the weights of the cube, of the square and of X itself.
+        B: one element, any floating dtype.
+        eps: added to the mean squares.
+        in_place: no effect.
+
+    Returns:
+        (..., H) in X's dtype, computed in fp32 and rounded once.
+
+    Raises:
+        ValueError: X has no dimension; W or B has another size or device; eps is negative.
+        TypeError: X, W or B is not a floating point tensor, eps not a number.
+
+    Source: arXiv:2411.03884.
+    """
+    name = "liger_poly_norm"
+    check.floats(name, dict(X=X, W=W, B=B))
+    if X.dim() == 0:
+        raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
+    check.shape(name, "W", W, (3,))
+    if B.numel() != 1:
+        raise ValueError(f"{name}: B has shape {tuple(B.shape)}, give one element")
+    eps = check.not_negative(name, "eps", eps)
+    if not devices.has_kernels(X):
+        return poly_norm_reference(X, W, B, eps)
+    return LigerPolyNormFunction.apply(X, W, B, eps, in_place)
+
+
+class LigerPolyNorm(torch.nn.Module):
+    """`liger_poly_norm` as a module. It has four numbers, whatever the hidden size: weights of 1/3, a bias of 1."""
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
+        super().__init__()
+        check.not_negative("LigerPolyNorm", "eps", eps)
+        self.weight = torch.nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = torch.nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states: torch.Tensor):
+        return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self):
+        return f"eps={self.variance_epsilon}"
+
+
+CASES.append(
+    Case(
+        "poly_norm",
+        fn=lambda x, w, b: liger_poly_norm(x, w, b),
+        reference=poly_norm_reference,
+        inputs=lambda *shape: dict(
+            x=torch.randn(shape).requires_grad_(), w=torch.randn(3).requires_grad_(), b=torch.randn(()).requires_grad_()
+        ),
+        shapes=((1, 8), (5, 123), (2, 7, 512), (3, 9001)),
+        bench=((8192, 4096), (8192, 14336)),
+        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+    )
+)

@@ -1,0 +1,97 @@
+r"""Kullback-Leibler divergence of given probabilities from given log-probabilities.
+
+    D = p·(log max(p, eps) - x),   or y = log p given:   D = p·(y - x)
+
+    dx = -p
+
+Reductions, ignored rows and the kernel stand in `rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from liger_kernel.core import check
+from liger_kernel.core.op import CASES
+from liger_kernel.ops.head.divergences import kl_div
+from liger_kernel.ops.probability.rows import (
+    DivergenceFunction,
+    applied,
+    case_of,
+    check_pair,
+    check_reduction,
+    inputs_of,
+    reduced,
+    wide,
+)
+
+
+def kl_div_reference(input, target, reduction="mean", log_target=False, eps=1e-10):
+    x, y = wide(input), wide(target.detach())
+    d = y.exp() * (y - x).where(y > -torch.inf, 0) if log_target else kl_div(y, x, eps)
+    return reduced(d, None, reduction, None)
+
+
+class LigerKLDivLossFunction(DivergenceFunction):
+    """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10) -> loss``, in fp32."""
+
+    @staticmethod
+    def reference(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+        return kl_div_reference(y_pred, y_true, reduction, log_target, eps)
+
+    @staticmethod
+    def forward(ctx, y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+        divergence, rest = "forward_kl" if log_target else "kl", (reduction, log_target, eps)
+        name = "LigerKLDivLossFunction"
+        return DivergenceFunction.save(ctx, name, (y_pred, y_true), divergence, eps, reduction, -100, rest)
+
+
+def liger_kl_div(
+    input: torch.Tensor, target: torch.Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> torch.Tensor:  # fmt: skip
+    """KL(target ‖ input), as `torch.nn.functional.kl_div`.
+
+    Args:
+        input: (M, V) log-probabilities, fp32, bf16 or fp16.
+        target: (M, V) probabilities, or with ``log_target`` their logarithms. It gets no gradient.
+        size_average, reduce: True or None: as ``reduction`` says. False: as torch's deprecated spellings.
+        reduction: "mean" (over all entries), "batchmean" (over the rows), "sum" or "none".
+        log_target: whether target is logarithms.
+        eps: the least probability in log target; not used with ``log_target``.
+
+    Returns:
+        fp32, 0-d, or (M, V) for "none".
+
+    Raises:
+        ValueError: an unknown reduction; shapes that are not two equal (M, V); a negative eps.
+        TypeError: a tensor that is not of a floating dtype; eps that is no number.
+    """
+    name = "liger_kl_div"
+    if size_average is False or reduce is False:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    check_reduction(name, reduction)
+    check_pair(name, None, input=input, target=target)
+    eps = check.not_negative(name, "eps", eps)
+    return applied(LigerKLDivLossFunction, input, target, reduction, bool(log_target), eps)
+
+
+class LigerKLDIVLoss(torch.nn.KLDivLoss):
+    """`liger_kl_div` as a module: ``eps``, then the arguments of `torch.nn.KLDivLoss`."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = check.not_negative(type(self).__name__, "eps", eps)
+
+    def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor):
+        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+
+CASES.append(
+    case_of(
+        "kl_div", liger_kl_div, kl_div_reference, inputs_of(torch.log_softmax, labelled=False),
+        (dict(), dict(reduction="none"), dict(reduction="batchmean", eps=0.1)),
+    )
+)  # fmt: skip

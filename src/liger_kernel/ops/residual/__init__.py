@@ -1,0 +1,1 @@
+"""What replaces the residual stream of a transformer."""

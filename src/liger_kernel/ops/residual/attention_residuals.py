@@ -1,0 +1,266 @@
+r"""Attention residuals: the input of a layer is a mixture of what the blocks before it have put out.
+
+    x̂_i = V_i / sqrt(mean(V_i²) + eps),   K_i = x̂_i·w_norm,   s_i = <w_query, K_i>
+    a = softmax of s over the blocks i,   out = Σ_i a_i·V_i
+
+    da_i = <dout, V_i>,   ds_i = a_i·(da_i - Σ_j a_j·da_j),   m_i = ds_i·w_query·w_norm
+    dV_i = a_i·dout + rstd_i·(m_i - x̂_i·mean(m_i·x̂_i)),   t = Σ ds_i·x̂_i,   dw_query = w_norm·t,   dw_norm = w_query·t
+
+x̂ is rounded to V's dtype and K to w_norm's. Everything else is computed in fp32 and rounded once.
+
+Source: Attention Residuals, arXiv:2603.15031.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import check, devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
+from liger_kernel.core.reduce import sum_rows
+from liger_kernel.core.tile import INF, exp, next_power_of_2, online_max, read, tl, triton
+
+
+def attn_res_reference(V, w_query, w_norm, eps=1e-6):
+    wide = V if V.dtype == torch.float64 else V.float()
+    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(V.dtype)
+    keys = (xhat * w_norm).to(w_norm.dtype)
+    scores = (keys.to(wide.dtype) * w_query.to(wide.dtype)).sum(-1, keepdim=True)
+    return (scores.softmax(0) * wide).sum(0).to(V.dtype)
+
+
+@triton.jit
+def _block(v_ptr, i, m, M, stride_v, d, D):
+    """Row m of block i."""
+    return read(v_ptr, (tl.cast(i, tl.int64) * M + m) * stride_v + d, d < D)
+
+
+@triton.jit
+def _entry(values, n, i):
+    return tl.sum(tl.where(n == i, values, 0.0))
+
+
+@kernel
+def _fwd(
+    v_ptr, q_ptr, w_ptr, out_ptr, a_ptr, rstd_ptr, stride_v, M, N, D, eps, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """One program: a row of each of the N blocks, read once."""
+    m = tl.program_id(0).to(tl.int64)
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    q = read(q_ptr, d, d < D)
+    w = read(w_ptr, d, d < D)
+    scores = tl.full((BLOCK_N,), -INF, dtype=tl.float32)
+    rstds = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    out = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    top = tl.full((), -INF, dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    for i in range(N):
+        v = _block(v_ptr, i, m, M, stride_v, d, D)
+        rstd = 1.0 / tl.sqrt(tl.sum(v * v) / D + eps)
+        xhat = (v * rstd).to(v_ptr.dtype.element_ty).to(tl.float32)
+        score = tl.sum(q * (xhat * w).to(w_ptr.dtype.element_ty).to(tl.float32))
+        new, shift = online_max(top, score)
+        before, share = exp(top - shift), exp(score - shift)
+        out = out * before + share * v
+        total = total * before + share
+        top = new
+        scores, rstds = tl.where(n == i, score, scores), tl.where(n == i, rstd, rstds)
+    tl.store(out_ptr + m * D + d, (out / total).to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(a_ptr + m * N + n, exp(scores - top) / total, mask=n < N)
+    tl.store(rstd_ptr + m * N + n, rstds, mask=n < N)
+
+
+@kernel
+def _bwd(
+    dout_ptr, v_ptr, q_ptr, w_ptr, a_ptr, rstd_ptr, dv_ptr, t_ptr, stride_dout, stride_v, M, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program processes every num_programs-th row of all blocks, and writes one row of the partial t."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    key = read(q_ptr, d, d < D)
+    key *= read(w_ptr, d, d < D)
+    t = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        m = tl.cast(row, tl.int64)
+        dout = read(dout_ptr, m * stride_dout + d, d < D)
+        a = read(a_ptr, m * N + n, n < N)
+        rstd = read(rstd_ptr, m * N + n, n < N)
+        da = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        along = da
+        for i in range(N):
+            v = _block(v_ptr, i, m, M, stride_v, d, D)
+            da = tl.where(n == i, tl.sum(dout * v), da)
+            along = tl.where(n == i, tl.sum(key * v), along)
+        ds = a * (da - tl.sum(a * da))
+        along *= rstd * rstd / D
+        for i in range(N):  # a row is read again, from a cache
+            v = _block(v_ptr, i, m, M, stride_v, d, D)
+            its_ds, its_rstd = _entry(ds, n, i), _entry(rstd, n, i)
+            if dv_ptr is not None:
+                dv = _entry(a, n, i) * dout + its_ds * its_rstd * (key - v * _entry(along, n, i))
+                at = (tl.cast(i, tl.int64) * M + m) * D + d
+                tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=d < D)
+            if t_ptr is not None:
+                t += its_ds * (v * its_rstd).to(v_ptr.dtype.element_ty).to(tl.float32)
+    if t_ptr is not None:
+        tl.store(t_ptr + tl.program_id(0) * D + d, t, mask=d < D)
+
+
+def _launch(D, columns_of_warp):
+    """(columns, warps) of a program, whose registers hold whole rows."""
+    columns = next_power_of_2(D)
+    return columns, min(max(columns // columns_of_warp, 1), 16)
+
+
+def _outputs(v, q, w, blocks, eps):
+    M = v.shape[0] // blocks
+    a = v.new_empty((M, blocks), dtype=torch.float32)
+    return v.new_empty((M, v.shape[1])), a, torch.empty_like(a)
+
+
+def _gradients(dout, v, q, w, a, rstd, need_dv, need_dq, need_dw):
+    pairs = (v, need_dv), (q, need_dq), (w, need_dw)
+    return tuple(x.new_empty(x.shape) if need else None for x, need in pairs)
+
+
+@custom_op("attn_res", _outputs)
+def attn_res_fwd(
+    v: torch.Tensor, q: torch.Tensor, w: torch.Tensor, blocks: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v (N·M, D) with unit stride in D, q and w (D,) -> out (M, D) in v's dtype, a and rstd (M, N) in fp32."""
+    out, a, rstd = _outputs(v, q, w, blocks, eps)
+    M, D = out.shape
+    columns, warps = _launch(D, 1024)
+    if out.numel():
+        _fwd[(M,)](
+            v, q, w, out, a, rstd, v.stride(0), M, blocks, D, eps,
+            BLOCK_N=next_power_of_2(blocks), BLOCK_D=columns, num_warps=devices.warps(warps, v),
+        )  # fmt: skip
+    return out, a, rstd
+
+
+@custom_op("attn_res_backward", _gradients)
+def attn_res_bwd(
+    dout: torch.Tensor, v: torch.Tensor, q: torch.Tensor, w: torch.Tensor, a: torch.Tensor, rstd: torch.Tensor,
+    need_dv: bool, need_dq: bool, need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dout (M, D) with unit stride in D -> dv (N·M, D), dq and dw (D,). What is not needed is None."""
+    dv = v.new_empty(v.shape) if need_dv else None
+    (M, N), D = a.shape, v.shape[1]
+    columns, warps = _launch(D, 512)
+    programs = max(1, min(M, devices.multiprocessors(v) * max(16 // warps, 1)))
+    part = v.new_empty((programs, D), dtype=torch.float32) if need_dq or need_dw else None
+    if D:
+        _bwd[(programs,)](
+            dout, v, q, w, a, rstd, dv, part, dout.stride(0), v.stride(0), M, N, D,
+            BLOCK_N=next_power_of_2(N), BLOCK_D=columns, num_warps=devices.warps(warps, v),
+        )  # fmt: skip
+    if part is None:
+        return dv, None, None
+    t = v.new_empty(D, dtype=torch.float32)
+    if D:
+        sum_rows(part, t)
+    return dv, (w * t).to(q.dtype) if need_dq else None, (q * t).to(w.dtype) if need_dw else None
+
+
+class LigerAttnResFunction(Function):
+    """``apply(V_stacked, w_query, w_norm, eps) -> out``: (N, B, T, D), (D,), (D,) -> (B, T, D) in V_stacked's dtype."""
+
+    @staticmethod
+    def reference(V_stacked, w_query, w_norm, eps):
+        return attn_res_reference(V_stacked, w_query, w_norm, eps)
+
+    @staticmethod
+    def forward(ctx, V_stacked, w_query, w_norm, eps):
+        devices.require_kernels("LigerAttnResFunction", V_stacked)
+        v, q, w = matrix_rows(V_stacked), w_query.contiguous(), w_norm.contiguous()
+        out, a, rstd = attn_res_fwd(v, q, w, V_stacked.shape[0], eps)
+        ctx.save_for_backward(V_stacked, w_query, w_norm, a, rstd)
+        ctx.eps = eps
+        return torch.ops.aten._unsafe_view(out, V_stacked.shape[1:])  # to autograd no view: one may write to it
+
+    @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:3], ctx.eps
+
+    @staticmethod
+    def backward(ctx, dout):
+        V, q, w, a, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        q, w = q.contiguous(), w.contiguous()
+        dv, dq, dw = attn_res_bwd(matrix_rows(dout), matrix_rows(V), q, w, a, rstd, *need)
+        return dv.view(V.shape) if need[0] else None, dq if need[1] else None, dw if need[2] else None, None
+
+
+def _stacked(name, V):
+    """V as one tensor. A list or tuple holds a tensor for each block."""
+    if not isinstance(V, list | tuple):
+        return V
+    if not V:
+        raise ValueError(f"{name}: V is empty, give at least one block")
+    check.floats(name, {f"V[{i}]": v for i, v in enumerate(V)})
+    for i, v in enumerate(V):
+        if v.shape != V[0].shape or v.dtype != V[0].dtype:
+            given = f"{v.dtype} of shape {tuple(v.shape)}, V[0] {V[0].dtype} of {tuple(V[0].shape)}"
+            raise ValueError(f"{name}: V[{i}] is {given}, give blocks of one dtype and shape")
+    return torch.stack(tuple(V))
+
+
+def liger_attn_res(
+    V: torch.Tensor | list[torch.Tensor], w_query: torch.Tensor, w_norm: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """A mixture of the outputs of N blocks, with weights that depend on them: ``Σ_i softmax_i(<w_query, K_i>)·V_i``.
+
+    Args:
+        V: (N, B, T, D), or N tensors (B, T, D) in a list, which are stacked; fp32, bf16 or fp16. There may be any
+            number of dimensions between N and D.
+        w_query, w_norm: (D,), any floating dtype: the query, and the weight of the RMSNorm whose results are the keys.
+        eps: added to the mean square.
+
+    Returns:
+        (B, T, D) in V's dtype.
+
+    Raises:
+        ValueError: V has no block or fewer than two dimensions; the blocks of a list differ; w_query or w_norm has
+            another shape or device; eps is negative.
+        TypeError: something is not a floating point tensor, or eps not a number.
+
+    Source: arXiv:2603.15031.
+    """
+    name = "liger_attn_res"
+    V = _stacked(name, V)
+    check.floats(name, dict(V=V, w_query=w_query, w_norm=w_norm))
+    if V.dim() < 2 or V.shape[0] == 0:
+        raise ValueError(f"{name}: V has shape {tuple(V.shape)}, give (N, ..., D) with at least one block")
+    for argument, w in dict(w_query=w_query, w_norm=w_norm).items():
+        check.shape(name, argument, w, (V.shape[-1],))
+    eps = check.not_negative(name, "eps", eps)
+    run = LigerAttnResFunction.apply if devices.has_kernels(V) else attn_res_reference
+    return run(V, w_query, w_norm, eps)
+
+
+def _inputs(B, T, N, D):
+    w_query, w_norm = (torch.randn(D) / D**0.25 for _ in range(2))
+    return dict(
+        V=torch.randn(N, B, T, D).requires_grad_(), w_query=w_query.requires_grad_(), w_norm=w_norm.requires_grad_()
+    )
+
+
+def _traffic(t):
+    size, N = t["V"].numel() * t["V"].element_size(), t["V"].shape[0]
+    return size + size // N, 2 * size + size // N
+
+
+CASES.append(
+    Case(
+        "attn_res",
+        fn=liger_attn_res,
+        reference=attn_res_reference,
+        inputs=_inputs,
+        shapes=((1, 1, 1, 8), (2, 2, 3, 123), (1, 2, 3, 512), (2, 1, 9, 40)),
+        bench=((1, 8192, 8, 4096), (1, 8192, 12, 7168)),
+        traffic=_traffic,
+        fp32_roundings=2,
+    )
+)

@@ -1,0 +1,117 @@
+r"""A row of K streams of C channels, mixed into N others: the kernels of `hyper_connections`.
+
+    out_o = Σ_i h[o, i]·x_i + p[o]·f
+
+    dx_i = Σ_o h[o, i]·dout_o,   df = Σ_o p[o]·dout_o,   dh[o, i] = <dout_o, x_i>,   dp[o] = <dout_o, f>
+
+Everything is computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import custom_op
+from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl
+
+
+@kernel
+def _fwd(
+    x_ptr, f_ptr, p_ptr, h_ptr, out_ptr, x_m, x_i, f_m, N, K, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """One program: BLOCK_C channels of all output streams of a row, ``Σ_i h[o, i]·x_i + p[o]·f``."""
+    m = tl.program_id(0).to(tl.int64)
+    o, c = tl.arange(0, BLOCK_N)[:, None], tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    out = tl.zeros((BLOCK_N, BLOCK_C), dtype=tl.float32)
+    for i in range(K):
+        out += read(h_ptr, (m * N + o) * K + i, o < N) * read(x_ptr, m * x_m + i * x_i + c, c < C)
+    if f_ptr is not None:
+        out += read(p_ptr, m * N + o, o < N) * read(f_ptr, m * f_m + c, c < C)
+    tl.store(out_ptr + (m * N + o) * C + c, out.to(out_ptr.dtype.element_ty), mask=(o < N) & (c < C))
+
+
+@kernel
+def _bwd(
+    dout_ptr, x_ptr, f_ptr, p_ptr, h_ptr, dx_ptr, df_ptr, dp_ptr, dh_ptr, dout_m, dout_o, x_m, x_i, f_m, N, K, C,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program: all gradients of a row, in one pass over the channels."""
+    m = tl.program_id(0).to(tl.int64)
+    o, i = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_K)[:, None]
+    dp = tl.zeros((BLOCK_N, 1), dtype=tl.float32)
+    dh = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)[None, :]
+        x = read(x_ptr, m * x_m + i * x_i + c, (i < K) & (c < C))
+        dx = tl.zeros((BLOCK_K, BLOCK_C), dtype=tl.float32)
+        if f_ptr is not None:
+            f = read(f_ptr, m * f_m + c, c < C)
+            df = tl.zeros((1, BLOCK_C), dtype=tl.float32)
+        for k in range(N):
+            dout = read(dout_ptr, m * dout_m + k * dout_o + c, c < C)
+            if dx_ptr is not None:
+                dx += read(h_ptr, (m * N + k) * K + i, i < K) * dout
+            if dh_ptr is not None:
+                dh += tl.where(o == k, tl.sum(x * dout, axis=1)[None, :], 0.0)
+            if f_ptr is not None:
+                df += tl.load(p_ptr + m * N + k).to(tl.float32) * dout
+                dp += tl.where(o == k, tl.sum(f * dout, axis=1, keep_dims=True), 0.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + (m * K + i) * C + c, dx.to(dx_ptr.dtype.element_ty), mask=(i < K) & (c < C))
+        if df_ptr is not None:
+            tl.store(df_ptr + m * C + c, df.to(df_ptr.dtype.element_ty), mask=c < C)
+    if dh_ptr is not None:
+        j = tl.arange(0, BLOCK_K)[None, :]
+        tl.store(dh_ptr + (m * N + o) * K + j, dh.to(dh_ptr.dtype.element_ty), mask=(o < N) & (j < K))
+    if dp_ptr is not None:
+        tl.store(dp_ptr + m * N + o, dp.to(dp_ptr.dtype.element_ty), mask=o < N)
+
+
+def _channels(streams, C, entries):
+    """(channels, warps) of a block of ``entries`` of that many streams."""
+    channels = min(max(entries // streams, 16), next_power_of_2(C))
+    return channels, min(max(streams * channels // 512, 1), 8)
+
+
+def _output(x, f, p, h):
+    return x.new_empty((x.shape[0], h.shape[1], x.shape[2]))
+
+
+def _gradients(dout, x, f, p, h, need_dx, need_df, need_dp, need_dh):
+    pairs = (x, need_dx), (f, need_df), (p, need_dp), (h, need_dh)
+    return tuple(t.new_empty(t.shape) if need else None for t, need in pairs)
+
+
+@custom_op("mix_streams", _output)
+def mix_streams(x: torch.Tensor, f: torch.Tensor | None, p: torch.Tensor | None, h: torch.Tensor) -> torch.Tensor:
+    """x (M, K, C) and f (M, C) with unit stride in C, p (M, N), h (M, N, K) -> (M, N, C) in x's dtype."""
+    out = _output(x, f, p, h)
+    M, N, C = out.shape
+    streams = next_power_of_2(N)
+    channels, warps = _channels(streams, C, 4096)
+    if out.numel():
+        _fwd[(M, cdiv(C, channels))](
+            x, f, p, h, out, *x.stride()[:2], 0 if f is None else f.stride(0), N, x.shape[1], C,
+            BLOCK_N=streams, BLOCK_C=channels, num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return out
+
+
+@custom_op("mix_streams_backward", _gradients)
+def mix_streams_bwd(
+    dout: torch.Tensor, x: torch.Tensor, f: torch.Tensor | None, p: torch.Tensor | None, h: torch.Tensor,
+    need_dx: bool, need_df: bool, need_dp: bool, need_dh: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dout (M, N, C) with unit stride in C -> dx, df, dp, dh. What is not needed is None."""
+    dx, df, dp, dh = _gradients(dout, x, f, p, h, need_dx, need_df, need_dp, need_dh)
+    M, N, C = dout.shape
+    outputs, inputs = next_power_of_2(N), next_power_of_2(x.shape[1])
+    channels, warps = _channels(inputs, C, 2048)
+    if M:
+        _bwd[(M,)](
+            dout, x, f, p, h, dx, df, dp, dh, *dout.stride()[:2], *x.stride()[:2], 0 if f is None else f.stride(0),
+            N, x.shape[1], C, BLOCK_N=outputs, BLOCK_K=inputs, BLOCK_C=channels, num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    return dx, df, dp, dh

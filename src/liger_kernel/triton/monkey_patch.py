@@ -1,0 +1,45 @@
+"""A cache manager for processes that compile the same kernels into one directory, on a network file system, too."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from triton.runtime.cache import FileCacheManager
+
+
+class LigerTritonFileCacheManager(FileCacheManager):
+    """Triton's own, where a file is written beside its place and then renamed.
+
+    A process never reads half a file, and two that write the same one do not disturb each other: each has a name of its
+    own until the end, the later one stays, and both are the same.
+    """
+
+    def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
+        """Write the file into the cache -> its path. ``binary=False`` if the data is a string."""
+        if not self.cache_dir:
+            raise RuntimeError("LigerTritonFileCacheManager: Triton could not make or find its cache directory")
+        data = data if isinstance(data, bytes) else str(data).encode()
+        path = Path(self.cache_dir, filename)
+        handle, written = tempfile.mkstemp(dir=self.cache_dir, prefix=f"{filename}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(written, 0o666 & ~_umask())
+            os.replace(written, path)
+        except BaseException:
+            Path(written).unlink(missing_ok=True)
+            raise
+        return str(path)
+
+
+def _umask():
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def apply_liger_triton_cache_manager() -> None:
+    """Let Triton use `LigerTritonFileCacheManager`, in this process and in those that it starts."""
+    os.environ["TRITON_CACHE_MANAGER"] = f"{__name__}:{LigerTritonFileCacheManager.__name__}"

@@ -1,0 +1,156 @@
+"""An activation without a gate and the linear layer behind it: what is kept, whose memory is taken, when it is called.
+
+What both kinds share is tested with gates, in test_glu_linear.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hardware import DEVICE
+from memory import Source, collect, reused
+
+from liger_kernel.ops.mlp.activation import LigerActivationFunction, liger_relu_squared
+from liger_kernel.ops.mlp.activation_linear import (
+    ACTIVATIONS,
+    LigerGLULinearFunction,
+    activation_linear_reference,
+    gated_linear,
+    liger_activation_linear,
+)
+
+WIDTH, HIDDEN = 40, 12
+
+
+def tensors(lead=(3, 5), dtype=torch.float32):
+    torch.manual_seed(0)
+    drawn = [torch.randn(s) for s in ((*lead, WIDTH), (HIDDEN, WIDTH), (HIDDEN,))]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in drawn]
+
+
+def gradients(fn, given, act):
+    x, weight, bias = given
+    out = fn(1 * x, weight, bias, act)
+    return [out.detach(), *torch.autograd.grad(collect(out.float().square().sum()), given)]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The activations with which the operator has run."""
+    seen = []
+    apply = LigerGLULinearFunction.apply
+    monkeypatch.setattr(LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args))
+    return seen
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_against_pytorch(act, fused):
+    given = tensors()
+    torch.testing.assert_close(*(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)))
+    assert fused == [act]
+
+
+def in_pytorch(x, weight, bias, act):
+    return activation_linear_reference(x, weight, bias, act)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_bits_of_the_two_operators(act, fused):
+    """With kernels, a model gives the same with gradients and without."""
+
+    def one_by_one(x, weight, bias, act):
+        return F.linear(LigerActivationFunction.apply(x, act), weight, bias)
+
+    given = tensors(dtype=torch.bfloat16)
+    got, want = (gradients(fn, given, act) for fn in (liger_activation_linear, one_by_one))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and fused
+
+
+@pytest.mark.parametrize("act", ["relu_squared", "none"])
+def test_output_of_the_activation_is_not_kept(act):
+    x, weight, bias = tensors()
+    memory = {}
+
+    def pack(t):
+        memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    a = 1 * x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = liger_activation_linear(a, weight, bias, act)
+    for t in (weight, bias):
+        memory.pop(t.untyped_storage().data_ptr(), None)
+    assert memory == {a.data_ptr(): a.numel() * a.element_size()} and out.requires_grad
+
+
+def test_memory_of_the_sole_holder_alone():
+    """dx lies where the projection's output lay, unless somebody holds that or the graph is kept."""
+    x, weight, bias = tensors()
+    want = torch.autograd.grad(activation_linear_reference(2 * x, weight, bias, "none").sum(), x)[0]
+    for held, kept in ((False, False), (True, False), (False, True)):
+        seen = {}
+
+        def graph(held=held, seen=seen):
+            a = Source.apply(x, seen)
+            return liger_activation_linear(a, weight, bias, "none"), a if held else None
+
+        out, a = graph()
+        before = None if a is None else a.detach().clone()
+        (got,) = torch.autograd.grad(collect(out.sum()), x, retain_graph=kept)
+        assert reused(seen) is not (held or kept)
+        torch.testing.assert_close(got, want)
+        assert a is None or torch.equal(a, before)
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_gradients_for_exactly_what_requires_them(wanted):
+    """Of the Function itself: the public function leaves some to PyTorch."""
+    given = tensors()
+    for i, t in enumerate(given):
+        t.requires_grad_(bool(wanted >> i & 1))
+    leaves = [t for t in given if t.requires_grad]
+    x, weight, bias = given
+    got = torch.autograd.grad(LigerGLULinearFunction.apply(x, None, weight, bias, "none").square().sum(), leaves)
+    want = torch.autograd.grad(activation_linear_reference(*given, "none").square().sum(), leaves)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_frozen_weight_is_left_to_pytorch(fused):
+    x, weight, bias = tensors()
+    got = liger_activation_linear(x, weight.detach(), bias, "relu_squared")
+    assert torch.equal(got, F.linear(liger_relu_squared(x), weight, bias)) and not fused
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_a_layer_is_called_where_it_does_more(act, fused):
+    x, *_ = tensors()
+    for layer, called in ((torch.nn.Linear, False), (Doubled, True)):
+        linear = layer(WIDTH, HIDDEN, device=DEVICE)
+        got = gated_linear(1 * x, None, act, linear)
+        torch.testing.assert_close(got, linear(ACTIVATIONS[act](x)))
+        assert bool(fused) is not called
+        fused.clear()
+        hook = linear.register_forward_hook(lambda *args: fused.append("hook"))
+        gated_linear(1 * x, None, act, linear)
+        hook.remove()
+        assert fused == ["hook"]
+        fused.clear()
+
+
+def test_without_kernels(reference_only, fused):
+    if DEVICE == "cpu":
+        got, want = (gradients(fn, tensors(), "tanh") for fn in (liger_activation_linear, in_pytorch))
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and not fused
+
+
+def test_errors():
+    x, weight, bias = tensors()
+    acts = "silu, tanh, none, quick, relu, relu_squared"
+    with pytest.raises(ValueError, match=f"liger_activation_linear: act is 'gelu', give one of {acts}"):
+        liger_activation_linear(x, weight, bias, act="gelu")
+    with pytest.raises(ValueError, match=r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)"):
+        liger_activation_linear(x, weight[:, 1:], bias)

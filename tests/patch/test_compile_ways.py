@@ -1,0 +1,335 @@
+"""Every way to compile a patched model: the steps of the unpatched one, in as few graphs, whichever came first."""
+
+import copy
+import threading
+
+import pytest
+import tiny
+import torch
+from accelerate import Accelerator
+from patched import ONE_LAYER, assert_same_step, step
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import liger_kernel.transformers as liger
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
+from liger_kernel.losses.policy import linear_ppo_loss
+from liger_kernel.patch.logits import ask
+
+pytestmark = pytest.mark.usefixtures("reference_only", "fresh")
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def pair(family="llama", **config):
+    attention = "eager" if family == "gemma2" else "sdpa"
+    theirs = tiny.model(family, attn_implementation=attention, **config)
+    return theirs, copy.deepcopy(theirs)
+
+
+def patched(*args, **config):
+    theirs, mine = pair(*args, **config)
+    liger.apply_liger_kernel(mine)
+    return theirs, mine
+
+
+def assert_same_steps(mine, theirs, run=None, steps=3, batches=tiny.batch, rtol=1e-5, **given):
+    """Loss and gradients of some steps, with another batch and other weights in each."""
+    for i in range(steps):
+        batch = batches(seed=i) | given
+        (out, grads), want = step(mine, run, **batch), step(theirs, **batch)
+        assert_same_step((out, {k.replace("_orig_mod.", ""): g for k, g in grads.items()}), want, rtol)
+        with torch.no_grad():
+            for p in (*mine.parameters(), *theirs.parameters()):
+                p.grad is None or p.sub_(p.grad, alpha=0.01)
+
+
+# ---- what is compiled, and when ----
+
+
+def the_model(model, backend):
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def its_method(model, backend):
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def its_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    return model
+
+
+def each_layer(model, backend):
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = torch.compile(layer, backend=backend, fullgraph=True)
+    return model
+
+
+def each_layers(change):
+    def compile(model, backend):
+        for layer in model.model.layers:
+            change(layer, backend)
+        return model
+
+    return compile
+
+
+WHOLE = {"the model": the_model, "its method": its_method, "its forward": its_forward}
+LAYERS = {"each layer": each_layer}
+LAYERS |= {"each layer's method": each_layers(its_method), "each layer's forward": each_layers(its_forward)}
+WAYS = WHOLE | LAYERS
+STAYS = {"its forward": "LlamaForCausalLM's loss", "each layer's forward": "LlamaDecoderLayer's residual stream"}
+
+
+def ways(quick, *slow):
+    return pytest.mark.parametrize("way", [quick, *(pytest.param(way, marks=pytest.mark.thorough) for way in slow)])
+
+
+def config_of(way):
+    return ONE_LAYER if way in WHOLE else {}
+
+
+@ways("the model", "its forward", "each layer's method", "each layer's forward")
+def test_patched_and_then_compiled(way):
+    """In one graph, which all layers share where each is compiled. It is compiled anew when the patch goes."""
+    graphs = CompileCounterWithBackend("aot_eager" if way == "the model" else "eager")
+    theirs, mine = patched("llama" if way in WHOLE else "qwen3", **config_of(way))
+    run = WAYS[way](mine, graphs)
+    assert_same_steps(mine, theirs, run)
+    assert run(**tiny.batch()).logits is None and graphs.frame_count == 1
+    liger.revert(mine)
+    assert_same_steps(mine, theirs, run, steps=1)
+    assert run(**tiny.batch()).logits is not None and graphs.frame_count == 2
+
+
+@ways("each layer's method", *(way for way in WAYS if way != "each layer's method"))
+def test_compiled_and_then_patched(way):
+    """What was compiled is compiled anew. A forward that was compiled by itself stays, and the report says so."""
+    graphs = CompileCounterWithBackend("eager")
+    theirs, mine = pair("gemma2" if way == "each layer" else "llama", **config_of(way))
+    run = WAYS[way](mine, graphs)
+    assert_same_steps(mine, theirs, run, steps=1)
+    report = liger.apply_liger_kernel(run)
+    assert_same_steps(mine, theirs, run)
+    assert graphs.frame_count == 2
+    left = [name for name, why in report.left_alone if why.endswith("forward was replaced on the instance")]
+    assert left == ([STAYS[way]] if way in STAYS else [])
+    assert (run(**tiny.batch()).logits is None) == (way != "its forward")
+
+
+@pytest.mark.thorough
+def test_a_new_thread_compiles_once():
+    """Its request is guarded on, so it is there from the beginning."""
+    graphs, x = CompileCounterWithBackend("eager"), torch.ones(2)
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def call(x):
+        before = ask(None)
+        try:
+            return x + 1
+        finally:
+            ask(before)
+
+    thread = threading.Thread(target=lambda: [call(x) for _ in range(3)])
+    thread.start(), thread.join()
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.thorough
+def test_a_wrapper_around_the_forward_outlives_the_patch():
+    """accelerate's, which calls what was the forward when it was made."""
+    theirs, mine = patched(**ONE_LAYER)
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(mine)
+    assert mine(**tiny.batch()).logits is None
+    liger.revert(mine)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = theirs(**tiny.batch())
+    torch.testing.assert_close(mine(**tiny.batch()).logits, want.logits.float(), rtol=0, atol=0)
+
+
+# ---- what is done around it ----
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("way, reentrant", [("the model", True), ("each layer's method", True), ("each layer", False)])
+@pytest.mark.thorough
+def test_gradient_checkpointing(way, reentrant):
+    theirs, mine = patched(**config_of(way))
+    for model in (theirs, mine):
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    run = torch.compile(mine, backend="aot_eager") if way in WHOLE else WAYS[way](mine, "aot_eager")
+    assert_same_steps(mine, theirs, run)
+
+
+@pytest.mark.thorough
+def test_compiled_autograd():
+    """Of the loss in the head: what it stands for has one way back. (The layers of a model take Dynamo a minute.)"""
+    theirs, mine = patched(**ONE_LAYER)
+    for model in (theirs, mine):
+        model.model.requires_grad_(False)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        assert_same_steps(mine, theirs)
+    assert counters["compiled_autograd"]["captures"] > 0
+
+
+@pytest.mark.thorough
+def test_autocast():
+    """As close to the fp32 gradients as in eager mode."""
+    exact, eager = patched(**ONE_LAYER)
+    mine = copy.deepcopy(eager)
+    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (got, grads), (_, eager_grads) = step(mine, run), step(eager)
+    out, want = step(exact)
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(got.loss, out.loss, rtol=eps, atol=0)
+    for name, g in want.items():
+        far, limit = ((x[name] - g).abs().max() for x in (grads, eager_grads))
+        assert far <= 2 * limit + eps * g.abs().max(), name
+
+
+@pytest.mark.thorough
+def test_lengths_and_numbers_of_items():
+    """With padding. What has changed once is dynamic: every other length and number is the same graph."""
+    graphs = CompileCounterWithBackend("eager")
+    theirs, mine = patched(**ONE_LAYER)
+    run = torch.compile(mine, backend=graphs, fullgraph=True)
+
+    def training_step(tokens, items):
+        batch = tiny.batch(tokens=tokens)
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, :3] = 0
+        given = batch | dict(attention_mask=mask, num_items_in_batch=items)
+        assert_same_steps(mine, theirs, run, 1, lambda seed: given)
+
+    for tokens, items in ((9, 7), (11, 9), (14, 20), (17, 21), (23, 40)):
+        training_step(tokens, items)
+    assert graphs.frame_count == 2
+    for items in (7, 9):
+        training_step(9, torch.tensor(items))
+    assert graphs.frame_count == 3
+
+
+@pytest.mark.thorough
+def test_changed_after_it_was_compiled():
+    graphs = CompileCounterWithBackend("eager")
+    theirs, mine = patched(**ONE_LAYER)
+    run = torch.compile(mine, backend=graphs, fullgraph=True)
+
+    def another_act(model):
+        model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+    def another_eps(model):
+        model.model.norm.variance_epsilon = 0.5
+
+    before = None
+    for n, change in enumerate((lambda model: None, another_act, another_eps), 1):
+        change(theirs), change(mine)
+        assert_same_steps(mine, theirs, run, steps=1)
+        assert graphs.frame_count == n
+        loss = run(**tiny.batch()).loss
+        assert before is None or (loss - before).abs() > 1e-4, "the change makes no difference"
+        before = loss
+
+
+@pytest.mark.thorough
+def test_evaluation_and_generate():
+    theirs, mine = patched(**ONE_LAYER)
+    run = torch.compile(mine, backend="eager", fullgraph=True)
+    assert_same_steps(mine, theirs, run, steps=1)
+    theirs.eval(), mine.eval()
+    batch = tiny.batch()
+    with torch.no_grad():
+        got, want = run(**batch), theirs(**batch)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)
+    prompt = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(*(model.generate(batch["input_ids"], **prompt) for model in (run, theirs)))
+    mine.forward = torch.compile(mine.forward, backend="eager")
+    for model in (theirs, mine):
+        model.config.use_cache = model.generation_config.use_cache = True
+    assert torch.equal(*(model.generate(batch["input_ids"], **prompt) for model in (mine, theirs)))
+
+
+@pytest.mark.thorough
+def test_torch_func():
+    theirs, mine = patched(**ONE_LAYER)
+    ids = tiny.batch()["input_ids"]
+
+    def loss(weights):
+        return torch.func.functional_call(mine, weights, (), dict(input_ids=ids, labels=ids)).loss
+
+    weights = {name: p.detach() for name, p in mine.named_parameters()}
+    got = torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)(weights)
+    theirs(input_ids=ids, labels=ids).loss.backward()
+    for name, p in theirs.named_parameters():
+        assert (got[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.thorough
+def test_export():
+    """Of a training step, for any length."""
+    theirs, mine = patched(**ONE_LAYER)
+    length = torch.export.Dim("length", min=4, max=60)
+    lengths = dict(input_ids={1: length}, labels={1: length})
+    exported = torch.export.export(mine, (), tiny.batch(), dynamic_shapes=lengths).module()
+    (out, grads), want = step(exported, **tiny.batch(tokens=21)), step(theirs, **tiny.batch(tokens=21))
+    assert out.logits is None
+    assert_same_step((out, grads), want)
+
+
+# ---- post-training losses ----
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+B, T, H, V = 4, 6, 16, 41
+GOOD, ADVANTAGES, OLD = torch.tensor([True, False, True, False]), normal(B, seed=1), normal(B, T, seed=2) - 3.5
+
+
+def dpo(h, w, y):
+    return LigerFusedLinearDPOLoss(use_ref_model=False)(w, h, y)[0]
+
+
+def kto(h, w, y):
+    return LigerFusedLinearKTOLoss()(h, w, y, preference_labels=GOOD)[0]
+
+
+def grpo(h, w, y):
+    return LigerFusedLinearGRPOLoss(use_ref_model=False, beta=0.0)(h, w, y.clamp(min=0), (y >= 0).long(), ADVANTAGES)[0]
+
+
+def ppo(h, w, y):
+    return linear_ppo_loss(h, w, y.clamp(min=0), (y >= 0).long(), ADVANTAGES, OLD)[0]
+
+
+@pytest.mark.parametrize("loss", [dpo, kto, grpo, ppo])
+@pytest.mark.thorough
+def test_a_loss_in_a_compiled_step(loss):
+    """One graph before it and one behind: it runs by itself, in chunks that depend on the memory."""
+    y = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    y[:, :2] = -100
+
+    def training_step(x, w):
+        return 2 * loss(x.tanh(), w, y)
+
+    compiled = torch.compile(training_step, backend="aot_eager")
+    for i in range(3):
+        given = [t.requires_grad_() for t in (normal(B, T, H, seed=i), normal(V, H, seed=i + 7))]
+        got, want = ((out, *torch.autograd.grad(out, given)) for out in (f(*given) for f in (compiled, training_step)))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    (why,) = counters["graph_break"]
+    assert "`linear_loss`" in why
