@@ -62,6 +62,12 @@ LIGER = {
     "swiglu": lambda a, b: _liger("swiglu", a, b),
     "geglu": lambda a, b: _liger("geglu", a, b),
     "softmax": lambda x: _liger("softmax", x),
+    "sparsemax": lambda input: _liger("sparsemax", input),
+    "kl_div": lambda input, target: _liger("kl_div", input, target),
+    "jsd": lambda input, target: _liger("jsd", input, target),
+    "tvd": lambda input, target: _liger("tvd", input, target),
+    "dyt": lambda x, alpha, gamma, beta: _liger("dyt", x, alpha, gamma, beta),
+    "relu_squared": lambda x: _liger("relu_squared", x),
     "group_norm": lambda x, w, b: _liger("group_norm", x, w, b, x.shape[1], math.gcd(x.shape[1], 32), 1e-6),
     "cross_entropy": lambda x, target: _liger("cross_entropy", x, target),
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(

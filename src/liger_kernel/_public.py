@@ -37,7 +37,8 @@ OPERATORS = {  # a line for each file
     ),
     "head.distillation": Operator(),
     "head.linear_cross_entropy": Operator(
-        "LigerFusedLinearCrossEntropyFunction", "liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
+        "LigerFusedLinearCrossEntropyFunction fused_linear_cross_entropy_backward fused_linear_cross_entropy_forward",
+        "liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
         "ops.fused_linear_cross_entropy transformers.fused_linear_cross_entropy",
     ),
     "head.linear_jsd": Operator(

@@ -242,6 +242,7 @@ CASES.append(
         shapes=((1, 1, 4), (2, 2, 7), (1, 1, 34), (1, 2, 18)),
         options=(dict(padding=1), dict(padding=1, bias=None)),
         bench=((4, 16, 2048),),
+        traffic=lambda t: tuple(n * t["scores"].numel() * t["scores"].element_size() for n in (3, 4)),  # 2 C results
         fp32_roundings=2,
     )
 )

@@ -21,27 +21,13 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op, matrix_rows
-from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
-
-
-@triton.jit
-def _sigmoid(z):
-    """σ(z), and σ(z)·σ(-z) without the cancellation in 1 - σ(z). Nothing overflows."""
-    e = tl.exp(-tl.abs(z))
-    p = 1.0 / (1.0 + e)
-    return tl.where(z < 0, e * p, p), e * p * p
-
-
-@triton.jit
-def _silu(x):
-    """-> act(x), act'(x), as all activations here. The compiler removes what a kernel does not use."""
-    s, ds = _sigmoid(x)
-    return x * s, s + x * ds
+from liger_kernel.core.tile import cdiv, next_power_of_2, sigmoid, silu, tl, triton
 
 
 @triton.jit
 def _gelu_tanh(x):
-    s, ds = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    """-> act(x), act'(x), as all activations here. The compiler removes what a kernel does not use."""
+    s, ds = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return x * s, s + x * ds * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
 
@@ -53,7 +39,7 @@ def _gelu(x):
 
 @triton.jit
 def _quick_gelu(x):
-    s, ds = _sigmoid(1.702 * x)
+    s, ds = sigmoid(1.702 * x)
     return x * s, s + x * ds * 1.702
 
 
@@ -69,7 +55,7 @@ def _relu_squared(x):
 
 
 ACTS = {  # two GELUs by torch's names
-    "silu": _silu, "tanh": _gelu_tanh, "none": _gelu, "quick": _quick_gelu, "relu": _relu,
+    "silu": silu, "tanh": _gelu_tanh, "none": _gelu, "quick": _quick_gelu, "relu": _relu,
     "relu_squared": _relu_squared,
 }  # fmt: skip
 
