@@ -20,7 +20,7 @@ def chosen(operator: str, impl: str | None = None, backend: str | None = None) -
         raise ValueError(f"{operator}: impl is {impl!r} and backend {backend!r}, give one of them")
     name = next((given for given in (impl, backend, _default) if given is not None), "triton")
     if name not in NAMES:
-        raise ValueError(f"{operator}: there is no implementation {name!r}, there is 'triton'")
+        raise ValueError(f"{operator}: impl is {name!r}, there is 'triton'")
     return NAMES[name]
 
 
