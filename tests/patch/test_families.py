@@ -336,9 +336,10 @@ def test_signatures(family):
     parameters = inspect.signature(fn).parameters
     assert {k: p.default for k, p in parameters.items()} == {
         "rope": True, "cross_entropy": granite, "fused_linear_cross_entropy": not granite, "rms_norm": True, glu: True,
-        "model": None,
+        "model": None, "tiled_mlp": None,
     }  # fmt: skip
-    assert list(parameters) == ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", glu, "model"]
+    switches = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", glu]
+    assert list(parameters) == [*switches, "model", "tiled_mlp"]
     assert fn.__name__ == f"apply_liger_kernel_to_{family}" and fn is getattr(families, fn.__name__) and fn.__doc__
 
 

@@ -92,7 +92,8 @@ def runs(case, variants):
     """(shape, option, dtype, which inputs get a gradient: all, none or one; whether to compile to the end).
 
     They meet every kernel and option. With ``variants`` also every option in fp32 and every gradient alone, which go
-    through the compiler's front half only, where those could fail. Without, so does all but one launch of each kernel.
+    through the compiler's front half only, where those could fail. Without, one launch of each kernel is compiled: the
+    front half knows no target.
     """
     every, real = case.shapes, case.bench or case.shapes[-1:]
     for shape in real:
@@ -158,7 +159,7 @@ def front_half(target, src, options):
     stages["ttir"](src.make_ir(target, options, *functions, context), dict(options.__dict__))
 
 
-def compiled(target, launched):
+def compiled(target, launched, variants):
     src, options = launched.src, launched.options
     result = dict(
         kernel=f"{src.fn.__module__.rpartition('.')[2]}.{src.fn.__name__}",
@@ -171,7 +172,8 @@ def compiled(target, launched):
     )
     try:
         if not launched.whole:
-            front_half(target, src, options)
+            if variants:
+                front_half(target, src, options)
             return result
         kernel = triton.compile(src, target=target, options=options.__dict__)
     except Exception as error:  # whatever it is, the test shows it beside the kernel's name
@@ -188,9 +190,9 @@ def by_kernel(launches):
 
 
 def main(name, path):
-    launches, failed = pretend(name), {}
+    launches, failed, variants = pretend(name), {}, name == "sm_90"
     for case in CASES:
-        for given in runs(case, variants=name == "sm_90"):
+        for given in runs(case, variants):
             *given, whole = given
             described = text(case, *given)
             _Launched.now = described, given[0] in case.bench, whole
@@ -200,7 +202,7 @@ def main(name, path):
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
-    results = [compiled(TARGETS[name][0], launched) for launched in launches.values()]
+    results = [compiled(TARGETS[name][0], launched, variants) for launched in launches.values()]
     Path(path).write_text(json.dumps(dict(launches=results, failed=failed)))
 
 
