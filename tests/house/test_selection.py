@@ -1,5 +1,6 @@
 """What `make test` takes of a test over several lists of parameters."""
 
+import pytest
 import selection
 
 pytest_plugins = "pytester"
@@ -44,3 +45,32 @@ def test_every_entry_but_not_every_combination(pytester):
 def test_each_test_once(pytester):
     quick, rest, whole = (taken(pytester, marker) for marker in ("not thorough", "thorough", ""))
     assert len(whole) == 34 and quick | rest == whole and not quick & rest
+
+
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(5))
+@pytest.mark.parametrize("c", range(3))
+def test_grid(a, b, c):
+    pass
+
+@pytest.mark.parametrize("a", range(100))
+def test_list(a):
+    pass
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_other_combination_without_a_gpu(pytester, monkeypatch, device):
+    """Of a list by itself every entry, and of a grid every pair of entries."""
+    monkeypatch.setattr(selection, "DEVICE", device)
+    pytester.makepyfile(MANY)
+    passed, *others = pytester.inline_run("-p", "no:cacheprovider", plugins=[selection]).listoutcomes()
+    names = [report.nodeid.split("::")[1] for report in passed]
+    grid = [tuple(name[10:-1].split("-")) for name in names if name.startswith("test_grid")]
+    assert not any(others) and len(names) - len(grid) == 100
+    assert len(grid) == 60 if device == "cuda" else 30 <= len(grid) < 36
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert len({(entry[i], entry[j]) for entry in grid}) == {(0, 1): 15, (0, 2): 12, (1, 2): 20}[i, j]

@@ -97,12 +97,13 @@ def runs(case, variants):
     """
     every, real = case.shapes, case.bench or case.shapes[-1:]
     for shape in real:
-        yield shape, {}, torch.bfloat16, all, variants
-        yield shape, {}, torch.float32, all, variants
+        whole = variants and shape == real[0]
+        yield shape, {}, torch.bfloat16, all, whole
+        yield shape, {}, torch.float32, all, whole
     for option in case.options:
         yield real[0], option, torch.bfloat16, all, variants
     for shape in every:
-        yield shape, {}, torch.bfloat16, all, variants
+        yield shape, {}, torch.bfloat16, all, False
     if not variants:
         return
     yield every[-1], {}, torch.float32, all, False

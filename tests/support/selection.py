@@ -1,22 +1,36 @@
-"""Which tests `make test` takes."""
+"""Which tests `make test` takes, and which ones a machine without a GPU."""
 
 import collections
 
 import pytest
+from hardware import DEVICE
+
+MANY = 32  # combinations of a test
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items):
-    """Of a test over several lists of parameters, `make test` has every entry of each list, not every combination."""
+def pytest_collection_modifyitems(config, items):
+    """Of a test over several lists of parameters, `make test` has every entry of each list, not every combination.
+
+    The interpreter takes seconds for what a GPU does in no time. There, of a test with `MANY` combinations, only every
+    other one is left besides.
+    """
     lists = collections.defaultdict(dict)  # (test, which list) -> id of an entry -> its place
-    places = {}
+    counts = collections.Counter((item.parent, item.originalname) for item in items)
+    places, dropped = {}, []
     for item in items:
-        if item.get_closest_marker("thorough"):
-            continue
         ids = item.callspec._idlist if hasattr(item, "callspec") else ()
-        entries = [(lists[item.parent, item.originalname, n], id) for n, id in enumerate(ids)]
+        whole = bool(item.get_closest_marker("thorough"))
+        entries = [(lists[item.parent, item.originalname, n, whole], id) for n, id in enumerate(ids)]
         places[item] = [(entry.setdefault(id, len(entry)), entry) for entry, id in entries]
     for item, own in places.items():
         longest = max((len(entry) for _, entry in own), default=1)
-        if not any(all(i % len(entry) == place for place, entry in own) for i in range(longest)):
-            item.add_marker("thorough")
+        if any(all(i % len(entry) == place for place, entry in own) for i in range(longest)):
+            continue
+        item.add_marker("thorough")
+        if DEVICE == "cpu" and counts[item.parent, item.originalname] > MANY and sum(place for place, _ in own) % 2:
+            dropped.append(item)
+    if dropped:
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=dropped)
