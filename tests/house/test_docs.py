@@ -30,7 +30,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 13
+    assert len(EXAMPLES) == 14
 
 
 def taken(M, H, V, memory):
