@@ -50,6 +50,10 @@ def plain(loss):
     return value.detach(), torch.autograd.grad(value, list(tensors.values()))
 
 
+def _memory(t):
+    return t.untyped_storage(), t.dtype, t.shape, t.stride()
+
+
 class Cache:
     """Keeps what is saved, or a copy of it, in one form or another, and hands the same out every time."""
 
@@ -58,8 +62,8 @@ class Cache:
         "detached": (lambda t: t.detach(), lambda t: t),
         "a copy": (lambda t: t.detach().clone(), lambda t: t),
         "a copy's storage": (
-            lambda t: (t.detach().clone(memory_format=torch.contiguous_format).untyped_storage(), t.dtype, t.shape),
-            lambda kept: torch.empty(0, dtype=kept[1], device=kept[0].device).set_(kept[0]).view(kept[2]),
+            lambda t: _memory(t.detach().clone()),  # laid out alike, so that a matmul adds in the same order
+            lambda kept: torch.empty(0, dtype=kept[1], device=kept[0].device).set_(kept[0], 0, *kept[2:]),
         ),
         "dlpack": (lambda t: t.detach().clone(), torch.from_dlpack),
     }
