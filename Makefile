@@ -76,9 +76,9 @@ $(VENV)/.docs-ready: $(VENV)/.ready
 	$(INSTALL) -e ".[docs]"
 	touch $@
 
-# The families again, on the oldest transformers that is covered; a GPU's machine may compile them there, too.
+# The families again, on the oldest transformers that is covered: that they train as before.
 test-transformers-oldest: $(OLD)/.ready
-	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) -m "every_family or not thorough" -k "not compil" $(FAMILY_TESTS)
+	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) -m "every_family or not thorough" -k "not compil and not revert and not report_says" $(FAMILY_TESTS)
 
 $(OLD)/.ready: $(READY)
 	$(INSTALL) --upgrade --target $(OLD) transformers==$(OLDEST)

@@ -63,7 +63,7 @@ def test_list(a):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_other_combination_without_a_gpu(pytester, monkeypatch, device):
+def test_a_third_of_the_combinations_without_a_gpu(pytester, monkeypatch, device):
     """Of a list by itself every entry, and of a grid every pair of entries."""
     monkeypatch.setattr(selection, "DEVICE", device)
     pytester.makepyfile(MANY)
@@ -71,6 +71,6 @@ def test_every_other_combination_without_a_gpu(pytester, monkeypatch, device):
     names = [report.nodeid.split("::")[1] for report in passed]
     grid = [tuple(name[10:-1].split("-")) for name in names if name.startswith("test_grid")]
     assert not any(others) and len(names) - len(grid) == 100
-    assert len(grid) == 60 if device == "cuda" else 30 <= len(grid) < 36
+    assert len(grid) == 60 if device == "cuda" else 20 <= len(grid) < 26
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert len({(entry[i], entry[j]) for entry in grid}) == {(0, 1): 15, (0, 2): 12, (1, 2): 20}[i, j]
