@@ -30,3 +30,14 @@ def anywhere(request, monkeypatch):
         monkeypatch.setattr(devices, "INTERPRETED", False)
         monkeypatch.setattr(token_log_probs, "ROWS_WITHOUT_KERNELS", 64)
         monkeypatch.setattr(distillation.take_in_chunks, "__defaults__", (4,))
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The activations with which an MLP's activation and last layer have run as one operator."""
+    from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction
+
+    seen = []
+    apply = LigerGLULinearFunction.apply
+    monkeypatch.setattr(LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args))
+    return seen

@@ -11,7 +11,6 @@ from patched import assert_same_step, step
 from proofs import holding, patched, same
 from transformers.activations import ACT2FN
 
-from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction
 from liger_kernel.transformers import apply_liger_kernel, revert
 
 FAMILIES = {
@@ -25,15 +24,6 @@ NO_DROPOUT = dict(residual_dropout=0.0, hidden_dropout=0.0)
 
 def model(family, **overrides):
     return tiny.model(family, **NO_DROPOUT | overrides).to(DEVICE)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """The activations with which the operator has run."""
-    seen = []
-    apply = LigerGLULinearFunction.apply
-    monkeypatch.setattr(LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args))
-    return seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)

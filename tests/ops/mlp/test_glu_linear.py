@@ -47,15 +47,6 @@ def same(got, want):
     return len(got) == len(want) and all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-@pytest.fixture
-def fused(monkeypatch):
-    """The activations with which the operator has run."""
-    seen = []
-    apply = LigerGLULinearFunction.apply
-    monkeypatch.setattr(LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args))
-    return seen
-
-
 # ---- the operator ----------------------------------------------------------------------------------------------------
 
 
