@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 
-def _liger(name, *args):
+def _liger(name, *args, **given):
     import liger_kernel.transformers.functional as functional
 
-    return getattr(functional, f"liger_{name}")(*args)
+    return getattr(functional, f"liger_{name}")(*args, **given)
 
 
 def _loss(name, **options):
@@ -68,6 +68,22 @@ LIGER = {
     "tvd": lambda input, target: _liger("tvd", input, target),
     "dyt": lambda x, alpha, gamma, beta: _liger("dyt", x, alpha, gamma, beta),
     "relu_squared": lambda x: _liger("relu_squared", x),
+    "poly_norm": lambda x, w, b: _liger("poly_norm", x, w, b),
+    "modulated_rms_norm": lambda x, w, scale, shift: _liger("modulated_rms_norm", x, w, scale, shift),
+    "multi_token_attention": lambda scores, weight, bias: _liger("multi_token_attention", scores, weight, bias),
+    "neighborhood_attention": lambda query, key, value: _liger("fused_neighborhood_attention", query, key, value),
+    "mhc_coeffs": lambda x, phi, b, alpha_pre, alpha_post, alpha_res: _liger(
+        "mhc_coeffs", x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=True
+    ),
+    "mhc_pre": lambda x, h_pre: _liger("mhc_pre", x, h_pre),
+    "mhc_post_res": lambda x, f_out, h_post, h_res: _liger("mhc_post_res", x, f_out, h_post, h_res),
+    "attn_res": lambda V, w_query, w_norm: _liger("attn_res", V, w_query, w_norm),
+    "fused_linear_jsd": lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels: _liger(
+        "fused_linear_jsd", student_input, student_weight, teacher_input, teacher_weight, shift_labels
+    ),
+    "fused_linear_kl_div": lambda student_input, student_weight, target, shift_labels: _liger(
+        "fused_linear_kl_div", student_input, student_weight, target, shift_labels
+    ),
     "group_norm": lambda x, w, b: _liger("group_norm", x, w, b, x.shape[1], math.gcd(x.shape[1], 32), 1e-6),
     "cross_entropy": lambda x, target: _liger("cross_entropy", x, target),
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(

@@ -19,6 +19,8 @@ UNDEFINED = {
 }
 if DEVICE != "cpu":  # in the interpreter a maximum that is not a number is NumPy's
     UNDEFINED["fused_linear_cross_entropy", "nan"] = UNDEFINED["cross_entropy", "nan"]
+    for value in ("inf", "huge"):
+        UNDEFINED["jsd", value] = "no logarithm of a probability: infinite or NaN, as the terms are added"
 
 
 def agree(monkeypatch, fn, arguments, gradients=False):

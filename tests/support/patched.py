@@ -28,7 +28,8 @@ def apply(family, model=None, **switches):
 def step(model, run=None, **given):
     """The output and every gradient of one training step; ``run`` is the model compiled."""
     model.zero_grad()
-    out = (model if run is None else run)(**{**tiny.batch(), **given})
+    device = next(model.parameters()).device
+    out = (model if run is None else run)(**{**{name: t.to(device) for name, t in tiny.batch().items()}, **given})
     out = dict(loss=out[0]) if type(out) is tuple else out
     out["loss"].backward()
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -21,6 +21,11 @@ def _resolved(group):
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
 
 
+def is_group(group) -> bool:
+    """While a graph is built something else may stand for a group."""
+    return group is None or isinstance(group, str | dist.ProcessGroup) or torch.compiler.is_compiling()
+
+
 def group_name(group) -> str | None:
     """The group as a custom op takes it: its name."""
     return group if group is None or isinstance(group, str) else group.group_name

@@ -36,7 +36,8 @@ def gradients(fn, given, act):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_against_pytorch(act, fused):
     given = tensors()
-    torch.testing.assert_close(*(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)))
+    for got, want in zip(*(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)), strict=True):
+        assert (got - want).abs().max() <= 2e-6 * want.abs().max()  # sums of 40 terms, in any order
     assert fused == [act]
 
 

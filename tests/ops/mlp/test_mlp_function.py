@@ -134,4 +134,5 @@ def test_limits(options):
         (y.detach(), *torch.autograd.grad(y, (a, b), torch.ones_like(y)))
         for y in (liger_clamped_swiglu(a, b, **options), clamped_swiglu_reference(a, b, **options))
     )
-    torch.testing.assert_close(got, want, equal_nan=True)
+    exp = 60 / 0.7 * torch.finfo(torch.float32).eps  # x/log 2 is rounded, and then the power of 2 is taken
+    torch.testing.assert_close(got, want, rtol=exp, atol=1e-5, equal_nan=True)

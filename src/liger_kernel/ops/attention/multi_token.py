@@ -20,7 +20,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows, rounded
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, is_compiling, matrix_rows, rounded
 from liger_kernel.core.tile import INF, cdiv, exp, finite, next_power_of_2, online_max, read, tl
 from liger_kernel.ops.probability.softmax import softmax_bwd, softmax_reference
 from liger_kernel.ops.probability.sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
@@ -44,7 +44,8 @@ def _convolved(p, weight, bias, *options):
     """The convolution in p's dtype, also under autocast, with 0 above the diagonal."""
     with devices.without_autocast(p):
         weight, bias = rounded(weight, p.dtype), None if bias is None else rounded(bias, p.dtype)
-        return F.conv2d(p, weight, bias, *options).tril_()
+        y = F.conv2d(p, weight, bias, *options)
+        return y.tril() if is_compiling() else y.tril_()  # torch 2.11's Dynamo loses the gradient of the latter
 
 
 def multi_token_attention_reference(

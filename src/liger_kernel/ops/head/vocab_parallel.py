@@ -22,7 +22,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix, matrix_rows, may_overwrite
-from liger_kernel.core.parallel import group_name, place, token_loss_reference_parallel
+from liger_kernel.core.parallel import group_name, is_group, place, token_loss_reference_parallel
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 
@@ -118,7 +118,7 @@ def _check(name, x, target, group, ignore_index, *smoothing):
     if x.dim() != 3:
         raise ValueError(f"{name}: vocab_parallel_logits have shape {tuple(x.shape)}, give (S, B, this rank's classes)")
     check.shape(name, "target", target, tuple(x.shape[:2]))
-    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
+    if not is_group(group):
         raise TypeError(f"{name}: tp_group is {group!r}, give a process group that this process is in, or None")
     check.integer(name, "ignore_index", ignore_index)
     _check_smoothing(name, *smoothing)

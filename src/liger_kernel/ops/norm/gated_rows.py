@@ -244,6 +244,7 @@ def gated_norm_fwd(
             x, g, w, b, y, rstd, x.stride(0), g.stride(0), 0 if b is None else b.stride(0), M, M // g.shape[0], N,
             eps, offset, ACT=GATES[act], BEFORE=before, CAST=cast, ROUND=rounds, WHOLE=columns >= N, BLOCK_M=block,
             BLOCK_N=columns, num_warps=devices.warps(warps, x),
+            enable_fp_fusion=not rounds,  # in 16 bits a fused multiply-add would skip the product's rounding
         )  # fmt: skip
     return y, rstd
 

@@ -276,5 +276,6 @@ CASES.append(
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 9001)),
         bench=((8192, 4096), (8192, 14336)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+        fp32_roundings=2,  # db is the sum of all entries, which cancel
     )
 )

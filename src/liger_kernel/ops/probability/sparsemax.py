@@ -45,12 +45,13 @@ def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     z = x - tl.max(x, axis=1, keep_dims=True)
     tau = tl.full((BLOCK_M, 1), -1.0, dtype=tl.float32)
     count = tl.full((BLOCK_M, 1), BLOCK_N + 1, dtype=tl.int32)
-    before = count + 1
-    while tl.max((count < before).to(tl.int32)) > 0:  # a row that is finished stays as it is
+    changed = 1
+    while changed > 0:  # a row that is finished stays as it is
         before = count
         count = tl.sum((z > tau).to(tl.int32), axis=1, keep_dims=True)
         total = tl.sum(tl.where(z <= tau, 0.0, z), axis=1, keep_dims=True)  # a NaN is not left out
         tau = tl.div_rn(total - 1.0, count.to(tl.float32))
+        changed = tl.max((count < before).to(tl.int32))
     y = tl.where(z <= tau, 0.0, z - tau)
     tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
 

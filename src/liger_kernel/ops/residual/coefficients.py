@@ -26,13 +26,18 @@ from liger_kernel.core.op import custom_op
 from liger_kernel.core.reduce import sum_rows
 from liger_kernel.core.tile import INF, cdiv, exp, next_power_of_2, read, sigmoid, tl, triton
 
+DEEP = tl.constexpr(1024)  # a multiple of every block's depth
+
 
 @kernel
 def _product(
     a_ptr, b_ptr, c_ptr, square_ptr, u_ptr, along_ptr, a_m, a_k, b_k, b_n, u_m, M, N, K, STRIP,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """c = a·b - along·u, and Σ_k a². The third axis of the grid goes over strips of K, of which each has its own c."""
+    """c = a·b - along·u, and Σ_k a². The third axis of the grid goes over strips of K, of which each has its own c.
+
+    Matrix units cut sums off where they should round them. So the products of DEEP entries are summed by themselves.
+    """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     begin = tl.program_id(2) * STRIP
@@ -40,13 +45,16 @@ def _product(
     i = tl.arange(0, BLOCK_K)
     c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     square = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = (start + i).to(tl.int64)
-        a = read(a_ptr, m * a_m + k[None, :] * a_k, (m < M) & (k[None, :] < end))
-        b = read(b_ptr, k[:, None] * b_k + n * b_n, (k[:, None] < end) & (n < N))
-        c = tl.dot(a, b, c, input_precision=PRECISION)
-        if square_ptr is not None:
-            square += tl.sum(a * a, axis=1, keep_dims=True)
+    for piece in range(begin, end, DEEP):
+        part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in tl.range(piece, tl.minimum(piece + DEEP, end), BLOCK_K, num_stages=STAGES):
+            k = (start + i).to(tl.int64)
+            a = read(a_ptr, m * a_m + k[None, :] * a_k, (m < M) & (k[None, :] < end))
+            b = read(b_ptr, k[:, None] * b_k + n * b_n, (k[:, None] < end) & (n < N))
+            part = tl.dot(a, b, part, input_precision=PRECISION)
+            if square_ptr is not None:
+                square += tl.sum(a * a, axis=1, keep_dims=True)
+        c += part
     if square_ptr is not None:
         tl.store(square_ptr + m, square, mask=m < M)  # every program of these rows has the same
     inside = (m < M) & (n < N)
