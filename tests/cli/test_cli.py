@@ -18,7 +18,7 @@ import pytest
 import torch
 from programs import ROOT
 
-from liger_kernel.cli import _child, build, compare, main, options, text
+from liger_kernel.cli import _child, build, compare, doctor, main, options, text
 from liger_kernel.cli._child import BadInput, Crash
 from liger_kernel.cli.train import Training, _visible
 from liger_kernel.cli.verdict import NOISE_FACTOR, TOLERANCE, table, verdict
@@ -36,6 +36,9 @@ def answer(capsys, monkeypatch):
         return code, *capsys.readouterr()
 
     return call
+
+
+COMPARED = pytest.mark.xdist_group("compared")  # made once
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +196,7 @@ def test_switches():
 # ---- a comparison ----
 
 
+@COMPARED
 def test_compare_from_end_to_end(compared):
     folder, done, result = compared
     plain, patched = result["runs"]["huggingface"], result["runs"]["patched"]
@@ -212,6 +216,7 @@ def test_compare_from_end_to_end(compared):
     assert (folder / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+@COMPARED
 def test_compare_prints_the_table_alone(compared):
     _, done, result = compared
     lines = done.stdout.splitlines()
@@ -232,6 +237,7 @@ def shifted(result, by, step=1):
     return runs
 
 
+@COMPARED
 def test_losses_that_part(compared, monkeypatch, answer):
     runs = shifted(compared[2], 0.01)
     monkeypatch.setattr(compare, "in_process", lambda t, *_: runs["patched" if t.patched else "huggingface"])
@@ -242,6 +248,7 @@ def test_losses_that_part(compared, monkeypatch, answer):
     assert answer(*argv, "--tolerance", "0")[0] == 1
 
 
+@COMPARED
 def test_a_wrong_learning_rate_shows(compared):
     """Real processes: what is really different is told apart."""
     training = Training(**compared[2]["training"] | dict(lr=2e-3))
@@ -250,6 +257,7 @@ def test_a_wrong_learning_rate_shows(compared):
     assert not said["parity"] and said["at_step"] > 1
 
 
+@COMPARED
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_parts(compared, wrong):
     said = verdict(shifted(compared[2], wrong), 1e9)
@@ -257,6 +265,7 @@ def test_a_loss_that_is_no_number_parts(compared, wrong):
     json.dumps(compare._finite(said), allow_nan=False)
 
 
+@COMPARED
 def test_the_noise_sets_the_tolerance(compared):
     runs = shifted(compared[2], 0.03)
     runs["nudged"] = copy.deepcopy(runs["huggingface"])
@@ -267,6 +276,7 @@ def test_the_noise_sets_the_tolerance(compared):
     assert not verdict(runs, 0.02)["parity"], "a number that is asked for goes before the noise"
 
 
+@COMPARED
 def test_bfloat16_measures_its_noise(monkeypatch, compared):
     asked = []
 
@@ -425,8 +435,17 @@ def test_text(tmp_path):
 # ---- doctor and models ----
 
 
-def test_doctor(answer, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.fixture(scope="module")
+def examined():
+    """What the doctor finds here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        return doctor.examine()
+
+
+@pytest.mark.xdist_group("doctor")
+def test_doctor(answer, monkeypatch, examined):
+    monkeypatch.setattr(doctor, "examine", lambda: examined)
     code, out, err = answer("doctor", "--json")
     found = json.loads(out)
     torch_version = importlib.metadata.version("torch")  # torch.__version__ has a local part, too
@@ -441,8 +460,6 @@ def test_doctor(answer, monkeypatch):
 
 
 def test_doctor_names_problems_and_remedies(monkeypatch):
-    from liger_kernel.cli import doctor
-
     found = dict(
         versions={"python": "3.12", "torch": "2.11", "triton": "3.6", "transformers": "4.57.1"}, devices=[{}], build={},
         liger_kernel=dict(provided_by=["liger-kernel 0.8.6", "liger-kernel-nightly 0.8"]),
@@ -460,10 +477,11 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
     assert "Triton does not work here (no): pip install triton" in broken
 
 
-def test_doctor_says_what_it_was_tested_with(answer, monkeypatch):
+@pytest.mark.xdist_group("doctor")
+def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
     from liger_kernel._version import TESTED
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(doctor, "examine", lambda: examined)
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = answer("doctor")
     assert all(f"{name} {versions}" in " ".join(out.split()) for name, versions in TESTED.items())
@@ -479,7 +497,7 @@ def test_doctor_says_what_it_was_tested_with(answer, monkeypatch):
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
     """A package that is installed and fails to load, one that ends the process, and one that is not there."""
-    from liger_kernel.cli import doctor, imports
+    from liger_kernel.cli import imports
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     versions = {"torch": "2.13.0", "triton": "3.9.0"}
@@ -504,8 +522,6 @@ def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
 
 
 def test_doctor_survives_a_kernel_that_takes_the_process_down(monkeypatch):
-    from liger_kernel.cli import doctor
-
     def crashing(module, spec, on_event, title):
         if module == "liger_kernel.cli.imports":
             return {}
@@ -523,6 +539,7 @@ def test_doctor_survives_a_kernel_that_takes_the_process_down(monkeypatch):
 def test_the_doctors_check_tells_right_from_wrong():
     from hardware import DEVICE
 
+    import liger_kernel.ops  # noqa: F401  (fills CASES)
     from liger_kernel.cli import checkup
     from liger_kernel.core.op import CASES
 
@@ -534,6 +551,7 @@ def test_the_doctors_check_tells_right_from_wrong():
     checkup._triton_works(DEVICE)
 
 
+@COMPARED
 def test_tables_in_40_columns(answer, compared, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     tables = [answer("models", "--switches")[1], answer("models", "llama", "bloom")[1], table(compared[2])]

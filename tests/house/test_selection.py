@@ -74,3 +74,9 @@ def test_a_third_of_the_combinations_without_a_gpu(pytester, monkeypatch, device
     assert len(grid) == 60 if device == "cuda" else 20 <= len(grid) < 26
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert len({(entry[i], entry[j]) for entry in grid}) == {(0, 1): 15, (0, 2): 12, (1, 2): 20}[i, j]
+
+
+@pytest.mark.xdist_group("together")
+def test_groups_stay_together(request):
+    """Where pytest does not read the group that pytest-xdist writes, what is shared is made in every process."""
+    assert request.config.getoption("dist", "no") != "loadgroup" or "@together" in request.node.nodeid

@@ -56,7 +56,8 @@ class _Launched:
     now = "", False, True  # the run under way, whether its shape is a real one, and whether to compile to the end
 
     def __init__(self, src, options):
-        self.src, self.options, self.grids, self.by, self.whole = src, options, set(), {}, False
+        self.src, self.options, self.grids, self.by = src, options, set(), {}
+        self.whole = self.begun = False
 
     def launch_metadata(self, grid, stream, *args):
         return None
@@ -93,7 +94,7 @@ def runs(case, variants):
 
     They meet every kernel and option. With ``variants`` also every option in fp32 and every gradient alone, which go
     through the compiler's front half only, where those could fail. Without, one launch of each kernel is compiled: the
-    front half knows no target.
+    front half knows no target. Of more than `WHOLE` and `BEGUN`, so many are chosen.
     """
     every, real = case.shapes, case.bench or case.shapes[-1:]
     for shape in real:
@@ -160,7 +161,7 @@ def front_half(target, src, options):
     stages["ttir"](src.make_ir(target, options, *functions, context), dict(options.__dict__))
 
 
-def compiled(target, launched, variants):
+def compiled(target, launched):
     src, options = launched.src, launched.options
     result = dict(
         kernel=f"{src.fn.__module__.rpartition('.')[2]}.{src.fn.__name__}",
@@ -173,7 +174,7 @@ def compiled(target, launched, variants):
     )
     try:
         if not launched.whole:
-            if variants:
+            if launched.begun:
                 front_half(target, src, options)
             return result
         kernel = triton.compile(src, target=target, options=options.__dict__)
@@ -190,6 +191,13 @@ def by_kernel(launches):
     return found.values()
 
 
+WHOLE, BEGUN = 4, 8  # launches of a kernel that are compiled to the end, and by the front half: there are hundreds
+
+
+def spread(launches, most):
+    return launches[:: max(-(-len(launches) // most), 1)]
+
+
 def main(name, path):
     launches, failed, variants = pretend(name), {}, name == "sm_90"
     for case in CASES:
@@ -203,7 +211,11 @@ def main(name, path):
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
-    results = [compiled(TARGETS[name][0], launched, variants) for launched in launches.values()]
+        whole = spread([launched for launched in alike if launched.whole], WHOLE)
+        begun = spread([launched for launched in alike if not launched.whole], BEGUN) if variants else ()
+        for launched in alike:
+            launched.whole, launched.begun = launched in whole, launched in begun
+    results = [compiled(TARGETS[name][0], launched) for launched in launches.values()]
     Path(path).write_text(json.dumps(dict(launches=results, failed=failed)))
 
 

@@ -80,8 +80,10 @@ def _bwd(
 
 @functools.cache
 def _launch(N):
-    """(rows, columns, warps) of a program's block."""
+    """(rows, columns, warps) of a program's block, in which as few columns as possible are beyond the row's end."""
     columns = min(next_power_of_2(N), 1024)
+    while columns > 256 and N % columns:
+        columns //= 2
     return 2048 // columns, columns, 4
 
 
