@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     for shape in [list(map(int, s.split("x"))) for s in args.shape or []] or case.bench:
         request = {"case": args.case, "shape": list(shape)}
         inputs = ours.inputs(request)
-        contestant = Contestant(calls.LIGER.get(case.name, case.fn), inputs)
+        contestant = Contestant(calls.ours(case), inputs)
         figures, failed = sweep(contestant, use, tries, kinds, stopwatch, 0 if args.slice else args.seconds)
         use(None)
         if args.slice:

@@ -39,7 +39,7 @@ class Ours:
         plain = calls.PLAIN.get(case.name, case.reference)
         torch._dynamo.reset()
         ways = {
-            "ours": calls.LIGER.get(case.name, case.fn),
+            "ours": calls.ours(case),
             "eager": plain,
             "compile": torch.compile(plain, dynamic=False),
         }
