@@ -140,7 +140,7 @@ PLAIN = {
     "selected_log_probs": _log_probs,
     "vocab_parallel_cross_entropy": lambda logits, target: F.cross_entropy(
         logits.flatten(0, 1).float(), target.flatten(), reduction="none"
-    ),
+    ).view_as(target),
     "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
     "fused_add_rms_norm": _fused_add_rms_norm,
     "layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-6),

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import types
 
 import pytest
 import tiny
@@ -122,3 +123,19 @@ def test_every_family_has_its_forwards(family):
         pytest.skip(str(error))  # this transformers does not have it
     for name in FORWARDS[family]:
         assert "skip_logits" in inspect.signature(getattr(module, name)).parameters
+
+
+def test_of_an_object(caplog):
+    """The published way to patch a model that is there: ``model.forward = MethodType(lce_forward, model)``."""
+    theirs, ours = pair(LlamaForCausalLM)
+    ours.forward = types.MethodType(family_module("llama").lce_forward, ours)
+    (want, _), (got, out) = steps(theirs), steps(ours)
+    torch.testing.assert_close(got, want)
+    assert out.logits is None and not caplog.records and "forward" not in vars(ours)
+
+
+def test_logits_that_cannot_be_skipped(mine):
+    _, ours = pair(mine)
+    ours.loss_function = lambda logits, labels, **kwargs: logits.float().pow(2).mean()
+    with pytest.raises(ValueError, match="lce_forward: skip_logits is True, but"):
+        ours(**tiny.batch(), skip_logits=True)

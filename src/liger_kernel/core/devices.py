@@ -81,12 +81,13 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
     return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
 
 
+def in_autocast(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
+
+
 def without_autocast(tensor: torch.Tensor):
     """A context without autocast: matmuls keep the dtypes of their arguments."""
-    kind = tensor.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False) if in_autocast(tensor) else contextlib.nullcontext()
 
 
 def autocast_as_now(device):

@@ -54,7 +54,9 @@ def _forward(name, models):
         raise missing
 
     def forward(self, *args, **kwargs):
-        if not isinstance(known_as(self), CausalLM) and not _patched(self):
+        if not isinstance(known_as(self), CausalLM) and not _patched(self, forward):
+            if kwargs.pop("skip_logits", False):
+                raise ValueError(f"{name}: skip_logits is True, but this model needs its logits: see the warning")
             return family_forward(type(self))(self, *args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
 
@@ -74,9 +76,15 @@ def _forward(name, models):
 
 
 @torch.compiler.disable
-def _patched(model) -> bool:
+def _patched(model, forward) -> bool:
+    """Whether the model's loss is in its head now. A ``forward`` that was bound to the object has done its part."""
+    own = vars(model).get("forward")
+    if getattr(own, "__func__", None) is forward:
+        del model.forward
     why = LossInHead().obstacle(model)
     if why is not None:
+        if own is not None:
+            model.forward = own
         logger.warning("%s: logits are in memory, since %s", type(model).__name__, why)
         return False
     become(model, CausalLM())

@@ -56,10 +56,6 @@ def seen(*modules) -> bool:
     return hooked(*held) or any("forward" in m.__dict__ for m in held)
 
 
-def in_autocast(x) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-
-
 _running = threading.local()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_kernel.core import devices
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
@@ -183,7 +184,7 @@ def _eps(module, what):
 
 def _fits(x, eps, parameters, mixed=False) -> bool:
     """Whether the operator does with these what the family's norm does; ``mixed``: of any dtypes, and in autocast."""
-    if not plain(x) or x.dtype not in FLOATS or x.dim() == 0 or (not mixed and deferred.in_autocast(x)):
+    if not plain(x) or x.dtype not in FLOATS or x.dim() == 0 or (not mixed and devices.in_autocast(x)):
         return False
     for p in parameters:
         if p is None or not plain(p) or p.shape != x.shape[-1:] or p.dtype not in (FLOATS if mixed else (x.dtype,)):

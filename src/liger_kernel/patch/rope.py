@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_kernel.core import devices
 from liger_kernel.ops import functional
 from liger_kernel.ops.rotary import llama4_rope
 from liger_kernel.patch import deferred
@@ -196,7 +197,7 @@ def _are_ours(heads, cos, sin, wide) -> bool:
         return False
     known = (given[0].dtype, torch.float32, torch.complex64) if wide else (given[0].dtype,)
     same = all(x.dtype == given[0].dtype for x in given) and cos.dtype == sin.dtype and cos.dtype in known
-    return same or deferred.in_autocast(cos)
+    return same or devices.in_autocast(cos)
 
 
 @isolated()

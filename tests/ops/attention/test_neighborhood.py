@@ -1,9 +1,11 @@
 """Neighbourhood attention beyond its `Case`: which keys a query sees, memory layouts, modules, errors."""
 
+import numpy
 import pytest
 import torch
 from hardware import DEVICE
 
+from liger_kernel.ops.attention import neighborhood
 from liger_kernel.ops.attention.neighborhood import (
     LigerFusedNeighborhoodAttention,
     LigerFusedNeighborhoodAttentionConfig,
@@ -103,3 +105,16 @@ def test_errors():
             LigerFusedNeighborhoodAttention(**dict(hidden_size=12, num_heads=3) | changed)
     with pytest.raises(NotImplementedError, match="attention_mask is given"):
         LigerFusedNeighborhoodAttentionLayer(12, 3)(torch.randn(1, 3, 12), torch.ones(1, 3))
+
+
+def test_numbers_of_numpy(monkeypatch):
+    """The kernels get Python's."""
+    q, k, v = drawn(1, 1, 9, 12)
+    given = []
+    apply = neighborhood.LigerFusedNeighborhoodAttentionFunction.apply
+    record = staticmethod(lambda *args: given.append(args[3:]) or apply(*args))
+    monkeypatch.setattr(neighborhood.LigerFusedNeighborhoodAttentionFunction, "apply", record)
+    liger_fused_neighborhood_attention(q, k, v, numpy.int64(3), numpy.int32(2), numpy.float64(0.3))
+    layer = LigerFusedNeighborhoodAttention(12, 1, kernel_size=numpy.int64(3), scale=1 / numpy.sqrt(12))
+    layer.to(DEVICE)(q[0].detach())
+    assert [[type(x) for x in args] for args in given] == [[int, int, float]] * 2

@@ -120,3 +120,10 @@ def test_the_module():
         m(indices).square().sum().backward()
     assert torch.equal(module(indices), theirs(indices))
     torch.testing.assert_close(module.weight.grad, theirs.weight.grad)
+
+
+def test_transforms():
+    """torch.func reads no value of an index."""
+    weight, indices = drawn(8)
+    got = torch.func.vmap(lambda i: liger_embedding(weight, i))(indices.view(2, 4))
+    assert torch.equal(got, F.embedding(indices.view(2, 4), weight))

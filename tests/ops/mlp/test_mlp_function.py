@@ -136,3 +136,14 @@ def test_limits(options):
     )
     exp = 60 / 0.7 * torch.finfo(torch.float32).eps  # x/log 2 is rounded, and then the power of 2 is taken
     torch.testing.assert_close(got, want, rtol=exp, atol=1e-5, equal_nan=True)
+
+
+def test_autocast_with_an_input_of_its_dtype():
+    """As of the layer before it, beside weights in fp32."""
+    torch.manual_seed(0)
+    module, x = LigerMLP(config()).to(DEVICE), torch.randn(3, 12, device=DEVICE).bfloat16()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = module(x)
+        want = LigerSwiGLUMLP.forward(module, x)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want)

@@ -481,3 +481,39 @@ def test_what_is_wrong_is_named():
     ):
         with pytest.raises(error, match=f"apply_tiled_mlp: {words}"):
             apply_tiled_mlp(plain, **{"mlp_module": module, "x": x, **given})
+
+
+def test_parameters_that_were_put_in_for_a_call():
+    """By `torch.func.functional_call`: in backward the module has its own again."""
+    module, other = Whole(), Whole()
+    theirs = dict(other.named_parameters())
+    x, dy = integers(13, 6).requires_grad_(), integers(13, 6)
+    y = torch.func.functional_call(module, theirs, (x,))
+    want = torch.autograd.grad(y, [x, *theirs.values()], dy)
+
+    class Tiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return apply_tiled_mlp(plain, self.module, x, 4)
+
+    named = {f"module.{name}": p for name, p in theirs.items()}
+    y = torch.func.functional_call(Tiled(), named, (x,))
+    assert_equal(torch.autograd.grad(y, [x, *theirs.values()], dy), want)
+    computed = {name: 1 * p for name, p in named.items()}  # no leaves, as after a step of an inner optimizer
+    y = torch.func.functional_call(Tiled(), computed, (x,))
+    del computed
+    assert_equal(torch.autograd.grad(y, [x, *theirs.values()], dy), want)
+    assert [p.data_ptr() for p in module.parameters()] != [p.data_ptr() for p in other.parameters()]
+
+
+def test_a_parameter_that_is_replaced_before_backward():
+    module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6)
+    old = module.up.weight
+    want = torch.autograd.grad(module(x), [x, old], dy)
+    y = apply_tiled_mlp(plain, module, x, 4)
+    module.up.weight = torch.nn.Parameter(torch.zeros_like(old))
+    assert_equal(torch.autograd.grad(y, [x, old], dy), want)
+    assert not module.up.weight.any()

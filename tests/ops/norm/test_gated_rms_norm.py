@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy
 import pytest
 import torch
 from hardware import DEVICE
@@ -116,3 +117,9 @@ def test_errors():
             liger_gated_rms_norm(**dict(x=x, gate=gate, weight=w) | given)
     with pytest.raises(ValueError, match="LigerGatedRMSNorm: group_size is 3, give a divisor"):
         LigerGatedRMSNorm(8, group_size=3)
+
+
+def test_a_group_size_of_numpy():
+    x, gate = drawn((5, 24), (5, 24))
+    want = liger_gated_rms_norm(x, gate, group_size=4)
+    assert torch.equal(liger_gated_rms_norm(x, gate, group_size=numpy.int64(4)), want)

@@ -73,3 +73,12 @@ def test_errors():
             liger_poly_norm(*given)
     with pytest.raises(TypeError, match="LigerPolyNorm: eps is '1e-6'"):
         LigerPolyNorm("1e-6")
+
+
+def test_no_columns():
+    """Then nothing adds to a gradient, whatever the memory of the powers' roots holds."""
+    w, b = torch.ones(3, device=DEVICE, requires_grad=True), torch.ones((), device=DEVICE, requires_grad=True)
+    torch.full((5000,), float("nan"), device=DEVICE)  # memory that may be used again
+    y = liger_poly_norm(drawn(5, 0), w, b)
+    dw, db = torch.autograd.grad(y.sum(), (w, b))
+    assert not dw.any() and not db.any()

@@ -1,5 +1,6 @@
 """Hyper-connections beyond their `Case`s: Sinkhorn's order, numbers of streams, dtypes, the whole layer, errors."""
 
+import numpy
 import pytest
 import torch
 from hardware import DEVICE
@@ -154,3 +155,19 @@ def test_errors():
         module(x.mT)
     with pytest.warns(UserWarning, match="LigerMHC: hc is 17"):
         LigerMHC(torch.nn.Identity(), hc=17, c=1)
+
+
+def test_without_an_eps():
+    """What no row stands behind has no influence, though its root mean square is 0."""
+    tensors, options = drawn(M=3, n=4, C=8), dict(allow_fp32=True, tmax=2, rms_eps=0.0)
+    for got, want in zip(
+        *(outcome(fn, tensors, **options) for fn in (liger_mhc_coeffs, mhc_coeffs_reference)), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_numpy():
+    tensors = drawn()
+    got = liger_mhc_coeffs(**tensors, allow_fp32=True, tmax=numpy.int64(2), rms_eps=numpy.float32(1e-6))
+    want = liger_mhc_coeffs(**tensors, allow_fp32=True, tmax=2, rms_eps=float(numpy.float32(1e-6)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -256,11 +256,13 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
 
 
 def _check_window(name, kernel_size, dilation, scale):
+    """-> the numbers, as Python's"""
+    numbers = []
     for argument, value in dict(kernel_size=kernel_size, dilation=dilation).items():
-        if check.integer(name, argument, value) < 1:
+        numbers.append(check.integer(name, argument, value))
+        if numbers[-1] < 1:
             raise ValueError(f"{name}: {argument} is {value}, give an int from 1 on")
-    if scale is not None:
-        check.finite(name, "scale", scale)
+    return *numbers, None if scale is None else check.finite(name, "scale", scale)
 
 
 def liger_fused_neighborhood_attention(
@@ -290,10 +292,10 @@ def liger_fused_neighborhood_attention(
         raise ValueError(f"{name}: query has shape {tuple(query.shape)}, give (B, H, S, D)")
     for argument, x in dict(key=key, value=value).items():
         check.shape(name, argument, x, tuple(query.shape))
-    _check_window(name, kernel_size, dilation, scale)
+    window = _check_window(name, kernel_size, dilation, scale)
     if not devices.has_kernels(query):
-        return fused_neighborhood_attention_reference(query, key, value, kernel_size, dilation, scale)
-    return LigerFusedNeighborhoodAttentionFunction.apply(query, key, value, kernel_size, dilation, scale)
+        return fused_neighborhood_attention_reference(query, key, value, *window)
+    return LigerFusedNeighborhoodAttentionFunction.apply(query, key, value, *window)
 
 
 class LigerFusedNeighborhoodAttention(torch.nn.Module):
@@ -305,7 +307,7 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
-        _check_window(name, kernel_size, dilation, scale)
+        kernel_size, dilation, scale = _check_window(name, kernel_size, dilation, scale)
         if kernel_size % 2 == 0:
             raise ValueError(f"{name}: kernel_size is {kernel_size}, give an odd number")
         check.size(name, "hidden_size", hidden_size)

@@ -16,7 +16,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows, transformed
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl
 
 
@@ -170,11 +170,11 @@ def liger_embedding(
     if indices.device != weight.device:
         raise ValueError(f"{name}: weight is on {weight.device}, indices on {indices.device}, give one device")
     padding_idx = _row(name, padding_idx, weight.shape[0])
+    if not devices.has_kernels(weight) or transformed():
+        return embedding_reference(weight, indices.long(), padding_idx)
     if indices.device.type == "cpu" and not torch.compiler.is_compiling():
         if ((indices < 0) | (indices >= weight.shape[0])).any():
             raise IndexError(f"{name}: an index is out of range, give those from 0 to {weight.shape[0] - 1}")
-    if not devices.has_kernels(weight):
-        return embedding_reference(weight, indices.long(), padding_idx)
     return LigerEmbeddingFunction.apply(weight, indices, padding_idx)
 
 

@@ -116,9 +116,8 @@ def head_bwd(
 
 def compute_dtype(h, w):
     """Autocast's dtype where it is on; otherwise that of the weight."""
-    kind = h.device.type
-    if h.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if h.dtype != torch.float64 and devices.in_autocast(h):
+        return torch.get_autocast_dtype(h.device.type)
     return w.dtype
 
 

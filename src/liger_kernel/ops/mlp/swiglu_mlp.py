@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core import check
+from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F
 from liger_kernel.ops.mlp.activation_linear import liger_glu_linear
 from liger_kernel.ops.mlp.glu import swiglu_reference
@@ -62,7 +62,7 @@ def _mlp(name, input, gate_weight, up_weight, down_weight, gate_multiplier, down
     if input.dim() == 0:
         raise ValueError(f"{name}: input has no dimension, give (..., D)")
     for argument, weight in weights.items():
-        if weight.dtype != input.dtype:
+        if weight.dtype != input.dtype and not devices.in_autocast(input):
             raise TypeError(f"{name}: input is {input.dtype}, {argument} {weight.dtype}, cast one of them")
     inner = gate_weight.shape[0] if gate_weight.dim() else 0
     check.shape(name, "gate_weight", gate_weight, (inner, input.shape[-1]))

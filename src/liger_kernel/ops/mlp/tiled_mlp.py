@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.weak import TensorWeakRef
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import Function, gradients, matrix, transformed
@@ -95,17 +96,32 @@ def _stands_for(t, module):
     return t.is_leaf or (t._base is not None and t._base.is_leaf) or getattr(module, "_is_replica", False)
 
 
-def _now(places, versions):
-    """The tensors that are in these places now: those of forward, or what FSDP has put there since."""
-    tensors = [getattr(*those[0]) for those in places]
-    for t, version, [(module, name), *_] in zip(tensors, versions, places, strict=True):
-        if t._version != version or not t.requires_grad:
-            what = "written to" if t.requires_grad else "frozen"
+class _Seen:
+    """A tensor that was in its place in forward. FSDP frees it in between, so what is a parameter is not kept alive."""
+
+    def __init__(self, t):
+        kept = t._base is None and not t.is_leaf
+        self.tensor, self.version = (lambda: t) if kept else TensorWeakRef(t), t._version
+        self.base = None if t._base is None else TensorWeakRef(t._base)
+
+    def now(self, module, name):
+        """It, or FSDP1's new view of what it was a view of. What stands in its place by now may be another tensor, as
+        after `torch.func.functional_call`."""
+        there, t = getattr(module, name, None), self.tensor()
+        if self.base is not None and there is not None and there._base is not None and there._base is self.base():
+            t = there
+        if t is None or t._version != self.version or not t.requires_grad:
+            what = "replaced" if t is None else "written to" if t.requires_grad else "frozen"
             raise RuntimeError(
                 f"{NAME}: {type(module).__name__}.{name} was {what} between forward and backward, which computes the "
                 "tiles again; do it after backward"
             )
-    return tensors
+        return t
+
+
+def _now(places, seen):
+    """The tensors that were in these places in forward."""
+    return [s.now(*those[0]) for s, those in zip(seen, places, strict=True)]
 
 
 @contextlib.contextmanager
@@ -244,12 +260,12 @@ class LigerTiledMLPFunction(Function):
     def forward(ctx, fn, mlp_module, x, shards, compute_params, places, *tensors):
         ctx.save_for_backward(x)
         ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
-        ctx.places, ctx.versions, version = places, [t._version for t in tensors], x._version
+        ctx.places, ctx.seen, version = places, [_Seen(t) for t in tensors], x._version
         try:
             with _NothingRandom() if _is_captured(x) else contextlib.nullcontext():
                 y = _joined(ctx.run, x, shards)
         finally:
-            if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+            if devices.in_autocast(x):
                 torch.clear_autocast_cache()  # where it has weights that were cast without a graph
         if x._version != version:
             raise RuntimeError(f"{NAME}: fn writes to its input, which backward needs; let it write to a copy")
@@ -265,18 +281,18 @@ class LigerTiledMLPFunction(Function):
             _check_graph(y, [t for t in (x, *tensors) if t.requires_grad])
             return y
 
-        given, needs = [x, *_now(ctx.places, ctx.versions)], [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        given, needs = [x, *_now(ctx.places, ctx.seen)], [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
         dx, *found = gradients(whole, given, needs, [dy])
         return None, None, dx, None, None, None, *found
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        tensors, needs = _now(ctx.places, ctx.versions), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        tensors, needs = _now(ctx.places, ctx.seen), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
         dx = x.new_empty(x.shape) if needs[0] else None
         sums = [_Sum() for _ in tensors]
         tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
-        with ctx.replay(), _unhooked(tensors):
+        with ctx.replay(), _unhooked(tensors), _in_places(ctx.places, tensors):
             for x_i, dy_i, dx_i in zip(*tiles, strict=True):
                 x_i = x_i.detach().requires_grad_(needs[0])
                 own, *found = _gradients(ctx.run, [x_i, *tensors], dy_i, needs)

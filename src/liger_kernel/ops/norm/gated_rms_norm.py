@@ -88,8 +88,10 @@ def _check_options(name, casting_mode, norm_before_gate, group_size, activation,
         raise TypeError(f"{name}: norm_before_gate is {norm_before_gate!r}, give True or False")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation is {activation!r}, give 'silu' or 'sigmoid'")
-    if group_size is not None and (check.integer(name, "group_size", group_size) < 1 or hidden_size % group_size):
+    group_size = None if group_size is None else check.integer(name, "group_size", group_size)
+    if group_size is not None and (group_size < 1 or hidden_size % group_size):
         raise ValueError(f"{name}: group_size is {group_size}, give a divisor of the hidden size, {hidden_size}")
+    return casting_mode, norm_before_gate, group_size, activation
 
 
 def liger_gated_rms_norm(
@@ -124,8 +126,7 @@ def liger_gated_rms_norm(
     check_norm(name, x, weight=weight)
     check.shape(name, "gate", gate, tuple(x.shape))
     eps = check.not_negative(name, "eps", eps)
-    options = casting_mode, norm_before_gate, group_size, activation
-    _check_options(name, *options, x.shape[-1])
+    options = _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
     if not devices.has_kernels(x):
         return gated_rms_norm_reference(x, gate, weight, eps, *options)
     return LigerGatedRMSNormFunction.apply(x, gate, weight, eps, *options)

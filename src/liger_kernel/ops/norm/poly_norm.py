@@ -172,6 +172,11 @@ def poly_norm_bwd(
     """dy and x (M, N) with unit stride in N -> dx (M, N), dw like w, db like b. What is not needed is None."""
     found = dx, dw, db = _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db)
     M, N = x.shape
+    if not N:
+        for gradient in (dw, db):
+            if gradient is not None:
+                gradient.zero_()
+        return found
     rows, columns, warps = _launch(N, 4096)
     programs = max(1, min(cdiv(M, rows), devices.multiprocessors(x)))
     parts = partial(dw, programs), partial(db, programs)

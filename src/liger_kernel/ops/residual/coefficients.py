@@ -65,7 +65,7 @@ def _product(
 
 @triton.jit
 def _rstd(square_ptr, m, M, K, eps):
-    return 1.0 / tl.sqrt(read(square_ptr, m, m < M) / K + eps)
+    return tl.where(m < M, 1.0 / tl.sqrt(read(square_ptr, m, m < M) / K + eps), 0.0)
 
 
 @triton.jit

@@ -219,7 +219,8 @@ def liger_mhc_coeffs(
     for argument, t in alphas.items():
         if t.numel() != 1:
             raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, give a tensor of one element")
-    if check.integer(name, "tmax", tmax) < 1:
+    tmax = check.integer(name, "tmax", tmax)
+    if tmax < 1:
         raise ValueError(f"{name}: tmax is {tmax}, give an int from 1 on")
     rms_eps, sinkhorn_eps = (
         check.not_negative(name, argument, value)

@@ -26,7 +26,7 @@ def _fwd(
     o, c = tl.arange(0, BLOCK_N)[:, None], tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     out = tl.zeros((BLOCK_N, BLOCK_C), dtype=tl.float32)
     for i in range(K):
-        out += read(h_ptr, (m * N + o) * K + i, o < N) * read(x_ptr, m * x_m + i * x_i + c, c < C)
+        out += read(h_ptr, (m * N + o) * K + i, o < N) * read(x_ptr, m * x_m + tl.cast(i, tl.int64) * x_i + c, c < C)
     if f_ptr is not None:
         out += read(p_ptr, m * N + o, o < N) * read(f_ptr, m * f_m + c, c < C)
     tl.store(out_ptr + (m * N + o) * C + c, out.to(out_ptr.dtype.element_ty), mask=(o < N) & (c < C))
@@ -39,7 +39,7 @@ def _bwd(
 ):  # fmt: skip
     """One program: all gradients of a row, in one pass over the channels."""
     m = tl.program_id(0).to(tl.int64)
-    o, i = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_K)[:, None]
+    o, i = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_K).to(tl.int64)[:, None]
     dp = tl.zeros((BLOCK_N, 1), dtype=tl.float32)
     dh = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in range(0, C, BLOCK_C):
@@ -50,7 +50,7 @@ def _bwd(
             f = read(f_ptr, m * f_m + c, c < C)
             df = tl.zeros((1, BLOCK_C), dtype=tl.float32)
         for k in range(N):
-            dout = read(dout_ptr, m * dout_m + k * dout_o + c, c < C)
+            dout = read(dout_ptr, m * dout_m + tl.cast(k, tl.int64) * dout_o + c, c < C)
             if dx_ptr is not None:
                 dx += read(h_ptr, (m * N + k) * K + i, i < K) * dout
             if dh_ptr is not None:
