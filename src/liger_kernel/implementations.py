@@ -14,9 +14,9 @@ def chosen(operator: str, impl: str | None = None, backend: str | None = None) -
     """The implementation that a call asks for, by ``impl`` or its other name ``backend``; else the default's.
 
     Raises:
-        ValueError: two different names, or one that no implementation has.
+        ValueError: names of two implementations, or one that no implementation has.
     """
-    if impl is not None and backend not in (None, impl):
+    if impl is not None and backend is not None and NAMES.get(impl, impl) != NAMES.get(backend, backend):
         raise ValueError(f"{operator}: impl is {impl!r} and backend {backend!r}, give one of them")
     name = next((given for given in (impl, backend, _default) if given is not None), "triton")
     if name not in NAMES:

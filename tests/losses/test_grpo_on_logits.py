@@ -12,6 +12,7 @@ from policies import CLIPPED, F32, F64, B, T, V, assert_equal, drawn, outcome, t
 from liger_kernel.chunked_loss.grpo_loss import clip_coef_fn, get_gamma_weights, k3_loss_fn, sapo_loss_fn
 from liger_kernel.losses.policy_on_logits import fused_selective_log_softmax, triton_grpo_loss
 from liger_kernel.ops import GrpoLossFunction
+from liger_kernel.ops.functional import liger_selected_log_probs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TYPES = *CLIPPED, "cispo", "sapo", "vespo"
@@ -142,6 +143,14 @@ def test_the_function(phi, reduce):
     torch.testing.assert_close(plain[0], triton_grpo_loss(logits, old, ref, ids, A, mask, **grpo)[0])
 
 
+def test_gamma_weights_of_a_masked_nan():
+    A, mask = torch.ones(2, device=DEVICE), torch.tensor([[1, 1, 0], [1, 1, 1]], device=DEVICE)
+    log_ratio = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.1, 0.2]], device=DEVICE)
+    want = get_gamma_weights(A, log_ratio, mask)
+    log_ratio[0, 2] = math.nan
+    assert torch.equal(get_gamma_weights(A, log_ratio, mask), want) and want.all()
+
+
 # ---- memory ----
 
 
@@ -201,11 +210,49 @@ def test_selective_log_softmax():
         torch.testing.assert_close(got.double(), want)
     got = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=torch.cat((prompt, mask), 1))
     torch.testing.assert_close(got.double(), want * mask)
+    got = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=mask)
+    torch.testing.assert_close(got.double(), want * mask)
     assert fused_selective_log_softmax(x[:, :1].contiguous(), ids).shape == (2, 0)
+    assert fused_selective_log_softmax(x[:, :1].contiguous(), ids, mask=mask).shape == (2, 0)
     with pytest.raises(AssertionError, match="fused_selective_log_softmax: logits are not contiguous, give"):
         fused_selective_log_softmax(x.transpose(0, 1).contiguous().transpose(0, 1), ids)
     with pytest.raises(ValueError, match="ids"):
         fused_selective_log_softmax(x, ids[:, 1:])
+    with pytest.raises(ValueError, match=r"mask \(2, 2\), give"):
+        fused_selective_log_softmax(x, ids, mask=mask[:, 1:])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_id_of_minus_100_is_out_of_range(masked, anywhere):
+    """Unless it is masked: it is no padding by itself."""
+    x, given = batch()
+    ids = given[2].clone()
+    ids[1, 1] = -100
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[1, 1] = 0
+        assert liger_selected_log_probs(x, ids, mask)[1, 1] == 0
+    elif DEVICE == "cpu":
+        for some in (None, mask):
+            with pytest.raises(ValueError, match="row 4 is -100, give a class from 0 to .*, or mask the token"):
+                liger_selected_log_probs(x, ids, some)
+    else:
+        assert liger_selected_log_probs(x, ids).isnan().nonzero().tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+def test_logits_of_a_masked_token_have_no_influence(what, anywhere):
+    x, given = batch()
+    ids, mask = given[2], torch.ones_like(given[2])
+    mask[1, 1] = 0
+    poisoned = x.detach().clone()
+    poisoned[1, 1] = what
+    results = []
+    for logits in (x, poisoned.requires_grad_()):
+        found = liger_selected_log_probs(logits, ids, mask)
+        results.append((found, *torch.autograd.grad(found.sum(), logits)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 # ---- errors, and what the published module has beside its classes ----

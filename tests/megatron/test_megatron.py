@@ -5,14 +5,20 @@
 
 import contextlib
 import functools
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import ranks
 import torch
 from hardware import DEVICE
 
-from liger_kernel.megatron import LigerMegatronRMSNorm, LigerMegatronSwiGLU, apply_liger_kernel_to_megatron
+from liger_kernel.megatron import (
+    LigerMegatronCrossEntropy,
+    LigerMegatronRMSNorm,
+    LigerMegatronSwiGLU,
+    apply_liger_kernel_to_megatron,
+)
 
 V, T, B = 64, 8, 2
 
@@ -41,6 +47,73 @@ def test_swiglu():
         LigerMegatronSwiGLU()(x, torch.zeros(10))
     with_fallback = LigerMegatronSwiGLU(lambda *args: args)
     assert with_fallback(x, None, True) == (x, None, True, False)
+
+
+def megatron(patch, **names):
+    """Modules in the place of Megatron-Core's, with these names in them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        patch.delitem(sys.modules, name)
+    for name in ("megatron", "megatron.core", *(f"megatron.core.{n.rpartition('.')[0]}" for n in names)):
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            name = ".".join(parts[:i])
+            if name not in sys.modules:
+                module = ModuleType(name)
+                module.__path__ = []
+                patch.setitem(sys.modules, name, module)
+    for name, x in names.items():
+        module, _, name = name.rpartition(".")
+        setattr(sys.modules[f"megatron.core.{module}"], name, x)
+
+
+CROSS_ENTROPIES = {
+    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": lambda logits, target, label_smoothing=0.0: 1,
+    "fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy": lambda logits, target, tp_group: 2,
+    "parallel_state.get_tensor_model_parallel_group": lambda: None,
+}
+
+
+def test_cross_entropies(monkeypatch):
+    """Their group, by position, by keyword and left out; a target that is no class gives 0."""
+    megatron(monkeypatch, **CROSS_ENTROPIES)
+    apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
+    plain = sys.modules["megatron.core.tensor_parallel.cross_entropy"].vocab_parallel_cross_entropy
+    fused = sys.modules["megatron.core.fusions.fused_cross_entropy"].fused_vocab_parallel_cross_entropy
+    logits = torch.randn(3, 2, 10, device=DEVICE, requires_grad=True)
+    target = torch.tensor([[1, -1], [10, 2], [9, -100]], device=DEVICE)
+    inside = (target >= 0) & (target < 10)
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.where(inside, -100).flatten(), reduction="none"
+    ).view(3, 2)
+    for got in (plain(logits, target), fused(logits, target), fused(logits, target, tp_group=None)):
+        torch.testing.assert_close(got, want)
+    (dx,) = torch.autograd.grad(plain(logits, target).sum(), logits)
+    assert not dx[~inside].any() and dx[inside].any(-1).all()
+    given = []
+    monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, *args: given.append(args[2]))
+    group = object()
+    plain(logits, target, 0.1, group), plain(logits, target, tp_group=group), fused(logits, target, group)
+    assert given == [group] * 3
+
+
+def test_what_cannot_be_replaced(monkeypatch):
+    """Whether the package is missing or a part of it; and then nothing was replaced."""
+    norm = type("WrappedTorchNorm", (), {})
+    megatron(monkeypatch, **{"transformer.torch_norm.WrappedTorchNorm": norm}, **CROSS_ENTROPIES)
+    module = sys.modules["megatron.core.transformer.torch_norm"]
+    with pytest.raises(ImportError, match="fused_bias_swiglu.*cannot be imported.*give swiglu=False"):
+        apply_liger_kernel_to_megatron(swiglu=True)
+    del sys.modules["megatron.core.fusions.fused_cross_entropy"].fused_vocab_parallel_cross_entropy
+    with pytest.raises(ImportError, match="fused_cross_entropy.*cannot be imported.*give cross_entropy=False"):
+        apply_liger_kernel_to_megatron(cross_entropy=True)
+    assert module.WrappedTorchNorm is norm
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ImportError, match="needs Megatron: pip install megatron-core"):
+        apply_liger_kernel_to_megatron()
+    monkeypatch.delitem(sys.modules, "megatron.core")
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ImportError, match="needs Megatron: pip install megatron-core"):
+        apply_liger_kernel_to_megatron()
 
 
 def without_gpu(patch):

@@ -38,9 +38,12 @@ def some_options(case):
     return case.options if DEVICE == "cuda" else case.options[:2]
 
 
+WIDE = 2**14  # entries: seconds in the interpreter
+
+
 def every():
     """(case, shape, option, dtype). A GPU has all. The interpreter has some pairs of shape and option, in which every
-    one of both is, each in one dtype; and in another one, in `make test-rest`.
+    one of both is, each in one dtype; and in another one, in `make test-rest`. There are the wide rows, too.
     """
     pairs = ((c, *pair) for c in CASES for pair in itertools.product(enumerate(c.shapes), enumerate(c.options)))
     for n, (c, (i, s), (j, o)) in enumerate(pairs):
@@ -51,7 +54,9 @@ def every():
             if DEVICE == "cpu" and not quick and not (some and d == (n + 1) % 3):
                 continue
             name = f"{str(dtype).removeprefix('torch.')}-{c.name}-{'x'.join(map(str, s))}-{option}"
-            yield pytest.param(c, s, o, dtype, id=name, marks=() if quick else pytest.mark.thorough)
+            yield pytest.param(
+                c, s, o, dtype, id=name, marks=() if quick and math.prod(s) < WIDE else pytest.mark.thorough
+            )
 
 
 @pytest.mark.parametrize("case,shape,option,dtype", every())

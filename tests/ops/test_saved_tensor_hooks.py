@@ -91,7 +91,7 @@ FORM = pytest.mark.parametrize("form", Cache.FORMS)
 @FORM
 def test_what_a_hook_keeps_is_not_written_to(form, case):
     """Nor are the gradients other ones. What is saved comes from operations, and nobody else holds it."""
-    for option in case.options[:2]:
+    for option in case.options[: 1 if DEVICE == "cpu" else 2]:
         tensors = given(case, case.shapes[1], option)
         want, *_ = run(case.fn, tensors)
         leaves = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad}

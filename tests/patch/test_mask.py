@@ -93,6 +93,7 @@ def test_packed_sequences(compiled, reference_only):
 
 
 @pytest.mark.parametrize("tokens, masked", [(7, False), (8, True), (13, True)])
+@pytest.mark.thorough
 def test_sliding_windows(tokens, masked, reference_only):
     """A mask from as many tokens on as transformers gives one."""
     theirs, mine = pair("gemma3_text", sliding_window=8, layer_types=["sliding_attention", "full_attention"])
@@ -134,6 +135,7 @@ def test_the_positions_are_not_looked_at(monkeypatch, reference_only):
     assert looks
 
 
+@pytest.mark.thorough
 def test_another_attention_has_its_own_mask(reference_only):
     theirs, mine = pair()
     for model in (theirs, mine):
@@ -144,6 +146,7 @@ def test_another_attention_has_its_own_mask(reference_only):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.thorough
 def test_a_mask_function_of_the_users(compiled, monkeypatch, reference_only):
     """Whoever replaces the function in the modeling module gets what it makes."""
     theirs, mine = pair()
@@ -161,6 +164,7 @@ def test_a_mask_function_of_the_users(compiled, monkeypatch, reference_only):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.thorough
 def test_a_registered_mask_function(compiled, monkeypatch, reference_only):
     """transformers' way to bring a mask of one's own."""
     theirs, mine = pair()

@@ -331,4 +331,4 @@ def get_gamma_weights(
     o = GRPOOptions(vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg)
     advantages, ratio = advantages.detach().reshape(len(mask), -1), importance_sampling_ratio
     ratio = None if ratio is None else log_of_sequence(ratio.detach())
-    return vespo_weight(log_ratio_per_token, mask, ratio, advantages, o)
+    return vespo_weight(log_ratio_per_token.where(mask.bool(), 0), mask, ratio, advantages, o)

@@ -26,7 +26,7 @@ def fused_selective_log_softmax(
         logits: (B, L+1, V), contiguous; the last position is not used.
         input_ids: (B, L) or more columns, of which the last L are taken.
         temperature: a positive number.
-        mask: like input_ids; the result is 0 where it is 0.
+        mask: (B, L) or more columns, likewise; the result is 0 where it is 0.
 
     Returns:
         (B, L) in fp32.
@@ -37,15 +37,21 @@ def fused_selective_log_softmax(
     name = "fused_selective_log_softmax"
     check.floats(name, dict(logits=logits))
     check.integers(name, dict(input_ids=input_ids))
-    if logits.dim() != 3 or input_ids.dim() != 2:
-        shapes = f"{tuple(logits.shape)}, input_ids {tuple(input_ids.shape)}"
-        raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L)")
+    if logits.dim() != 3:
+        raise ValueError(f"{name}: logits have shape {tuple(logits.shape)}, give (B, L+1, classes)")
     if not logits.is_contiguous():
         raise AssertionError(f"{name}: logits are not contiguous, give logits.contiguous()")
-    last = slice(input_ids.shape[1] - logits.shape[1] + 1, None)
-    mask = None if mask is None else mask[:, last]
+    L = logits.shape[1] - 1
+
+    def last(argument, x):
+        if x.dim() != 2 or L < 0 or x.shape[1] < L:
+            shapes = f"{tuple(logits.shape)}, {argument} {tuple(x.shape)}"
+            raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L or more)")
+        return x[:, x.shape[1] - L :]
+
+    ids, mask = last("input_ids", input_ids), None if mask is None else last("mask", mask)
     with torch.no_grad():
-        return liger_selected_log_probs(logits, input_ids[:, last], mask, temperature)
+        return liger_selected_log_probs(logits, ids, mask, temperature)
 
 
 class GrpoLossFunction:

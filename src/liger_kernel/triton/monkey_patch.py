@@ -22,7 +22,7 @@ class LigerTritonFileCacheManager(FileCacheManager):
             raise RuntimeError("LigerTritonFileCacheManager: Triton could not make or find its cache directory")
         data = data if isinstance(data, bytes) else str(data).encode()
         path = Path(self.cache_dir, filename)
-        handle, written = tempfile.mkstemp(dir=self.cache_dir, prefix=f"{filename}.")
+        handle, written = tempfile.mkstemp(dir=self.cache_dir, prefix="tmp.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)

@@ -14,6 +14,7 @@ from liger_kernel.ops.functional import (
     liger_fused_linear_jsd,
     liger_fused_linear_kl_div,
 )
+from liger_kernel.ops.head.linear_kl_div import fused_linear_kl_div_reference
 from liger_kernel.transformers import LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
 
 M, H, V = 9, 24, 77
@@ -105,6 +106,20 @@ def test_all_ignored():
         assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (student, weight)))
 
 
+def test_nan_of_the_teacher_in_an_ignored_row():
+    """Also of the reference alone, which torch.compile runs on a CPU."""
+    student, weight = heads()[:2]
+    target = drawn(M, V).softmax(-1)
+    for fn in (liger_fused_linear_kl_div, fused_linear_kl_div_reference):
+        results = []
+        for value in (0.5, torch.nan):
+            leaf = student.detach().requires_grad_()
+            loss = fn(leaf, weight, target.masked_fill((LABELS == -100)[:, None], value), LABELS)
+            results.append((loss, *torch.autograd.grad(loss, leaf)))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_no_labels_ignore_no_row():
     """Whatever the index of those that are ignored is."""
     student, weight, *teacher = heads()
@@ -143,6 +158,10 @@ def test_faces():
         ("temperature is 0, give", dict(temperature=0)),
         ("give as many classes", dict(teacher_weight=torch.zeros(V + 1, H - 3, device=DEVICE))),
         (r"shift_labels has shape \(8,\), give", dict(shift_labels=LABELS[1:])),
+        (
+            "liger_fused_linear_jsd: the hidden states have shape",
+            dict(student_input=drawn(3, 3, H), shift_labels=LABELS),
+        ),
     ],
 )
 def test_errors_of_jsd(said, changed):
@@ -159,6 +178,7 @@ def test_errors_of_jsd(said, changed):
         ("eps is -1, give", dict(eps=-1)),
         (r"target has shape \(8, 77\), give", dict(target=torch.zeros(M - 1, V, device=DEVICE))),
         (r"shift_labels has shape \(8,\), give", dict(shift_labels=LABELS[1:])),
+        ("the hidden states have shape", dict(student_input=drawn(3, 3, H), shift_labels=LABELS)),
     ],
 )
 def test_errors_of_kl_div(said, changed):

@@ -118,6 +118,7 @@ def test_what_does_not_fit():
     for said, changed in (
         (r"shape \(2, 14\), give \(S, B", dict(vocab_parallel_logits=x[0], target=y[0])),
         (r"target has shape \(3, 1\), give \(3, 2\)", dict(target=y[:, :1])),
+        (r"\(2, 1, 0\) has no classes", dict(vocab_parallel_logits=x.new_zeros(2, 1, 0), target=y[:2, :1] * 0 - 100)),
         ("label_smoothing is 1.0, give a number from 0 to below 1", dict(label_smoothing=1.0)),
         ("formula is 'torch', give one of pytorch, megatron", dict(label_smoothing_formula="torch")),
         ("mode is 'local', give one of global, partition", dict(label_smoothing_mode="local")),

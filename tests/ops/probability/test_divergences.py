@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 
-from liger_kernel.ops import LigerJSDFunction, LigerKLDivLossFunction, LigerTVDLossFunction
+from liger_kernel.ops import (
+    LigerFusedCETVDFunction,
+    LigerJSDFunction,
+    LigerKLDivLossFunction,
+    LigerTVDLossFunction,
+)
 from liger_kernel.ops.functional import liger_fused_ce_tvd, liger_jsd, liger_kl_div, liger_tvd
 from liger_kernel.transformers import LigerFusedCETVDLoss, LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 
@@ -231,6 +236,62 @@ def test_one_hot():
     assert not ce.any() and (distance == 1).all()
 
 
+@DTYPE
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_nan_of_the_teacher(dtype, beta):
+    """It is seen in the loss and in its row's gradient, and in no other row's."""
+    x, y = logs(dtype=dtype).requires_grad_(), logs(seed=1, dtype=dtype)
+    y[2, 5] = float("nan")
+    loss = liger_jsd(x, y, beta=beta)
+    (dx,) = torch.autograd.grad(loss, x)
+    assert loss.isnan() and dx[2, 5].isnan() and not dx[[0, 1, 3, 4]].isnan().any()
+
+
+def test_log_target_that_underflows():
+    x, y = logs(), logs(seed=1)
+    x[:, 4], y[:, 4] = -INF, -200.0
+    x.requires_grad_()
+    loss = liger_kl_div(x, y, log_target=True)
+    (dx,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite() and dx.isfinite().all() and not dx[:, 4].any()
+
+
+def test_only_the_teacher_learns():
+    """A target gets no gradient, and a loss of a frozen student has none."""
+    x, labels = logs(), torch.arange(M, device=DEVICE)
+    y = logs(seed=1).requires_grad_()
+    for call in (
+        lambda: liger_jsd(x, y),
+        lambda: liger_kl_div(x, y.exp()),
+        lambda: liger_tvd(x.exp(), y.exp()),
+        lambda: liger_tvd(x.exp(), y.exp(), reduction="none"),
+        lambda: liger_fused_ce_tvd(x, y, labels)[1],
+        lambda: LigerJSDFunction.apply(x, y),
+        lambda: LigerKLDivLossFunction.apply(x, y.exp()),
+        lambda: LigerFusedCETVDFunction.apply(x, y, labels)[1],
+    ):
+        loss = call()
+        assert not loss.requires_grad
+        (dy,) = torch.autograd.grad(loss.sum() + y.sum(), y)
+        assert (dy == 1).all()
+
+
+def test_backward_without_a_gradient_of_the_student():
+    """As torch.compile may call it, which bypasses apply."""
+
+    class Ctx:
+        needs_input_grad = False, True, False, False, False
+
+    with torch.no_grad():
+        assert LigerJSDFunction.backward(Ctx(), torch.ones(())) == (None,) * 5
+
+
+def test_vmap_over_targets():
+    x, z, y = logs(), logs(seed=1), torch.arange(M, device=DEVICE)
+    got = torch.func.vmap(lambda *row: liger_fused_ce_tvd(*(t[None] for t in row))[0])(x, z, y)
+    torch.testing.assert_close(got[:, 0], liger_fused_ce_tvd(x, z, y)[0])
+
+
 def test_small_gradients_of_fp16():
     """A gradient that fp16 cannot hold, times a loss scale: nothing is lost before they meet."""
     p, q = (logs(4, 6000, seed=s).exp().half() for s in (0, 1))
@@ -274,6 +335,12 @@ def test_defaults():
         (ValueError, "liger_kl_div: eps is -1.0, give", lambda x: liger_kl_div(x, x, eps=-1.0)),
         (ValueError, "liger_fused_ce_tvd: student_logits", lambda x: liger_fused_ce_tvd(x, x[:, 1:], LABELS)),
         (ValueError, "liger_fused_ce_tvd: target has shape", lambda x: liger_fused_ce_tvd(x, x, LABELS[1:])),
+        (ValueError, "CETVDFunction: student_log", lambda x: LigerFusedCETVDFunction.apply(x, x[:, 1:], LABELS)),
+        (ValueError, "CETVDFunction: target has", lambda x: LigerFusedCETVDFunction.apply(x, x, LABELS[1:])),
+        (ValueError, "JSDFunction: input and target", lambda x: LigerJSDFunction.apply(x, x[1:])),
+        (AssertionError, "JSDFunction: shift_labels has", lambda x: LigerJSDFunction.apply(x, x, LABELS[:1])),
+        (AssertionError, "TVDLossFunction: shift_l", lambda x: LigerTVDLossFunction.apply(x, x, LABELS[:1])),
+        (ValueError, "LossFunction: y_pred and y_true", lambda x: LigerKLDivLossFunction.apply(x, x[:, 1:])),
     ],
 )
 def test_errors(error, said, call):

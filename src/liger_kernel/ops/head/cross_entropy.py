@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, may_overwrite, rounded, unit_stride
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, may_overwrite, rounded, transformed, unit_stride
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -192,9 +192,12 @@ def check_rows(name, rows, target, weight, V):
         raise ValueError(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
 
 
-def check_targets(name, target, V, ignore_index):
-    """Where looking at them costs no synchronisation, and anywhere with LIGER_KERNEL_DEBUG=1."""
-    if torch.compiler.is_compiling() or target.is_meta or target.numel() == 0:
+def check_targets(name, target, V, ignore_index, otherwise=None):
+    """Where looking at them costs no synchronisation, and anywhere with LIGER_KERNEL_DEBUG=1.
+
+    ``otherwise`` says what to do in place of giving a class; None: to give ignore_index.
+    """
+    if torch.compiler.is_compiling() or transformed() or target.is_meta or target.numel() == 0:
         return
     if target.device.type != "cpu" and os.environ.get("LIGER_KERNEL_DEBUG", "0") in ("", "0"):
         return
@@ -202,8 +205,8 @@ def check_targets(name, target, V, ignore_index):
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"{name}: the target of row {row} is {int(target[row])}, give a class from 0 to {V - 1}, or {ignore_index} "
-            "to ignore the row"
+            f"{name}: the target of row {row} is {int(target[row])}, give a class from 0 to {V - 1}, or "
+            + (otherwise or f"{ignore_index} to ignore the row")
         )
 
 

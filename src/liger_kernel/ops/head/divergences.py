@@ -71,7 +71,7 @@ class DistillationOptions:
 def forward_kl(log_p, log_q, beta=None):
     """KL(P‖Q) of the teacher P and the student Q: knowledge distillation, arXiv:1503.02531, without its T²."""
     p = log_p.exp()
-    return (p * (log_p - log_q).where(p > 0, 0)).sum(-1)  # where p is 0, neither the value nor a gradient is NaN
+    return (p * (log_p - log_q).where(p != 0, 0)).sum(-1)  # where p is 0, neither the value nor a gradient is NaN
 
 
 def reverse_kl(log_p, log_q, beta=None):
@@ -113,7 +113,8 @@ def of_logits(x, teacher, target, options, hard):
     """-> Σ D, Σ CE (0 unless wanted) over the valid rows of logits (N, V), (N, V_t); of kl_div the teacher's are p."""
     ignore_index, temperature = options.ignore_index, options.temperature
     wide = torch.promote_types(x.dtype, torch.float32)
-    valid, x, teacher = target != ignore_index, x.to(wide), teacher.to(wide)
+    valid = target != ignore_index
+    x, teacher = (z.to(wide).where(valid[:, None], 0) for z in (x, teacher))  # what is ignored may be NaN
     s, t = padded(x / temperature, teacher.shape[1]), teacher / temperature
     if options.divergence == "cosine":
         d = options.beta * (1 - F.cosine_similarity(s, t, dim=-1, eps=EPS))
@@ -130,14 +131,16 @@ def of_logits(x, teacher, target, options, hard):
 
 @triton.jit
 def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
-    log_p, log_q = tl.maximum(log_p, -200.0), tl.maximum(log_q, -200.0)  # 0·(-200) is 0, 0·(-inf) is not
+    log_p = tl.where(log_p < -200.0, -200.0, log_p)  # 0·(-200) is 0, 0·(-inf) is not; unlike maximum, this keeps NaN
+    log_q = tl.where(log_q < -200.0, -200.0, log_q)
     if EXACT:
         d = log_q - log_p  # log M = max(log p, log q) + lift
         far = exp(-tl.abs(d))
         lift = log_of_normal(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
-        of_p, of_q = -tl.maximum(d, 0.0) - lift, tl.minimum(d, 0.0) - lift
+        of_p, of_q = tl.where(d < 0, 0.0, -d) - lift, tl.where(d > 0, 0.0, d) - lift
     else:
-        log_m = log_of_normal(tl.maximum(beta * p + (1.0 - beta) * q, 1e-37))
+        m = beta * p + (1.0 - beta) * q
+        log_m = tl.where(m >= 1e-37, log_of_normal(m), m - 85.2)  # of 0 about log 1e-37, of NaN NaN
         of_p, of_q = log_p - log_m, log_q - log_m
     of_q *= (1.0 - beta) * q
     return beta * p * of_p + of_q, of_q

@@ -18,6 +18,7 @@ from liger_kernel.core import check
 from liger_kernel.core.op import CASES, Case
 from liger_kernel.ops.head.cross_entropy import labels
 from liger_kernel.ops.head.distillation import linear_distillation, linear_distillation_reference
+from liger_kernel.ops.head.token_log_probs import check_head
 
 
 def fused_linear_jsd_reference(
@@ -83,15 +84,17 @@ def liger_fused_linear_jsd(
     name = "liger_fused_linear_jsd"
     check.floats(name, dict(student_input=student_input, student_weight=student_weight, teacher_weight=teacher_weight))
     check.integers(name, {}, shift_labels=shift_labels)
-    check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
+    if student_input.dim() == 2:  # or check_head raises
+        check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
+    y = some_labels(shift_labels, student_input, ignore_index)
+    check_head(name, student_input, student_weight, None, y, None)
     jsd_beta = check.share(name, "jsd_beta", jsd_beta)
     if student_weight.shape[:1] != teacher_weight.shape[:1]:
         classes = f"{tuple(student_weight.shape)} and {tuple(teacher_weight.shape)}"
         raise ValueError(f"{name}: student_weight and teacher_weight have shapes {classes}, give as many classes")
     return linear_distillation(
-        student_input, student_weight, some_labels(shift_labels, student_input, ignore_index), teacher=teacher_input,
-        teacher_weight=teacher_weight, beta=jsd_beta, temperature=temperature, weight_hard=0.0, weight_soft=1.0,
-        ignore_index=ignore_index, accum_dtype=accum_dtype,
+        student_input, student_weight, y, teacher=teacher_input, teacher_weight=teacher_weight, beta=jsd_beta,
+        temperature=temperature, weight_hard=0.0, weight_soft=1.0, ignore_index=ignore_index, accum_dtype=accum_dtype,
     )[0]  # fmt: skip
 
 

@@ -15,14 +15,15 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, matrix_rows, may_overwrite
-from liger_kernel.ops.head.cross_entropy import check_targets, cross_entropy_bwd, cross_entropy_fwd, labels
+from liger_kernel.ops.head.cross_entropy import check_targets, cross_entropy_bwd, cross_entropy_fwd
 from liger_kernel.ops.head.logits import TokenOptions, token_gradient
 
-IGNORED = -100
+IGNORED = -(2**31)  # the id of a masked token; -100 is as wrong as any other that is not masked
 
 
 def selected_log_probs_reference(logits, ids, temperature=1.0, in_place=False):
     z = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    z = z.where((ids != IGNORED)[..., None], 0)
     known = (ids >= 0) & (ids < logits.shape[-1])
     found = z.log_softmax(-1).gather(-1, ids.where(known, 0)[..., None]).squeeze(-1)
     return found.where(known, torch.nan).where(ids != IGNORED, 0)
@@ -81,8 +82,8 @@ def liger_selected_log_probs(
         (B, L) in fp32, or fp64 for fp64.
 
     Raises:
-        ValueError, TypeError: shapes or numbers that don't fit; an id out of range, on the CPU and in debug mode
-            (LIGER_KERNEL_DEBUG=1). On a GPU such a token's log-probability is otherwise NaN.
+        ValueError, TypeError: shapes or numbers that don't fit; an id out of range that is not masked, also -100, on
+            the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU such a token's log-probability is otherwise NaN.
     """
     name = "liger_selected_log_probs"
     check.floats(name, dict(logits=logits))
@@ -97,23 +98,29 @@ def liger_selected_log_probs(
             raise ValueError(f"{name}: logits are on {logits.device}, {argument} on {x.device}, give one device")
     temperature = check.positive(name, "temperature", temperature)
     ids = ids.long() if mask is None else ids.long().where(mask.bool(), IGNORED)
-    check_targets(name, ids.reshape(-1), logits.shape[2], IGNORED)
+    check_targets(name, ids.reshape(-1), logits.shape[2], IGNORED, "mask the token")
     run = LigerSelectedLogProbsFunction
     return (run.apply if devices.has_kernels(logits) else run.reference)(logits, ids, temperature, in_place)
 
 
-def _of_logits(fn):
-    """A case's function, of logits that an operation made: a leaf is never written over."""
-    return lambda logits, ids, **options: fn(logits * 1, ids, **options)
+# A case's functions, of logits that an operation made: a leaf is never written over. A third of the ids is masked.
+
+
+def _fn(logits, ids, **options):
+    return liger_selected_log_probs(logits * 1, ids, ids % 3 != 1, **options)
+
+
+def _reference(logits, ids, **options):
+    return selected_log_probs_reference(logits * 1, ids.where(ids % 3 != 1, IGNORED), **options)
 
 
 CASES.append(
     Case(
         "selected_log_probs",
-        fn=_of_logits(liger_selected_log_probs),
-        reference=_of_logits(selected_log_probs_reference),
+        fn=_fn,
+        reference=_reference,
         inputs=lambda B, L, V: dict(
-            logits=torch.randn(B, L + 1, V).mul(3).requires_grad_(), ids=labels(B * L, V).view(B, L)
+            logits=torch.randn(B, L + 1, V).mul(3).requires_grad_(), ids=torch.randint(V, (B, L))
         ),
         shapes=((1, 1, 8), (3, 2, 123), (1, 2, 9001)),
         options=(dict(), dict(temperature=0.7, in_place=False)),

@@ -117,6 +117,8 @@ def _check(name, x, target, group, ignore_index, *smoothing):
         raise ValueError(f"{name}: vocab_parallel_logits are on {x.device}, target on {target.device}, give one device")
     if x.dim() != 3:
         raise ValueError(f"{name}: vocab_parallel_logits have shape {tuple(x.shape)}, give (S, B, this rank's classes)")
+    if x.shape[2] == 0:
+        raise ValueError(f"{name}: vocab_parallel_logits of shape {tuple(x.shape)} has no classes, give one or more")
     check.shape(name, "target", target, tuple(x.shape[:2]))
     if not is_group(group):
         raise TypeError(f"{name}: tp_group is {group!r}, give a process group that this process is in, or None")

@@ -79,10 +79,14 @@ def _bwd(
 
 
 @functools.cache
-def _launch(N):
-    """(rows, columns, warps) of a program's block, in which as few columns as possible are beyond the row's end."""
+def _launch(N, forward=False):
+    """(rows, columns, warps) of a program's block.
+
+    65536x768, bf16, in blocks of 1024 columns and of 256, which end where a row does: forward 2.50, 2.88 TB/s, backward
+    1.84, 1.71 (H200, 2026-11-22).
+    """
     columns = min(next_power_of_2(N), 1024)
-    while columns > 256 and N % columns:
+    while forward and columns > 256 and N % columns:
         columns //= 2
     return 2048 // columns, columns, 4
 
@@ -99,7 +103,7 @@ def dyt_fwd(
     """x (M, N) with unit stride in N, gamma and beta (N,) contiguous -> y (M, N)."""
     y = x.new_empty(x.shape)
     M, N = x.shape
-    rows, columns, warps = _launch(N)
+    rows, columns, warps = _launch(N, forward=True)
     if M and N:
         _fwd[(cdiv(M, rows), cdiv(N, columns))](
             x, alpha, gamma, beta, y, x.stride(0), M, N,

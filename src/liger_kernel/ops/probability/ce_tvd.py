@@ -18,11 +18,11 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows
+from liger_kernel.core.op import CASES, Case, F, custom_op, matrix_rows
 from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, online_max, tl, triton
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
 from liger_kernel.ops.head.divergences import tvd
-from liger_kernel.ops.probability.rows import wide
+from liger_kernel.ops.probability.rows import RowsFunction, applied, wide
 
 
 def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=-100):
@@ -173,8 +173,30 @@ def ce_tvd_bwd(
     return dx
 
 
-class LigerFusedCETVDFunction(Function):
+def _check(name, student_logits, teacher_logits, target, ignore_index=-100):
+    """-> the arguments, with targets of int64."""
+    check.floats(name, dict(student_logits=student_logits, teacher_logits=teacher_logits))
+    check.integers(name, dict(target=target))
+    ignore_index = check.integer(name, "ignore_index", ignore_index)
+    if student_logits.dim() != 2 or student_logits.shape != teacher_logits.shape:
+        shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
+        raise ValueError(
+            f"{name}: student_logits and teacher_logits have shapes {shapes}, give (rows, classes) for both"
+        )
+    check.shape(name, "target", target, tuple(student_logits.shape[:1]))
+    if target.device != student_logits.device:
+        given = f"student_logits on {student_logits.device}, target on {target.device}"
+        raise ValueError(f"{name}: {given}, give one device")
+    check_targets(name, target, student_logits.shape[1], ignore_index)
+    return student_logits, teacher_logits, target.long(), ignore_index
+
+
+class LigerFusedCETVDFunction(RowsFunction):
     """``apply(student_logits, teacher_logits, target, ignore_index=-100) -> (ce, tvd)``, each (M,)."""
+
+    @classmethod
+    def checked(cls, *args):
+        return _check(cls.__name__, *args)
 
     reference = staticmethod(fused_ce_tvd_reference)
 
@@ -217,22 +239,8 @@ def liger_fused_ce_tvd(
             the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU the ce of such a row is otherwise NaN.
         TypeError: dtypes, or an ignore_index that is no int.
     """
-    name = "liger_fused_ce_tvd"
-    check.floats(name, dict(student_logits=student_logits, teacher_logits=teacher_logits))
-    check.integers(name, dict(target=target))
-    ignore_index = check.integer(name, "ignore_index", ignore_index)
-    if student_logits.dim() != 2 or student_logits.shape != teacher_logits.shape:
-        shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
-        raise ValueError(
-            f"{name}: student_logits and teacher_logits have shapes {shapes}, give (rows, classes) for both"
-        )
-    check.shape(name, "target", target, tuple(student_logits.shape[:1]))
-    if target.device != student_logits.device:
-        given = f"student_logits on {student_logits.device}, target on {target.device}"
-        raise ValueError(f"{name}: {given}, give one device")
-    check_targets(name, target, student_logits.shape[1], ignore_index)
-    run = LigerFusedCETVDFunction.apply if devices.has_kernels(student_logits) else fused_ce_tvd_reference
-    return run(student_logits, teacher_logits, target.long(), ignore_index)
+    args = _check("liger_fused_ce_tvd", student_logits, teacher_logits, target, ignore_index)
+    return applied(LigerFusedCETVDFunction, *args)
 
 
 class LigerFusedCETVDLoss(torch.nn.Module):

@@ -30,12 +30,21 @@ from liger_kernel.ops.probability.rows import (
 
 def kl_div_reference(input, target, reduction="mean", log_target=False, eps=1e-10):
     x, y = wide(input), wide(target.detach())
-    d = y.exp() * (y - x).where(y > -torch.inf, 0) if log_target else kl_div(y, x, eps)
+    if log_target:
+        p = y.exp()
+        d = p * (y - x).where(p != 0, 0)
+    else:
+        d = kl_div(y, x, eps)
     return reduced(d, None, reduction, None)
 
 
 class LigerKLDivLossFunction(DivergenceFunction):
     """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10) -> loss``, in fp32."""
+
+    @classmethod
+    def checked(cls, y_pred, y_true, *args):
+        check_pair(cls.__name__, None, y_pred=y_pred, y_true=y_true)
+        return y_pred, y_true, *args
 
     @staticmethod
     def reference(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):

@@ -191,8 +191,27 @@ def divergence_bwd(
 # ---- what the operators share ----
 
 
-class DivergenceFunction(Function):
+class RowsFunction(Function):
+    """A Function whose ``apply`` checks what `applied` has from a public function, which has checked it.
+
+    A subclass defines ``checked(*args)``, which returns the args. The second one, of the teacher, gets no gradient.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        return cls.unchecked(*cls.checked(*args))
+
+    @classmethod
+    def unchecked(cls, x, y, *args):
+        return super().apply(x, y.detach(), *args)
+
+
+class DivergenceFunction(RowsFunction):
     """The base of the operators' Functions."""
+
+    @classmethod
+    def checked(cls, x, y, labels=None, *args):
+        return x, y, check_pair(cls.__name__, labels, input=x, target=y), *args
 
     @staticmethod
     def save(ctx, name, tensors, divergence, number, reduction, ignore_index, rest):
@@ -214,12 +233,15 @@ class DivergenceFunction(Function):
 
     @staticmethod
     def backward(ctx, g):
+        nothing = [None] * (len(ctx.needs_input_grad) - 1)
+        if not ctx.needs_input_grad[0]:
+            return None, *nothing
         if ctx.reduction == "none":
             dx = divergence_bwd(matrix_rows(g), *_rows(ctx.saved_tensors), *ctx.of_rows)
         else:
             (dx, norm), in_place = kept(ctx, 2)
             dx = scaled(dx, g if norm is None else g / norm, ctx.dtype, in_place)
-        return dx, *[None] * (len(ctx.needs_input_grad) - 1)
+        return dx, *nothing
 
 
 def _rows(tensors):
@@ -252,11 +274,12 @@ def check_reduction(name, reduction, known=REDUCTIONS):
         raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(known)}")
 
 
-def applied(function, x, *args):
+def applied(function, x, y, *args):
     if not devices.has_kernels(x):
-        return function.reference(x, *args)
-    compiled_without_grad = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    return function.apply(x.detach() if compiled_without_grad else x, *args)  # in eager, apply does this
+        return function.reference(x, y, *args)
+    if not torch.compiler.is_compiling():
+        return function.unchecked(x, y, *args)
+    return function.apply(x if torch.is_grad_enabled() else x.detach(), y.detach(), *args)  # in eager, apply does this
 
 
 def inputs_of(of_logits, labelled=True):
