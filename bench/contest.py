@@ -108,7 +108,7 @@ def described(inputs: dict) -> dict:
             return t
         d = {"shape": list(t.shape), "stride": list(t.stride()), "dtype": str(t.dtype).removeprefix("torch.")}
         if t.is_floating_point():
-            d["std"] = float(t.detach().std())
+            d["std"] = float(t.detach().square().mean().sqrt())  # of one number, too
         else:
             d["range"] = [int(t.min()), int(t.max()) + 1]
         return d | {"requires_grad": t.requires_grad}

@@ -69,6 +69,8 @@ class Peer:
 
 def as_in_training(t):
     """In bf16; and no label is ignored, because a row that is skipped moves no bytes."""
+    if t.is_complex():
+        return t
     if not t.is_floating_point():
         return t.clamp(min=0)
     return t.detach().bfloat16().requires_grad_(t.requires_grad)
