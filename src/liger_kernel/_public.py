@@ -80,6 +80,7 @@ OPERATORS = {  # a line for each file
         "LigerTiledMLPFunction apply_tiled_mlp", transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
         paths="ops.tiled_mlp transformers.tiled_mlp",
     ),
+    "moe.experts": Operator("LigerFusedMoEFunction", "liger_experts", "LigerExperts", "ops.fused_moe"),
     "norm.dyt": Operator("LigerDyTFunction", "liger_dyt", "LigerDyT", "ops.dyt transformers.dyt"),
     "norm.fused_add_rms_norm": Operator(
         "LigerFusedAddRMSNormFunction", "liger_fused_add_rms_norm", "LigerFusedAddRMSNorm",

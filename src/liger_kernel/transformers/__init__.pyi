@@ -3,6 +3,7 @@ from liger_kernel.patch.auto_model import AutoLigerKernelForCausalLM as AutoLige
 from liger_kernel.ops.mlp.modules import LigerBlockSparseTop2MLP as LigerBlockSparseTop2MLP
 from liger_kernel.ops.head.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
 from liger_kernel.ops.norm.dyt import LigerDyT as LigerDyT
+from liger_kernel.ops.moe.experts import LigerExperts as LigerExperts
 from liger_kernel.ops.mlp.swiglu_mlp import LigerFalconH1MLP as LigerFalconH1MLP
 from liger_kernel.ops.mlp.modules import LigerFalconH1SwiGLUMLP as LigerFalconH1SwiGLUMLP
 from liger_kernel.ops.norm.fused_add_rms_norm import LigerFusedAddRMSNorm as LigerFusedAddRMSNorm

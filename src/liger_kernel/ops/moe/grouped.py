@@ -1,0 +1,488 @@
+r"""The kernels of experts: products in which each row has its own expert's matrix, and what comes between them.
+
+With the assignments sorted by expert (`routing`), row r of expert e is that of assignment s = order[r] and of token
+t = s // K. W_e is gate_up_proj[e], with 2I rows, and D_e is down_proj[e]:
+
+    pre_r = W_e·x_t + b_e,   (g, u) = pre_r in halves, or its even and odd entries,   z_r = act(g)·u
+    y_s = D_e·z_r + d_e,     out_t = Σ_k w_s·y_s
+
+    q_r = dout_t·D_e,   dw_s = <q_r, z_r> + <dout_t, d_e>,   dz_r = w_s·q_r
+    dg = dz·u·act'(g),  du = dz·act(g),  dpre_r = (dg, du),   dx_t = Σ_k dpre_r·W_e
+    dD_e = Σ_r dout_t ⊗ w_s·z_r,   dW_e = Σ_r dpre_r ⊗ x_t,   dd_e = Σ_r w_s·dout_t,   db_e = Σ_r dpre_r
+
+With a limit, g and u are those of `liger_clamped_swiglu`, and act(g) is silu(alpha·g)/alpha.
+
+A product reads its rows of x and of dout where they lie, by their tokens, and writes y and the parts of dx by their
+assignments. So a token's K rows are neighbours, and are added in that order: the same sum in every run. Sums are in
+fp32. Rounded are pre, q, w·z, dpre, each expert's y and part of dx, and the results. In forward, z is made from sums in
+fp32, in the product's own program. In backward it is made from pre, where q comes back: one more trip of q through
+memory, but a product that needs no registers for anything else.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import custom_op, matrix_rows
+from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl, triton
+from liger_kernel.ops.mlp.pointwise import ACTS
+
+WIDE = tl.constexpr(devices.INTERPRETED)  # its products of bf16 are wrong, those of fp32 are not
+TOGETHER = tl.constexpr(8)  # tiles of rows whose programs are neighbours: they share the weights in the cache
+
+
+@triton.jit
+def _place(tile_ptr, offset_ptr, order_ptr, tiles, blocks, BLOCK_M: tl.constexpr):
+    """-> this program's expert (-1: none), its first row, which of its rows are the expert's, their assignments, its
+    block of columns."""
+    pid = tl.program_id(0)
+    first = pid // (TOGETHER * blocks) * TOGETHER
+    size = tl.minimum(tiles - first, TOGETHER)
+    inside = pid % (TOGETHER * blocks)
+    tile = first + inside % size
+    e = tl.load(tile_ptr + 2 * tile)
+    row = tl.load(tile_ptr + 2 * tile + 1)
+    r = row + tl.arange(0, BLOCK_M)
+    known = r < tl.load(offset_ptr + tl.maximum(e, 0) + 1, mask=e >= 0, other=0)
+    s = tl.load(order_ptr + r, mask=known, other=0)
+    return e.to(tl.int64), row.to(tl.int64), known, s, inside // size
+
+
+@triton.jit
+def _dot(a, b, c, PRECISION: tl.constexpr):
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def _multiply(
+    a_at, b_at, c, known, inside, K, b_k, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """c + Σ_k a·b of the rows ``known`` and the columns ``inside``; EVEN: K is a multiple of BLOCK_K."""
+    k = tl.arange(0, BLOCK_K)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        a_mask, b_mask = known[:, None], inside[None, :]
+        if not EVEN:
+            a_mask, b_mask = a_mask & (start + k[None, :] < K), b_mask & (start + k[:, None] < K)
+        a = tl.load(a_at, mask=a_mask, other=0.0)
+        b = tl.load(b_at, mask=b_mask, other=0.0)
+        c = _dot(a, b, c, PRECISION)
+        a_at += BLOCK_K
+        b_at += BLOCK_K * b_k
+    return c
+
+
+@triton.jit
+def _from(bias_ptr, at, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a product starts from: the bias, or 0. Added at the end, it would need more registers."""
+    c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if bias_ptr is not None:
+        c += read(bias_ptr, at, inside)[None, :]
+    return c
+
+
+@triton.jit
+def _gate(g, u, limit, alpha, shift, ACT: tl.constexpr):
+    """-> act(g), act'(g), and u within the limit, moved. An alpha of None is 1."""
+    if limit is not None:
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.clamp(u, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + shift
+    if alpha is None:
+        act, slope = ACT(g)
+    else:
+        act, slope = ACT(g * alpha)
+        act = act * (1.0 / alpha)
+    return act, slope, u
+
+
+@kernel
+def _gate_up(
+    x_ptr, w_ptr, b_ptr, pre_ptr, z_ptr, order_ptr, offset_ptr, tile_ptr, stride_x, w_e, w_n, w_k, TOP, H, F,
+    limit, alpha, shift, tiles, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N of the F columns of g, the same of u, and z. Without pre_ptr only z is kept.
+
+    PAIRED: one product with the columns g₀ u₀ g₁ u₁ ..., taken apart in registers; otherwise two products.
+    """
+    e, row, known, s, block = _place(tile_ptr, offset_ptr, order_ptr, tiles, tl.cdiv(F, BLOCK_N), BLOCK_M)
+    if e < 0:
+        return
+    k, first = tl.arange(0, BLOCK_K), block * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    inside = n < F
+    x_at = x_ptr + (s // TOP).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_at = w_ptr + e * w_e + k.to(tl.int64)[:, None] * w_k
+    i = tl.arange(0, BLOCK_M)[:, None]
+    if pre_ptr is not None:
+        pre_ptr += row * (2 * F)  # of 64 bits; what is within a tile is not, and takes fewer registers
+    if PAIRED:
+        pair = tl.arange(0, 2 * BLOCK_N)
+        column = first + pair // 2 + pair % 2 * F
+        if INTERLEAVED:
+            column = 2 * first + pair
+        has = first + pair // 2 < F
+        both = _multiply(
+            x_at, w_at + column.to(tl.int64)[None, :] * w_n,
+            _from(b_ptr, e * (2 * F) + column, has, BLOCK_M, 2 * BLOCK_N), known, has, H, w_k, BLOCK_K, EVEN,
+            PRECISION, STAGES,
+        )  # fmt: skip
+        if INTERLEAVED and pre_ptr is not None:
+            at = pre_ptr + i * (2 * F) + column[None, :]
+            tl.store(at, both.to(pre_ptr.dtype.element_ty), mask=known[:, None] & has[None, :])
+        g, u = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        g = _from(b_ptr, e * (2 * F) + n, inside, BLOCK_M, BLOCK_N)
+        u = _from(b_ptr, e * (2 * F) + F + n, inside, BLOCK_M, BLOCK_N)
+        g_at = w_at + n.to(tl.int64)[None, :] * w_n
+        u_at = w_at + (n + F).to(tl.int64)[None, :] * w_n
+        for start in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+            x_mask, w_mask = known[:, None], inside[None, :]
+            if not EVEN:
+                x_mask, w_mask = x_mask & (start + k[None, :] < H), w_mask & (start + k[:, None] < H)
+            x = tl.load(x_at, mask=x_mask, other=0.0)
+            g = _dot(x, tl.load(g_at, mask=w_mask, other=0.0), g, PRECISION)
+            u = _dot(x, tl.load(u_at, mask=w_mask, other=0.0), u, PRECISION)
+            x_at += BLOCK_K
+            g_at += BLOCK_K * w_k
+            u_at += BLOCK_K * w_k
+    mask = known[:, None] & inside[None, :]
+    if not INTERLEAVED and pre_ptr is not None:
+        at = pre_ptr + i * (2 * F) + n[None, :]
+        tl.store(at, g.to(pre_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + F, u.to(pre_ptr.dtype.element_ty), mask=mask)
+    act, _, u = _gate(g, u, limit, alpha, shift, ACT)
+    tl.store(z_ptr + row * F + i * F + n[None, :], (act * u).to(z_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _product(
+    a_ptr, b_ptr, bias_ptr, c_ptr, order_ptr, offset_ptr, tile_ptr, stride_a, b_e, b_k, b_n, TOP, K, N, tiles,
+    OF_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N columns of c = a·b_e + bias_e.
+
+    OF_TOKENS: a has a row for each token, and c one for each row r; otherwise a one for each r, c for each assignment.
+    """
+    e, row, known, s, block = _place(tile_ptr, offset_ptr, order_ptr, tiles, tl.cdiv(N, BLOCK_N), BLOCK_M)
+    if e < 0:
+        return
+    k, n = tl.arange(0, BLOCK_K), block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    r = row + tl.arange(0, BLOCK_M)
+    if OF_TOKENS:
+        a_row, c_row = (s // TOP).to(tl.int64), r
+    else:
+        a_row, c_row = r, s.to(tl.int64)
+    c = _multiply(
+        a_ptr + a_row[:, None] * stride_a + k[None, :],
+        b_ptr + e * b_e + k.to(tl.int64)[:, None] * b_k + n.to(tl.int64)[None, :] * b_n,
+        _from(bias_ptr, e * N + n, inside, BLOCK_M, BLOCK_N), known, inside, K, b_k, BLOCK_K, EVEN, PRECISION, STAGES,
+    )  # fmt: skip
+    at = c_ptr + c_row[:, None] * N + n[None, :]
+    tl.store(at, c.to(c_ptr.dtype.element_ty), mask=known[:, None] & inside[None, :])
+
+
+@kernel
+def _gate_bwd(
+    q_ptr, pre_ptr, weight_ptr, dpre_ptr, z_ptr, dweight_ptr, dout_ptr, bias_ptr, index_ptr, order_ptr, stride_dout,
+    TOP, H, F, limit, alpha, shift, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a row of dpre, of w·z, and dw of its assignment. Each may be left out, and q with dpre and dw.
+
+    dpre may be in the memory of pre, and z in that of q.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    s = tl.load(order_ptr + r).to(tl.int64)
+    if s < 0:
+        return
+    weight = tl.load(weight_ptr + s).to(tl.float32)
+    i = tl.arange(0, BLOCK)
+    dot = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, F, BLOCK):
+        n = start + i
+        if INTERLEAVED:
+            pair = 2 * start + tl.arange(0, 2 * BLOCK)
+            g, u = tl.split(tl.reshape(read(pre_ptr, r * 2 * F + pair, pair < 2 * F), (BLOCK, 2)))
+        else:
+            g, u = read(pre_ptr, r * 2 * F + n, n < F), read(pre_ptr, r * 2 * F + F + n, n < F)
+        if limit is not None:
+            g_moves, u_moves = g <= limit, tl.abs(u) <= limit
+        act, slope, u = _gate(g, u, limit, alpha, shift, ACT)
+        if q_ptr is not None:
+            q = read(q_ptr, r * F + n, n < F)
+            dot += q * (act * u)
+        if z_ptr is not None:
+            tl.store(z_ptr + r * F + n, (weight * (act * u)).to(z_ptr.dtype.element_ty), mask=n < F)
+        if dpre_ptr is not None:
+            dz = weight * q
+            dg, du = dz * u * slope, dz * act
+            if limit is not None:
+                dg, du = tl.where(g_moves, dg, 0.0), tl.where(u_moves, du, 0.0)
+            dg, du = dg.to(dpre_ptr.dtype.element_ty), du.to(dpre_ptr.dtype.element_ty)
+            if INTERLEAVED:
+                both = tl.reshape(tl.join(dg, du), (2 * BLOCK,))
+                tl.store(dpre_ptr + r * 2 * F + pair, both, mask=pair < 2 * F)
+            else:
+                tl.store(dpre_ptr + r * 2 * F + n, dg, mask=n < F)
+                tl.store(dpre_ptr + r * 2 * F + F + n, du, mask=n < F)
+    if dweight_ptr is not None:
+        if bias_ptr is not None:
+            e = tl.load(index_ptr + s).to(tl.int64)
+            for start in range(0, H, BLOCK):
+                h = start + i
+                dout = read(dout_ptr, s // TOP * stride_dout + h, h < H)
+                dot += dout * read(bias_ptr, e * H + h, h < H)
+        tl.store(dweight_ptr + s, tl.sum(dot).to(dweight_ptr.dtype.element_ty))
+
+
+@kernel
+def _outer(
+    a_ptr, b_ptr, c_ptr, order_ptr, offset_ptr, stride_a, stride_b, c_e, c_m, c_n, M, N, TOP,
+    OF_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M x BLOCK_N of c_e = Σ_r a_r ⊗ b_r, over an expert's rows; 0 if it has none.
+
+    OF_TOKENS: which of "a" and "b" has a row for each token, and not for each row r.
+    """
+    blocks, e = tl.cdiv(M, BLOCK_M), tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = tl.load(offset_ptr + e), tl.load(offset_ptr + e + 1)
+    c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        r = start + tl.arange(0, BLOCK_K)
+        known = r < end
+        a_row = r.to(tl.int64)
+        b_row = (tl.load(order_ptr + r, mask=known, other=0) // TOP).to(tl.int64)
+        if OF_TOKENS == "a":
+            a_row, b_row = b_row, a_row
+        a = tl.load(a_ptr + a_row[:, None] * stride_a + m[None, :], mask=known[:, None] & (m < M)[None, :], other=0.0)
+        b = tl.load(b_ptr + b_row[:, None] * stride_b + n[None, :], mask=known[:, None] & (n < N)[None, :], other=0.0)
+        c = _dot(tl.trans(a), b, c, PRECISION)
+    at = c_ptr + e * c_e + m.to(tl.int64)[:, None] * c_m + n.to(tl.int64)[None, :] * c_n
+    tl.store(at, c.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@kernel
+def _sums(
+    a_ptr, weight_ptr, c_ptr, order_ptr, offset_ptr, stride_a, N, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program: BLOCK_N columns of c_e = Σ_r a_r, or with weights Σ_r weight_s·a_t: then a has the tokens' rows."""
+    e, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = tl.load(offset_ptr + e), tl.load(offset_ptr + e + 1)
+    c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        r = start + tl.arange(0, BLOCK_M)
+        known = r < end
+        row = r.to(tl.int64)
+        if weight_ptr is not None:
+            s = tl.load(order_ptr + r, mask=known, other=0)
+            row = (s // TOP).to(tl.int64)
+        a = read(a_ptr, row[:, None] * stride_a + n[None, :], known[:, None] & (n < N)[None, :])
+        if weight_ptr is not None:
+            a *= read(weight_ptr, s, known)[:, None]
+        c += a
+    tl.store(c_ptr + e * N + n, tl.sum(c, axis=0).to(c_ptr.dtype.element_ty), mask=n < N)
+
+
+@kernel
+def _add(
+    y_ptr, weight_ptr, index_ptr, out_ptr, T, N, E, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program: BLOCK_N columns of BLOCK_M tokens, out_t = Σ_k weight_s·y_s, or Σ_k y_s without weights."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    t = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(TOP):
+        s = t * TOP + k
+        i = tl.load(index_ptr + s, mask=t < T, other=0).to(tl.int64)
+        known = (t < T) & (i >= 0) & (i < E)
+        y = read(y_ptr, s * N + n, known & (n < N))
+        if weight_ptr is not None:
+            y *= read(weight_ptr, s, known)
+        out += y
+    tl.store(out_ptr + t * N + n, out.to(out_ptr.dtype.element_ty), mask=(t < T) & (n < N))
+
+
+def tile_rows(S, E, x):
+    """Rows of a tile, for S assignments: a quarter to half of an expert's mean, since its last tile is partly empty."""
+    rows = next((rows for rows in (16, 32, 64) if S <= 2 * rows * E), 128)
+    return min(rows, 64) if x.dtype == torch.float32 else rows
+
+
+def _launch(rows, N, K, x):
+    """Block sizes, precision, stages and warps of a product of tiles of ``rows`` rows, N columns and sums of K terms.
+
+    A thread has at most 128 entries of c. fp32 has no matrix unit, unless torch may use tf32: its operands lie in
+    registers, too. Chosen so that nothing is spilled on sm_90; not measured yet.
+    """
+    wide = x.dtype == torch.float32
+    deep = 16 if wide else 64
+    columns = 64 if wide else 256 if devices.stages((rows + 256) * deep * x.element_size(), x) > 1 else 128
+    columns, deep = min(columns, max(next_power_of_2(N), 16)), min(deep, max(next_power_of_2(K), 16))
+    exact = devices.AMD or torch.get_float32_matmul_precision() == "highest"
+    return columns, dict(
+        BLOCK_M=rows, BLOCK_K=deep, EVEN=K % deep == 0, PRECISION="ieee" if exact else "tf32",
+        STAGES=devices.stages((rows + columns) * deep * x.element_size(), x),
+        num_warps=devices.warps(8 if rows >= 128 and columns >= 128 else 4, x),
+    )  # fmt: skip
+
+
+def _launch_rows(M, N):
+    """(rows, columns) of a program that adds rows up."""
+    columns = min(next_power_of_2(max(N, 1)), 512)
+    return min(2048 // columns, next_power_of_2(max(M, 1))), columns
+
+
+def _table(w, transposed):
+    """The weights as (E, rows, columns) of `torch.nn.Linear`, a view."""
+    return w.mT if transposed else w
+
+
+def _contiguous(t):
+    return None if t is None else t.contiguous()
+
+
+def _multiply_rows(a, w, bias, c, of_tokens, TOP, order, offsets, tiles, rows):
+    """c = a·w_e + bias_e, with w (E, K, N) of any strides. ``of_tokens``: see `_product`."""
+    (_, K, N), n = w.shape, tiles.shape[0]
+    columns, blocks = _launch(rows, N, K, a)
+    _product[(n * cdiv(N, columns),)](
+        a, w, bias, c, order, offsets, tiles, a.stride(0), *w.stride(), TOP, K, N, n, OF_TOKENS=of_tokens,
+        BLOCK_N=columns, **blocks,
+    )  # fmt: skip
+
+
+def _add_rows(y, weights, index, out, E):
+    (T, N), TOP = out.shape, index.shape[1]
+    rows, columns = _launch_rows(T, N)
+    _add[(cdiv(T, rows) * cdiv(N, columns),)](
+        y, weights, index, out, T, N, E, TOP, BLOCK_M=rows, BLOCK_N=columns, num_warps=4
+    )
+
+
+def _multiply_columns(a, b, c, of_tokens, TOP, order, offsets):
+    """c (E, M, N) of any strides: Σ_r a_r ⊗ b_r over each expert's rows."""
+    E, M, N = c.shape
+    rows = min(64 if a.dtype == torch.float32 else 128, max(next_power_of_2(M), 16))
+    columns, blocks = _launch(rows, N, 64, a)
+    del blocks["EVEN"]
+    _outer[(cdiv(M, rows) * cdiv(N, columns), E)](
+        a, b, c, order, offsets, a.stride(0), b.stride(0), *c.stride(), M, N, TOP,
+        OF_TOKENS=of_tokens, BLOCK_N=columns, **blocks,
+    )  # fmt: skip
+
+
+def _sum_rows(a, weights, c, TOP, order, offsets):
+    E, N = c.shape
+    _sums[(cdiv(N, 64), E)](a, weights, c, order, offsets, a.stride(0), N, TOP, BLOCK_M=32, BLOCK_N=64, num_warps=4)
+
+
+def _outputs(x, gate_up, down, index, *others):
+    transposed, _, keep = others[-3:]
+    columns = gate_up.shape[2 if transposed else 1]
+    return x.new_empty(x.shape), x.new_empty((index.numel(), columns)) if keep else None
+
+
+@custom_op("experts", _outputs)
+def experts_fwd(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor, weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor,
+    tiles: torch.Tensor, rows: int, act: str, limit: float | None, alpha: float, shift: float, transposed: bool,
+    interleaved: bool, keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x (T, H) and the experts' weights of any strides, and what `routing` gives for tiles of ``rows`` rows.
+
+    -> out (T, H) and, to keep it, pre (T·K, 2I): row r is that of assignment order[r], columns are gate_up's.
+    """
+    out, pre = _outputs(x, gate_up, down, index, transposed, interleaved, keep)
+    x, index, weights = matrix_rows(x), index.contiguous(), weights.contiguous()
+    gate_up, down = _table(gate_up, transposed), _table(down, transposed)
+    (E, _, H), F, S, n = gate_up.shape, down.shape[2], index.numel(), tiles.shape[0]
+    z, y = x.new_empty((S, F)), x.new_empty((S, H))
+    columns, blocks = _launch(rows, 2 * F, H, x)
+    e, N, K = gate_up.stride()
+    paired = interleaved or (K == 1 and limit is None)  # u's limits are computed where too few registers are left
+    _gate_up[(n * cdiv(F, columns // 2),)](
+        x, gate_up, _contiguous(gate_up_bias), pre, z, order, offsets, tiles, x.stride(0), e, N, K, index.shape[1], H,
+        F, limit, None if alpha == 1 else alpha, shift, n, ACT=ACTS[act], INTERLEAVED=interleaved, PAIRED=paired,
+        BLOCK_N=columns // 2, **blocks,
+    )  # fmt: skip
+    _multiply_rows(z, down.mT, _contiguous(down_bias), y, False, index.shape[1], order, offsets, tiles, rows)
+    _add_rows(y, weights, index, out, E)
+    return out, pre
+
+
+def _gradients(dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, *others):
+    given = x, gate_up, down, weights, gate_up_bias, down_bias
+    return tuple(t.new_empty(t.shape) if need else None for t, need in zip(given, others[-6:], strict=True))
+
+
+@custom_op("experts_backward", _gradients)
+def experts_bwd(
+    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor,
+    weights: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, pre: torch.Tensor,
+    order: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor, rows: int, act: str, limit: float | None,
+    alpha: float, shift: float, transposed: bool, interleaved: bool, need_dx: bool, need_dgate_up: bool,
+    need_ddown: bool, need_dweights: bool, need_dgate_up_bias: bool, need_ddown_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> the gradients of x, gate_up, down, weights and both biases: None for what is not needed."""
+    needs = need_dx, need_dgate_up, need_ddown, need_dweights, need_dgate_up_bias, need_ddown_bias
+    return launch_bwd(
+        dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, pre, order, offsets, tiles, rows, act, limit,
+        alpha, shift, transposed, interleaved, *needs, dpre=None,
+    )  # fmt: skip
+
+
+def launch_bwd(
+    dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, pre, order, offsets, tiles, rows, act, limit,
+    alpha, shift, transposed, interleaved, *needs, dpre,
+):  # fmt: skip
+    """`experts_bwd`, with dpre in the memory that is given; it may be that of pre."""
+    found = _gradients(dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, *needs)
+    dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias = found
+    dout, x, index, weights = matrix_rows(dout), matrix_rows(x), index.contiguous(), weights.contiguous()
+    gate_up, down = _table(gate_up, transposed), _table(down, transposed)
+    (E, H, F), TOP, S = down.shape, index.shape[1], index.numel()
+    if dx is None and dgate_up is None and dgate_up_bias is None:
+        dpre = None
+    elif dpre is None:
+        dpre = pre.new_empty(pre.shape)
+    if dweights is not None:
+        dweights.zero_()
+    q = z = None
+    if dpre is not None or dweights is not None:
+        q = pre.new_empty((S, F))
+        _multiply_rows(dout, down, None, q, True, TOP, order, offsets, tiles, rows)
+    if ddown is not None:
+        z = pre.new_empty((S, F)) if q is None else q
+    if q is not None or z is not None:
+        block = min(next_power_of_2(max(F, 1)), 1024)
+        _gate_bwd[(S,)](
+            q, pre, weights, dpre, z, dweights, dout, _contiguous(down_bias), index, order, dout.stride(0), TOP, H, F,
+            limit, None if alpha == 1 else alpha, shift, ACT=ACTS[act], INTERLEAVED=interleaved, BLOCK=block,
+            num_warps=devices.warps(4, x),
+        )  # fmt: skip
+    if ddown is not None:
+        _multiply_columns(dout, z, _table(ddown, transposed), "a", TOP, order, offsets)
+    del q, z
+    if dgate_up is not None:
+        _multiply_columns(dpre, x, _table(dgate_up, transposed), "b", TOP, order, offsets)
+    if dgate_up_bias is not None:
+        _sum_rows(dpre, None, dgate_up_bias, TOP, order, offsets)
+    if ddown_bias is not None:
+        _sum_rows(dout, weights, ddown_bias, TOP, order, offsets)
+    if dx is not None:
+        parts = dx.new_empty((S, H))
+        _multiply_rows(dpre, gate_up, None, parts, False, TOP, order, offsets, tiles, rows)
+        _add_rows(parts, None, index, dx, E)
+    return found

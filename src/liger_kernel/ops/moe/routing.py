@@ -1,0 +1,125 @@
+r"""Which rows each expert has: the assignments of tokens, sorted by expert on the device.
+
+Token t has K experts, and assignment s = t·K + k is that of its k-th. Those of E experts are counted in chunks:
+
+    match(s, e) = 1 if index[s] = e, else 0
+    count(c, e) = Σ_{s in chunk c} match(s, e),   total(e) = Σ_c count(c, e),   offsets(e) = Σ_{e' < e} total(e')
+    order[offsets(e) + Σ_{c' < c} count(c', e) + Σ_{s' < s, in chunk c} match(s', e)] = s   where index[s] = e
+
+So the assignments of an expert stay in the order of the tokens. An index that is no expert's is dropped: ranks of an
+expert-parallel group mark so what other ranks compute. The last entries of ``order`` are then -1.
+
+A product of an expert's rows is made in tiles of ``block`` rows. No expert pads more than its last tile, so that there
+are never more than ⌈T·K / block⌉ + min(E, T·K) of them. The table has an entry for each. Shapes depend on no value, and
+the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import custom_op
+from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+
+
+def routing_reference(index, E, block):
+    """The same in plain PyTorch, but for the number of tiles: of those in use alone."""
+    index = index.reshape(-1).long()
+    index = index.where((index >= 0) & (index < E), E)
+    order = index.argsort(stable=True)
+    order = order.where(index[order] < E, -1)
+    totals = (index[:, None] == torch.arange(E, device=index.device)).sum(0)
+    offsets = torch.cat((totals.new_zeros(1), totals.cumsum(0)))
+    tiles = [(e, row) for e in range(E) for row in range(int(offsets[e]), int(offsets[e + 1]), block)]
+    tiles = torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
+    return order.int(), offsets.int(), tiles
+
+
+@triton.jit
+def _matches(index_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
+    """-> the assignments and the experts of this program, and 1 where one is the other's."""
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    i = tl.load(index_ptr + s, mask=s < S, other=0).to(tl.int64)
+    return s, e, ((i == e) & (s < S) & (e < E)).to(tl.int32)
+
+
+@kernel
+def _count(index_ptr, count_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
+    """One program: BLOCK_E experts in one chunk."""
+    _, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
+    tl.store(count_ptr + tl.program_id(0) * E + e, tl.sum(match, axis=0, keep_dims=True), mask=e < E)
+
+
+@kernel
+def _scan(
+    count_ptr, before_ptr, offset_ptr, end_ptr, chunks, E, block, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """The only program: an expert's assignments before each chunk, those before the expert, and where its tiles end."""
+    c, e = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_E)[None, :]
+    total = tl.zeros((1, BLOCK_E), dtype=tl.int32)
+    for first in range(0, chunks, BLOCK_C):
+        at, inside = (first + c) * E + e, (first + c < chunks) & (e < E)
+        count = tl.load(count_ptr + at, mask=inside, other=0)
+        tl.store(before_ptr + at, total + tl.cumsum(count, axis=0) - count, mask=inside)
+        total += tl.sum(count, axis=0, keep_dims=True)
+    tl.store(offset_ptr + e, tl.zeros((1, BLOCK_E), dtype=tl.int32), mask=e < 1)
+    tl.store(offset_ptr + 1 + e, tl.cumsum(total, axis=1), mask=e < E)
+    tl.store(end_ptr + e, tl.cumsum((total + block - 1) // block, axis=1), mask=e < E)
+
+
+@kernel
+def _sort(index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
+    """One program: what one chunk has of BLOCK_E experts."""
+    s, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
+    first = tl.load(offset_ptr + e, mask=e < E, other=0)
+    first += tl.load(before_ptr + tl.program_id(0) * E + e, mask=e < E, other=0)
+    at = first + tl.cumsum(match, axis=0) - 1
+    tl.store(order_ptr + at, s, mask=match > 0)
+
+
+@kernel
+def _tiles(end_ptr, offset_ptr, tile_ptr, tiles, E, block, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """One program: BLOCK_T entries of the table, the expert (-1: none) and the first row of each."""
+    t, e = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_E)[None, :]
+    end = tl.load(end_ptr + e, mask=e < E, other=2147483647)
+    expert = tl.sum((end <= t).to(tl.int32), axis=1, keep_dims=True)
+    first = tl.max(tl.where(end <= t, end, 0), axis=1, keep_dims=True)
+    row = tl.load(offset_ptr + expert, mask=expert < E, other=0) + (t - first) * block
+    tl.store(tile_ptr + 2 * t, tl.where(expert < E, expert, -1), mask=t < tiles)
+    tl.store(tile_ptr + 2 * t + 1, tl.where(expert < E, row, 0), mask=t < tiles)
+
+
+def _launch(S, E):
+    """(assignments of a chunk, experts of a program, chunks in an iteration of the scan, all experts, rounded up)."""
+    every = next_power_of_2(E)
+    return 256, min(every, 32), max(4096 // every, 1), every
+
+
+def _metadata(index, E, block):
+    S = index.numel()
+    tiles = cdiv(S, block) + min(E, S)
+    return tuple(index.new_empty(shape, dtype=torch.int32) for shape in ((S,), (E + 1,), (tiles, 2)))
+
+
+@custom_op("expert_routing", _metadata)
+def routing(index: torch.Tensor, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """index (T, K) of integers -> order (T·K,), offsets (E + 1,), tiles (n, 2): expert or -1, and first row. In int32.
+
+    Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``, and row r of a product is that of order[r].
+    """
+    order, offsets, tiles = _metadata(index, E, block)
+    order.fill_(-1)
+    index, S = index.contiguous(), index.numel()
+    rows, experts, chunks_at_once, every = _launch(S, E)
+    chunks = cdiv(S, rows)
+    grid, blocks = (chunks, cdiv(E, experts)), dict(BLOCK_S=rows, BLOCK_E=experts, num_warps=8)
+    count, before = offsets.new_empty((2, chunks, E))
+    end = offsets.new_empty(E)
+    _count[grid](index, count, S, E, **blocks)
+    _scan[(1,)](count, before, offsets, end, chunks, E, block, BLOCK_C=chunks_at_once, BLOCK_E=every, num_warps=8)
+    _sort[grid](index, before, offsets, order, S, E, **blocks)
+    n = tiles.shape[0]
+    _tiles[(cdiv(n, 32),)](end, offsets, tiles, n, E, block, BLOCK_T=32, BLOCK_E=every, num_warps=8)
+    return order, offsets, tiles

@@ -1,0 +1,64 @@
+"""Which rows each expert has: the order of the assignments, where experts begin, and the table of tiles."""
+
+import pytest
+import torch
+from hardware import DEVICE
+
+from liger_kernel.ops.moe.routing import routing, routing_reference
+
+
+def drawn(T, K, E, least=0, beyond=0):
+    generator = torch.Generator().manual_seed(T * K + E)
+    return torch.randint(least, E + beyond, (T, K), generator=generator).to(DEVICE)
+
+
+def assert_right(index, E, block):
+    order, offsets, tiles = routing(index, E, block)
+    want = routing_reference(index, E, block)
+    used = len(want[2])
+    assert torch.equal(order, want[0]) and torch.equal(offsets, want[1]) and torch.equal(tiles[:used], want[2])
+    assert (tiles[used:, 0] == -1).all(), "an entry of the table that no expert has"
+    S = index.numel()
+    assert len(tiles) == -(-S // block) + min(E, S)
+    return order, offsets, tiles
+
+
+@pytest.mark.parametrize("T, K, E", [(1, 1, 1), (7, 3, 5), (100, 6, 9), (20, 2, 130), (0, 2, 4), (3, 0, 4)])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_against_a_sort(T, K, E, beyond):
+    """Several chunks of assignments, several blocks of experts; with indices on both sides of the experts'."""
+    assert_right(drawn(T, K, E, -beyond, beyond), E, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_dtypes(dtype):
+    index = drawn(9, 2, 5, beyond=1)
+    for got, want in zip(routing(index.to(dtype), 5, 16), routing(index, 5, 16), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_by_hand():
+    index = torch.tensor([[2, 0], [2, 7], [-1, 2], [2, 0]], device=DEVICE)
+    order, offsets, tiles = routing(index, 4, 2)
+    assert order.tolist() == [1, 7, 0, 2, 5, 6, -1, -1] and offsets.tolist() == [0, 2, 2, 6, 6]
+    assert tiles.tolist() == [[0, 0], [2, 2], [2, 4], *[[-1, 0]] * 5]
+
+
+def test_the_fullest_table():
+    """Of a row each: as many tiles as it has entries, but for those of whole tiles."""
+    E = 6
+    index = torch.arange(E, device=DEVICE)[:, None]
+    _, _, tiles = assert_right(index, E, 16)
+    assert (tiles[:E, 0] == torch.arange(E, device=DEVICE)).all()
+
+
+@pytest.mark.parametrize("index", [-1, 4, 10**12, -(2**40)])
+def test_none_is_an_experts(index):
+    order, offsets, tiles = assert_right(torch.full((5, 2), index, device=DEVICE), 4, 16)
+    assert not offsets.any() and (order == -1).all() and (tiles[:, 0] == -1).all()
+
+
+def test_strides():
+    index = drawn(6, 20, 5)
+    for a, b in zip(routing(index.mT, 5, 16), routing(index.mT.contiguous(), 5, 16), strict=True):
+        assert torch.equal(a, b)
