@@ -116,6 +116,7 @@ def test_bad_models(model, sizes, words):
         build.config(model, None, sizes)
 
 
+@pytest.mark.thorough
 def test_bad_input_that_the_training_process_finds(answer):
     code, out, err = answer("compare", "lama")
     assert (code, out) == (2, "")
@@ -249,6 +250,7 @@ def test_losses_that_part(compared, monkeypatch, answer):
 
 
 @COMPARED
+@pytest.mark.thorough
 def test_a_wrong_learning_rate_shows(compared):
     """Real processes: what is really different is told apart."""
     training = Training(**compared[2]["training"] | dict(lr=2e-3))
@@ -342,19 +344,10 @@ def test_a_crash_is_one_message(monkeypatch, tmp_path, answer, program, words):
     assert (code, out) == (3, "") and err == f"liger-kernel: {crash.value}\n"
 
 
+@pytest.mark.thorough
 def test_ctrl_c_stops_the_training_process(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "liger_kernel.cli",
-        "compare",
-        "llama",
-        *TINY,
-        "--steps",
-        "100000",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "liger_kernel.cli", "compare", "llama", *TINY]
+    command += ["--steps", "100000", "--device", "cpu"]
     process = subprocess.Popen(
         command, env=_child._environment(), stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
@@ -503,6 +496,8 @@ def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
     versions = {"torch": "2.13.0", "triton": "3.9.0"}
     monkeypatch.setattr(doctor, "installed", lambda *names: {n: v for n, v in versions.items() if n in names})
     monkeypatch.setattr(doctor, "_try_out", lambda found: None)
+    for other in versions:
+        (tmp_path / f"{other}.py").write_text("")  # quickly imported
     (tmp_path / f"{name}.py").write_text("raise ImportError('libcuda.so: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (problem,) = doctor.examine()["problems"]

@@ -7,6 +7,7 @@ from liger_kernel.core.devices import AMD
 pytestmark = pytest.mark.skipif(AMD, reason="kernels are Triton's own there")
 
 
+@pytest.mark.thorough
 def test_found_where_triton_would_find_the_same_kernel(run):
     """As many compiled kernels as launches that were bound, and Triton itself would have compiled no fewer."""
     run("""
@@ -39,6 +40,7 @@ def test_every_launch_arrives(run):
     """)
 
 
+@pytest.mark.thorough
 def test_a_profilers_hook_sees_every_launch(run):
     run("""
         hook = triton.knobs.runtime.launch_enter_hook

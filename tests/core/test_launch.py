@@ -62,6 +62,7 @@ def test_every_launch_is_on_its_tensors_device(run):
 
 
 @pytest.mark.skipif(AMD, reason="kernels are Triton's own there")
+@pytest.mark.thorough
 def test_launches_are_only_found_with_a_driver_that_was_checked(run):
     """Intel's takes other arguments. Triton launches there, on the tensors' device, too."""
     run(

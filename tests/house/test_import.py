@@ -28,6 +28,7 @@ def test_operators_load_nothing_slow(module):
     run(LOADED.format(module=f"liger_kernel.{module}", slow=SLOW))
 
 
+@pytest.mark.thorough
 def test_the_package_loads_nothing_until_it_is_asked():
     run(LOADED.format(module="liger_kernel.transformers", slow=SLOW | {"triton", "liger_kernel.ops"}))
     run("""

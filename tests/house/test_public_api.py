@@ -157,6 +157,7 @@ def test_import_loads_nothing_optional_and_touches_no_device():
 
 
 @pytest.mark.parametrize("without", [("transformers", "peft", "accelerate"), ("triton",)], ids=" ".join)
+@pytest.mark.thorough
 def test_import_without(without):
     run(ABSENT, without=without)
 

@@ -26,8 +26,10 @@ def test_alone():
 """
 
 
-def taken(pytester, marker):
-    pytester.makepyfile(PROGRAM)
+def taken(pytester, marker, folder="."):
+    path = pytester.path / folder / "test_it.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PROGRAM)
     passed, *others = pytester.inline_run("-m", marker, "-p", "no:cacheprovider", plugins=[selection]).listoutcomes()
     assert not any(others)
     return {report.nodeid.split("::")[1] for report in passed}
@@ -40,6 +42,17 @@ def test_every_entry_but_not_every_combination(pytester):
     assert len(grid) == 5
     for entry in ("norm-1", "norm-2", "loss-1", "loss-2", "loss-3", "fp32", "bf16", "kernels", "no kernels"):
         assert any(entry in name for name in grid), entry
+
+
+def test_few_of_one_operators(pytester):
+    pytester.makeini("[pytest]")
+    quick = taken(pytester, "not thorough", "tests/ops/head")
+    assert len([name for name in quick if name.startswith("test_grid")]) == 3 and "test_alone" in quick
+    assert {name for name in quick if name.startswith("test_list")} == {
+        "test_list[llama]",
+        "test_list[gemma]",
+        "test_list[phi]",
+    }
 
 
 def test_each_test_once(pytester):

@@ -6,14 +6,16 @@ import pytest
 from hardware import DEVICE
 
 MANY = 32  # combinations of a test
+FEW = 3  # combinations of a test of one operator or loss
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
     """Of a test over several lists of parameters, `make test` has every entry of each list, not every combination.
 
-    The interpreter takes seconds for what a GPU does in no time. There, of a test with `MANY` combinations, only a
-    third of the others is left.
+    Of a test of one operator or loss alone it has only the first `FEW` of these; the tests that every operator goes
+    through are a folder above. The interpreter takes seconds for what a GPU does in no time. There, of a test with
+    `MANY` combinations, only a third of the others is left.
     """
     lists = collections.defaultdict(dict)  # (test, which list) -> id of an entry -> its place
     counts = collections.Counter((item.parent, item.originalname) for item in items)
@@ -25,12 +27,20 @@ def pytest_collection_modifyitems(config, items):
         places[item] = [(entry.setdefault(id, len(entry)), entry) for entry, id in entries]
     for item, own in places.items():
         longest = max((len(entry) for _, entry in own), default=1)
-        if any(all(i % len(entry) == place for place, entry in own) for i in range(longest)):
+        entry_of_each = [i for i in range(longest) if all(i % len(entry) == place for place, entry in own)]
+        if entry_of_each and (entry_of_each[0] < FEW or not _is_of_one(item)):
             continue
         item.add_marker("thorough")
-        if DEVICE == "cpu" and counts[item.parent, item.originalname] > MANY and sum(place for place, _ in own) % 3:
+        many = not entry_of_each and counts[item.parent, item.originalname] > MANY
+        if many and DEVICE == "cpu" and sum(place for place, _ in own) % 3:
             dropped.append(item)
     if dropped:
         gone = set(dropped)
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=dropped)
+
+
+def _is_of_one(item):
+    """Whether it stands in a folder of ``tests/ops``, or in ``tests/losses``."""
+    folders = item.path.parts[len(item.config.rootpath.parts) : -1]
+    return folders == ("tests", "losses") or folders[:2] == ("tests", "ops") and len(folders) > 2

@@ -19,6 +19,7 @@ from liger_kernel.ops.mlp.glu import geglu_reference as geglu_reference
 from liger_kernel.ops.mlp.glu import liger_geglu as liger_geglu
 from liger_kernel.ops.mlp.glu import liger_swiglu as liger_swiglu
 from liger_kernel.ops.mlp.glu import swiglu_reference as swiglu_reference
+from liger_kernel.ops.moe.experts import LigerExperts as LigerExperts
 
 
 def _require_silu(module, act):
