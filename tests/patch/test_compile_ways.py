@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import liger_kernel.transformers as liger
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from liger_kernel.losses.policy import linear_ppo_loss
+from liger_kernel.patch import private
 from liger_kernel.patch.logits import ask
 
 pytestmark = pytest.mark.usefixtures("reference_only", "fresh")
@@ -333,3 +334,32 @@ def test_a_loss_in_a_compiled_step(loss):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     (why,) = counters["graph_break"]
     assert "`linear_loss`" in why
+
+
+# ---- small layers, which are the compiler's ----
+
+
+def guards(model):
+    """How many there are of the graph of a model's forward, in lines."""
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(model).forward.__code__)
+    return str(entry.guard_manager).count("+- ")
+
+
+@pytest.mark.thorough
+def test_a_small_layer_is_guarded_as_the_familys_own(monkeypatch):
+    """Nothing that is asked of a patched module costs the host time in every step; what is changed later is seen."""
+    monkeypatch.setattr(private, "is_the_compilers", lambda x: torch.compiler.is_compiling())
+    found = []
+    for layers in 1, 3:
+        models = patched(num_hidden_layers=layers)
+        for model in models:
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            compiled(**tiny.batch())
+            found.append(guards(model))
+    mask = 2 * 2  # is_causal of two more layers, which is read where there is no mask
+    assert found[3] - found[1] <= found[2] - found[0] + mask, found
+    assert_same_steps(compiled, models[0], steps=1)
+    for model in models:
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    assert_same_steps(compiled, models[0], steps=1)

@@ -49,7 +49,8 @@ def shape(name, argument, x, *shapes):
 
 def _number(wanted, fits, kind=(float, int, Real), convert=float):
     def check(name, argument, value):
-        if value is True or value is False or not isinstance(value, kind):
+        usual = type(value) is convert  # torch.compile guards on what is read to know more
+        if not usual and (value is True or value is False or not isinstance(value, kind)):
             raise TypeError(f"{name}: {argument} is {value!r}, give {wanted}")
         if not fits(value):
             raise ValueError(f"{name}: {argument} is {value!r}, give {wanted}")

@@ -69,7 +69,7 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 def warps(wanted: int, tensor: torch.Tensor) -> int:
     """``wanted`` warps, or the most that a program can have: 1,024 threads, which are 16 warps of 64 on AMD's CDNA."""
-    return max(1, min(wanted, _of(tensor)[2]))
+    return max(1, wanted) if wanted <= 16 else min(wanted, _of(tensor)[2])
 
 
 def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:

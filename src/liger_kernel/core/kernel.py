@@ -32,7 +32,9 @@ def _kinds(args):
 
 
 def _first_tensor(args):
-    return next(a for a in args if isinstance(a, torch.Tensor))
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            return a
 
 
 def _launcher():

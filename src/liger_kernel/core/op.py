@@ -38,8 +38,7 @@ def custom_op(name: str, like: Callable):
         def tensors(*args):
             return _filled(fn(*args), args[0])
 
-        op = torch.library.custom_op(f"liger::{name}", tensors, mutates_args=())
-        op.register_fake(lambda *args: _filled(like(*args), args[0]))
+        op = _registered(name, tensors, lambda *args: _filled(like(*args), args[0]))
 
         @functools.wraps(fn)
         def call(*args):
@@ -49,6 +48,22 @@ def custom_op(name: str, like: Callable):
         return call
 
     return wrap
+
+
+_libraries: dict[str, torch.library.Library] = {}  # an op is there as long as its library
+
+
+def _registered(name, fn, fake):
+    """``liger::name``, of functions that return no argument and no view of one.
+
+    By hand: `torch.library.custom_op` looks for such aliases in every call, and enters Python twice.
+    """
+    _libraries.pop(name, None)  # of a module that is run again
+    library = _libraries[name] = torch.library.Library("liger", "FRAGMENT")
+    library.define(name + torch.library.infer_schema(fn, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    library.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"liger::{name}", fake, lib=library)
+    return getattr(torch.ops.liger, name).default
 
 
 def _filled(outs, like):

@@ -209,7 +209,9 @@ def is_the_compilers(x) -> bool:
 
     Each operator of ours costs the host some 50 µs there, and is nothing that a compiler can fuse with its neighbours.
     """
-    return torch.compiler.is_compiling() and x.numel() < IN_GRAPH and x.device.type != "cpu"
+    if not torch.compiler.is_compiling() or not isinstance(x, torch.Tensor):  # what waits is large
+        return False
+    return x.numel() < IN_GRAPH and x.device.type != "cpu"
 
 
 def shared(x, layers):

@@ -11,7 +11,7 @@ import torch
 
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.gated_rms_norm import ACTIVATIONS, gated_rms_norm_reference
-from liger_kernel.patch.deferred import is_the_compilers, plain
+from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.norm import EPSILONS, FLOATS
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
@@ -48,7 +48,7 @@ class GatedNorm(Kind):
     norm_before_gate: bool
     casting: str = "gemma"
     flag, column = "rms_norm", "norms"
-    one_argument = False
+    one_argument, fusible = False, True
 
     @property
     def kernel(self):
@@ -93,7 +93,7 @@ class GatedNorm(Kind):
 
 def _fit(x, gate, weight) -> bool:
     """Whether the operator does with these what the family's norm does."""
-    if any(not plain(t) or t is None or t.dtype not in FLOATS for t in (x, gate, weight)) or is_the_compilers(x):
+    if any(not plain(t) or t is None or t.dtype not in FLOATS for t in (x, gate, weight)):
         return False
     return x.dim() in (2, 3) and x.shape == gate.shape and weight.shape == x.shape[-1:]
 

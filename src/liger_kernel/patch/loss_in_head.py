@@ -58,7 +58,9 @@ def fused_forward(cls):
     hf_forward = family_forward(cls)
     signature = inspect.signature(hf_forward)
     parameters = list(signature.parameters.values())
-    named = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    order = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = frozenset(order)  # what is iterated over is guarded by torch.compile piece by piece
+    known = named.union(OF_THE_LOSS, ("labels", "return_dict"))
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = unknown_to_ours()
     causal_lm.make_output_class(hf_forward, signature.return_annotation)
@@ -67,7 +69,7 @@ def fused_forward(cls):
         if cls.forward is not bound or not is_ours(self):  # replaced after the patch, or reverted below a wrapper
             return _within(None, cls.forward, self, kwargs, *args)
         if args:
-            kwargs = _by_name(self, named, args, kwargs)
+            kwargs = _by_name(self, order, args, kwargs)
         if not is_compiling():
             prepare(self.get_output_embeddings())
         skip_logits = kwargs.pop("skip_logits", None)
@@ -90,7 +92,7 @@ def fused_forward(cls):
         in_head = skip_logits and is_causal(self._liger_family_loss()) and _may_be_in_head(self)
         if not skip_logits:
             options = {k: v for k, v in options.items() if k not in METRICS}
-        rest = {k: v for k, v in kwargs.items() if k not in (*named, *OF_THE_LOSS, "labels", "return_dict")}
+        rest = {k: v for k, v in kwargs.items() if k not in known}
         call = Call(asked, keep, theirs, rest, options, unknown)
         request = Request(self, call, in_head)
         request.waits = not is_compiling() and _learned(self) is not None and _learned(self)[2]

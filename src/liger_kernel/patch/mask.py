@@ -22,7 +22,6 @@ from liger_kernel.patch.rewrite import Kind, Rewrite
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
 ASKED = {"config", "inputs_embeds", "input_embeds", "attention_mask", "past_key_values", "position_ids"}
-DECIDING = "attention_mask", "position_ids", "past_key_values"  # arguments of a model that may call for a mask
 LENGTH, WINDOW = 7, 5  # of the trial
 
 
@@ -42,7 +41,7 @@ class CausalMask(Kind):
         def maskless(name, family):
             def create(*args, **kwargs):
                 known = REGISTERED["sdpa"] is sdpa_mask  # users register functions of their own
-                if known and not args and kwargs.keys() <= ASKED and _is_causal_by_flag(name, **kwargs):
+                if known and not args and ASKED.issuperset(kwargs) and _is_causal_by_flag(name, **kwargs):
                     return None
                 return family(*args, **kwargs)
 
@@ -53,8 +52,9 @@ class CausalMask(Kind):
         names = list(inspect.signature(cls.forward).parameters)[1:]
 
         def forward(self, *args, **kwargs):
-            given = dict(zip(names, args, strict=False)) | kwargs
-            if any(given.get(name) is not None for name in DECIDING):
+            given = kwargs | dict(zip(names, args, strict=False)) if args else kwargs
+            deciding = "attention_mask", "position_ids", "past_key_values"  # what may call for a mask
+            if any(given.get(name) is not None for name in deciding):
                 return cls.forward(self, *args, **kwargs)
             return rebound(self, *args, **kwargs)
 

@@ -52,7 +52,7 @@ class Norm(Kind):
     eps: str | float
     weight: bool
     mixed: bool = True
-    flag, column = "rms_norm", "norms"
+    flag, column, fusible = "rms_norm", "norms", True
 
     @property
     def kernel(self):
@@ -69,7 +69,7 @@ class LayerNorm(Kind):
     eps: str | float
     weight: bool
     bias: bool
-    flag, column, kernel = "layer_norm", "norms", "liger_layer_norm"
+    flag, column, kernel, fusible = "layer_norm", "norms", "liger_layer_norm", True
 
     def members(self, cls):
         what = self
@@ -77,7 +77,7 @@ class LayerNorm(Kind):
         def forward(self, hidden_states):
             weight, bias, eps = self.weight if what.weight else None, self.bias if what.bias else None, _eps(self, what)
             held = [p for p, wanted in ((weight, what.weight), (bias, what.bias)) if wanted]
-            if deferred.is_the_compilers(hidden_states) or not _fits(hidden_states, eps, held):
+            if not _fits(hidden_states, eps, held):
                 return cls.forward(self, hidden_states)
             return functional.liger_layer_norm(hidden_states, weight, bias, eps)
 
@@ -89,7 +89,7 @@ class HeadNorm(Kind):
     """A norm of queries or keys, which waits for RoPE."""
 
     norm: Norm
-    flag, column, kernel = "rms_norm", "RoPE", "liger_norm_rope"
+    flag, column, kernel, fusible = "rms_norm", "RoPE", "liger_norm_rope", True
 
     def members(self, cls):
         return {"forward": _rms_forward(cls, self.norm, waits=True)}
@@ -198,7 +198,7 @@ def _rms_forward(cls, what, waits):
     def forward(self, hidden_states):
         x, eps = hidden_states.value if type(hidden_states) is Stream else hidden_states, _eps(self, what)
         weight = self.weight if what.weight else None
-        if deferred.is_the_compilers(x) or not _fits(x, eps, [weight] if what.weight else [], what.mixed):
+        if not _fits(x, eps, [weight] if what.weight else [], what.mixed):
             return cls.forward(self, tensor_of(hidden_states))
         # in some families rounding to x's dtype comes before the weight, whose dtype then counts
         apart = weight is not None and weight.dtype != x.dtype and what.casting == "llama"

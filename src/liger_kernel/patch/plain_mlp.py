@@ -52,7 +52,7 @@ class Plain(Kind):
     act: str
     up: str
     down: str
-    column = "MLPs"
+    column, fusible = "MLPs", True
 
     @property
     def flag(self):

@@ -16,7 +16,7 @@ from types import MethodType
 import torch
 
 from liger_kernel.patch import functions
-from liger_kernel.patch.deferred import tensor_of
+from liger_kernel.patch.deferred import is_the_compilers, tensor_of
 from liger_kernel.patch.parts import unchanged
 from liger_kernel.patch.rewrite import Kind
 
@@ -52,23 +52,28 @@ def _rebuilt(cls, what, parts=()):
 def _guarded(cls, what, ours, parts, family, same):
     """``ours`` with the signature of ``family``, while module, class and globals are what was proved; then the class's
     own."""
-    name = what.method
+    name, fusible = what.method, what.fusible
+    _, first, *_ = inspect.signature(family).parameters.values()
 
+    # `is_the_compilers` first: in a graph, whatever else is asked here costs guards in every step.
     def of_one(self, x):
+        if fusible and is_the_compilers(x):
+            return getattr(cls, name)(self, x)
         if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, x)
         return getattr(cls, name)(self, tensor_of(x))
 
     def of_many(self, *args, **kwargs):
+        if fusible and is_the_compilers(args[0] if args else kwargs.get(first.name)):
+            return getattr(cls, name)(self, *args, **kwargs)
         if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
     if not what.one_argument:
         return functions.named_as(family, of_many)
-    _, parameter = inspect.signature(family).parameters.values()
-    code = of_one.__code__.replace(co_varnames=("self", parameter.name))  # it may be given by keyword
-    defaults = None if parameter.default is parameter.empty else (parameter.default,)
+    code = of_one.__code__.replace(co_varnames=("self", first.name))  # it may be given by keyword
+    defaults = None if first.default is first.empty else (first.default,)
     return functions.named_as(family, types.FunctionType(code, globals(), name, defaults, of_one.__closure__))
 
 

@@ -22,7 +22,6 @@ from liger_kernel.patch.head import dtype_of_logits, leaves, loss_by_calling, lo
 from liger_kernel.patch.logits import Logits, LogitsNeeded, Source, TracedLogits, Transform, living, place
 
 OF_THE_LOSS = "num_items_in_batch", "ignore_index", "shift_labels"  # Hugging Face's own, of a model's call
-SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 
 
 class Asked(NamedTuple):
@@ -55,7 +54,8 @@ def declared_transform(config) -> Transform:
     scale = 1.0 if scale is None else scale
     if "granite" in config.model_type:  # others multiply by it, or divide the hidden states
         scale /= getattr(config, "logits_scaling", None) or 1.0
-    caps = (getattr(config, name, None) for name in SOFTCAPS)
+    softcaps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+    caps = (getattr(config, name, None) for name in softcaps)
     return Transform(scale, next((cap for cap in caps if cap is not None), None))
 
 

@@ -24,7 +24,7 @@ class Block(Kind):
     stream: str
     norms: int
     flag, column = "rms_norm", "residual stream"
-    one_argument = False
+    one_argument, fusible = False, True
 
     @property
     def kernel(self):

@@ -18,6 +18,7 @@ class Kind:
     method = "forward"  # which is replaced
     guarded = True  # whether the class's own method runs once the module is no longer what was proved
     one_argument = True  # which that method takes
+    fusible = False  # whether a compiler does better with the family's code, of a small first argument
 
     @property
     def flags(self) -> tuple[str | None, ...]:

@@ -45,7 +45,7 @@ class Rotating(Kind):
     """An attention whose ``function``, by its name, rotates as the subclass says."""
 
     flag, column = "rope", "RoPE"
-    one_argument = False
+    one_argument, fusible = False, True
 
     def rotated(self, **given):
         """What the function gives for these, by their roles; None where that is the family's own to say."""
@@ -66,13 +66,13 @@ class Rotating(Kind):
         name = list(inspect.signature(cls.forward).parameters)[1]
 
         def forward(self, *args, **kwargs):
+            if torch.compiler.is_compiling():
+                return rebound(self, *args, **kwargs)
             readers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
             if args:
                 args = shared(args[0], readers), *args[1:]
             else:
                 kwargs[name] = shared(kwargs[name], readers)
-            if torch.compiler.is_compiling():
-                return rebound(self, *args, **kwargs)
             before = deferred.rotating(self)
             try:
                 return rebound(self, *args, **kwargs)

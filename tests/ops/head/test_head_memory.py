@@ -1,5 +1,7 @@
 """A gradient's memory is its own: what a head's passes took beside it is free once they are over."""
 
+import itertools
+
 import pytest
 import torch
 from cases import cast
@@ -112,34 +114,52 @@ def test_classes_in_two_parts(split):
 
 
 SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (4096, 2048, 128256), (3000, 100, 5003)
+NARROW = (1024, 2048, 128256), (300, 2304, 256000), (2048, 2048, 128256), (40, 100, 5003)  # than dW
+
+
+def products(monkeypatch, chosen, size, dtype):
+    """The memory of a head, and the classes of each product that makes its dW, of the first chunk's logits.
+
+    By addresses alone: no product overwrites logits that it reads, or that have not been read.
+    """
+    M, H, V = size
+    memory = chunks._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    parts, done, needed = memory.of(M, first=True), [], torch.ones(V, dtype=torch.bool)
+
+    def product(out, x, h, add=False):
+        start, end = out.storage_offset(), out.storage_offset() + out.numel()
+        for part, logits in zip(parts, needed.split([len(part) for part in parts]), strict=True):
+            if logits.any() and part.untyped_storage()._cdata == out.untyped_storage()._cdata:
+                first, *_, last = logits.nonzero()[[0, -1], 0].tolist()
+                before, behind = (part.storage_offset() + c * part.stride(0) for c in (first, last + 1))
+                assert end <= before or behind <= start, "logits are still needed"
+        done.append((start // H, end // H))
+        needed[slice(*done[-1])] = False
+
+    monkeypatch.setattr(chunks, "_add_product", product)
+    memory.to_dw(parts, torch.empty(M, H, device="meta"), first=True)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done))) and min(done)[0] == 0 and max(done)[1] == V
+    return memory, done
 
 
 @pytest.mark.parametrize("size", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
-def test_strips_never_overwrite_what_is_still_needed(size, dtype):
-    """By addresses alone, for every strip: dW's rows and, in the same memory, the logits that have not been read."""
+def test_strips_never_overwrite_what_is_still_needed(monkeypatch, size, dtype):
     M, H, V = size
     chosen = planning.plan(M, H, V, dtype, dtype, memory=2**60)
-    memory = chunks._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    memory, _ = products(monkeypatch, chosen, size, dtype)
     first, second = memory.of(M, first=True)
     assert first.shape[0] + second.shape[0] == V and second.storage_offset() == 0
     assert memory.early.nbytes == V * H * dtype.itemsize  # dW and nothing else
     assert memory.early.nbytes + memory.late.nbytes <= (V * -(-M // 64) * 64 + chosen.strip * H + M) * dtype.itemsize
-    written = []
 
-    def product(out, x, h, add=False):
-        if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
-            unread = x.storage_offset() + len(x) * x.stride(0)  # strips are read from the last to the first
-            assert out.storage_offset() >= unread, "it overwrites its own operand or what comes after it"
-        elif not written or written[-1][0] > 0:
-            written.append((0, out.storage_offset() // H))
-        written.append((out.storage_offset() // H, out.storage_offset() // H + len(out)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_add_product", product)
-        memory.to_dw((first, second), torch.empty(M, H, device="meta"), first=True)
-    rows = sorted(b for b in written if b[1] > b[0] and b[1] - b[0] <= memory.strip)
-    assert rows[0][0] == 0 and rows[-1][1] == V and all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+@pytest.mark.parametrize("size", NARROW, ids=str)
+def test_fewer_tokens_need_fewer_strips(monkeypatch, size):
+    """And no more memory: what a strip has read is room for the next one."""
+    (M, H, V), (memory, strips) = size, products(monkeypatch, planning.plan(*size, B16, B16), size, B16)
+    assert memory.early.nbytes <= 2 * (V * H + memory.strip * -(-M // 64) * 64 + 64)
+    assert len(strips) <= -(-V // memory.strip) and (2 * M > H or len(strips) <= 5)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU's allocator")

@@ -33,7 +33,7 @@ from heads import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.head import chunks
+from liger_kernel.ops.head import chunks, planning
 from liger_kernel.ops.head import token_log_probs as of_tokens
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.planning import LEAST, VARIABLE, budget, plan
@@ -153,6 +153,18 @@ def test_a_common_head_takes_half_of_dw():
     M, H, V = size = 8192, 4096, 128256
     chosen, gradients = plan(*size, B16, B16), V * H * 2 + M * H * 2
     assert gradients + taken(*size, B16, B16, chosen) <= 1.51 * gradients
+
+
+@pytest.mark.parametrize("constant", ["ROWS", "LEAST", "TILE", "FREE", "waves"])
+def test_a_plan_is_kept_while_the_constants_are_the_same(constant, monkeypatch):
+    def plans():
+        return [plan(*size, B16, B16, memory=memory) for size in SIZES[:5] for memory in (-1, 0, 2**30)]
+
+    before = plans()
+    assert all(a is b for a, b in zip(before, plans(), strict=True))
+    new = dict(ROWS=512, LEAST=4096, TILE=(32, 64), FREE=2**40, waves=lambda *args: 64)
+    monkeypatch.setattr(planning, constant, new[constant])
+    assert plans() != before
 
 
 def test_budgets(monkeypatch):

@@ -30,6 +30,8 @@ from liger_kernel.core.tile import cdiv, tl
 from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.planning import aligned
 
+CONVERTED = 2**24  # elements that are in another dtype at a time, where a matmul cannot write in out's
+
 
 def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64):
     """`planning.plan` of this head on this device, for all tokens of h or so many."""
@@ -56,8 +58,10 @@ def _add_product(out, a, b, add=False):
         into = dict(out_dtype=torch.float32, out=out)
         torch.addmm(out, a, b, **into) if add else torch.mm(a, b, **into)
     else:
-        product = a.to(out.dtype) @ b.to(out.dtype)
-        out.add_(product) if add else out.copy_(product)
+        b, some = b.to(out.dtype), max(CONVERTED // max(*b.shape, 1), 1)
+        for part, rows in zip(out.split(some), a.split(some), strict=True):
+            product = rows.to(out.dtype) @ b
+            part.add_(product) if add else part.copy_(product)
 
 
 @kernel
@@ -89,6 +93,7 @@ class _Memory:
             return
         accum = plan.accum_dtype
         row, stride = cdiv(H * accum.itemsize, dtype.itemsize), aligned(plan.first)  # of dW and the logits, in logits
+        self.row = max(row, 1)
         sums = 2 * plan.wave * H
         dw = aligned(V * row)
         if stride > row and plan.grad_dtype == accum and not plan.separate_logits:
@@ -127,23 +132,31 @@ class _Memory:
         return self.dw.to(self.plan.grad_dtype)
 
     def to_dw(self, parts, h, first):
-        """dW (+)= x @ h, written over x if it is the first chunk's."""
+        """dW (+)= x @ h, written over x if it is the first chunk's.
+
+        What a strip has read is room for the next one, which therefore takes ``strip`` classes or more.
+        """
+        x, stride = parts[0], parts[0].stride(0)
+        start, end = 0, self.V
         if not first and not self.plan.wave:
-            return _add_product(self.dw, parts[0], h, add=True)
-        end = self.V
-        if len(parts) == 2:
+            _add_product(self.dw, x, h, add=True)
+        elif not first:
+            for v in range(0, end, self.plan.wave):
+                part = self.dw[v : v + self.plan.wave]
+                _add_product(self.sums[: len(part)], x[v : v + len(part)], h)
+                _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+        elif self.split:
             while end > self.split:
-                start = max(end - self.strip, self.split)
+                start = max(min(end - self.strip, cdiv((end - self.split) * stride, self.row)), self.split)
                 _add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
                 end = start
-        strip, x = self.strip if first else self.plan.wave, parts[0]
-        for v in range(0, end, strip):
-            part = self.dw[v : min(v + strip, end)]
-            if first:
-                _add_product(part, x[v : v + strip], h)
-            else:
-                _add_product(self.sums[: len(part)], x[v : v + strip], h)
-                _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+            _add_product(self.dw[:end], x, h)
+        else:
+            while start < self.V:
+                free = (len(self.early) - (self.V - start) * stride) // self.row
+                end = min(max(start + self.strip, free), self.V)
+                _add_product(self.dw[start:end], x[start:end], h)
+                start = end
 
 
 def pad_tokens(part):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 
@@ -175,6 +176,12 @@ def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True,
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
     byte beyond it more of them. A chunk has at least `LEAST` tokens and one unit, whatever the budget.
     """
+    constants = ROWS, LEAST, TILE, FREE, STRATEGIES, waves  # all else that decides
+    return _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, constants)
+
+
+@functools.lru_cache
+def _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, constants):
     if not need_w:  # the logits have memory of their own, which each chunk uses again
         rows = (ROWS if memory < 0 else memory // (V * dtype.itemsize)) // unit * unit
         return Plan(0, max(rows, LEAST, unit), 0, 0, weight_dtype, weight_dtype)
