@@ -80,7 +80,10 @@ OPERATORS = {  # a line for each file
         "LigerTiledMLPFunction apply_tiled_mlp", transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
         paths="ops.tiled_mlp transformers.tiled_mlp",
     ),
+    "moe.expert_parallel": Operator(functional="liger_expert_parallel", paths="transformers.moe"),
     "moe.experts": Operator("LigerFusedMoEFunction", "liger_experts", "LigerExperts", "ops.fused_moe"),
+    "moe.load_balancing": Operator("LigerLoadBalancingFunction", "liger_load_balancing_loss"),
+    "moe.router": Operator("LigerRouterFunction", "liger_router"),
     "norm.dyt": Operator("LigerDyTFunction", "liger_dyt", "LigerDyT", "ops.dyt transformers.dyt"),
     "norm.fused_add_rms_norm": Operator(
         "LigerFusedAddRMSNormFunction", "liger_fused_add_rms_norm", "LigerFusedAddRMSNorm",

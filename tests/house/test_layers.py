@@ -42,6 +42,7 @@ SHARED = {  # by the operators of a folder
     "ops.norm.rows", "ops.head.logits", "ops.head.divergences", "ops.head.planning", "ops.head.chunks",
     "ops.head.forward_gradients", "ops.probability.rows", "ops.mlp.pointwise", "ops.norm.gated_rows",
     "ops.residual.coefficients", "ops.residual.streams", "ops.moe.routing", "ops.moe.grouped",
+    "ops.moe.choice",
 }  # fmt: skip
 OPERATORS = [n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED]
 OPS = [name for name in TREES if layer(name) in ("core", "ops")]
@@ -130,13 +131,14 @@ WAITS = {  # (file, attribute) -> why the host may wait for the device there
     ("ops.head.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
     ("ops.head.token_log_probs", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
     ("ops.head.grouped_loss", "tolist"): "the same",
+    ("ops.moe.expert_parallel", "tolist"): "a collective's sizes are on the host",
 }
 PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
 TAKEN = {"ops.head.distillation"}  # whose Function is `forward_gradients.GradientInForward`
 COMPOSED = {  # of other operators: no kernels of their own
     "ops.mlp.modules", "ops.mlp.swiglu_mlp", "ops.mlp.tiled_mlp", "ops.head.scaled_cross_entropy",
-    "ops.head.grouped_loss", "ops.head.linear_jsd", "ops.head.linear_kl_div",
+    "ops.head.grouped_loss", "ops.head.linear_jsd", "ops.head.linear_kl_div", "ops.moe.expert_parallel",
 }  # fmt: skip
 NAMES_ALONE = {
     "ops.utils",

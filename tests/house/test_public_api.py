@@ -88,6 +88,11 @@ OURS = {  # no framework knows these; test_families and test_norm_rope hold what
     "transformers.functional.liger_glu_linear",
     "transformers.functional.liger_clamped_swiglu",
     "ops.LigerNormRopeFunction",
+    "ops.LigerLoadBalancingFunction",
+    "ops.LigerRouterFunction",
+    "transformers.functional.liger_expert_parallel",
+    "transformers.functional.liger_load_balancing_loss",
+    "transformers.functional.liger_router",
 }
 
 

@@ -1,7 +1,8 @@
-r"""Vocabulary parallelism: the communication of ranks that each hold a shard of the classes.
+r"""Communication of ranks that each hold a shard: of the experts (`all_to_all`), or of the classes.
 
-Rank r holds V_local classes from r·V_local on. Everything else is replicated: hidden states, targets, outputs and the
-incoming gradients. Two operations connect replicated and sharded tensors. Each is the backward of the other:
+Vocabulary parallelism: rank r holds V_local classes from r·V_local on. Everything else is replicated: hidden states,
+targets, outputs and the incoming gradients. Two operations connect replicated and sharded tensors. Each is the
+backward of the other:
 
     copy_to_group: a replicated x, to be used with this rank's shard     backward: all-reduce (sum)
     sum_over_group: all-reduce (sum) of the ranks' partial results       backward: the gradient as it is
@@ -111,6 +112,28 @@ def sum_over_group(x, group):
 def max_over_group(x, group):
     """All-reduce (max), without a gradient."""
     return x.detach() if place(group)[0] == 1 else _all_reduced(x, dist.ReduceOp.MAX, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.given = sent, received, group
+        out = x.new_empty((x.shape[0] if received is None else sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), received, sent, _resolved(group))
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        sent, received, group = ctx.given
+        return _AllToAll.apply(dy, received, sent, group), None, None, None
+
+
+def all_to_all(x, sent, received, group):
+    """The rows of x, ``sent[r]`` of them to rank r -> those from all ranks, ``received[r]`` from rank r.
+
+    Without these lists, an equal number to each. The backward sends the gradients back.
+    """
+    return _AllToAll.apply(x, sent, received, group)
 
 
 def token_loss_reference_parallel(

@@ -6,6 +6,7 @@ from liger_kernel.ops.mlp.glu import liger_clamped_swiglu as liger_clamped_swigl
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy as liger_cross_entropy
 from liger_kernel.ops.norm.dyt import liger_dyt as liger_dyt
 from liger_kernel.ops.embedding.embedding import liger_embedding as liger_embedding
+from liger_kernel.ops.moe.expert_parallel import liger_expert_parallel as liger_expert_parallel
 from liger_kernel.ops.moe.experts import liger_experts as liger_experts
 from liger_kernel.ops.norm.fused_add_rms_norm import liger_fused_add_rms_norm as liger_fused_add_rms_norm
 from liger_kernel.ops.probability.ce_tvd import liger_fused_ce_tvd as liger_fused_ce_tvd
@@ -21,6 +22,7 @@ from liger_kernel.ops.norm.group_norm import liger_group_norm as liger_group_nor
 from liger_kernel.ops.probability.jsd import liger_jsd as liger_jsd
 from liger_kernel.ops.probability.kl_div import liger_kl_div as liger_kl_div
 from liger_kernel.ops.norm.layer_norm import liger_layer_norm as liger_layer_norm
+from liger_kernel.ops.moe.load_balancing import liger_load_balancing_loss as liger_load_balancing_loss
 from liger_kernel.ops.residual.hyper_connections import liger_mhc_apply as liger_mhc_apply
 from liger_kernel.ops.residual.hyper_connections import liger_mhc_coeffs as liger_mhc_coeffs
 from liger_kernel.ops.residual.hyper_connections import liger_mhc_forward as liger_mhc_forward
@@ -34,6 +36,7 @@ from liger_kernel.ops.rotary.multimodal_rope import liger_qwen2vl_mrope as liger
 from liger_kernel.ops.mlp.activation import liger_relu_squared as liger_relu_squared
 from liger_kernel.ops.norm.rms_norm import liger_rms_norm as liger_rms_norm
 from liger_kernel.ops.rotary.rope import liger_rope as liger_rope
+from liger_kernel.ops.moe.router import liger_router as liger_router
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs as liger_selected_log_probs
 from liger_kernel.ops.probability.softmax import liger_softmax as liger_softmax
 from liger_kernel.ops.probability.sparsemax import liger_sparsemax as liger_sparsemax
@@ -43,4 +46,4 @@ from liger_kernel.ops.head.vocab_parallel import liger_vocab_parallel_cross_entr
 from liger_kernel.ops.head.token_log_probs import linear_token_loss as linear_token_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs as token_log_probs
 
-__all__ = ["CrossEntropyOutput", "liger_activation_linear", "liger_attn_res", "liger_clamped_swiglu", "liger_cross_entropy", "liger_dyt", "liger_embedding", "liger_experts", "liger_fused_add_rms_norm", "liger_fused_ce_tvd", "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_gated_rms_norm", "liger_geglu", "liger_glu_linear", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_norm_rope", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_selected_log_probs", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd", "liger_vocab_parallel_cross_entropy", "linear_token_loss", "token_log_probs"]
+__all__ = ["CrossEntropyOutput", "liger_activation_linear", "liger_attn_res", "liger_clamped_swiglu", "liger_cross_entropy", "liger_dyt", "liger_embedding", "liger_expert_parallel", "liger_experts", "liger_fused_add_rms_norm", "liger_fused_ce_tvd", "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_gated_rms_norm", "liger_geglu", "liger_glu_linear", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_load_balancing_loss", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_norm_rope", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_router", "liger_selected_log_probs", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd", "liger_vocab_parallel_cross_entropy", "linear_token_loss", "token_log_probs"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hardware import DEVICE
 
+from liger_kernel.ops.fused_moe import compute_routing_metadata
 from liger_kernel.ops.moe.routing import routing, routing_reference
 
 
@@ -62,3 +63,33 @@ def test_strides():
     index = drawn(6, 20, 5)
     for a, b in zip(routing(index.mT, 5, 16), routing(index.mT.contiguous(), 5, 16), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- compute_routing_metadata ----
+
+
+def test_metadata(anywhere):
+    """With kernels and without: of the same shapes, and the same."""
+    index = drawn(9, 2, 5, beyond=1)
+    found = compute_routing_metadata(index, 5, block=4)
+    want = routing_reference(index, 5, 4)
+    assert torch.equal(found.order, want[0]) and torch.equal(found.offsets, want[1])
+    used = len(want[2])
+    assert found.tiles.shape == (-(-18 // 4) + 5, 2)
+    assert torch.equal(found.tiles[:used], want[2]) and (found.tiles[used:, 0] == -1).all()
+    assert all(t.dtype == torch.int32 for t in found)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(top_k_index=torch.zeros(3, 2)), TypeError, "top_k_index is torch.float32"),
+        (dict(top_k_index=torch.zeros(3, dtype=torch.long)), ValueError, r"top_k_index has shape \(3,\)"),
+        (dict(num_experts=0), ValueError, "num_experts is 0, give a positive int"),
+        (dict(num_experts=2.0), TypeError, "num_experts is 2.0"),
+        (dict(block=-1), ValueError, "block is -1"),
+    ],
+)
+def test_metadata_of_what_does_not_fit(change, error, words):
+    with pytest.raises(error, match=f"compute_routing_metadata: {words}"):
+        compute_routing_metadata(**dict(top_k_index=drawn(3, 2, 4), num_experts=4) | change)

@@ -295,9 +295,12 @@ def _sums(
 
 @kernel
 def _add(
-    y_ptr, weight_ptr, index_ptr, out_ptr, T, N, E, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    y_ptr, weight_ptr, index_ptr, place_ptr, out_ptr, T, N, E, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK_N columns of BLOCK_M tokens, out_t = Σ_k weight_s·y_s, or Σ_k y_s without weights."""
+    """One program: BLOCK_N columns of BLOCK_M tokens, out_t = Σ_k weight_s·y_s, or Σ_k y_s without weights.
+
+    With place_ptr, y_s is the row place[s].
+    """
     blocks = tl.cdiv(N, BLOCK_N)
     t = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -306,7 +309,10 @@ def _add(
         s = t * TOP + k
         i = tl.load(index_ptr + s, mask=t < T, other=0).to(tl.int64)
         known = (t < T) & (i >= 0) & (i < E)
-        y = read(y_ptr, s * N + n, known & (n < N))
+        row = s
+        if place_ptr is not None:
+            row = tl.load(place_ptr + s, mask=known, other=0).to(tl.int64)
+        y = read(y_ptr, row * N + n, known & (n < N))
         if weight_ptr is not None:
             y *= read(weight_ptr, s, known)
         out += y
@@ -362,11 +368,12 @@ def _multiply_rows(a, w, bias, c, of_tokens, TOP, order, offsets, tiles, rows):
     )  # fmt: skip
 
 
-def _add_rows(y, weights, index, out, E):
+def add_rows(y, weights, index, out, E, place=None):
+    """out (T, N): of each token the K rows of y, (T·K, N), added in fp32; ``place`` says where they are."""
     (T, N), TOP = out.shape, index.shape[1]
     rows, columns = _launch_rows(T, N)
     _add[(cdiv(T, rows) * cdiv(N, columns),)](
-        y, weights, index, out, T, N, E, TOP, BLOCK_M=rows, BLOCK_N=columns, num_warps=4
+        y, weights, index, place, out, T, N, E, TOP, BLOCK_M=rows, BLOCK_N=columns, num_warps=4
     )
 
 
@@ -418,7 +425,7 @@ def experts_fwd(
         BLOCK_N=columns // 2, **blocks,
     )  # fmt: skip
     _multiply_rows(z, down.mT, _contiguous(down_bias), y, False, index.shape[1], order, offsets, tiles, rows)
-    _add_rows(y, weights, index, out, E)
+    add_rows(y, weights, index, out, E)
     return out, pre
 
 
@@ -484,5 +491,5 @@ def launch_bwd(
     if dx is not None:
         parts = dx.new_empty((S, H))
         _multiply_rows(dpre, gate_up, None, parts, False, TOP, order, offsets, tiles, rows)
-        _add_rows(parts, None, index, dx, E)
+        add_rows(parts, None, index, dx, E)
     return found

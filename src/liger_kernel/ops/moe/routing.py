@@ -16,24 +16,31 @@ the host waits for nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
-def routing_reference(index, E, block):
-    """The same in plain PyTorch, but for the number of tiles: of those in use alone."""
+def sort_reference(index, E):
+    """``order`` and ``offsets`` in plain PyTorch."""
     index = index.reshape(-1).long()
     index = index.where((index >= 0) & (index < E), E)
     order = index.argsort(stable=True)
     order = order.where(index[order] < E, -1)
     totals = (index[:, None] == torch.arange(E, device=index.device)).sum(0)
-    offsets = torch.cat((totals.new_zeros(1), totals.cumsum(0)))
+    return order.int(), torch.cat((totals.new_zeros(1), totals.cumsum(0))).int()
+
+
+def routing_reference(index, E, block):
+    """The same in plain PyTorch, but for the number of tiles: of those in use alone."""
+    order, offsets = sort_reference(index, E)
     tiles = [(e, row) for e in range(E) for row in range(int(offsets[e]), int(offsets[e + 1]), block)]
-    tiles = torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
-    return order.int(), offsets.int(), tiles
+    return order, offsets, torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
 
 
 @triton.jit
@@ -123,3 +130,44 @@ def routing(index: torch.Tensor, E: int, block: int) -> tuple[torch.Tensor, torc
     n = tiles.shape[0]
     _tiles[(cdiv(n, 32),)](end, offsets, tiles, n, E, block, BLOCK_T=32, BLOCK_E=every, num_warps=8)
     return order, offsets, tiles
+
+
+class RoutingMetadata(NamedTuple):
+    """Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``; assignment s is of token ``s // K``."""
+
+    order: torch.Tensor  # (T·K,), int32: assignments by expert, then by token; -1 at the end for those of no expert
+    offsets: torch.Tensor  # (E + 1,), int32
+    tiles: (
+        torch.Tensor
+    )  # (n, 2), int32: the expert and the first row of each tile; the expert is -1 where there is none
+
+
+def compute_routing_metadata(top_k_index: torch.Tensor, num_experts: int, block: int = 128) -> RoutingMetadata:
+    """Which rows each expert has, for products of rows that are grouped by expert. The host waits for nothing.
+
+    Args:
+        top_k_index: (T, K), integers. What is no expert's index is dropped.
+        num_experts: E.
+        block: rows of a tile.
+
+    Returns:
+        ``order``, ``offsets`` and ``tiles``, whose shapes depend on no value. See `RoutingMetadata`.
+
+    Raises:
+        TypeError: top_k_index is not of integers, num_experts or block no int.
+        ValueError: top_k_index is not (T, K), num_experts or block is not positive.
+    """
+    name = "compute_routing_metadata"
+    check.integers(name, dict(top_k_index=top_k_index))
+    if top_k_index.dim() != 2:
+        raise ValueError(f"{name}: top_k_index has shape {tuple(top_k_index.shape)}, give (T, K)")
+    for argument, value in dict(num_experts=num_experts, block=block).items():
+        if check.integer(name, argument, value) < 1:
+            raise ValueError(f"{name}: {argument} is {value!r}, give a positive int")
+    if devices.has_kernels(top_k_index):
+        return RoutingMetadata(*routing(top_k_index, num_experts, block))
+    order, offsets, tiles = routing_reference(top_k_index, num_experts, block)
+    every = _metadata(top_k_index, num_experts, block)[2].zero_()
+    every[:, 0] = -1
+    every[: len(tiles)] = tiles
+    return RoutingMetadata(order, offsets, every)
