@@ -68,6 +68,7 @@ def test_logits_and_generation_as_before(family, level):
 
 
 @FAMILY
+@pytest.mark.thorough
 def test_bf16_is_as_close_to_fp32(family):
     """With bf16 weights, loss and gradients are no further from fp32 than Hugging Face's (plus one bf16 rounding)."""
     every_expert = dict(num_experts_per_tok=4) if family == "mixtral" else None  # no rounding may choose other ones
@@ -120,6 +121,7 @@ def everything_in(module):
 
 @LEVEL
 @FAMILY
+@pytest.mark.thorough
 def test_nothing_else_changes(family, level):
     other = tiny.model(family)
     places = modeling(family), F, torch.nn, torch.nn.modules.linear, sys.modules[PreTrainedModel.__module__]
@@ -287,16 +289,16 @@ def test_a_gate_that_is_clamped_is_left_alone():
 
 
 def test_stacked_experts(monkeypatch):
-    """In every implementation that calls the method; the others run as they are, also if they are chosen afterwards."""
+    """In every implementation; one that is chosen afterwards runs as it is."""
     theirs, mine = built("mixtral", "instance")
-    for implementation, each in (("grouped_mm", 2), ("batched_mm", 2), ("eager", 0)):
+    for implementation, each in (("grouped_mm", 2), ("batched_mm", 0), ("eager", 0)):
         for model in (theirs, mine):
             model.set_experts_implementation(implementation)
         with counted(monkeypatch) as calls:
             assert_same_step(step(mine), step(theirs))
-        assert calls["swiglu"] == each
+        assert calls["experts"] == each
         report = liger.apply_liger_kernel(tiny.model("mixtral", experts_implementation=implementation))
-        assert report.of("MixtralExperts") == each
+        assert report.replaced["MixtralExperts", "liger_experts (SiLU)"] == 2
     assert liger.apply_liger_kernel(tiny.model("mixtral"), swiglu=False).of("MixtralExperts") == 0
 
 

@@ -75,10 +75,10 @@ def test_stacked_experts():
     for name in ("deepseek_v3", "gemma4_text", "mixtral", "qwen3_moe", "qwen3_next"):
         replaced = zoo.trial(name).report.replaced
         (by,) = {by for what, by in replaced if what.endswith("Experts")}
-        assert by == ("liger_geglu (tanh)" if "gemma" in name else "liger_swiglu") + " of stacked experts"
+        assert by == f"liger_experts ({'tanh GELU' if 'gemma' in name else 'SiLU'})"
     for name in ("deepseek_v4", "gpt_oss", "hy_v4"):
         (by,) = {by for what, by in zoo.trial(name).report.replaced if what.endswith("Experts")}
-        assert by == "liger_clamped_swiglu of stacked experts"
+        assert by == "liger_experts (clamped SiLU)"
     reasons = dict(llama4_text="its experts' weights are stacked, and its forward computes act(gate)·up itself")
     for name, why in (reasons | dict(nemotron_h="its experts have no gate")).items():
         assert why in {why for what, why in zoo.trial(name).report.left_alone if what.endswith("Experts")}, name

@@ -49,14 +49,14 @@ def pending(model):
 
 
 OPERATORS = (
-    "rms_norm", "fused_add_rms_norm", "norm_rope", "rope", "swiglu", "geglu", "cross_entropy",
+    "rms_norm", "fused_add_rms_norm", "norm_rope", "rope", "swiglu", "geglu", "experts", "cross_entropy",
     "fused_linear_cross_entropy",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def counted(monkeypatch):
-    """How often each operator runs: patched code looks them up when it calls them. (Experts call the two of `glu`.)"""
+    """How often each operator runs: patched code looks them up when it calls them."""
     calls = dict.fromkeys(OPERATORS, 0)
     gated_linear = activation_linear.gated_linear
 
@@ -80,7 +80,7 @@ def counted(monkeypatch):
 
 def expected(family, **switches):
     norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
-    glu = "geglu" if family.startswith("gemma") else "swiglu"
+    glu = "geglu" if family.startswith("gemma") else "experts" if family == "mixtral" else "swiglu"
     calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms - 4, fused_add_rms_norm=4, rope=2)
     calls["fused_linear_cross_entropy"] = 1
     if family == "qwen3":  # two norms and RoPE of each layer are one kernel

@@ -22,7 +22,8 @@ what was proved of the modules in whose place it stands: nothing is known by a n
 | loss | the family's forward calls its loss function, Hugging Face's causal one. What it does to the logits before \
 that is seen at every training step: [patching.md](patching.md) |
 | norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
-| MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16 |
+| MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16; of \
+[experts](experts.md), how far they are from exact in 16 bits |
 | RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
 | residual stream | whole layers, in fp32 and in bf16: bit for bit the same |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |

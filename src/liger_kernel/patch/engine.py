@@ -9,6 +9,7 @@ from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
 from liger_kernel.patch import head, private
+from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.gated_norm import GatedNorms
 from liger_kernel.patch.loss import LossInHead, LossOnLogits, causal_lms
 from liger_kernel.patch.mask import CausalMasks
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Stage by stage over all modules; within a stage a module is the first's that it may be of.
 STAGES = (
-    (GatedNorms(), Norms(), PlainMLPs(), GatedMLPs(), Ropes()),
+    (GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (ResidualStreams(), HeadNorms(), TiledMLPs()),  # of norms, attentions and MLPs that are ours by now
     (LossInHead(),),
     (LossOnLogits(),),

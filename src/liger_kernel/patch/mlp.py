@@ -1,9 +1,8 @@
-"""Gated MLPs, ``down(act(gate)·up)``, and stacked experts, by `liger_swiglu`, `liger_geglu`, `liger_clamped_swiglu`."""
+"""Gated MLPs, ``down(act(gate)·up)``, by `liger_swiglu`, `liger_geglu` and `liger_clamped_swiglu`."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
 from liger_kernel.patch.deferred import hooked, is_the_compilers, plain, shared
-from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
     INNER,
@@ -36,7 +34,6 @@ from liger_kernel.patch.probe import (
 )
 from liger_kernel.patch.rewrite import Kind, Rewrite
 
-GATE = "_apply_gate"  # the method of stacked experts
 PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
@@ -89,6 +86,7 @@ class GLU(Gated):
     gate: str
     up: str
     down: str
+    fusible = True
 
     def members(self, cls):
         what = self
@@ -111,34 +109,6 @@ class GLU(Gated):
             return activation_linear.gated_linear(a, b, what.act, down)
 
         return {"forward": forward}
-
-
-@dataclass(frozen=True)
-class Experts(Gated):
-    """Stacked weights with ``act(gate)·up`` in a method of its own, `GATE`, whose argument is gate beside up.
-
-    If ``interleaved``, every other column is the gate's.
-    """
-
-    interleaved: bool = False
-    method = GATE
-
-    @property
-    def kernel(self):
-        return f"{super().kernel} of stacked experts"
-
-    def members(self, cls):
-        what = self
-
-        def _apply_gate(self, gate_up):
-            if not plain(gate_up) or is_the_compilers(gate_up):
-                return cls._apply_gate(self, gate_up)
-            a, b = parted(gate_up, what.interleaved)
-            if isinstance(what.act, Clamped):
-                return what.act(a, b)
-            return functional.liger_swiglu(a, b) if what.act == "silu" else functional.liger_geglu(a, b, what.act)
-
-        return {GATE: _apply_gate}
 
 
 def parted(gate_up, interleaved=False):
@@ -198,7 +168,8 @@ def with_layers(module, sizes):
 
 
 @isolated()
-def _glu(module, reads) -> GLU | str:
+def prove(module: torch.nn.Module, reads: Reads | None = None) -> GLU | str:
+    reads = reads or Reads()
     projections = projections_of(module, PROJECTIONS)
     if projections is None or not takes_one_tensor(type(module).forward):
         return "it is not made of gate, up and down projections"
@@ -216,33 +187,6 @@ def _glu(module, reads) -> GLU | str:
 
     known = [(GLU(act, *projections), functools.partial(formula, function)) for act, function in gates(module)]
     return first_equal(run, known, noise(8, SIZE, seed=20), "down(act(gate)·up)", "SiLU or GELU", reads)
-
-
-@isolated()
-def _experts(module, reads) -> Experts | str:
-    gate = getattr(type(module), GATE, None)
-    if gate is None or not takes_one_tensor(gate):
-        return "its experts' weights are stacked, and its forward computes act(gate)·up itself"
-    has_gate = getattr(module, "has_gate", True)
-    reads.found[(), "has_gate"] = ("absent", None) if "has_gate" not in vars(module) else (type(has_gate), has_gate)
-    if not has_gate:
-        return "its experts have no gate"
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    forward = type(module).forward
-    used = inspect.getclosurevars(forward)
-    implementations = used.nonlocals.get("experts_interface") or used.globals.get("ALL_EXPERTS_FUNCTIONS", {})
-    if not mentions(implementations.get(implementation, forward), GATE):
-        return f"with experts_implementation={implementation!r} it computes act(gate)·up elsewhere than in {GATE}"
-
-    def run(x, make=shell):
-        return in_both_modes(lambda **mode: gate(make(module, {}, modes(module._modules, **mode), **mode), x))
-
-    known = [
-        (Experts(act, interleaved), lambda x, function=function, i=interleaved: function(*parted(x, i)))
-        for act, function in gates(module)
-        for interleaved in (False, True)
-    ]
-    return first_equal(run, known, noise(8, 2 * INNER, seed=20), "act(gate)·up", "SiLU or GELU", reads)
 
 
 def first_equal(run, known, x, name, activations, reads):
@@ -264,11 +208,6 @@ def first_equal(run, known, x, name, activations, reads):
     except Exception as error:
         return f"it could not be tried: {first_line(error)}"
     return why
-
-
-def prove(module: torch.nn.Module, reads: Reads | None = None) -> Gated | str:
-    stacked = any(p is not None and name.endswith("_proj") for name, p in module._parameters.items())
-    return (_experts if stacked else _glu)(module, reads or Reads())
 
 
 class GatedMLPs(Rewrite):

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp
 from liger_kernel.patch.deferred import plain
-from liger_kernel.patch.mlp import GLU, Experts, Gated, GatedMLPs
+from liger_kernel.patch.experts import StackedExperts
+from liger_kernel.patch.mlp import GLU, Gated, GatedMLPs
 from liger_kernel.patch.plain_mlp import Plain, PlainMLPs
 from liger_kernel.patch.private import swap
 from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
 
 FLAG = "tiled_mlp"
-MLPS = PlainMLPs(), GatedMLPs()
+MLPS = PlainMLPs(), StackedExperts(), GatedMLPs()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class TiledMLPs(Rewrite):
             what, parts = next(mlps for mlps in MLPS if mlps.may_be(module)).proved(walk, module)
         else:
             what, parts = known_as(module), type(module)._liger_parts
-        return "its experts are not tiled" if isinstance(what, Experts) else what, parts
+        tiled = isinstance(what, (str, GLU, Plain, Tiled))
+        return what if tiled else "its experts are not tiled", parts
 
     def leave(self, walk, module, why):
         if walk.flags.isdisjoint(self.flags[1:]):

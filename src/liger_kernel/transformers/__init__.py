@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from liger_kernel._public import homes
+from liger_kernel.patch import experts_interface
 from liger_kernel.patch.family_table import FUNCTIONS
 
 _PATCHES = {
@@ -18,6 +19,9 @@ _PATCHES = {
 _HOMES = {name: f"liger_kernel.ops.{home}" for name, home in homes("transformers").items()}
 _NEED_TRANSFORMERS = {name: f"liger_kernel.patch.{home}" for home, names in _PATCHES.items() for name in names.split()}
 _NEED_TRANSFORMERS |= dict.fromkeys(FUNCTIONS, "liger_kernel.patch.families")
+
+
+experts_interface.install()
 
 
 def is_transformers_available() -> bool:
