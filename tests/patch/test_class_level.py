@@ -88,6 +88,7 @@ def test_copies_are_as_their_originals():
     assert torch.equal(loss_of(pickled), loss_of(copied))
 
 
+@pytest.mark.thorough
 def test_twice_with_other_switches():
     """The second call stands; it says what has changed."""
     model = tiny.model("llama")

@@ -52,6 +52,7 @@ def test_a_compiled_model_has_no_mask(use_cache, reference_only):
     torch.testing.assert_close(out.loss, theirs(**batch()).loss, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_compiled_model(reference_only):
     theirs, mine = pair()
     attended(mine, **batch())[0].loss.backward()
@@ -232,6 +233,7 @@ def test_reported_and_reverted():
     assert type(model.model) is cls is modeling_gemma2.Gemma2Model
 
 
+@pytest.mark.thorough
 def test_five_lengths_one_recompilation(reference_only):
     """A dynamic length stays one."""
     _, mine = pair()

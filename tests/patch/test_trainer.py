@@ -124,6 +124,7 @@ def test_the_configuration_is_honoured(tmp_path, fused):
     assert type(model.model.norm) is not type(llama.model.norm)
 
 
+@pytest.mark.thorough
 def test_training_twice(tmp_path):
     """The Trainer patches on every call of train()."""
     run = trainer(tmp_path, byte_model(), True, steps=4)
@@ -169,6 +170,7 @@ def test_evaluation_during_training(tmp_path):
     assert sum("eval_loss" in entry for entry in run.state.log_history) == 2
 
 
+@pytest.mark.thorough
 def test_gradient_checkpointing(tmp_path):
     checkpointing = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False))
     mine, theirs, _ = both(tmp_path, steps=4, **checkpointing)
@@ -222,6 +224,7 @@ def test_peft(case, tmp_path, fused):
     assert len(fused) == (0 if case == "head" else 8)
 
 
+@pytest.mark.thorough
 def test_a_family_patch_before_loading(tmp_path, fused):
     """As axolotl and LLaMA-Factory do it, without the Trainer's knowledge."""
     theirs = trainer(tmp_path / "theirs", byte_model("qwen3"), False, steps=4)

@@ -1,5 +1,6 @@
 """Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over them."""
 
+import gc
 import os
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,6 +29,7 @@ def process(rank, store, checks):
         except BaseException as error:
             name = f"{check.func.__name__} {check.args or ''} {check.keywords or ''}"
             raise AssertionError(f"{name}, rank {rank}: {type(error).__name__}: {error}") from error
+    gc.collect()  # a DDP that outlives its group waits for the group's threads, and they for the GIL
     dist.destroy_process_group()
 
 
