@@ -569,7 +569,9 @@ def test_models_shows_what_is_replaced(answer):
     code, out, _ = answer("models", "mixtral", "gpt2")
     mixtral, gpt2, left = out.splitlines()
     assert code == 0 and mixtral.startswith("mixtral  ") and gpt2.startswith("gpt2  ")
-    assert all(kernel in mixtral for kernel in ("rms_norm (llama, offset 0)", "swiglu", "rotary_pos_emb", "no logits"))
+    assert all(
+        kernel in mixtral for kernel in ("rms_norm (llama, offset 0)", "experts (SiLU)", "rotary_pos_emb", "no logits")
+    )
     why = "it could not be tried: ValueError: it does something else in training than in evaluation"  # dropout
     assert left == f"    GPT2MLP: {why}"
     code, out, error = answer("models", "mixtrall")
