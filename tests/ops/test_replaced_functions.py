@@ -43,11 +43,13 @@ def outcome(fn, tensors):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_every_operator(case, replaced):
     torch.manual_seed(0)
-    tensors = {k: t.detach().to(DEVICE) for k, t in case.inputs(*case.shapes[1]).items()}
-    tensors = {k: t.to(replaced) if t.is_floating_point() else t for k, t in tensors.items()}
-    grad = {k: t.requires_grad for k, t in case.inputs(*case.shapes[1]).items()}
+    made = case.inputs(*case.shapes[1])
+    tensors = {k: t for k, t in made.items() if isinstance(t, torch.Tensor)}
+    others, grad = made.keys() - tensors.keys(), {k: t.requires_grad for k, t in tensors.items()}
+    tensors = {k: t.detach().to(DEVICE, replaced if t.is_floating_point() else None) for k, t in tensors.items()}
     for option in case.options:
-        given = {k: t.clone().requires_grad_(grad[k]) for k, t in tensors.items()} | option
+        given = {k: t.clone().requires_grad_(grad[k]) for k, t in tensors.items()} | {k: made[k] for k in others}
+        given |= option
         for a, b in zip(outcome(case.fn, given), outcome(case.reference, given), strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
