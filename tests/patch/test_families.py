@@ -11,7 +11,6 @@ import tiny
 import torch
 import torch.nn.functional as F
 from patched import (
-    EAGER_EXPERTS,
     FAMILY,
     LEVEL,
     ONE_LAYER,
@@ -190,7 +189,7 @@ def test_each_switch_alone(switch, monkeypatch):
 
 
 def test_the_report():
-    report = apply("mixtral", tiny.model("mixtral", **EAGER_EXPERTS))
+    report = apply("mixtral", tiny.model("mixtral", hidden_act="relu"))
     assert report.of("MixtralRMSNorm") == 5 and report.of("apply_rotary_pos_emb") == 2
     assert report.of("MixtralForCausalLM's loss") == 1
     assert {what for what, _ in report.left_alone} == {"MixtralExperts"}
@@ -203,7 +202,7 @@ def test_the_report():
 
 def test_the_report_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="liger_kernel"):
-        apply("mixtral", tiny.model("mixtral", **EAGER_EXPERTS))
+        apply("mixtral", tiny.model("mixtral", hidden_act="relu"))
     levels = {record.levelname: record.getMessage() for record in caplog.records}
     assert "MixtralRMSNorm" in levels["INFO"] and "swiglu" in levels["WARNING"]
 

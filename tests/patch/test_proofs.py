@@ -115,8 +115,8 @@ def test_norms_that_read_something_else():
 def test_modules_that_read_the_same_share_a_proof(monkeypatch):
     """Whatever else they hold: layer_idx is in every attention, and an MLP may have it, too."""
     tried = []
-    glu = gated._glu
-    monkeypatch.setattr(gated, "_glu", lambda *given: tried.append(1) or glu(*given))
+    counting = staticmethod(lambda *given: tried.append(1) or gated.prove(*given))
+    monkeypatch.setattr(gated.GatedMLPs, "prove", counting)
     mine, theirs, _ = holding(*(mlp(layer_idx=i, _note=object()) for i in range(3)))
     assert len(tried) == 1 and all(map(patched, mine)) and len({type(m) for m in mine}) == 1
     same(mine[2], theirs[2])

@@ -17,7 +17,6 @@ from liger_kernel.patch import logits
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
 ONE_LAYER = dict(num_hidden_layers=1)
-EAGER_EXPERTS = dict(experts_implementation="eager")
 BY_HEAD = dict(cross_entropy=False, fused_linear_cross_entropy=True)  # granite's default is the other one
 
 
