@@ -437,6 +437,7 @@ def examined():
 
 
 @pytest.mark.xdist_group("doctor")
+@pytest.mark.thorough
 def test_doctor(answer, monkeypatch, examined):
     monkeypatch.setattr(doctor, "examine", lambda: examined)
     code, out, err = answer("doctor", "--json")
@@ -471,6 +472,7 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
 
 
 @pytest.mark.xdist_group("doctor")
+@pytest.mark.thorough
 def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
     from liger_kernel._version import TESTED
 

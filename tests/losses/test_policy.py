@@ -74,6 +74,7 @@ def examples(n):
 
 @given(choices(OPTIONS), choices(BATCHES), st.integers(0, 2**16), st.sampled_from([None, 3, 17.0]), st.data())
 @examples(400)
+@pytest.mark.thorough
 def test_any_options(options, batch, seed, num_items, data):
     if options["loss_type"] not in CLIPPED:
         options["importance_sampling_level"] = "token"

@@ -201,6 +201,7 @@ def test_cross_entropy_on_logits(family, level, monkeypatch):
     "family",
     ["gemma2", *(pytest.param(f, marks=pytest.mark.thorough) for f in ("granite", "mixtral", "phi3", "qwen3"))],
 )
+@pytest.mark.thorough
 def test_compiles_whole(family):
     """One graph, the same loss and gradients, and no second compilation."""
     torch._dynamo.reset()

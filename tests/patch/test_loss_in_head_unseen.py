@@ -202,6 +202,7 @@ def test_such_code_after_the_step(case):
 
 @pytest.mark.parametrize("patched_first", [True, False])
 @pytest.mark.parametrize("part", ["lm_head", "model"])
+@pytest.mark.thorough
 def test_a_part_that_is_compiled_by_itself(part, patched_first):
     torch._dynamo.reset()
     theirs, mine = tiny.model("llama"), tiny.model("llama")

@@ -26,6 +26,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 def test_import_without_trl():
     run(WITHOUT_TRL, without=("trl", "transformers", "peft"))
 

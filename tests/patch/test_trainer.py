@@ -164,6 +164,7 @@ def test_evaluation_before_training(tmp_path):
     assert trainer(tmp_path, byte_model(), True).evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_evaluation_during_training(tmp_path):
     mine, theirs, run = both(tmp_path, steps=4, eval_strategy="steps", eval_steps=2)
     assert_same(mine, theirs)

@@ -89,6 +89,7 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
 
 
 @pytest.mark.parametrize("need_w", [True, False], ids=["all", "frozen weight"])
+@pytest.mark.thorough
 def test_the_budget_is_what_is_taken(need_w, small):
     """No tensor larger than what `plan` foresees, and none of all logits."""
     M, H, V, largest = 500, 64, 1000, []

@@ -46,6 +46,7 @@ def in_pytorch(x, weight, bias, act):
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.thorough
 def test_bits_of_the_two_operators(act, fused):
     """With kernels, a model gives the same with gradients and without."""
 
