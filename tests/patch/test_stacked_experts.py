@@ -10,12 +10,14 @@ import torch
 import zoo
 from patched import assert_same_step, counted, lora, step
 from programs import run
+from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.openai_privacy_filter.configuration_openai_privacy_filter import OpenAIPrivacyFilterConfig
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 import liger_kernel.transformers as liger
+from liger_kernel.patch import experts as by_name
 from liger_kernel.patch.experts import Experts, Gates, prove
 
 CLAMPED = "clamped SiLU"
@@ -249,6 +251,65 @@ def test_a_subclass_around_what_is_chosen_by_its_name(ran):
     assert ran() == 1
 
 
+@pytest.fixture
+def unproved():
+    """As before the first call by the name."""
+    by_name._proved.clear()
+
+
+def test_the_first_call_by_its_name(unproved, ran):
+    """Within a checkpoint, a transform, or another default dtype."""
+    theirs, mine = experts(), experts("mixtral", "liger")
+    given = routed(theirs)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        assert_same(mine, theirs, given)
+        first = len(packed)
+        assert_same(mine, theirs, given)
+    assert len(packed) == 2 * first
+    for use_reentrant in (False, True):
+        by_name._proved.clear()
+        x, index, weights = given
+        mine.zero_grad()
+        checkpoint(mine, x, index, weights, use_reentrant=use_reentrant).sum().backward()
+        torch.testing.assert_close(mine.down_proj.grad, outcome(theirs, given)[4])
+    by_name._proved.clear()
+    gradient = torch.func.grad(lambda x: mine(x, index, weights.detach()).sum())(x.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs(*given).sum(), x)[0])
+    by_name._proved.clear()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert_same(mine, theirs, given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_its_name_stands_for_what_transformers_has(unproved, ran, monkeypatch):
+    mine, theirs = experts("mixtral", "liger"), experts("mixtral", "batched_mm")
+    given = routed(mine)
+    assert_same(mine.double(), theirs.double(), [t.double() if t.is_floating_point() else t for t in given])
+    mine.float()(*given)
+    with_another_method_of_its_own(mine)
+    with pytest.raises(ValueError, match="MixtralExperts is not what liger_experts computes"):
+        mine(*given)
+    mine = experts("mixtral", "liger")
+    with_another_gate(mine, monkeypatch)
+    with pytest.raises(ValueError, match="MixtralExperts is not what liger_experts computes"):
+        mine(*given)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_each_token_by_itself(implementation, ran):
+    theirs = experts("mixtral", implementation)
+    mine, _ = patched(theirs)
+    given = [t.detach() for t in routed(theirs)]
+
+    def each(module):
+        return torch.vmap(lambda x, i, w: module(x[None], i[None], w[None])[0])(*given)
+
+    assert torch.equal(each(mine), each(theirs)) and not ran()
+
+
 @pytest.mark.thorough
 def test_known_by_its_name_whichever_is_imported_first():
     run("""
@@ -308,7 +369,22 @@ class Detached(MixtralExperts):
         return super().forward(hidden_states, top_k_index, top_k_weights.detach() * 2 - top_k_weights.detach())
 
 
-@pytest.mark.parametrize("cls", [Doubled, OnePerToken, Detached])
+class WithCapacity(MixtralExperts):
+    """Of an expert's tokens the first ones alone."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        share = (torch.nn.functional.one_hot(top_k_index.flatten(), self.num_experts + 1)).cumsum(0)
+        place = share.gather(1, top_k_index.flatten()[:, None]).view(top_k_index.shape)
+        kept = place <= 2 * top_k_index.numel() / self.num_experts
+        return super().forward(hidden_states, top_k_index, top_k_weights * kept)
+
+
+class WithClampedWeights(MixtralExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights.clamp(max=1.0))
+
+
+@pytest.mark.parametrize("cls", [Doubled, OnePerToken, Detached, WithCapacity, WithClampedWeights])
 def test_almost_experts(cls, reference_only):
     module = experts("mixtral", "eager")
     module.__class__ = cls
@@ -338,7 +414,27 @@ def with_another_method_of_its_own(module):
 
 
 def with_a_hook(module):
-    module.act_fn.register_forward_hook(lambda m, args, out: 2 * out)
+    getattr(module, "act_fn", module).register_forward_hook(lambda m, args, out: 2 * out)
+
+
+class Around(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_hook_within_the_activation(ran):
+    theirs = experts()
+    theirs.act_fn = Around()
+    mine, report = patched(theirs)
+    assert report.replaced
+    for module in (mine, theirs):
+        with_a_hook(module.act_fn.inner)
+    assert_same(mine, theirs, routed(theirs), rtol=0)
+    assert not ran()
 
 
 def with_its_own_activation(module):
@@ -350,6 +446,11 @@ def in_parts(module):
     module.to(torch.bfloat16)
 
 
+def with_another_product(module, monkeypatch):
+    linear = moe._grouped_linear
+    monkeypatch.setattr(moe, "_grouped_linear", lambda *args, **options: 2 * linear(*args, **options))
+
+
 def registered_anew(module, monkeypatch):
     other = moe.batched_mm_experts_forward
     monkeypatch.setitem(
@@ -359,7 +460,7 @@ def registered_anew(module, monkeypatch):
 
 CHANGES = (
     with_another_activation, with_another_gate, with_another_method_of_its_own, with_a_hook, with_its_own_activation,
-    in_parts, registered_anew,
+    in_parts, registered_anew, with_another_product,
 )  # fmt: skip
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from liger_kernel.core import devices
+from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.experts import ACTIVATIONS, experts_reference
+from liger_kernel.patch import functions
 from liger_kernel.patch.deferred import is_the_compilers, plain, seen
 from liger_kernel.patch.experts_interface import NAME as OURS
-from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.mlp import Clamped, Gated, first_equal, gates, parted
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.parts import Reads, unchanged
@@ -79,11 +82,12 @@ class Experts(Gated):
     def members(self, cls):
         what, names, registered = self, _arguments(cls.forward), _registered(cls.forward)
         proved = registered.get(what.implementation)
+        same = functions.same_globals(functions.used_by(proved)) if proved else None
 
         def forward(self, *args, **kwargs):
             given = dict(zip(names, args, strict=False), **kwargs)
             whole = len(args) + len(kwargs) == len(names) and given.keys() == set(names)
-            if whole and registered.get(what.implementation) is proved:
+            if whole and registered.get(what.implementation) is proved and (same is None or same()):
                 out = what.computed(self, *(given[name] for name in names))
                 if out is not None:
                     return out
@@ -96,7 +100,8 @@ class Experts(Gated):
         names = (*TABLES, *BIASES) if self.biases else TABLES
         tables = [getattr(module, name, None) for name in names]  # once: they may be computed
         given = x, index, weights, *tables
-        if any(t is None or not plain(t) for t in given) or seen(*module._modules.values()) or is_the_compilers(x):
+        inner = (part for child in module._modules.values() if child is not None for part in child.modules())
+        if any(t is None or not plain(t) for t in given) or seen(*inner) or is_the_compilers(x) or transformed():
             return None
         if not devices.has_kernels(x) and (x.is_meta or torch.compiler.is_compiling()):
             return None
@@ -169,13 +174,19 @@ def _tables(biases):
 def _given(powers, tables, transposed, dropped=False):
     """(x, the index, the weights, the tables). x's rows are of sizes between these powers of ten. The last expert has
     no token, one expert the first token twice, and what is ``dropped`` is none's."""
-    x = noise(TOKENS, SIZE, seed=12) * 10.0 ** torch.linspace(*powers, TOKENS)[:, None]
+    x = noise(TOKENS, SIZE, seed=12) * 10.0 ** torch.linspace(*powers, TOKENS, dtype=torch.float32)[:, None]
     index = noise(TOKENS, EXPERTS - 1, seed=10).topk(CHOSEN).indices
     index[0, 1] = index[0, 0]
     if dropped:
         index[1:6, 0] = EXPERTS
     tables = [t.mT.contiguous() if transposed and t.dim() == 3 else t for t in tables]
     return x, index, noise(TOKENS, CHOSEN, seed=11).sigmoid(), *tables
+
+
+def _crowded(given):
+    """All tokens have one expert: some drop what is beyond its capacity. Weights are 0, negative, or above 1, too."""
+    x, index, weights, *tables = given
+    return x, torch.ones_like(index), weights * (torch.arange(TOKENS)[:, None] - 9) / 3.0, *tables
 
 
 def _cast(given, dtype, weights=None):
@@ -275,6 +286,9 @@ def _tried(module, forward, reads) -> Experts | str:
             known = _first_same(module, got, large, transposed, biases)
             if known is None:
                 continue
+            crowded = _crowded(few)
+            if not _same(_outcome(run, crowded)[:2], _outcome(known, _cast(crowded, torch.float64))[:2]):
+                return "it does something else where one expert has all tokens, or with other routing weights"
             if not _lower(run, known, few):
                 return "it rounds elsewhere than Σ weight·down(act(gate)·up)"
             drops = _drops(functools.partial(run, **parallel), known, given((-1, 1), dropped=True))
@@ -307,20 +321,18 @@ def _first_same(module, got, given, transposed, biases):
 
 
 @isolated()
-def prove_forward(module, forwards, reads) -> Experts | str:
-    """What the first of these forwards is that is proved."""
-    held, found = held_in(module._parameters), "its forward calls the one that was chosen"
-    if held not in ({*TABLES}, {*TABLES, *BIASES}) or any(len(_arguments(forward)) != 3 for forward in forwards):
+def prove_forward(module, forward, reads) -> Experts | str:
+    held = held_in(module._parameters)
+    if forward is None:
+        return "its forward calls the one that was chosen"
+    if held not in ({*TABLES}, {*TABLES, *BIASES}) or len(_arguments(forward)) != 3:
         return "it is not made of a table of gate and up projections and one of down projections"
     if held_in(module._buffers):
         return "it holds more than its tables"
     further = [name for name, child in module._modules.items() if child and any(True for _ in child.parameters())]
     if further:
         return f"it has further layers: {', '.join(further)}"
-    for forward in forwards:
-        found = _tried(module, forward, reads)
-        if isinstance(found, Experts):
-            break
+    found = _tried(module, forward, reads)
     sizes = {name for (path, name), (kind, _) in reads.found.items() if kind is int and path in ((), ("config",))}
     if sizes - {*LIMITS} and isinstance(found, Experts):
         return f"its forward looks at {', '.join(sorted(sizes))}"
@@ -337,10 +349,10 @@ def _registered(forward):
     return used.nonlocals.get("experts_interface") or used.globals.get("ALL_EXPERTS_FUNCTIONS", {})
 
 
-def _transformers(forward) -> tuple:
-    """Its family's own code under the forward that chooses, and transformers' default."""
-    own = inspect.getclosurevars(forward).nonlocals.get("original_forward")
-    return (own, _registered(forward)[DEFAULT]) if own else ()
+def _stood_for(forward):
+    """What `OURS` stands for where the forward chooses among implementations: transformers' default."""
+    chooses = inspect.getclosurevars(forward).nonlocals.get("original_forward")
+    return _registered(forward)[DEFAULT] if chooses else None
 
 
 # ---- the proof of act(gate)·up alone ----
@@ -356,7 +368,7 @@ def prove_gates(module, reads) -> Gates | str:
     if not has_gate:
         return "its experts have no gate"
     chosen, forward = _implementation(module), type(module).forward
-    if not mentions(_registered(forward).get(chosen, forward), GATE):
+    if not functions.mentions(_registered(forward).get(chosen, forward), GATE):
         return f"with experts_implementation={chosen!r} it computes act(gate)·up elsewhere than in {GATE}"
 
     def run(x, make=shell):
@@ -372,8 +384,7 @@ def prove_gates(module, reads) -> Gates | str:
 
 def prove(module: torch.nn.Module, reads: Reads | None = None) -> Experts | Gates | str:
     reads, forward = reads or Reads(), type(module).forward
-    forwards = _transformers(forward) if _implementation(module) == OURS else (forward,)
-    found = prove_forward(module, forwards, reads)
+    found = prove_forward(module, _stood_for(forward) if _implementation(module) == OURS else forward, reads)
     return found if isinstance(found, Experts) else prove_gates(module, reads)
 
 
@@ -389,7 +400,7 @@ class StackedExperts(Rewrite):
 
 # ---- the forward that is chosen by its name ----
 
-_proved = {}  # class -> what its modules were proved to be, and the parts that this rests on
+_proved = weakref.WeakKeyDictionary()  # class -> what its modules were proved to be of late, and on which parts
 
 
 def _known(module) -> Experts | None:
@@ -401,12 +412,12 @@ def _why_not(module) -> str | None:
     """Why the operator is not its forward; if it is, `_known` has it. A graph that is being made has it from here."""
     if _known(module) is None:
         forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-        chosen_from = next(found for found in map(_transformers, forwards) if found)
-        reads = Reads()
-        what = prove_forward(module, chosen_from, reads)
+        forward, reads = next(filter(None, map(_stood_for, forwards))), Reads()
+        with ThreadPoolExecutor(1) as apart:  # none of the caller's hooks, modes and transforms are there
+            what = apart.submit(prove_forward, module, forward, reads).result()
         if isinstance(what, str):
             return what
-        _proved[type(module)] = *_proved.get(type(module), ()), (what, reads.parts())
+        _proved[type(module)] = *_proved.get(type(module), ())[-7:], (what, reads.parts())
     return None
 
 
@@ -428,5 +439,6 @@ def chosen(module, hidden_states, top_k_index, top_k_weights):
     if out is None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        return ALL_EXPERTS_FUNCTIONS["batched_mm" if hidden_states.is_meta else DEFAULT](module, *given)
+        without = hidden_states.is_meta or hidden_states.dtype == torch.float64  # which the default does not take
+        return ALL_EXPERTS_FUNCTIONS["batched_mm" if without else DEFAULT](module, *given)
     return out

@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from hardware import DEVICE
 
 from liger_kernel.ops.moe import choice, router
 from liger_kernel.ops.moe.router import liger_router, router_reference
+from liger_kernel.ops.moe.routing import compute_routing_metadata
 
 INF, NAN = float("inf"), float("nan")
 T, H = 7, 16
@@ -219,3 +221,16 @@ def test_errors(change, error, words, anywhere):
     change = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()}
     with pytest.raises(error, match=f"^liger_router: {words}"):
         liger_router(**dict(logits=drawn(3, 12), top_k=3) | change)
+
+
+def test_numbers_of_numpy():
+    logits = drawn(5, 8)
+    two, one = np.int64(2), np.int64(1)
+    got = liger_router(logits, two, groups=two, top_groups=one, eps=np.float64(0.5), normalize=True)
+    want = liger_router(logits, 2, groups=2, top_groups=1, eps=0.5, normalize=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    index = got[1]
+    for a, b in zip(
+        compute_routing_metadata(index, np.int64(8), np.int64(16)), compute_routing_metadata(index, 8, 16), strict=True
+    ):
+        assert torch.equal(a, b)

@@ -237,10 +237,12 @@ class LigerRouterFunction(Function):
 
 
 def _check_groups(name, E, top_k, groups, top_groups, best_of_a_group):
+    """-> groups and top_groups as ints."""
     if groups is None and top_groups is None:
-        return
+        return None, None
+    groups, top_groups = check.integer(name, "groups", groups), check.integer(name, "top_groups", top_groups)
     for argument, value in dict(groups=groups, top_groups=top_groups).items():
-        if check.integer(name, argument, value) < 1:
+        if value < 1:
             raise ValueError(f"{name}: {argument} is {value!r}, give a positive int")
     if best_of_a_group not in (1, 2):
         raise ValueError(f"{name}: best_of_a_group is {best_of_a_group!r}, give 1 or 2")
@@ -250,6 +252,7 @@ def _check_groups(name, E, top_k, groups, top_groups, best_of_a_group):
         )
     if top_groups > groups or top_k > top_groups * (E // groups):
         raise ValueError(f"{name}: top_groups is {top_groups!r} of {groups} with {E} experts, top_k is {top_k!r}")
+    return groups, top_groups
 
 
 def liger_router(
@@ -289,11 +292,12 @@ def liger_router(
         raise ValueError(f"{name}: logits have shape {tuple(logits.shape)}, give (T, E)")
     E = logits.shape[1]
     check.shape(name, "bias", bias, (E,))
-    if not 1 <= check.integer(name, "top_k", top_k) <= E:
+    top_k = check.integer(name, "top_k", top_k)
+    if not 1 <= top_k <= E:
         raise ValueError(f"{name}: top_k is {top_k!r}, give an int from 1 to the {E} experts")
     if score not in SCORES:
         raise ValueError(f"{name}: score is {score!r}, give one of {', '.join(SCORES)}")
-    _check_groups(name, E, top_k, groups, top_groups, best_of_a_group)
+    groups, top_groups = _check_groups(name, E, top_k, groups, top_groups, best_of_a_group)
     eps, scale = check.not_negative(name, "eps", eps), check.finite(name, "scale", scale)
     if not isinstance(normalize, bool):
         raise TypeError(f"{name}: normalize is {normalize!r}, give True or False")

@@ -161,8 +161,9 @@ def compute_routing_metadata(top_k_index: torch.Tensor, num_experts: int, block:
     check.integers(name, dict(top_k_index=top_k_index))
     if top_k_index.dim() != 2:
         raise ValueError(f"{name}: top_k_index has shape {tuple(top_k_index.shape)}, give (T, K)")
+    num_experts, block = check.integer(name, "num_experts", num_experts), check.integer(name, "block", block)
     for argument, value in dict(num_experts=num_experts, block=block).items():
-        if check.integer(name, argument, value) < 1:
+        if value < 1:
             raise ValueError(f"{name}: {argument} is {value!r}, give a positive int")
     if devices.has_kernels(top_k_index):
         return RoutingMetadata(*routing(top_k_index, num_experts, block))
