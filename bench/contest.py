@@ -56,6 +56,17 @@ class Contestant:
             return stopwatch(lambda given: self.gradients(given.pop(), dys), self.outputs)
         return stopwatch(lambda given: self.gradients(differentiable(self.fn(**given.pop())), dys), self.produced)
 
+    def kept(self) -> int:
+        """Bytes that stay between forward and backward: what is saved, and what comes out."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        given = [self.produced()]
+        outs = self.fn(**given.pop())
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        del outs
+        return kept
+
     def peak(self) -> int:
         """Bytes beyond inputs and incoming gradients, forward and backward together."""
         given, dys = [self.produced()], [dy.clone() for dy in self.dys]
@@ -79,7 +90,7 @@ def contest(fns: dict[str, Callable], inputs: dict, kinds, ceilings: Ceilings, a
             entrant = Contestant(fn, inputs)
             for kind in kinds * 2:
                 entrant.sample(kind, untimed)
-            figures[name] = {"peak_bytes": entrant.peak(), "ms": {}}
+            figures[name] = {"peak_bytes": entrant.peak(), "kept_bytes": entrant.kept(), "ms": {}}
             entrants[name] = entrant
         except Exception as e:  # whatever stops one contestant stands in its place in the table
             figures[name] = {"error": summary(e)}

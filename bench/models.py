@@ -20,6 +20,11 @@ SIZES = {
         head_dim=256, intermediate_size=9216, vocab_size=256000, tie_word_embeddings=True, query_pre_attn_scalar=256,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096,
     ),
+    "Qwen3-30B-A3B-8L": dict(  # 8 of its 48 layers
+        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, vocab_size=151936, tie_word_embeddings=False,
+    ),
     "Llama-100M": dict(  # a size of ours
         model_type="llama", hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
         head_dim=64, intermediate_size=2048, vocab_size=32000, tie_word_embeddings=True,

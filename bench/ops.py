@@ -111,7 +111,7 @@ def add_round(entry: dict, figures: dict, ceiling: float | None) -> None:
     if "error" in figures:
         entry.setdefault("error", figures["error"])
         return
-    entry["peak_bytes"] = figures["peak_bytes"]
+    entry |= {name: figures[name] for name in ("kept_bytes", "peak_bytes") if name in figures}
     entry.setdefault("ceiling", []).append(ceiling)
     for kind, ms in figures["ms"].items():
         entry.setdefault("ms", {}).setdefault(kind, []).append(ms)

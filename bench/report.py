@@ -18,6 +18,7 @@ import re
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NAMES = {
+    "grouped_mm": "grouped_mm",
     "eager": "PyTorch eager",
     "compile": "torch.compile",
     "graphs": "torch.compile, CUDA graphs",
@@ -237,18 +238,50 @@ def train(data: dict) -> str:
     return "\n\n".join(parts + failures(data["rows"], train_label))
 
 
+WAYS = {"": "eager", "compile": "torch.compile", "graphs": "torch.compile, CUDA graphs", "captured": "captured step"}
+
+
 def compiled(data: dict) -> str:
+    """Every way of every run, and ours against Hugging Face's by the same way."""
     names = contestants(data["rows"])
 
     def cell(entry):
         if "error" in entry:
             return entry["error"].split(":")[0]
-        return f"{entry['step_ms']:.1f} ms, {entry['peak_bytes'] / 1e9:.1f} GB"
+        accumulated = entry.get("accumulated_peak_bytes")
+        more = f" ({accumulated / 1e9:.1f} GB)" if accumulated else ""
+        return f"{entry['step_ms']:.1f} ms, {entry['peak_bytes'] / 1e9:.1f} GB{more}"
 
     rows = [[train_label(r), *(of(r, n, cell) for n in names)] for r in data["rows"]]
-    parts = [heading(data), "Time of a training step and its peak memory:"]
-    parts += [table(["model, sequence × batch", *(NAMES[n] for n in names)], rows), *hot_ceilings(data["rows"])]
+    against = [[train_label(r), *(ratio(r, way) for way in WAYS)] for r in data["rows"]]
+    parts = [
+        heading(data),
+        "Time of a training step and its peak memory (of one with 4 accumulated micro-batches):",
+        table(["model, sequence × batch", *(NAMES[n] for n in names)], rows),
+        "Ours as a multiple of Hugging Face's by the same way, time and memory, and how far apart the losses are; last, "
+        "ours compiled as a multiple of ours eager:",
+        table(
+            ["model, sequence × batch", *WAYS.values(), "compiled / eager"],
+            [[*line, ratio(r, "", "ours-compile", "ours")] for line, r in zip(against, data["rows"], strict=True)],
+        ),
+        *hot_ceilings(data["rows"]),
+    ]
     return "\n\n".join(parts + failures(data["rows"], train_label))
+
+
+def ratio(row: dict, way: str, one: str | None = None, other: str | None = None) -> str:
+    """``one`` / ``other``: our step / Hugging Face's by that way."""
+    one, other = one or f"ours-{way}".removesuffix("-"), other or way or "eager"
+    entries = [row["contestants"].get(name, {}) for name in (one, other)]
+    if not all("step_ms" in entry for entry in entries):
+        return "–"
+    a, b = entries
+    found = [f"{a['step_ms'] / b['step_ms']:.2f}"]
+    if b["peak_bytes"]:
+        found.append(f"{a['peak_bytes'] / b['peak_bytes']:.2f}")
+    if a.get("losses") and len(a["losses"]) == len(b.get("losses", ())):
+        found.append(f"losses within {max(abs(x - y) for x, y in zip(a['losses'], b['losses'], strict=True)):.1g}")
+    return ", ".join(found)
 
 
 def hot_ceilings(rows: list[dict]) -> list[str]:
@@ -420,6 +453,41 @@ def losses(data: dict) -> str:
         ),
     ]
     return "\n\n".join(parts + failures(rows, lambda r: f"{r['case']} {head_label(r)}"))
+
+
+def experts_cell(row: dict, entry: dict) -> str:
+    if "error" in entry:
+        return entry["error"].split(":")[0]
+    memory = " / ".join(f"{entry[which] / 2**30:.1f}" for which in ("kept_bytes", "peak_bytes"))
+    return f"{mean(entry['ms']['both']):.3g} ms ({share(row, entry):.0%}), {memory}"
+
+
+def experts_label(row: dict) -> str:
+    return f"{row['case']}, {row['shape'][0]:,} tokens{', skewed' if row['way'].startswith('skewed') else ''}"
+
+
+def experts_line(row: dict) -> str:
+    cells = (f"{name}: {experts_cell(row, entry)}" for name, entry in row["contestants"].items())
+    return f"{experts_label(row)}: " + "; ".join(cells)
+
+
+def experts(data: dict) -> str:
+    rows = data["rows"]
+    names = contestants(rows)
+    parts = [
+        heading(data),
+        "A layer of experts, forward and backward: time, its share of the ceiling (the layer's products at the rate of "
+        "a bf16 8192³ product in the same minute), GiB that stay between forward and backward / at the peak, beyond "
+        "the inputs:",
+        table(
+            ["layer", "ceiling, TFLOP/s", *map(title, names)],
+            [
+                [experts_label(r), ceiling_of(r), *(of(r, n, lambda e, r=r: experts_cell(r, e)) for n in names)]
+                for r in rows
+            ],
+        ),
+    ]
+    return "\n\n".join(parts + failures(rows, experts_label))
 
 
 def in_training(data: dict) -> list[dict]:
@@ -610,6 +678,7 @@ KINDS = {
     "parity": parity,
     "head": head,
     "losses": losses,
+    "experts": experts,
 }
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators

@@ -32,8 +32,14 @@ FAMILIES = {  # a layout or an activation each
 
 def experts(family="mixtral", implementation="grouped_mm", dtype=torch.float32):
     """Those of one layer."""
-    found = (m for m in zoo.build(family, dtype).modules() if hasattr(m, "down_proj") and "Experts" in type(m).__name__)
-    found = next(m for m in found if "down_proj" in m._parameters)
+    try:
+        model = zoo.build(family, dtype)
+    except KeyError:
+        pytest.skip(f"this transformers has no {family}")
+    found = (m for m in model.modules() if hasattr(m, "down_proj") and "Experts" in type(m).__name__)
+    found = next((m for m in found if "down_proj" in m._parameters), None)
+    if found is None:
+        pytest.skip(f"this transformers' {family} has no table of experts")
     found.config._experts_implementation = implementation
     return found
 
@@ -233,13 +239,13 @@ def test_chosen_by_its_name(ran):
     assert ran() == 8 and mine.config._experts_implementation == "liger"
 
 
-def test_a_name_that_cannot_be_honoured(reference_only):
-    for family, why in (("nemotron_h", "table of gate and up"), ("inkling2_text", "does not compute")):
-        module = experts(family, "liger")
-        x = torch.randn(3, module.down_proj.shape[1])
-        with pytest.raises(ValueError, match=f"'liger': {type(module).__name__} is not what liger_experts.*{why}"):
-            module(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
-        assert prove(copy.deepcopy(module)).startswith(("its experts", "with experts_implementation='liger'"))
+@pytest.mark.parametrize("family,why", [("nemotron_h", "table of gate and up"), ("inkling2_text", "does not compute")])
+def test_a_name_that_cannot_be_honoured(family, why, reference_only):
+    module = experts(family, "liger")
+    x = torch.randn(3, module.down_proj.shape[1])
+    with pytest.raises(ValueError, match=f"'liger': {type(module).__name__} is not what liger_experts.*{why}"):
+        module(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
+    assert prove(copy.deepcopy(module)).startswith(("its experts", "with experts_implementation='liger'"))
 
 
 def test_a_subclass_around_what_is_chosen_by_its_name(ran):

@@ -81,6 +81,12 @@ def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
     return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
 
 
+def copies_tiles(tensor: torch.Tensor) -> bool:
+    """Whether there is an engine that copies tiles to shared memory by descriptors: on NVIDIA from Hopper on."""
+    name = arch(tensor)
+    return INTERPRETED if name == "cpu" else name.startswith("sm_") and int(name[3:]) >= 90
+
+
 def in_autocast(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
 

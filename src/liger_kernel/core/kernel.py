@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.tile import TRITON, triton
+from liger_kernel.core.tile import TRITON, TensorDescriptor, triton
 
 CHECKED = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")  # versions of Triton for which `launch` was checked
 
@@ -26,9 +26,24 @@ def _kinds(args):
         if a.__class__ is int
         else a.__class__
         if a is None or a.__class__ is float
+        else (a.base.dtype, *a.block_shape)
+        if a.__class__ is TensorDescriptor
         else (a.dtype, a.data_ptr() % 16)
         for a in args
     ]
+
+
+def descriptor(tensor, block):
+    """What a kernel loads tiles of (block) of a 16-bit tensor by, where there is an engine for it, or None.
+
+    What is beyond the tensor is 0. The engine wants rows that begin at multiples of 16 bytes.
+    """
+    if tensor.element_size() != 2 or not tensor.numel() or not devices.copies_tiles(tensor):
+        return None
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % 16 or any(stride < 8 or stride % 8 for stride in strides):
+        return None
+    return TensorDescriptor.from_tensor(tensor, list(block))
 
 
 def _first_tensor(args):
@@ -76,20 +91,64 @@ def _launcher():
                 found = self.found.get(key)
                 hook = knobs.runtime.launch_enter_hook
                 if found is None or getattr(hook, "calls", hook):
-                    return self.find(key, grid, args, constants)
+                    return self.find(self.found, key, grid, args, constants)
                 x, y, z = (*grid, 1, 1)[:3]
                 run, function, metadata, rest = found
                 run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *args, *rest)
 
             return launch
 
-        def find(self, key, grid, args, constants):
+        def find(self, known, key, grid, args, constants):
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
             rest = tuple(constants[name] for name in self.arg_names[len(args) :])
-            self.found[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            known[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
             return compiled
+
+        def prepared(self, grid, numbers, constants):
+            known, (x, y, z) = {}, (*grid, 1, 1)[:3]
+
+            def launch(*tensors):
+                if active is None or not checked:  # the first launch of all finds out
+                    return self[grid](*tensors, *numbers, **constants)
+                device = active.get_current_device()
+                if tensors[0].get_device() not in (device, -1):
+                    return self[grid](*tensors, *numbers, **constants)
+                key = device, *[t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
+                found = known.get(key)
+                hook = knobs.runtime.launch_enter_hook
+                if found is None or getattr(hook, "calls", hook):
+                    return self.find(known, key, grid, (*tensors, *numbers), constants)
+                run, function, metadata, rest = found
+                stream = active.get_current_stream(device)
+                run(x, y, z, stream, function, metadata, None, None, None, *tensors, *numbers, *rest)
+
+            return launch
 
     return Kernel
 
 
 kernel = _launcher()
+
+
+def prepared(kernel, grid, *numbers, **constants):
+    """-> the launches with this grid, these numbers and constants, as a function of the tensors (None for none), the
+    first of which is one.
+
+    Tensors come first among the kernel's arguments. Where shapes and strides come again, as in every layer and step,
+    a caller keeps it by these: what Triton specialises on is then asked of the tensors' pointers alone.
+    """
+    if hasattr(kernel, "prepared"):
+        return kernel.prepared(grid, numbers, constants)
+    return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
+
+
+class Plans(dict):
+    """What was made once of shapes, strides, dtypes and devices, by these; forgotten where it becomes too much."""
+
+    MOST = 1024
+
+    def add(self, key, plan):
+        if len(self) >= self.MOST:
+            self.clear()
+        self[key] = plan
+        return plan

@@ -3,6 +3,7 @@
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     TRITON = True
 except ImportError:  # no Triton on this platform: operators run their reference in PyTorch
@@ -14,7 +15,7 @@ except ImportError:  # no Triton on this platform: operators run their reference
         def __call__(self, fn=None, **_):
             return fn
 
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
     TRITON = False
 
 

@@ -400,6 +400,7 @@ class StackedExperts(Rewrite):
 
 # ---- the forward that is chosen by its name ----
 
+ASKS = torch.__version__ >= (2, 13)  # whether Dynamo lets a function of a module be constant
 _proved = weakref.WeakKeyDictionary()  # class -> what its modules were proved to be of late, and on which parts
 
 
@@ -424,18 +425,21 @@ def _why_not(module) -> str | None:
 def chosen(module, hidden_states, top_k_index, top_k_weights):
     """The experts' forward under the name `OURS`; one of transformers' for tensors that have no kernel.
 
+    And in a graph that an older torch makes, which cannot ask `_why_not`.
+
     Raises:
         ValueError: the module was not proved to compute what `liger_experts` does.
     """
-    why_not = _why_not(module)
-    if why_not is not None:
-        raise ValueError(
-            f"experts_implementation={OURS!r}: {type(module).__name__} is not what liger_experts computes, since "
-            f"{why_not}; give another, as {DEFAULT!r}"
-        )
-    given = hidden_states, top_k_index, top_k_weights
-    what = _known(module)
-    out = None if what is None else what.computed(module, *given)
+    given, out = (hidden_states, top_k_index, top_k_weights), None
+    if ASKS or not torch.compiler.is_dynamo_compiling():
+        why_not = _why_not(module)
+        if why_not is not None:
+            raise ValueError(
+                f"experts_implementation={OURS!r}: {type(module).__name__} is not what liger_experts computes, since "
+                f"{why_not}; give another, as {DEFAULT!r}"
+            )
+        what = _known(module)
+        out = None if what is None else what.computed(module, *given)
     if out is None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

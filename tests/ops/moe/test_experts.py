@@ -185,28 +185,32 @@ def test_the_same_bits_twice():
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-def test_several_tiles_and_blocks(monkeypatch):
-    """Of rows and columns, where shapes of tests have one."""
-    launch = experts.launch_bwd.__globals__["_launch"]
+@pytest.mark.parametrize("bulk", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
+    """Of rows and columns, where shapes of tests have one. Descriptors take 16 bits, and their rows are gathered."""
+    names = experts.launch_bwd.__globals__
+    launch = names["_launch"]
 
     def narrow(*args):
-        _, blocks = launch(*args)
-        return 32, blocks | dict(BLOCK_K=16, EVEN=args[2] % 16 == 0)
+        return 32, launch(*args)[1] | dict(BLOCK_K=16)
 
-    monkeypatch.setitem(experts.launch_bwd.__globals__, "_launch", narrow)
+    monkeypatch.setitem(names, "_launch", narrow)
+    monkeypatch.setitem(names, "GATHERED", 1)
     monkeypatch.setitem(LigerFusedMoEFunction.forward.__globals__, "tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
     given = drawn(50, 2, biases=True)
-    for name, shape in dict(x=(50, 50), gate_up_proj=(E, 72, 50), down_proj=(E, 50, 36), gate_up_bias=(E, 72),
-                            down_bias=(E, 50)).items():  # fmt: skip
+    H, I = (264, 40) if bulk else (50, 36)  # noqa: E741, N806
+    for name, shape in dict(x=(50, H), gate_up_proj=(E, 2 * I, H), down_proj=(E, H, I), gate_up_bias=(E, 2 * I),
+                            down_bias=(E, H)).items():  # fmt: skip
         given[name] = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
-    want = outcome(experts_reference, changed(given, F64), interleaved=True)
-    got = outcome(liger_experts, given, interleaved=True)
+    given["gate_up_proj"] = (given["gate_up_proj"].detach() / H**0.5).requires_grad_()
+    dtype, bound = (torch.bfloat16, 8 * 2**-8) if bulk else (torch.float32, 3e-6)
+    given = changed(given, dtype)
+    want = outcome(experts_reference, changed(given, F64), interleaved=interleaved)
+    got = outcome(liger_experts, given, interleaved=interleaved)
     for name in want:
-        assert (got[name].double() - want[name]).abs().max() <= 3e-6 * want[name].abs().max(), name
-    want, got = outcome(experts_reference, changed(given, F64)), outcome(liger_experts, given)
-    for name in want:
-        assert (got[name].double() - want[name]).abs().max() <= 3e-6 * want[name].abs().max(), name
+        assert (got[name].double() - want[name]).abs().max() <= bound * want[name].abs().max(), name
 
 
 # ---- what is kept, and what is written over ----
