@@ -24,7 +24,17 @@ class WithZLoss(transformers.LlamaForCausalLM):
         return out
 
 
-def check(rank, name, family, patched, z_loss=False):
+def compile_parts(model, parts):
+    """Each of its layers, before it is sharded, or then the whole model. In the graph we are at any size."""
+    from liger_kernel.patch import deferred
+
+    deferred.IN_GRAPH = 0
+    backend = "aot_eager" if DEVICE == "cpu" else "inductor"
+    for part in model.model.layers if parts == "layers" else [model]:
+        part.compile(backend=backend, fullgraph=parts == "layers")
+
+
+def check(rank, name, family, patched, z_loss=False, checkpointing=False, compiled=None):
     from liger_kernel.patch import engine
     from liger_kernel.transformers import apply_liger_kernel
 
@@ -32,13 +42,19 @@ def check(rank, name, family, patched, z_loss=False):
     mine = ids[2 * rank : 2 * rank + 2]
     alone = tiny.model(family).to(DEVICE)
     model = tiny.model(family).to(DEVICE)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     if z_loss:
         alone.__class__ = model.__class__ = WithZLoss
     if patched == "before":
         apply_liger_kernel(model)
+    if compiled == "layers":
+        compile_parts(model, compiled)
     model = WRAPPERS[name](model)
     if patched == "after":
         apply_liger_kernel(model)
+    if compiled == "model":
+        compile_parts(model, compiled)
     for _ in range(STEPS):  # gradients of the second step are added
         want = alone(input_ids=ids, labels=ids)
         want.loss.backward()
@@ -61,10 +77,27 @@ def check(rank, name, family, patched, z_loss=False):
 
 CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
 CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
+CASES += [
+    (name, "mixtral", "before") for name in (WRAPPERS if DEVICE == "cuda" else ("DDP", "FSDP2")) if "head" not in name
+]
 CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
 CHECKS += [partial(check, name=name, family="llama", patched="before", z_loss=True) for name in WRAPPERS]
+CHECKS += [
+    partial(check, name="FSDP2", family=family, patched="before", checkpointing=True) for family in ("qwen3", "mixtral")
+]
 
 
 @pytest.mark.thorough
 def test_sharded_models_train_as_one(tmp_path):
     ranks.run(CHECKS, tmp_path)
+
+
+COMPILED = [
+    partial(check, name="FSDP2", family=family, patched="before", compiled=parts)
+    for family, parts in (("qwen3", "layers"), ("llama", "model"))
+]
+
+
+@pytest.mark.thorough
+def test_sharded_and_compiled(tmp_path):
+    ranks.run(COMPILED, tmp_path)

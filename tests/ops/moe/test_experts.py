@@ -11,7 +11,7 @@ from memory import collect
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.ops.moe import experts
+from liger_kernel.ops.moe import experts, products
 from liger_kernel.ops.moe.experts import LigerExperts, LigerFusedMoEFunction, experts_reference, liger_experts
 
 T, H, I, E, K = 9, 12, 10, 4, 3  # noqa: E741
@@ -189,15 +189,10 @@ def test_the_same_bits_twice():
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
     """Of rows and columns, where shapes of tests have one. Descriptors take 16 bits, and their rows are gathered."""
-    names = experts.launch_bwd.__globals__
-    launch = names["_launch"]
-
-    def narrow(*args):
-        return 32, launch(*args)[1] | dict(BLOCK_K=16)
-
-    monkeypatch.setitem(names, "_launch", narrow)
-    monkeypatch.setitem(names, "GATHERED", 1)
-    monkeypatch.setitem(LigerFusedMoEFunction.forward.__globals__, "tile_rows", lambda *args: 16)
+    launch = products._launch
+    monkeypatch.setattr(products, "_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16)))
+    monkeypatch.setattr(products, "GATHERED", 1)
+    monkeypatch.setattr(experts, "tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
     given = drawn(50, 2, biases=True)
     H, I = (264, 40) if bulk else (50, 36)  # noqa: E741, N806

@@ -106,7 +106,7 @@ def liger_expert_parallel(
     The host waits for the device once in a forward: it must know how many rows go to each rank. `torch.compile` leaves
     the call as it is.
     """
-    name, E = "liger_expert_parallel", gate_up_proj.shape[0]
+    name = "liger_expert_parallel"
     check.floats(name, dict(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, top_k_weights=top_k_weights))
     check.integers(name, dict(top_k_index=top_k_index))
     if not parallel.is_group(group):
@@ -121,6 +121,7 @@ def liger_expert_parallel(
     dtype = x.dtype
     if devices.in_autocast(x) and dtype != torch.float64:
         x = rounded(x, torch.get_autocast_dtype(x.device.type))
+    E = gate_up_proj.shape[0]
     rows = _Rows(top_k_index, ranks * E)
     theirs = parallel.all_to_all(rows.counts, None, None, group)
     sent, received = torch.stack([n.view(ranks, E).sum(1) for n in (rows.counts, theirs)]).tolist()

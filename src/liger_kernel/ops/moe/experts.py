@@ -25,7 +25,8 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, rounded
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference, geglu_reference, swiglu_reference
-from liger_kernel.ops.moe.grouped import experts_bwd, experts_fwd, launch_bwd, tile_rows
+from liger_kernel.ops.moe.grouped import experts_bwd, experts_fwd, launch_bwd
+from liger_kernel.ops.moe.products import tile_rows
 from liger_kernel.ops.moe.routing import compute_routing_metadata as compute_routing_metadata
 from liger_kernel.ops.moe.routing import routing
 
