@@ -20,6 +20,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 endif
 
+unexport PYTHONDONTWRITEBYTECODE  # torch and transformers are compiled once, and not in each of a hundred processes
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS) --dist loadgroup)
 INSTALL = $(PYTHON) -m pip install --quiet --no-compile

@@ -3,7 +3,9 @@
     PYTHONPATH=src python -m bench.compile [--runs large|small|MODEL@SEQUENCExBATCH,...]
 
 As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its own. Those that say
-"graphs" are compiled with ``mode="reduce-overhead"``; "captured" is a whole step, optimizer and all, in one CUDA graph.
+"graphs" are compiled with ``mode="reduce-overhead"``; "captured" is a whole step in CUDA graphs: one of forward and
+backward of a micro-batch, one of the optimizer. Of these another step, of 4 accumulated micro-batches, shows what
+gradients hold.
 """
 
 from __future__ import annotations
@@ -17,30 +19,37 @@ WARMUP = 3
 
 
 def captured(model, called, data: torch.Tensor):
-    """``step(batch)``: a replay of the captured step of a model that has done some, on a copy of the batch."""
+    """``step(*batches)``: replays of the captured step of a model that has done some, on copies of the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     ids = data[0].clone()
 
-    def step():
+    def accumulate():
         loss = called(input_ids=ids, labels=ids).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
         return loss.detach()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # the gradients stay where the graphs know them
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARMUP):
-            step()
+            accumulate()
+            update()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    forward_backward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward_backward):
+        loss = accumulate()
+    with torch.cuda.graph(rest, pool=forward_backward.pool()):
+        update()
 
-    def replay(batch):
-        ids.copy_(batch)
-        graph.replay()
+    def replay(*batches):
+        for batch in batches:
+            ids.copy_(batch)
+            forward_backward.replay()
+        rest.replay()
         return loss.clone()
 
     return replay
@@ -48,11 +57,11 @@ def captured(model, called, data: torch.Tensor):
 
 def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str) -> dict:
     make = captured if contestant.endswith("captured") else None
-    return train.work(contestant, name, sequence, batch, warmup, timed, device, make=make, accumulates=False)
+    return train.work(contestant, name, sequence, batch, warmup, timed, device, make=make, accumulates=make is not None)
 
 
 def main(argv: list[str] | None = None) -> None:
-    shown = ("step_ms", "peak_bytes", "losses")
+    shown = ("step_ms", "peak_bytes", "accumulated_peak_bytes", "losses")
     usual = [name for name in CONTESTANTS if name != "peer"]
     runs.main("compile", work, __doc__, argv, usual=usual, steps=8, shown=shown, known=CONTESTANTS)
 

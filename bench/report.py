@@ -258,7 +258,7 @@ def compiled(data: dict) -> str:
         heading(data),
         "Time of a training step and its peak memory (of one with 4 accumulated micro-batches):",
         table(["model, sequence × batch", *(NAMES[n] for n in names)], rows),
-        "Ours as a multiple of Hugging Face's by the same way, time and memory, and how far apart the losses are; last, "
+        "Ours as a multiple of Hugging Face's by the same way: time, memory, and how far apart the losses are. Last, "
         "ours compiled as a multiple of ours eager:",
         table(
             ["model, sequence × batch", *WAYS.values(), "compiled / eager"],

@@ -80,6 +80,7 @@ OPERATORS = {  # a line for each file
         "LigerTiledMLPFunction apply_tiled_mlp", transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
         paths="ops.tiled_mlp transformers.tiled_mlp",
     ),
+    "mlp.xielu": Operator("LigerXIELUFunction", "liger_xielu", "LigerXIELU"),
     "moe.expert_parallel": Operator(functional="liger_expert_parallel", paths="transformers.moe"),
     "moe.experts": Operator("LigerFusedMoEFunction", "liger_experts", "LigerExperts", "ops.fused_moe"),
     "moe.load_balancing": Operator("LigerLoadBalancingFunction", "liger_load_balancing_loss"),

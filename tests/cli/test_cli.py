@@ -125,7 +125,7 @@ def test_bad_input_that_the_training_process_finds(answer):
 
 def test_too_large_a_model_is_refused_before_it_is_built():
     with pytest.raises(BadInput, match="billion parameters need .* GB for weights, gradients and optimizer, cpu has"):
-        build.model(Training(model="llama-3-8b", sizes={"layers": 5000}), torch.float32, torch.device("cpu"))
+        build.model(Training(model="llama-3-8b", sizes={"vocab_size": 10**9}), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("missing, argv", [("matplotlib", "--chart a.png"), ("transformers", ""), ("accelerate", "")])

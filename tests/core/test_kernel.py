@@ -3,6 +3,7 @@
 import pytest
 
 from liger_kernel.core.devices import AMD
+from liger_kernel.core.kernel import Plans
 
 pytestmark = pytest.mark.skipif(AMD, reason="kernels are Triton's own there")
 
@@ -38,6 +39,42 @@ def test_every_launch_arrives(run):
         for a in arrived:
             assert a[3] == 0 and a[9] is x and a[11] is y and a[12:] == (64, 0.5, False, 64), a
     """)
+
+
+def test_a_prepared_launch(run):
+    """It arrives as any other, and what Triton specialises on is asked of the tensors alone; a hook sees it."""
+    run("""
+        from liger_kernel.core.kernel import prepared
+
+        arrived = []
+        portability._Launched.run = lambda self, *args: arrived.append(args)
+        ready = prepared(copy, (3, 2), 64, 0.5, ROUND=False, BLOCK=64, num_warps=4)
+
+        def how(*tensors):
+            before = len(bound)
+            ready(*tensors)
+            return "bound" if len(bound) > before else "found"
+
+        ready(x, None, y)  # the first launch of all finds out where it runs
+        assert [how(x, None, y) for _ in range(3)] == ["bound", "found", "found"]
+        others = (x, x, y), (x.half(), None, y), (x[1:], None, y)
+        assert [how(*t) for t in others] == ["bound"] * 3 and [how(*t) for t in others] == ["found"] * 3
+        assert how(torch.nn.Parameter(x), None, y) == "found" and len(launches) == 4
+        ready(x, None, y)
+        copy[3, 2](x, None, y, 64, 0.5, ROUND=False, BLOCK=64, num_warps=4)
+        one, other = arrived[-2:]
+        assert one[:3] == (3, 2, 1) and all(a is b or a == b for a, b in zip(one, other, strict=True)), arrived
+        triton.knobs.runtime.launch_enter_hook = lambda metadata: None
+        assert how(x, None, y) == "bound"
+    """)
+
+
+def test_plans_are_not_kept_for_ever():
+    plans = Plans()
+    plans.MOST = 3
+    for n in range(5):
+        assert plans.add(n, str(n)) == str(n) == plans.get(n)
+    assert len(plans) <= 3
 
 
 @pytest.mark.thorough

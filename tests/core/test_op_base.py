@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _public
 from liger_kernel.core import devices, op, reduce, tile
+from liger_kernel.core.kernel import Plans
 from liger_kernel.core.op import custom_op, may_overwrite
 from liger_kernel.ops.norm import rows
 from liger_kernel.ops.norm.rms_norm import LigerRMSNormFunction, liger_rms_norm, rms_norm_reference
@@ -304,6 +305,7 @@ def test_compiled_floats_stay_floats(monkeypatch):
     """A float that torch.compile makes dynamic must not become an fp64 tensor that a kernel loads."""
     kernel = Launches(rows._fwd)
     monkeypatch.setattr(rows, "_fwd", kernel)
+    monkeypatch.setattr(rows, "_forwards", Plans())
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, eps: liger_rms_norm(x, None, eps), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8, device=DEVICE)
@@ -316,7 +318,7 @@ def test_compiled_floats_stay_floats(monkeypatch):
 
 def test_without_kernels_an_operator_is_its_reference(reference_only, monkeypatch):
     """For a user without a GPU, also through the Function, with autograd's own gradients."""
-    monkeypatch.setattr(rows, "_fwd", None)
+    monkeypatch.setattr(rows, "_forwards", None)
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     want = rms_norm_reference(x, w)
     for got in (LigerRMSNormFunction.apply(x, w, 1e-6), liger_rms_norm(x, w)):

@@ -120,11 +120,16 @@ def checked(tmp_path_factory):
     return {name: [x for x in done.stdout.splitlines() if x.startswith(f"{name}:")] for name in ("right.py", *wrong)}
 
 
+ONCE = pytest.mark.xdist_group("mypy")  # `checked` is made in one process
+
+
+@ONCE
 @pytest.mark.thorough
 def test_what_is_right_passes(checked):
     assert checked["right.py"] == []
 
 
+@ONCE
 @pytest.mark.thorough
 @pytest.mark.parametrize("number, line", list(enumerate(WRONG)), ids=list(WRONG))
 def test_what_is_wrong_does_not(checked, number, line):

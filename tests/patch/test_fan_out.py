@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 
+from liger_kernel.ops.mlp.swiglu_mlp import GatedMLP
 from liger_kernel.patch import deferred
 from liger_kernel.patch.fan_out import FanOut
 from liger_kernel.transformers import apply_liger_kernel
@@ -148,3 +149,25 @@ def test_only_where_it_pays_and_is_known(how, small_ones_too, monkeypatch):
     with torch.set_grad_enabled(how != "no gradient"), autocast:
         mine(**batch)
     assert not small_ones_too
+
+
+@pytest.mark.parametrize("how", ["small", "large", "hooked", "frozen"])
+def test_a_small_mlp_is_one_node(how, monkeypatch):
+    """That saves the host's time; a large one takes what saves memory, a layer that does more is called."""
+    calls, apply = [], GatedMLP.apply
+    monkeypatch.setattr(GatedMLP, "apply", lambda *args: calls.append(1) or apply(*args))
+    monkeypatch.setattr(deferred, "LARGE", 0 if how == "large" else 2**23)
+    theirs, mine = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
+    apply_liger_kernel(mine)
+    for model in (theirs, mine):
+        first = model.model.layers[0].mlp
+        if how == "hooked":
+            first.up_proj.register_forward_hook(lambda module, args, out: 2 * out)
+        if how == "frozen":
+            first.gate_proj.requires_grad_(False)
+        model(**{k: v.to(DEVICE) for k, v in tiny.batch().items()}).loss.backward()
+    assert len(calls) == {"small": 2, "large": 0}.get(how, 1)
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)

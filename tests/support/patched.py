@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import activation_linear
+from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.patch import logits
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -57,11 +57,16 @@ OPERATORS = (
 def counted(monkeypatch):
     """How often each operator runs: patched code looks them up when it calls them."""
     calls = dict.fromkeys(OPERATORS, 0)
-    gated_linear = activation_linear.gated_linear
+    gated_linear, by_layers = activation_linear.gated_linear, swiglu_mlp.by_layers
 
     def counting_glu(a, b, act, linear):
         calls["swiglu" if act == "silu" else "geglu"] += 1
         return gated_linear(a, b, act, linear)
+
+    def counting_mlp(x, *layers):
+        out = by_layers(x, *layers)
+        calls["swiglu" if layers[-1] == "silu" else "geglu"] += out is not None
+        return out
 
     def counting(name, function):
         def call(*args, **kwargs):
@@ -72,6 +77,7 @@ def counted(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(activation_linear, "gated_linear", counting_glu)
+        patched.setattr(swiglu_mlp, "by_layers", counting_mlp)
         for name in calls:
             patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
         yield calls

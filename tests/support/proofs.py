@@ -8,7 +8,7 @@ from hardware import DEVICE
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import activation_linear
+from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.transformers import apply_liger_kernel
 
 
@@ -38,6 +38,7 @@ def counted(monkeypatch):
         return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
 
     monkeypatch.setattr(activation_linear, "gated_linear", counting("glu", activation_linear.gated_linear))
+    monkeypatch.setattr(swiglu_mlp.GatedMLP, "apply", counting("glu", swiglu_mlp.GatedMLP.apply))
     for name in ("liger_rms_norm", "liger_layer_norm", "liger_fused_add_rms_norm", "liger_norm_rope", "liger_rope"):
         monkeypatch.setattr(functional, name, counting(name, getattr(functional, name)))
     return calls

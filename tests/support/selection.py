@@ -26,12 +26,12 @@ def pytest_collection_modifyitems(config, items):
         entries = [(lists[item.parent, item.originalname, n, whole], id) for n, id in enumerate(ids)]
         places[item] = [(entry.setdefault(id, len(entry)), entry) for entry, id in entries]
     for item, own in places.items():
-        longest = max((len(entry) for _, entry in own), default=1)
-        entry_of_each = [i for i in range(longest) if all(i % len(entry) == place for place, entry in own)]
-        if entry_of_each and (entry_of_each[0] < FEW or not _is_of_one(item)):
+        place, longest = max(((place, len(entry)) for place, entry in own), key=lambda one: one[1], default=(0, 1))
+        of_each = all(place % len(entry) == its for its, entry in own)  # as if one went through all lists at once
+        if of_each and (place < FEW or not _is_of_one(item)):
             continue
         item.add_marker("thorough")
-        many = not entry_of_each and counts[item.parent, item.originalname] > MANY
+        many = not of_each and counts[item.parent, item.originalname] > MANY
         if many and DEVICE == "cpu" and sum(place for place, _ in own) % 3:
             dropped.append(item)
     if dropped:

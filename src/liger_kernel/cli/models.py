@@ -23,7 +23,8 @@ what was proved of the modules in whose place it stands: nothing is known by a n
 that is seen at every training step: [patching.md](patching.md) |
 | norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
 | MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16; of \
-[experts](experts.md), how far they are from exact in 16 bits |
+[experts](experts.md), how far they are from exact in 16 bits; of [routers](experts.md#routers), which experts they \
+choose, and how they weigh them |
 | RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
 | residual stream | whole layers, in fp32 and in bf16: bit for bit the same |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |

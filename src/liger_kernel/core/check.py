@@ -31,6 +31,23 @@ def _tensors(name, required, optional, dtypes, wanted):
             raise ValueError(f"{name}: {known} is on {device}, {argument} on {x.device}, give one device")
 
 
+class Misfit(ValueError, AssertionError):
+    """A number, a shape or an option that does not fit. Existing code expects an AssertionError for many of them."""
+
+
+def fits(x, shape, *tensors):
+    """Whether each of the tensors is None, or floating point, of this shape and on x's device.
+
+    Within a microsecond: for a Function that may be applied by itself. If not, the function's own checks say why.
+    """
+    for t in tensors:
+        if t is not None and not (
+            isinstance(t, torch.Tensor) and t.shape == shape and t.device == x.device and t.dtype in FLOATS
+        ):
+            return False
+    return True
+
+
 def floats(name, required, **optional):
     """All are floating point tensors on one device. An optional one may be None."""
     _tensors(name, required, optional, FLOATS, "a floating point tensor (fp32, bf16, fp16 or fp64)")
@@ -44,7 +61,7 @@ def integers(name, required, **optional):
 def shape(name, argument, x, *shapes):
     """``x`` is None or has one of these shapes."""
     if x is not None and tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}")
+        raise Misfit(f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}")
 
 
 def _number(wanted, fits, kind=(float, int, Real), convert=float):
@@ -53,7 +70,7 @@ def _number(wanted, fits, kind=(float, int, Real), convert=float):
         if not usual and (value is True or value is False or not isinstance(value, kind)):
             raise TypeError(f"{name}: {argument} is {value!r}, give {wanted}")
         if not fits(value):
-            raise ValueError(f"{name}: {argument} is {value!r}, give {wanted}")
+            raise Misfit(f"{name}: {argument} is {value!r}, give {wanted}")
         return convert(value)
 
     check.__doc__ = f"-> ``value`` as a Python number. It must be {wanted}."

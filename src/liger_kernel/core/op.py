@@ -140,7 +140,10 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """x (..., N) as (M, N): a view if there is one. N may be 0, for which ``reshape(-1, N)`` raises."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.dim() == 2:
+        return x
+    N = x.shape[-1]
+    return x.reshape(-1 if N else math.prod(x.shape[:-1]), N)
 
 
 def matrix_rows(x: torch.Tensor) -> torch.Tensor:
@@ -205,20 +208,22 @@ def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
     return tuple(map(min, *found))
 
 
-def may_overwrite(ctx, saved: torch.Tensor) -> bool:
+def may_overwrite(ctx, saved: torch.Tensor, inner: bool = False) -> bool:
     """In backward: may a gradient be written into the memory of this tensor from ``ctx.saved_tensors``?
 
     Yes, if the graph is freed after this backward and only the graph refers to that memory: no variable, no
     view, no other node, no saved-tensor hook. A hook may keep the data in a form that has no reference count, such as
     an array or a file; the hooks of a checkpoint do not. Whoever writes must call
-    `torch.autograd.graph.increment_version`.
+    `torch.autograd.graph.increment_version`. ``inner``: forward has made it, and it is neither given nor returned.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return False
-    if saved.is_leaf or not saved.requires_grad:
+    if not inner and (saved.is_leaf or not saved.requires_grad):
         return False
     before, counts, after = _references(object()), _holders(saved), _references(object())
     alone = _sole_holder(saved._base is not None, min(before, after))
+    if counts == alone:
+        return True
     if any(a > b for a, b in zip(counts, alone, strict=True)):
         return False
     if counts[0] == alone[0]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_kernel.core.kernel import kernel
+from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.tile import cdiv, tl
 
 
@@ -26,5 +26,12 @@ def sum_rows(partial, out):
     """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once, to out's dtype."""
     if partial is out:
         return
-    M, N = partial.shape
-    _sum_rows[(cdiv(N, 32),)](partial, out, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    sizes = tuple(partial.shape)
+    (_sums.get(sizes) or _sums.add(sizes, _prepared(*sizes)))(partial, out)
+
+
+_sums = Plans()
+
+
+def _prepared(M, N):
+    return prepared(_sum_rows, (cdiv(N, 32),), M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

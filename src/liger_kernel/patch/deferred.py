@@ -37,7 +37,10 @@ from liger_kernel.patch.fan_out import FanOut
 
 def plain(*tensors) -> bool:
     """No DTensor, no quantised or other subclass: what a kernel can read."""
-    return all(t is None or type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
+    for t in tensors:  # a loop: a generator takes twice as long, and this is asked at every call
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter and t is not None:
+            return False
+    return True
 
 
 def tensor_of(value):
@@ -45,9 +48,10 @@ def tensor_of(value):
 
 
 def hooked(*modules) -> bool:
-    return _modules._has_any_global_hook() or any(
-        m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks for m in modules
-    )
+    for m in modules:
+        if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks:
+            return True
+    return _modules._has_any_global_hook()
 
 
 def seen(*modules) -> bool:
@@ -214,9 +218,13 @@ def is_the_compilers(x) -> bool:
     return x.numel() < IN_GRAPH and x.device.type != "cpu"
 
 
+def large(x) -> bool:
+    return plain(x) and x.numel() >= LARGE
+
+
 def shared(x, layers):
     """x, as `Shared` where it saves time: large, with a gradient, read by some of PyTorch's own linear layers alone."""
-    if not plain(x) or x.numel() < LARGE or not x.requires_grad or torch.compiler.is_compiling():
+    if not large(x) or not x.requires_grad or torch.compiler.is_compiling():
         return x
     if torch.is_autocast_enabled(x.device.type) or not devices.has_kernels(x):
         return x
@@ -234,8 +242,8 @@ def rope(q, k, cos, sin, unsqueeze_dim, interleaved):
         return functional.liger_norm_rope(
             q_x, k_x, q_weight, k_weight, cos, sin, *how, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
         )
-    layout = dict(rotary_dim=q.shape[-1]) if interleaved == "half" else dict(interleaved=interleaved)
-    return functional.liger_rope(tensor_of(q), tensor_of(k), cos, sin, unsqueeze_dim=unsqueeze_dim, **layout)
+    layout = (q.shape[-1], False) if interleaved == "half" else (None, interleaved)
+    return functional.liger_rope(tensor_of(q), tensor_of(k), cos, sin, None, unsqueeze_dim, *layout)
 
 
 def rope_of_one(x, cos, sin, unsqueeze_dim, interleaved):

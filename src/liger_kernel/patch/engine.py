@@ -9,6 +9,7 @@ from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
 from liger_kernel.patch import head, private
+from liger_kernel.patch.balancing import LoadBalancing
 from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.gated_norm import GatedNorms
 from liger_kernel.patch.loss import LossInHead, LossOnLogits, causal_lms
@@ -21,16 +22,18 @@ from liger_kernel.patch.report import Report
 from liger_kernel.patch.residual import ResidualStreams
 from liger_kernel.patch.rewrite import known_as
 from liger_kernel.patch.rope import HeadNorms, Ropes
+from liger_kernel.patch.router import Routers
 from liger_kernel.patch.tiled_mlp import TiledMLPs
 
 logger = logging.getLogger(__name__)
 
 # Stage by stage over all modules; within a stage a module is the first's that it may be of.
 STAGES = (
-    (GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
+    (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (ResidualStreams(), HeadNorms(), TiledMLPs()),  # of norms, attentions and MLPs that are ours by now
     (LossInHead(),),
     (LossOnLogits(),),
+    (LoadBalancing(),),
     (CausalMasks(),),
 )
 FLAGS = (*dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag in rewrite.flags),)

@@ -9,7 +9,7 @@ import torch
 
 from liger_kernel.patch import class_level
 from liger_kernel.patch.engine import patch, revert_model
-from liger_kernel.patch.family_table import BEHIND_MODEL, EVERYTHING, FAMILIES, FUNCTIONS, MORE, TEXT
+from liger_kernel.patch.family_table import BEHIND_MODEL, BY_NAME, EVERYTHING, FAMILIES, FUNCTIONS, MORE, TEXT
 from liger_kernel.patch.report import Report
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ def _what(value) -> str:
     return repr(value) if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
 
 
-def _patched(name: str, model, chosen: dict[str, bool], asked: dict | None = None) -> Report:
-    """The model is patched, in addition to what was done to it before. ``asked``: warn of no other switches."""
+def _patched(name: str, model, chosen: dict[str, bool], asked: dict, by_default=EVERYTHING) -> Report:
+    """The model is patched, in addition to what was done to it before. ``asked``, ``by_default``: see `_asked_for`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"{name}: model is {_what(model)}, give a model that is loaded; for models yet to be built there is "
@@ -73,8 +73,7 @@ def _patched(name: str, model, chosen: dict[str, bool], asked: dict | None = Non
         )
     before = class_level.in_place(model)
     report = patch(model, chosen)
-    if asked is not None:
-        _asked_for(report, asked)
+    _asked_for(report, asked, by_default)
     if before:
         report.notes.append(f"patched before, and still is: {', '.join(before)}")
     report.warnings += [
@@ -86,10 +85,11 @@ def _patched(name: str, model, chosen: dict[str, bool], asked: dict | None = Non
     return _logged(report)
 
 
-def _asked_for(report: Report, switches: dict) -> Report:
-    """By default whatever is there is replaced: a switch that does nothing is worth a warning if it was asked for."""
-    by_default = tuple(f"{switch}:" for switch in EVERYTHING if not switches.get(switch))
-    report.warnings = [warning for warning in report.warnings if not warning.startswith(by_default)]
+def _asked_for(report: Report, switches: dict, by_default=EVERYTHING) -> Report:
+    """Whatever is there is replaced ``by_default``: of these switches, one that does nothing is worth a warning if it
+    was asked for."""
+    silent = tuple(f"{switch}:" for switch in by_default if not switches.get(switch))
+    report.warnings = [warning for warning in report.warnings if not warning.startswith(silent)]
     return report
 
 
@@ -105,9 +105,11 @@ def _signature(model_type: str) -> inspect.Signature:
     switches = FAMILIES[model_type]
     parameters = {k: inspect.Parameter(k, kind, default=v, annotation="bool | None") for k, v in switches.items()}
     behind = parameters.pop(BEHIND_MODEL.get(model_type), None)
+    named = [parameters.pop(name) for name in BY_NAME if name in parameters]
     parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="torch.nn.Module | None")
     found = [*parameters.values(), *([behind] if behind else [])]
     found.append(inspect.Parameter(TILES, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | int | None"))
+    found += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in named]
     if model_type in MORE:
         found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation="object"))
     return inspect.Signature(found, return_annotation="Report")
@@ -127,8 +129,8 @@ def _make(model_type: str):
         given.pop("kwargs", None)
         chosen = decided(name, switches, given)
         if model is None:
-            return _logged(class_level.patch_family(model_type, chosen))
-        return _patched(name, model, chosen)
+            return _logged(_asked_for(class_level.patch_family(model_type, chosen), given, BY_NAME))
+        return _patched(name, model, chosen, given, BY_NAME)
 
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = DOC.format(name=model_type, switches=", ".join(k for k in switches if k not in LOSSES))
@@ -182,7 +184,8 @@ def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) ->
     Args:
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
         **switches: rope, rms_norm, layer_norm, swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²),
-            fused_linear_cross_entropy (all on), cross_entropy, tiled_mlp (off), as in `apply_liger_kernel_to_llama`.
+            router (a mixture's, and its load-balancing loss), fused_linear_cross_entropy (all on), cross_entropy,
+            tiled_mlp (off), as in `apply_liger_kernel_to_llama`.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.

@@ -14,9 +14,13 @@ def _loss_only(**more) -> dict[str, bool]:
     return dict(cross_entropy=False, fused_linear_cross_entropy=True) | more
 
 
+def _mixture(**changes) -> dict[str, bool]:
+    return _row(**changes) | dict(router=True)
+
+
 FAMILIES = {  # the defaults of the published functions
-    "deepseek_v2": _row(rope=False),
-    "deepseek_v3": _row(rope=False),
+    "deepseek_v2": _mixture(rope=False),
+    "deepseek_v3": _mixture(rope=False),
     "deepseek_v4": _row(rope=False, swiglu=False),
     "exaone4": _row(),
     "falcon_h1": _row(),
@@ -28,18 +32,18 @@ FAMILIES = {  # the defaults of the published functions
     "gemma4_text": _row("geglu", rope=False),
     "glm4": _row(rope=False),
     "glm4v": _row(rope=False),
-    "glm4v_moe": _row(rope=False),
-    "gpt_oss": _row(swiglu=False),
+    "glm4v_moe": _mixture(rope=False),
+    "gpt_oss": _mixture(swiglu=False),
     "granite": _row(cross_entropy=True, fused_linear_cross_entropy=False),
     "hunyuan_v1_dense": _row(),
-    "hunyuan_v1_moe": _row(),
+    "hunyuan_v1_moe": _mixture(),
     "internvl": _loss_only(rms_norm=True, layer_norm=True),
     "llama": _row(),
     "llama4": _row(layer_norm=True),
     "llava": _loss_only(),
     "ministral": _row(),
     "mistral": _row(),
-    "mixtral": _row(),
+    "mixtral": _mixture(),
     "mllama": _row(layer_norm=True),
     "muse_glimmer": _row(layer_norm=True),
     "nemotron": dict(relu_squared=True) | _loss_only(),
@@ -53,11 +57,11 @@ FAMILIES = {  # the defaults of the published functions
     "qwen2_vl": {**_row(swiglu=None), "layer_norm": True, "swiglu": True},
     "qwen3": _row(),
     "qwen3_5": _row(rope=False),
-    "qwen3_5_moe": _row(rope=False),
-    "qwen3_moe": _row(),
-    "qwen3_next": _row(rope=False),
+    "qwen3_5_moe": _mixture(rope=False),
+    "qwen3_moe": _mixture(),
+    "qwen3_next": _mixture(rope=False),
     "qwen3_vl": _row(swiglu=False),
-    "qwen3_vl_moe": _row(),
+    "qwen3_vl_moe": _mixture(),
     "smollm3": _row(),
     "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
 }
@@ -66,7 +70,8 @@ TEXT = {  # the language model of a family, by its own model type
     "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe",
 }  # fmt: skip
+BY_NAME = ("router",)  # switches that are keywords alone
 BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
 MORE = "internvl", "llava", "nemotron", "smolvlm"  # functions that take any keyword, and do not use it
 FUNCTIONS = [f"apply_liger_kernel_to_{name}" for name in (*FAMILIES, *(text for text in TEXT if "qwen3_5" in text))]
-EVERYTHING = {**_row(), "layer_norm": True, "geglu": True, "relu_squared": True, "tiled_mlp": False}
+EVERYTHING = {**_row(), "layer_norm": True, "geglu": True, "relu_squared": True, "router": True, "tiled_mlp": False}

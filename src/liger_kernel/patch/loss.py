@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.patch import causal_lm, head, loss_in_head
+from liger_kernel.patch import balancing, causal_lm, head, loss_in_head
 from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.logits import current
-from liger_kernel.patch.private import become, own_forward
+from liger_kernel.patch.private import become, own_forward, swap
 from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
 
 COLUMN = "loss"
@@ -20,10 +20,18 @@ COLUMN = "loss"
 
 @dataclass(frozen=True)
 class CausalLM(Kind):
-    """A model with a head and a loss function, whose forward is `loss_in_head.fused_forward`."""
+    """A model with a head and a loss function, whose forward is `loss_in_head.fused_forward`.
 
+    ``balanced``: its load-balancing loss is ours, too.
+    """
+
+    balanced: bool = False
     flag, column = "fused_linear_cross_entropy", COLUMN
     guarded = False  # at every step it looks for itself
+
+    @property
+    def flags(self):
+        return (self.flag, balancing.FLAG) if self.balanced else (self.flag,)
 
     def members(self, cls):
         def loss_function(self):
@@ -32,7 +40,7 @@ class CausalLM(Kind):
             return request.loss_function if asked else self._liger_family_loss()
 
         return {
-            "forward": loss_in_head.fused_forward(cls),
+            "forward": loss_in_head.fused_forward(cls, *([balancing.balanced] if self.balanced else [])),
             "loss_function": property(loss_function, cls.loss_function.fset),
             "_liger_family_loss": loss_in_head.family_loss(cls),
             "_liger_state": {
@@ -93,7 +101,10 @@ class LossInHead(_Loss):
         return isinstance(known_as(model), CausalLM)
 
     def replace(self, model):
-        become(model, CausalLM())
+        balanced = isinstance(known_as(model), balancing.Balanced)
+        if balanced:
+            swap(model, type(model)._liger[0])
+        become(model, CausalLM(balanced))
         lm_head = model.get_output_embeddings()
         head.prepare(lm_head)
         if all(type(leaf).forward is torch.nn.Linear.forward for leaf in head.leaves(lm_head)):

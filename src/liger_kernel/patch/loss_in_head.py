@@ -52,18 +52,22 @@ def family_forward(cls):
     return cls.forward.family(cls) if hasattr(cls.forward, "family") else cls.forward
 
 
-def fused_forward(cls):
-    """The forward of ``cls``, a family's causal LM, with the loss in the head. See the top of this file."""
+def fused_forward(cls, changed=lambda forward: forward):
+    """The forward of ``cls``, a family's causal LM, with the loss in the head. See the top of this file.
+
+    ``changed``: of the family's forward, what runs in its place.
+    """
     bound = cls.forward
-    hf_forward = family_forward(cls)
-    signature = inspect.signature(hf_forward)
+    family = family_forward(cls)
+    hf_forward = changed(family)
+    signature = inspect.signature(family)
     parameters = list(signature.parameters.values())
     order = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = frozenset(order)  # what is iterated over is guarded by torch.compile piece by piece
     known = named.union(OF_THE_LOSS, ("labels", "return_dict"))
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = unknown_to_ours()
-    causal_lm.make_output_class(hf_forward, signature.return_annotation)
+    causal_lm.make_output_class(family, signature.return_annotation)
 
     def forward(self, *args, **kwargs):
         if cls.forward is not bound or not is_ours(self):  # replaced after the patch, or reverted below a wrapper

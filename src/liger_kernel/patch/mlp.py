@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.mlp import activation_linear
+from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
-from liger_kernel.patch.deferred import hooked, is_the_compilers, plain, shared
+from liger_kernel.patch.deferred import hooked, is_the_compilers, large, plain, shared
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
     INNER,
@@ -92,18 +92,24 @@ class GLU(Gated):
         what = self
         projections = what.gate, what.up, what.down
 
-        # The projections are called, all three: they may be quantised, sharded, or carry a LoRA.
+        # The projections are called unless all they do is multiply: they may be quantised, sharded, or carry a LoRA.
         def forward(self, x):
-            others = (m for name, m in self._modules.items() if name not in projections)  # the activation is called
-            if is_the_compilers(x) or hooked(*others):
+            if is_the_compilers(x):
                 return cls.forward(self, x)
-            gate, up = getattr(self, what.gate), getattr(self, what.up)
+            modules = self._modules
+            for name, module in modules.items():
+                if name not in projections and hooked(module):  # the activation is called
+                    return cls.forward(self, x)
+            gate, up, down = (modules.get(name) or getattr(self, name) for name in projections)
             if what.gate == what.up:
                 a, b = gate(x).chunk(2, dim=-1)
             else:
+                if not isinstance(what.act, Clamped) and not large(x):  # one node: what it saves is the host's time
+                    out = swiglu_mlp.by_layers(x, gate, up, down, what.act)
+                    if out is not None:
+                        return out
                 x = shared(x, (gate, up))
                 a, b = gate(x), up(x)
-            down = getattr(self, what.down)
             if isinstance(what.act, Clamped):
                 return down(what.act(a, b))
             return activation_linear.gated_linear(a, b, what.act, down)

@@ -52,7 +52,7 @@ def _rebuilt(cls, what, parts=()):
 def _guarded(cls, what, ours, parts, family, same):
     """``ours`` with the signature of ``family``, while module, class and globals are what was proved; then the class's
     own."""
-    name, fusible = what.method, what.fusible
+    name, fusible, pays = what.method, what.fusible, what.pays
     _, first, *_ = inspect.signature(family).parameters.values()
 
     # `is_the_compilers` first: in a graph, whatever else is asked here costs guards in every step.
@@ -64,7 +64,8 @@ def _guarded(cls, what, ours, parts, family, same):
         return getattr(cls, name)(self, tensor_of(x))
 
     def of_many(self, *args, **kwargs):
-        if fusible and is_the_compilers(args[0] if args else kwargs.get(first.name)):
+        x = args[0] if args else kwargs.get(first.name)
+        if (fusible and is_the_compilers(x)) or (pays is not None and not pays(x)):
             return getattr(cls, name)(self, *args, **kwargs)
         if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, *args, **kwargs)

@@ -24,7 +24,7 @@ class Block(Kind):
     stream: str
     norms: int
     flag, column = "rms_norm", "residual stream"
-    one_argument, fusible = False, True
+    one_argument, fusible, pays = False, True, staticmethod(lambda x: plain(x) and deferred.worth_fusing(x))
 
     @property
     def kernel(self):
@@ -35,7 +35,7 @@ class Block(Kind):
 
         def forward(self, *args, **kwargs):
             stream, *others = args or (kwargs[what.stream],)
-            if not plain(stream) or not deferred.worth_fusing(stream) or seen(*self._modules.values()):
+            if seen(*self._modules.values()):
                 return cls.forward(self, *args, **kwargs)
             if args:
                 args = Stream(stream), *others

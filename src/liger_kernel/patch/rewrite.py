@@ -19,6 +19,7 @@ class Kind:
     guarded = True  # whether the class's own method runs once the module is no longer what was proved
     one_argument = True  # which that method takes
     fusible = False  # whether a compiler does better with the family's code, of a small first argument
+    pays = None  # a function of the first argument: whether it is worth while; if not, nothing else is asked
 
     @property
     def flags(self) -> tuple[str | None, ...]:

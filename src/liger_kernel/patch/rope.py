@@ -39,6 +39,7 @@ ROLES = {  # what parameters are called -> what they are
     **{name: name for name in ("cos", "sin", "mrope_section", "position_ids", "unsqueeze_dim")},
 }
 HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm")
+FIRST_NORMS = [first for first, _ in HEAD_NORMS]
 
 
 class Rotating(Kind):
@@ -54,10 +55,14 @@ class Rotating(Kind):
     def members(self, cls):
         what, family = self, global_of(cls.forward, self.function)
         roles = [ROLES[name] for name in inspect.signature(family).parameters]
+        in_order = roles == list(inspect.signature(what.rotated).parameters)[: len(roles)]
 
         def rotate(*args, **kwargs):
-            given = dict(zip(roles, args, strict=False)) | {ROLES[name]: value for name, value in kwargs.items()}
-            rotated = what.rotated(**given)
+            if in_order and not kwargs:
+                rotated = what.rotated(*args)
+            else:
+                given = dict(zip(roles, args, strict=False)) | {ROLES[name]: value for name, value in kwargs.items()}
+                rotated = what.rotated(**given)
             if rotated is None:
                 return family(*map(tensor_of, args), **{name: tensor_of(value) for name, value in kwargs.items()})
             return rotated
@@ -68,11 +73,14 @@ class Rotating(Kind):
         def forward(self, *args, **kwargs):
             if torch.compiler.is_compiling():
                 return rebound(self, *args, **kwargs)
-            readers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
-            if args:
-                args = shared(args[0], readers), *args[1:]
-            else:
-                kwargs[name] = shared(kwargs[name], readers)
+            if deferred.large(args[0] if args else kwargs[name]):
+                readers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
+                if args:
+                    args = shared(args[0], readers), *args[1:]
+                else:
+                    kwargs[name] = shared(kwargs[name], readers)
+            if self._modules.keys().isdisjoint(FIRST_NORMS):  # none waits
+                return rebound(self, *args, **kwargs)
             before = deferred.rotating(self)
             try:
                 return rebound(self, *args, **kwargs)
@@ -190,14 +198,23 @@ class ComplexRope(Rotating):
 
 def _are_ours(heads, cos, sin, wide) -> bool:
     """Whether the operator rotates these as the family does. In autocast what reads them is given its dtype anyway."""
-    given = [x.x if type(x) is Normed else x for x in heads]
-    if any(x is None for x in given) or not plain(*given, cos, sin) or any(x.dtype not in FLOATS for x in given):
+    q = heads[0].x if type(heads[0]) is Normed else heads[0]
+    if q is None or not plain(q, cos, sin) or q.dtype not in FLOATS or deferred.is_the_compilers(q):
         return False
-    if deferred.is_the_compilers(given[0]) or cos.requires_grad or sin.requires_grad:
+    dtype, same = q.dtype, True
+    for x in heads[1:]:
+        x = x.x if type(x) is Normed else x
+        if x is None or not plain(x) or x.dtype not in FLOATS:
+            return False
+        same = same and x.dtype == dtype
+    if cos.requires_grad or sin.requires_grad:
         return False
-    known = (given[0].dtype, torch.float32, torch.complex64) if wide else (given[0].dtype,)
-    same = all(x.dtype == given[0].dtype for x in given) and cos.dtype == sin.dtype and cos.dtype in known
-    return same or devices.in_autocast(cos)
+    if same and cos.dtype == sin.dtype and (cos.dtype == dtype or wide and cos.dtype in WIDE):
+        return True
+    return devices.in_autocast(cos)
+
+
+WIDE = torch.float32, torch.complex64
 
 
 @isolated()

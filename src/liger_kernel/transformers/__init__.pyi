@@ -43,6 +43,7 @@ from liger_kernel.ops.probability.tvd import LigerTVDLoss as LigerTVDLoss
 from liger_kernel.ops.mlp.tiled_mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from liger_kernel.ops.mlp.tiled_mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
 from liger_kernel.ops.head.vocab_parallel import LigerVocabParallelCrossEntropy as LigerVocabParallelCrossEntropy
+from liger_kernel.ops.mlp.xielu import LigerXIELU as LigerXIELU
 from liger_kernel.patch.families import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPE_TO_APPLY_LIGER_FN
 from liger_kernel.patch.families import _apply_liger_kernel as _apply_liger_kernel
 from liger_kernel.patch.families import _apply_liger_kernel_to_instance as _apply_liger_kernel_to_instance

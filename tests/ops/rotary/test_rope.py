@@ -12,6 +12,7 @@ from liger_kernel.ops.rotary.rope import (
     liger_rotary_pos_emb,
     liger_rotary_pos_emb_gpt_oss,
     liger_rotary_pos_emb_vision,
+    rope_reference,
 )
 
 B, T, HQ, HK, D = 2, 7, 6, 2, 16
@@ -179,6 +180,42 @@ def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
         assert x.transpose(1, 2).is_contiguous()
     for x in (yk, dk):
         assert x.is_contiguous()
+
+
+def test_nothing_is_kept_of_the_angles():
+    """Calls that look alike are planned once, by shapes, strides and dtypes; cos and sin are read anew in each."""
+    q, k, cos, sin = drawn()
+    for t in range(3):
+        c, s = (t + 1) * cos, sin - t
+        got = liger_rotary_pos_emb(q, k, c, s)
+        want = rope_reference(q, k, c, s)
+        found = (torch.autograd.grad(sum(y.square().sum() for y in out), (q, k)) for out in (got, want))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*found)
+        cos.mul_(0.5)  # in place
+    given = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
+    for _ in range(2):  # the second call is planned
+        for change, error in ((dict(unsqueeze_dim=2), ValueError), (dict(rotary_dim=3), ValueError)):
+            with pytest.raises(error):
+                liger_rotary_pos_emb(*given, **change)
+        with pytest.raises(ValueError, match="columns"):
+            liger_rotary_pos_emb(q[..., :2], k[..., :2], cos, sin)
+        liger_rotary_pos_emb(*given)
+
+
+def test_wider_angles_than_are_read_and_a_second_gradient():
+    """The other columns are NaN, which nothing may read."""
+    q, k, cos, sin = drawn()
+    half = cos.shape[-1] // 2
+    wide = [torch.cat((t[..., :half], torch.full_like(t[..., :half], torch.nan)), -1) for t in (cos, sin)]
+    for _ in range(2):
+        y, z = liger_rotary_pos_emb(q, k, *wide), rope_reference(q, k, cos, sin)
+        torch.testing.assert_close(y, z)
+        twice = []
+        for out in (y, z):
+            (dq,) = torch.autograd.grad(sum(t.pow(3).sum() for t in out), q, create_graph=True)
+            twice.append((dq, *torch.autograd.grad(dq.square().sum(), q)))
+        torch.testing.assert_close(*twice)
 
 
 def test_dtypes_of_q_and_k_may_differ():

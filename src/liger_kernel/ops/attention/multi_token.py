@@ -41,18 +41,17 @@ def _masked(scores):
 
 
 def _convolved(p, weight, bias, *options):
-    """The convolution in p's dtype, also under autocast, with 0 above the diagonal."""
+    """The convolution in p's dtype, also under autocast."""
     with devices.without_autocast(p):
         weight, bias = rounded(weight, p.dtype), None if bias is None else rounded(bias, p.dtype)
-        y = F.conv2d(p, weight, bias, *options)
-        return y.tril() if is_compiling() else y.tril_()  # torch 2.11's Dynamo loses the gradient of the latter
+        return F.conv2d(p, weight, bias, *options)
 
 
 def multi_token_attention_reference(
     scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False
 ):  # fmt: skip
     p = (sparsemax_reference if sparse else softmax_reference)(_masked(scores)).to(scores.dtype)
-    return _convolved(p, weight, bias, stride, padding, dilation, groups)
+    return _convolved(p, weight, bias, stride, padding, dilation, groups).tril()
 
 
 @kernel
@@ -80,6 +79,46 @@ def _launch(L):
     columns = min(next_power_of_2(L), 4096)
     rows = max(1, 1024 // columns)
     return rows, columns, min(max(rows * columns // 512, 1), 8)
+
+
+@kernel
+def _lower(x_ptr, y_ptr, ROWS, COLUMNS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: a block of y, a copy of x with 0 above the diagonal; or of x itself, in which 0 is written there."""
+    across = tl.cdiv(COLUMNS, BLOCK_N)
+    block = tl.program_id(0) // across
+    matrix = (block // tl.cdiv(ROWS, BLOCK_M)).to(tl.int64)
+    m = block % tl.cdiv(ROWS, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at, mask = (matrix * ROWS + m) * COLUMNS + n, (m < ROWS) & (n < COLUMNS)
+    if y_ptr is None:
+        tl.store(x_ptr + at, tl.zeros((BLOCK_M, BLOCK_N), dtype=x_ptr.dtype.element_ty), mask=mask & (n > m))
+    else:
+        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=mask & (n <= m), other=0.0), mask=mask)
+
+
+@custom_op("lower_triangles", lambda x: x.new_empty(x.shape))
+def lower_triangles(x: torch.Tensor) -> torch.Tensor:
+    """x (..., ROWS, COLUMNS), contiguous -> a copy with 0 above the diagonals."""
+    y = x.new_empty(x.shape)
+    _launch_lower(x, y)
+    return y
+
+
+def _launch_lower(x, y):
+    rows, columns = x.shape[-2:]
+    if x.numel():
+        block_m, block_n = min(next_power_of_2(rows), 4), min(next_power_of_2(columns), 512)
+        _lower[(x[..., 0, 0].numel() * cdiv(rows, block_m) * cdiv(columns, block_n),)](
+            x, y, rows, columns, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=devices.warps(4, x)
+        )
+
+
+def _cleared(x):
+    """x, which is nobody else's, with 0 above the diagonals. torch's own ``tril_`` reads and writes all of it."""
+    if is_compiling() or not x.is_contiguous():
+        return x.tril()  # torch 2.11's Dynamo loses the gradient of ``tril_``
+    _launch_lower(x, None)
+    return x
 
 
 @custom_op("causal_softmax", lambda x, L: x.new_empty(x.shape))
@@ -113,9 +152,10 @@ class LigerMultiTokenAttentionFunction(Function):
     @staticmethod
     def forward(ctx, scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
         devices.require_kernels("LigerMultiTokenAttentionFunction", scores)
+        _check_scores("LigerMultiTokenAttentionFunction", scores, sparse)  # the convolution checks the others
         ctx.save_for_backward(scores, weight, bias)
         ctx.options = stride, padding, dilation, groups, sparse
-        return _convolved(_probabilities(scores, sparse), weight, bias, *ctx.options[:4])
+        return _cleared(_convolved(_probabilities(scores, sparse), weight, bias, *ctx.options[:4]))
 
     @staticmethod
     def arguments(ctx):
@@ -128,13 +168,13 @@ class LigerMultiTokenAttentionFunction(Function):
         need = ctx.needs_input_grad[:3]
         p = _probabilities(scores, sparse)
         dp, dweight, dbias = torch.ops.aten.convolution_backward(
-            dout.tril(), p, rounded(weight, p.dtype), None if bias is None else list(bias.shape),
+            lower_triangles(dout.contiguous()), p, rounded(weight, p.dtype), None if bias is None else list(bias.shape),
             *map(_pair, steps), False, [0, 0], groups, need,
         )  # fmt: skip
         dscores = None
         if need[0]:
             through = sparsemax_bwd if sparse else softmax_bwd
-            dscores = through(matrix_rows(p), matrix_rows(dp)).view(p.shape).tril_()
+            dscores = _cleared(through(matrix_rows(p), matrix_rows(dp)).view(p.shape))
         dweight = rounded(dweight, weight.dtype) if need[1] else None
         return dscores, dweight, rounded(dbias, bias.dtype) if need[2] else None, *[None] * 5
 
@@ -148,6 +188,13 @@ def _check_convolution(name, channels, groups, **steps):
                 raise ValueError(f"{name}: {argument} is {value!r}, give an int from {least} on")
     if check.integer(name, "groups", groups) < 1 or any(n % groups for n in channels):
         raise ValueError(f"{name}: groups is {groups}, give a divisor of both numbers of channels, {channels}")
+
+
+def _check_scores(name, scores, sparse):
+    if scores.dim() != 4 or scores.shape[-1] != scores.shape[-2]:
+        raise ValueError(f"{name}: scores has shape {tuple(scores.shape)}, give (B, C, L, L)")
+    if sparse and scores.dtype in (torch.bfloat16, torch.float16):
+        raise RuntimeError(f"{name}: scores is {scores.dtype}, give torch.float32 with sparse=True")
 
 
 def liger_multi_token_attention(
@@ -176,8 +223,7 @@ def liger_multi_token_attention(
     """
     name = "liger_multi_token_attention"
     check.floats(name, dict(scores=scores, weight=weight), bias=bias)
-    if scores.dim() != 4 or scores.shape[-1] != scores.shape[-2]:
-        raise ValueError(f"{name}: scores has shape {tuple(scores.shape)}, give (B, C, L, L)")
+    _check_scores(name, scores, sparse)
     C, L = scores.shape[1], scores.shape[-1]
     _check_convolution(name, (C, *weight.shape[:1]), groups, stride=stride, padding=padding, dilation=dilation)
     if weight.dim() != 4 or weight.shape[1] * groups != C:
@@ -186,8 +232,6 @@ def liger_multi_token_attention(
     for K, step, edge in zip(weight.shape[2:], _pair(dilation), _pair(padding), strict=True):
         if not 1 <= step * (K - 1) + 1 <= L + 2 * edge:
             raise ValueError(f"{name}: weight has shape {tuple(weight.shape)}, more than scores of {L} with padding")
-    if sparse and scores.dtype in (torch.bfloat16, torch.float16):
-        raise RuntimeError(f"{name}: scores is {scores.dtype}, give torch.float32 with sparse=True")
     if not devices.has_kernels(scores):
         return multi_token_attention_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)
     return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)

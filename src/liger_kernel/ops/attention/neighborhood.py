@@ -236,7 +236,11 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
 
     @staticmethod
     def forward(ctx, query, key, value, kernel_size=7, dilation=1, scale=None):
-        devices.require_kernels("LigerFusedNeighborhoodAttentionFunction", query)
+        name = "LigerFusedNeighborhoodAttentionFunction"
+        devices.require_kernels(name, query)
+        if query.dim() != 4 or key is None or value is None or not check.fits(query, query.shape, key, value):
+            _check_rows(name, query, key, value)
+        kernel_size, dilation, scale = _check_window(name, kernel_size, dilation, scale)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         ctx.options = kernel_size, dilation, scale
         out, top, total = neighborhood_attention_fwd(*map(unit_stride, (query, key, value)), *ctx.options)
@@ -253,6 +257,14 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
         need = ctx.needs_input_grad[:3]
         found = neighborhood_attention_bwd(*map(unit_stride, (dout, *qkv)), top, total, *ctx.options, *need)
         return *(d if needed else None for d, needed in zip(found, need, strict=True)), None, None, None
+
+
+def _check_rows(name, query, key, value):
+    check.floats(name, dict(query=query, key=key, value=value))
+    if query.dim() != 4:
+        raise ValueError(f"{name}: query has shape {tuple(query.shape)}, give (B, H, S, D)")
+    for argument, x in dict(key=key, value=value).items():
+        check.shape(name, argument, x, tuple(query.shape))
 
 
 def _check_window(name, kernel_size, dilation, scale):
@@ -287,11 +299,7 @@ def liger_fused_neighborhood_attention(
     Source: arXiv:2204.07143.
     """
     name = "liger_fused_neighborhood_attention"
-    check.floats(name, dict(query=query, key=key, value=value))
-    if query.dim() != 4:
-        raise ValueError(f"{name}: query has shape {tuple(query.shape)}, give (B, H, S, D)")
-    for argument, x in dict(key=key, value=value).items():
-        check.shape(name, argument, x, tuple(query.shape))
+    _check_rows(name, query, key, value)
     window = _check_window(name, kernel_size, dilation, scale)
     if not devices.has_kernels(query):
         return fused_neighborhood_attention_reference(query, key, value, *window)

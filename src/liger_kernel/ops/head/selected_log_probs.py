@@ -92,6 +92,9 @@ def liger_selected_log_probs(
     if not T or ids.shape != (B, T - 1):
         shapes = f"{tuple(logits.shape)}, ids {tuple(ids.shape)}"
         raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L)")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.is_complex()):
+        given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: mask is a {given}, give a tensor of bool or numbers, or None")
     check.shape(name, "mask", mask, tuple(ids.shape))
     for argument, x in dict(ids=ids, mask=mask).items():
         if x is not None and x.device != logits.device:

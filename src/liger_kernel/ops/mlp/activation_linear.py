@@ -195,7 +195,7 @@ def liger_activation_linear(
     return _linear(x, None, weight, bias, act)
 
 
-def _only_multiplies(linear):
+def only_multiplies(linear):
     """Whether calling this module is the same as `F.linear` with its weight and bias."""
     cls = type(linear)
     return (
@@ -209,10 +209,7 @@ def _only_multiplies(linear):
             or linear._forward_pre_hooks
             or linear._backward_hooks
             or linear._backward_pre_hooks
-            or _modules._global_forward_hooks
-            or _modules._global_forward_pre_hooks
-            or _modules._global_backward_hooks
-            or _modules._global_backward_pre_hooks
+            or _modules._has_any_global_hook()
         )
     )
 
@@ -223,7 +220,7 @@ def gated_linear(a, b, act, linear, gate_multiplier=1.0):
     FSDP, ZeRO-3, TP, PEFT, accelerate and quantisation change a layer's class, its forward, or the class or shape of
     its weight, or add hooks. Such a layer is called as it is. ``act`` is one of `GATES`, or of `ACTIVATIONS` without b.
     """
-    if not _only_multiplies(linear):
+    if not only_multiplies(linear):
         return linear(_activated(a, b, act, gate_multiplier))
     weight, bias = linear.weight, linear.bias
     whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or an empty tensor

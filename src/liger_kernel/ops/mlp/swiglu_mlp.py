@@ -1,9 +1,14 @@
-r"""A whole SwiGLU MLP, on its weights.
+r"""A whole gated MLP, on its weights.
 
-    a = x·Wgᵀ,   b = x·Wuᵀ,   out = dm·((silu(gm·a)·b)·Wdᵀ)
+    a = x·Wgᵀ,   b = x·Wuᵀ,   y = act(gm·a)·b,   out = dm·(y·Wdᵀ)
 
-It is made of the linear layers and of `liger_glu_linear`: x, a and b are saved, silu(gm·a)·b is not. a and b are
-rounded to x's dtype, as in Hugging Face, and silu(gm·a)·b once.
+    dy = dout·Wd,   da and db from dy as in `pointwise`,   dx = db·Wu + da·Wg
+    dWg = daᵀ·x,   dWu = dbᵀ·x,   dWd = doutᵀ·y
+
+It is one node of autograd: the host is spared the nodes of three linear layers and of their transposed weights, and the
+products of dx add to one sum, rounded after each as autograd's is. x, a and b are saved, y is not: see
+`activation_linear`. a and b are rounded to x's dtype, as in Hugging Face, and y once. If not everything has a gradient,
+or under autocast or torch.compile, it is made of the linear layers and of `liger_glu_linear`.
 
 Source: arXiv:2002.05202; the multipliers are those of Falcon-H1, arXiv:2507.22448.
 """
@@ -13,15 +18,79 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F
-from liger_kernel.ops.mlp.activation_linear import liger_glu_linear
+from liger_kernel.core.op import CASES, Case, F, Function, matrix, may_overwrite
+from liger_kernel.ops.mlp.activation_linear import PLAIN, glu_linear_reference, liger_glu_linear, only_multiplies
 from liger_kernel.ops.mlp.glu import swiglu_reference
 from liger_kernel.ops.mlp.modules import LigerSwiGLUMLP
+from liger_kernel.ops.mlp.pointwise import glu_bwd_over, glu_fwd
 
 
 def swiglu_mlp_reference(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
     out = swiglu_reference(input @ gate_weight.t(), input @ up_weight.t(), gate_multiplier) @ down_weight.t()
     return out if down_multiplier == 1 else out * down_multiplier
+
+
+class GatedMLP(Function):
+    """``apply(x, gate_weight, up_weight, down_weight, act="silu", gate_multiplier=1.0)`` where `is_one_node`."""
+
+    @staticmethod
+    def reference(x, gate, up, down, act="silu", gate_multiplier=1.0):
+        return glu_linear_reference(F.linear(x, gate), F.linear(x, up), down, None, act, gate_multiplier)
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, act="silu", gate_multiplier=1.0):
+        a, b = F.linear(x, gate), F.linear(x, up)
+        ctx.save_for_backward(x, gate, up, down, a, b)
+        ctx.options = act, gate_multiplier
+        return F.linear(glu_fwd(a, b, act, gate_multiplier), down)
+
+    @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors[:4], *ctx.options
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, gate, up, down, a, b = ctx.saved_tensors
+        over = may_overwrite(ctx, a, inner=True), may_overwrite(ctx, b, inner=True)
+        shape, x, dout = x.shape, matrix(x), matrix(dout)
+        y = torch.mm(dout, down)  # dy, over which y is written
+        da, db = glu_bwd_over(y, a, b, True, True, *over, *ctx.options, y=y)
+        d_down = torch.mm(dout.t(), y)
+        del y
+        da, db = matrix(da), matrix(db)
+        d_up, d_gate = torch.mm(db.t(), x), torch.mm(da.t(), x)
+        return torch.mm(db, up).addmm_(da, gate).view(shape), d_gate, d_up, d_down, None, None
+
+
+def is_one_node(x, gate, up, down) -> bool:
+    """Whether `GatedMLP` is these layers: plain tensors of one dtype that fit each other, each of which has a gradient,
+    where eager autograd notes it and no autocast casts."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in PLAIN or x.dim() == 0:
+        return False
+    dtype, device = x.dtype, x.device
+    for weight in (gate, up, down):
+        if type(weight) not in PLAIN or weight.dtype != dtype or weight.device != device:
+            return False
+        if not weight.requires_grad or weight.dim() != 2:
+            return False
+    inner, D = gate.shape
+    fit = up.shape == (inner, D) and x.shape[-1] == D and down.shape[1] == inner
+    return fit and x.requires_grad and devices.has_kernels(x) and not torch.is_autocast_enabled(device.type)
+
+
+def by_layers(x, gate, up, down, act) -> torch.Tensor | None:
+    """The MLP of these three linear layers by `GatedMLP`; None if one of them may do more than multiply, or has a bias,
+    and where it is no `is_one_node`."""
+    weights = []
+    for layer in (gate, up, down):
+        held = layer._parameters  # what a layer's attributes are found in last
+        if not only_multiplies(layer) or held.get("bias", layer) is not None or "weight" in layer.__dict__:
+            return None
+        weight = held.get("weight")
+        if weight is None or weight.shape != (layer.out_features, layer.in_features):  # ZeRO-3 and TP leave a shard
+            return None
+        weights.append(weight)
+    return GatedMLP.apply(x, *weights, act, 1.0) if is_one_node(x, *weights) else None
 
 
 class LigerMLPFunction:
@@ -71,8 +140,11 @@ def _mlp(name, input, gate_weight, up_weight, down_weight, gate_multiplier, down
         raise ValueError(f"{name}: down_weight has shape {tuple(down_weight.shape)}, give (D, {inner})")
     gate_multiplier = check.finite(name, "gate_multiplier", gate_multiplier)
     down_multiplier = check.finite(name, "down_multiplier", down_multiplier)
-    a, b = F.linear(input, gate_weight), F.linear(input, up_weight)
-    out = liger_glu_linear(a, b, down_weight, gate_multiplier=gate_multiplier)
+    if is_one_node(input, gate_weight, up_weight, down_weight):
+        out = GatedMLP.apply(input, gate_weight, up_weight, down_weight, "silu", gate_multiplier)
+    else:
+        a, b = F.linear(input, gate_weight), F.linear(input, up_weight)
+        out = liger_glu_linear(a, b, down_weight, gate_multiplier=gate_multiplier)
     return out if down_multiplier == 1 else out * down_multiplier
 
 

@@ -35,6 +35,15 @@ def load_balancing_reference(logits, mask, top_k):
     return torch.stack(((p * m[:, None]).sum(0), chosen))
 
 
+def loss_reference(gate_logits, num_experts, top_k, attention_mask):
+    """`liger_load_balancing_loss`, of all layers at once."""
+    logits = torch.cat(gate_logits)
+    mask = None if attention_mask is None else attention_mask.reshape(-1).repeat(len(gate_logits))
+    n = len(logits) if mask is None else wide(mask).sum()
+    probabilities, chosen = (load_balancing_reference(logits, mask, top_k) / n).unbind()
+    return num_experts * (chosen * probabilities).sum()
+
+
 @kernel
 def _fwd(z_ptr, mask_ptr, sum_ptr, stride_z, T, E, K, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """A program takes every num_programs-th block of BLOCK_T tokens: a row with Σ m·p and how often each was chosen."""
@@ -169,8 +178,9 @@ def liger_load_balancing_loss(
     if not 1 <= check.integer(name, "top_k", top_k) <= E:
         raise ValueError(f"{name}: top_k is {top_k!r}, give an int from 1 to the {E} experts")
     if attention_mask is not None:
-        if not isinstance(attention_mask, torch.Tensor):
-            raise TypeError(f"{name}: attention_mask is a {type(attention_mask).__name__}, give a tensor or None")
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.is_complex():
+            given = attention_mask.dtype if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
+            raise TypeError(f"{name}: attention_mask is a {given}, give a tensor of numbers or None")
         if attention_mask.numel() != T:
             raise ValueError(
                 f"{name}: attention_mask has shape {tuple(attention_mask.shape)}, the logits are of {T} tokens"
@@ -192,20 +202,11 @@ def _of_two(fn):
     return call
 
 
-def _loss_reference(gate_logits, num_experts, top_k, attention_mask):
-    """Of all layers at once."""
-    logits = torch.cat(gate_logits)
-    mask = None if attention_mask is None else attention_mask.repeat(len(gate_logits))
-    n = len(logits) if mask is None else wide(mask).sum()
-    probabilities, chosen = (load_balancing_reference(logits, mask, top_k) / n).unbind()
-    return num_experts * (chosen * probabilities).sum()
-
-
 CASES.append(
     Case(
         "load_balancing",
         fn=_of_two(liger_load_balancing_loss),
-        reference=_of_two(_loss_reference),
+        reference=_of_two(loss_reference),
         inputs=lambda T, E, K: dict(
             first=torch.randn(T, E).requires_grad_(), second=torch.randn(T, E).requires_grad_(), top_k=K,
             attention_mask=(torch.arange(T) % 3 != 1).float(),

@@ -142,8 +142,10 @@ class LigerDyTFunction(Function):
 
     @staticmethod
     def forward(ctx, x, alpha, gamma, beta):
+        if x.dim() == 0 or not check.fits(x, x.shape[-1:], gamma, beta) or not check.fits(x, (1,), alpha):
+            _check("LigerDyTFunction", x, alpha, gamma, beta)
         ctx.save_for_backward(x, alpha, gamma, beta)
-        return liger_dyt_fwd(x, alpha, gamma, beta)
+        return _forward(x, alpha, gamma, beta)
 
     @staticmethod
     def arguments(ctx):
@@ -160,7 +162,12 @@ def liger_dyt_fwd(
     x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
     """`liger_dyt` without autograd, for frameworks with a Function of their own. It needs kernels."""
+    _check("liger_dyt_fwd", x, alpha, gamma, beta)
     devices.require_kernels("liger_dyt_fwd", x)
+    return _forward(x, alpha, gamma, beta)
+
+
+def _forward(x, alpha, gamma, beta):
     gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
     return shaped(dyt_fwd(matrix_rows(x), alpha, gamma, beta), x.shape)
 
@@ -169,6 +176,10 @@ def liger_dyt_bwd(
     dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """-> the gradients of x, alpha, gamma and beta (None without beta), each like its tensor. It needs kernels."""
+    _check("liger_dyt_bwd", x, alpha, gamma, beta)
+    if not check.fits(x, x.shape, dy):
+        check.floats("liger_dyt_bwd", dict(x=x, dy=dy))
+        check.shape("liger_dyt_bwd", "dy", dy, tuple(x.shape))
     devices.require_kernels("liger_dyt_bwd", x)
     return _backward(dy, x, alpha, gamma, beta, True, True, True, beta is not None)
 
@@ -177,6 +188,15 @@ def _backward(dy, x, alpha, gamma, beta, *needs):
     gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
     dx, *sums = dyt_bwd(matrix_rows(dy), matrix_rows(x), alpha, gamma, beta, *needs)
     return dx if dx is None else shaped(dx, x.shape) if needs[0] else None, *sums
+
+
+def _check(name, x, alpha, gamma, beta):
+    check.floats(name, dict(x=x, alpha=alpha, gamma=gamma), beta=beta)
+    check.shape(name, "alpha", alpha, (1,), ())
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x has no dimension, give a tensor of shape (..., hidden size)")
+    check.shape(name, "gamma", gamma, tuple(x.shape[-1:]))
+    check.shape(name, "beta", beta, tuple(x.shape[-1:]))
 
 
 def liger_dyt(
@@ -199,13 +219,7 @@ def liger_dyt(
 
     Source: arXiv:2503.10622.
     """
-    name = "liger_dyt"
-    check.floats(name, dict(x=x, alpha=alpha, gamma=gamma), beta=beta)
-    check.shape(name, "alpha", alpha, (1,), ())
-    if x.dim() == 0:
-        raise ValueError(f"{name}: x has no dimension, give a tensor of shape (..., hidden size)")
-    check.shape(name, "gamma", gamma, tuple(x.shape[-1:]))
-    check.shape(name, "beta", beta, tuple(x.shape[-1:]))
+    _check("liger_dyt", x, alpha, gamma, beta)
     if not devices.has_kernels(x):
         return dyt_reference(x, alpha, gamma, beta)
     return LigerDyTFunction.apply(x, alpha, gamma, beta)

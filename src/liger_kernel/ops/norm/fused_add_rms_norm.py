@@ -16,7 +16,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, gradients
-from liger_kernel.ops.norm.rms_norm import CASTINGS, LigerRMSNorm, checked, rms_norm_reference
+from liger_kernel.ops.norm.rms_norm import CASTINGS, LigerRMSNorm, check_function, checked, rms_norm_reference
 from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
 
 
@@ -39,6 +39,8 @@ class LigerFusedAddRMSNormFunction(Function):
     @staticmethod
     def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
         devices.require_kernels("LigerFusedAddRMSNormFunction", X)
+        check_function("LigerFusedAddRMSNormFunction", X, casting_mode, weight=W)
+        _check_residual("LigerFusedAddRMSNormFunction", X, R)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, s, stats = norm_fwd(x, None if R is None else rows(R), w, None, eps, offset, cast, False)
         S = X if R is None else shaped(s, X.shape)
@@ -76,6 +78,12 @@ class LigerFusedAddRMSNormFunction(Function):
         return dx if need_dx else None, dr, dw if need_dw else None, None, None, None, None
 
 
+def _check_residual(name, X, R):
+    if not check.fits(X, X.shape, R):
+        check.floats(name, dict(X=X), R=R)
+        raise ValueError(f"{name}: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones")
+
+
 def liger_fused_add_rms_norm(
     X: torch.Tensor, R: torch.Tensor, W: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama", in_place: bool = True,
@@ -102,9 +110,7 @@ def liger_fused_add_rms_norm(
     """
     name = "liger_fused_add_rms_norm"
     eps, offset = checked(name, X, W, eps, offset, casting_mode)
-    check.floats(name, dict(X=X), R=R)
-    if R is not None and R.shape != X.shape:
-        raise ValueError(f"{name}: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones")
+    _check_residual(name, X, R)
     if not devices.has_kernels(X):
         return fused_add_rms_norm_reference(X, R, W, eps, offset, casting_mode)
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)

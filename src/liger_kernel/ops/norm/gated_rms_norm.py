@@ -21,7 +21,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, matrix_rows
 from liger_kernel.ops.norm.gated_rows import gated_norm_bwd, gated_norm_fwd
-from liger_kernel.ops.norm.rms_norm import CASTINGS, check_module, check_norm, rms_norm_reference
+from liger_kernel.ops.norm.rms_norm import CASTINGS, check_function, check_module, check_norm, rms_norm_reference
 from liger_kernel.ops.norm.rows import shaped
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -54,7 +54,12 @@ class LigerGatedRMSNormFunction(Function):
         ctx, x, gate, weight=None, eps=1e-6, casting_mode="llama", norm_before_gate=True, group_size=None,
         activation="silu",
     ):  # fmt: skip
-        devices.require_kernels("LigerGatedRMSNormFunction", x)
+        name = "LigerGatedRMSNormFunction"
+        devices.require_kernels(name, x)
+        check_function(name, x, weight=weight)
+        if not check.fits(x, x.shape, gate):
+            _check_gate(name, x, gate)
+        _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
         promotes = weight is None or weight.dtype != x.dtype
         rounds = casting_mode == "llama" and norm_before_gate and not promotes
         groups = 1 if group_size is None else x.shape[-1] // group_size
@@ -79,6 +84,11 @@ class LigerGatedRMSNormFunction(Function):
         )
         dx, dg = shaped(dx, x.shape) if need_dx else None, shaped(dg, x.shape) if need_dg else None
         return dx, dg, dw if need_dw else None, None, None, None, None, None
+
+
+def _check_gate(name, x, gate):
+    check.floats(name, dict(x=x, gate=gate))
+    check.shape(name, "gate", gate, tuple(x.shape))
 
 
 def _check_options(name, casting_mode, norm_before_gate, group_size, activation, hidden_size):
@@ -122,9 +132,8 @@ def liger_gated_rms_norm(
     Source: arXiv:2405.21060, arXiv:2412.06464.
     """
     name = "liger_gated_rms_norm"
-    check.floats(name, dict(x=x, gate=gate), weight=weight)
     check_norm(name, x, weight=weight)
-    check.shape(name, "gate", gate, tuple(x.shape))
+    _check_gate(name, x, gate)
     eps = check.not_negative(name, "eps", eps)
     options = _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
     if not devices.has_kernels(x):

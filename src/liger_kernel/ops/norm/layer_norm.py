@@ -16,7 +16,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function
 from liger_kernel.implementations import chosen
-from liger_kernel.ops.norm.rms_norm import CASTINGS, check_module, check_norm
+from liger_kernel.ops.norm.rms_norm import CASTINGS, check_function, check_module, check_norm
 from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
 
 GEMMA = CASTINGS.index("gemma")
@@ -36,6 +36,7 @@ class LigerLayerNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, B, eps):
         devices.require_kernels("LigerLayerNormFunction", X)
+        check_function("LigerLayerNormFunction", X, weight=W, bias=B)
         x, w, b = rows(X), *(None if p is None else p.contiguous() for p in (W, B))
         y, _, stats = norm_fwd(x, None, w, b, eps, 0.0, GEMMA, True)
         ctx.save_for_backward(X, W, B, stats)

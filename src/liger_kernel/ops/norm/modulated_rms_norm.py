@@ -21,7 +21,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, matrix_rows
 from liger_kernel.ops.norm.gated_rows import gated_norm_bwd, gated_norm_fwd
-from liger_kernel.ops.norm.rms_norm import CASTINGS, LigerRMSNorm, checked, rms_norm_reference
+from liger_kernel.ops.norm.rms_norm import CASTINGS, LigerRMSNorm, check_function, checked, rms_norm_reference
 from liger_kernel.ops.norm.rows import shaped
 
 
@@ -50,7 +50,11 @@ class LigerModulatedRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
-        devices.require_kernels("LigerModulatedRMSNormFunction", X)
+        name = "LigerModulatedRMSNormFunction"
+        devices.require_kernels(name, X)
+        check_function(name, X, casting_mode, weight=W)
+        if not _modulates(X, scale, shift):
+            _check_modulation(name, X, scale, shift)
         rounds = casting_mode == "gemma" or casting_mode == "llama" and W is None
         ctx.how = None, False, CASTINGS.index(casting_mode), rounds, 1
         y, rstd = gated_norm_fwd(*_matrices(X, W, scale, shift), eps, offset, *ctx.how)
@@ -80,6 +84,25 @@ def _matrices(X, W, scale, shift):
     return x, scale, None if W is None else W.contiguous(), shift
 
 
+def _modulates(X, *modulation):
+    """The usual case of what `_check_modulation` lets through, in less time."""
+    n, H = modulation[0].numel(), X.shape[-1]
+    return n and X.numel() % n == 0 and all(
+        t is None or t.numel() == n and check.fits(X, (*t.shape[:-1], H), t) for t in modulation
+    )  # fmt: skip
+
+
+def _check_modulation(name, X, scale, shift):
+    check.floats(name, dict(X=X, scale=scale), shift=shift)
+    rows, samples = math.prod(X.shape[:-1]), math.prod(scale.shape[:-1])
+    if scale.shape[-1:] != X.shape[-1:] or (rows % samples if samples else rows):
+        given = f"scale has shape {tuple(scale.shape)}, X {tuple(X.shape)}"
+        raise check.Misfit(f"{name}: {given}, give ({X.shape[-1]},) or (G, {X.shape[-1]}) where G divides {rows}")
+    if shift is not None and (shift.shape[-1:] != X.shape[-1:] or math.prod(shift.shape[:-1]) != samples):
+        given = f"shift has shape {tuple(shift.shape)}, scale {tuple(scale.shape)}"
+        raise check.Misfit(f"{name}: {given}, give equal ones")
+
+
 def liger_modulated_rms_norm(
     X: torch.Tensor, W: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor | None = None, eps: float = 1e-6,
     offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True,
@@ -106,13 +129,7 @@ def liger_modulated_rms_norm(
     """
     name = "liger_modulated_rms_norm"
     eps, offset = checked(name, X, W, eps, offset, casting_mode)
-    check.floats(name, dict(X=X, scale=scale), shift=shift)
-    rows, samples = math.prod(X.shape[:-1]), math.prod(scale.shape[:-1])
-    if scale.shape[-1:] != X.shape[-1:] or (rows % samples if samples else rows):
-        given = f"scale has shape {tuple(scale.shape)}, X {tuple(X.shape)}"
-        raise ValueError(f"{name}: {given}, give ({X.shape[-1]},) or (G, {X.shape[-1]}) where G divides {rows}")
-    if shift is not None and (shift.shape[-1:] != X.shape[-1:] or math.prod(shift.shape[:-1]) != samples):
-        raise ValueError(f"{name}: shift has shape {tuple(shift.shape)}, scale {tuple(scale.shape)}, give equal ones")
+    _check_modulation(name, X, scale, shift)
     if not devices.has_kernels(X):
         return modulated_rms_norm_reference(X, W, scale, shift, eps, offset, casting_mode)
     return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)

@@ -206,6 +206,8 @@ class LigerPolyNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, B, eps=1e-6, in_place=True):
         devices.require_kernels("LigerPolyNormFunction", X)
+        if X.dim() == 0 or not check.fits(X, (3,), W) or B is None or not check.fits(X, (), B):
+            _check("LigerPolyNormFunction", X, W, B)
         y, rstd = poly_norm_fwd(matrix_rows(X), W.contiguous(), B, eps)
         ctx.save_for_backward(X, W, B, rstd)
         ctx.eps = eps
@@ -222,6 +224,16 @@ class LigerPolyNormFunction(Function):
         found = poly_norm_bwd(matrix_rows(dY), matrix_rows(X), W.contiguous(), B, rstd, *needs)
         dx, dw, db = (d if need else None for d, need in zip(found, needs, strict=True))
         return dx if dx is None else shaped(dx, X.shape), dw, db, None, None
+
+
+def _check(name, X, W, B):
+    check.floats(name, dict(X=X, W=W, B=B))
+    if X.dim() == 0:
+        raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
+    if W.shape != (3,):
+        raise check.Misfit(f"{name}: W has shape {tuple(W.shape)}, give (3,)")
+    if B.numel() != 1:
+        raise check.Misfit(f"{name}: B has shape {tuple(B.shape)}, give one element")
 
 
 def liger_poly_norm(
@@ -246,12 +258,7 @@ def liger_poly_norm(
     Source: arXiv:2411.03884.
     """
     name = "liger_poly_norm"
-    check.floats(name, dict(X=X, W=W, B=B))
-    if X.dim() == 0:
-        raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
-    check.shape(name, "W", W, (3,))
-    if B.numel() != 1:
-        raise ValueError(f"{name}: B has shape {tuple(B.shape)}, give one element")
+    _check(name, X, W, B)
     eps = check.not_negative(name, "eps", eps)
     if not devices.has_kernels(X):
         return poly_norm_reference(X, W, B, eps)

@@ -50,6 +50,7 @@ class LigerRMSNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
         devices.require_kernels("LigerRMSNormFunction", X)
+        check_function("LigerRMSNormFunction", X, casting_mode, weight=W)
         x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
         y, _, stats = norm_fwd(x, None, w, None, eps, offset, cast, False)
         ctx.save_for_backward(X, W, stats)
@@ -125,7 +126,7 @@ def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warp
 
 def check_casting(name, casting_mode):
     if casting_mode not in CASTINGS:
-        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}")
+        raise check.Misfit(f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}")
 
 
 def check_norm(name, X, **parameters):
@@ -135,7 +136,15 @@ def check_norm(name, X, **parameters):
         raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
     for argument, p in parameters.items():
         if p is not None and p.shape != X.shape[-1:]:
-            raise ValueError(f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+            raise check.Misfit(f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+
+
+def check_function(name, X, casting_mode=None, **parameters):
+    """What a norm's Function checks again, for whoever applies it by itself."""
+    if X.dim() == 0 or not check.fits(X, X.shape[-1:], *parameters.values()):
+        check_norm(name, X, **parameters)
+    if casting_mode is not None:
+        check_casting(name, casting_mode)
 
 
 def checked(name, X, W, eps, offset, casting_mode):
@@ -180,7 +189,7 @@ def check_module(name, hidden_size, eps, init_fn):
     check.size(name, "hidden_size", size)
     check.not_negative(name, "eps", eps)
     if init_fn not in ("ones", "zeros"):
-        raise ValueError(f"{name}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
+        raise check.Misfit(f"{name}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
 
 
 class LigerRMSNorm(torch.nn.Module):

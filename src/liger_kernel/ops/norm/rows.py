@@ -19,9 +19,9 @@ import functools
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.kernel import kernel
+from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.op import custom_op, matrix_rows
-from liger_kernel.core.reduce import sum_rows
+from liger_kernel.core.reduce import partial, sum_rows
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 LLAMA = tl.constexpr(1)
@@ -254,14 +254,22 @@ def norm_fwd(
     y, s, stats = _outputs(x, r, w, b, eps, offset, cast, centred)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
-    block, columns, warps = _launch(N, centred)
     if M:
-        _fwd[(cdiv(M, block),)](
-            x, r, w, b, s, y, stats, _stride(x), 0 if r is None else _stride(r), M, N, eps, offset,
-            CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
-            num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+        key = M, N, _stride(x), 0 if r is None else _stride(r), eps, offset, cast, centred, x.device
+        (_forwards.get(key) or _forwards.add(key, _prepared_fwd(x, *key)))(x, r, w, b, s, y, stats)
     return y, s, stats
+
+
+_forwards, _backwards = Plans(), Plans()
+
+
+def _prepared_fwd(x, M, N, stride_x, stride_r, eps, offset, cast, centred, device):
+    block, columns, warps = _launch(N, centred)
+    return prepared(
+        _fwd, (cdiv(M, block),), stride_x, stride_r, M, N, eps, offset,
+        CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
+        num_warps=devices.warps(warps, x),
+    )  # fmt: skip
 
 
 @custom_op("norm_backward", _gradients)
@@ -273,31 +281,67 @@ def norm_bwd(
     dx, dw, db = _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db)
     N = s.shape[-1]
     M = s.numel() // N if N else 0
-    block, columns, warps, resident = _launch_bwd(N, centred and s.element_size() == 4)
-    warps = devices.warps(warps, s)
-    whole = columns >= N
     strides = _stride(dy), 0 if ds is None else _stride(ds), _stride(s)
+    key = M, N, *strides, offset, cast, centred, need_dx, need_dw or need_db, ds is None, s.dtype, s.device
+    wide, narrow, programs = _backwards.get(key) or _backwards.add(key, _prepared_bwd(s, *key))
+    if wide is not None:
+        wide(dy, ds, s, w, stats, dx)
+    if narrow is not None:
+        part_w, part_b = partial(dw, programs), partial(db, programs)
+        narrow(dy, ds, s, w, stats, dx, part_w, part_b)
+        if programs > 1:
+            sum_both(part_w, part_b, dw, db)
+    return dx, dw, db
+
+
+def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred, need_dx, need_sums, alone, *_):
+    """-> the launch for dx of rows that are wider than a block, the one for dx and the partial sums of dw and db, and
+    the number of these; None for a launch that is not needed."""
+    block, columns, warps, resident = _launch_bwd(N, centred and s.element_size() == 4)
+    warps, whole, wide, narrow, programs = devices.warps(warps, s), columns >= N, None, None, 1
+    numbers = stride_dy, stride_ds, stride_s, M, N, offset
     if need_dx and M and not whole:
-        _bwd_wide[(M,)](
-            dy, ds, s, w, stats, dx, *strides, M, N, offset, CENTRED=centred, BLOCK_N=columns, num_warps=warps
-        )
+        wide = prepared(_bwd_wide, (M,), *numbers, CENTRED=centred, BLOCK_N=columns, num_warps=warps)
     if not whole:
         columns, warps = 4096, devices.warps(8, s)  # dw needs no whole rows: take a block that fits into registers
-    if N and (need_dw or need_db or (need_dx and M and whole)):
+    if N and (need_sums or (need_dx and M and whole)):
         programs = max(1, min(cdiv(M, block), resident * devices.multiprocessors(s)))
-        one = programs == 1
-        part_w = dw if one or not need_dw else s.new_empty((programs, N), dtype=torch.float32)
-        part_b = db if one or not need_db else s.new_empty((programs, N), dtype=torch.float32)
-        _bwd[(programs, cdiv(N, columns))](
-            dy, ds, s, w, stats, dx, part_w, part_b, *strides, M, N, offset,
-            CAST=cast, CENTRED=centred, DX=need_dx and whole, BLOCK_M=block, BLOCK_N=columns,
-            STAGES=devices.stages((2 if ds is None else 3) * block * columns * s.element_size(), s), num_warps=warps,
+        stages = devices.stages((2 if alone else 3) * block * columns * s.element_size(), s)
+        narrow = prepared(
+            _bwd, (programs, cdiv(N, columns)), *numbers, CAST=cast, CENTRED=centred, DX=need_dx and whole,
+            BLOCK_M=block, BLOCK_N=columns, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-        if need_dw and not one:
-            sum_rows(part_w, dw)
-        if need_db and not one:
-            sum_rows(part_b, db)
-    return dx, dw, db
+    return wide, narrow, programs
+
+
+@triton.jit
+def _sum(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, M, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)[:, None]
+        total += tl.load(x_ptr + m * N + n, mask=(m < M) & (n < N), other=0.0)
+    tl.store(y_ptr + n, tl.sum(total, axis=0, keep_dims=True).to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@kernel
+def _sum_both(dws_ptr, dbs_ptr, dw_ptr, db_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    if tl.program_id(1) == 0:
+        _sum(dws_ptr, dw_ptr, M, N, BLOCK_M, BLOCK_N)
+    else:
+        _sum(dbs_ptr, db_ptr, M, N, BLOCK_M, BLOCK_N)
+
+
+def sum_both(dws, dbs, dw, db):
+    """`sum_rows` of the partial sums of dw and of db, in one launch. None has none."""
+    if dws is None or dbs is None:
+        if dws is not None:
+            sum_rows(dws, dw)
+        if dbs is not None:
+            sum_rows(dbs, db)
+        return
+    M, N = dws.shape
+    _sum_both[(cdiv(N, 32), 2)](dws, dbs, dw, db, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
 
 
 def shaped(t, shape):

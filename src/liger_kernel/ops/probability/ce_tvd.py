@@ -33,16 +33,21 @@ def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=
 
 
 @triton.jit
-def _log_sum(row, N, LANES: tl.constexpr, EACH: tl.constexpr):
-    """max x and log Σ exp(x - max x). Each lane keeps its own maximum and sum until the end."""
+def _log_sum(row, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """max x and log Σ exp(x - max x). Each lane keeps its own maximum and sum until the end.
+
+    In an iteration it reads ROWS times EACH entries; if ALIGNED, those of a load are contiguous.
+    """
     EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
-    i = tl.arange(0, EACH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    of_row, lane, each = tl.arange(0, ROWS)[:, None, None], tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)
+    i = (of_row * LANES + lane) * EACH + each if ALIGNED else (of_row * EACH + each) * LANES + lane
     top = tl.full((LANES,), -INF, dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
-    for start in range(0, N, EACH * LANES):
-        x = tl.load(row + start + i, mask=start + i < N, other=-INF).to(tl.float32)
-        new, shift = online_max(top, tl.max(x, axis=0))
-        total = total * exp_for(top - shift, EXACT) + tl.sum(exp_for(x - shift[None, :], EXACT), axis=0)
+    for start in range(0, N, ROWS * LANES * EACH):
+        x = tl.load(row + start + i, mask=start + i < N, other=-INF, eviction_policy="evict_last").to(tl.float32)
+        new, shift = online_max(top, tl.max(tl.max(x, axis=2), axis=0))
+        more = tl.sum(tl.sum(exp_for(x - shift[None, :, None], EXACT), axis=2), axis=0)
+        total = total * exp_for(top - shift, EXACT) + more
         top = new
     highest = tl.max(top)
     return highest, log(tl.sum(total * exp(top - finite(highest))))
@@ -66,7 +71,7 @@ def _half_sign(d):
 @kernel
 def _fwd(
     x_ptr, z_ptr, target_ptr, ce_ptr, tvd_ptr, stats_ptr, stride_x, stride_z, M, N, ignore_index,
-    LANES: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row, read twice. Statistics (5, M): max x, log Σ, max z, log Σ, ½·Σ p·s."""
     m = tl.program_id(0).to(tl.int64)
@@ -78,13 +83,14 @@ def _fwd(
             tl.store(stats_ptr + k * M + m, 0.0)
         return
     x_row, z_row = x_ptr + m * stride_x, z_ptr + m * stride_z
-    top_x, sum_x = _log_sum(x_row, N, LANES, EACH)
-    top_z, sum_z = _log_sum(z_row, N, LANES, EACH)
-    i = tl.arange(0, LANES * EACH)
-    distance = tl.zeros((LANES * EACH,), dtype=tl.float32)
+    top_x, sum_x = _log_sum(x_row, N, ROWS, LANES, EACH, ALIGNED)
+    top_z, sum_z = _log_sum(z_row, N, ROWS, LANES, EACH, ALIGNED)
+    BLOCK: tl.constexpr = LANES * EACH * (2 if ROWS > 1 else 1)
+    i = tl.arange(0, BLOCK)
+    distance = tl.zeros((BLOCK,), dtype=tl.float32)
     signs = distance
-    last = (tl.cdiv(N, LANES * EACH) - 1) * LANES * EACH
-    for back in range(0, N, LANES * EACH):  # from the end of the rows, which was read last and is in a cache
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for back in range(0, N, BLOCK):  # from the end of the rows, which was read last and is in a cache
         p, d = _pair(x_row, z_row, last - back + i, N, top_x, sum_x, top_z, sum_z)
         distance += tl.abs(d)
         signs += p * _half_sign(d)
@@ -120,10 +126,13 @@ def _bwd(
     tl.store(dx, (of_ce + of_tvd).to(dx_ptr.dtype.element_ty), mask=i < N)
 
 
-def _launch(N):
-    """(lanes, columns of a lane in an iteration, warps) of a program that reads rows in blocks."""
-    lanes = min(next_power_of_2(cdiv(N, 4)), 1024)
-    return lanes, 4, max(lanes // 128, 1)
+def _launch(size):
+    """(loads of a thread at once, warps) of a program that reads two rows of ``size`` bytes, and reads them again.
+
+    Large programs: the rows in work are few, and stay in a cache.
+    """
+    warps = 16 if size <= 96 * 1024 else 32
+    return 4, min(warps, max(next_power_of_2(size // 4096), 1))
 
 
 def _launch_bwd(N):
@@ -147,11 +156,12 @@ def ce_tvd_fwd(
     """x, z (M, N) with unit stride in N, target (M,) -> ce (M,), tvd (M,), statistics (5, M)."""
     ce, distance, stats = _outputs(x, z, target, ignore_index)
     M, N = x.shape
-    lanes, each, warps = _launch(N)
+    each, (loads, warps) = 16 // x.element_size(), _launch(N * x.element_size())
+    aligned = N % 16 == x.stride(0) % 16 == z.stride(0) % 16 == 0
     if M:
         _fwd[(M,)](
             x, z, target, ce, distance, stats, x.stride(0), z.stride(0), M, N, ignore_index,
-            LANES=lanes, EACH=each, num_warps=devices.warps(warps, x),
+            ROWS=loads, LANES=32 * warps, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x),
         )  # fmt: skip
     return ce, distance, stats
 

@@ -179,6 +179,12 @@ class LigerAttnResFunction(Function):
     @staticmethod
     def forward(ctx, V_stacked, w_query, w_norm, eps):
         devices.require_kernels("LigerAttnResFunction", V_stacked)
+        if (
+            V_stacked.dim() < 2
+            or not V_stacked.shape[0]
+            or not check.fits(V_stacked, V_stacked.shape[-1:], w_query, w_norm)
+        ):
+            _check("LigerAttnResFunction", V_stacked, w_query, w_norm)
         v, q, w = matrix_rows(V_stacked), w_query.contiguous(), w_norm.contiguous()
         out, a, rstd = attn_res_fwd(v, q, w, V_stacked.shape[0], eps)
         ctx.save_for_backward(V_stacked, w_query, w_norm, a, rstd)
@@ -212,6 +218,14 @@ def _stacked(name, V):
     return torch.stack(tuple(V))
 
 
+def _check(name, V, w_query, w_norm):
+    check.floats(name, dict(V=V, w_query=w_query, w_norm=w_norm))
+    if V.dim() < 2 or V.shape[0] == 0:
+        raise ValueError(f"{name}: V has shape {tuple(V.shape)}, give (N, ..., D) with at least one block")
+    for argument, w in dict(w_query=w_query, w_norm=w_norm).items():
+        check.shape(name, argument, w, (V.shape[-1],))
+
+
 def liger_attn_res(
     V: torch.Tensor | list[torch.Tensor], w_query: torch.Tensor, w_norm: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
@@ -235,11 +249,7 @@ def liger_attn_res(
     """
     name = "liger_attn_res"
     V = _stacked(name, V)
-    check.floats(name, dict(V=V, w_query=w_query, w_norm=w_norm))
-    if V.dim() < 2 or V.shape[0] == 0:
-        raise ValueError(f"{name}: V has shape {tuple(V.shape)}, give (N, ..., D) with at least one block")
-    for argument, w in dict(w_query=w_query, w_norm=w_norm).items():
-        check.shape(name, argument, w, (V.shape[-1],))
+    _check(name, V, w_query, w_norm)
     eps = check.not_negative(name, "eps", eps)
     run = LigerAttnResFunction.apply if devices.has_kernels(V) else attn_res_reference
     return run(V, w_query, w_norm, eps)

@@ -87,7 +87,9 @@ class LigerMHCCoeffsFunction(Function):
     def forward(
         ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
     ):
-        devices.require_kernels("LigerMHCCoeffsFunction", x)
+        name = "LigerMHCCoeffsFunction"
+        devices.require_kernels(name, x)
+        _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax)
         n, parameters = x.shape[-2], (phi, b.contiguous(), alpha_pre, alpha_post, alpha_res)
         numbers = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
         pre, post, res, raw, square = mhc_coeffs_fwd(matrix_rows(x.flatten(-2)), *parameters, n, *numbers)
@@ -127,6 +129,7 @@ class LigerMHCPreFunction(Function):
     @staticmethod
     def forward(ctx, x, h_pre):
         devices.require_kernels("LigerMHCPreFunction", x)
+        _check_pre("LigerMHCPreFunction", x, h_pre)
         ctx.save_for_backward(x, h_pre)
         out = mix_streams(_streams(x), None, None, _rows(h_pre, 1).unsqueeze(1))
         return shaped(out, (*x.shape[:-2], x.shape[-1]))
@@ -154,6 +157,7 @@ class LigerMHCPostResFunction(Function):
     @staticmethod
     def forward(ctx, x, f_out, h_post, h_res):
         devices.require_kernels("LigerMHCPostResFunction", x)
+        _check_post_res("LigerMHCPostResFunction", x, f_out, h_post, h_res)
         ctx.save_for_backward(x, f_out, h_post, h_res)
         return shaped(mix_streams(_streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)), x.shape)
 
@@ -179,6 +183,40 @@ def _has_kernels(x):
 def _check_streams(name, x):
     if x.dim() < 2 or x.shape[-2] == 0:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, give (..., n, C) with at least one stream")
+
+
+def _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax):
+    alphas = dict(alpha_pre=alpha_pre, alpha_post=alpha_post, alpha_res=alpha_res)
+    check.floats(name, dict(x=x, phi=phi, b=b, **alphas))
+    _check_streams(name, x)
+    if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
+        raise AssertionError(f"{name}: x is {x.dtype}, give bf16 or fp16, or allow_fp32=True")
+    n, C = x.shape[-2:]
+    for argument, t, shape in (("phi", phi, (n * C, n * n + 2 * n)), ("b", b, (n * n + 2 * n,))):
+        if t.shape != shape:
+            raise AssertionError(f"{name}: {argument} has shape {tuple(t.shape)}, give {shape}")
+    for argument, t in alphas.items():
+        if t.numel() != 1:
+            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, give a tensor of one element")
+    tmax = check.integer(name, "tmax", tmax)
+    if tmax < 1:
+        raise ValueError(f"{name}: tmax is {tmax}, give an int from 1 on")
+    return tmax
+
+
+def _check_pre(name, x, h_pre):
+    if x.dim() < 2 or not x.shape[-2] or h_pre is None or not check.fits(x, x.shape[:-1], h_pre):
+        check.floats(name, dict(x=x, h_pre=h_pre))
+        _check_streams(name, x)
+        check.shape(name, "h_pre", h_pre, tuple(x.shape[:-1]))
+
+
+def _check_post_res(name, x, f_out, h_post, h_res):
+    check.floats(name, dict(x=x, f_out=f_out, h_post=h_post, h_res=h_res))
+    _check_streams(name, x)
+    *rows, n, C = x.shape
+    for argument, t, last in (("f_out", f_out, (C,)), ("h_post", h_post, (n,)), ("h_res", h_res, (n, n))):
+        check.shape(name, argument, t, (*rows, *last))
 
 
 def liger_mhc_coeffs(
@@ -207,21 +245,8 @@ def liger_mhc_coeffs(
 
     Source: arXiv:2512.24880.
     """
-    name, alphas = "liger_mhc_coeffs", dict(alpha_pre=alpha_pre, alpha_post=alpha_post, alpha_res=alpha_res)
-    check.floats(name, dict(x=x, phi=phi, b=b, **alphas))
-    _check_streams(name, x)
-    if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
-        raise AssertionError(f"{name}: x is {x.dtype}, give bf16 or fp16, or allow_fp32=True")
-    n, C = x.shape[-2:]
-    for argument, t, shape in (("phi", phi, (n * C, n * n + 2 * n)), ("b", b, (n * n + 2 * n,))):
-        if t.shape != shape:
-            raise AssertionError(f"{name}: {argument} has shape {tuple(t.shape)}, give {shape}")
-    for argument, t in alphas.items():
-        if t.numel() != 1:
-            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, give a tensor of one element")
-    tmax = check.integer(name, "tmax", tmax)
-    if tmax < 1:
-        raise ValueError(f"{name}: tmax is {tmax}, give an int from 1 on")
+    name = "liger_mhc_coeffs"
+    tmax = _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax)
     rms_eps, sinkhorn_eps = (
         check.not_negative(name, argument, value)
         for argument, value in dict(rms_eps=rms_eps, sinkhorn_eps=sinkhorn_eps).items()
@@ -247,9 +272,8 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_pre"
-    check.floats(name, dict(x=x, h_pre=h_pre))
-    _check_streams(name, x)
-    check.shape(name, "h_pre", h_pre, tuple(x.shape[:-1]))
+    check.floats(name, dict(x=x))
+    _check_pre(name, x, h_pre)
     return (LigerMHCPreFunction.apply if _has_kernels(x) else mhc_pre_reference)(x, h_pre)
 
 
@@ -270,11 +294,7 @@ def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tenso
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_post_res"
-    check.floats(name, dict(x=x, f_out=f_out, h_post=h_post, h_res=h_res))
-    _check_streams(name, x)
-    *rows, n, C = x.shape
-    for argument, t, last in (("f_out", f_out, (C,)), ("h_post", h_post, (n,)), ("h_res", h_res, (n, n))):
-        check.shape(name, argument, t, (*rows, *last))
+    _check_post_res(name, x, f_out, h_post, h_res)
     return (LigerMHCPostResFunction.apply if _has_kernels(x) else mhc_post_res_reference)(x, f_out, h_post, h_res)
 
 

@@ -69,6 +69,48 @@ def _bwd(
         tl.store(dp_ptr + m * N + o, dp.to(dp_ptr.dtype.element_ty), mask=o < N)
 
 
+@kernel
+def _bwd_few(
+    dout_ptr, x_ptr, f_ptr, p_ptr, h_ptr, dx_ptr, df_ptr, dp_ptr, dh_ptr, dout_m, dout_o, x_m, x_i, f_m, N, K, C,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """As `_bwd`, for few streams: each lane keeps its own sums for dh and dp until the end of the row."""
+    m = tl.program_id(0).to(tl.int64)
+    o, i = tl.arange(0, BLOCK_N)[:, None, None, None], tl.arange(0, BLOCK_K)[None, :, None, None]
+    lane, each = tl.arange(0, LANES)[None, None, :, None], tl.arange(0, EACH)[None, None, None, :]
+    at = lane * EACH + each if ALIGNED else each * LANES + lane
+    h = read(h_ptr, (m * N + o) * K + i, (o < N) & (i < K))
+    dh = tl.zeros((BLOCK_N, BLOCK_K, LANES), dtype=tl.float32)
+    dp = tl.zeros((BLOCK_N, 1, LANES), dtype=tl.float32)
+    if f_ptr is not None:
+        p = read(p_ptr, m * N + o, o < N)
+    for start in range(0, C, LANES * EACH):
+        c = start + at
+        dout = read(dout_ptr, m * dout_m + o.to(tl.int64) * dout_o + c, (o < N) & (c < C))
+        if dh_ptr is not None:
+            x = read(x_ptr, m * x_m + i.to(tl.int64) * x_i + c, (i < K) & (c < C))
+            dh += tl.sum(x * dout, axis=3)
+        if dx_ptr is not None:
+            dx = tl.sum(h * dout, axis=0, keep_dims=True)
+            tl.store(dx_ptr + (m * K + i) * C + c, dx.to(dx_ptr.dtype.element_ty), mask=(i < K) & (c < C))
+        if dp_ptr is not None:
+            dp += tl.sum(read(f_ptr, m * f_m + c, c < C) * dout, axis=3)
+        if df_ptr is not None:
+            df = tl.sum(p * dout, axis=0, keep_dims=True)
+            tl.store(df_ptr + m * C + c, df.to(df_ptr.dtype.element_ty), mask=c < C)
+    o, i = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    if dh_ptr is not None:
+        dh = tl.sum(dh, axis=2).to(dh_ptr.dtype.element_ty)
+        tl.store(dh_ptr + (m * N + o) * K + i, dh, mask=(o < N) & (i < K))
+    if dp_ptr is not None:
+        tl.store(dp_ptr + m * N + o, tl.sum(dp, axis=2).to(dp_ptr.dtype.element_ty), mask=o < N)
+
+
+def _launch_few():
+    """(channels that a lane reads in an iteration, in loads of 16 bytes; warps)."""
+    return 1, 4
+
+
 def _channels(streams, C, entries):
     """(channels, warps) of a block of ``entries`` of that many streams."""
     channels = min(max(entries // streams, 16), next_power_of_2(C))
@@ -108,6 +150,17 @@ def mix_streams_bwd(
     dx, df, dp, dh = _gradients(dout, x, f, p, h, need_dx, need_df, need_dp, need_dh)
     M, N, C = dout.shape
     outputs, inputs = next_power_of_2(N), next_power_of_2(x.shape[1])
+    if M and outputs * inputs <= 16:
+        (loads, warps), size = _launch_few(), x.element_size()
+        each = 16 // size * loads
+        warps = min(warps, max(next_power_of_2(C) // (32 * each), 1))
+        aligned = all(n % 16 == 0 for t in (dout, x, *(() if f is None else (f,))) for n in (C, *t.stride()[:-1]))
+        _bwd_few[(M,)](
+            dout, x, f, p, h, dx, df, dp, dh, *dout.stride()[:2], *x.stride()[:2], 0 if f is None else f.stride(0),
+            N, x.shape[1], C, BLOCK_N=outputs, BLOCK_K=inputs, LANES=32 * warps, EACH=each, ALIGNED=aligned,
+            num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+        return dx, df, dp, dh
     channels, warps = _channels(inputs, C, 2048)
     if M:
         _bwd[(M,)](

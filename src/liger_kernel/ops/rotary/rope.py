@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.kernel import kernel
+from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.op import CASES, Case, Function, custom_op, unit_stride
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
@@ -200,20 +200,38 @@ def rope_rotate(
     Or (3, 1 or B, T, rotary_dim/2), see ``first`` and ``second`` in `_rotate`. ``to_pairs``: whether the entries of a
     pair are neighbours in the results. ``sign`` -1 rotates back. For the other arguments see `Layout`.
     """
-    yq, yk = outs = _outputs(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows)
-    q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, yq, yk))
+    key = (
+        q.shape, k.shape, cos.shape, q.stride(), k.stride(), cos.stride(), sin.stride(), q.device,
+        heads_dim, rotary_dim, pairs, q_rows, k_rows, to_pairs, first, second, sign,
+    )  # fmt: skip
+    plan = _plans.get(key) or _plans.add(key, _plan(q, k, cos, sin, *key[8:]))
+    q_strides, k_strides, rotate = plan
+    yq = torch.empty_strided(q.shape, q_strides, dtype=q.dtype, device=q.device)
+    yk = torch.empty_strided(k.shape, k_strides, dtype=k.dtype, device=k.device)
+    rotate(q, k, cos, sin, yq, yk)
+    return yq, yk
+
+
+_plans = Plans()
+
+
+def _plan(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, to_pairs, first, second, sign):
+    """-> the strides of both results, and the launch."""
+    outs = result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
+    q, k, yq, yk = (swapped(x, heads_dim) for x in (q, k, *outs))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     axes = None, None
     if cos.dim() == 4:
         axes, cos, sin = (cos.stride(0), sin.stride(0)), cos[0], sin[0]
     groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
-    _rotate[(groups * cdiv(T, tokens) * B,)](
-        q, k, cos, sin, yq, yk, *row_strides(q, k), *angle_strides(cos, sin), *axes, *row_strides(yq, yk), T, sign,
+    rotate = prepared(
+        _rotate, (groups * cdiv(T, tokens) * B,),
+        *row_strides(q, k), *angle_strides(cos, sin), *axes, *row_strides(yq, yk), T, sign,
         HQ=HQ, HK=HK, D=D, R=rotary_dim, PAIRS=pairs, TO_PAIRS=to_pairs, FIRST=first, SECOND=second, GROUPS=groups,
         BLOCK_T=tokens, BLOCK_Q=q_heads, BLOCK_K=k_heads, BLOCK_N=columns, BLOCK_PASS=passing,
         num_warps=devices.warps(warps, q),
     )  # fmt: skip
-    return outs
+    return *(y.stride() for y in outs), rotate
 
 
 def one_axis(x, first, second):
@@ -270,7 +288,32 @@ def rope_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, inte
 
 
 def kernel_arguments(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name):
-    """Check the arguments -> cos, sin, `Layout`, as the kernels take them. A result's memory is like q's or k's."""
+    """Check the arguments -> cos, sin, `Layout`, as the kernels take them. A result's memory is like q's or k's.
+
+    Eager calls that look like one that was checked are not checked again. Their cos and sin are as they were given, if
+    need be wider than is read.
+    """
+    unusual = position_ids is not None or not isinstance(cos, torch.Tensor) or cos.dim() != 3
+    if unusual or interleaved == "repeated" or torch.compiler.is_compiling():
+        return _checked(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name)
+    try:
+        key = (
+            q.shape, k.shape, cos.shape, sin.shape, q.stride(), k.stride(), q.dtype, k.dtype, cos.dtype, sin.dtype,
+            q.device, k.device, cos.device, sin.device, unsqueeze_dim, unsqueeze_dim.__class__, rotary_dim, interleaved,
+        )  # fmt: skip
+    except AttributeError:  # something is no tensor
+        return _checked(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name)
+    layout = _layouts.get(key)
+    if layout is None:
+        *_, layout = _checked(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name)
+        _layouts.add(key, layout)
+    return cos, sin, layout
+
+
+_layouts = Plans()
+
+
+def _checked(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, *name):
     given = cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved
     q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(q, k, *given, *name)
     q_rows, k_rows = (x.stride(1) < x.stride(2) for x in (q, k))
@@ -321,8 +364,8 @@ class Rotation(Function):
         (cos, sin), (heads_dim, rotary_dim, to_pairs, _, _, pairs, *axes) = ctx.saved_tensors, ctx.back
         if cos.dim() == 4:
             cos, sin = one_axis(cos, *axes), one_axis(sin, *axes)
-        dys = swapped(dyq, heads_dim), swapped(dyk, heads_dim)
-        dq, dk = rotate_reference(*dys, cos, -sin, rotary_dim, to_pairs, pairs)
+        dys, columns = (swapped(dyq, heads_dim), swapped(dyk, heads_dim)), slice(rotary_dim // 2)
+        dq, dk = rotate_reference(*dys, cos[..., columns], -sin[..., columns], rotary_dim, to_pairs, pairs)
         return swapped(dq, heads_dim), swapped(dk, heads_dim), *(None,) * (len(ctx.needs_input_grad) - 2)
 
     @staticmethod
@@ -406,7 +449,8 @@ def liger_rotary_pos_emb(
 
     Source: arXiv:2104.09864.
     """
-    check.floats("liger_rotary_pos_emb", dict(q=q))
+    if not isinstance(q, torch.Tensor):  # the rest is checked in either
+        check.floats("liger_rotary_pos_emb", dict(q=q))
     run = LigerRopeFunction.apply if devices.has_kernels(q) else rope_reference
     return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, halves)
 

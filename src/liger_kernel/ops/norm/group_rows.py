@@ -1,0 +1,425 @@
+"""The kernels of GroupNorm, and how they are launched. `group_norm` has the mathematics.
+
+A group of up to 16,384 elements is held in the registers of one program (forward; half as many in backward). A larger
+one is read twice, the second time from its end, out of the multiprocessor's own cache or the GPU's. So that it is still
+there, the programs that run at a time are few and large: they process one group after the other. If there are fewer
+such groups than multiprocessors, several programs share one, and a kernel before takes the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.kernel import kernel
+from liger_kernel.core.op import custom_op
+from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+from liger_kernel.ops.norm.rows import sum_both
+
+
+@triton.jit
+def _merge(count, mean, square, total):
+    """Chan's formula: mean and Σ(x - mean)² of all elements, from those of parts with ``count`` elements each."""
+    middle = tl.sum(count * mean) / total
+    middle += tl.sum(count * (mean - middle)) / total  # what the first sum rounded off
+    off = mean - middle
+    return middle, tl.sum(square + count * off * off)
+
+
+@triton.jit
+def _moments(x_ptr, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Mean and Σ(x - mean)² of N elements. Each lane keeps those of its own, ROWS times EACH of them in an iteration.
+
+    If ALIGNED, EACH of a lane's elements are contiguous, and one load reads them. Otherwise those of neighbouring lanes
+    are.
+    """
+    BLOCK: tl.constexpr = ROWS * LANES * EACH
+    row, lane, each = tl.arange(0, ROWS)[:, None, None], tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)
+    i = (row * LANES + lane) * EACH + each if ALIGNED else (row * EACH + each) * LANES + lane
+    mean = tl.zeros((LANES,), dtype=tl.float32)
+    square = mean
+    whole = N // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = tl.load(x_ptr + start + i, eviction_policy="evict_last").to(tl.float32)
+        its = tl.sum(tl.sum(x, axis=2), axis=0) / (ROWS * EACH)
+        off = x - its[None, :, None]
+        delta = its - mean
+        share = BLOCK / (start + BLOCK)
+        square += tl.sum(tl.sum(off * off, axis=2), axis=0) + delta * delta * (start // LANES * share)
+        mean += delta * share
+    count = tl.zeros((LANES,), dtype=tl.float32) + whole // LANES
+    if whole < N:
+        mask = whole + i < N
+        x = tl.load(x_ptr + whole + i, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        rest, lanes = N - whole, tl.arange(0, LANES)
+        if ALIGNED:
+            more = rest % (LANES * EACH) - lanes * EACH
+            more = rest // (LANES * EACH) * EACH + tl.minimum(tl.maximum(more, 0), EACH)
+        else:
+            more = (rest - lanes + LANES - 1) // LANES
+        more = more.to(tl.float32)
+        its = tl.sum(tl.sum(x, axis=2), axis=0) / tl.maximum(more, 1.0)
+        off = tl.where(mask, x - its[None, :, None], 0.0)
+        delta = its - mean
+        share = more / tl.maximum(count + more, 1.0)
+        square += tl.sum(tl.sum(off * off, axis=2), axis=0) + delta * delta * count * share
+        mean += delta * share
+        count += more
+    return _merge(count, mean, square, N)
+
+
+@triton.jit
+def _block(block, across, K, S, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
+    """A block of a group: its channels, the offsets of its elements, and a mask of those that exist."""
+    k = block // across * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+    s = block % across * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
+    return k, k.to(tl.int64) * S + s, (k < K) & (s < S)
+
+
+@kernel
+def _fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_x, G, K, S, eps,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: one group, read once."""
+    group = tl.program_id(0)
+    n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
+    k, s = tl.arange(0, BLOCK_K)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    mask = (k < K) & (s < S)
+    i = g * K * S + k * S + s
+    x = tl.load(x_ptr + n * stride_x + i, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+    mean = tl.sum(x) / (K * S)
+    mean += tl.sum(tl.where(mask, x - mean, 0.0)) / (K * S)  # what the first sum rounded off
+    x = tl.where(mask, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x) / (K * S) + eps)
+    tl.store(mean_ptr + group, mean)
+    tl.store(rstd_ptr + group, rstd)
+    y = x * (rstd * w) + b
+    tl.store(y_ptr + n * G * K * S + i, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _measure(
+    x_ptr, part_ptr, stride_x, G, E, STRIP,
+    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program: mean and Σ(x - mean)² of a strip of a group's E elements."""
+    group, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x = x_ptr + (group // G).to(tl.int64) * stride_x + (group % G).to(tl.int64) * E + strip * STRIP
+    mean, square = _moments(x, tl.minimum(STRIP, E - strip * STRIP), ROWS, LANES, EACH, ALIGNED)
+    part = part_ptr + 2 * (group * tl.num_programs(1) + strip)
+    tl.store(part, mean)
+    tl.store(part + 1, square)
+
+
+@kernel
+def _fwd_wide(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, part_ptr, stride_x, groups, G, K, S, E, STRIP, eps,
+    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, STRIPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: every n-th group, read twice; or some blocks of one, whose moments are in ``part``."""
+    across = tl.cdiv(S, BLOCK_S)
+    blocks = tl.cdiv(K, BLOCK_K) * across
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        n, g = tl.cast(group // G, tl.int64), tl.cast(group % G, tl.int64)
+        x_group, y_group = x_ptr + n * stride_x + g * E, y_ptr + (n * G + g) * E
+        if part_ptr is None:
+            mean, square = _moments(x_group, E, ROWS, LANES, EACH, ALIGNED)
+        else:
+            p = tl.arange(0, STRIPS).to(tl.int64)
+            part = part_ptr + 2 * (group * tl.num_programs(1) + p)
+            known = p < tl.num_programs(1)
+            count = tl.where(known, tl.minimum(STRIP, E - p * STRIP), 0).to(tl.float32)
+            means = tl.load(part, mask=known, other=0.0)
+            mean, square = _merge(count, means, tl.load(part + 1, mask=known, other=0.0), E)
+        rstd = 1.0 / tl.sqrt(square / E + eps)
+        tl.store(mean_ptr + group, mean)
+        tl.store(rstd_ptr + group, rstd)
+        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+            k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
+            x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+            b = tl.load(b_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+            y = ((x - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
+            tl.store(y_group + i, y, mask=mask, eviction_policy="evict_first")
+
+
+@kernel
+def _bwd(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, N, G, K, S,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program processes one group in every n-th sample, and writes its part of one row of the partial dw and db."""
+    row, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)
+    k, s = tl.arange(0, BLOCK_K)[:, None], tl.arange(0, BLOCK_S)[None, :]
+    mask = (k < K) & (s < S)
+    i = g * K * S + k * S + s
+    w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_K, 1), dtype=tl.float32)
+    db = dw
+    for sample in tl.range(row, N, tl.num_programs(0) // G, num_stages=STAGES):
+        n = tl.cast(sample, tl.int64)
+        dy = tl.load(dy_ptr + n * stride_dy + i, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + n * stride_x + i, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + n * G + g)
+        xhat = (x - tl.load(mean_ptr + n * G + g)) * rstd
+        dyxhat, dy1 = tl.sum(dy * xhat, axis=1, keep_dims=True), tl.sum(dy, axis=1, keep_dims=True)
+        dw += dyxhat
+        db += dy1
+        if dx_ptr is not None:
+            m1, mxhat = tl.sum(w * dy1) / (K * S), tl.sum(w * dyxhat) / (K * S)
+            dx = rstd * (dy * w - m1 - xhat * mxhat)
+            tl.store(dx_ptr + n * G * K * S + i, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    at = (row * G + g) * K + k
+    if dw_ptr is not None:
+        tl.store(dw_ptr + at, dw, mask=k < K)
+    if db_ptr is not None:
+        tl.store(db_ptr + at, db, mask=k < K)
+
+
+@triton.jit
+def _sums(
+    dy_ptr, x_ptr, w_ptr, dw_ptr, db_ptr, at, mean, rstd, S, first, end, begin, stop,
+    BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Σ m and Σ m·x̂ over the channels from ``first`` to ``end`` and their elements from ``begin`` to ``stop``.
+
+    The sums of channel k for dw and db are written at ``at + k``. A lane reads EACH elements in an iteration, as in
+    `_moments`.
+    """
+    lane, each = tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)[None, None, :]
+    i = lane * EACH + each if ALIGNED else each * LANES + lane
+    m1 = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    mxhat = m1
+    for k0 in range(first, end, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        row = k[:, None, None]
+        dyx = tl.zeros((BLOCK_K, LANES), dtype=tl.float32)
+        dys = dyx
+        for s0 in range(begin, stop, LANES * EACH):
+            mask = (row < end) & (s0 + i < stop)
+            at_s = row.to(tl.int64) * S + s0 + i
+            dy = tl.load(dy_ptr + at_s, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            x = tl.load(x_ptr + at_s, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            dys += tl.sum(dy, axis=2)
+            dyx += tl.sum(dy * (x - mean), axis=2)
+        dyxhat, dy1 = tl.sum(dyx, axis=1) * rstd, tl.sum(dys, axis=1)
+        if dw_ptr is not None:
+            tl.store(dw_ptr + at + k, dyxhat, mask=k < end)
+        if db_ptr is not None:
+            tl.store(db_ptr + at + k, dy1, mask=k < end)
+        w = tl.load(w_ptr + k, mask=k < end, other=0.0).to(tl.float32)
+        m1 += w * dy1
+        mxhat += w * dyxhat
+    return tl.sum(m1), tl.sum(mxhat)
+
+
+@kernel
+def _bwd_sums(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, dw_ptr, db_ptr, stride_dy, stride_x, G, K, S, E,
+    STRIP_K, STRIP_S, BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program: the sums over a strip of a group, STRIP_S elements of STRIP_K channels."""
+    group, strip = tl.program_id(0), tl.program_id(1)
+    n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
+    across = tl.cdiv(S, STRIP_S)
+    first, begin = strip // across * STRIP_K, strip % across * STRIP_S
+    m1, mxhat = _sums(
+        dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E, w_ptr + g * K, dw_ptr, db_ptr,
+        ((n * across + strip % across) * G + g) * K, tl.load(mean_ptr + group), tl.load(rstd_ptr + group), S,
+        first, tl.minimum(first + STRIP_K, K), begin, tl.minimum(begin + STRIP_S, S), BLOCK_K, LANES, EACH, ALIGNED,
+    )  # fmt: skip
+    if part_ptr is not None:
+        part = part_ptr + 2 * (group * tl.num_programs(1) + strip)
+        tl.store(part, m1)
+        tl.store(part + 1, mxhat)
+
+
+@kernel
+def _bwd_wide(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, groups,
+    G, K, S, E, STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One program: dx of every n-th group, read twice; or of some blocks of one, whose sums are in ``part``."""
+    BLOCK_S: tl.constexpr = LANES * EACH
+    across = tl.cdiv(S, BLOCK_S)
+    blocks = tl.cdiv(K, BLOCK_K) * across
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        n, g = tl.cast(group // G, tl.int64), tl.cast(group % G, tl.int64)
+        dy_group, x_group = dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E
+        dx_group = dx_ptr + (n * G + g) * E
+        mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
+        if part_ptr is None:
+            m1, mxhat = _sums(
+                dy_group, x_group, w_ptr + g * K, dw_ptr, db_ptr, (n * G + g) * K, mean, rstd, S, 0, K, 0, S,
+                BLOCK_K, LANES, EACH, ALIGNED,
+            )  # fmt: skip
+        else:
+            p = tl.arange(0, STRIPS)
+            part = part_ptr + 2 * (group * tl.num_programs(1) + p)
+            m1 = tl.sum(tl.load(part, mask=p < tl.num_programs(1), other=0.0))
+            mxhat = tl.sum(tl.load(part + 1, mask=p < tl.num_programs(1), other=0.0))
+        even, along = rstd * m1 / E, rstd * rstd * mxhat / E
+        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+            k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
+            dy = tl.load(dy_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+            dx = (dy * (rstd * w) - even - (x - mean) * along).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_group + i, dx, mask=mask, eviction_policy="evict_first")
+
+
+def _launch(K, S, most):
+    """(channels, elements of each, warps) of a program that holds a group; None if that needs more than ``most`` warps.
+
+    A thread's registers hold 32 elements. If rows are not aligned they hold 16, since each element needs an address.
+    """
+    channels, elements, each = next_power_of_2(K), next_power_of_2(S), 32 if S % 16 == 0 else 16
+    block = channels * elements
+    if block > 32 * each * most:
+        return None
+    return channels, elements, 16 if block > 256 * each else min(max(block // 512, 1), 8)
+
+
+def _launch_wide(size, shared):
+    """(loads of a thread at once, warps, programs per multiprocessor) for a group of ``size`` bytes.
+
+    ``shared``: several programs process a group, and as many run at a time as there is room for. Otherwise the groups
+    that are read at a time must stay in a cache: of 128 KB, one per multiprocessor stays in its own.
+    """
+    if shared:
+        return 4, 8, 0
+    return (4, 32, 1) if size > 96 * 1024 else (4, 16, 2)
+
+
+def _launch_wide_bwd(size, shared):
+    """(loads of x and of dy, warps, programs per multiprocessor) in backward; ``size`` is that of both."""
+    if shared:
+        return 2, 8, 0
+    return (4, 32, 1) if size > 96 * 1024 else (4, 16, 2)
+
+
+def _tile(K, S, block):
+    """(channels, elements of each) of a block."""
+    elements = min(next_power_of_2(S), max(1024, block // next_power_of_2(K)))
+    return max(1, min(next_power_of_2(K), block // elements)), elements
+
+
+def _sharing(groups, x):
+    """How many programs share a large group: if there are few groups, so many that a multiprocessor has four."""
+    m = devices.multiprocessors(x)
+    return 1 if groups >= m else cdiv(4 * m, max(groups, 1))
+
+
+def _programs(groups, strips, resident, x):
+    return (groups if strips > 1 else min(groups, max(resident, 1) * devices.multiprocessors(x))), strips
+
+
+def _outputs(x, w, b, groups, eps):
+    moments = x.shape[0], groups
+    return x.new_empty(x.shape), x.new_empty(moments, dtype=torch.float32), x.new_empty(moments, dtype=torch.float32)
+
+
+def _gradients(dy, x, w, b, mean, rstd, need_dx, need_dw, need_db):
+    return (
+        x.new_empty(x.shape if need_dx else 0), w.new_empty(w.shape if need_dw else 0),
+        b.new_empty(b.shape if need_db else 0),
+    )  # fmt: skip
+
+
+@custom_op("group_norm", _outputs)
+def group_norm_fwd(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, groups: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (N, C·S) with unit stride in C·S, w and b (C,) -> y (N, C·S) in x's dtype, mean and rstd (N, groups) fp32."""
+    y, mean, rstd = _outputs(x, w, b, groups, eps)
+    if x.numel() == 0:
+        return y, mean, rstd
+    N, E = x.shape[0], x.shape[1] // groups
+    K = w.numel() // groups
+    S = E // K
+    whole = _launch(K, S, 16)
+    if whole:
+        channels, elements, warps = whole
+        _fwd[(N * groups,)](
+            x, w, b, y, mean, rstd, x.stride(0), groups, K, S, eps,
+            BLOCK_K=channels, BLOCK_S=elements, num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+        return y, mean, rstd
+    strips = min(_sharing(N * groups, x), cdiv(E, 16384))
+    loads, warps, resident = _launch_wide(E * x.element_size(), strips > 1)
+    each, lanes = 16 // x.element_size(), 32 * warps
+    channels, elements = _tile(K, S, loads * lanes * each)
+    strip = 16 * cdiv(E, 16 * strips)
+    strips = cdiv(E, strip)
+    by = dict(
+        ROWS=loads, LANES=lanes, EACH=each, ALIGNED=E % 16 == x.stride(0) % 16 == 0,
+        num_warps=devices.warps(warps, x),
+    )  # fmt: skip
+    part = x.new_empty((N * groups, strips, 2), dtype=torch.float32) if strips > 1 else None
+    if strips > 1:
+        _measure[(N * groups, strips)](x, part, x.stride(0), groups, E, strip, **by)
+    _fwd_wide[_programs(N * groups, strips, resident, x)](
+        x, w, b, y, mean, rstd, part, x.stride(0), N * groups, groups, K, S, E, strip, eps,
+        STRIPS=next_power_of_2(strips), BLOCK_K=channels, BLOCK_S=elements, **by,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+@custom_op("group_norm_backward", _gradients)
+def group_norm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> dx (N, C·S), dw and db (C,). What is not needed is an empty tensor."""
+    dx, dw, db = _gradients(dy, x, w, b, mean, rstd, need_dx, need_dw, need_db)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    (N, G), C, m = mean.shape, w.numel(), devices.multiprocessors(x)
+    K, E = C // G, x.shape[1] // G
+    S = E // K
+
+    def partials(rows):
+        sums = x.new_empty((2, rows, C), dtype=torch.float32) if need_dw or need_db else None
+        return sums[0] if need_dw else None, sums[1] if need_db else None
+
+    whole = _launch(K, S, 8)
+    if whole:
+        channels, elements, warps = whole
+        rows = min(N, cdiv(m * max(16 // warps, 1), G))
+        dws, dbs = partials(rows)
+        _bwd[(rows * G,)](
+            dy, x, w, mean, rstd, dx if need_dx else None, dws, dbs, dy.stride(0), x.stride(0), N, G, K, S,
+            BLOCK_K=channels, BLOCK_S=elements, STAGES=devices.stages(2 * channels * elements * x.element_size(), x),
+            num_warps=devices.warps(warps, x),
+        )  # fmt: skip
+    else:
+        strips = _sharing(N * G, x)
+        loads, warps, resident = _launch_wide_bwd(2 * E * x.element_size(), strips > 1)
+        each = 16 // x.element_size()
+        channels, elements = _tile(K, S, loads * 32 * warps * each)
+        aligned = S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0
+        by = dict(
+            BLOCK_K=channels, LANES=elements // each, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x)
+        )
+        strip_s = elements * cdiv(cdiv(S, elements), strips)
+        across = cdiv(S, strip_s)
+        strip_k = channels * cdiv(cdiv(K, channels), cdiv(strips, across))
+        strips = cdiv(K, strip_k) * across
+        dws, dbs = partials(N * across)
+        part = x.new_empty((N * G, strips, 2), dtype=torch.float32) if need_dx and strips > 1 else None
+        if strips > 1 or not need_dx:
+            _bwd_sums[(N * G, strips)](
+                dy, x, w, mean, rstd, part, dws, dbs, dy.stride(0), x.stride(0), G, K, S, E, strip_k, strip_s, **by
+            )
+        if need_dx:
+            _bwd_wide[_programs(N * G, strips, resident, x)](
+                dy, x, w, mean, rstd, part, dx, dws, dbs, dy.stride(0), x.stride(0), N * G, G, K, S, E,
+                STRIPS=next_power_of_2(strips), **by,
+            )  # fmt: skip
+    sum_both(dws, dbs, dw, db)
+    return dx, dw, db
