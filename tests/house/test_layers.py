@@ -42,7 +42,7 @@ SHARED = {  # by the operators of a folder
     "ops.norm.rows", "ops.head.logits", "ops.head.divergences", "ops.head.planning", "ops.head.chunks",
     "ops.head.forward_gradients", "ops.probability.rows", "ops.mlp.pointwise", "ops.norm.gated_rows",
     "ops.residual.coefficients", "ops.residual.streams", "ops.moe.routing", "ops.moe.grouped",
-    "ops.moe.choice",
+    "ops.moe.products", "ops.moe.choice", "ops.norm.group_rows",
 }  # fmt: skip
 OPERATORS = [n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED]
 OPS = [name for name in TREES if layer(name) in ("core", "ops")]

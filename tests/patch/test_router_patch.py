@@ -118,6 +118,8 @@ def ran(monkeypatch, reference_only):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computes_the_same(family, ran):
     theirs, mine = pair(family)
+    if not theirs(*given(family))[0].is_floating_point():
+        pytest.skip("in this transformers it gives the index first, and is left alone")
     report = once_patched(family)[1]
     assert report.replaced == {(type(theirs).__name__, f"liger_router ({FAMILIES[family]})"): 1}
     args = given(family)

@@ -329,6 +329,8 @@ assert "liger" in ALL_EXPERTS_FUNCTIONS
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["batched_mm", "liger"])
 def test_compiles_whole(implementation):
+    if implementation == "liger" and not by_name.ASKS:
+        pytest.skip("with this torch it is transformers' own, which needs not compile")
     torch._dynamo.reset()
     theirs = experts("mixtral", "eager")
     mine = copy.deepcopy(theirs)

@@ -6,8 +6,7 @@ r"""Sparsemax: the distribution that is nearest to x. Unlike softmax's, most of 
 
 τ = (Σ_S x - 1)/|S| for the support S = {x > τ}. Sorted rows would tell S. Here it is found from above, without a sort
 (Michelot, 1986): from the entries above max x - 1, which are all that can be in it, τ follows, and with it a smaller S.
-τ never falls and S never grows; when S stays the same, the two are exact. Before, the same is done for a few entries,
-each the highest of its neighbours: their τ is not above that of all, and seldom far from it.
+τ never falls and S never grows; when S stays the same, the two are exact.
 
 Arithmetic is in fp32 and y is rounded once. An entry of -inf gives 0. As in softmax, a row without a finite maximum and
 a row with a NaN are all NaN.
@@ -22,7 +21,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows
-from liger_kernel.core.tile import INF, cdiv, next_power_of_2, tl, triton
+from liger_kernel.core.tile import INF, cdiv, next_power_of_2, tl
 
 
 def sparsemax_reference(input, dim=-1):
@@ -36,53 +35,30 @@ def sparsemax_reference(input, dim=-1):
     return F.relu(z - above.gather(-1, k - 1) / k).transpose(dim, -1).to(input.dtype)
 
 
-@triton.jit
-def _step(z, tau):
-    """Of rows z (M, LANES, EACH): the size of {z > τ}, and the τ that follows. A NaN is not left out."""
-    inside = tl.where(z <= tau, 0.0, 1.0)
-    total = tl.sum(tl.where(z <= tau, 0.0, z), axis=2, keep_dims=True)
-    count = tl.sum(tl.sum(inside, axis=2, keep_dims=True), axis=1, keep_dims=True)
-    return count, tl.div_rn(tl.sum(total, axis=1, keep_dims=True) - 1.0, count)
-
-
-@triton.jit
-def _solved(z, tau):
-    """τ, from one that is not above it."""
-    count, tau = _step(z, tau)
+@kernel
+def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: BLOCK_M rows. A row is one block, and read once."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    mask = (m < M) & (n < N)
+    x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
+    z = x - tl.max(x, axis=1, keep_dims=True)
+    tau = tl.full((BLOCK_M, 1), -1.0, dtype=tl.float32)
+    count = tl.full((BLOCK_M, 1), BLOCK_N + 1, dtype=tl.int32)
     changed = 1
     while changed > 0:  # a row that is finished stays as it is
         before = count
-        count, tau = _step(z, tau)
+        count = tl.sum((z > tau).to(tl.int32), axis=1, keep_dims=True)
+        total = tl.sum(tl.where(z <= tau, 0.0, z), axis=1, keep_dims=True)  # a NaN is not left out
+        tau = tl.div_rn(total - 1.0, count.to(tl.float32))
         changed = tl.max((count < before).to(tl.int32))
-    return tau
-
-
-SLACK = tl.constexpr(1e-5)  # more than what sums round off, so that a τ of the highest entries stays below τ
-
-
-@kernel
-def _fwd(
-    x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M rows. A row is one block, and read once."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
-    lane, each = tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)[None, None, :]
-    n = lane * EACH + each if ALIGNED else each * LANES + lane
-    mask = (m < M) & (n < N)
-    x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
-    tops = tl.max(x, axis=2, keep_dims=True)
-    top = tl.max(tops, axis=1, keep_dims=True)
-    tau = _solved(tops - top, -1.0) - SLACK
-    z = x - top
-    tau = _solved(z, tau)
     y = tl.where(z <= tau, 0.0, z - tau)
     tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _fwd_wide(x_ptr, y_ptr, stride_x, N, BLOCK: tl.constexpr):
-    """One row, read in blocks: for its maxima, for a first support, and while it is written; again if that shrank."""
+    """One row, read in blocks, and again for each smaller support."""
     row = tl.program_id(0).to(tl.int64)
     x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
     n = tl.arange(0, BLOCK)
@@ -91,23 +67,23 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, BLOCK: tl.constexpr):
         x = tl.load(x_row + start + n, mask=start + n < N, other=-INF).to(tl.float32)
         tops = tl.maximum(tops, x)
     top = tl.max(tops)
-    tau = tl.max(_solved((tops - top)[None, :, None], -1.0)) - SLACK
-    count = INF
-    first, changed = 1, 1
-    while changed > 0:
+    tau = -1.0
+    count = N + 1
+    before = count + 1
+    while count < before:
         before = count
-        counts = tl.zeros((BLOCK,), dtype=tl.float32)
+        counts = tl.zeros((BLOCK,), dtype=tl.int32)
         totals = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, N, BLOCK):
             z = tl.load(x_row + start + n, mask=start + n < N, other=-INF).to(tl.float32) - top
-            if first == 0:
-                y = tl.where(z <= tau, 0.0, z - tau)
-                tl.store(y_row + start + n, y.to(y_ptr.dtype.element_ty), mask=start + n < N)
-            counts += tl.where(z <= tau, 0.0, 1.0)
+            counts += (z > tau).to(tl.int32)
             totals += tl.where(z <= tau, 0.0, z)
         count = tl.sum(counts)
-        tau = tl.div_rn(tl.sum(totals) - 1.0, count)
-        first, changed = 0, (count < before).to(tl.int32)
+        tau = tl.div_rn(tl.sum(totals) - 1.0, count.to(tl.float32))
+    for start in range(0, N, BLOCK):
+        z = tl.load(x_row + start + n, mask=start + n < N, other=-INF).to(tl.float32) - top
+        y = tl.where(z <= tau, 0.0, z - tau)
+        tl.store(y_row + start + n, y.to(y_ptr.dtype.element_ty), mask=start + n < N)
 
 
 @kernel
@@ -143,14 +119,14 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, N, BLOCK: tl.constexpr
         tl.store(dx_row + start + n, dx.to(dx_ptr.dtype.element_ty), mask=start + n < N)
 
 
-WIDE, WIDE_BWD = 16384, 32768  # columns; a wider row is read in blocks
+WIDE = 16384  # columns; a wider row is read in blocks
 
 
 def _launch(N):
     """(rows, columns, warps) of a program whose rows are one block: 16 columns a thread, 32 of the widest rows."""
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
-    return rows, columns, 32 if columns > WIDE else min(max(rows * columns // 512, 1), 16)
+    return rows, columns, min(max(rows * columns // 512, 1), 16)
 
 
 def _launch_wide():
@@ -175,11 +151,9 @@ def sparsemax_fwd(x: torch.Tensor) -> torch.Tensor:
         return y
     if N <= WIDE:
         rows, columns, warps = _launch(N)
-        each = min(16 // x.element_size(), columns)
         _fwd[(cdiv(M, rows),)](
-            x, y, x.stride(0), M, N, BLOCK_M=rows, LANES=columns // each, EACH=each,
-            ALIGNED=N % 16 == x.stride(0) % 16 == 0, num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x)
+        )
     else:
         columns, warps = _launch_wide()
         _fwd_wide[(M,)](x, y, x.stride(0), N, BLOCK=columns, num_warps=devices.warps(warps, x))
@@ -193,7 +167,7 @@ def sparsemax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     M, N = y.shape
     if not dx.numel():
         return dx
-    if N <= WIDE_BWD:
+    if N <= WIDE:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
             y, dy, dx, *strides, M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, y)
