@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .machine import Ceilings, Stopwatch, interleave, median, peak_bytes
+from .machine import Ceilings, Stopwatch, interleave, kept_bytes, median, peak_bytes
 
 KINDS = ("forward", "backward", "both")
 
@@ -58,14 +58,7 @@ class Contestant:
 
     def kept(self) -> int:
         """Bytes that stay between forward and backward: what is saved, and what comes out."""
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        given = [self.produced()]
-        outs = self.fn(**given.pop())
-        torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before
-        del outs
-        return kept
+        return kept_bytes(lambda: self.fn(**self.produced()))
 
     def peak(self) -> int:
         """Bytes beyond inputs and incoming gradients, forward and backward together."""

@@ -142,3 +142,14 @@ def peak_bytes(run: Callable[[], object]) -> int:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def kept_bytes(run: Callable[[], object]) -> int:
+    """Memory in use after ``run``, while what it returns is held, beyond what was in use before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    returned = run()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    del returned
+    return kept

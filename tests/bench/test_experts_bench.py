@@ -1,0 +1,41 @@
+"""`bench.experts` on small layers, on the host: contestants that compute the same, a row, the table."""
+
+import pytest
+import torch
+from test_bench import Ceilings, on_the_host  # noqa: F401
+
+from bench import experts, head, ops, report
+
+SIZE = 12, 16, 8, 4, 2
+
+
+@pytest.mark.parametrize("way", experts.ways())
+def test_contestants_compute_the_same(way):
+    it = experts.ways()[way]
+    inputs = it.inputs(*SIZE, device="cpu")
+    inputs = {name: t.detach().float() if t.is_floating_point() else t for name, t in inputs.items()}
+    eager, ours = (it.fns(*SIZE)[name](**inputs) for name in ("eager", "ours"))
+    assert ours.shape == (12, 16) and ours.abs().max() > 0
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_skewed():
+    given = experts.drawn(False, 20.0)(20000, 2, 2, 8, 2, device="cpu")
+    counts = given["index"].flatten().bincount(minlength=8)
+    assert counts[0] > 5 * counts[-1] > 0
+
+
+def test_a_row_and_the_table(on_the_host, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(experts.LAYERS, "Mixtral-8x7B", SIZE[1:])
+    monkeypatch.setattr(experts, "TOKENS", SIZE[0])
+    request, skewed = experts.plan(["Mixtral-8x7B"], [], 0)
+    assert request["contestants"] == ["grouped_mm", "eager", "ours"] and skewed["contestants"] == ["grouped_mm", "ours"]
+    request.pop("contestants")
+    workers = {"ours": head.Here(Ceilings(), "cpu", experts.ways())}
+    row = ops.measure(request, ["eager", "ours"], workers, 1, lambda: 1)
+    assert not report.failures([row], report.experts_label)
+    assert row["contestants"]["ours"]["kept_bytes"] == 10**6
+    line = report.experts_line(row)
+    assert line.startswith("Mixtral-8x7B, 12 tokens: eager: ") and "; ours: " in line
+    table = report.experts({"machine": {"gpu": "GPU X", "date": "today"}, "rows": [row]})
+    assert "| Mixtral-8x7B, 12 tokens |" in table and "GPU X" in table
