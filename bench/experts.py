@@ -55,8 +55,8 @@ def hugging_face(gpt_oss: bool, implementation: str, H: int, I: int, E: int, K: 
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     config = types.SimpleNamespace(
-        hidden_size=H, intermediate_size=I, num_local_experts=E, hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702,
-        _experts_implementation=implementation,
+        hidden_size=H, intermediate_size=I, num_local_experts=E, hidden_act="silu", swiglu_limit=7.0,
+        swiglu_alpha=1.702, _experts_implementation=implementation,
     )  # fmt: skip
     with torch.device("meta"):
         experts = (GptOssExperts if gpt_oss else MixtralExperts)(config)
