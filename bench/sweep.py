@@ -79,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     machine.require_gpu()
 
+    from liger_kernel.core.kernel import Plans
+
     ours = worker.Ours()
     if args.case not in ours.cases:
         raise SystemExit(f"bench.sweep: no case {args.case}; there are {', '.join(ours.cases)}")
@@ -95,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         process.wait()
 
     def use(candidate):
+        Plans.forget()
         setattr(module, args.function, launch if candidate is None else replaced(launch, candidate))
 
     stopwatch = machine.Stopwatch()

@@ -323,13 +323,74 @@ def test_changed_after_the_patch(change, ran, monkeypatch):
     assert not ran["router"]
 
 
-def test_hooks_of_its_layer(ran):
-    """It is called, as the family does."""
+@pytest.mark.parametrize("change", [lambda out: 2 * out, lambda out: out.double()], ids=["value", "dtype"])
+def test_hooks_of_its_layer(change, ran):
     theirs, mine = pair("hunyuan_v1_moe.HunYuanMoEV1Gate")
     for module in (theirs, mine):
-        module.wg.register_forward_hook(lambda layer, args, out: 2 * out)
-    assert_same(mine, theirs, given("hunyuan"))
-    assert ran["router"] == 1
+        module.wg.register_forward_hook(lambda layer, args, out: change(out))
+    for got, want in zip(mine(*given("hunyuan")), theirs(*given("hunyuan")), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    assert ran["router"] == 0
+
+
+SCALE, SEEN = 1.0, []
+
+
+class ReadsAGlobal(MixtralTopKRouter):
+    def forward(self, x):
+        logits, weights, index = super().forward(x)
+        SEEN.append(len(index))
+        return logits, weights * SCALE, index
+
+
+def test_a_forward_of_ones_own_is_left_alone(monkeypatch):
+    module = drawn(ReadsAGlobal)
+    report = liger.apply_liger_kernel(module)
+    assert report.left_alone == {("ReadsAGlobal", "its forward is not one of transformers'"): 1}
+    x, before = torch.randn(3, H), len(SEEN)
+    want = module(x)[1]
+    monkeypatch.setitem(globals(), "SCALE", 2.5)
+    assert torch.equal(module(x)[1], 2.5 * want) and len(SEEN) == before + 2
+
+
+def test_a_model_of_ones_own(monkeypatch):
+    """Its forward reads a global that changes."""
+
+    class Scheduled(mixtral.MixtralForCausalLM):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, output_router_logits=False, **kwargs)
+            out.loss = out.loss + SCALE * mixtral_loss(self, out)
+            return out
+
+    def mixtral_loss(model, out):
+        return next(model.parameters()).square().mean()
+
+    theirs, mine = models(num_hidden_layers=1)
+    theirs.__class__ = mine.__class__ = Scheduled
+    liger.apply_liger_kernel(mine)
+    monkeypatch.setitem(globals(), "SCALE", 100.0)
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+
+
+def test_a_second_patch_after_the_loss_was_replaced(ran, monkeypatch):
+    theirs, mine = models(num_hidden_layers=1)
+    liger.apply_liger_kernel(mine, fused_linear_cross_entropy=False)
+    balance = mixtral.load_balancing_loss_func
+    monkeypatch.setattr(mixtral, "load_balancing_loss_func", lambda *args: 3 * balance(*args))
+    liger.apply_liger_kernel(mine)
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    assert ran["load_balancing_loss"] == 0
+
+
+@pytest.mark.parametrize("first", [dict(router=False), dict(fused_linear_cross_entropy=False)], ids=str)
+def test_a_second_patch_of_a_class_of_another_library(first):
+    """As FSDP2 gives every module that it shards."""
+    theirs, mine = models(num_hidden_layers=1)
+    liger.apply_liger_kernel(mine, **first)
+    mine.__class__ = given_class = type("FSDPMixtral", (type(mine),), {})
+    liger.apply_liger_kernel(mine)
+    assert type(mine) is given_class
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
 
 
 def test_a_layer_with_a_bias_and_an_adapter(ran):

@@ -146,9 +146,20 @@ class Plans(dict):
     """What was made once of shapes, strides, dtypes and devices, by these; forgotten where it becomes too much."""
 
     MOST = 1024
+    every = []  # of them
+
+    def __init__(self):
+        super().__init__()
+        self.every.append(self)
 
     def add(self, key, plan):
         if len(self) >= self.MOST:
             self.clear()
         self[key] = plan
         return plan
+
+    @classmethod
+    def forget(cls):
+        """What is planned next asks again for everything, such as an operator's `_launch`."""
+        for plans in cls.every:
+            plans.clear()

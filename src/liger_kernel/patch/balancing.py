@@ -19,7 +19,7 @@ from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.load_balancing import loss_reference
 from liger_kernel.patch.deferred import is_the_compilers, plain
-from liger_kernel.patch.functions import global_of, named_as, rebind, same_globals, used_by
+from liger_kernel.patch.functions import global_of, is_the_librarys, named_as, rebind, same_globals, used_by
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.private import become, own_forward, swap
 from liger_kernel.patch.probe import close, first_line, isolated, noise
@@ -96,8 +96,9 @@ def prove(function: Callable) -> str | None:
         return f"it takes ({', '.join(inspect.signature(function).parameters)})"
     layers = [noise(ROWS * TOKENS, EXPERTS, seed=i) * size for i, size in enumerate((1, 4, 0.5), 40)]
     padding = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [2]])).long()
+    masks = None, padding, padding.bool(), padding.float(), padding * torch.linspace(0.5, 2, TOKENS)
     try:
-        for n, mask, top_k in itertools.product((1, 3), (None, padding, padding.bool(), padding.float()), (1, 2, 4)):
+        for n, mask, top_k in itertools.product((1, 3), masks, (1, 2, 4)):
             got, want = (_with_gradients(f, layers[:n], mask, top_k) for f in (function, loss_reference))
             if not all(map(close, got, want)):
                 return "it computes something else"
@@ -112,6 +113,14 @@ def prove(function: Callable) -> str | None:
     except Exception as error:
         return f"it could not be tried: {first_line(error)}"
     return None
+
+
+def why_not(family: type, proved: Callable = prove) -> str | None:
+    """Why the loss in the forward of this class is left alone."""
+    function = global_of(family.forward, FUNCTION)
+    if not (is_the_librarys(family.forward) and is_the_librarys(function)):
+        return "it, or the forward that calls it, is not one of transformers'"
+    return proved(function)
 
 
 class LoadBalancing(Rewrite):
@@ -131,8 +140,10 @@ class LoadBalancing(Rewrite):
         before = known_as(module)
         if isinstance(before, Balanced) or getattr(before, "balanced", False):
             return walk.done.add(FLAG)
-        why = walk.once(prove, global_of(_family(module).forward, FUNCTION))
-        if own_forward(module):
+        why = why_not(_family(module), lambda function: walk.once(prove, function))
+        if before is not None and "_liger" not in vars(type(module)):
+            why = "it was given another class after it was patched"
+        elif own_forward(module):
             why = f"the forward of {type(module).__name__} was replaced on the instance"
         elif not (before is None or hasattr(before, "balanced")):
             why = f"the forward of {type(module).__name__} was replaced before"

@@ -42,6 +42,11 @@ def reads_before(function, attribute: str, name: str) -> bool:
     return False
 
 
+def is_the_librarys(function: Callable) -> bool:
+    """Whether transformers defines it: its globals are not those of a user's script, which may change at any time."""
+    return getattr(function, "__module__", "").startswith("transformers.")
+
+
 def global_of(function, name: str):
     """What the function, or one that it wraps, means by a global name; None if it does not use it."""
     using = (layer for layer in layers(function) if name in layer.__code__.co_names)

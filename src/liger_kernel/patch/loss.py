@@ -104,6 +104,7 @@ class LossInHead(_Loss):
         balanced = isinstance(known_as(model), balancing.Balanced)
         if balanced:
             swap(model, type(model)._liger[0])
+            balanced = balancing.why_not(type(model)) is None
         become(model, CausalLM(balanced))
         lm_head = model.get_output_embeddings()
         head.prepare(lm_head)
@@ -118,6 +119,8 @@ class LossInHead(_Loss):
             return why
         if own_forward(model):
             return "the model's forward was replaced on the instance"
+        if known_as(model) is not None and "_liger" not in vars(type(model)):
+            return "it was given another class after it was patched"
         lm_head = model.get_output_embeddings()
         leaves = head.leaves(lm_head)
         known = (head.is_prepared(leaf) or not own_forward(leaf) for leaf in leaves)

@@ -98,7 +98,7 @@ class GLU(Gated):
                 return cls.forward(self, x)
             modules = self._modules
             for name, module in modules.items():
-                if name not in projections and hooked(module):  # the activation is called
+                if name not in projections and module is not None and hooked(module):  # the activation is called
                     return cls.forward(self, x)
             gate, up, down = (modules.get(name) or getattr(self, name) for name in projections)
             if what.gate == what.up:

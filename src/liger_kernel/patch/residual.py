@@ -24,7 +24,11 @@ class Block(Kind):
     stream: str
     norms: int
     flag, column = "rms_norm", "residual stream"
-    one_argument, fusible, pays = False, True, staticmethod(lambda x: plain(x) and deferred.worth_fusing(x))
+    one_argument, fusible, pays = (
+        False,
+        True,
+        staticmethod(lambda x: x is not None and plain(x) and deferred.worth_fusing(x)),
+    )
 
     @property
     def kernel(self):

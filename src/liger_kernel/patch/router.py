@@ -13,7 +13,8 @@ import torch
 
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
-from liger_kernel.patch.deferred import plain, seen
+from liger_kernel.patch.deferred import hooked, plain, seen
+from liger_kernel.patch.functions import is_the_librarys
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import first_line, isolated
@@ -67,6 +68,9 @@ class Router(Kind):
             others = (m for name, m in self._modules.items() if m is not None and name != what.projection.child)
             if seen(*(part for child in others for part in child.modules())):
                 return None
+            child = what.projection.child
+            if child and hooked(self._modules[child]):  # it may give other dtypes
+                return None
             if x.dim() not in what.ranks or weight.dim() != 2:
                 return None
             E, *widths = *weight.shape, *(getattr(self, name, None) for name in what.hidden)
@@ -108,9 +112,17 @@ def prove(module: torch.nn.Module, reads: Reads | None = None) -> Router | str:
         return f"it could not be tried: {first_line(error)}"
 
 
+def prove_the_librarys(module: torch.nn.Module, reads: Reads | None = None) -> Router | str:
+    """A router of a user's own may count what it sees in a list, or read a global that changes: no trial shows it."""
+    what = prove(module, reads)
+    if isinstance(what, Router) and not is_the_librarys(type(module).forward):
+        return "its forward is not one of transformers'"
+    return what
+
+
 class Routers(Rewrite):
     flags = ("router",)
-    prove = staticmethod(prove)
+    prove = staticmethod(prove_the_librarys)
 
     def may_be(self, module):
         """It, or what it is derived from, is called a router, or a gate that knows how many experts a token has."""

@@ -145,3 +145,14 @@ def test_an_input_that_does_not_fit_is_the_layers_to_refuse():
     made = layers()
     assert by_layers(torch.randn(2, D + 1, device=DEVICE, requires_grad=True), *made, "silu") is None
     assert by_layers(torch.randn(D, device=DEVICE, requires_grad=True), made[0], made[2], made[1], "silu") is None
+
+
+def test_backward_within_autocast_that_forward_did_not_have():
+    """The products stay in the tensors' dtype."""
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(s, device=DEVICE).requires_grad_() for s in ((3, 8), (12, 8), (12, 8), (8, 12)))
+    out = GatedMLP.apply(x, *weights)
+    want = torch.autograd.grad(out.sum(), (x, *weights), retain_graph=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = torch.autograd.grad(out.sum(), (x, *weights))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

@@ -181,3 +181,17 @@ def test_reference(request):
     x, w, b = (t.cpu() for t in drawn((2, 6, 5)))
     assert torch.equal(liger_group_norm(x, w, b, 6, 3, 1e-6), F.group_norm(x, 3, w, b, 1e-6))
     assert liger_group_norm(x.bfloat16(), w, b, 6, 3, 1e-6).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("K,S,dtype", [(8192, 1, torch.float32), (2048, 3, torch.bfloat16)], ids=str)
+def test_many_channels_of_few_elements(K, S, dtype):
+    """Fewer than a thread reads at once."""
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((2, K, S), (K,), (K,)))
+    dy = torch.randn(2, K, S, device=DEVICE).to(dtype)
+    y = liger_group_norm(x, w, b, K, 1, 1e-6)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    want = torch.nn.functional.group_norm(exact[0], 1, *exact[1:], eps=1e-6)
+    found, wanted = torch.autograd.grad(y, (x, w, b), dy), torch.autograd.grad(want, exact, dy.double())
+    for got, right in zip((y, *found), (want, *wanted), strict=True):
+        assert (got.double() - right).abs().max() <= 4 * torch.finfo(dtype).eps * right.abs().max()

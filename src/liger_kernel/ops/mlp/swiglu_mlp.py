@@ -53,13 +53,14 @@ class GatedMLP(Function):
         x, gate, up, down, a, b = ctx.saved_tensors
         over = may_overwrite(ctx, a, inner=True), may_overwrite(ctx, b, inner=True)
         shape, x, dout = x.shape, matrix(x), matrix(dout)
-        y = torch.mm(dout, down)  # dy, over which y is written
-        da, db = glu_bwd_over(y, a, b, True, True, *over, *ctx.options, y=y)
-        d_down = torch.mm(dout.t(), y)
-        del y
-        da, db = matrix(da), matrix(db)
-        d_up, d_gate = torch.mm(db.t(), x), torch.mm(da.t(), x)
-        return torch.mm(db, up).addmm_(da, gate).view(shape), d_gate, d_up, d_down, None, None
+        with devices.without_autocast(dout):  # backward may run within one that forward did not
+            y = torch.mm(dout, down)  # dy, over which y is written
+            da, db = glu_bwd_over(y, a, b, True, True, *over, *ctx.options, y=y)
+            d_down = torch.mm(dout.t(), y)
+            del y
+            da, db = matrix(da), matrix(db)
+            d_up, d_gate = torch.mm(db.t(), x), torch.mm(da.t(), x)
+            return torch.mm(db, up).addmm_(da, gate).view(shape), d_gate, d_up, d_down, None, None
 
 
 def is_one_node(x, gate, up, down) -> bool:

@@ -237,11 +237,11 @@ def launch_bwd(
     if need_ddown:
         z = pre.new_empty((S, F)) if q is None else q
     if q is not None or z is not None:
-        block = min(next_power_of_2(max(F, 1)), 1024)
+        block = min(next_power_of_2(max(F, 1)), 1024)  # no entry in two threads: z and dpre lie over q and pre
         _gate_bwd[(S,)](
             q, pre, weights, dpre, z, dweights, dout, _contiguous(down_bias), index, order, dout.stride(0), TOP, H, F,
             limit, None if alpha == 1 else alpha, shift, ACT=ACTS[act], INTERLEAVED=interleaved, BLOCK=block,
-            num_warps=devices.warps(4, x),
+            num_warps=devices.warps(min(block // 32, 4), x),
         )  # fmt: skip
     if need_ddown:
         ddown = down.new_empty(down.shape)

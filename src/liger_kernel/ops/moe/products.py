@@ -276,7 +276,7 @@ def multiply_columns(a, b, c, of_tokens, TOP, order, offsets):
 def _gathered(tokens, other, c, of_tokens, TOP, order):
     """Strips of the columns of ``tokens``, a row for each r: those of a, b and c for `_outer`."""
     width, S = tokens.shape[1], order.numel()
-    strip = cdiv(width, cdiv(S * width * tokens.element_size(), GATHERED) * 256) * 256
+    strip = cdiv(width, max(cdiv(S * width * tokens.element_size(), GATHERED), 1) * 256) * 256
     for first in range(0, width, strip):
         part = tokens[:, first : first + strip]
         at = tokens.new_empty((S, part.shape[1]))

@@ -401,7 +401,10 @@ def group_norm_bwd(
         strips = _sharing(N * G, x)
         loads, warps, resident = _launch_wide_bwd(2 * E * x.element_size(), strips > 1)
         each = 16 // x.element_size()
-        channels, elements = _tile(K, S, loads * 32 * warps * each)
+        block = loads * 32 * warps * each
+        channels, elements = _tile(K, S, block)
+        if elements < each:  # a lane reads beyond them, and masks it
+            channels, elements = min(channels, block // each), each
         aligned = S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0
         by = dict(
             BLOCK_K=channels, LANES=elements // each, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x)

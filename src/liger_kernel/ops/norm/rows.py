@@ -320,7 +320,7 @@ def _sum(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, M, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)[:, None]
-        total += tl.load(x_ptr + m * N + n, mask=(m < M) & (n < N), other=0.0)
+        total += tl.load(x_ptr + m.to(tl.int64) * N + n, mask=(m < M) & (n < N), other=0.0)
     tl.store(y_ptr + n, tl.sum(total, axis=0, keep_dims=True).to(y_ptr.dtype.element_ty), mask=n < N)
 
 
