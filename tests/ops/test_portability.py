@@ -24,6 +24,8 @@ LIMITS = {  # bytes of shared memory that one program may have
     "gfx942": 64 * 1024,
     "gfx1100": 64 * 1024,
 }
+COPIES_TILES = "sm_90", "sm_100"  # targets that have descriptors, and kernels that only these need
+FOR_THOSE = ("products._gather",)
 pytestmark = pytest.mark.thorough  # minutes of compiling
 
 
@@ -102,6 +104,9 @@ def test_case_launches_kernels(case, target, compiled):
 @pytest.mark.parametrize("kernel", kernels())
 def test_kernel_compiles(kernel, target, compiled):
     launches = [launch for launch in compiled(target)["launches"] if launch["kernel"] == kernel]
+    if kernel in FOR_THOSE and target not in COPIES_TILES:
+        assert not launches
+        return
     assert launches, f"no Case launches {kernel}"
     problems = [f"{launch}\n  {p}" for launch in launches for p in faults(launch, LIMITS[target])]
     assert not problems, "\n".join(problems)
