@@ -3,11 +3,11 @@
 import torch
 
 from liger_kernel.core.kernel import Plans, kernel, prepared
-from liger_kernel.core.tile import cdiv, tl
+from liger_kernel.core.tile import cdiv, tl, triton
 
 
-@kernel
-def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+@triton.jit
+def _sum(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, M, BLOCK_M):
@@ -15,6 +15,19 @@ def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         total += tl.load(x_ptr + m.to(tl.int64) * N + n, mask=(m < M) & (n < N), other=0.0)
     y = tl.sum(total, axis=0, keep_dims=True)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@kernel
+def _sum_rows(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    _sum(x_ptr, y_ptr, M, N, BLOCK_M, BLOCK_N)
+
+
+@kernel
+def _sum_both(dws_ptr, dbs_ptr, dw_ptr, db_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    if tl.program_id(1) == 0:
+        _sum(dws_ptr, dw_ptr, M, N, BLOCK_M, BLOCK_N)
+    else:
+        _sum(dbs_ptr, db_ptr, M, N, BLOCK_M, BLOCK_N)
 
 
 def partial(out, programs):
@@ -35,3 +48,15 @@ _sums = Plans()
 
 def _prepared(M, N):
     return prepared(_sum_rows, (cdiv(N, 32),), M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+
+
+def sum_both(dws, dbs, dw, db):
+    """`sum_rows` of the partial sums of dw and of db, in one launch. None has none."""
+    if dws is None or dbs is None:
+        if dws is not None:
+            sum_rows(dws, dw)
+        if dbs is not None:
+            sum_rows(dbs, db)
+        return
+    M, N = dws.shape
+    _sum_both[(cdiv(N, 32), 2)](dws, dbs, dw, db, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)

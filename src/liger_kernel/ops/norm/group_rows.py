@@ -13,8 +13,8 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op
+from liger_kernel.core.reduce import sum_both
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
-from liger_kernel.ops.norm.rows import sum_both
 
 
 @triton.jit

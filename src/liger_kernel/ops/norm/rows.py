@@ -21,7 +21,7 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.op import custom_op, matrix_rows
-from liger_kernel.core.reduce import partial, sum_rows
+from liger_kernel.core.reduce import partial, sum_both
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 LLAMA = tl.constexpr(1)
@@ -312,36 +312,6 @@ def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred
             BLOCK_M=block, BLOCK_N=columns, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return wide, narrow, programs
-
-
-@triton.jit
-def _sum(x_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, M, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)[:, None]
-        total += tl.load(x_ptr + m.to(tl.int64) * N + n, mask=(m < M) & (n < N), other=0.0)
-    tl.store(y_ptr + n, tl.sum(total, axis=0, keep_dims=True).to(y_ptr.dtype.element_ty), mask=n < N)
-
-
-@kernel
-def _sum_both(dws_ptr, dbs_ptr, dw_ptr, db_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    if tl.program_id(1) == 0:
-        _sum(dws_ptr, dw_ptr, M, N, BLOCK_M, BLOCK_N)
-    else:
-        _sum(dbs_ptr, db_ptr, M, N, BLOCK_M, BLOCK_N)
-
-
-def sum_both(dws, dbs, dw, db):
-    """`sum_rows` of the partial sums of dw and of db, in one launch. None has none."""
-    if dws is None or dbs is None:
-        if dws is not None:
-            sum_rows(dws, dw)
-        if dbs is not None:
-            sum_rows(dbs, db)
-        return
-    M, N = dws.shape
-    _sum_both[(cdiv(N, 32), 2)](dws, dbs, dw, db, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
 
 
 def shaped(t, shape):
