@@ -16,7 +16,9 @@ MICRO = 3  # micro-batches of a step
 
 
 def pair(family):
-    theirs = tiny.model(family).cuda()
+    """With SDPA: transformers' masks for its other attention are copied from the host, which no graph can hold."""
+    theirs = tiny.model(family, attn_implementation="sdpa", **({"sliding_window": 32} if family == "gemma2" else {}))
+    theirs = theirs.cuda()
     mine = copy.deepcopy(theirs)
     assert apply_liger_kernel(mine).replaced
     return theirs, mine

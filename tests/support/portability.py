@@ -180,8 +180,24 @@ def compiled(target, launched):
         kernel = triton.compile(src, target=target, options=options.__dict__)
     except Exception as error:  # whatever it is, the test shows it beside the kernel's name
         return result | dict(error=f"{type(error).__name__}: {error}")
+    if "ttgir" in kernel.asm and mixes_rows(kernel.asm["ttgir"]):
+        return result | dict(error="Triton sums its rows' last axis lane by lane in an order that mixes the rows")
     registers, spilled = resources(kernel.asm)
     return result | dict(shared=kernel.metadata.shared, registers=registers, spilled=spilled)
+
+
+def mixes_rows(ttgir):
+    """Whether a sum of a tensor's last axis, accumulated in a loop, is of elements that are not its row's.
+
+    For such a sum Triton (3.6, 3.9) splits the axis where the tensor stands, without moving anything. That is right if
+    a thread's registers hold the last axis first, and silently wrong if they hold another one first.
+    """
+    layouts = {
+        name: ([int(n) for n in each.split(",")], [int(n) for n in order.split(",")])
+        for name, each, order in re.findall(r"(#\w+) = .*sizePerThread = \[(.*?)\].*order = \[(.*?)\]", ttgir)
+    }
+    split = re.findall(r"tt\.reshape .*efficient_layout : tensor<.*?(#\w+)> -> ", ttgir)
+    return any(layouts[source][1][0] != len(layouts[source][1]) - 1 for source in split)
 
 
 def by_kernel(launches):

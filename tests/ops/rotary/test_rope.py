@@ -215,7 +215,8 @@ def test_wider_angles_than_are_read_and_a_second_gradient():
         for out in (y, z):
             (dq,) = torch.autograd.grad(sum(t.pow(3).sum() for t in out), q, create_graph=True)
             twice.append((dq, *torch.autograd.grad(dq.square().sum(), q)))
-        torch.testing.assert_close(*twice)
+        for got, want in zip(*twice, strict=True):  # some ten roundings of terms that cancel
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.abs().max()))
 
 
 def test_dtypes_of_q_and_k_may_differ():

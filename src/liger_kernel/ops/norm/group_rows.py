@@ -188,10 +188,11 @@ def _sums(
     """Σ m and Σ m·x̂ over the channels from ``first`` to ``end`` and their elements from ``begin`` to ``stop``.
 
     The sums of channel k for dw and db are written at ``at + k``. A lane reads EACH elements in an iteration, as in
-    `_moments`.
+    `_moments`. What is contiguous comes last: Triton 3.6 mixes the rows of a sum over the last axis of another order.
     """
-    lane, each = tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)[None, None, :]
-    i = lane * EACH + each if ALIGNED else each * LANES + lane
+    OF_LANE: tl.constexpr = 2 if ALIGNED else 1
+    lane, each = tl.arange(0, LANES), tl.arange(0, EACH)
+    i = (lane[:, None] * EACH + each if ALIGNED else each[:, None] * LANES + lane)[None, :, :]
     m1 = tl.zeros((BLOCK_K,), dtype=tl.float32)
     mxhat = m1
     for k0 in range(first, end, BLOCK_K):
@@ -204,8 +205,8 @@ def _sums(
             at_s = row.to(tl.int64) * S + s0 + i
             dy = tl.load(dy_ptr + at_s, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
             x = tl.load(x_ptr + at_s, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            dys += tl.sum(dy, axis=2)
-            dyx += tl.sum(dy * (x - mean), axis=2)
+            dys += tl.sum(dy, axis=OF_LANE)
+            dyx += tl.sum(dy * (x - mean), axis=OF_LANE)
         dyxhat, dy1 = tl.sum(dyx, axis=1) * rstd, tl.sum(dys, axis=1)
         if dw_ptr is not None:
             tl.store(dw_ptr + at + k, dyxhat, mask=k < end)
