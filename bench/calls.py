@@ -2,15 +2,19 @@
 
 ``LIGER`` runs in our process and in the published package's, whose public names are the same. ``PLAIN`` is PyTorch for
 it, where PyTorch has the operator or the case's reference computes more than that line asks for. A case that doesn't
-stand here is timed as its own ``fn`` and ``reference``, without a peer.
+stand here is timed as its own ``fn`` and ``reference``, without a peer. ``CUTE`` and ``LINEAR_CROSS_ENTROPY`` are the
+lines of further contestants.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+from . import newer_torch
 
 
 def _liger(name, *args, **given):
@@ -99,6 +103,72 @@ LIGER = {
     "forward KL": _distillation("JSD", beta=0.0),
     "reverse KL": _distillation("JSD", beta=1.0),
     "cosine": _distillation("CosineSimilarity"),
+}
+
+CUTEDSL = "nvidia-cutedsl"
+
+
+def _dispatched(name, **inputs):
+    from liger_kernel import functional
+
+    options = {"reduction": "mean"} if name == "kl_div" else {}
+    return getattr(functional, name)(*inputs.values(), impl=CUTEDSL, **options)
+
+
+def _cute_rope(q, k, cos, sin):
+    """`liger_rope` hands this Function an argument that it does not take."""
+    from liger_kernel.ops import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin)
+
+
+def _cute_head(input, weight, target):
+    """The Function behind `liger_fused_linear_cross_entropy` is for sm_100; for sm_90 there is another."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return LIGER["fused_linear_cross_entropy"](input, weight, target)
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90(input, weight, target)
+
+
+def _scaled(input, weight, target):
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    return LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target)
+
+
+DISPATCHED = (
+    "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "kl_div", "jsd",
+    "fused_linear_jsd", "cross_entropy", "fused_linear_cross_entropy",
+)  # fmt: skip
+CUTE = {  # LIGER_KERNEL_IMPL=cutedsl puts some of these kernels behind the public names; `functional` knows more
+    "cute": {
+        **{name: LIGER[name] for name in ("rms_norm", "swiglu", "cross_entropy")},
+        "rope": _cute_rope,
+        "fused_linear_cross_entropy": _cute_head,
+    },
+    "cute-functional": {name: partial(_dispatched, name) for name in DISPATCHED},
+    "cute-scaled": {
+        "fused_linear_cross_entropy": lambda input, weight, target: (
+            _scaled(input, weight, target).sum() / (target != -100).sum().clamp_min(1)
+        ),
+        "token_log_probs": lambda input, weight, target: -_scaled(input, weight, target),
+    },
+}
+
+
+def _linear_cross_entropy(input, weight, target, **options):
+    function, Options = newer_torch.found()
+    return function(input, weight, target, options=Options(**options))
+
+
+LINEAR_CROSS_ENTROPY = {  # by its defaults, with as few chunks as can be, with a quarter of its default chunk
+    contestant: {"fused_linear_cross_entropy": partial(_linear_cross_entropy, **options)}
+    for contestant, options in {
+        "torch-lce": {},
+        "torch-lce-speed": {"chunking_method": None},
+        "torch-lce-memory": {"chunking_method": "aspect_ratio:8"},
+    }.items()
 }
 
 

@@ -5,14 +5,14 @@
 As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its own. Those that say
 "graphs" are compiled with ``mode="reduce-overhead"``; "captured" is a whole step in CUDA graphs: one of forward and
 backward of a micro-batch, one of the optimizer. Of these another step, of 4 accumulated micro-batches, shows what
-gradients hold.
+gradients hold, and the profiler says how long the GPU had work in a replay.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import runs, train
+from . import breakdown, runs, train
 from .runs import CONTESTANTS
 
 WARMUP = 3
@@ -52,6 +52,8 @@ def captured(model, called, data: torch.Tensor):
         rest.replay()
         return loss.clone()
 
+    breakdown.profiled(replay, data[:1])  # the profiler's own start
+    replay.figures = {"busy_ms": breakdown.busy(breakdown.profiled(replay, data[:WARMUP])) / 1e3 / WARMUP}
     return replay
 
 
@@ -61,7 +63,7 @@ def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, tim
 
 
 def main(argv: list[str] | None = None) -> None:
-    shown = ("step_ms", "peak_bytes", "accumulated_peak_bytes", "losses")
+    shown = ("step_ms", "peak_bytes", "busy_ms", "accumulated_peak_bytes", "losses")
     usual = [name for name in CONTESTANTS if name != "peer"]
     runs.main("compile", work, __doc__, argv, usual=usual, steps=8, shown=shown, known=CONTESTANTS)
 

@@ -88,7 +88,7 @@ def ways() -> dict[str, Way]:
             return theirs | {"ours": ours(gpt_oss)}
 
         for name, skew in (("balanced", 1.0), ("skewed", 20.0)):
-            found[f"{name}, gpt-oss" if gpt_oss else name] = Way(fns, "both", 18, drawn(gpt_oss, skew))
+            found[f"{name}, gpt-oss" if gpt_oss else name] = Way(fns, ("both",), 18, drawn(gpt_oss, skew))
     return found
 
 
@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := set(layers) - set(LAYERS):
         raise SystemExit(f"bench.experts: no layer {', '.join(sorted(unknown))}; there are {', '.join(LAYERS)}")
     machine.require_gpu()
-    args.peer = None
     requests = plan(layers, [int(n) for n in args.tokens.split(",") if n], args.seconds)
     print("\n" + report.experts(measured("experts", requests, ways(), args, report.experts_line)))
 

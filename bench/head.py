@@ -1,17 +1,16 @@
 """Measure the linear head: its speed for the memory it may take, other ways of calling it, the error of dW.
 
-    PYTHONPATH=src python -m bench.head [--peer DIR] [--shape M,H,V ...]
+    PYTHONPATH=src python -m bench.head [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--shape M,H,V ...]
 
 M tokens, H channels, V classes, in bf16, forward and backward together. PyTorch, the same compiled, and ours with its
-defaults and with budgets of memory take turns in this process, beside the ceiling. ``--peer`` is a directory with the
-published liger-kernel, which runs right after them in a process of its own, beside the ceiling there (see `bench.ops`).
+defaults and with budgets of memory take turns in this process, beside the ceiling. The ``--peer`` options name
+directories; what lies there runs right after them in a process of its own, beside the ceiling there (see `bench.ops`).
 At the first shape also: the loss without gradients, token log-probabilities, ignored rows, and dW against fp64.
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 
 from liger_kernel.ops import functional
 
-from . import calls, contest, machine, ops, report
+from . import calls, contest, machine, ops, peers, report
 
 CASE = "fused_linear_cross_entropy"
 SHAPES = (
@@ -112,19 +111,23 @@ def ignoring(*shape: int) -> dict[str, Callable]:
 
 
 class Way(NamedTuple):
-    """To call the head: contestants at a shape, what is timed, how many times M·H·V operations it takes, inputs."""
+    """To call the head: contestants at a shape, what is timed, how many times M·H·V operations the first of that takes,
+    inputs, the name that peers have for it.
+    """
 
     fns: Callable[..., dict[str, Callable]]
-    kind: str
+    kinds: tuple[str, ...]
     operations: int
     inputs: Callable[..., dict] = drawn
+    case: str | None = None
 
 
 WAYS = {
-    "training": Way(training, "both", 6),
-    "loss alone": Way(loss_alone, "forward", 2, without_gradients),
-    "log-probabilities": Way(log_probabilities, "both", 8),  # the logits are made twice
-    "ignoring": Way(ignoring, "both", 6, with_ignored),
+    "training": Way(training, ("both",), 6, case=CASE),
+    "loss alone": Way(loss_alone, ("forward",), 2, without_gradients),
+    # the logits are made twice
+    "log-probabilities": Way(log_probabilities, ("both", "forward", "backward"), 8, case="token_log_probs"),
+    "ignoring": Way(ignoring, ("both",), 6, with_ignored),
 }
 
 
@@ -149,25 +152,25 @@ class Here:
                 request["against"],
                 request["seconds"],
             )
-            return reply | ({"inputs": contest.described(inputs)} if request["case"] in calls.LIGER else {})
+            return reply | ({"inputs": contest.described(inputs)} if request["case"] in peers.CASES else {})
         except Exception as e:  # it stands in the table
             return {"error": contest.summary(e)}
         finally:
             torch.cuda.empty_cache()  # the peer is next
 
 
-def plan(shapes: list[tuple[int, int, int]], peer: bool, seconds: float) -> list[dict]:
+def plan(shapes: list[tuple[int, int, int]], others: list[str], seconds: float) -> list[dict]:
     """A request for every shape in training, and for the first in every other way."""
     asked = [("training", shape) for shape in shapes] + [(way, shapes[0]) for way in WAYS if way != "training"]
     return [
         {
-            "case": CASE,
+            "case": WAYS[way].case or way,
             "way": way,
             "shape": list(shape),
-            "kinds": [WAYS[way].kind],
+            "kinds": list(WAYS[way].kinds),
             "against": "matmul",
             "seconds": seconds,
-            "contestants": [*WAYS[way].fns(*shape), *(["peer"] if peer and way == "training" else [])],
+            "contestants": [*WAYS[way].fns(*shape), *(n for n in others if WAYS[way].case in peers.LINES[n])],
             "traffic": None,
             "flops": WAYS[way].operations * shape[0] * shape[1] * shape[2],
             "gradient_bytes": gradient_bytes(*shape),
@@ -208,14 +211,12 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def measured(kind: str, requests: list[dict], ways: dict, args, line: Callable) -> dict:
-    """A row for each request, asked here and of the peer; every row is saved and printed when it is there."""
+    """A row for each request, asked here and of the peers; every row is saved and printed when it is there."""
     end = time.monotonic() + args.limit
     left = lambda: end - time.monotonic()  # noqa: E731
     data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
-    workers = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways)}
-    if args.peer:
-        workers["peer"] = ops.Worker("peer", args.peer.resolve())
-        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
+    others, versions = ops.started(args, left)
+    workers, data = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways)} | others, data | versions
     try:
         for request in requests:
             names = request.pop("contestants")
@@ -223,14 +224,14 @@ def measured(kind: str, requests: list[dict], ways: dict, args, line: Callable) 
             machine.save(kind, data, args.out)
             print(line(data["rows"][-1]), flush=True)
     finally:
-        if args.peer:
-            workers["peer"].stop()
+        for worker in others.values():
+            worker.stop()
     return data
 
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    peers.add_options(p)
     p.add_argument("--shape", type=shape, nargs="+", metavar="M,H,V", default=SHAPES, help="tokens, channels, classes")
     p.add_argument("--seconds", type=float, default=3.0, help="of samples for a shape or a way of calling (3)")
     p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
@@ -238,10 +239,10 @@ def main(argv: list[str] | None = None) -> None:
     args = p.parse_args(argv)
     machine.require_gpu()
 
-    data = measured("head", plan(args.shape, bool(args.peer), args.seconds), WAYS, args, report.head_line)
+    data = measured("head", plan(args.shape, peers.contestants(args), args.seconds), WAYS, args, report.head_line)
     data["errors"] = errors(*args.shape[0])
     machine.save("head", data, args.out)
-    print("\n" + report.head(data))
+    print("\n" + report.head(data) + "\n\n" + report.behind(report.in_training(data)))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import pathlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.nn.functional import logsigmoid
 
-from . import calls, machine, report
+from . import calls, machine, peers, report
 from .head import Way, measured
 
 WITH_REFERENCE = "DPO", "KTO", "JSD", "forward KL", "reverse KL", "cosine"
@@ -154,7 +153,7 @@ def ways(names: list[str]) -> dict[str, Way]:
     return {
         name: Way(
             lambda *shape, name=name: {"eager": PLAIN[name], "ours": calls.LIGER[name]},
-            "both", 8 if name in WITH_REFERENCE else 6, drawn(name),
+            ("both",), 8 if name in WITH_REFERENCE else 6, drawn(name),
         )
         for name in names
     }  # fmt: skip
@@ -180,7 +179,7 @@ def plan(names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    peers.add_options(p, "peer")
     p.add_argument("--only", default="", help=f"some of {'; '.join(SHAPES)}, separated by semicolons (all)")
     p.add_argument("--size", default="4096,128256", metavar="H,V", help="channels, classes (4096,128256)")
     p.add_argument("--seconds", type=float, default=2.0, help="of samples for a loss (2)")

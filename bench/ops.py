@@ -1,11 +1,11 @@
-"""Time every operator's `Case` at its real shapes, in bf16, against PyTorch, torch.compile and the published package.
+"""Time every operator's `Case` at its real shapes, in bf16, against PyTorch, torch.compile and other packages.
 
-    PYTHONPATH=src python -m bench.ops [--peer DIR] [--only NAME,...] [--quick]
+    PYTHONPATH=src python -m bench.ops [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--only NAME,...] [--quick]
 
 Forward and backward are timed apart, and together ("both"). A backward runs on a graph of its own without
-retain_graph, on inputs that only the graph holds: operators that reuse memory do. ``--peer`` is a directory with the
-published liger-kernel (``pip install --no-deps --target DIR liger-kernel==0.8.5``); it runs in a process of its own,
-turn and turn about with ours, each beside the ceiling measured in its own process.
+retain_graph, on inputs that only the graph holds: operators that reuse memory do. The ``--peer`` options name
+directories (``pip install --no-deps --target DIR liger-kernel==0.8.5``, and see `bench.peers`); what lies there runs in
+a process of its own, turn and turn about with ours, each beside the ceiling measured in its own process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import subprocess
 import sys
 import time
 
-from . import machine, report
-from .calls import LIGER
+from . import machine, peers, report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = ("ours", "eager", "compile")
@@ -36,13 +35,14 @@ class Worker:
         if limit <= 0:
             return {"error": "no time left"}
         if self.process is None:
+            environment = peers.SIDES[self.side].environment if self.side in peers.SIDES else {}
             others = [
                 p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and pathlib.Path(p) != ROOT / "src"
             ]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bench.worker", self.side], cwd=ROOT, text=True,
+                [sys.executable, "-m", "bench.worker", self.side, str(self.path)], cwd=ROOT, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(self.path), *others])},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(self.path), *others])} | environment,
             )  # fmt: skip
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -50,8 +50,10 @@ class Worker:
             return self.stop("it died")
         if not select.select([self.process.stdout], [], [], limit)[0]:
             return self.stop(f"no answer within {limit:.0f} s")
-        reply = self.process.stdout.readline()
-        return json.loads(reply) if reply else self.stop("it died")
+        reply = json.loads(self.process.stdout.readline() or "{}")
+        if reply.pop("broken", False):
+            self.stop()
+        return reply or self.stop("it died")
 
     def stop(self, why: str = "") -> dict:
         """End the process; ``why`` becomes the reply."""
@@ -86,25 +88,35 @@ def plan(only: list[str], quick: bool) -> list[dict]:
 
 
 def measure(request: dict, contestants: list[str], workers: dict[str, Worker], rounds: int, limit) -> dict:
-    """One row: every contestant's figures, one entry a round."""
+    """One row: every contestant's figures, one entry a round. Of another side each is asked for by itself."""
     row = {**request, "contestants": {}}
     for turn in range(rounds):
         for side, worker in workers.items():
             mine = [
-                c for c in contestants if (c == "peer") == (side == "peer") and (turn == 0 or c in ("ours", "peer"))
+                name
+                for name in contestants
+                if peers.SIDE_OF.get(name, "ours") == side
+                and peers.takes_part(name, request["case"])
+                and (turn == 0 or name not in HERE or name == "ours")
             ]
-            if not mine or (side == "peer" and request["case"] not in LIGER):
-                continue
-            if side == "peer" and "inputs" not in row:
-                row["contestants"]["peer"] = {"error": "no inputs from ours"}
-                continue
-            reply = worker.ask(request | {"contestants": mine, "inputs": row.get("inputs")}, limit())
-            row |= {k: reply[k] for k in ("inputs", "traffic", "flops") if k in reply}
-            for name in mine:
-                figures = reply["figures"][name] if "figures" in reply else {"error": reply["error"]}
-                add_round(row["contestants"].setdefault(name, {}), figures, reply.get("ceiling"))
+            for names in [mine] if side == "ours" and mine else [[name] for name in mine]:
+                if side == "ours" or "inputs" in row:
+                    reply = worker.ask(request | {"contestants": names, "inputs": row.get("inputs")}, limit())
+                else:
+                    reply = {"error": "no inputs from ours"}
+                row |= {k: reply[k] for k in ("inputs", "traffic", "flops") if k in reply}
+                for name in names:
+                    figures = reply["figures"][name] if "figures" in reply else {"error": reply["error"]}
+                    add_round(row["contestants"].setdefault(name, {}), figures, reply.get("ceiling"))
     row.pop("inputs", None)
     return row
+
+
+def started(args, limit) -> tuple[dict[str, Worker], dict[str, str]]:
+    """A worker for every other side that takes part, and what it has."""
+    workers = {side: Worker(side, path) for side, path in peers.directories(args).items()}
+    versions = {side: worker.ask({"describe": True}, limit()).get("version") for side, worker in workers.items()}
+    return workers, versions
 
 
 def add_round(entry: dict, figures: dict, ceiling: float | None) -> None:
@@ -119,32 +131,32 @@ def add_round(entry: dict, figures: dict, ceiling: float | None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    peers.add_options(p)
     p.add_argument("--only", default="", help="names of cases, separated by commas")
-    p.add_argument("--contestants", default="", help=f"some of {','.join(HERE)},peer (all)")
+    p.add_argument("--contestants", default="", help=f"some of {','.join([*HERE, *peers.LINES])} (all)")
     p.add_argument("--quick", action="store_true", help="each case's first shape, one round")
-    p.add_argument("--rounds", type=int, default=2, help="how often ours and the peer take turns (2)")
+    p.add_argument("--rounds", type=int, default=2, help="how often ours and the peers take turns (2)")
     p.add_argument("--seconds", type=float, default=0.6, help="of samples for a case, a shape and a round (0.6)")
     p.add_argument("--limit", type=float, default=480, help="seconds for everything; what is left is skipped (480)")
     p.add_argument("--case-limit", type=float, default=120, help="seconds for one case, shape and process (120)")
     p.add_argument("--out", help="JSON file (bench/results/ops.json)")
     args = p.parse_args(argv)
-    names = [n for n in args.contestants.split(",") if n] or [*HERE, *(["peer"] if args.peer else [])]
-    if set(names) - {*HERE, "peer"} or ("peer" in names and args.peer is None):
+    known = [*HERE, *peers.contestants(args)]
+    names = [n for n in args.contestants.split(",") if n] or known
+    if missing := [n for n in names if n not in known]:
+        needed = [f"{n} with {peers.SIDES[peers.SIDE_OF[n]].option} DIR" for n in peers.LINES if n not in known]
         raise SystemExit(
-            f"bench.ops: --contestants {args.contestants}: some of {','.join(HERE)}, and peer with --peer DIR"
+            f"bench.ops: --contestants {','.join(missing)}: some of {','.join(known)}, and {', '.join(needed)}"
         )
     requests = plan([n for n in args.only.split(",") if n], args.quick)
     machine.require_gpu()
 
     end = time.monotonic() + args.limit
     left = lambda: min(args.case_limit, end - time.monotonic())  # noqa: E731
-    workers = {"ours": Worker("ours", ROOT / "src")} | (
-        {"peer": Worker("peer", args.peer.resolve())} if args.peer else {}
-    )
+    workers = {"ours": Worker("ours", ROOT / "src")}
     data = {"machine": workers["ours"].ask({"describe": True}, left()), "dtype": "bfloat16", "rows": []}
-    if args.peer:
-        data["peer"] = workers["peer"].ask({"describe": True}, left()).get("liger_kernel")
+    others, versions = started(args, left)
+    workers, data = workers | others, data | versions
     try:
         for request in requests:
             request["seconds"] = args.seconds
@@ -154,9 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         for worker in workers.values():
             worker.stop()
-    print("\n" + report.ops(data))
-    if args.peer:
-        print("\nSlower than liger-kernel: " + ("; ".join(report.behind(data["rows"])) or "nowhere"))
+    print("\n" + report.ops(data) + "\n\n" + report.behind(data["rows"]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,14 @@ import pathlib
 import re
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+FURTHER = {  # contestants that few rows have
+    "torch-lce": "linear_cross_entropy",
+    "torch-lce-speed": "linear_cross_entropy, one chunk",
+    "torch-lce-memory": "linear_cross_entropy, small chunks",
+    "cute": "liger-kernel, CuTe",
+    "cute-functional": "liger-kernel, CuTe, by functional",
+    "cute-scaled": "liger-kernel, CuTe, scaled",
+}
 NAMES = {
     "grouped_mm": "grouped_mm",
     "eager": "PyTorch eager",
@@ -24,12 +32,14 @@ NAMES = {
     "graphs": "torch.compile, CUDA graphs",
     "captured": "captured step",
     "peer": "liger-kernel",
+    **FURTHER,
     "ours": "ours",
     "ours fp32": "ours, fp32 dW",
     "ours-compile": "ours, torch.compile",
     "ours-graphs": "ours, torch.compile, CUDA graphs",
     "ours-captured": "ours, captured step",
 }
+VERSIONS = {"peer": "liger-kernel {}", "cute": "CuTe: liger-kernel {}", "torch": "linear_cross_entropy of torch {}"}
 BLUE, GREY = "#1f6feb", "#6b717a"
 FLOOR = ("matmul", "attention", "optimizer")  # kinds of kernels that neither package replaces
 KIND_NAMES = {
@@ -53,8 +63,8 @@ def heading(data: dict) -> str:
     if "error" in m:
         return f"{m['error']}."
     software = ", ".join(f"{k} {m[k]}" for k in ("torch", "triton", "transformers") if m.get(k))
-    peer = f", liger-kernel {data['peer']}" if data.get("peer") else ""
-    return f"{m['gpu']}, {m.get('toolkit', '')}, {software}{peer}, {m['date']}, {data.get('dtype', 'bfloat16')}."
+    sides = "".join(f", {text.format(data[side])}" for side, text in VERSIONS.items() if data.get(side))
+    return f"{m['gpu']}, {m.get('toolkit', '')}, {software}{sides}, {m['date']}, {data.get('dtype', 'bfloat16')}."
 
 
 def contestants(rows: list[dict]) -> list[str]:
@@ -163,9 +173,7 @@ def operators(data: dict) -> str:
         kinds = [kind for kind in ("forward", "backward") if kind in ours["ms"]] or ["both"]
         cells = [row["against"], " / ".join(f"{speed(row, ours, kind):.0%}" for kind in kinds), "–", "–"]
         if entries:
-            fastest = max(entries, key=lambda name: speed(row, entries[name], "both"))
-            ratio = speed(row, entries[fastest], "both") / speed(row, ours, "both")
-            cells[2:] = [f"{ratio:.2f}, {title(fastest)}", least_memory(ours, entries)]
+            cells[2:] = [against_fastest(row, ours, entries), least_memory(ours, entries)]
         rows.append([label(row), *cells])
     if not rows:
         return f"{heading(data)}\n\nNothing was measured."
@@ -179,6 +187,12 @@ def operators(data: dict) -> str:
             table(["operator, shape", "ceiling", "share of it", "time / fastest other's", "memory, GB"], rows),
         ]
     )
+
+
+def against_fastest(row: dict, ours: dict, others: dict[str, dict]) -> str:
+    """Our time as a multiple of the fastest other's, and whose that is."""
+    fastest = max(others, key=lambda name: speed(row, others[name], "both"))
+    return f"{speed(row, others[fastest], 'both') / speed(row, ours, 'both'):.2f}, {title(fastest)}"
 
 
 def least_memory(ours: dict, others: dict[str, dict]) -> str:
@@ -205,16 +219,19 @@ def line(row: dict) -> str:
     return f"{label(row)}: " + "; ".join(f"{n}: {of(row, n, cell)}" for n in contestants([row]))
 
 
-def behind(rows: list[dict]) -> list[str]:
-    """Where ours is slower than the published package, each against the ceiling in its own process."""
+def behind(rows: list[dict]) -> str:
+    """Where ours is slower than what other processes have, each against the ceiling in its own."""
     found = []
     for row in rows:
-        ours, peer = (row["contestants"].get(name, {}) for name in ("ours", "peer"))
-        for kind in ours.get("ms", {}) if "ms" in peer else ():
-            a, b = (mean(e["ms"][kind]) * mean(e["ceiling"]) for e in (ours, peer))
-            if a > b:
-                found.append(f"{label(row)} {kind}: {mean(ours['ms'][kind]):.4f} ms, liger-kernel {b / a:.0%} of that")
-    return found
+        entries = timed(row)
+        ours = entries.get("ours", {})
+        for kind, ms in ours.get("ms", {}).items():
+            for name in ("peer", *FURTHER):
+                if name in entries:
+                    a, b = (mean(e["ms"][kind]) * mean(e["ceiling"]) for e in (ours, entries[name]))
+                    if a > b:
+                        found.append(f"{label(row)} {kind}: {mean(ms):.4f} ms, {title(name)} {b / a:.0%} of that")
+    return f"Slower than another package: {'; '.join(found) or 'nowhere'}"
 
 
 def train(data: dict) -> str:
@@ -250,6 +267,7 @@ def compiled(data: dict) -> str:
             return entry["error"].split(":")[0]
         accumulated = entry.get("accumulated_peak_bytes")
         more = f" ({accumulated / 1e9:.1f} GB)" if accumulated else ""
+        more += f", GPU busy {entry['busy_ms']:.1f} ms" if "busy_ms" in entry else ""
         return f"{entry['step_ms']:.1f} ms, {entry['peak_bytes'] / 1e9:.1f} GB{more}"
 
     rows = [[train_label(r), *(of(r, n, cell) for n in names)] for r in data["rows"]]
@@ -405,7 +423,9 @@ def head_cell(row: dict, entry: dict, shared: bool = True) -> str:
     if "error" in entry:
         return entry["error"].split(":")[0]
     reached = f" ({share(row, entry):.0%})" if shared else ""
-    return f"{mean(entry['ms'][row['kinds'][0]]):.3g} ms{reached}, {multiple(row, entry):.2f}×"
+    first, *apart = (f"{mean(entry['ms'][kind]):.3g}" for kind in row["kinds"])
+    sum_of = f" = {' + '.join(apart)}" if apart else ""
+    return f"{first}{sum_of} ms{reached}, {multiple(row, entry):.2f}×"
 
 
 def head_label(row: dict) -> str:
@@ -502,18 +522,23 @@ def budgets(row: dict) -> list[str]:
 def head(data: dict) -> str:
     rows = in_training(data)
     names, limited = contestants(rows), budgets(rows[0])
+    usual, further = [n for n in names if n not in FURTHER], [n for n in names if n in FURTHER]
 
     def cells(row, names):
         return [of(row, n, lambda entry: head_cell(row, entry)) for n in names]
+
+    def fastest(row):
+        others = {n: e for n, e in timed(row).items() if not n.startswith("ours")}
+        return against_fastest(row, row["contestants"]["ours"], others) if others and "ours" in timed(row) else "–"
 
     parts = [
         heading(data),
         "Loss and gradients for M tokens, H channels, V classes: time, its share of the ceiling (6·M·H·V operations at "
         "the rate of a bf16 8192³ product in the same minute), and peak memory beyond the inputs as a multiple of dX "
-        "and dW:",
+        "and dW; and our time as a multiple of the fastest other's:",
         table(
-            ["M×H×V", "ceiling, TFLOP/s", *map(title, names)],
-            [[head_label(r), ceiling_of(r), *cells(r, names)] for r in rows],
+            ["M×H×V", "ceiling, TFLOP/s", *map(title, usual), "time / fastest other's"],
+            [[head_label(r), ceiling_of(r), *cells(r, usual), fastest(r)] for r in rows],
         ),
         "Ours with `memory=` such that the whole takes no more than a multiple of dX and dW:",
         table(
@@ -521,6 +546,11 @@ def head(data: dict) -> str:
             [[head_label(r), *cells(r, limited)] for r in rows],
         ),
     ]
+    if further:
+        parts += [
+            "Others, each in a process of its own, by the same measures (the scaled loss makes its logits twice):",
+            table(["M×H×V", *map(title, further)], [[head_label(r), *cells(r, further)] for r in rows]),
+        ]
     parts += other_ways(data["rows"]) + head_errors(data.get("errors"))
     return "\n\n".join(parts + failures(data["rows"], lambda r: f"{r['way']} {head_label(r)}"))
 
@@ -528,17 +558,18 @@ def head(data: dict) -> str:
 def other_ways(rows: list[dict]) -> list[str]:
     titles = {
         "loss alone": "loss under `torch.no_grad`, 2·M·H·V",
-        "log-probabilities": "`token_log_probs` and backward, 8·M·H·V",
+        "log-probabilities": "`token_log_probs`, forward + backward, 8·M·H·V",
     }
+    again = "ours", "cute-scaled"  # make the logits twice
     found, parts = [r for r in rows if r["way"] in titles], []
     names = contestants(found)
     if found:
         parts += [
-            f"Other ways to call it at {head_label(found[0])}, the share only of ours, whose operations these are:",
+            f"Other ways to call it at {head_label(found[0])}, the share only of those whose operations these are:",
             table(
                 ["way, operations", *map(title, names)],
                 [
-                    [titles[r["way"]], *(of(r, n, lambda e, r=r, n=n: head_cell(r, e, n == "ours")) for n in names)]
+                    [titles[r["way"]], *(of(r, n, lambda e, r=r, n=n: head_cell(r, e, n in again)) for n in names)]
                     for r in found
                 ],
             ),
@@ -612,6 +643,7 @@ def chart(data: dict, path: pathlib.Path) -> None:
             ("eager", title("eager"), (0, 14), GREY),
             ("compile", title("compile"), (0, 14), GREY),
             ("peer", f"{title('peer')} {data.get('peer') or ''}".strip(), (10, 0), GREY),
+            *((name, title(name), (10, 0), GREY) for name in FURTHER),
             ("ours", "ours, default", (8, -13), BLUE),
         ):
             if name in at:
@@ -643,6 +675,7 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         ("eager", title("eager"), dict(marker="o", markerfacecolor="white", color=GREY, markersize=6)),
         ("compile", title("compile"), dict(marker="D", markerfacecolor="white", color=GREY, markersize=5.5)),
         ("peer", peer, dict(marker="s", color=GREY, markersize=6)),
+        *((name, title(name), dict(marker=mark, color=GREY)) for name, mark in zip(FURTHER, "v<>^Pp", strict=True)),
         ("ours", "ours", dict(marker="o", color=BLUE, markersize=8)),
     )
     with drawing(path, (8.5, 1.6 + 0.27 * len(rows))) as (figure, axes):
@@ -667,7 +700,7 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
             f"or of a bf16 8192³ product where matrix products are the bound, {data['machine'].get('gpu')}",
             fontsize=11, x=0.01, ha="left", linespacing=1.4,
         )  # fmt: skip
-        figure.legend(loc="outside lower right", ncols=len(marks), frameon=False, fontsize=10)
+        figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=10)
 
 
 KINDS = {

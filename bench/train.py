@@ -98,6 +98,7 @@ def work(
     }
     figures |= {"peak_bytes": peak, "accumulated_peak_bytes": accumulated, "patched": patched}
     figures["attention"] = model.config._attn_implementation
+    figures |= getattr(step, "figures", {})
     del model, called, step
     if device == "cuda":
         figures["ceilings"] = hot_ceilings()

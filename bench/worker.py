@@ -1,7 +1,8 @@
 """A process that times operators on request: one JSON line in, one JSON line out.
 
-``ours`` holds this package, its references in plain PyTorch and those compiled; ``peer`` holds the published
-liger-kernel, which has the same import name. Both stay alive, so that their turns are seconds apart.
+``ours`` holds this package, its references in plain PyTorch and those compiled; another side (`peers.SIDES`) what lies
+in its directory, the published liger-kernel for one, which has the same import name. All stay alive, so that their
+turns are seconds apart.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import site
 import sys
 
 import torch
 
-from . import calls, contest, machine
+from . import calls, contest, machine, peers
 
 
 class Ours:
@@ -55,13 +57,13 @@ class Ours:
 
 
 class Peer:
-    """The published package, on inputs like those that ours had."""
+    """Another side, on inputs like those that ours had."""
 
     def inputs(self, request):
         return contest.drawn(request["inputs"])
 
     def fns(self, request):
-        return {"peer": calls.LIGER[request["case"]]}
+        return {name: peers.LINES[name][request["case"]] for name in request["contestants"]}
 
     def work(self, request, inputs):
         return {}
@@ -76,33 +78,43 @@ def as_in_training(t):
     return t.detach().bfloat16().requires_grad_(t.requires_grad)
 
 
-def main(side: str) -> None:
+def answer(implementations, request: dict, ceilings: machine.Ceilings) -> dict:
+    inputs = implementations.inputs(request)
+    return implementations.work(request, inputs) | contest.contest(
+        implementations.fns(request), inputs, request["kinds"], ceilings, request["against"], request["seconds"]
+    )
+
+
+def broken() -> bool:
+    """Whether the GPU's context is: some errors of a kernel stay for good. If not, memory is given back."""
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False
+
+
+def main(side: str, directory: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to stderr
+    site.addsitedir(directory)  # for the .pth files there
     machine.require_gpu()
     ceilings = machine.Ceilings(machine.Stopwatch())
-    implementations = {"ours": Ours, "peer": Peer}[side]()
+    implementations = Ours() if side == "ours" else Peer()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request.get("describe"):
-                reply = machine.describe() | {"liger_kernel": machine.version("liger-kernel")}
+                reply = machine.describe() if side == "ours" else {"version": peers.SIDES[side].version()}
             else:
-                inputs = implementations.inputs(request)
-                reply = implementations.work(request, inputs) | contest.contest(
-                    implementations.fns(request),
-                    inputs,
-                    request["kinds"],
-                    ceilings,
-                    request["against"],
-                    request["seconds"],
-                )
+                reply = answer(implementations, request, ceilings)
         except Exception as e:  # told to whoever asked
             reply = {"error": contest.summary(e)}
-        inputs = None
-        torch.cuda.empty_cache()
+        if broken():
+            reply["broken"] = True
         print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

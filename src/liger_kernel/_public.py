@@ -81,6 +81,7 @@ OPERATORS = {  # a line for each file
         paths="ops.tiled_mlp transformers.tiled_mlp",
     ),
     "mlp.xielu": Operator("LigerXIELUFunction", "liger_xielu", "LigerXIELU"),
+    "mlp.xielu_linear": Operator(),
     "moe.expert_parallel": Operator(functional="liger_expert_parallel", paths="transformers.moe"),
     "moe.experts": Operator("LigerFusedMoEFunction", "liger_experts", "LigerExperts", "ops.fused_moe"),
     "moe.load_balancing": Operator("LigerLoadBalancingFunction", "liger_load_balancing_loss"),

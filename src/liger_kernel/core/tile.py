@@ -127,20 +127,17 @@ def log_of_normal(x):
 
 @triton.jit
 def tanh(x):
-    """tanh within 2e-7, without libdevice: 1 - 2e/(1 + e), and a series near 0, where that formula cancels."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = 1.0 - 2.0 * e / (1.0 + e)
+    """tanh within 2e-7, without libdevice: 1 - 2e/(1 + e), and a polynomial near 0, where that formula cancels.
+
+    And its slope 1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1.
+    """
+    e = tl.exp2(-2.88539008 * tl.abs(x))  # exp(-2·|x|)
+    p = 1.0 / (1.0 + e)
+    ep = e * p
+    far = 1.0 - 2.0 * ep
     s = x * x
-    near = 0.021869488536 + s * (-0.0088632355 + s * 0.003592128)
-    near = x + x * s * (-0.333333333333 + s * (0.133333333333 + s * (-0.053968253968 + s * near)))
-    return tl.where(s < 0.1, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def tanh_slope(x):
-    """1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+    near = x + x * s * (-0.33332966 + s * (0.13310755 - s * 0.04999447))
+    return tl.where(s < 0.1, near, tl.where(x < 0, -far, far)), 4.0 * ep * p
 
 
 @triton.jit

@@ -49,6 +49,23 @@ def test_hard_values(dtype):
             torch.testing.assert_close(a.double(), b, rtol=max(eps_of, 1e-6), atol=1e-6)
 
 
+def test_numbers_in_memory():
+    """They are read when the kernels run, and nothing may be written to them until backward."""
+    x, beta = torch.randn(40, device=DEVICE, requires_grad=True), torch.tensor(0.25, device=DEVICE)
+    eps = torch.tensor([-0.125], dtype=torch.float64, device=DEVICE)
+    for number in (0.25, -2.0):
+        beta.fill_(number)
+        found, wanted = (
+            torch.autograd.grad(liger_xielu(x, *(alphas := raw(0.3, -1.0)), *given).square().sum(), [x, *alphas])
+            for given in ((beta, eps), (number, -0.125))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    y = liger_xielu(x, *raw(0.3, -1.0), beta, eps)
+    beta.fill_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_nan_stays_nan():
     x = torch.tensor([float("nan"), 1.0], device=DEVICE)
     y = liger_xielu(x, *raw(0.0, 0.0))
@@ -75,10 +92,15 @@ def test_errors():
         ((x, p, n, float("nan")), ValueError, "liger_xielu: beta is nan"),
         ((x, p, n, 0.5, 0.0), ValueError, "liger_xielu: eps is 0.0, give a number below zero"),
         ((x, p, n, 0.5, "1"), TypeError, "liger_xielu: eps is '1'"),
+        ((x, p, n, p), TypeError, "liger_xielu: beta requires a gradient, which it does not get"),
+        ((x, p, n, 0.5, torch.ones(2, device=DEVICE)), ValueError, r"liger_xielu: eps has shape \(2,\)"),
+        ((x, p, n, torch.tensor(0.5, device="meta")), ValueError, "liger_xielu: x is on .*, beta on meta"),
     ):
         with pytest.raises(kind, match=message):
             liger_xielu(*args)
     with pytest.raises(ValueError, match=r"LigerXIELUFunction: alpha_n has shape \(2,\)"):
         LigerXIELUFunction.apply(x, p, n.expand(2))
+    with pytest.raises(TypeError, match="LigerXIELUFunction: beta requires a gradient"):
+        LigerXIELUFunction.apply(x, p, n, p)
     with pytest.raises(ValueError, match="LigerXIELU: alpha_n_init - beta is"):
         LigerXIELU(alpha_n_init=0.25)

@@ -48,7 +48,6 @@ from liger_kernel.core.tile import (
     online_max,
     parts,
     tanh,
-    tanh_slope,
     tl,
     triton,
 )
@@ -121,7 +120,8 @@ def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr
     if SCALED:
         z *= logit_scale
     if SOFTCAP:
-        z = softcap * tanh(z / softcap)
+        z, _ = tanh(z / softcap)
+        z *= softcap
     return z
 
 
@@ -361,7 +361,8 @@ def _gradient(
         entropy = tl.load(entropy_ptr + t, mask=known, other=0.0)
         d -= e[None, :] * times(p, log_p + entropy[None, :])
     if SOFTCAP:
-        d *= tanh_slope(x.to(tl.float32) * logit_scale / softcap)
+        _, slope = tanh(x.to(tl.float32) * logit_scale / softcap)
+        d *= slope
     d = tl.where(valid[None, :], d, 0.0)
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -57,11 +57,7 @@ class LigerGLULinearFunction(Function):
         need_dy, need_dw = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         ctx.save_for_backward(*((a, b, weight, bias) if need_dy or need_dw else (None,) * 4))
         ctx.options = act, float(gate_multiplier)
-        y = glu_fwd(a, b, *ctx.options)
-        if bias is None or a.dim() == 2:
-            return F.linear(y, weight, bias)
-        out = F.linear(matrix(y), weight, bias)  # for more dimensions it returns a view, and autograd does not let
-        return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[-1]))  # the caller write to one
+        return product(glu_fwd(a, b, *ctx.options), weight, bias)
 
     @staticmethod
     def arguments(ctx):
@@ -96,6 +92,14 @@ class LigerGLULinearFunction(Function):
         dw = torch.mm(dout.t(), y) if need_dw else None
         dbias = dout.sum(0) if need_dbias else None
         return da if need_da else None, db if need_db else None, dw, dbias, None, None
+
+
+def product(y, weight, bias):
+    """The linear layer, within a Function's forward."""
+    if bias is None or y.dim() == 2:
+        return F.linear(y, weight, bias)
+    out = F.linear(matrix(y), weight, bias)  # for more dimensions it returns a view, and autograd does not let
+    return torch.ops.aten._unsafe_view(out, (*y.shape[:-1], out.shape[-1]))  # the caller write to one
 
 
 def _activated(a, b, act, gm):
@@ -214,19 +218,27 @@ def only_multiplies(linear):
     )
 
 
-def gated_linear(a, b, act, linear, gate_multiplier=1.0):
-    """``linear(act(a)·b)``, by `LigerGLULinearFunction` if ``linear`` only multiplies; b is None without a gate.
+def fusible(a, b, linear):
+    """Whether a Function can multiply in the place of ``linear``, and saves less memory; b is None without a gate.
 
     FSDP, ZeRO-3, TP, PEFT, accelerate and quantisation change a layer's class, its forward, or the class or shape of
-    its weight, or add hooks. Such a layer is called as it is. ``act`` is one of `GATES`, or of `ACTIVATIONS` without b.
+    its weight, or add hooks. Such a layer is called as it is.
     """
     if not only_multiplies(linear):
-        return linear(_activated(a, b, act, gate_multiplier))
-    weight, bias = linear.weight, linear.bias
+        return False
+    weight = linear.weight
     whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or an empty tensor
-    if not whole or (b is not None and a.shape != b.shape) or not _fuses(a, b, weight, bias):
+    return whole and (b is None or a.shape == b.shape) and _fuses(a, b, weight, linear.bias)
+
+
+def gated_linear(a, b, act, linear, gate_multiplier=1.0):
+    """``linear(act(a)·b)``, by `LigerGLULinearFunction` if `fusible`; b is None without a gate.
+
+    ``act`` is one of `GATES`, or of `ACTIVATIONS` without b.
+    """
+    if not fusible(a, b, linear):
         return linear(_activated(a, b, act, gate_multiplier))
-    return LigerGLULinearFunction.apply(a, b, weight, bias, act, gate_multiplier)
+    return LigerGLULinearFunction.apply(a, b, linear.weight, linear.bias, act, gate_multiplier)
 
 
 def _inputs_linear(M, F, H):

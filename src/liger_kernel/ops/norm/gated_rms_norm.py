@@ -192,7 +192,7 @@ CASES.append(
             dict(), dict(before=False, grouped=True), dict(act="sigmoid", casting="gemma"),
             dict(w=None, before=False, casting="gemma"),
         ),
-        bench=((262144, 128), (8192, 4096), (8192, 8192)),
+        bench=((1048576, 128), (32768, 4096), (8192, 8192), (8192, 4096)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (3, 5)),
         fp32_roundings=2,
     )

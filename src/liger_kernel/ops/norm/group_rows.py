@@ -294,7 +294,7 @@ def _launch_wide(size, shared):
     """
     if shared:
         return 4, 8, 0
-    return (4, 32, 1) if size > 96 * 1024 else (4, 16, 2)
+    return (2, 16, 4) if size > 96 * 1024 else (4, 16, 2)
 
 
 def _launch_wide_bwd(size, shared):

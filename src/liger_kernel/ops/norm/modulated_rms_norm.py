@@ -172,7 +172,7 @@ CASES.append(
         inputs=_inputs,
         shapes=((1, 8), (5, 123), (2, 7, 512), (2, 1, 8200)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(w=None, shift=None)),
-        bench=((16, 4096, 1152), (4, 4096, 3072)),
+        bench=((16, 4096, 1152), (8, 4096, 3072)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
     )
 )

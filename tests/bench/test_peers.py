@@ -1,0 +1,231 @@
+"""Contestants in processes of their own: their lines, their directories, their places in the tables."""
+
+import argparse
+import inspect
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import ROOT
+
+import liger_kernel.ops  # noqa: F401  (fills CASES)
+from bench import calls, contest, head, newer_torch, ops, peers, report
+from liger_kernel.core.op import CASES
+
+HEAD = "fused_linear_cross_entropy"
+TORCH = pathlib.Path(torch.__file__).parents[1]
+
+
+def small(name):
+    """Inputs of a case as its lines take them."""
+    torch.manual_seed(0)
+    case = next(case for case in CASES if case.name == name)
+    inputs = case.inputs(*case.shapes[1])
+    return {parameter: inputs[parameter] for parameter in inspect.signature(calls.LIGER[name]).parameters}
+
+
+def compare(line, name):
+    inputs = small(name)
+    got, want = (contest.differentiable(fn(**inputs)) for fn in (line, calls.LIGER[name]))
+    assert len(got) == len(want) > 0
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", calls.DISPATCHED)
+def test_lines_by_functional(name, monkeypatch):
+    """Our `liger_kernel.functional` takes the same arguments, and refuses an implementation that it does not have."""
+    line = peers.LINES["cute-functional"][name]
+    with pytest.raises(ValueError, match=calls.CUTEDSL):
+        line(**small(name))
+    monkeypatch.setattr(calls, "CUTEDSL", "triton")
+    compare(line, name)
+
+
+@pytest.mark.parametrize("contestant, name", [("cute", "rope"), ("cute", HEAD), ("cute-scaled", HEAD)])
+def test_lines_of_the_cute_package(contestant, name, monkeypatch):
+    """On another GPU than Hopper's, the head is the Function behind the public name."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    compare(peers.LINES[contestant][name], name)
+
+
+def test_scaled_log_probabilities():
+    inputs = small(HEAD)
+    want = -F.cross_entropy(F.linear(inputs["input"], inputs["weight"]), inputs["target"], reduction="none")
+    torch.testing.assert_close(peers.LINES["cute-scaled"]["token_log_probs"](**inputs), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not newer_torch.installed(), reason="PyTorch's linear_cross_entropy is of 2.13")
+@pytest.mark.parametrize("contestant", calls.LINEAR_CROSS_ENTROPY)
+@pytest.mark.parametrize("beside", [False, True], ids=["own", "beside an older"])
+def test_linear_cross_entropy(contestant, beside, monkeypatch, tmp_path):
+    """PyTorch's own, and as a PyTorch without it gets it from four files."""
+    newer_torch.found.cache_clear()
+    own = F.linear_cross_entropy
+    if beside:
+        for file in ("version.py", "nn/functional.py", *(f"nn/modules/{own.__name__}{x}.py" for x in ("", "_options"))):
+            (tmp_path / "torch" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(TORCH / "torch" / file, tmp_path / "torch" / file)
+        monkeypatch.delattr(F, own.__name__)
+        monkeypatch.setattr(torch.nn.modules, "__path__", [*torch.nn.modules.__path__])
+        monkeypatch.syspath_prepend(tmp_path)
+        assert newer_torch.directory() == tmp_path
+    assert torch.__version__.startswith(newer_torch.version())
+    assert (newer_torch.found()[0] is own) != beside
+    compare(peers.LINES[contestant][HEAD], HEAD)
+    newer_torch.found.cache_clear()
+
+
+def test_no_files_of_a_newer_pytorch(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="--peer-torch names no directory with it"):
+        newer_torch.version()
+
+
+def options(*given):
+    parser = argparse.ArgumentParser()
+    peers.add_options(parser)
+    return parser.parse_args(given)
+
+
+def test_directories(monkeypatch, tmp_path):
+    monkeypatch.setitem(peers.SIDES, "torch", peers.SIDES["torch"]._replace(default=None))
+    assert peers.directories(options()) == {} and peers.contestants(options()) == []
+    args = options("--peer", str(tmp_path / "a"), "--peer-cute", str(tmp_path / "b"))
+    assert peers.directories(args) == {"peer": tmp_path / "a", "cute": tmp_path / "b"}
+    assert peers.contestants(args) == ["peer", *calls.CUTE]
+    with pytest.raises(SystemExit, match="--contestants cute: some of .*peer, and .*cute with --peer-cute DIR"):
+        ops.main(["--peer", str(tmp_path), "--contestants", "cute"])
+    assert set(peers.LINES) <= set(report.NAMES) and set(report.FURTHER) < set(peers.LINES)
+    assert set(report.VERSIONS) == set(peers.SIDES)
+
+
+WORKER = """
+import sys, torch
+from bench import machine, worker
+machine.require_gpu = lambda: None
+machine.Ceilings = machine.Stopwatch = lambda *given: None
+torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
+worker.contest.contest = lambda fns, *given: {"figures": {name: line() for name, line in fns.items()}}
+worker.contest.drawn = lambda inputs: inputs
+def broken():
+    torch.cuda.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access"))
+    return {"error": "an illegal memory access"}
+worker.peers.LINES["cute"] = {"where": lambda: sys.modules["elsewhere"].found(), "broken": broken}
+worker.main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def cute(monkeypatch, tmp_path):
+    """A worker of the side "cute", whose directory has a .pth file as the CuTe DSL has one; without a GPU."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "any.pth").write_text("import os, sys; sys.path.insert(0, os.environ['INNER']); import elsewhere")
+    (tmp_path / "inner" / "elsewhere.py").write_text(
+        "import os\ndef found(): return {'ms': os.environ['LIGER_KERNEL_IMPL'], 'path': os.environ['PYTHONPATH']}"
+    )
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **given: start([command[0], "-c", WORKER, *command[3:]], **given)
+    )
+    monkeypatch.setenv("INNER", str(tmp_path / "inner"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    worker = ops.Worker("cute", tmp_path)
+    yield worker
+    worker.stop()
+
+
+def test_a_process_and_its_directory(cute):
+    """The side's directory and environment; an error that stays with the GPU ends the process, and another answers."""
+
+    def ask(case):
+        return cute.ask(
+            dict(case=case, contestants=["cute"], inputs={}, kinds=["both"], against="copy", seconds=0), 60.0
+        )
+
+    assert "with nvidia-cutlass-dsl" in cute.ask({"describe": True}, 60.0)["version"]
+    answer = ask("where")["figures"]["cute"]
+    assert answer["ms"] == "cutedsl" and answer["path"].split(os.pathsep) == [str(cute.path)]
+    assert ask("unknown") == {"error": "KeyError: 'unknown'"} and cute.process
+    assert "illegal" in ask("broken")["figures"]["cute"]["error"] and cute.process is None
+    assert "figures" in ask("where")
+
+
+class Side:
+    """A worker that answers for whoever it is asked."""
+
+    def __init__(self, ms, **errors):
+        self.ms, self.errors, self.asked = ms, errors, []
+
+    def ask(self, request, limit):
+        self.asked.append(request["contestants"])
+        figures = {
+            name: {"error": self.errors[name.replace("-", "_")]}
+            if name.replace("-", "_") in self.errors
+            else {"ms": dict.fromkeys(request["kinds"], self.ms), "peak_bytes": 2 * 10**9}
+            for name in request["contestants"]
+        }
+        return {"figures": figures, "ceiling": 5e14, "inputs": {}}
+
+
+SIDES = {
+    "ours": lambda: Side(80.0),
+    "peer": lambda: Side(120.0),
+    "cute": lambda: Side(60.0, cute_functional="TypeError: no"),
+    "torch": lambda: Side(160.0),
+}
+
+
+def test_each_of_another_side_by_itself():
+    """Who has no line for a case is not asked; who fails stops nobody."""
+    workers = {side: make() for side, make in SIDES.items()}
+    names = ["ours", "eager", *peers.LINES]
+    row = ops.measure(ops.plan([HEAD], quick=True)[0], names, workers, 2, lambda: 1)
+    assert workers["ours"].asked == [["ours", "eager"], ["ours"]]
+    assert workers["cute"].asked == 2 * [["cute"], ["cute-functional"], ["cute-scaled"]]
+    assert set(row["contestants"]) == set(names)
+    assert row["contestants"]["cute-functional"] == {"error": "TypeError: no"}
+    assert row["contestants"]["torch-lce"]["ms"]["both"] == [160.0, 160.0]
+
+    workers = {side: make() for side, make in SIDES.items()}
+    row = ops.measure(ops.plan(["layer_norm"], quick=True)[0], names, workers, 1, lambda: 1)
+    assert set(row["contestants"]) == {"ours", "eager", "peer", "cute-functional"} and not workers["torch"].asked
+
+
+def test_tables_name_who_is_faster(tmp_path):
+    machine = {"gpu": "GPU X", "date": "today"}
+    versions = {"peer": "0.8.5", "cute": "0.8.5 with nvidia-cutlass-dsl 4.7.1", "torch": "2.13.0"}
+    workers = {side: make() for side, make in SIDES.items()}
+    requests = head.plan([(8192, 4096, 128256)], list(peers.LINES), 1.0)
+    rows = [ops.measure(r, r.pop("contestants"), workers, 1, lambda: 1) for r in requests]
+    data = {"kind": "head", "machine": machine, "rows": rows, **versions}
+    table = report.head(data)
+    assert "CuTe: liger-kernel 0.8.5 with nvidia-cutlass-dsl 4.7.1, linear_cross_entropy of torch 2.13.0" in table
+    usual, _, further, other = (part for part in table.split("\n\n") if part.startswith("| "))
+    assert usual.splitlines()[0].endswith("| liger-kernel | ours | ours, fp32 dW | time / fastest other's |")
+    assert usual.endswith("| 1.33, liger-kernel, CuTe |")
+    header, _, line = further.splitlines()
+    assert header.count("linear_cross_entropy") == header.count("CuTe") == 3 and "| TypeError |" in line
+    scaled = [line.split(" | ")[-2].count("60 = 60 + 60 ms") for line in other.splitlines()[2:]]
+    assert "liger-kernel, CuTe, scaled |" in other and scaled == [0, 1]
+    slower = report.behind(report.in_training(data)).split("; ")
+    assert len(slower) == 2 and "ms, liger-kernel, CuTe 75% of that" in slower[0] and "scaled 75%" in slower[1]
+
+    row = ops.measure(ops.plan([HEAD], quick=True)[0], ["ours", *peers.LINES], workers, 1, lambda: 1)
+    row |= {"flops": 6 * 10**12, "traffic": None}
+    figures = tmp_path / "ops.json"
+    figures.write_text(json.dumps({"kind": "ops", "machine": machine, "rows": [row], **versions}))
+    assert "| 1.33, liger-kernel, CuTe |" in report.operators(json.loads(figures.read_text()))
+    assert "CuTe, by functional: TypeError: no" in report.ops(json.loads(figures.read_text()))
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.svg"
+    report.main([str(figures), "--operators", str(picture)])
+    assert "liger-kernel, CuTe" in picture.read_text() and "by functional" not in picture.read_text()
+    report.chart(data, picture)
+    assert "linear_cross_entropy, one chunk" in picture.read_text()
