@@ -254,6 +254,11 @@ def keep(ctx, taken, inputs):
         ctx.save_for_backward(*inputs)
 
 
+def unseen() -> bool:
+    """Whether the graph alone would have what `keep` keeps: no saved-tensor hook, no compiled graph."""
+    return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 def kept(ctx, n: int):
     """-> the n gradients that forward has computed, and whether backward may overwrite them.
 

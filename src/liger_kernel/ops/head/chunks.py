@@ -201,6 +201,38 @@ def _to_dh(parts, w, out, rows):
         some.copy_(total)
 
 
+def logits_of_all(h, w, b, dtype):
+    """The logits of all tokens at once (V, T), more columns than tokens: the others are padding."""
+    with devices.without_autocast(h):
+        part = pad_tokens(h.to(dtype))
+        x = h.new_empty(w.shape[0], aligned(len(part)), dtype=dtype)[:, : len(part)]
+        fill_logits(x, w.to(dtype), None if b is None else b.to(dtype), part, len(h))
+    return x
+
+
+def bytes_of_all(h, w, dtype):
+    """What `logits_of_all` takes."""
+    return w.shape[0] * aligned(len(h)) * dtype.itemsize
+
+
+def gradients_of_all(x, h, w, b, accum_dtype, needs):
+    """dh, dW and db of the logits' gradient, which is where `logits_of_all` had put the logits."""
+    with devices.without_autocast(h):
+        part, found = pad_tokens(h.to(x.dtype)), empty_gradients(h, w, x.dtype, accum_dtype, needs)
+        dh, dw, db = found
+        if b is not None:
+            x[:, len(h) :] = 0  # the bias of padding
+        if needs[0]:
+            dh = dh.new_empty(part.shape)
+            _to_dh((x,), w.to(x.dtype), dh, len(dh))
+            dh = dh if len(part) == len(h) else dh[: len(h)].clone()
+        if needs[1]:
+            _add_product(dw, x, part)
+        if needs[2]:
+            torch.sum(x, 1, dtype=torch.float32, out=db)
+    return dh, dw, db
+
+
 def run_chunks(h, *args):
     """`_run_chunks`: every matmul in the dtypes of its matrices, also under autocast."""
     with devices.without_autocast(h):

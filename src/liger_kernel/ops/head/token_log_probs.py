@@ -14,9 +14,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, rounded
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, kept, rounded, unseen
 from liger_kernel.core.parallel import copy_to_group, group_name, local, place, token_loss_reference_parallel
-from liger_kernel.ops.head.chunks import empty_gradients, plan_for, run_chunks
+from liger_kernel.ops.head.chunks import (
+    bytes_of_all,
+    empty_gradients,
+    gradients_of_all,
+    logits_of_all,
+    plan_for,
+    run_chunks,
+)
 from liger_kernel.ops.head.cross_entropy import check_options, check_rows, check_targets, labels, weights_of
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 from liger_kernel.ops.head.planning import budget
@@ -40,17 +47,12 @@ def _forward_outputs(
     return *floats, best, *empty_gradients(h, w, dtype, accum_dtype, needs)
 
 
-@custom_op("linear_head", _forward_outputs)
-def head_fwd(
-    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None,
-    items: torch.Tensor | None, numbers: list[float], ignore_index: int, mean: bool, token_scaling: bool,
-    dtype: torch.dtype, accum_dtype: torch.dtype | None, memory: int, group: str | None, wants: list[bool],
-    needs: list[bool],
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor, torch.Tensor, torch.Tensor,
-]:  # fmt: skip
-    """-> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh, dW, db.
+def _forward(
+    run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
+):  # fmt: skip
+    """Of all tokens whose logits ``run(to_gradient)`` makes, and gives to that function.
+
+    -> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh, dW, db.
 
     numbers: lse_square_scale, label_smoothing, softcap or 0, logit_scale. The losses are divided by ``items`` (0-d) if
     given. The gradients are those of the sum of the losses, times n₀ in fp16, which can't hold them divided.
@@ -74,8 +76,7 @@ def head_fwd(
             g = parts["token"] if token_scaling else None
             token_gradient(g, x, y, ce_weight, inside, stats[i], x, options, group=group)
 
-    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
-    gradients = run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
+    gradients = run(to_gradient)
     if dtype == torch.float16:
         loss.div_(norm[0])
         if wants[0]:
@@ -85,6 +86,38 @@ def head_fwd(
         wanted[name] if want else h.new_empty(0, dtype=kind[name]) for name, want in zip(WANTS, wants, strict=True)
     )
     return loss, stats, norm, *outputs, *gradients
+
+
+@custom_op("linear_head", _forward_outputs)
+def head_fwd(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None,
+    items: torch.Tensor | None, numbers: list[float], ignore_index: int, mean: bool, token_scaling: bool,
+    dtype: torch.dtype, accum_dtype: torch.dtype | None, memory: int, group: str | None, wants: list[bool],
+    needs: list[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor,
+]:  # fmt: skip
+    """`_forward`, whose gradients are made a chunk at a time."""
+    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
+
+    def run(to_gradient):
+        return run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
+
+    return _forward(
+        run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
+    )  # fmt: skip
+
+
+def _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group):
+    """-> a function that writes the gradient of some tokens' logits over these."""
+    options = TokenOptions(ignore_index, *numbers)
+
+    def to_gradient(i, x):
+        ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
+        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, options, ge, gs, e, group)
+
+    return to_gradient
 
 
 def _backward_outputs(
@@ -102,13 +135,9 @@ def head_bwd(
     accum_dtype: torch.dtype | None, memory: int, group: str | None, needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
-    options = TokenOptions(ignore_index, *numbers)
-
-    def to_gradient(i, x):
-        ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
-        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, options, ge, gs, e, group)
-
-    return run_chunks(h, w, b, dtype, plan_for(h, w, dtype, accum_dtype, memory, needs[1]), to_gradient, needs, group)
+    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
+    to_gradient = _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
+    return run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
 
 
 # ---- without kernels ----
@@ -160,7 +189,8 @@ class TokenOutputs:
 class LinearTokenLossFunction(Function):
     """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss, best, mean``.
 
-    The first three are differentiable. Backward computes the logits again.
+    The first three are differentiable. Backward computes the logits again; or forward keeps them, if all fit into
+    ``memory``, and backward turns them into their gradient.
     """
 
     @staticmethod
@@ -175,10 +205,24 @@ class LinearTokenLossFunction(Function):
     def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
         dtype = compute_dtype(h, w)
         target, ce_weight = target.contiguous(), None if ce_weight is None else ce_weight.contiguous()
-        loss, stats, norm, z_loss, _, entropy, mean, best, *_ = head_fwd(
-            h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, accum_dtype, memory, group,
-            [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3,
-        )  # fmt: skip
+        asked, nothing, logits = [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3, None
+        if any(ctx.needs_input_grad) and group is None and unseen() and memory >= bytes_of_all(h, w, dtype):
+            logits = logits_of_all(h, w, b, dtype)
+
+            def run(read):
+                read(slice(None), logits[:, : len(h)].t())
+                return ()
+
+            outputs = _forward(
+                run, h, w, target, ce_weight, None, numbers, ignore_index, False, False, dtype, group, asked, nothing
+            )  # fmt: skip
+        else:
+            outputs = head_fwd(
+                h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, accum_dtype, memory,
+                group, asked, nothing,
+            )  # fmt: skip
+        loss, stats, norm, z_loss, _, entropy, mean, best, *_ = outputs
+        ctx.taken = logits
         ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
         ctx.needs = list(ctx.needs_input_grad[:3])
         ctx.save_for_backward(h, w, b, target, ce_weight, norm, stats, entropy if wants[1] else None)
@@ -196,10 +240,19 @@ class LinearTokenLossFunction(Function):
         h, w, b, target, ce_weight, norm, stats, entropy = ctx.saved_tensors
         g = stats.new_zeros(stats.shape[0]) if g is None else g
         g_entropy, g_lse = (None if of is None else of.contiguous() for of in (g_entropy, g_lse))
-        grads = head_bwd(
-            g, None if entropy is None else g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy,
-            *ctx.options, ctx.needs,
-        )  # fmt: skip
+        g_entropy = None if entropy is None else g_entropy
+        numbers, ignore_index, _, accum_dtype, _, group = ctx.options
+        logits, once = (None, False) if ctx.taken is None else kept(ctx, 1)
+        if once:  # if there may be another backward, it finds the logits as they are
+            turn = _turns(
+                g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group
+            )  # fmt: skip
+            turn(slice(None), logits[:, : len(h)].t())
+            grads = gradients_of_all(logits, h, w, b, accum_dtype, ctx.needs)
+        else:
+            grads = head_bwd(
+                g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, *ctx.options, ctx.needs
+            )  # fmt: skip
         grads = zip(grads, (h, w, b), ctx.needs, strict=True)
         return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 8
 
@@ -259,7 +312,8 @@ def linear_token_loss(
         accum_dtype: dtype in which dW is added up over several chunks: see ``memory``. torch.float32 makes it exact.
         memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto": as much as a fast
             head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). If the environment variable
-            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that.
+            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that. If the logits of all tokens fit into that number,
+            they are kept for backward, but for a graph that is kept, too, a checkpoint, and torch.compile.
         drop_ignored: leave ignored rows out before the projection. This waits for the device once. None: only if the
             targets are on the CPU, where it costs nothing.
         group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard of the classes:
@@ -268,7 +322,7 @@ def linear_token_loss(
 
     Returns:
         `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
-        are differentiable in hidden, weight and bias; backward computes the logits again.
+        are differentiable in hidden, weight and bias. Backward computes the logits again: see ``memory``.
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
