@@ -98,7 +98,13 @@ def log_probabilities(*shape: int) -> dict[str, Callable]:
     def reference(input, weight, target):
         return -F.cross_entropy(F.linear(input, weight).float(), target, reduction="none")
 
-    return plain(reference) | {"ours": lambda input, weight, target: functional.token_log_probs(input, weight, target)}
+    M, _, V = shape
+    ours = functional.token_log_probs
+    return {
+        **plain(reference),
+        "ours": lambda input, weight, target: ours(input, weight, target),
+        "ours kept": lambda input, weight, target: ours(input, weight, target, memory=2 * V * (M + 64)),
+    }
 
 
 def ignoring(*shape: int) -> dict[str, Callable]:
@@ -125,7 +131,7 @@ class Way(NamedTuple):
 WAYS = {
     "training": Way(training, ("both",), 6, case=CASE),
     "loss alone": Way(loss_alone, ("forward",), 2, without_gradients),
-    # the logits are made twice
+    # the logits are made twice, but those that are kept
     "log-probabilities": Way(log_probabilities, ("both", "forward", "backward"), 8, case="token_log_probs"),
     "ignoring": Way(ignoring, ("both",), 6, with_ignored),
 }

@@ -35,6 +35,7 @@ NAMES = {
     **FURTHER,
     "ours": "ours",
     "ours fp32": "ours, fp32 dW",
+    "ours kept": "ours, logits kept",
     "ours-compile": "ours, torch.compile",
     "ours-graphs": "ours, torch.compile, CUDA graphs",
     "ours-captured": "ours, captured step",

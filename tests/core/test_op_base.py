@@ -387,6 +387,8 @@ def _apply(x_ptr, y_ptr, N, F: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.cons
 FUNCTIONS = {
     "tanh": (tile.tanh, False, torch.tanh),
     "its slope": (tile.tanh, True, lambda x: 1 / x.cosh().square()),
+    "sigmoid": (tile.sigmoid, False, torch.sigmoid),
+    "sigmoid's slope": (tile.sigmoid, True, lambda x: torch.sigmoid(x) * torch.sigmoid(-x)),
 }
 
 

@@ -268,8 +268,9 @@ def test_errors_of_the_losses(changed, words):
 
 def test_errors_when_made():
     for kind, changed in itertools.product((LOSSES["jsd"][0], LOSSES["cosine"][0]), (dict(temperature=0),)):
-        with pytest.raises(ValueError, match=f"{kind.__name__}: temperature is 0"):
-            kind(**changed)
+        for error in (ValueError, AssertionError):
+            with pytest.raises(error, match=f"{kind.__name__}: temperature is 0"):
+                kind(**changed)
     with pytest.raises(ValueError, match="LigerFusedLinearJSDLoss: beta is -1"):
         LigerFusedLinearJSDLoss(beta=-1)
 

@@ -296,6 +296,18 @@ def test_errors(wrong, message):
         linear_grpo_loss(**(learnt | rest | wrong))
 
 
+def test_what_existing_code_expects_an_assertion_of():
+    learnt, rest = drawn()
+    neither = {k: x for k, x in rest.items() if not k.startswith("ref")}
+    for changed, message in (
+        (neither, "use_ref_model is True without a reference"),
+        (rest | dict(loss_type="dr_grpo"), "max_completion_length is None"),
+        (rest | dict(vllm_is_ratio=torch.ones(B, 3)), "vllm_is_ratio has shape"),
+    ):
+        with pytest.raises(AssertionError, match=f"linear_grpo_loss: {message}"):
+            linear_grpo_loss(**learnt, **changed)
+
+
 @pytest.mark.parametrize("wrong", [dict(delta=-1.0), dict(sapo_temperature_pos=0.0), dict(sapo_temperature_neg=-1.0)])
 def test_errors_at_construction(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):

@@ -408,6 +408,13 @@ def test_errors(k):
         call()
 
 
+def test_missing_labels_are_an_assertion_of_existing_code():
+    tensors, target, _ = drawn(F32)
+    h, w, b = (tensors[k] for k in LEARNT)
+    with pytest.raises(AssertionError, match="preference_labels is None"):
+        chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b)
+
+
 def test_a_loss_of_ones_own():
     """`paired_preference` takes any function of pairs."""
     tensors, target, _ = drawn(F64)

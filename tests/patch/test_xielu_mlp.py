@@ -12,6 +12,7 @@ from hardware import DEVICE
 from memory import collect
 from patched import assert_same_step, step
 from proofs import holding, patched, rows, same
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 from transformers.activations import XIELUActivation
 from transformers.models.apertus.modeling_apertus import ApertusMLP
@@ -159,6 +160,15 @@ class InFp32(XIELUActivation):
         return torch.where(z > 0, p * z * z, (torch.expm1(torch.min(z, eps)) - z) * n).add(beta * z).to(x.dtype)
 
 
+class OfANumber(XIELUActivation):
+    """It reads its number, which is another thing than its buffer."""
+
+    def _xielu_python(self, x):
+        p, n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.min(x, x.new_tensor(self._eps_scalar))) - x) * n + self.beta * x
+        return torch.where(x > 0, p * x * x + self.beta * x, below)
+
+
 class Swapped(XIELUActivation):
     def _xielu_python(self, x):
         return -super()._xielu_python(-x)
@@ -216,6 +226,7 @@ def with_own_forward(mlp=None):
 UNKNOWN = {
     "parameters that do not learn": (lambda: of_class(Frozen), "or has another gradient"),
     "rounded once": (lambda: of_class(InFp32), "it rounds elsewhere than down(xIELU(up))"),
+    "a number for a buffer": (lambda: of_class(OfANumber), "it does not compute down(xIELU(up))"),
     "another formula": (lambda: of_class(Swapped), "it does not compute down(xIELU(up))"),
     "another parameter": (lambda: with_(WithMore()), "it has further layers: act_fn"),
     "PReLU": (lambda: with_(torch.nn.PReLU()), "it has further layers: act_fn"),
@@ -407,14 +418,18 @@ def test_gradients_of_gradients():
 
 
 @pytest.mark.thorough
-def test_in_a_graph(ran):
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_in_a_graph(autocast):
     mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    compiled = torch.compile(mine[0], fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mine[0], fullgraph=True, backend=graphs)
     x = rows(2, 5, 32, seed=9)
     for alpha in (0.3, -0.4):  # read at each call
-        for mlp in (mine[0], theirs[0]):
-            mlp.act_fn.alpha_p.data.fill_(alpha)
-        found = [torch.autograd.grad(mlp(x).square().sum(), m.parameters()) for mlp, m in
-                 ((compiled, mine[0]), (theirs[0], theirs[0]))]  # fmt: skip
+        mine[0].act_fn.alpha_p.data.fill_(alpha)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            found = [torch.autograd.grad(mlp(x).square().sum(), mine[0].parameters()) for mlp in (compiled, mine[0])]
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * b.abs().max().item())
+    (graph,) = graphs.graphs
+    assert "linear" in graph.code and "softplus" not in graph.code  # the family's

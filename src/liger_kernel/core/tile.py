@@ -142,10 +142,10 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Nothing overflows."""
-    e = tl.exp(-tl.abs(x))
+    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Where e is infinite, both are 0."""
+    e = tl.exp(-x)
     p = 1.0 / (1.0 + e)
-    return tl.where(x < 0, e * p, p), e * p * p
+    return p, tl.minimum(e, 3e38) * p * p
 
 
 @triton.jit

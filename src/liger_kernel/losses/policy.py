@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from liger_kernel.core import check
 from liger_kernel.losses.function import GradientsInForward
 from liger_kernel.losses.module import LossModule, without
 from liger_kernel.losses.policy_batch import (
@@ -112,7 +113,8 @@ def linear_grpo_loss(
         the share of clipped tokens. All are 0-d, in fp32 or fp64. The metrics have no gradients.
 
     Raises:
-        ValueError: shapes or options that do not fit; no reference. TypeError: a wrong dtype.
+        ValueError: shapes or options that do not fit; no reference. TypeError: a wrong dtype. No reference, a
+            vllm_is_ratio of another shape and no length for dr_grpo are AssertionErrors, too.
 
     Source: the papers in `policy_math`.
     """
@@ -132,7 +134,7 @@ def linear_grpo_loss(
 def _reference(name, ids, counted, needed, given, hidden, weight, bias, **head):
     """The reference's log-probabilities: those given, or computed from its hidden states if they are needed."""
     if given is None and needed and (hidden is None or weight is None):
-        raise ValueError(
+        raise check.Misfit(
             f"{name}: use_ref_model is True without a reference, give ref_per_token_logps, or ref_input and "
             "ref_weight, or use_ref_model=False"
         )

@@ -103,7 +103,7 @@ def check_rows(name, like, shape, **given):
         has, fitting = None if x is None else tuple(x.shape), [shapes[kind] for kind in kinds.split()]
         if has not in fitting:
             fitting = " or ".join(map(str, fitting))
-            raise ValueError(f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}")
+            raise check.Misfit(f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}")
         if x is not None and x.dtype not in dtypes:
             wanted = "a floating point tensor" if dtypes is check.FLOATS else "real numbers"
             raise TypeError(f"{name}: {argument} is {x.dtype}, give {wanted}")
@@ -132,7 +132,7 @@ def check_log_probs(name, log_probs, entropy):
 
 def _check_length(name, weights, o):
     if weights is fixed_length and not o.max_completion_length:
-        raise ValueError(f"{name}: max_completion_length is {o.max_completion_length}, give the divisor")
+        raise check.Misfit(f"{name}: max_completion_length is {o.max_completion_length}, give the divisor")
 
 
 def check_grpo(name, like, shape, o, coef, given):

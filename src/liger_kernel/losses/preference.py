@@ -170,11 +170,12 @@ def unpaired_preference(
         Only the loss has gradients. The logits are those of all positions and classes.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit; no reference.
+        ValueError, TypeError: shapes, dtypes or options that do not fit; no reference. No preference_labels: this
+            ValueError is an AssertionError, too.
     """
     name = "unpaired_preference"
     if preference_labels is None:
-        raise ValueError(f"{name}: preference_labels is None, give one bool a sequence")
+        raise check.Misfit(f"{name}: preference_labels is None, give one bool a sequence")
     _check_numbers(name, dict(ignore_index=ignore_index, beta=beta, **loss_kwargs))
     _check_sequences(name, hidden, target, preference_labels)
     check.floats(name, dict(hidden=hidden), ref_logps=ref_logps)

@@ -64,6 +64,7 @@ NAMES = {
 LEARNED, CONSTANT = ("alpha_p", "alpha_n"), ("beta", "eps")  # xIELU's parameters and buffers
 XIELUS = (0.3, -1.0, 0.5, -1e-6), (-2.0, 1.5, 0.25, -0.125)  # values of these four, for a proof
 FLOATS = torch.float32, torch.bfloat16, torch.float16
+HELD = activation_linear.PLAIN | {torch.nn.Buffer}  # what the type of a buffer is to Dynamo
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,12 @@ def _fits(x, learned, constant, down) -> bool:
     if type(x) not in activation_linear.PLAIN or x.dtype not in FLOATS or not devices.has_kernels(x):
         return False
     for t in (*learned, *constant):
-        if type(t) not in activation_linear.PLAIN or t.device != x.device or not t.is_floating_point():
+        if type(t) not in HELD or t.device != x.device or not t.is_floating_point():
             return False
     if any(t.shape != (1,) for t in learned) or any(t.dim() or t.requires_grad for t in constant):
         return False
     alike = learned[0].dtype == learned[1].dtype == x.dtype
-    if not devices.in_autocast(x):
-        return alike
-    if x.dtype == torch.float32:
+    if not devices.in_autocast(x) or x.dtype == torch.float32:
         return alike
     return x.dtype == torch.get_autocast_dtype(x.device.type) and activation_linear.only_multiplies(down)
 

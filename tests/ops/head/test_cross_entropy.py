@@ -231,3 +231,26 @@ X, Y, W = torch.randn(4, 9), torch.randint(9, (4,)), torch.randn(9, 5)
 def test_errors_say_what_to_do(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(9, dtype=torch.int64)], ids=["short", "integers"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda weight: liger_cross_entropy(X, Y, weight),
+        lambda weight: LigerCrossEntropyLoss(weight)(X, Y),
+        lambda weight: liger_fused_linear_cross_entropy(X, torch.ones(9, 9), Y, ce_weight=weight),
+    ],
+)
+def test_class_weights_that_existing_code_expects_an_assertion_of(call, weight):
+    with pytest.raises(AssertionError, match="class weight"):
+        call(weight)
+
+
+@pytest.mark.parametrize("make", [LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss])
+def test_what_existing_code_expects_an_assertion_of(make):
+    for wrong in (dict(reduction="max"), dict(label_smoothing=1.5), dict(label_smoothing=-0.1), dict(softcap=0.0)):
+        with pytest.raises(AssertionError, match=f"{make.__name__}: {next(iter(wrong))} is"):
+            make(**wrong)
+    with pytest.raises(AssertionError, match="the target of row 0 is 9"):
+        liger_cross_entropy(X, Y.index_fill(0, torch.tensor([0]), 9))

@@ -7,7 +7,12 @@ from hardware import DEVICE
 from memory import Source, collect, reused
 
 from liger_kernel.ops.mlp.xielu import liger_xielu
-from liger_kernel.ops.mlp.xielu_linear import xielu_before, xielu_linear, xielu_linear_reference
+from liger_kernel.ops.mlp.xielu_linear import (
+    LigerXIELULinearFunction,
+    liger_xielu_linear,
+    xielu_before,
+    xielu_linear_reference,
+)
 
 WIDTH, HIDDEN = 40, 12
 
@@ -29,7 +34,7 @@ def test_bits_of_the_two_operators(bias, dtype):
     """With numbers, and with numbers in memory."""
     given, found = tensors(dtype, bias), []
     held = [torch.tensor(n, dtype=dtype, device=DEVICE) for n in (0.5, -(2**-20))]
-    for fn in (xielu_linear, one_by_one):
+    for fn in (liger_xielu_linear, one_by_one):
         for numbers in ((0.5, -(2**-20)), held):
             x, *others = given
             out = fn(1 * x, *others, *numbers)
@@ -50,7 +55,7 @@ def test_memory_of_the_sole_holder_alone():
 
         def graph(held=held, seen=seen):
             a = Source.apply(x, seen)
-            return xielu_linear(a, *others), a if held else None
+            return liger_xielu_linear(a, *others), a if held else None
 
         out, a = graph()
         before = None if a is None else a.detach().clone()
@@ -68,3 +73,24 @@ def test_a_layer_is_called_where_it_does_more():
     linear.register_forward_hook(lambda *args: seen.append("hook"))
     torch.testing.assert_close(xielu_before(linear, x, alpha_p, alpha_n, 0.5, -1e-6), want)
     assert seen == ["hook"]
+
+
+def test_a_frozen_weight_is_left_to_pytorch(monkeypatch):
+    x, alpha_p, alpha_n, weight, bias = tensors()
+    monkeypatch.setattr(LigerXIELULinearFunction, "apply", None)
+    got = liger_xielu_linear(x, alpha_p, alpha_n, weight.detach(), bias)
+    assert torch.equal(got, F.linear(liger_xielu(x, alpha_p, alpha_n), weight, bias))
+
+
+def test_errors():
+    x, alpha_p, alpha_n, weight, bias = tensors()
+    for changed, error, words in (
+        (dict(weight=weight[:, 1:]), ValueError, r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)"),
+        (dict(bias=bias[1:]), ValueError, r"bias has shape \(11,\)"),
+        (dict(alpha_p=bias), ValueError, r"alpha_p has shape \(12,\)"),
+        (dict(eps=0.0), ValueError, "eps is 0.0, give a number below zero"),
+        (dict(beta=alpha_p), TypeError, "beta requires a gradient"),
+    ):
+        given = dict(x=x, alpha_p=alpha_p, alpha_n=alpha_n, weight=weight, bias=bias)
+        with pytest.raises(error, match=f"liger_xielu_linear: {words}"):
+            liger_xielu_linear(**given | changed)

@@ -175,7 +175,7 @@ class LigerCrossEntropyFunction(Function):
 def check_options(name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale=1.0):
     """-> the last five as Python numbers."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
+        raise check.Misfit(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
     return (
         check.integer(name, "ignore_index", ignore_index),
         check.share(name, "label_smoothing", label_smoothing),
@@ -185,11 +185,20 @@ def check_options(name, reduction, ignore_index, label_smoothing, lse_square_sca
     )
 
 
+class WeightDtype(TypeError, AssertionError):
+    """Class weights that are integers: existing code expects an AssertionError."""
+
+
+def check_class_weight(name, weight):
+    if isinstance(weight, torch.Tensor) and weight.dtype not in check.FLOATS:
+        raise WeightDtype(f"{name}: class weight is {weight.dtype}, give a floating point tensor")
+
+
 def check_rows(name, rows, target, weight, V):
     if target.dim() != 1 or target.shape[0] != rows.shape[0]:
         raise ValueError(f"{name}: target has shape {tuple(target.shape)}, give one label a row: ({rows.shape[0]},)")
     if weight is not None and weight.shape != (V,):
-        raise ValueError(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
+        raise check.Misfit(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
 
 
 def check_targets(name, target, V, ignore_index, otherwise=None):
@@ -204,7 +213,7 @@ def check_targets(name, target, V, ignore_index, otherwise=None):
     wrong = ((target < 0) | (target >= V)) & (target != ignore_index)
     if wrong.any():
         row = int(wrong.nonzero()[0])
-        raise ValueError(
+        raise check.Misfit(
             f"{name}: the target of row {row} is {int(target[row])}, give a class from 0 to {V - 1}, or "
             + (otherwise or f"{ignore_index} to ignore the row")
         )
@@ -246,7 +255,8 @@ def liger_cross_entropy(
         if all rows are ignored, or the class weights of their targets add up to 0.
 
     Raises:
-        ValueError, TypeError: shapes or options that don't fit.
+        ValueError, TypeError: shapes or options that don't fit. An unknown reduction, a number out of range, class
+            weights that do not fit and a target that is no class are AssertionErrors, too.
     """
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
@@ -255,6 +265,7 @@ def liger_cross_entropy(
         name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
     )
     check.dtype(name, "loss_dtype", loss_dtype)
+    check_class_weight(name, weight)
     check.floats(name, dict(input=input), **{"class weight": weight})
     check.integers(name, dict(target=target))
     if target.device != input.device:

@@ -18,6 +18,7 @@ from liger_kernel.core.parallel import group_name, local, place
 from liger_kernel.ops.head.cross_entropy import (
     EVERYTHING,
     Returns,
+    check_class_weight,
     check_options,
     check_targets,
     cross_entropy_reference,
@@ -220,6 +221,7 @@ def liger_fused_linear_cross_entropy(
     if check.integer(name, "chunk_mem_const", chunk_mem_const) < 1:
         raise ValueError(f"{name}: chunk_mem_const is {chunk_mem_const!r}, give a positive int")
     input, weight, bias, group = local(name, input, weight, bias, group)
+    check_class_weight(name, ce_weight)
     check_head(name, input, weight, bias, target, ce_weight, group, "input")
     check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
     if num_items is not None:

@@ -111,7 +111,7 @@ def _activated(a, b, act, gm):
     return liger_swiglu(a, b, gm) if act == "silu" else liger_geglu(a, b, act)
 
 
-def _fuses(a, b, weight, bias):
+def fuses(a, b, weight, bias):
     """Whether `LigerGLULinearFunction` can be used, and saves less memory for backward than the two operators."""
     return (
         torch.is_grad_enabled()
@@ -131,6 +131,10 @@ def _fuses(a, b, weight, bias):
 def _checked(name, a, b, weight, bias, act, acts):
     if act not in acts:
         raise ValueError(f"{name}: act is {act!r}, give one of {', '.join(acts)}")
+    check_layer(name, a, b, weight, bias)
+
+
+def check_layer(name, a, b, weight, bias):
     first = dict(x=a) if b is None else dict(a=a, b=b)
     check.floats(name, first | dict(weight=weight), bias=bias)
     if weight.dim() != 2 or a.dim() == 0 or weight.shape[1] != a.shape[-1]:
@@ -141,7 +145,7 @@ def _checked(name, a, b, weight, bias, act, acts):
 
 
 def _linear(a, b, weight, bias, act, gm=1.0):
-    if not _fuses(a, b, weight, bias):
+    if not fuses(a, b, weight, bias):
         return F.linear(_activated(a, b, act, gm), weight, bias)
     return LigerGLULinearFunction.apply(a, b, weight, bias, act, gm)
 
@@ -228,7 +232,7 @@ def fusible(a, b, linear):
         return False
     weight = linear.weight
     whole = weight.shape == (linear.out_features, a.shape[-1])  # ZeRO-3 and TP leave a shard, or an empty tensor
-    return whole and (b is None or a.shape == b.shape) and _fuses(a, b, weight, linear.bias)
+    return whole and (b is None or a.shape == b.shape) and fuses(a, b, weight, linear.bias)
 
 
 def gated_linear(a, b, act, linear, gate_multiplier=1.0):

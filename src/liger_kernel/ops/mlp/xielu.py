@@ -261,10 +261,15 @@ def liger_xielu(
     Source: arXiv:2411.13010.
     """
     name = "liger_xielu"
-    _check(name, x, alpha_p, alpha_n, *apart(beta, eps)[2:])
-    beta, eps = _options(name, beta, eps)
+    beta, eps = checked(name, x, alpha_p, alpha_n, beta, eps)
     run = LigerXIELUFunction.apply if devices.has_kernels(x) else xielu_reference
     return run(x, alpha_p, alpha_n, beta, eps)
+
+
+def checked(name, x, alpha_p, alpha_n, beta, eps):
+    """-> beta and eps."""
+    _check(name, x, alpha_p, alpha_n, *apart(beta, eps)[2:])
+    return _options(name, beta, eps)
 
 
 def _options(name, beta, eps):

@@ -16,10 +16,12 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES, Case, F, Function, matrix, may_overwrite
-from liger_kernel.ops.mlp.activation_linear import fusible, product
+from liger_kernel.ops.mlp.activation_linear import check_layer, fuses, fusible, product
 from liger_kernel.ops.mlp.xielu import (
     LigerXIELUFunction,
     apart,
+    checked,
+    liger_xielu,
     together,
     xielu_bwd,
     xielu_bwd_and_product,
@@ -37,7 +39,7 @@ class LigerXIELULinearFunction(Function):
     """``apply(x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps=-1e-6) -> xIELU(x)·weightᵀ + bias``.
 
     x, weight and bias have one dtype, alpha_p, alpha_n and what is a tensor of beta and eps one element, and autocast
-    is off: `xielu_before` handles the other cases.
+    is off: `liger_xielu_linear` handles the other cases.
     """
 
     reference = staticmethod(xielu_linear_reference)
@@ -80,13 +82,36 @@ class LigerXIELULinearFunction(Function):
         return *found, dw, dbias, None, None
 
 
-def xielu_linear(x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps=-1e-6):
-    run = LigerXIELULinearFunction.apply if devices.has_kernels(x) else xielu_linear_reference
-    return run(x, alpha_p, alpha_n, weight, bias, beta, eps)
+def liger_xielu_linear(
+    x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None = None, beta: float | torch.Tensor = 0.5, eps: float | torch.Tensor = -1e-6,
+) -> torch.Tensor:  # fmt: skip
+    """``linear(xIELU(x), weight, bias)``. It saves x and weight for backward, but not the input of the linear.
+
+    Args:
+        x: (..., F), fp32, bf16 or fp16, any strides.
+        weight, bias: (H, F) and (H,) of the linear layer.
+        alpha_p, alpha_n, beta, eps: as in `liger_xielu`.
+
+    Returns:
+        (..., H), in x's dtype. xIELU and linear run one after the other if memory cannot be saved (under autocast,
+        without a GPU, with mixed dtypes) or none would be (the weight is frozen).
+
+    Raises:
+        ValueError, TypeError: as `liger_xielu`; shapes that do not fit. RuntimeError: as `torch.nn.functional.linear`.
+
+    Source: arXiv:2411.13010.
+    """
+    name = "liger_xielu_linear"
+    beta, eps = checked(name, x, alpha_p, alpha_n, beta, eps)
+    check_layer(name, x, None, weight, bias)
+    if not fuses(x, None, weight, bias):
+        return F.linear(liger_xielu(x, alpha_p, alpha_n, beta, eps), weight, bias)
+    return LigerXIELULinearFunction.apply(x, alpha_p, alpha_n, weight, bias, beta, eps)
 
 
 def xielu_before(linear, x, alpha_p, alpha_n, beta, eps):
-    """``linear(xIELU(x))`` where there are kernels, by `LigerXIELULinearFunction` if `fusible`."""
+    """``linear(xIELU(x))`` of a module where there are kernels; in one node if `fusible`."""
     if not fusible(x, None, linear):
         return linear(LigerXIELUFunction.apply(x, alpha_p, alpha_n, beta, eps))
     return LigerXIELULinearFunction.apply(x, alpha_p, alpha_n, linear.weight, linear.bias, beta, eps)
@@ -103,7 +128,7 @@ def _inputs(M, N, H):
 CASES.append(
     Case(
         "xielu_linear",
-        fn=xielu_linear,
+        fn=liger_xielu_linear,
         reference=xielu_linear_reference,
         inputs=_inputs,
         shapes=((5, 123, 9), (2, 520, 24)),

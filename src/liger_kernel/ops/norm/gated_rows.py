@@ -208,11 +208,12 @@ WIDE, WIDE_BWD = 8192, 4096  # columns; a wider group does not fit into register
 def _launch(N):
     """(rows, columns, warps) of a forward program's block: as in `rows`, of two tensors.
 
-    262144x128, bf16, with 1, 2, 4 warps: 3.17, 2.93, 2.75 TB/s (H200, 2026-11-23).
+    bf16, in TB/s (H200, 2026-11-23): gated 262144x128 with 1, 2, 4 warps 3.17, 2.93, 2.75; 8192x4096 with 4, 8 3.12,
+    3.10; 8192x8192 with 4, 8, 16 2.57, 3.33, 3.16; modulated 65536x1152 with 2, 4 2.50, 2.31; 32768x3072 with 4, 8
+    3.07, 2.90.
     """
     columns = min(next_power_of_2(N), WIDE)
-    rows = max(1, 1024 // columns)
-    return rows, columns, min(max(columns // 512, 1), 8)
+    return max(1, 1024 // columns), columns, max(columns // 1024, 1)
 
 
 @functools.cache
