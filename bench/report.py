@@ -548,9 +548,10 @@ def head(data: dict) -> str:
         ),
     ]
     if further:
+        measured = [r for r in rows if not r["contestants"].keys().isdisjoint(further)]
         parts += [
             "Others, each in a process of its own, by the same measures (the scaled loss makes its logits twice):",
-            table(["M×H×V", *map(title, further)], [[head_label(r), *cells(r, further)] for r in rows]),
+            table(["M×H×V", *map(title, further)], [[head_label(r), *cells(r, further)] for r in measured]),
         ]
     parts += other_ways(data["rows"]) + head_errors(data.get("errors"))
     return "\n\n".join(parts + failures(data["rows"], lambda r: f"{r['way']} {head_label(r)}"))

@@ -98,7 +98,7 @@ def work(
     }
     figures |= {"peak_bytes": peak, "accumulated_peak_bytes": accumulated, "patched": patched}
     figures["attention"] = model.config._attn_implementation
-    figures |= getattr(step, "figures", {})
+    figures |= step.figures() if make and hasattr(step, "figures") else {}
     del model, called, step
     if device == "cuda":
         figures["ceilings"] = hot_ceilings()

@@ -206,7 +206,7 @@ def looking():
 
 def with_its_own_kernel():
     mlp = ApertusMLP(CONFIG)
-    mlp.act_fn._xielu_cuda_obj = torch.nn.Identity
+    mlp.act_fn._xielu_cuda_obj, mlp.act_fn._xielu_cuda_fn = torch.nn.Identity, torch.square
     return mlp
 
 
