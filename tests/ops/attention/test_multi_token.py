@@ -55,6 +55,11 @@ def test_rows_without_a_key(value):
     scores, *parameters = drawn(L=5)
     scores.data[:, :, 2] = value
     assert_as_reference([scores, *parameters])
+    tensors = [t.detach().bfloat16().requires_grad_() for t in drawn(C=8, out=8, L=6)]  # convolved with channels last
+    tensors[0].data[..., :3] = max(value, torch.finfo(torch.bfloat16).min)  # padding on the left
+    results = (outcome(fn, tensors, padding=1) for fn in (liger_multi_token_attention, multi_token_attention_reference))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
 
 
 def test_rows_wider_than_a_block(monkeypatch):

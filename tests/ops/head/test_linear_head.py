@@ -309,7 +309,7 @@ def test_a_target_out_of_range_that_nobody_looked_at_is_nan():
     h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
     numbers, wants = [0.1, 0.1, 0.0, 1.0], [False] * 4
     loss, *_ = LinearTokenLossFunction.apply(
-        h, w, None, target.to(DEVICE), torch.rand(7, device=DEVICE), numbers, -100, None, -1, None, wants
+        h, w, None, target.to(DEVICE), torch.rand(7, device=DEVICE), numbers, -100, None, -1, False, None, wants
     )
     assert loss.isnan().tolist() == [False, False, True, False]
 

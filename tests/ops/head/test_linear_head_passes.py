@@ -73,11 +73,9 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
         for seed in range(1 if M > 100 else 3):
             memories.clear()
             tensors, option = drawn(M, H, V, seed, **SCALARS)
-            kept = "enough" in path and fn is not scalar
-            of_budget = fn(option, memory=memory, accum_dtype=accum)
-            draws.append(measured(of_budget, reference(option), tensors, dtype, kept))
+            draws.append(measured(fn(option, memory=memory, accum_dtype=accum), reference(option), tensors, dtype))
             made = [m for m in memories if m.dw is not None]
-            assert len(made) == (1 if fn is scalar or kept else 2)  # of two backward passes; the last finds the logits
+            assert len(made) == (1 if fn is scalar else 2)  # of two backward passes
             for m in made:
                 passes = m.passes["token_gradient"]
                 assert sum(passes) == M and len(passes) == count, passes

@@ -88,12 +88,12 @@ def _at(b, c, m, n, C, ROWS, COLUMNS, LAST: tl.constexpr):
 
 @kernel
 def _lower(
-    x_ptr, y_ptr, C, ROWS, COLUMNS, X_LAST: tl.constexpr, Y_LAST: tl.constexpr,
+    x_ptr, y_ptr, C, ROWS, COLUMNS, X_LAST: tl.constexpr, Y_LAST: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of some channels' row of y, a copy of x with 0 above the diagonal; or, without x, the zeros.
 
-    X_LAST, Y_LAST: whether the channels are last in memory.
+    X_LAST, Y_LAST: whether the channels are last in memory. WHOLE: nothing becomes 0.
     """
     across, deep = tl.cdiv(COLUMNS, BLOCK_N), tl.cdiv(C, BLOCK_C)
     row = tl.program_id(0) // (across * deep)
@@ -105,7 +105,8 @@ def _lower(
     if x_ptr is None:
         tl.store(y_ptr + at, tl.zeros((BLOCK_C, BLOCK_N), dtype=y_ptr.dtype.element_ty), mask=mask & (n > m))
     else:
-        x = tl.load(x_ptr + _at(b, c, m, n, C, ROWS, COLUMNS, X_LAST), mask=mask & (n <= m), other=0.0)
+        kept = mask if WHOLE else mask & (n <= m)
+        x = tl.load(x_ptr + _at(b, c, m, n, C, ROWS, COLUMNS, X_LAST), mask=kept, other=0.0)
         tl.store(y_ptr + at, x, mask=mask)
 
 
@@ -114,25 +115,28 @@ def _last(x):
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-@custom_op("lower_triangles", lambda x, last: torch.empty_like(x, memory_format=FORMATS[last]))
-def lower_triangles(x: torch.Tensor, last: bool) -> torch.Tensor:
-    """x (B, C, H, W) -> a copy with 0 above the diagonals, contiguous, or with the channels ``last`` in memory."""
+@custom_op("lower_triangles", lambda x, last, whole: torch.empty_like(x, memory_format=FORMATS[last]))
+def lower_triangles(x: torch.Tensor, last: bool, whole: bool) -> torch.Tensor:
+    """x (B, C, H, W) -> a copy with 0 above the diagonals, contiguous, or with the channels ``last`` in memory.
+
+    ``whole``: with what x has there. A row of probabilities that has no key is above the diagonal.
+    """
     y = torch.empty_like(x, memory_format=FORMATS[last])
-    _launch_lower(x if _last(x) else x.contiguous(), y)
+    _launch_lower(x if _last(x) else x.contiguous(), y, whole)
     return y
 
 
 FORMATS = torch.contiguous_format, torch.channels_last
 
 
-def _launch_lower(x, y):
+def _launch_lower(x, y, whole=False):
     B, C, rows, columns = y.shape
     if y.numel():
         x_last, y_last = x is not None and _last(x), _last(y)
         channels, most = (min(next_power_of_2(C), 32), 128) if x_last or y_last else (1, 1024)
         block = min(next_power_of_2(columns), most)
         _lower[(B * rows * cdiv(C, channels) * cdiv(columns, block),)](
-            x, y, C, rows, columns, X_LAST=x_last, Y_LAST=y_last, BLOCK_C=channels, BLOCK_N=block,
+            x, y, C, rows, columns, X_LAST=x_last, Y_LAST=y_last, WHOLE=whole, BLOCK_C=channels, BLOCK_N=block,
             num_warps=devices.warps(4, y),
         )  # fmt: skip
 
@@ -140,7 +144,7 @@ def _launch_lower(x, y):
 def _cleared(x):
     """x, which is nobody else's, with 0 above the diagonals. torch's own ``tril_`` reads and writes all of it."""
     if _last(x):
-        return lower_triangles(x, False)
+        return lower_triangles(x, False, False)
     if is_compiling() or not x.is_contiguous():
         return x.tril()  # torch 2.11's Dynamo loses the gradient of ``tril_``
     _launch_lower(None, x)
@@ -191,7 +195,7 @@ class LigerMultiTokenAttentionFunction(Function):
         ctx.options = stride, padding, dilation, groups, sparse
         p = _probabilities(scores, sparse)
         if _channels_last(p, weight, groups):
-            p = lower_triangles(p, True)
+            p = lower_triangles(p, True, True)
         return _cleared(_convolved(p, weight, bias, *ctx.options[:4]))
 
     @staticmethod
@@ -206,13 +210,13 @@ class LigerMultiTokenAttentionFunction(Function):
         p = _probabilities(scores, sparse)
         last = _channels_last(p, weight, groups)
         dp, dweight, dbias = torch.ops.aten.convolution_backward(
-            lower_triangles(dout, last), lower_triangles(p, True) if last else p, rounded(weight, p.dtype),
+            lower_triangles(dout, last, False), lower_triangles(p, True, True) if last else p, rounded(weight, p.dtype),
             None if bias is None else list(bias.shape), *map(_pair, steps), False, [0, 0], groups, need,
         )  # fmt: skip
         dscores = None
         if need[0]:
             through = sparsemax_bwd if sparse else softmax_bwd
-            dp = lower_triangles(dp, False) if last else dp
+            dp = lower_triangles(dp, False, False) if last else dp
             dscores = _cleared(through(matrix_rows(p), matrix_rows(dp)).view(p.shape))
         dweight = rounded(dweight, weight.dtype) if need[1] else None
         return dscores, dweight, rounded(dbias, bias.dtype) if need[2] else None, *[None] * 5

@@ -220,8 +220,8 @@ def gradients_of_all(x, h, w, b, accum_dtype, needs):
     with devices.without_autocast(h):
         part, found = pad_tokens(h.to(x.dtype)), empty_gradients(h, w, x.dtype, accum_dtype, needs)
         dh, dw, db = found
-        if b is not None:
-            x[:, len(h) :] = 0  # the bias of padding
+        if len(part) > len(h):
+            x[:, len(h) :] = 0  # of padding: its bias, or NaN where the weight is infinite
         if needs[0]:
             dh = dh.new_empty(part.shape)
             _to_dh((x,), w.to(x.dtype), dh, len(dh))
@@ -269,9 +269,9 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
             v += len(x)
         rows = tuple(x[:, :n].t() for x in parts)
         to_gradient(i, rows if len(parts) > 1 else rows[0])
-        if b is not None:
+        if len(part) > n:
             for x in parts:
-                x[:, n:] = 0  # a bias of -inf made the padding NaN
+                x[:, n:] = 0  # a bias of -inf, or an infinite weight, made the padding NaN
         if need_h:
             whole = part.shape[0] == n and isinstance(i, slice)
             out = dh[i] if whole else dh.new_empty(part.shape)

@@ -67,7 +67,7 @@ def aligned(n, to=64):
 
 def waves(classes, H, processors, waves=1):
     """About so many classes of dW, such that their tiles of 128 × 256 fill the processors so many times or more."""
-    across = cdiv(H, TILE[1])
+    across = max(cdiv(H, TILE[1]), 1)
     waves = max(int(classes * across / (TILE[0] * processors)), waves)
     while waves * processors % across > waves * processors // 20:  # idle in the last wave
         waves += 1

@@ -189,12 +189,12 @@ class TokenOutputs:
 class LinearTokenLossFunction(Function):
     """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss, best, mean``.
 
-    The first three are differentiable. Backward computes the logits again; or forward keeps them, if all fit into
-    ``memory``, and backward turns them into their gradient.
+    The first three are differentiable. Backward computes the logits again; or forward keeps them, if they are ``kept``
+    and all fit into ``memory``, and backward turns them into their gradient.
     """
 
     @staticmethod
-    def reference(h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+    def reference(h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, kept, group, wants):
         def of_chunk(h, y):
             return token_reference(h, w, b, y, ce_weight, TokenOptions(ignore_index, *numbers), group)
 
@@ -202,11 +202,11 @@ class LinearTokenLossFunction(Function):
         return loss, lse, entropy, z_loss, best, mean
 
     @staticmethod
-    def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, group, wants):
+    def forward(ctx, h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, kept, group, wants):
         dtype = compute_dtype(h, w)
         target, ce_weight = target.contiguous(), None if ce_weight is None else ce_weight.contiguous()
         asked, nothing, logits = [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3, None
-        if any(ctx.needs_input_grad) and group is None and unseen() and memory >= bytes_of_all(h, w, dtype):
+        if kept and any(ctx.needs_input_grad) and group is None and unseen() and memory >= bytes_of_all(h, w, dtype):
             logits = logits_of_all(h, w, b, dtype)
 
             def run(read):
@@ -233,7 +233,7 @@ class LinearTokenLossFunction(Function):
     @staticmethod
     def arguments(ctx):
         numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
-        return *ctx.saved_tensors[:5], numbers, ignore_index, accum_dtype, memory, group, [False] * 4
+        return *ctx.saved_tensors[:5], numbers, ignore_index, accum_dtype, memory, False, group, [False] * 4
 
     @staticmethod
     def backward(ctx, g, g_lse, g_entropy, *_):
@@ -243,18 +243,19 @@ class LinearTokenLossFunction(Function):
         g_entropy = None if entropy is None else g_entropy
         numbers, ignore_index, _, accum_dtype, _, group = ctx.options
         logits, once = (None, False) if ctx.taken is None else kept(ctx, 1)
-        if once:  # if there may be another backward, it finds the logits as they are
+        if once:
             turn = _turns(
                 g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group
             )  # fmt: skip
             turn(slice(None), logits[:, : len(h)].t())
             grads = gradients_of_all(logits, h, w, b, accum_dtype, ctx.needs)
         else:
+            ctx.taken = logits = None  # another backward may follow, and has the same budget
             grads = head_bwd(
                 g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, *ctx.options, ctx.needs
             )  # fmt: skip
         grads = zip(grads, (h, w, b), ctx.needs, strict=True)
-        return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 8
+        return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 9
 
 
 def check_head(name, hidden, weight, bias, target, class_weight, group=None, argument="hidden"):
@@ -312,8 +313,9 @@ def linear_token_loss(
         accum_dtype: dtype in which dW is added up over several chunks: see ``memory``. torch.float32 makes it exact.
         memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto": as much as a fast
             head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). If the environment variable
-            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that. If the logits of all tokens fit into that number,
-            they are kept for backward, but for a graph that is kept, too, a checkpoint, and torch.compile.
+            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that. If the logits of all tokens fit into a number that
+            is given here, they are kept until backward, by each call. Otherwise backward computes them again, as it
+            does under torch.compile, in a checkpoint, with saved-tensor hooks, with a group, and if the graph is kept.
         drop_ignored: leave ignored rows out before the projection. This waits for the device once. None: only if the
             targets are on the CPU, where it costs nothing.
         group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard of the classes:
@@ -322,7 +324,7 @@ def linear_token_loss(
 
     Returns:
         `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss, log-sum-exp and entropy
-        are differentiable in hidden, weight and bias. Backward computes the logits again: see ``memory``.
+        are differentiable in hidden, weight and bias.
 
     Raises:
         ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
@@ -346,8 +348,8 @@ def linear_token_loss(
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
         h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
     loss, lse, entropy, z_loss, best, mean = run(
-        h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), group_name(group),
-        [return_z_loss, return_entropy, return_mean_logit, need_best],
+        h, weight, bias, y, class_weight, numbers, ignore_index, accum_dtype, budget(memory), memory != "auto",
+        group_name(group), [return_z_loss, return_entropy, return_mean_logit, need_best],
     )  # fmt: skip
     correct = ((best == y) & (y != ignore_index)).float() if return_accuracy else None
 

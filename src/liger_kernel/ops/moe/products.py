@@ -270,6 +270,8 @@ def multiply_columns(a, b, c, of_tokens, TOP, order, offsets):
     given, strips = (a, b), [(a, b, c)]
     tokens, other = given if of_tokens == "a" else given[::-1]
     bulk = descriptor(other, (deep, columns)) is not None and tokens.shape[1] % 8 == 0
+    if not bulk:
+        columns, blocks = _launch(rows, N, 64, a, c.shape[0] * cdiv(M, rows))
     if bulk:
         strips = _gathered(tokens, other, c, of_tokens, TOP, order)
     for a, b, c in strips:

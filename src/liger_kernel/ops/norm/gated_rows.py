@@ -223,7 +223,7 @@ def _launch_bwd(N):
     return max(1, 4096 // columns), columns, 8
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _sharing(G, blocks, programs):
     """(programs that share the ``blocks`` of rows that belong to one of G rows of g, programs altogether).
 

@@ -290,7 +290,8 @@ def _launch_wide(size, shared):
     """(loads of a thread at once, warps, programs per multiprocessor) for a group of ``size`` bytes.
 
     ``shared``: several programs process a group, and as many run at a time as there is room for. Otherwise the groups
-    that are read at a time must stay in a cache: of 128 KB, one per multiprocessor stays in its own.
+    that are read at a time should stay in a cache. Forward of 16x512x64x64 in 32 groups, bf16, with (2, 16, 4),
+    (2, 16, 2), (4, 32, 1): 2.57, 2.55, 2.33 TB/s (H200, 2026-11-23).
     """
     if shared:
         return 4, 8, 0

@@ -95,7 +95,7 @@ def _bwd(
         r1, r2, r3 = (read(rstd_ptr, m, m < M), read(rstd_ptr, M + m, m < M), read(rstd_ptr, 2 * M + m, m < M))
         mask = (m < M) & (n < N)
         x, dy = read(x_ptr, m * stride_x + n, mask), read(dy_ptr, m * stride_dy + n, mask)
-        dot1, dot2, dot3 = dy * x, dy * x * x, dy * x * x * x
+        dot1, dot2, dot3 = dy * x, dy * x * x, dy * (x * x * x * r3)  # a cube alone may overflow
         total = dy
         if not WHOLE:
             for start in range(BLOCK_N, N, BLOCK_N):
@@ -103,10 +103,10 @@ def _bwd(
                 x, dy = read(x_ptr, m * stride_x + start + n, mask), read(dy_ptr, m * stride_dy + start + n, mask)
                 dot1 += dy * x
                 dot2 += dy * x * x
-                dot3 += dy * x * x * x
+                dot3 += dy * (x * x * x * r3)
                 total += dy
         dot1, dot2 = tl.sum(dot1, axis=1, keep_dims=True) * r1, tl.sum(dot2, axis=1, keep_dims=True) * r2
-        dot3 = tl.sum(dot3, axis=1, keep_dims=True) * r3
+        dot3 = tl.sum(dot3, axis=1, keep_dims=True)
         dw1 += dot1
         dw2 += dot2
         dw3 += dot3
