@@ -20,6 +20,7 @@ from liger_kernel.core.op import CASES
 
 HEAD = "fused_linear_cross_entropy"
 TORCH = pathlib.Path(torch.__file__).parents[1]
+pytestmark = pytest.mark.thorough  # other packages concern those who measure
 
 
 def small(name):
