@@ -136,7 +136,7 @@ def test_missing_extras(answer, monkeypatch, missing, argv):
     assert code == 2 and missing in err and "pip install 'liger-kernel[" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["", "compare", "doctor", "models"])
+@pytest.mark.parametrize("command", ["", "compare", "doctor", "models", "plan"])
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
@@ -149,7 +149,7 @@ def test_alone_it_shows_help(answer):
     assert code == 0 and out.startswith("usage: liger-kernel") and "doctor" in out and not err
 
 
-@pytest.mark.parametrize("command", ["", "compare", "doctor", "models"])
+@pytest.mark.parametrize("command", ["", "compare", "doctor", "models", "plan"])
 def test_help_in_40_columns(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "40")
     with pytest.raises(SystemExit):
@@ -159,7 +159,7 @@ def test_help_in_40_columns(capsys, monkeypatch, command):
 
 
 def test_defaults_are_said_once(capsys):
-    for command in ("compare", "doctor", "models"):
+    for command in ("compare", "doctor", "models", "plan"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         out = " ".join(capsys.readouterr().out.split())

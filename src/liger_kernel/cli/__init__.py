@@ -1,4 +1,4 @@
-"""The command line: ``liger-kernel compare | doctor | models``.
+"""The command line: ``liger-kernel compare | doctor | models | plan``.
 
 Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input cannot be used,
 3 a process of ours ended without a result, 130 interrupted, 141 nobody reads the output any more. Nothing here imports
@@ -12,7 +12,7 @@ import os
 import sys
 
 from liger_kernel._version import __version__
-from liger_kernel.cli import compare, doctor, models
+from liger_kernel.cli import compare, doctor, models, plan
 from liger_kernel.cli._child import BadInput, Crash
 
 
@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         ("compare", compare, "MODEL ..."),
         ("doctor", doctor, "[--json]"),
         ("models", models, "[TYPE ...]"),
+        ("plan", plan, "MODEL ..."),
     ):
         summary = module.__doc__.partition("\n")[0]
         command = commands.add_parser(name, help=summary, description=summary, usage=f"liger-kernel {name} {usage}")

@@ -33,6 +33,22 @@ def require_kernels(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def is_off_host(tensor: torch.Tensor) -> bool:
+    """Whether it is in another memory than the host's, with streams that copy from one to the other."""
+    return tensor.is_cuda or tensor.is_xpu
+
+
+def free_bytes(tensor: torch.Tensor) -> float:
+    """Of its device's memory, for this process: with what the allocator holds, within the share that it may have."""
+    if not tensor.is_cuda:
+        return 0
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    allocated = torch.cuda.memory_allocated(tensor.device)
+    allowed = torch.cuda.get_device_properties(tensor.device).total_memory * share(tensor.device)
+    held = torch.cuda.memory_reserved(tensor.device) - allocated
+    return min(allowed - allocated, torch.cuda.mem_get_info(tensor.device)[0] + held)
+
+
 def guard(tensor: torch.Tensor):
     """Make the tensor's device the current one: Triton launches on the current device, wherever the tensors are."""
     kind = torch.cuda if tensor.is_cuda else torch.xpu if tensor.is_xpu else None

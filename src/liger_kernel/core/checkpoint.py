@@ -1,0 +1,67 @@
+"""A checkpoint whose inputs wait in the host's memory (`host_memory`)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.core import devices
+from liger_kernel.core.host_memory import Waiting, send
+from liger_kernel.core.op import transformed
+
+
+def offloaded(keeping):
+    """``keeping``, which is `torch.utils.checkpoint.checkpoint` with some of its options given, with its inputs on the
+    host: of the tensors that are given by position those that a gradient goes to, but no parameters."""
+
+    @functools.wraps(keeping)
+    def offloaded_checkpoint(function, *args, **kwargs):
+        wanted = {x.untyped_storage()._cdata for x in args if _may_wait(x)}
+        if not wanted or torch.compiler.is_compiling() or _is_captured(args) or transformed():
+            return keeping(function, *args, **kwargs)
+
+        def pack(x):
+            return (send(x) if x.untyped_storage()._cdata in wanted else None) or x
+
+        def unpack(kept):
+            return kept.fetched() if type(kept) is Waiting else kept
+
+        with saved_tensors_hooks(pack, unpack):
+            return keeping(function, *args, **kwargs)
+
+    return offloaded_checkpoint
+
+
+def _may_wait(x) -> bool:
+    return type(x) is torch.Tensor and x.requires_grad and devices.is_off_host(x) and torch.is_grad_enabled()
+
+
+def _is_captured(args) -> bool:
+    kinds = {x.device.type for x in args if isinstance(x, torch.Tensor)}
+    return any(getattr(getattr(torch, kind, None), "is_current_stream_capturing", bool)() for kind in kinds)
+
+
+def offloaded_checkpoint(function, *args, use_reentrant: bool = False, **kwargs):
+    """`torch.utils.checkpoint.checkpoint`, with the tensors among ``args`` in pinned host memory until backward.
+
+    Args:
+        function: called with ``args`` and ``kwargs``, now and in backward. It must not write to them.
+        *args: whatever it takes. Tensors on a GPU that require a gradient wait on the host, if they are contiguous, of
+            1 MiB or more, and no parameters. They are copied while the function runs, and are on the device until the
+            next checkpoint begins.
+        use_reentrant: as in PyTorch.
+        **kwargs: PyTorch's options of a checkpoint; the rest is for ``function``, and stays where it is.
+
+    Host memory is kept for the next step. A process takes LIGER_KERNEL_HOST_MEMORY bytes of it at most, half of its
+    share of the machine if that is not set; what would be more stays on the device. So does all of it in a graph of
+    torch.compile, while a CUDA graph is captured, and under torch.func.
+
+    Raises:
+        RuntimeError: in backward, if an input was written to before its copy was done.
+
+    Source: arXiv:1604.06174; on the host: arXiv:2506.13996.
+    """
+    return offloaded(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)

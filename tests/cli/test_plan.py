@@ -1,0 +1,533 @@
+"""`liger-kernel plan`: the counted memory beside measured peaks, beside what a CPU keeps, and by hand."""
+
+import contextlib
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from programs import ROOT
+
+from bench import models
+from liger_kernel.cli import build, main, memory, meta, parser, plan
+from liger_kernel.cli.presets import PRESETS
+from liger_kernel.core import devices, kernel
+from liger_kernel.patch import deferred
+from liger_kernel.transformers import apply_liger_kernel
+
+pytest.importorskip("transformers")
+WITHIN = 0.08  # of a measured peak: what the command promises
+GIB = 2**30
+
+
+def prepared(*argv, patched, attention=None):
+    """The step of these arguments."""
+    args = plan.checked(parser().parse_args(["plan", *map(str, argv)]))
+    step = plan.prepared(build.config(args.model, args.config, args.sizes), args, patched)
+    if attention == "sdpa" and not step.model._supports_sdpa:
+        pytest.skip("measured with SDPA, which this version of transformers does not use for this family")
+    return step, args
+
+
+def total(*argv, patched, attention=None):
+    step, args = prepared(*argv, patched=patched, attention=attention)
+    return sum(step.peak(args.batch, args.sequence).values())
+
+
+# ---- beside what was measured on a GPU ----
+
+
+def measured():
+    """(model, sequence, batch, micro-batches, contestant, attention, bytes) of every eager run in bench/results."""
+    found = {}
+    for name in ("train", "compile"):
+        for row in json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["rows"]:
+            for who in ("eager", "ours"):
+                run = row["contestants"].get(who, {})
+                for count, field in ((1, "peak_bytes"), (4, "accumulated_peak_bytes")):
+                    if run.get(field):
+                        run_of = row["model"], row["sequence"], row["batch"], count, who
+                        found[run_of] = run["attention"], run[field]
+    for run_of, more in found.items():
+        quick = run_of[0] in ("Llama-3.2-1B", "Llama-100M") and run_of[2] == 1
+        marks = () if quick else pytest.mark.thorough
+        yield pytest.param(*run_of, *more, id="-".join(map(str, run_of)), marks=marks)
+
+
+@pytest.mark.parametrize("model, sequence, batch, count, who, attention, peak", measured())
+def test_measured_peaks(tmp_path, model, sequence, batch, count, who, attention, peak):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(models.SIZES[model] | {"max_position_embeddings": 8192, "pad_token_id": None}))
+    sizes = "--sequence", sequence, "--batch", batch, "--accumulation", count
+    counted = total("--config", config, *sizes, patched=who == "ours", attention=attention)
+    assert abs(counted / peak - 1) < WITHIN, f"{counted / GIB:.2f} GiB, measured {peak / GIB:.2f}"
+
+
+def test_enough_was_measured():
+    assert len(list(measured())) >= 12
+
+
+@pytest.mark.parametrize(
+    "argv, peak",
+    [  # H200, 2026-11-22
+        pytest.param("--gpus 2 --batch 4", 82.5, id="two GPUs, FSDP2"),
+        pytest.param("--layers 8 --sequence 65536 --checkpointing", 29.7, id="checkpoints"),
+    ],
+)
+def test_measured_with_other_options(argv, peak):
+    counted = total("llama-3-8b", *argv.split(), patched=True) / GIB
+    assert abs(counted / peak - 1) < WITHIN, counted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("more", ["", "--checkpointing"])
+def test_on_this_gpu(patched, more):
+    """Two steps of a small model: the counted peak and the allocator's."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = "--hidden-size 1024 --layers 6 --heads 16 --intermediate-size 4096 --vocab-size 64000".split()
+    step, args = prepared("llama", *sizes, "--batch", 2, *more.split(), patched=patched)
+    counted = sum(step.peak(2, 4096).values())
+    settings = build.config("llama", None, args.sizes)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).train()
+        ids = torch.randint(64000, (2, 4096))
+    if more:
+        model.gradient_checkpointing_enable()
+    if patched:
+        apply_liger_kernel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert abs(counted / peak - 1) < WITHIN, (counted, peak)
+
+
+@pytest.mark.thorough
+def test_out_of_memory():
+    """As measured on 2026-11-22: two H200 of 150 GB do not train it without the patch."""
+    assert total("llama-3-8b", "--gpus", 2, "--batch", 4, patched=False) > 150.1e9
+
+
+# ---- beside what a CPU keeps ----
+
+FAMILIES = "llama", "qwen3", "gemma2", "mistral", "phi3", "granite", "qwen2"
+SIZES = "--hidden-size 64 --layers 2 --heads 4 --kv-heads 2 --intermediate-size 96 --vocab-size 320".split()
+
+
+def tiny(family, device, patched, attention, dtype=torch.float32, layers=2):
+    from transformers import AutoModelForCausalLM
+
+    args = plan.checked(parser().parse_args(["plan", family, *SIZES, "--layers", str(layers)]))
+    with torch.device(device):
+        settings = build.config(family, None, args.sizes)
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
+    if patched:
+        apply_liger_kernel(model)
+    return model
+
+
+def kept(model, device, autocast=False, shape=(2, 24), **more):
+    """Which memory autograd keeps after forward, without the weights: Counter of (bytes, dtype)."""
+    ids = torch.zeros(shape, dtype=torch.long, device=device)
+    known = {t.untyped_storage()._cdata for t in (ids, *model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage, t.dtype  # held: its address is not given again
+        return t
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        if device == "meta":
+            stack.enter_context(meta.as_on_a_gpu())
+            stack.enter_context(memory.Ledger([list(model.parameters())]))
+        stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=autocast))
+        loss = model(input_ids=ids, labels=ids, use_cache=False, **more).loss
+    assert loss.requires_grad
+    return Counter((storage.nbytes(), dtype) for storage, dtype in saved.values())
+
+
+@pytest.fixture
+def as_large_on_a_gpu(monkeypatch):
+    """A CPU with kernels that decides as a GPU does, also for tiny models."""
+    if not devices.INTERPRETED:
+        pytest.skip("kernels run on CPU tensors in Triton's interpreter")
+    monkeypatch.setattr(devices, "_properties", lambda kind, index: ("sm_90", 132, 32, 232448))
+    monkeypatch.setattr(deferred, "LARGE", 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_without_the_patch(family):
+    there, counted = (kept(tiny(family, device, False, "eager"), device) for device in ("cpu", "meta"))
+    assert there == counted
+
+
+def test_kept_by_attention():
+    there, counted = (kept(tiny("llama", device, False, "sdpa"), device) for device in ("cpu", "meta"))
+    assert there == counted
+
+
+@pytest.mark.parametrize(
+    "family", [f if f == "llama" else pytest.param(f, marks=pytest.mark.thorough) for f in FAMILIES]
+)
+def test_kept_by_kernels(as_large_on_a_gpu, family):
+    attention = "eager" if family == "gemma2" else "sdpa"
+    # labels on the host are looked at: ignored tokens would be dropped
+    there, counted = (
+        kept(tiny(family, device, True, attention), device, drop_ignored=False) for device in ("cpu", "meta")
+    )
+    assert there == counted
+
+
+def test_kept_under_autocast():
+    there, counted = (kept(tiny("llama", device, False, "eager"), device, autocast=True) for device in ("cpu", "meta"))
+    assert there == counted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_fullest_moment(family):
+    """Of forward and backward, temporaries and gradients included: the same ledger, on a CPU and without data."""
+
+    def peak(device):
+        model = tiny(family, device, False, "eager")
+        ids = torch.zeros(2, 24, dtype=torch.long, device=device)
+        ledger = memory.Ledger([list(model.parameters())])
+        with meta.as_on_a_gpu() if device == "meta" else contextlib.nullcontext(), ledger:
+            meta.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        return ledger.most, ledger.total
+
+    assert peak("cpu") == peak("meta")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_layer_of_llama_by_hand(patched, monkeypatch):
+    """What one more layer keeps of T tokens, in bf16."""
+    monkeypatch.setattr(deferred, "LARGE", 0)
+    T, H, wide, heads, kv_heads, head = 3 * 128, 64, 96, 4, 2, 16
+
+    def kept_by(layers):
+        model = tiny("llama", "meta", patched, "sdpa", torch.bfloat16, layers)
+        return sum(nbytes * n for (nbytes, _), n in kept(model, "meta", shape=(3, 128)).items())
+
+    q, k_v, lse = 2 * T * heads * head, 2 * 2 * T * kv_heads * head, 4 * T * heads
+    attention = q + k_v + lse + q  # the output is as large as q
+    inputs = 2 * 2 * T * H  # of the projections of attention and MLP
+    if patched:
+        norms = 2 * (2 * T * H + 4 * T)  # of each its input, and 1 / rms in fp32
+        mlp = 2 * 2 * T * wide  # gate, up
+    else:
+        norms = 2 * (4 * T * H + 4 * T + 2 * T * H)  # its input in fp32, 1 / rms, and what the weight is multiplied by
+        mlp = 4 * 2 * T * wide  # gate, up, the activation, the product
+    assert kept_by(3) - kept_by(2) == attention + inputs + norms + mlp
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.thorough
+def test_experts(family):
+    """They run without data: of each token its experts' rows are kept, the patch keeps fewer tensors of them."""
+    theirs, ours = (
+        prepared(family, "--layers", 2, "--vocab-size", 512, patched=patched)[0].peak(1, 4096) for patched in (0, 1)
+    )
+    assert 0 < ours["activations"] < theirs["activations"]
+
+
+# ---- how GPUs share it ----
+
+SMALL = [*SIZES, "--sequence", "64"]
+
+
+def parts(*argv, patched=False):
+    step, args = prepared("llama", *SMALL, *argv, patched=patched)
+    return step.held, step.peak(args.batch, args.sequence), [p for unit in step.units for p in unit]
+
+
+def rounded(sizes):
+    return sum(memory.blocks(size) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    "argv, weight, state, ranks_of_weights, ranks_of_states",
+    [
+        ("", 2, 4, 1, 1),
+        ("--optimizer sgd", 2, 0, 1, 1),
+        ("--optimizer adamw8bit", 2, 2 + 8 / 256, 1, 1),
+        ("--weights fp32", 4, 8, 1, 1),
+        ("--mixed-precision", 4, 8, 1, 1),
+        ("--gpus 4 --strategy ddp", 2, 4, 1, 1),
+        ("--gpus 4", 2, 4, 4, 4),
+        ("--gpus 4 --mixed-precision", 4, 8, 4, 4),
+        ("--gpus 4 --strategy zero1", 2, 12, 1, 4),
+        ("--gpus 4 --strategy zero2", 2, 12, 1, 4),
+        ("--gpus 4 --strategy zero3", 2, 12, 4, 4),
+    ],
+)
+def test_held(argv, weight, state, ranks_of_weights, ranks_of_states):
+    held, peak, every = parts(*argv.split())
+    assert held["weights"] == rounded(p.numel() * weight / ranks_of_weights for p in every)
+    assert held["optimizer"] == rounded(p.numel() * state / ranks_of_states for p in every)
+    assert peak["weights"] == held["weights"]
+
+
+@pytest.mark.parametrize(
+    "argv, ranks, nbytes",
+    [
+        ("", 1, 2),
+        ("--weights fp32", 1, 4),
+        ("--gpus 4 --strategy ddp", 1, 2),
+        ("--gpus 4 --strategy zero1", 1, 2),
+        ("--gpus 4 --strategy zero2", 4, 2),
+        ("--gpus 4 --strategy zero3", 4, 2),
+        ("--gpus 4", 4, 2),
+        ("--gpus 4 --mixed-precision", 4, 4),
+        ("--gpus 4 --accumulation 2", 4, 2),
+    ],
+)
+def test_gradients_after_backward(argv, ranks, nbytes):
+    step, args = prepared("llama", *SMALL, *argv.split(), patched=False)
+    run = memory._Run(step)
+    run.peak(1, 64)
+    every = [p for unit in step.units for p in unit]
+    assert run.end["gradients"] == rounded(p.numel() * nbytes / ranks for p in every)
+    assert run.end["optimizer"] == step.held["optimizer"] + step.updating
+    assert run.end["activations"] + run.end["head"] < 4096 and run.ledger.total == sum(run.ledger.now.values())
+
+
+def test_buckets():
+    """DDP's are as large as the gradients; ZeRO-2's two have no more than there is."""
+    for strategy in ("ddp", "zero2"):
+        held, _, every = parts("--gpus", 4, "--strategy", strategy)
+        assert held["communication"] == sum(p.numel() * 2 for p in every)
+
+
+def test_gradients_from_before():
+    """Of accumulated micro-batches: one more set of gradients than the first has at its fullest moment in forward."""
+    _, first, every = parts()
+    _, later, _ = parts("--accumulation", 2)
+    assert later["gradients"] == rounded(2 * p.numel() for p in every)
+    assert sum(later.values()) > sum(first.values())
+
+
+def test_gathered_units():
+    """FSDP2 in forward's and backward's fullest moment: what is in no layer, and one or two times a layer."""
+    step, args = prepared("llama", *SMALL, "--gpus", 4, patched=True)
+    root, layer, _ = step.units
+    whole = [rounded(2 * p.numel() for p in unit) for unit in (root, layer)]
+    assert len(step.units) == 3 and {id(p) for p in layer} == {id(p) for p in step.model.model.layers[0].parameters()}
+    assert step.peak(1, 4096)["communication"] in (whole[0] + whole[1], whole[0] + 2 * whole[1])
+
+
+@pytest.mark.thorough
+def test_adapters():
+    step, _ = prepared("llama", *SMALL, "--lora", 8, patched=True)
+    trained = [p for unit in step.units for p in unit if p.requires_grad]
+    linears = 2 * (4 * (64 + 64) - 2 * 32 + 2 * (64 + 96) + (96 + 64))  # in and out of each, of two layers
+    assert sum(p.numel() for p in trained) == 8 * linears
+    assert step.held["optimizer"] == rounded(p.numel() * 2 * p.element_size() for p in trained)
+
+
+def test_quantised_weights():
+    """Linear layers take 4 bits and a scale; each is made bf16 while it is multiplied."""
+    whole, _ = prepared("llama", *SMALL, "--lora", 8, patched=False)
+    four, _ = prepared("llama", *SMALL, "--lora", 8, "--weights", "4bit", patched=False)
+    sizes = [p.numel() for p in four.quantised]
+    assert len(sizes) == 2 * 7 and 64 * 320 not in sizes
+    saved = rounded(2 * n for n in sizes) - rounded(n * (0.5 + 4 / 64) for n in sizes)
+    assert whole.held["weights"] - four.held["weights"] == saved
+    ledger = memory.Ledger(four.units, {p: 2 * p.numel() for p in four.quantised})
+    weight = next(p for p in four.quantised if p.numel() == 64 * 96)
+    with ledger:
+        x = torch.empty(1, weight.shape[1], device="meta", dtype=torch.bfloat16)
+        x = torch.mm(x, weight.t())
+    assert ledger.most == 2 * 64 * 96 + 2 * memory.BLOCK and ledger.peak["weights"] == 2 * 64 * 96
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_tensor_parallel(patched):
+    """Two GPUs: half of each projection and of the head, of the embedding where the plan says so; norms are whole."""
+    from transformers import LlamaConfig
+
+    shared = ["proj", "lm_head", *(["embed"] if "embedding_rowwise" in LlamaConfig.base_model_tp_plan.values() else [])]
+    one, two = (
+        prepared("llama", *SMALL, "--gpus", n, "--strategy", "tp" if n > 1 else "none", patched=patched)[0]
+        for n in (1, 2)
+    )
+    sizes = [{name: p.numel() for name, p in step.model.named_parameters()} for step in (one, two)]
+    for name, size in sizes[0].items():
+        assert sizes[1][name] * (2 if any(part in name for part in shared) else 1) == size, name
+    seen = set()
+
+    class Shapes(memory.Ledger):
+        def see(self, tensor):
+            seen.add(tuple(tensor.shape))
+            super().see(tensor)
+
+    with meta.as_on_a_gpu(), Shapes(two.units):
+        ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+        two.model(input_ids=ids, labels=ids)
+    assert ((1, 8, 320) in seen) == (not patched)  # logits of all classes, on each GPU
+    assert not patched or (160, 64) in seen
+
+
+@pytest.mark.thorough
+def test_checkpoints():
+    """Recomputed layers keep what they are given; with --offload two of these are on the GPU."""
+    many = ["--layers", 6, "--sequence", 1024]
+    kept_all = total("llama", *SIZES, *many, patched=True)
+    on_gpu = total("llama", *SIZES, *many, "--checkpointing", patched=True)
+    on_host = total("llama", *SIZES, *many, "--offload", patched=True)
+    assert on_host < on_gpu < kept_all
+    assert on_gpu - on_host >= 3 * 2 * 64 * 1024  # of 6 inputs two, and the one that comes back
+
+
+# ---- the largest that fits ----
+
+
+@pytest.mark.parametrize("limit", [0, 99, 100, 101, 157, 1_000, 123_456, 10**9])
+@pytest.mark.parametrize("guess", [1, 7, 5_000])
+@pytest.mark.parametrize(
+    "need", [lambda n: 90 + 10 * n, lambda n: max(100, 7 * n), lambda n: n * n, lambda n: 1000 * math.ceil(n / 64)]
+)
+def test_largest(need, limit, guess):
+    asked = []
+    found = plan.largest(lambda n: asked.append(n) or need(n), limit, guess, most=4096)
+    assert found == sum(need(n) <= limit for n in range(1, 4097))
+    assert len(asked) == len(set(asked)) <= 30 and all(1 <= n <= 4096 for n in asked)
+    nearly = plan.largest(need, limit, guess, 0.05, most=4096)
+    assert nearly <= found <= max(1.05 * nearly, nearly)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def answer(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def call(*argv):
+        return main(["plan", *map(str, argv)]), *capsys.readouterr()
+
+    return call
+
+
+def test_json_and_table(answer):
+    argv = "llama", *SMALL, "--gpus", 2, "--gpu-memory", "80MB", "--batch", 2
+    code, out, err = answer(*argv, "--json")
+    result = json.loads(out)
+    assert code == 0 and not err and list(result["sides"]) == ["huggingface", "patched"]
+    assert result["asked"]["strategy"] == "fsdp2" and result["usable"] == 76_000_000
+    for side in result["sides"].values():
+        assert side["peak"] == sum(side["parts"].values()) and side["fits"]
+        assert side["largest_batch"] >= 2 and side["longest_sequence"] >= 256
+        step, _ = prepared(*argv, patched=side is result["sides"]["patched"])
+        for n in (side["largest_batch"], side["largest_batch"] + 1):
+            assert (sum(step.peak(n, 64).values()) <= result["usable"]) == (n == side["largest_batch"])
+    code, out, _ = answer(*argv, "--patch")
+    assert code == 0 and "patched" in out and "Hugging Face" not in out
+    assert f"{result['sides']['patched']['longest_sequence']:,}" in out and "2 GPUs, fsdp2, 2 x 64 tokens" in out
+
+
+@pytest.mark.thorough
+def test_parameters_are_those_of_all_gpus(answer):
+    argv = "llama", *SMALL, "--gpu-memory", "70MB", "--patch", "--json"
+    one, two = (json.loads(answer(*argv, *more)[1]) for more in ((), ("--gpus", 2, "--strategy", "tp")))
+    assert one["parameters"] == two["parameters"] == one["trained"]
+
+
+def test_what_does_not_fit(answer):
+    code, out, _ = answer("llama", *SMALL, "--gpu-memory", "64MiB", "--no-patch")
+    assert code == 0 and " no" in out and out.count("none") == 2
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("llama --gpu-memory 80", ["80GB", "not 80"]),
+        ("llama --gpu-memory 0GB", ["0GB"]),
+        ("llama --gpus 2 --strategy none", ["one GPU"]),
+        ("llama --mixed-precision --weights bf16", ["--mixed-precision"]),
+        ("llama --weights 4bit", ["--lora"]),
+        ("llama --weights 4bit --lora 8 --gpus 2 --strategy zero3", ["4bit", "zero3"]),
+        ("llama --gpus 2 --strategy zero3 --weights fp32", ["zero3"]),
+        ("llama --gpus 2 --strategy tp --lora 8", ["tp"]),
+        ("llama --offload --no-patch", ["--offload"]),
+        ("llama-3.2-1b --gpus 2 --strategy tp", ["tied", "fsdp2"]),
+        ("llama --gpus 3 --strategy tp", ["num_attention_heads", "3 GPUs"]),
+        ("phi3 --gpus 2 --strategy tp", ["phi3", "tp"]),
+        ("qwen3_moe --gpus 2 --strategy tp", ["qwen3_moe", "tp"]),
+        ("llamma", ["llama"]),
+        ("", ["name a model"]),
+    ],
+)
+def test_bad_input(answer, argv, words):
+    code, out, err = answer(*argv.split())
+    assert code == 2 and not out and err.startswith("liger-kernel: ") and err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+def test_a_family_that_needs_data(answer, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def forward(self, input_ids, **_):
+        return input_ids.sum().item()
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    code, _, err = answer("llama", *SMALL, "--no-patch")
+    assert code == 2 and "without data" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_help(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and out.startswith("usage: liger-kernel plan") and "None" not in out
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_presets_are_the_published_sizes():
+    """What is planned for a preset is planned for the real model."""
+    step, _ = prepared("llama-3-8b", patched=False)
+    assert sum(p.numel() for unit in step.units for p in unit) == 8_030_261_248 and "llama-3-8b" in PRESETS
+
+
+# ---- everything is as it was ----
+
+
+def test_nothing_stays_replaced():
+    replaced = [(devices, "has_kernels"), (devices, "_properties"), (torch, "autocast"), (torch, "is_autocast_enabled")]
+    replaced += [(launcher, "__getitem__") for launcher in meta.launchers()]
+    before = [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
+    kernel.Plans.forget()
+    with pytest.raises(ZeroDivisionError), meta.as_on_a_gpu(), torch.autocast("meta"):
+        assert torch.is_autocast_enabled("meta") and not torch.is_autocast_enabled("cpu")
+        assert devices.has_kernels(torch.empty(1, device="meta"))
+        raise ZeroDivisionError
+    assert before == [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
+    assert not any(kernel.Plans.every) and not devices.has_kernels(torch.empty(1, device="meta"))
+
+
+def test_what_is_let_go_of():
+    """A view keeps its tensor's memory; what is written in place takes none."""
+    ledger = memory.Ledger([])
+    with ledger:
+        x = torch.empty(1024, device="meta")
+        y = x.view(2, 512)
+        y.add_(1)
+        assert ledger.total == 4096
+        del x
+        assert ledger.total == 4096
+        z = y + y
+        assert ledger.total == 8192
+        del y, z
+    assert ledger.total == 0 and ledger.most == 8192
