@@ -1,4 +1,5 @@
-# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron
+# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron |
+#      test-deepspeed
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -9,6 +10,7 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 OLDEST ?= 5.17.0
 TRL ?= 1.12.0 1.16.0
 MEGATRON ?= 0.16.1
+DEEPSPEED ?= 0.19.8
 WORKERS ?= 2
 
 ifdef PYTHON
@@ -40,7 +42,7 @@ DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
 .PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
-	test-megatron clean
+	test-megatron test-deepspeed clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -102,6 +104,15 @@ test-megatron: $(VENV)/megatron-$(MEGATRON)/.ready
 
 $(VENV)/megatron-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) megatron-core==$*
+	touch $@
+
+# DeepSpeed's ZeRO and its sequence parallelism on two ranks. Nothing of it is compiled.
+test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py
+
+$(VENV)/deepspeed-%/.ready: $(READY)
+	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*
+	$(INSTALL) --upgrade --target $(@D) hjson py-cpuinfo einops msgpack pydantic
 	touch $@
 
 $(VENV)/.ready: pyproject.toml

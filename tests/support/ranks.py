@@ -1,7 +1,6 @@
 """Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over them."""
 
 import gc
-import os
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+import zero
 from hardware import DEVICE
 
 SIZE = 2
@@ -74,15 +74,7 @@ def fsdp2(*groups):
 
 
 def zero3(model):
-    import deepspeed
-
-    os.environ |= dict(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(SIZE))
-    config = dict(
-        train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=STEPS,
-        optimizer=dict(type="Adam", params=dict(lr=1e-3, torch_adam=True)), zero_force_ds_cpu_optimizer=False,
-        zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0),
-    )  # fmt: skip
-    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    return zero.engine(model, accumulated=STEPS)
 
 
 STEPS = 2
@@ -100,9 +92,7 @@ def whole_gradients(model):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
     if hasattr(model, "zero_optimization"):
-        from deepspeed.utils import safe_get_full_grad
-
-        return {n: safe_get_full_grad(p) * STEPS for n, p in model.module.named_parameters()}  # it averages the steps
+        return {n: g * STEPS for n, g in zero.gradients(model).items()}  # it averages the steps
 
     gathered = FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext()
     with gathered:

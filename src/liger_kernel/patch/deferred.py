@@ -28,11 +28,11 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules import module as _modules
 
 from liger_kernel.core import devices
 from liger_kernel.ops import functional
 from liger_kernel.patch.fan_out import FanOut
+from liger_kernel.patch.hooks import hooked
 
 
 def plain(*tensors) -> bool:
@@ -47,17 +47,11 @@ def tensor_of(value):
     return value.tensor() if isinstance(value, Deferred) else value
 
 
-def hooked(*modules) -> bool:
-    for m in modules:
-        if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks:
-            return True
-    return _modules._has_any_global_hook()
-
-
-def seen(*modules) -> bool:
-    """Whether somebody looks at what these modules are given or give: then it has to be tensors."""
+def seen(*modules, called=True) -> bool:
+    """Whether somebody looks at what these modules are given or give: then it has to be tensors. ``called``: see
+    `hooked`."""
     held = [m for m in modules if m is not None]
-    return hooked(*held) or any("forward" in m.__dict__ for m in held)
+    return hooked(*held, called=called) or any("forward" in m.__dict__ for m in held)
 
 
 _running = threading.local()

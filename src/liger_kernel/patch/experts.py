@@ -101,7 +101,9 @@ class Experts(Gated):
         tables = [getattr(module, name, None) for name in names]  # once: they may be computed
         given = x, index, weights, *tables
         inner = (part for child in module._modules.values() if child is not None for part in child.modules())
-        if any(t is None or not plain(t) for t in given) or seen(*inner) or is_the_compilers(x) or transformed():
+        if any(t is None or not plain(t) for t in given) or is_the_compilers(x) or transformed():
+            return None
+        if seen(*inner, called=False):
             return None
         if not devices.has_kernels(x) and (x.is_meta or torch.compiler.is_compiling()):
             return None

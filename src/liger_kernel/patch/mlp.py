@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
-from liger_kernel.patch.deferred import hooked, is_the_compilers, large, plain, shared
+from liger_kernel.patch.deferred import is_the_compilers, large, plain, shared
+from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
     INNER,
@@ -98,7 +99,7 @@ class GLU(Gated):
                 return cls.forward(self, x)
             modules = self._modules
             for name, module in modules.items():
-                if name not in projections and module is not None and hooked(module):  # the activation is called
+                if name not in projections and module is not None and hooked(module, called=False):  # the activation
                     return cls.forward(self, x)
             gate, up, down = (modules.get(name) or getattr(self, name) for name in projections)
             if what.gate == what.up:

@@ -23,6 +23,7 @@ import types
 
 import torch
 
+from liger_kernel.patch.hooks import without
 from liger_kernel.patch.rewrite import known_as
 
 FIXED = (
@@ -135,7 +136,8 @@ class Reads:
 
         Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
         it = object.__new__(Watched)
-        object.__getattribute__(it, "__dict__").update(real.__dict__)
+        own = real.__dict__ | without(real) if isinstance(real, torch.nn.Module) else real.__dict__
+        object.__getattribute__(it, "__dict__").update(own)
         return it
 
     def _noted(self, it, real, path, name, value, given, writes):

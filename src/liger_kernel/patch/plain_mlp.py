@@ -13,7 +13,8 @@ from liger_kernel.core import devices
 from liger_kernel.ops.mlp import activation_linear, xielu_linear
 from liger_kernel.ops.mlp.activation import quick_gelu_reference, relu_squared_reference
 from liger_kernel.patch import mlp
-from liger_kernel.patch.deferred import hooked, is_the_compilers
+from liger_kernel.patch.deferred import is_the_compilers
+from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
     INNER,
@@ -91,7 +92,7 @@ class Plain(Kind):
         def forward(self, x):
             layers = what.up, what.down
             others = (m for name, m in self._modules.items() if name not in layers and m is not None)
-            if is_the_compilers(x) or hooked(*others):
+            if is_the_compilers(x) or hooked(*others, called=False):
                 return cls.forward(self, x)
             return what.second_half(self, getattr(self, what.up)(x))
 

@@ -13,6 +13,7 @@ import inspect
 
 import torch
 
+from liger_kernel.patch.hooks import without
 from liger_kernel.patch.parts import Unfit
 
 SIZE, INNER = 16, 24
@@ -74,7 +75,8 @@ def rows(*shape):
 def modes(children, **mode):
     """Children that stand for themselves, in the mode that is tried: a module and its children are, in one model."""
     return {
-        name: child and shell(child, child._parameters, modes(child._modules, **mode), child._buffers, **mode)
+        name: child
+        and shell(child, child._parameters, modes(child._modules, **mode), child._buffers, **without(child), **mode)
         for name, child in children.items()
     }
 

@@ -13,8 +13,9 @@ import torch
 
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
-from liger_kernel.patch.deferred import hooked, plain, seen
+from liger_kernel.patch.deferred import plain, seen
 from liger_kernel.patch.functions import is_the_librarys
+from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import first_line, isolated
@@ -66,7 +67,7 @@ class Router(Kind):
             if any(t is None or not plain(t) or t.device != x.device for t in needed) or transformed():
                 return None
             others = (m for name, m in self._modules.items() if m is not None and name != what.projection.child)
-            if seen(*(part for child in others for part in child.modules())):
+            if seen(*(part for child in others for part in child.modules()), called=False):
                 return None
             child = what.projection.child
             if child and hooked(self._modules[child]):  # it may give other dtypes

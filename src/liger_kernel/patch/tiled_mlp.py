@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from liger_kernel.core.tile import cdiv
-from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp
+from liger_kernel.ops.mlp.tiled_mlp import LEAF, apply_tiled_mlp
 from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.mlp import GLU, Gated, GatedMLPs
@@ -45,7 +45,7 @@ class Tiled(Kind):
             shards = None if what.tokens is None else max(1, cdiv(x.shape[:-1].numel(), what.tokens))
             return apply_tiled_mlp(untiled, self, x, shards)
 
-        return {"forward": forward}
+        return {"forward": forward, **LEAF}
 
 
 class TiledMLPs(Rewrite):
@@ -62,8 +62,11 @@ class TiledMLPs(Rewrite):
             what, parts = next(mlps for mlps in MLPS if mlps.may_be(module)).proved(walk, module)
         else:
             what, parts = known_as(module), type(module)._liger_parts
-        tiled = isinstance(what, (str, GLU, Plain, Tiled))
-        return what if tiled else "its experts are not tiled", parts
+        if not isinstance(what, (str, GLU, Plain, Tiled)):
+            what = "its experts are not tiled"
+        elif any("ds_id" in vars(part) for child in module.children() for part in child.modules()):
+            what = "ZeRO-3 gathers its layers one by one, for one tile; patch it before deepspeed.initialize"
+        return what, parts
 
     def leave(self, walk, module, why):
         if walk.flags.isdisjoint(self.flags[1:]):

@@ -11,7 +11,8 @@ dw is off by ε·Σ_i |dw_i| at most, as f rounds the tiles, and by ε·|dw|, as
 
 Autograd gets that sum once, as the gradient of an input of the Function. So whatever follows a parameter's gradient
 (its hooks, DDP, FSDP, ZeRO-3) follows once a step. In backward, the parameters are looked up in the module again: by
-then FSDP has gathered them anew. Random numbers are drawn again as in forward, and autocast is as there.
+then FSDP has gathered them anew. ZeRO-3 has to gather them for all tiles at once (`LEAF`). Random numbers are drawn
+again as in forward, and autocast is as there.
 
 Source: Arctic Long Sequence Training, arXiv:2506.13996.
 """
@@ -34,6 +35,7 @@ from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
 
 NAME = "apply_tiled_mlp"
+LEAF = {"_z3_leaf": True}  # members of a module: deepspeed.initialize makes ZeRO-3 gather all below it with it
 
 
 def _tiles(x, shards):
@@ -87,6 +89,13 @@ def _learning(module, more):
     for t in more or ():
         if t.requires_grad:
             found.setdefault(id(t), (t, [(types.SimpleNamespace(tensor=t), "tensor")]))
+    for t, places in found.values():
+        if getattr(t, "ds_shape", t.shape) != t.shape:
+            raise RuntimeError(
+                f"{NAME}: ZeRO-3 has not gathered {type(places[0][0]).__name__}.{places[0][1]}; call "
+                "deepspeed.utils.set_z3_leaf_modules for the class of the module with the tiles, or patch with "
+                "tiled_mlp, before deepspeed.initialize"
+            )
     return [t for t, _ in found.values()], [places for _, places in found.values()]
 
 
@@ -346,6 +355,7 @@ def apply_tiled_mlp(
 
 class _TiledMLP(torch.nn.Module):
     acts: tuple[str, ...]  # the names that a config may have for it
+    _z3_leaf = True  # see `LEAF`
 
     def __init__(self, config: object, num_shards: int | None = None) -> None:
         super().__init__()
