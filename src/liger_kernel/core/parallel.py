@@ -57,7 +57,70 @@ def local(name, hidden, weight, bias, group):
         if placement.is_shard() and weight.shape[0] % mesh.size():
             raise ValueError(f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad")
         group = mesh.get_group() if placement.is_shard() else None
-    return *(x.to_local() if isinstance(x, DTensor) else x for x in (hidden, weight, bias)), group
+    return *(local_of(x) if isinstance(x, DTensor) else x for x in (hidden, weight, bias)), group
+
+
+# PyTorch's own ways from a DTensor to a tensor and back have no second gradient, or not in every release.
+
+
+class _ToLocal(torch.autograd.Function):
+    """A DTensor -> this rank's part of it, which no collective is still writing to."""
+
+    @staticmethod
+    def forward(ctx, x, grad_placements):
+        ctx.given = x.device_mesh, grad_placements, x.shape
+        local = x.to_local()
+        local = local.trigger_wait() if hasattr(local, "trigger_wait") else local  # a kernel would not wait
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _OfLocal.apply(dy, *ctx.given), None
+
+
+class _OfLocal(torch.autograd.Function):
+    """The ranks' parts -> a DTensor."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, placements, shape):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in placements)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy if dy.placements == ctx.placements else dy.redistribute(placements=ctx.placements)
+        return _ToLocal.apply(dy, ctx.placements), None, None, None
+
+
+def local_of(x, grad_placements=None):
+    """This rank's part of a DTensor; its gradient is placed as x is, or as ``grad_placements`` say."""
+    if torch.compiler.is_compiling():
+        return x.to_local(grad_placements=grad_placements)
+    return _ToLocal.apply(x, x.placements if grad_placements is None else grad_placements)
+
+
+def by_rows(function, x, *parameters):
+    """``function(x, *parameters)`` of the ranks' own rows of a DTensor x, as a DTensor that is sharded as x.
+
+    What it computes of a row must depend on that row and on the parameters alone, which are replicated: a rank's
+    gradient of them is its rows' part of it. None where ranks share rows, or parameters are elsewhere.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if type(x) is not DTensor:
+        return None
+    mesh, placements = x.device_mesh, x.placements
+    if not all(type(p) in (Shard, Replicate) and not p.is_shard(x.dim() - 1) for p in placements):
+        return None
+    for p in parameters:
+        if type(p) is not DTensor or p.device_mesh != mesh or not all(at.is_replicate() for at in p.placements):
+            return None
+    partial = [Partial() if p.is_shard() else Replicate() for p in placements]
+    y = function(local_of(x), *(local_of(p, partial) for p in parameters))
+    return None if y is None else _OfLocal.apply(y, mesh, placements, x.shape)
 
 
 def gathered(x: torch.Tensor, group) -> torch.Tensor:
@@ -144,7 +207,7 @@ def token_loss_reference_parallel(
     z (M, V_local) are logits, scaled and capped, fp32 or fp64. target (M,) and class_weight (V,) are of all classes.
     -> (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,). The first three have gradients.
     nll = log Σ + (max z - z_y) and entropy = log Σ + Σ p·(max z - z) have no negative terms, so they are also exact
-    for a row whose loss is near 0.
+    for a row whose loss is near 0. The loss of a row is NaN if its target is another one on another rank.
     """
     (size, rank), shard = place(group), z.shape[1]
     first, V = rank * shard, size * shard
@@ -154,7 +217,9 @@ def token_loss_reference_parallel(
     w = None if class_weight is None else class_weight.to(z.dtype)
     local_top, best = z.detach().max(-1)  # the first of equal ones
     top = max_over_group(local_top, group)
-    best = -max_over_group(-(first + best).where(local_top == top, V - 1), group)
+    best = (first + best).where(local_top == top, V - 1)
+    most = max_over_group(torch.stack((-best, target, -target)), group)
+    best, alike = -most[0], most[1] == -most[2]
     d = z - top[:, None]
     e = d.exp()
     of_target = d.gather(-1, (target - first).where(here, 0)[:, None]).squeeze(-1).where(here, 0)
@@ -173,4 +238,4 @@ def token_loss_reference_parallel(
     z_loss, mean = lse_square_scale * lse * lse, sum_z.detach() / V
     outputs = ce + z_loss, lse, log_sum - distance / total, z_loss.detach(), (best == target).float(), mean
     loss, lse, entropy, z_loss, correct, mean = (x.where(valid, 0) for x in outputs)
-    return loss, lse, entropy, z_loss, correct, best.where(valid, -1), mean
+    return loss.where(alike, torch.nan), lse, entropy, z_loss, correct, best.where(valid, -1), mean

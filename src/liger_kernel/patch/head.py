@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +18,8 @@ from liger_kernel.patch import causal_lm
 from liger_kernel.patch.causal_lm import liger_causal_lm_loss, over_items, unpack_cross_entropy_result
 from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.logits import current, is_of_a_library
+from liger_kernel.patch.parallel_head import Plan, is_linear, plan_of
 
-LINEAR_FORWARD, LINEAR = torch.nn.Linear.forward, F.linear  # what a head is known by
 CALLED = (  # libraries whose layers are known to work row by row
     "torch.", "peft.", "bitsandbytes.", "torchao.", "transformers.", "accelerate.", "deepspeed.", "optimum.", "hqq.",
     "gptqmodel.", "auto_gptq.", "awq.", "compressed_tensors.", "quanto.", "eetq.", "aqlm.", "fbgemm_gpu.",
@@ -43,13 +42,30 @@ def leaves(head) -> list:
 
 def forward(self, *args, **kwargs):
     """Of a head. It is an attribute of the module, whose class stays what it is: much code looks for a `Linear`."""
-    own, request = type(self).forward, current()
-    if request is None or (request.place is not None and is_compiling()):  # a compiled head in a model that is not
-        return own(self, *args, **kwargs)
-    return request.of_head(self, own, args, kwargs)
+    return _of_request(self, type(self).forward, args, kwargs)
 
 
 head_forward = forward  # pickle looks for a method by the function's name, and finds the class's own
+
+
+def forward(self, *args, **kwargs):
+    """Of a head that has a plan's forward on the instance."""
+    return _of_request(self, _as_planned, args, kwargs)
+
+
+planned_forward = forward
+OURS = head_forward, planned_forward
+
+
+def _as_planned(self, *args, **kwargs):
+    return self._liger_plan(*args, **kwargs)
+
+
+def _of_request(self, own, args, kwargs):
+    request = current()
+    if request is None or (request.place is not None and is_compiling()):  # a compiled head in a model that is not
+        return own(self, *args, **kwargs)
+    return request.of_head(self, own, args, kwargs)
 
 
 def prepare(head) -> None:
@@ -58,8 +74,12 @@ def prepare(head) -> None:
         name, method = _method(leaf)
         function = getattr(method, "__func__", None)
         replaced = method is not None and function is not type(leaf).forward  # by somebody else: left alone
-        if function is head_forward and method.__self__ is not leaf or gives_logits(leaf) and not replaced:
+        if function in OURS and method.__self__ is not leaf:
+            leaf.__dict__[name] = MethodType(function, leaf)
+        elif gives_logits(leaf) and not replaced:
             leaf.__dict__[name] = MethodType(head_forward, leaf)
+        elif replaced and function not in OURS and isinstance(plan_of(leaf, method), Plan):
+            leaf.__dict__.update({"_liger_plan": method, name: MethodType(planned_forward, leaf)})
 
 
 def _method(leaf):
@@ -69,16 +89,32 @@ def _method(leaf):
 
 
 def is_prepared(leaf) -> bool:
-    return getattr(_method(leaf)[1], "__func__", None) is head_forward
+    return getattr(_method(leaf)[1], "__func__", None) in OURS
 
 
 def give_back(leaf) -> None:
     """Undo `prepare`."""
     if is_prepared(leaf):
-        name, _ = _method(leaf)
+        name, method = _method(leaf)
+        if method.__func__ is planned_forward:
+            leaf.__dict__[name] = leaf.__dict__.pop("_liger_plan")
+            return
         del leaf.__dict__[name]
         if name == "_old_forward":
             leaf._old_forward = MethodType(type(leaf).forward, leaf)
+
+
+def why_not(head) -> str | None:
+    """Why the loss is not computed in a head, as far as that is seen now."""
+    for leaf in leaves(head):
+        prepared, (_, method) = is_prepared(leaf), _method(leaf)
+        plan = plan_of(leaf, None if prepared else method)
+        if isinstance(plan, str):
+            return plan
+        replaced = method is not None and getattr(method, "__func__", None) is not type(leaf).forward
+        if not gives_logits(leaf) or replaced and not prepared and plan is None:
+            return f"nothing is known of the model's head, {type(head).__name__}"
+    return None
 
 
 def gives_logits(leaf) -> bool:
@@ -107,7 +143,7 @@ def readers(head) -> tuple:
 
 def reads_its_weight(head, own) -> bool:
     """Whether it multiplies by a whole weight of its own, and does nothing else."""
-    if own is not LINEAR_FORWARD or F.linear is not LINEAR or "parametrizations" in head._modules:
+    if own is not type(head).forward or not is_linear(head):
         return False
     return plain(head.weight, head.bias) and head.weight.shape[0] == head.out_features  # not so a tensor-parallel shard
 

@@ -108,8 +108,10 @@ class LossInHead(_Loss):
         become(model, CausalLM(balanced))
         lm_head = model.get_output_embeddings()
         head.prepare(lm_head)
-        if all(type(leaf).forward is torch.nn.Linear.forward for leaf in head.leaves(lm_head)):
-            return "liger_fused_linear_cross_entropy, no logits"
+        leaves = head.leaves(lm_head)
+        if all(type(leaf).forward is torch.nn.Linear.forward for leaf in leaves):
+            sharded = any(isinstance(head.plan_of(leaf), head.Plan) for leaf in leaves)
+            return "liger_fused_linear_cross_entropy, no logits" + (", over the shards of its classes" * sharded)
         library = type(lm_head).__module__.partition(".")[0]
         return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {head.CHUNK} rows at a time"
 
@@ -121,12 +123,7 @@ class LossInHead(_Loss):
             return "the model's forward was replaced on the instance"
         if known_as(model) is not None and "_liger" not in vars(type(model)):
             return "it was given another class after it was patched"
-        lm_head = model.get_output_embeddings()
-        leaves = head.leaves(lm_head)
-        known = (head.is_prepared(leaf) or not own_forward(leaf) for leaf in leaves)
-        if not (all(known) and all(map(head.gives_logits, leaves))):
-            return f"nothing is known of the model's head, {type(lm_head).__name__}"
-        return None
+        return head.why_not(model.get_output_embeddings())
 
 
 class LossOnLogits(_Loss):

@@ -110,6 +110,8 @@ def fused_forward(cls, changed=lambda forward: forward):
             request = Request(self, call, in_head=False)
             out = _within(request, hf_forward, self, kwargs)
         out = causal_lm.finished(out, request.result, skip_logits, return_dict)
+        if request.whole is not None:
+            _tell(self, f"its head makes logits ({request.whole})")
         if request.stands:
             request.close()
             if request.result is None:

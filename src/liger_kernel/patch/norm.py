@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import devices
+from liger_kernel.core.parallel import by_rows
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
@@ -72,13 +73,18 @@ class LayerNorm(Kind):
     flag, column, kernel, fusible = "layer_norm", "norms", "liger_layer_norm", True
 
     def members(self, cls):
-        what = self
+        what, names = self, [name for name in NAMES if getattr(self, name)]
+
+        def layer_norm(x, eps, *held):
+            given = dict(zip(names, held, strict=True))
+            return functional.liger_layer_norm(x, given.get("weight"), given.get("bias"), eps)
 
         def forward(self, hidden_states):
             weight, bias, eps = self.weight if what.weight else None, self.bias if what.bias else None, _eps(self, what)
             held = [p for p, wanted in ((weight, what.weight), (bias, what.bias)) if wanted]
             if not _fits(hidden_states, eps, held):
-                return cls.forward(self, hidden_states)
+                y = _of_shards(layer_norm, hidden_states, eps, held)
+                return cls.forward(self, hidden_states) if y is None else y
             return functional.liger_layer_norm(hidden_states, weight, bias, eps)
 
         return {"forward": forward}
@@ -192,14 +198,28 @@ def _fits(x, eps, parameters, mixed=False) -> bool:
     return isinstance(eps, (int, float)) and eps >= 0 and deferred.steady(x)
 
 
+def _of_shards(norm, x, eps, parameters):
+    """``norm(x, eps, *parameters)`` of DTensors whose rows are whole, as in sequence parallelism; None for others."""
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not hasattr(x, "device_mesh"):
+        return None
+    if not deferred.steady(x):
+        return None
+    return by_rows(lambda x, *held: norm(x, eps, *held) if _fits(x, eps, held) else None, x, *parameters)
+
+
 def _rms_forward(cls, what, waits):
     """``waits``: whether an attention's RoPE may take the norm over."""
+
+    def rms_norm(x, eps, weight=None):
+        return functional.liger_rms_norm(x, weight, eps, what.offset, what.casting)
 
     def forward(self, hidden_states):
         x, eps = hidden_states.value if type(hidden_states) is Stream else hidden_states, _eps(self, what)
         weight = self.weight if what.weight else None
-        if not _fits(x, eps, [weight] if what.weight else [], what.mixed):
-            return cls.forward(self, tensor_of(hidden_states))
+        held = [weight] if what.weight else []
+        if not _fits(x, eps, held, what.mixed):
+            y = _of_shards(rms_norm, x, eps, held) if x is hidden_states else None
+            return cls.forward(self, tensor_of(hidden_states)) if y is None else y
         # in some families rounding to x's dtype comes before the weight, whose dtype then counts
         apart = weight is not None and weight.dtype != x.dtype and what.casting == "llama"
         how = None if apart else weight, eps, what.offset, what.casting

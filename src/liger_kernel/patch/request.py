@@ -20,6 +20,7 @@ from liger_kernel.patch.causal_lm import (
 from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.head import dtype_of_logits, leaves, loss_by_calling, loss_by_weight, reads_its_weight
 from liger_kernel.patch.logits import Logits, LogitsNeeded, Source, TracedLogits, Transform, living, place
+from liger_kernel.patch.parallel_head import Replicated, for_shards, plan_of
 
 OF_THE_LOSS = "num_items_in_batch", "ignore_index", "shift_labels"  # Hugging Face's own, of a model's call
 
@@ -107,6 +108,7 @@ class Request:
         self.wanted = None  # in a call of ours
         self.stands, self.closed = [], False  # what stands for logits: weak references
         self.made = False  # whether there were real ones
+        self.whole = None  # why a sharded head has made them whole
         self.needed = None  # why the call has to start again, whatever becomes of the exception that says so
         # in a graph
         self.traced, self.transform, self.read = None, Transform(), None
@@ -124,24 +126,32 @@ class Request:
         if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
             return own(head, *args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
-        if not plain(hidden_states) or hidden_states.numel() == 0:
-            return own(head, hidden_states)
         if is_compiling():
+            if not plain(hidden_states) or hidden_states.numel() == 0:
+                return own(head, hidden_states)
             return self._in_graph(head, own, hidden_states)
+        plan = plan_of(head)
+        if hidden_states.numel() == 0 or (plan is None and not plain(hidden_states)):
+            return own(head, hidden_states)
         if self.place != place():  # under no_grad, or a checkpoint of its own, which runs again without this request
             return own(head, hidden_states)
-        dtype = dtype_of_logits(head, own, hidden_states, self.call.options)
+        if plan is None:
+            x, dtype = hidden_states, dtype_of_logits(head, own, hidden_states, self.call.options)
+        else:
+            x, dtype = for_shards(head, plan, hidden_states)
         if dtype is None:
+            self.whole = plan if isinstance(plan, str | None) else "it has others than its plan's hooks or weight"
             return own(head, hidden_states)
         self.calls += 1
         asked = self.wanted
         if asked is None and self.calls == 1 and not self.waits:
             asked = self.call.asked
-        source = Source(self, self.head, hidden_states, dtype, again=reads_its_weight(head, own))
+        again = plan is not None or reads_its_weight(head, own)
+        source = Source(self, self.head, hidden_states, dtype, again)
         target = None if asked is None else target_of(asked, hidden_states.shape[:-1], self.call.keep)
         if target is not None:  # or the family cuts its labels, or they are wrong: the loss function will see
             try:
-                source.result = self._loss(head, own, hidden_states, target, asked)
+                source.result = self._loss(head, own, x, target, asked)
                 source.asked, source.versions = asked, _versions(asked)
             except (TypeError, ValueError):
                 if self.wanted is not None:
@@ -152,11 +162,15 @@ class Request:
             loss = torch.zeros((), device=hidden_states.device, requires_grad=learns and torch.is_grad_enabled())
         else:
             loss = unpack_cross_entropy_result(source.result)[0]
-        return Logits.standing_for(source, loss, (*hidden_states.shape[:-1], head.out_features))
+        logits = Logits.standing_for(source, loss, (*hidden_states.shape[:-1], head.out_features))
+        return logits if plan is None or plan.outputs is None else Replicated(logits, plan.outputs)
 
     def _loss(self, head, own, hidden_states, target, asked):
+        options = self.call.rest | self.call.options
+        if not plain(hidden_states):  # the ranks have the same rows, even if their labels differ, which makes it NaN
+            return loss_by_weight(head, hidden_states, target, asked, {"drop_ignored": False} | options)
         if reads_its_weight(head, own):
-            return loss_by_weight(head, hidden_states, target, asked, self.call.rest | self.call.options)
+            return loss_by_weight(head, hidden_states, target, asked, options)
         return loss_by_calling(head, own, hidden_states, target, asked, self.call.options)
 
     def _in_graph(self, head, own, hidden_states):

@@ -428,7 +428,7 @@ def token_loss(
     """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
 
     x may be in two parts, of the same strides. With a ``group`` it is this rank's shard of the classes, and one small
-    tensor is gathered.
+    tensor is gathered. The loss of a token is NaN if its target is another one on another rank.
     """
     (x, more, split, shard), (world, rank) = parts(x), place(group)
     T, kind = x.shape[0], options.kind
@@ -457,9 +457,12 @@ def token_loss(
     if world == 1:
         merge(part, strips, (T, strips * T), x, more, None)
     else:
-        merged = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
+        merged = torch.empty((SLOTS + 1, T), dtype=torch.float32, device=x.device)
         merge(part, strips, (T, strips * T), x, more, merged)
-        merge(gathered(merged, group), world, (SLOTS * T, T), None, None, None)
+        merged[SLOTS] = target
+        merged = gathered(merged, group)
+        merge(merged, world, ((SLOTS + 1) * T, T), None, None, None)
+        loss.masked_fill_((merged[:, SLOTS] != merged[0, SLOTS]).any(0), torch.nan)  # other targets on another rank
 
 
 def token_gradient(
