@@ -34,7 +34,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 17
+    assert len(EXAMPLES) == 18
 
 
 def taken(M, H, V, memory):
