@@ -408,11 +408,13 @@ def test_errors(k):
         call()
 
 
-def test_missing_labels_are_an_assertion_of_existing_code():
+def test_labels_raise_what_existing_code_expects():
     tensors, target, _ = drawn(F32)
     h, w, b = (tensors[k] for k in LEARNT)
     with pytest.raises(AssertionError, match="preference_labels is None"):
         chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b)
+    with pytest.raises(RuntimeError, match="preference_labels are torch.int32"):
+        chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b, torch.ones(len(target), dtype=torch.int32))
 
 
 def test_a_loss_of_ones_own():

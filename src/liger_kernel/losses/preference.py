@@ -58,6 +58,10 @@ def _check_numbers(name, options):
         NUMBERS[argument](name, argument, options[argument])
 
 
+class _NoLabels(ValueError, RuntimeError):
+    """Existing code expects a RuntimeError for labels that are no bools."""
+
+
 def _check_sequences(name, hidden, target, labels=None):
     check.floats(name, dict(hidden=hidden))
     check.integers(name, dict(target=target))
@@ -68,7 +72,7 @@ def _check_sequences(name, hidden, target, labels=None):
         raise TypeError(f"{name}: preference_labels is a {type(labels).__name__}, give a tensor of bools")
     if labels is not None and (labels.dtype != torch.bool or labels.shape != target.shape[:1]):
         given = f"{labels.dtype} of shape {tuple(labels.shape)}"
-        raise ValueError(f"{name}: preference_labels are {given}, give one bool a sequence: ({target.shape[0]},)")
+        raise _NoLabels(f"{name}: preference_labels are {given}, give one bool a sequence: ({target.shape[0]},)")
 
 
 def paired_preference(
