@@ -208,3 +208,32 @@ def test_compiled(sent):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert not sent
+
+
+def test_the_host_gives_no_more(sent, monkeypatch):
+    """What cannot be pinned stays on the device."""
+    want, pinned, pin = gradients(checkpoint, False), [], host_memory._pinned
+
+    def three():
+        if len(pinned) == 3:
+            raise RuntimeError("out of memory")
+        pinned.append(pin())
+        return pinned[-1]
+
+    monkeypatch.setattr(host_memory, "_pinned", three)
+    assert all(map(torch.equal, gradients(offloaded_checkpoint, False), want))
+    assert len(sent) == 1 and host_memory._Pieces.taken == 300
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_arguments(layout, sent):
+    """They stay where they are."""
+    x, w, *_ = drawn()
+    a = torch.eye(ROWS, device=DEVICE).to_sparse(layout=layout)
+    given = x * 1
+    out = offloaded_checkpoint(lambda h, a: torch.tanh(a @ h @ w), given, a)
+    got = torch.autograd.grad(out.sum(), [x, w])
+    want = torch.autograd.grad(torch.tanh(torch.eye(ROWS, device=DEVICE) @ x @ w).sum(), [x, w])
+    assert len(sent) == 1
+    for g, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(g, expected)

@@ -213,3 +213,36 @@ def test_a_part_that_is_compiled_by_itself(part, patched_first):
     for _ in range(2):
         (mine_out, grads), want = step(mine), step(theirs)
         assert_same((mine_out, {name.replace("_orig_mod.", ""): g for name, g in grads.items()}), want)
+
+
+class Wrapped:
+    def __init__(self, x):
+        self.x = x
+
+
+class TakesWrapped(torch.nn.Linear):
+    def forward(self, given):
+        return super().forward(given.x)
+
+
+def test_a_head_that_takes_no_tensor():
+    """It is called as it is."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(Wrapped(self.model(input_ids=input_ids).last_hidden_state))
+        return CausalLMOutputWithPast(loss=self.loss_function(logits, labels, V, **kwargs), logits=logits)
+
+    def prepare(model):
+        model.lm_head.__class__ = TakesWrapped
+
+    theirs, mine = pair(forward, prepare)
+    assert_same(step(mine), step(theirs))
+
+
+def test_an_activation_of_torchscript():
+    """It is no norm, and the patch does not fail at it."""
+    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    for layer in (*theirs.model.layers, *mine.model.layers):
+        layer.mlp.act_fn = torch.jit.script(torch.nn.SiLU())
+    liger.apply_liger_kernel(mine)
+    assert_same(step(mine), step(theirs))

@@ -348,7 +348,10 @@ def check_later(rank):
         for label in (5, -100):  # on one rank
             given = batch()
             given["labels"][1, 5] = label if rank else 6
-            assert other(**given).loss.isnan()
+            other.zero_grad()
+            loss = other(**given).loss
+            loss.backward()
+            assert loss.isnan() and whole(other.model.norm.weight.grad).isnan().any()
         assert not other(**batch()).loss.isnan()
 
 
@@ -395,6 +398,8 @@ def check_rows(rank):
         shards = [placed(t, placements=[place]) for t in (x, g)]
         torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), want)
         assert by_rows(shards[0], *parameters).placements == (place,)
+    swapped = by_rows(placed(x, placements=[Shard(1)]).transpose(0, 1), *parameters).contiguous().view(-1, 8)
+    torch.testing.assert_close(whole(swapped), want[0].transpose(0, 1).reshape(-1, 8))
     assert by_rows(placed(x, placements=[Shard(2)]), *parameters) is None
     assert by_rows(DTensor.from_local(x, mesh(), [Partial()]), *parameters) is None
     assert by_rows(placed(x, placements=[Shard(0)]), w, b) is None

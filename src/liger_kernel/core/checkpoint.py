@@ -24,7 +24,8 @@ def offloaded(keeping):
             return keeping(function, *args, **kwargs)
 
         def pack(x):
-            return (send(x) if x.untyped_storage()._cdata in wanted else None) or x
+            dense = x.layout is torch.strided and not x.is_nested
+            return (send(x) if dense and x.untyped_storage()._cdata in wanted else None) or x
 
         def unpack(kept):
             return kept.fetched() if type(kept) is Waiting else kept
@@ -36,7 +37,9 @@ def offloaded(keeping):
 
 
 def _may_wait(x) -> bool:
-    return type(x) is torch.Tensor and x.requires_grad and devices.is_off_host(x) and torch.is_grad_enabled()
+    if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+        return False
+    return x.requires_grad and devices.is_off_host(x) and torch.is_grad_enabled()
 
 
 def _is_captured(args) -> bool:

@@ -64,15 +64,19 @@ class _Pieces:
         self.free = []
 
     def take(self, n: int) -> list[torch.Tensor] | None:
-        """Pieces for n bytes; None if that would be more than the bound."""
+        """Pieces for n bytes; None if that would be more than the bound, or than there is."""
         needed = -(-n // PIECE)
         with self.lock:
             new = needed - len(self.free)
             if new > 0:
                 if _Pieces.taken + new * PIECE > bound():
                     return None
-                self.free += [_pinned() for _ in range(new)]
-                _Pieces.taken += new * PIECE
+                for _ in range(new):
+                    try:
+                        self.free.append(_pinned())
+                    except RuntimeError:  # the host gives no more
+                        return None
+                    _Pieces.taken += PIECE
             found = self.free[:needed]
             del self.free[:needed]
         return found

@@ -87,7 +87,8 @@ class _OfLocal(torch.autograd.Function):
 
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in placements)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # the stride is that of the whole: so the part has to be laid out alike
+        return DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @staticmethod
     def backward(ctx, dy):
@@ -238,4 +239,5 @@ def token_loss_reference_parallel(
     z_loss, mean = lse_square_scale * lse * lse, sum_z.detach() / V
     outputs = ce + z_loss, lse, log_sum - distance / total, z_loss.detach(), (best == target).float(), mean
     loss, lse, entropy, z_loss, correct, mean = (x.where(valid, 0) for x in outputs)
-    return loss.where(alike, torch.nan), lse, entropy, z_loss, correct, best.where(valid, -1), mean
+    loss = loss * torch.where(alike, 1.0, torch.nan).to(loss.dtype)  # and its gradient
+    return loss, lse, entropy, z_loss, correct, best.where(valid, -1), mean

@@ -44,7 +44,8 @@ class _Walk:
 
     def __init__(self, model, flags):
         self.model, self.flags, self.given = model, {flag for flag in FLAGS if flags.get(flag)}, flags
-        self.paths = {module: path for path, module in model.named_modules()}
+        modules = {module: path for path, module in model.named_modules()}
+        self.paths = {m: path for m, path in modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         self.models = causal_lms(model)
         self.report = Report(type(self.models[0] if self.models else model).__name__)
         self.done = set()  # flags for which there is something, be it from an earlier call

@@ -27,9 +27,10 @@ def gathers_nothing(module) -> bool:
         for hook in getattr(module, name).values():
             if getattr(hook, "__module__", None) not in GATHERING:
                 return False
-    return next(module.parameters(), None) is None
+    return next(iter(module.parameters()), None) is None
 
 
 def without(module) -> dict:
     """Attributes for a copy of it which is tried: without the hooks that would write down that it was."""
-    return {name: {} for name in HOOKS} if gathers_nothing(module) else {}
+    has = any(getattr(module, name) for name in HOOKS)
+    return {name: {} for name in HOOKS} if has and gathers_nothing(module) else {}

@@ -108,7 +108,8 @@ def _by_pytorch(head):
 
 def _by_transformers(head, function):
     module = sys.modules.get(OF_TRANSFORMERS)
-    if module is None or not _made_in(function, module.TensorParallelLayer.install_forward):
+    maker = getattr(getattr(module, "TensorParallelLayer", None), "install_forward", None)
+    if not isinstance(maker, FunctionType) or not _made_in(function, maker):
         return None
     held = _held(function)
     style, original = held["self"], held["original_forward"]

@@ -131,7 +131,9 @@ class Request:
                 return own(head, hidden_states)
             return self._in_graph(head, own, hidden_states)
         plan = plan_of(head)
-        if hidden_states.numel() == 0 or (plan is None and not plain(hidden_states)):
+        if plan is None and not plain(hidden_states):
+            return own(head, hidden_states)
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.numel() == 0:
             return own(head, hidden_states)
         if self.place != place():  # under no_grad, or a checkpoint of its own, which runs again without this request
             return own(head, hidden_states)

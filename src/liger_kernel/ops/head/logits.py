@@ -428,7 +428,8 @@ def token_loss(
     """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
 
     x may be in two parts, of the same strides. With a ``group`` it is this rank's shard of the classes, and one small
-    tensor is gathered. The loss of a token is NaN if its target is another one on another rank.
+    tensor is gathered. The loss of a token, and its gradient, are NaN if its target is another one on another
+    rank.
     """
     (x, more, split, shard), (world, rank) = parts(x), place(group)
     T, kind = x.shape[0], options.kind
@@ -462,7 +463,9 @@ def token_loss(
         merged[SLOTS] = target
         merged = gathered(merged, group)
         merge(merged, world, ((SLOTS + 1) * T, T), None, None, None)
-        loss.masked_fill_((merged[:, SLOTS] != merged[0, SLOTS]).any(0), torch.nan)  # other targets on another rank
+        unlike = (merged[:, SLOTS] != merged[0, SLOTS]).any(0)  # other targets on another rank
+        loss.masked_fill_(unlike, torch.nan)
+        stats.masked_fill_(unlike[:, None], torch.nan)  # of which the gradient is made
 
 
 def token_gradient(

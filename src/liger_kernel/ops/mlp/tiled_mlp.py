@@ -82,6 +82,7 @@ def _learning(module, more):
     """The tensors that require a gradient, and the places (module, attribute) where each is. ``more``: other ones."""
     found = {}
     for m in module.modules():
+        _check_gathered(m)
         for held in (m._parameters, vars(m)):
             for name, t in held.items():
                 if isinstance(t, torch.Tensor) and t.requires_grad and (held is m._parameters or _stands_for(t, m)):
@@ -89,14 +90,17 @@ def _learning(module, more):
     for t in more or ():
         if t.requires_grad:
             found.setdefault(id(t), (t, [(types.SimpleNamespace(tensor=t), "tensor")]))
-    for t, places in found.values():
-        if getattr(t, "ds_shape", t.shape) != t.shape:
+    return [t for t, _ in found.values()], [places for _, places in found.values()]
+
+
+def _check_gathered(module):
+    for name, t in module._parameters.items():
+        if t is not None and getattr(t, "ds_shape", t.shape) != t.shape:
             raise RuntimeError(
-                f"{NAME}: ZeRO-3 has not gathered {type(places[0][0]).__name__}.{places[0][1]}; call "
+                f"{NAME}: ZeRO-3 has not gathered {type(module).__name__}.{name}; call "
                 "deepspeed.utils.set_z3_leaf_modules for the class of the module with the tiles, or patch with "
                 "tiled_mlp, before deepspeed.initialize"
             )
-    return [t for t, _ in found.values()], [places for _, places in found.values()]
 
 
 def _stands_for(t, module):
