@@ -398,8 +398,8 @@ def check_rows(rank):
         shards = [placed(t, placements=[place]) for t in (x, g)]
         torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), want)
         assert by_rows(shards[0], *parameters).placements == (place,)
-    swapped = by_rows(placed(x, placements=[Shard(1)]).transpose(0, 1), *parameters).contiguous().view(-1, 8)
-    torch.testing.assert_close(whole(swapped), want[0].transpose(0, 1).reshape(-1, 8))
+    swapped = by_rows(placed(x[:, :4], placements=[Shard(1)]).transpose(0, 1), *parameters).contiguous().view(-1, 8)
+    torch.testing.assert_close(whole(swapped), want[0][:, :4].transpose(0, 1).reshape(-1, 8))
     assert by_rows(placed(x, placements=[Shard(2)]), *parameters) is None
     assert by_rows(DTensor.from_local(x, mesh(), [Partial()]), *parameters) is None
     assert by_rows(placed(x, placements=[Shard(0)]), w, b) is None
