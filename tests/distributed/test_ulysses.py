@@ -13,8 +13,9 @@ import tiny
 import torch
 import zero
 from hardware import DEVICE
+from logged import Losses
 from ranks import SIZE
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import liger_kernel.transformers as liger
@@ -33,15 +34,6 @@ def texts():
         labels[:prompt] = -100
         items.append(dict(input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)))
     return items
-
-
-class Losses(TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.seen.append(float(logs["loss"]))
 
 
 class InOrder(Trainer):

@@ -7,7 +7,8 @@ import peft
 import pytest
 import tiny
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from logged import Losses
+from transformers import Trainer, TrainingArguments
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
@@ -36,15 +37,6 @@ def texts(first, count):
         items.append(dict(input_ids=ids, labels=labels))
     assert all(len(item["input_ids"]) == LENGTH for item in items)
     return items
-
-
-class Losses(TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.seen.append(float(logs["loss"]))
 
 
 def byte_model(family="llama", **config):
