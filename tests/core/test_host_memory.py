@@ -3,8 +3,8 @@
 import gc
 import os
 import threading
-import weakref
 
+import host
 import pytest
 import torch
 from hardware import DEVICE
@@ -19,21 +19,7 @@ REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What is sent, as weak references: also from a CPU, whose memory is the host's; tensors as small as a test's."""
-    found, send = [], host_memory.Waiting.__init__
-
-    def init(self, *args):
-        send(self, *args)
-        found.append(weakref.ref(self))
-
-    monkeypatch.setattr(host_memory.Waiting, "__init__", init)
-    monkeypatch.setattr(devices, "is_off_host", lambda x: True)
-    monkeypatch.setattr(host_memory, "LEAST", 1)
-    monkeypatch.setattr(host_memory, "PIECE", 100)  # no divisor of a tensor's bytes
-    monkeypatch.setattr(host_memory, "_beside", {})
-    monkeypatch.setattr(host_memory._Pieces, "taken", 0)
-    monkeypatch.setattr(host_memory, "_thread", threading.local())
-    return found
+    return host.takes_everything(monkeypatch)
 
 
 def drawn(seed=0):

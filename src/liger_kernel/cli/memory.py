@@ -289,7 +289,7 @@ class _Run:
     def _checkpoints(self):
         name = "_gradient_checkpointing_func"
         layers = [m for m in self.step.model.modules() if name in vars(m)] if self.step.offload else []
-        saved = [getattr(layer, name) for layer in layers]
+        saved = [vars(layer)[name] for layer in layers]
         try:
             for layer, checkpoint in zip(layers, saved, strict=True):
                 setattr(layer, name, self._counted(checkpoint))
@@ -305,9 +305,8 @@ class _Run:
             self._to_host(index - 2)
 
             def again(*given, **more):
-                if self.backward:  # it comes back, and the one before it
+                if self.backward:  # it comes back; the one before it comes with it only if half of the memory is free
                     self._back(index)
-                    self._back(index - 1)
                 return function(*given, **more)
 
             return checkpoint(again, x, *args, **kwargs)

@@ -16,8 +16,8 @@ from liger_kernel.cli.train import Training
 from liger_kernel.cli.verdict import TOLERANCE
 
 SWITCHES = (
-    "rope", "rms_norm", "swiglu", "geglu", "layer_norm", "relu_squared", "router", "tiled_mlp",
-    "cross_entropy", "fused_linear_cross_entropy",
+    "rope", "rms_norm", "swiglu", "geglu", "layer_norm", "relu_squared", "router",
+    "tiled_mlp", "offloaded_checkpoints", "long_context", "cross_entropy", "fused_linear_cross_entropy",
 )  # fmt: skip
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Training)}

@@ -254,7 +254,7 @@ def prepared(settings, args, patched: bool):
     if patched:
         from liger_kernel.transformers import apply_liger_kernel
 
-        apply_liger_kernel(model, **({"tiled_mlp": True} if args.offload else {}))
+        apply_liger_kernel(model, long_context=args.offload)
     units = units_of(model)
     step = memory.Step(model, units, {}, sharding(args), accumulates=args.accumulation > 1, autocast=by_autocast)
     step.offload = args.offload and patched

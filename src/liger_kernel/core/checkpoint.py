@@ -1,7 +1,8 @@
-"""A checkpoint whose inputs wait in the host's memory (`host_memory`)."""
+"""A checkpoint whose inputs wait in the host's memory (`host_memory`), and which keeps no norms (`again`)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -9,19 +10,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import devices
+from liger_kernel.core.again import noting
 from liger_kernel.core.host_memory import Waiting, send
 from liger_kernel.core.op import transformed
 
 
-def offloaded(keeping):
+def offloaded(keeping, within=lambda args: contextlib.nullcontext()):
     """``keeping``, which is `torch.utils.checkpoint.checkpoint` with some of its options given, with its inputs on the
-    host: of the tensors that are given by position those that a gradient goes to, but no parameters."""
+    host: of the tensors that are given by position those that a gradient goes to, but no parameters. The function runs
+    within the context ``within(args)``, both times."""
 
     @functools.wraps(keeping)
     def offloaded_checkpoint(function, *args, **kwargs):
-        wanted = {x.untyped_storage()._cdata for x in args if _may_wait(x)}
-        if not wanted or torch.compiler.is_compiling() or _is_captured(args) or transformed():
+        if torch.compiler.is_compiling() or _is_captured(args) or transformed():
             return keeping(function, *args, **kwargs)
+        wanted = {x.untyped_storage()._cdata for x in args if _may_wait(x)}
+
+        def noted(*args, **kwargs):
+            with noting(), within(args):
+                return function(*args, **kwargs)
 
         def pack(x):
             dense = x.layout is torch.strided and not x.is_nested
@@ -30,8 +37,8 @@ def offloaded(keeping):
         def unpack(kept):
             return kept.fetched() if type(kept) is Waiting else kept
 
-        with saved_tensors_hooks(pack, unpack):
-            return keeping(function, *args, **kwargs)
+        with saved_tensors_hooks(pack, unpack) if wanted else contextlib.nullcontext():
+            return keeping(noted, *args, **kwargs)
 
     return offloaded_checkpoint
 
@@ -57,6 +64,9 @@ def offloaded_checkpoint(function, *args, use_reentrant: bool = False, **kwargs)
             next checkpoint begins.
         use_reentrant: as in PyTorch.
         **kwargs: PyTorch's options of a checkpoint; the rest is for ``function``, and stays where it is.
+
+    What backward computes again is not all kept meanwhile: in a patched model, norms are made once more where the
+    layers that read them, or an MLP in tiles, would keep them.
 
     Host memory is kept for the next step. A process takes LIGER_KERNEL_HOST_MEMORY bytes of it at most, half of its
     share of the machine if that is not set; what would be more stays on the device. So does all of it in a graph of

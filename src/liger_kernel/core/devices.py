@@ -42,11 +42,17 @@ def free_bytes(tensor: torch.Tensor) -> float:
     """Of its device's memory, for this process: with what the allocator holds, within the share that it may have."""
     if not tensor.is_cuda:
         return 0
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     allocated = torch.cuda.memory_allocated(tensor.device)
-    allowed = torch.cuda.get_device_properties(tensor.device).total_memory * share(tensor.device)
     held = torch.cuda.memory_reserved(tensor.device) - allocated
-    return min(allowed - allocated, torch.cuda.mem_get_info(tensor.device)[0] + held)
+    return min(own_bytes(tensor) - allocated, torch.cuda.mem_get_info(tensor.device)[0] + held)
+
+
+def own_bytes(tensor: torch.Tensor) -> float:
+    """Of its device's memory, the share that this process may have."""
+    if not tensor.is_cuda:
+        return 0
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    return torch.cuda.get_device_properties(tensor.device).total_memory * share(tensor.device)
 
 
 def guard(tensor: torch.Tensor):
@@ -70,8 +76,22 @@ def _properties(kind: str, index: int) -> tuple[str, int, int, int]:
     return "cpu", 4, 32, 0
 
 
+def place(tensor: torch.Tensor) -> tuple[str, int]:
+    """The kind of device and its number."""
+    return "cuda" if tensor.is_cuda else tensor.device.type, tensor.get_device()
+
+
 def _of(tensor: torch.Tensor):
-    return _properties("cuda" if tensor.is_cuda else tensor.device.type, tensor.get_device())
+    return _properties(*place(tensor))
+
+
+def model(kind: str, index: int) -> tuple[str, float]:
+    """A device's name, and the bytes per second that its memory's clock and width give; "" and 0 if not known."""
+    if kind == "cuda":
+        p = torch.cuda.get_device_properties(index)
+        clock, bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)  # kHz, of two transfers
+        return p.name, 2e3 * clock * bits / 8
+    return (torch.xpu.get_device_properties(index).name, 0.0) if kind == "xpu" else ("", 0.0)
 
 
 def arch(tensor: torch.Tensor) -> str:

@@ -7,7 +7,7 @@
 x_i is let go of when the next tensor is sent, and by then computation waits for its copy: so the allocator has its
 memory again at once, however far the host runs ahead, and of all that was sent two tensors at most are on the device.
 The last one stays until it is asked for. On the way back a tensor is fetched when it is asked for, and the one before
-it already then if there is room for it.
+it already then if half of the memory is free: whoever fills it computes for so long that a copy does not count.
 
 Host memory is pinned, in pieces of one size: whatever the sizes of the tensors, what one gives back another can take.
 Pieces are taken and given back in the order of the copies, which all run on the device's one stream.
@@ -25,7 +25,7 @@ from liger_kernel.core import devices
 
 PIECE = 2**26  # bytes
 LEAST = 2**20  # bytes; what is smaller stays on the device
-ROOM = 16  # times a tensor's memory has to be free for it to be fetched before it is needed
+ROOM = 0.5  # of the device's memory stays free when a tensor is fetched before it is needed
 VARIABLE = "LIGER_KERNEL_HOST_MEMORY"
 
 
@@ -153,7 +153,7 @@ class Waiting:
             )
         before = None if self.before is None else self.before()
         if before is not None and before.x is None and not before.changed:
-            if devices.free_bytes(x) >= ROOM * x.numel() * x.element_size():
+            if devices.free_bytes(x) - x.numel() * x.element_size() >= ROOM * devices.own_bytes(x):
                 before.fetch()
         return x
 

@@ -8,7 +8,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
-from liger_kernel.patch import head, private
+from liger_kernel.patch import head, offloading, private
 from liger_kernel.patch.balancing import LoadBalancing
 from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.gated_norm import GatedNorms
@@ -16,7 +16,8 @@ from liger_kernel.patch.loss import LossInHead, LossOnLogits, causal_lms
 from liger_kernel.patch.mask import CausalMasks
 from liger_kernel.patch.mlp import GatedMLPs
 from liger_kernel.patch.norm import Norms
-from liger_kernel.patch.parts import Reads, unchanged
+from liger_kernel.patch.offloading import OffloadedCheckpoints
+from liger_kernel.patch.parts import Reads, outline, unchanged
 from liger_kernel.patch.plain_mlp import PlainMLPs
 from liger_kernel.patch.report import Report
 from liger_kernel.patch.residual import ResidualStreams
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 STAGES = (
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (ResidualStreams(), HeadNorms(), TiledMLPs()),  # of norms, attentions and MLPs that are ours by now
+    (OffloadedCheckpoints(),),
     (LossInHead(),),
     (LossOnLogits(),),
     (LoadBalancing(),),
@@ -90,22 +92,13 @@ class _Walk:
     def proved_once(self, prove, module):
         if private.own_forward(module):
             return "its forward was replaced on the instance", ()
-        known = self.proofs.setdefault((prove, _outline(module)), [])
+        known = self.proofs.setdefault((prove, outline(module)), [])
         for what, parts in known:
             if unchanged(module, parts):
                 return what, parts
         reads = Reads()
         known.append((prove(module, reads), reads.parts()))
         return known[-1]
-
-
-def _outline(module):
-    """What a proof looks at by itself: the class, which members there are, and of which classes."""
-    attributes = tuple((name, type(value)) for name, value in module.__dict__.items())
-    tensors = tuple((k, v is None) for held in (module._parameters, module._buffers) for k, v in held.items())
-    children = [(k, type(v), v is not None and any(True for _ in v.parameters())) for k, v in module._modules.items()]
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return type(module), attributes, tensors, tuple(children), implementation
 
 
 def check_transformers() -> None:
@@ -126,6 +119,7 @@ def patch(model: torch.nn.Module, flags: dict[str, bool | int]) -> Report:
 def revert_model(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
         head.give_back(module)
+        offloading.give_back(module)
         own = type(module).__dict__.get("_liger")
         if own is not None:
             for name in type(module)._liger_state:

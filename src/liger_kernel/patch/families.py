@@ -9,7 +9,7 @@ import torch
 
 from liger_kernel.patch import class_level
 from liger_kernel.patch.engine import patch, revert_model
-from liger_kernel.patch.family_table import BEHIND_MODEL, BY_NAME, EVERYTHING, FAMILIES, FUNCTIONS, MORE, TEXT
+from liger_kernel.patch.family_table import BEHIND_MODEL, BY_NAME, EVERYTHING, FAMILIES, FUNCTIONS, LONG, MORE, TEXT
 from liger_kernel.patch.report import Report
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,9 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
             those that exist (but what was patched by itself) and those that are built from now on.
         tiled_mlp: MLPs in tiles of tokens, which backward computes again, for long sequences: in tokens / hidden size
             tiles, or in tiles of so many tokens.
+        offloaded_checkpoints: decoder layers are computed again in backward, from inputs that wait in pinned host
+            memory. Gradient checkpointing is switched on if it is not; whatever it is set to later is kept to.
+        long_context: both of these, but what is given as False.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert` undoes all of it,
@@ -36,11 +39,12 @@ DOC = """Replace what Hugging Face runs in a {name} model by faster kernels that
         ImportError: transformers is too old; or, without a model, has no {name}.
     """
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
-TILES = "tiled_mlp"
+TILES, LONG_CONTEXT = "tiled_mlp", "long_context"
 
 
-def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool | int]:
-    """The switches with what was given; None is False. Of the two losses the one that was asked for wins."""
+def decided(name: str, switches: dict[str, bool], given: dict) -> tuple[dict[str, bool | int], dict]:
+    """-> the switches with what was given, and that without ``long_context``, which is its parts. None is False. Of
+    the two losses the one that was asked for wins."""
     for switch, value in given.items():
         if isinstance(value, torch.nn.Module):
             raise TypeError(f"{name}: {switch} is {_what(value)}, give a model as model=...")
@@ -50,11 +54,14 @@ def decided(name: str, switches: dict[str, bool], given: dict) -> dict[str, bool
             raise TypeError(f"{name}: {switch} is {_what(value)}, give {wanted}")
     if all(given.get(loss) for loss in LOSSES):
         raise ValueError(f"{name}: cross_entropy and fused_linear_cross_entropy are both True, give one of them")
+    if given.get(LONG_CONTEXT):
+        given = {**dict.fromkeys(LONG, True), **{k: v for k, v in given.items() if k not in LONG or v is not None}}
     chosen = {**switches, **{k: v if v and v > 1 else bool(v) for k, v in given.items()}}
+    chosen.pop(LONG_CONTEXT, None)
     for mine, other in (LOSSES, LOSSES[::-1]):
         if given.get(mine):
             chosen[other] = False
-    return chosen
+    return chosen, given
 
 
 def _what(value) -> str:
@@ -108,7 +115,9 @@ def _signature(model_type: str) -> inspect.Signature:
     named = [parameters.pop(name) for name in BY_NAME if name in parameters]
     parameters["model"] = inspect.Parameter("model", kind, default=None, annotation="torch.nn.Module | None")
     found = [*parameters.values(), *([behind] if behind else [])]
-    found.append(inspect.Parameter(TILES, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | int | None"))
+    for name in (*LONG, LONG_CONTEXT):
+        values = "bool | int | None" if name == TILES else "bool | None"
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=values))
     found += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in named]
     if model_type in MORE:
         found.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD, annotation="object"))
@@ -127,7 +136,7 @@ def _make(model_type: str):
             raise TypeError(f"{name}: {error}") from None
         model = given.pop("model", None)
         given.pop("kwargs", None)
-        chosen = decided(name, switches, given)
+        chosen, given = decided(name, switches, given)
         if model is None:
             return _logged(_asked_for(class_level.patch_family(model_type, chosen), given, BY_NAME))
         return _patched(name, model, chosen, given, BY_NAME)
@@ -155,8 +164,8 @@ def _apply_liger_kernel(model_type: str, **kwargs: object) -> Report | None:
     if not class_level.is_known(model_type):
         logger.info("no kernels are applied: this transformers has no models of type %r", model_type)
         return None
-    chosen = decided("_apply_liger_kernel", EVERYTHING, {k: v for k, v in kwargs.items() if k in EVERYTHING})
-    return _logged(_asked_for(class_level.patch_family(model_type, chosen), kwargs))
+    chosen, asked = decided("_apply_liger_kernel", EVERYTHING, {k: v for k, v in kwargs.items() if k in EVERYTHING})
+    return _logged(_asked_for(class_level.patch_family(model_type, chosen), asked))
 
 
 def _apply_liger_kernel_to_instance(model: torch.nn.Module, **kwargs: object) -> Report:
@@ -185,7 +194,7 @@ def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) ->
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
         **switches: rope, rms_norm, layer_norm, swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²),
             router (a mixture's, and its load-balancing loss), fused_linear_cross_entropy (all on), cross_entropy,
-            tiled_mlp (off), as in `apply_liger_kernel_to_llama`.
+            tiled_mlp, offloaded_checkpoints, long_context (off), as in `apply_liger_kernel_to_llama`.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.
@@ -198,7 +207,7 @@ def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) ->
     unknown = sorted(set(switches) - set(EVERYTHING))
     if unknown:
         raise TypeError(f"apply_liger_kernel: unknown switch {', '.join(unknown)}, there are {', '.join(EVERYTHING)}")
-    return _patched("apply_liger_kernel", model, decided("apply_liger_kernel", EVERYTHING, switches), switches)
+    return _patched("apply_liger_kernel", model, *decided("apply_liger_kernel", EVERYTHING, switches))
 
 
 def revert(target: torch.nn.Module | str) -> None:

@@ -74,4 +74,6 @@ BY_NAME = ("router",)  # switches that are keywords alone
 BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
 MORE = "internvl", "llava", "nemotron", "smolvlm"  # functions that take any keyword, and do not use it
 FUNCTIONS = [f"apply_liger_kernel_to_{name}" for name in (*FAMILIES, *(text for text in TEXT if "qwen3_5" in text))]
-EVERYTHING = {**_row(), "layer_norm": True, "geglu": True, "relu_squared": True, "router": True, "tiled_mlp": False}
+LONG = {"tiled_mlp": False, "offloaded_checkpoints": False}  # what ``long_context`` switches on; by name alone, all
+EVERYTHING = {**_row(), "layer_norm": True, "geglu": True, "relu_squared": True, "router": True, **LONG}
+EVERYTHING["long_context"] = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import devices
+from liger_kernel.core.again import note
 from liger_kernel.core.parallel import by_rows
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
@@ -85,7 +86,8 @@ class LayerNorm(Kind):
             if not _fits(hidden_states, eps, held):
                 y = _of_shards(layer_norm, hidden_states, eps, held)
                 return cls.forward(self, hidden_states) if y is None else y
-            return functional.liger_layer_norm(hidden_states, weight, bias, eps)
+            y = functional.liger_layer_norm(hidden_states, weight, bias, eps)
+            return note(y, functional.liger_layer_norm, hidden_states, weight, bias, options=(eps,))
 
         return {"forward": forward}
 
@@ -225,10 +227,12 @@ def _rms_forward(cls, what, waits):
         how = None if apart else weight, eps, what.offset, what.casting
         if type(hidden_states) is Stream:
             y = hidden_states.normed(*how)
+            x = hidden_states.value
         elif waits and not apart and not seen(self) and deferred.may_wait(self):
             return Normed(x, how)
         else:
             y = functional.liger_rms_norm(x, *how)
+        y = note(y, functional.liger_rms_norm, x, how[0], options=how[1:])
         return (weight + what.offset if what.offset else weight) * y if apart else y
 
     return forward

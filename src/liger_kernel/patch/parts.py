@@ -86,6 +86,15 @@ def unchanged(module, parts) -> bool:
     return True
 
 
+def outline(module):
+    """What a proof looks at by itself: the class, which members there are, and of which classes."""
+    attributes = tuple((name, type(value)) for name, value in module.__dict__.items())
+    tensors = tuple((k, v is None) for held in (module._parameters, module._buffers) for k, v in held.items())
+    children = [(k, type(v), v is not None and any(True for _ in v.parameters())) for k, v in module._modules.items()]
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return type(module), attributes, tensors, tuple(children), implementation
+
+
 class Reads:
     """The parts of one module, as they are read of what `shell` gives."""
 

@@ -4,7 +4,7 @@ r"""An MLP in tiles of tokens (ALST): of its activations only its input is kept 
 
 f works on every token by itself, so its tokens can be cut into tiles: forward computes one after the other and keeps x;
 backward computes each once more, with a graph, and goes back through it. What f holds meanwhile is that of one tile,
-however long the sequence is.
+however long the sequence is. An x that can be made again (`again`) is not kept: backward makes that of a tile.
 
 The sum over the tiles is in fp32 and is rounded once, to the dtype of a tile's gradient. Where that dtype rounds by ε,
 dw is off by ε·Σ_i |dw_i| at most, as f rounds the tiles, and by ε·|dw|, as their sum is rounded.
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from torch.utils.weak import TensorWeakRef
 
 from liger_kernel.core import check, devices
+from liger_kernel.core.again import recipe
 from liger_kernel.core.op import Function, gradients, matrix, transformed
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
@@ -187,15 +188,22 @@ def _check_graph(y, known):
         waiting += node.next_functions
 
 
-def _gradients(run, inputs, dy, needs):
-    """Of one tile, which is the first of the inputs; None where there is none, or none is needed."""
-    y = run(inputs[0])
+def _gradient(run, x, tensors, sums, dy):
+    """-> that of x, a tile, None if there is none. Those of the tensors are added to their sums, None if none is
+    needed, each as soon as it is there."""
+    y = run(x)
     if not y.requires_grad:
-        return [None] * len(inputs)
-    _check_graph(y, [t for t in inputs if t.requires_grad])
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
-    return [next(found) if need else None for need in needs]
+        return None
+    _check_graph(y, [t for t in (x, *tensors) if t.requires_grad])
+    summed = [(t, total) for t, total in zip(tensors, sums, strict=True) if total is not None]
+    hooks = [t.register_hook(total.taken) for t, total in summed]
+    try:
+        wanted = [x, *(t for t, _ in summed)] if x.requires_grad else [t for t, _ in summed]
+        found = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if x.requires_grad else None
 
 
 class _Sum:
@@ -204,13 +212,16 @@ class _Sum:
     def __init__(self):
         self.value, self.dtype, self.ours = None, None, False
 
-    def add(self, more):
+    def taken(self, more):
+        """Add it; autograd goes on with one that has no memory."""
         if self.value is None:
-            self.value, self.dtype = more, None if more is None else more.dtype
-        elif more is not None and self.ours:
+            self.value, self.dtype = more, more.dtype
+        elif self.ours:
             self.value += more
-        elif more is not None:  # autograd's first one may share its memory with something
-            self.value, self.ours = self.value.to(torch.promote_types(self.dtype, torch.float32)) + more, True
+        else:  # autograd's first one may share its memory with something
+            wide = torch.promote_types(self.dtype, torch.float32)
+            self.value, self.ours = self.value.to(wide, copy=True).add_(more), True
+        return more.new_zeros(()).expand_as(more)
 
     def rounded(self):
         return None if self.value is None else self.value.to(self.dtype)
@@ -251,6 +262,21 @@ def _replay(x):
     return again
 
 
+class _Input(torch.autograd.Function):
+    """x, or what backward makes it of. A checkpoint that has this need not run the tiles again, too: the node behind
+    it keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, x, recipe):
+        ctx.save_for_backward(*((x,) if recipe is None else recipe.tensors))
+        ctx.recipe = recipe and recipe.without_tensors()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
+
+
 class LigerTiledMLPFunction(Function):
     """``apply(fn, mlp_module, x, shards, compute_params=None) -> y``: `apply_tiled_mlp` with a number of tiles."""
 
@@ -267,11 +293,17 @@ class LigerTiledMLPFunction(Function):
         tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
         if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
             return _joined(functools.partial(_run, fn, mlp_module), x, shards)
+        x = _Input.apply(x, recipe(x)) if x.requires_grad and torch.is_grad_enabled() else x
         return super(torch.autograd.Function, cls).apply(fn, mlp_module, x, shards, compute_params, places, *tensors)
 
     @staticmethod
     def forward(ctx, fn, mlp_module, x, shards, compute_params, places, *tensors):
-        ctx.save_for_backward(x)
+        ctx.input, ctx.recipe = x.grad_fn, None
+        if type(ctx.input) is _Input._backward_cls:
+            ctx.recipe = ctx.input.recipe
+        else:
+            ctx.input = ctx
+            ctx.save_for_backward(x)
         ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
         ctx.places, ctx.seen, version = places, [_Seen(t) for t in tensors], x._version
         try:
@@ -286,7 +318,8 @@ class LigerTiledMLPFunction(Function):
 
     @classmethod
     def again(cls, ctx, dy):
-        (x,) = ctx.saved_tensors
+        x, *others = ctx.input.saved_tensors
+        x = ctx.recipe(x, *others) if ctx.recipe else x
 
         def whole(x, *tensors):
             with ctx.replay(), _in_places(ctx.places, tensors):
@@ -300,20 +333,20 @@ class LigerTiledMLPFunction(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        tensors, needs = _now(ctx.places, ctx.seen), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
-        dx = x.new_empty(x.shape) if needs[0] else None
-        sums = [_Sum() for _ in tensors]
+        x, *others = ctx.input.saved_tensors
+        tensors, need_dx, needs = _now(ctx.places, ctx.seen), ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
+        dx = x.new_empty(x.shape) if need_dx else None
+        sums = [_Sum() if need else None for need in needs]
         tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
         with ctx.replay(), _unhooked(tensors), _in_places(ctx.places, tensors):
             for x_i, dy_i, dx_i in zip(*tiles, strict=True):
-                x_i = x_i.detach().requires_grad_(needs[0])
-                own, *found = _gradients(ctx.run, [x_i, *tensors], dy_i, needs)
-                if needs[0]:
+                if ctx.recipe:
+                    with torch.no_grad():
+                        x_i = ctx.recipe(x_i, *others)
+                own = _gradient(ctx.run, x_i.detach().requires_grad_(need_dx), tensors, sums, dy_i)
+                if need_dx:
                     dx_i.zero_() if own is None else dx_i.copy_(own)
-                for sum_i, more in zip(sums, found, strict=True):
-                    sum_i.add(more)
-        return None, None, dx, None, None, None, *(total.rounded() for total in sums)
+        return None, None, dx, None, None, None, *(total and total.rounded() for total in sums)
 
 
 def apply_tiled_mlp(

@@ -1,0 +1,169 @@
+r"""Attention of long sequences, a few heads after the other.
+
+The backward of fused attention adds up dq in fp32, which takes twice the memory of q, and in a layer that is computed
+again in backward that is the fullest moment. Heads do not know of each other, so that they may go in groups: what is
+beside q, k, v, the output and their gradients is then that of one group.
+
+Each group is ``scaled_dot_product_attention`` itself, of whatever backend it takes, and backward goes back through it.
+What the groups keep for that goes by way of `save_for_backward`: so a checkpoint drops it, and has it made again. Parts
+of q, k, v and of the output are kept as such.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from liger_kernel.core.op import Function, transformed
+
+MOST = 8  # groups
+LEAST = 2**25  # elements of q in a group: 8,192 tokens of 32 heads of 128 channels
+attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def groups(q, k) -> int:
+    """Into how many the heads of keys and values go."""
+    n = math.gcd(k.shape[1], MOST)
+    while n > 1 and q.numel() < n * LEAST:
+        n //= 2
+    return n
+
+
+def worth_it(tensors) -> bool:
+    """Whether a layer that is given these may have attention of that length."""
+    return any(isinstance(t, torch.Tensor) and t.numel() >= 2 * LEAST for t in tensors)
+
+
+class HeadGroups(TorchFunctionMode):
+    """While it is entered, attention of long sequences goes by groups of heads where that changes nothing."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return _by_groups(*args, **kwargs) if function is attention else function(*args, **kwargs)
+
+
+def _by_groups(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    options = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    q, k, v, mask = given = query, key, value, attn_mask
+    simple = all(type(t) is torch.Tensor and t.dim() == 4 for t in given if t is not None)
+    if not simple or dropout_p or k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        return attention(q, k, v, mask, **options)  # random numbers would be drawn in another order
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if not learns or groups(q, k) == 1 or mask is not None and mask.requires_grad or transformed():
+        return attention(q, k, v, mask, **options)
+    return _HeadGroups.apply(q, k, v, mask, options)
+
+
+class _Behind(torch.autograd.Function):
+    """x, behind a node that keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, x, anchor):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):  # gradients are taken before it
+        return dx, None
+
+
+class _HeadGroups(Function):
+    @staticmethod
+    def reference(q, k, v, mask, options):
+        return attention(q, k, v, mask, **options)
+
+    @staticmethod
+    def arguments(ctx):
+        q, k, v, mask, *_ = ctx.saved_tensors
+        return q, k, v, mask, ctx.options
+
+    @classmethod
+    def apply(cls, *args):
+        return super(torch.autograd.Function, cls).apply(*args)
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, options):
+        kept, now, ctx.groups, out = [], {}, [], None
+        anchor = torch.zeros((), requires_grad=True)
+        for heads in _heads(q, k):
+            parts = [t[:, own] for t, own in zip((q, k, v), heads, strict=True)]
+            own_mask = mask[:, heads[0]] if mask is not None and mask.shape[1] > 1 else mask
+            packed = []
+            with torch.enable_grad(), saved_tensors_hooks(_pack(packed), _unpack(now)):
+                behind = [_Behind.apply(t, anchor) for t in parts]
+                y = attention(*behind, own_mask, **options)
+            if out is None:  # tokens first, as fused attention gives it and the next projection reads it
+                batch, _, tokens, channels = y.shape
+                out = y.new_empty(batch, tokens, q.shape[1], channels).transpose(1, 2)
+            out[:, heads[0]].copy_(y)
+            for entry in packed:
+                entry.settle([*zip((q, k, v), heads, parts, strict=True), (out, heads[0], y)], kept)
+            ctx.groups.append((heads, get_gradient_edge(y), [get_gradient_edge(t) for t in behind]))
+        ctx.save_for_backward(q, k, v, mask, out, *kept)
+        ctx.options, ctx.now = options, now
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, _, out, *kept = ctx.saved_tensors
+        wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
+        found = [torch.empty_like(t) if i in wanted else None for i, t in enumerate((q, k, v))]
+        ctx.now.update(wholes=(q, k, v, out), kept=kept)
+        try:
+            for heads, y, behind in ctx.groups:
+                edges = [behind[i] for i in wanted]
+                gradients = torch.autograd.grad([y], edges, [dout[:, heads[0]]], retain_graph=True)
+                for i, gradient in zip(wanted, gradients, strict=True):
+                    found[i][:, heads[i]].copy_(gradient)
+        finally:
+            ctx.now.clear()
+        return *found, None, None
+
+
+def _heads(q, k):
+    """Of each group: the heads of q, of k, of v."""
+    n = groups(q, k)
+    for i in range(n):
+        of_q, of_k = (slice(i * t.shape[1] // n, (i + 1) * t.shape[1] // n) for t in (q, k))
+        yield of_q, of_k, of_k
+
+
+class _Entry:
+    """What a group's graph holds in the place of a tensor: which part of which whole it is, or its place among what is
+    kept."""
+
+    def __init__(self, x):
+        self.x, self.whole, self.heads, self.place = x, None, None, None
+
+    def settle(self, parts, kept):
+        x, self.x = self.x, None
+        for i, (_, heads, part) in enumerate(parts):
+            if _same(x, part):
+                self.whole, self.heads = i, heads
+                return
+        self.place = len(kept)
+        kept.append(x)
+
+
+def _same(x, part) -> bool:
+    there = x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
+    return there == (part.untyped_storage()._cdata, part.storage_offset(), part.dtype, part.shape, part.stride())
+
+
+def _pack(packed):
+    def pack(x):
+        packed.append(_Entry(x.detach()))
+        return packed[-1]
+
+    return pack
+
+
+def _unpack(now):
+    def unpack(entry):
+        if entry.whole is None:
+            return now["kept"][entry.place]
+        return now["wholes"][entry.whole][:, entry.heads]
+
+    return unpack

@@ -1,0 +1,121 @@
+"""Decoder layers whose checkpoints wait in the host's memory, whoever switches them on (`core.checkpoint`).
+
+What backward computes again of such a layer takes less memory, too: norms are made again where they would be kept, and
+attention goes by groups of heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.core.checkpoint import offloaded
+from liger_kernel.ops.attention.head_groups import HeadGroups, worth_it
+from liger_kernel.patch.private import swap
+from liger_kernel.patch.residual import Block, ResidualStreams
+from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
+
+FLAG = "offloaded_checkpoints"
+CHOSEN = "_gradient_checkpointing_func"  # where transformers keeps what it checkpoints a layer with
+RESIDUALS = ResidualStreams()
+
+
+def checkpointed(function, *args, **kwargs):
+    """What a layer is checkpointed with if nobody has chosen."""
+    return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
+
+
+def _chosen(self):
+    try:
+        chosen = self.__dict__[CHOSEN]
+    except KeyError:
+        raise AttributeError(f"{type(self).__name__} has no checkpoint: nothing has set {CHOSEN}") from None
+    return chosen if torch.compiler.is_compiling() else offloaded(chosen, _within)
+
+
+def _within(args):
+    return HeadGroups() if worth_it(args) else contextlib.nullcontext()
+
+
+def _choose(self, chosen):
+    self.__dict__[CHOSEN] = chosen
+
+
+def _forget(self):
+    self.__dict__.pop(CHOSEN, None)
+
+
+@dataclass(frozen=True)
+class Offloaded(Kind):
+    """A layer whose checkpoints wait on the host; ``block``: what it is beside that."""
+
+    block: Block | None
+    flag, column = FLAG, "residual stream"
+    one_argument, fusible, pays = Block.one_argument, Block.fusible, staticmethod(Block.pays)
+
+    @property
+    def guarded(self):
+        return self.block is not None
+
+    @property
+    def flags(self):
+        return (FLAG,) if self.block is None else (FLAG, *self.block.flags)
+
+    @property
+    def kernel(self):
+        return "checkpoints in host memory" + ("" if self.block is None else f", {self.block.kernel}")
+
+    def members(self, cls):
+        block = {} if self.block is None else self.block.members(cls)
+        return {**block, CHOSEN: property(_chosen, _choose, _forget)}
+
+
+class OffloadedCheckpoints(Rewrite):
+    """After the residual streams: every layer that transformers may checkpoint, whose checkpoints are switched on."""
+
+    flags = FLAG, *ResidualStreams.flags
+    known = type(None), Block, Offloaded
+
+    def may_be(self, module):
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return isinstance(module, GradientCheckpointingLayer)
+
+    def apply(self, walk, module):
+        before = known_as(module)
+        offloaded = isinstance(before, Offloaded)
+        if offloaded and before.block is None and walk.flags.intersection(RESIDUALS.flags) and RESIDUALS.may_be(module):
+            swap(module, type(module)._liger[0])
+            RESIDUALS.apply(walk, module)
+        elif offloaded or FLAG not in walk.flags:
+            return
+        block = known_as(module)
+        parts = () if block is None else type(module)._liger_parts
+        if not offloaded and not _may_be_checkpointed(walk, module):
+            return walk.leave((FLAG,), self.name(module), "its model cannot be checkpointed")
+        if block is not None:
+            swap(module, type(module)._liger[0])
+        walk.become(module, Offloaded(block), parts, self.name(module))
+        if not offloaded and not module.gradient_checkpointing:
+            module.gradient_checkpointing, module.__dict__[CHOSEN] = True, checkpointed
+
+
+def _may_be_checkpointed(walk, module) -> bool:
+    """transformers refuses it of some models."""
+    path = walk.paths[module]
+    owners = [m for m, at in walk.paths.items() if hasattr(m, "supports_gradient_checkpointing") and _inside(path, at)]
+    return all(owner.supports_gradient_checkpointing for owner in owners)
+
+
+def _inside(path, outer) -> bool:
+    return not outer or path.startswith(outer + ".")
+
+
+def give_back(module) -> None:
+    """Checkpoints that nobody but this has switched on are switched off."""
+    if isinstance(known_as(module), Offloaded) and module.__dict__.get(CHOSEN) is checkpointed:
+        for name in (CHOSEN, "gradient_checkpointing"):
+            module.__dict__.pop(name, None)

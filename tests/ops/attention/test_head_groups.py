@@ -1,0 +1,131 @@
+"""Attention by groups of heads gives what it gives of all heads, bit for bit, and a checkpoint keeps nothing of it."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hardware import DEVICE
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from liger_kernel.ops.attention import head_groups
+from liger_kernel.ops.attention.head_groups import HeadGroups
+
+T, D = 33, 16
+HEADS = pytest.mark.parametrize("heads, of_keys, gqa", [(8, 4, True), (6, 6, False), (4, 4, True), (5, 5, False)])
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """Groups of any size; the calls of what makes them."""
+    calls, apply = [], head_groups._HeadGroups.apply
+    monkeypatch.setattr(head_groups, "LEAST", 1)
+    monkeypatch.setattr(head_groups._HeadGroups, "apply", lambda *given: (calls.append(1), apply(*given))[1])
+    return calls
+
+
+def drawn(heads, of_keys, dtype=torch.float32, frozen=""):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(name, heads):
+        x = torch.randn(2, T, heads, D, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+        return x.requires_grad_(name not in frozen)
+
+    q, k, v = draw("q", heads), draw("k", of_keys), draw("v", of_keys)
+    return q, k, v, torch.randn(2, heads, T, D, generator=generator).to(DEVICE, dtype)
+
+
+def attention(*given, **options):
+    with HeadGroups():
+        return F.scaled_dot_product_attention(*given, **options)
+
+
+@HEADS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_bit_for_bit(heads, of_keys, gqa, dtype, masked, grouped):
+    q, k, v, dy = drawn(heads, of_keys, dtype)
+    mask = torch.ones(2, 1, T, T, dtype=torch.bool, device=DEVICE).tril() if masked else None
+    options = dict(attn_mask=mask, is_causal=not masked, scale=0.3, enable_gqa=gqa)
+    want = F.scaled_dot_product_attention(q, k, v, **options)
+    got = attention(q, k, v, **options)
+    found = [torch.autograd.grad(y, (q, k, v), dy, retain_graph=True) for y in (want, got, got)]
+    assert torch.equal(got, want) and got.stride() == want.stride()
+    assert len(grouped) == (head_groups.groups(q, k) > 1) == (of_keys % 2 == 0)
+    if DEVICE == "cpu":
+        for once, again in zip(found[0], found[1], strict=True):
+            assert torch.equal(once, again)
+    else:  # a GPU adds up dq in an order that is not fixed
+        for once, again in zip(found[0], found[1], strict=True):
+            torch.testing.assert_close(again, once)
+    assert DEVICE != "cpu" or all(map(torch.equal, found[1], found[2]))
+
+
+@pytest.mark.parametrize("frozen", ["q", "kv", "qk"])
+def test_frozen(frozen, grouped):
+    q, k, v, dy = drawn(4, 4, frozen=frozen)
+    wanted = [t for t in (q, k, v) if t.requires_grad]
+    want, got = (torch.autograd.grad(f(q, k, v), wanted, dy) for f in (F.scaled_dot_product_attention, attention))
+    assert len(grouped) == 1
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant, grouped):
+    """What forward made is gone after it: it is made again."""
+    q, k, v, dy = drawn(8, 4)
+    layer = dict(use_reentrant=reentrant)
+
+    def run(function):
+        for t in (q, k, v):
+            t.grad = None
+        y = checkpoint(lambda q, k, v: function(q * 1, k * 1, v * 1, enable_gqa=True) * 2, q, k, v, **layer)
+        gc.collect()
+        alive = sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == q.dtype)
+        y.backward(dy)
+        return alive, [t.grad for t in (q, k, v)]
+
+    there, alive = (run(function)[0] for function in (F.scaled_dot_product_attention, attention))
+    want, got = (run(function)[1] for function in (F.scaled_dot_product_attention, attention))
+    assert alive <= there + 100 and len(grouped) == (2 if reentrant else 4)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_of_gradients(grouped):
+    q, k, v, _ = (t.double().detach().requires_grad_() for t in drawn(4, 4))
+    with sdpa_kernel(SDPBackend.MATH):
+        found = []
+        for function in (F.scaled_dot_product_attention, attention):
+            once = torch.autograd.grad(function(q, k, v).sin().sum(), (q, k, v), create_graph=True)
+            found.append(torch.autograd.grad(sum(d.square().sum() for d in once), (q, k, v)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_it_leaves_alone(grouped):
+    """Dropout, a mask that learns, no gradients, transforms, heads that do not go into groups, other functions."""
+    q, k, v, _ = drawn(4, 4)
+    learned = torch.zeros(T, T, device=DEVICE, requires_grad=True)
+    attention(q, k, v, dropout_p=0.5)
+    attention(q, k, v, learned).sum().backward()
+    assert learned.grad.abs().sum() > 0
+    with torch.no_grad():
+        attention(q, k, v)
+    torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).sum())(q.detach())
+    attention(*(t[:, :3] for t in (q, k, v)))
+    attention(*(t[0] for t in (q, k, v)))
+    assert not grouped
+    with HeadGroups():
+        assert torch.equal(torch.softmax(q, -1), q.softmax(-1))
+    head_groups.LEAST = q.numel()  # the fixture's, which is undone
+    attention(q, k, v)
+    assert not grouped and not head_groups.worth_it([q, None]) and head_groups.worth_it([torch.cat([q, k])])
+
+
+def test_how_many_groups():
+    q = torch.empty(1, 32, 65536, 128, device="meta")
+    assert [head_groups.groups(q[:, :, :t], q[:, :8]) for t in (4096, 16384, 32768, 65536)] == [1, 2, 4, 8]
+    assert head_groups.groups(q, q[:, :3]) == 1 and head_groups.groups(q, q[:, :6]) == 2

@@ -1,0 +1,248 @@
+"""``long_context``: layers whose checkpoints wait on the host, made again with little memory, train as before."""
+
+import copy
+import pickle
+import warnings
+
+import host
+import patched
+import pytest
+import tiny
+import torch
+from hardware import DEVICE
+from patched import assert_same_step, step
+
+import liger_kernel.transformers as liger
+from liger_kernel.cli import plan
+from liger_kernel.ops.attention import head_groups
+from liger_kernel.patch import class_level, deferred, families, offloading
+from liger_kernel.patch.offloading import CHOSEN, Offloaded
+from liger_kernel.patch.rewrite import known_as
+
+LAYERS = 2
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Everything is worth sending, grouping and making again, however small."""
+    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(head_groups, "LEAST", 1)
+    return host.takes_everything(monkeypatch)
+
+
+def models(family, **how):
+    return [tiny.model(family, **how).to(DEVICE) for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen3"])
+def test_three_steps(family, sent, monkeypatch):
+    grouped, apply = [], head_groups._HeadGroups.apply
+    monkeypatch.setattr(head_groups._HeadGroups, "apply", lambda *given: (grouped.append(1), apply(*given))[1])
+    theirs, mine = models(family, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    report = liger.apply_liger_kernel(mine, long_context=True)
+    layer = type(mine.model.layers[0]).__name__
+    (kernel,) = (by for what, by in report.replaced if what == layer)
+    assert kernel.startswith("checkpoints in host memory") and report.replaced[layer, kernel] == LAYERS
+    assert kernel in str(report) and report.columns()["residual stream"][kernel] == LAYERS
+    if family != "mixtral":
+        assert not report.warnings
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (theirs, mine)]
+    for i in range(3):
+        assert_same_step(step(mine), step(theirs), rtol=1e-4)
+        assert len(sent) == LAYERS * (i + 1) and not any(s() for s in sent)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(grouped) == (0 if family == "gemma2" else 3 * 2 * LAYERS)
+    liger.revert(mine)
+    assert not mine.is_gradient_checkpointing and not hasattr(mine.model.layers[0], CHOSEN)
+    assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+
+
+def test_backward_runs_the_tiles_once(sent):
+    """It makes each again, and the checkpoint has no need to."""
+    mine = tiny.model("llama").to(DEVICE)
+    liger.apply_liger_kernel(mine, long_context=True, tiled_mlp=13)
+    calls = []
+    for layer in mine.model.layers:
+        layer.mlp.gate_proj.register_forward_pre_hook(lambda m, args: calls.append(args[0].shape[:-1].numel()))
+    step(mine)
+    assert calls == [13] * 2 * 2 * LAYERS
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_switched_on_later(reentrant, sent):
+    """By the Trainer, or by hand: it is the checkpoint that was asked for, with the inputs on the host."""
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, long_context=True)
+    mine.gradient_checkpointing_disable()
+    step(mine)
+    assert not sent
+    mine.gradient_checkpointing_enable(*([] if reentrant is None else [dict(use_reentrant=reentrant)]))
+    mine.enable_input_require_grads()
+    assert_same_step(step(mine), step(theirs))
+    assert len(sent) == LAYERS
+    liger.revert(mine)
+    assert mine.is_gradient_checkpointing  # it was the user's
+    assert_same_step(step(mine), step(theirs))
+    assert len(sent) == LAYERS
+
+
+def test_checkpoints_that_were_on_before(sent):
+    mine = tiny.model("llama").to(DEVICE)
+    mine.gradient_checkpointing_enable(dict(use_reentrant=False))
+    chosen = vars(mine.model.layers[0])[CHOSEN]
+    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
+    assert vars(mine.model.layers[0])[CHOSEN] is chosen
+    step(mine)
+    assert len(sent) == LAYERS
+    liger.revert(mine)
+    assert mine.model.layers[0]._gradient_checkpointing_func is chosen and mine.is_gradient_checkpointing
+
+
+def test_evaluation_and_generation(sent):
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, long_context=True)
+    ids = tiny.batch()["input_ids"].to(DEVICE)
+    tokens = [model.eval().generate(ids, max_new_tokens=5, do_sample=False) for model in (mine, theirs)]
+    assert torch.equal(*tokens) and not sent
+    logits = [model(ids).logits for model in (mine, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def parts(model):
+    layer = model.model.layers[0]
+    return isinstance(known_as(layer), Offloaded), type(known_as(layer.mlp)).__name__ == "Tiled"
+
+
+def test_every_way_in(sent):
+    made = [tiny.model("llama") for _ in range(3)]
+    liger._apply_liger_kernel_to_instance(model=made[0], long_context=True, rope=False)
+    liger.apply_liger_kernel_to_llama(made[1], long_context=True)
+    liger.apply_liger_kernel(made[2], tiled_mlp=True, offloaded_checkpoints=True)
+    made.append(liger.AutoLigerKernelForCausalLM.from_config(tiny.config("llama"), long_context=True))
+    liger._apply_liger_kernel("llama", long_context=True)
+    made.append(tiny.model("llama"))
+    liger.revert("llama")
+    for model in (*made, copy.deepcopy(made[2]), pickle.loads(pickle.dumps(made[2]))):
+        assert parts(model) == (True, True) and model.is_gradient_checkpointing
+        assert {"tiled_mlp", "offloaded_checkpoints"} <= set(class_level.in_place(model))
+        liger.revert(model)
+        assert parts(model) == (False, False) and not model.is_gradient_checkpointing
+    for switches, want in (
+        (dict(long_context=True, tiled_mlp=False), (True, False)),
+        (dict(long_context=True, offloaded_checkpoints=False, tiled_mlp=None), (False, True)),
+        (dict(long_context=None), (False, False)),
+        (dict(offloaded_checkpoints=True, rms_norm=False), (True, False)),
+    ):
+        model = tiny.model("llama")
+        liger.apply_liger_kernel(model, **switches)
+        assert parts(model) == want, switches
+
+
+@pytest.mark.parametrize("switch", ["long_context", "offloaded_checkpoints"])
+@pytest.mark.parametrize("value", [2, "yes", 0.5])
+def test_what_it_may_be(switch, value):
+    with pytest.raises(TypeError, match=f"{switch} is .*, give True or False"):
+        liger.apply_liger_kernel(tiny.model("llama"), **{switch: value})
+
+
+SWITCHES = [
+    (dict(offloaded_checkpoints=True), {}), ({}, dict(offloaded_checkpoints=True)),
+    (dict(offloaded_checkpoints=True, rms_norm=False), {}), (dict(rms_norm=False), dict(offloaded_checkpoints=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first, second", SWITCHES, ids=str)
+def test_patched_by_parts(first, second, sent):
+    once, mine = models("llama")
+    liger.apply_liger_kernel(once, offloaded_checkpoints=True)
+    liger.apply_liger_kernel(mine, **first)
+    report = liger.apply_liger_kernel(mine, **second)
+    assert [type(m) for m in mine.modules()] == [type(m) for m in once.modules()]
+    assert not [w for w in report.warnings if "on since an earlier call" not in w]
+    assert not liger.apply_liger_kernel(mine, **second).replaced
+    assert_same_step(step(mine), step(once))
+
+
+def test_what_cannot_be_checkpointed():
+    model = tiny.model("llama")
+    model.model.supports_gradient_checkpointing = False
+    report = liger.apply_liger_kernel(model, long_context=True)
+    assert report.left_alone["LlamaDecoderLayer", "its model cannot be checkpointed"] == LAYERS
+    assert any(w.startswith("offloaded_checkpoints: nothing here is proved equal") for w in report.warnings)
+    assert parts(model) == (False, True) and not model.is_gradient_checkpointing
+
+
+def test_a_hook_that_changes_a_norm(sent):
+    """What the next layer has read is what counts, and not what the norm gave."""
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, long_context=True)
+    for model in (theirs, mine):
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_hook(lambda m, args, y: y * 2)
+            layer.post_attention_layernorm.register_forward_hook(lambda m, args, y: y.mul_(3))
+    assert_same_step(step(mine), step(theirs))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lora(reentrant, sent):
+    made = []
+    for long_context in (False, True):
+        model = patched.lora(tiny.model("llama").to(DEVICE), target_modules="all-linear", lora_dropout=0.0)
+        liger.apply_liger_kernel(model, long_context=long_context)
+        if long_context:
+            model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        model.enable_input_require_grads()
+        made.append(model)
+    untouched, mine = made
+    assert_same_step(step(mine), step(untouched), rtol=1e-4)
+    assert len(sent) == LAYERS
+
+
+def test_autocast_and_dropout(sent):
+    """Random numbers are drawn again as they were."""
+    made = []
+    for switches in ({}, dict(long_context=True)):
+        model = tiny.model("llama", attention_dropout=0.3, attn_implementation="sdpa").to(DEVICE)
+        liger.apply_liger_kernel(model, **switches)
+        torch.manual_seed(3)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            made.append(step(model))
+    (out, grads), (want, want_grads) = made
+    torch.testing.assert_close(out["loss"], want["loss"], rtol=1e-2, atol=0)
+    for name, g in want_grads.items():
+        assert (grads[name] - g).abs().max() <= 0.05 * g.abs().max(), name
+
+
+@pytest.mark.thorough
+def test_compiled(sent):
+    """In a graph it is a checkpoint as any other."""
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, long_context=True)
+    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
+    assert_same_step(step(mine, run), step(theirs))
+    assert not sent
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tokens, gib", [(65536, 24.0), (262144, 36.0)])
+def test_memory(tokens, gib):
+    """As counted for a Llama-3-8B of 8 layers, of which weights, gradients and AdamW's states are 20.8 GiB."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    args = plan.checked(parser.parse_args(["llama-3-8b", "--layers", "8", "--offload"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = plan.prepared(plan.build.config(args.model, args.config, args.sizes), args, patched=True)
+        assert sum(step.peak(1, tokens).values()) <= gib * 2**30
+
+
+def test_no_switch_of_a_family_is_forgotten():
+    import inspect
+
+    for function in families.NAMED.values():
+        parameters = inspect.signature(function).parameters
+        assert all(parameters[name].default is None for name in ("long_context", "offloaded_checkpoints"))
+    assert offloading.FLAG in families.LONG
