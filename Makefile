@@ -1,5 +1,5 @@
 # make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron |
-#      test-deepspeed
+#      test-deepspeed | test-frameworks | test-xpu | test-hub-kernel | test-cluster
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -11,6 +11,11 @@ OLDEST ?= 5.17.0
 TRL ?= 1.12.0 1.16.0
 MEGATRON ?= 0.16.1
 DEEPSPEED ?= 0.19.8
+LIGHTNING ?= 2.6.6
+LLAMA_FACTORY ?= 0.9.5
+KERNELS ?= 0.16.2
+FLYTE ?= 1.16.31
+TRITON_XPU ?= 3.3.0b1
 WORKERS ?= 2
 
 ifdef PYTHON
@@ -42,7 +47,8 @@ DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
 .PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
-	test-megatron test-deepspeed clean
+	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
+	test-xpu test-hub-kernel test-cluster clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -113,6 +119,64 @@ test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready
 $(VENV)/deepspeed-%/.ready: $(READY)
 	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*
 	$(INSTALL) --upgrade --target $(@D) hjson py-cpuinfo einops msgpack pydantic
+	touch $@
+
+# Every kernel compiled for Intel's GPUs, by a Triton that has their back end. No GPU is needed.
+test-xpu: $(VENV)/triton-xpu-$(TRITON_XPU)/.ready
+	XPU_COMPILER=$(abspath $(<D)) $(PYTEST) tests/ops/test_portability.py
+
+$(VENV)/triton-xpu-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) triton-xpu==$*
+	touch $@
+
+# The kernel for Hugging Face's hub, by the package kernels, with the transformers that takes this version of it.
+test-hub-kernel: $(VENV)/kernels-$(KERNELS)/.ready $(OLD)/.ready
+	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py
+
+$(VENV)/kernels-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) kernels==$* kernels-data==$* tomlkit
+	touch $@
+
+# examples/cluster: its manifests against the schemas of their kinds, its Flyte workflow, workers that are killed.
+test-cluster: $(VENV)/flyte-$(FLYTE)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/frameworks/test_cluster*.py
+
+$(VENV)/flyte-%/.ready: $(READY)
+	$(INSTALL) --upgrade --target $(@D) flytekit==$* flytekitplugins-kfpytorch==$* kubeflow-training==1.9.4 kubeflow-trainer-api==2.3.0
+	touch $@
+
+# Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
+test-frameworks: test-lightning test-llama-factory test-callers test-trl test-transformers-oldest
+
+test-lightning: $(VENV)/lightning-$(LIGHTNING)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py
+
+$(VENV)/lightning-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) lightning==$* lightning-utilities torchmetrics
+	touch $@
+
+# Its own versions of transformers and TRL. Text needs nothing of torchaudio but that it can be imported.
+LLAMA_FACTORY_NEEDS := transformers==5.6.0 trl==0.24.0 peft==0.18.1 accelerate==1.11.0 datasets==4.0.0 dill==0.3.8 \
+	multiprocess==0.70.16 fsspec==2025.3.0 "huggingface_hub<2" "tokenizers<0.23" httpx httpcore omegaconf \
+	torchdata==0.11.0 torchaudio==2.11.0
+
+test-llama-factory: $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_llama_factory.py
+
+$(VENV)/llamafactory-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) llamafactory==$* $(LLAMA_FACTORY_NEEDS)
+	rm -rf $(@D)/torchaudio/lib
+	touch $@
+
+# Modules of verl, OpenRLHF, VeOmni and Oumi that call this package, with the little that they import.
+CALLERS := verl==0.9.1 openrlhf==0.11.2 veomni==0.1.12 oumi==0.9
+CALLERS_NEED := trl==1.6.0 omegaconf jsonlines torchdata jsonschema jsonschema-specifications referencing rpds-py attrs
+
+test-callers: $(VENV)/callers/.ready $(VENV)/deepspeed-$(DEEPSPEED)/.ready
+	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(VENV)/deepspeed-$(DEEPSPEED):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_callers.py
+
+$(VENV)/callers/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) $(CALLERS) $(CALLERS_NEED)
 	touch $@
 
 $(VENV)/.ready: pyproject.toml

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import portability_xpu  # before the package: it needs what this makes up
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -32,6 +33,7 @@ TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory tha
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 104, 64 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 64 * 1024),
     "gfx1100": (GPUTarget("hip", "gfx1100", 32), 48, 64 * 1024),
+    "xpu": (portability_xpu.TARGET, 56, portability_xpu.SHARED),
 }
 
 
@@ -85,7 +87,13 @@ def pretend(name):
         launches[self, key] = self.device_caches[device][0][key] = launched
         return launched
 
+    def note(src, options):
+        launched = launches[src.fn, len(launches)] = _Launched(src, options)
+        return launched
+
     JITFunction._do_compile = compile_only
+    if portability_xpu.HERE:
+        portability_xpu.launches_become(note)
     return launches
 
 
@@ -140,7 +148,12 @@ def text(case, shape, option, dtype, wanted):
 
 
 def resources(asm):
-    """(registers of a thread, bytes or registers that did not fit and were spilled) from the binary's own notes."""
+    """(registers of a thread, bytes or registers that did not fit and were spilled) from the binary's own notes.
+
+    SPIR-V has none: the driver of the GPU chooses them.
+    """
+    if "spv" in asm:
+        return None, 0
     if "cubin" in asm:
         path = Path(triton.knobs.cache.dir) / "one.cubin"
         path.write_bytes(asm["cubin"])

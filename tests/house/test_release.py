@@ -1,0 +1,229 @@
+"""sdist and wheel: what is in them, that the wheel works beside PyTorch alone, and which versions they have."""
+
+import datetime
+import importlib.metadata
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from programs import ROOT
+
+from liger_kernel._version import __version__
+
+FOLDERS = "src", "bench", "docs", "examples", "scripts", "tests"
+BUILT = f"liger_kernel-{__version__}"
+LEFT_OVER = "__pycache__", "*.egg-info"
+together = pytest.mark.xdist_group("release")  # what they share is built once
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """What `python -m build` makes of a checkout in which things lie about: the sdist, and of this the wheel."""
+    pytest.importorskip("build")
+    tree = tmp_path_factory.mktemp("checkout")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*LEFT_OVER))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
+    for name in "out/compare.json", "build/lib/liger_kernel/gone.py", "notes.txt":
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("")
+    build(tree, tree / "dist")
+    return tree / "dist"
+
+
+def build(tree, to, *what):
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, *what, tree], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def packaged():
+    """The package's files, as they lie in src."""
+    paths = [path for path in (ROOT / "src" / "liger_kernel").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path.relative_to(ROOT / "src").as_posix() for path in paths}
+
+
+def members(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
+
+
+@together
+@pytest.mark.thorough
+def test_wheel_has_the_package_and_nothing_else(dist):
+    assert sorted(path.name for path in dist.iterdir()) == [f"{BUILT}-py3-none-any.whl", f"{BUILT}.tar.gz"]
+    found = members(dist / f"{BUILT}-py3-none-any.whl")
+    inside = {name for name in found if not name.startswith(f"{BUILT}.dist-info/")}
+    assert inside == packaged() and "liger_kernel/py.typed" in inside and "liger_kernel/ops/__init__.pyi" in inside
+    assert found[f"{BUILT}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    head = HeaderParser().parsestr(found[f"{BUILT}.dist-info/METADATA"].decode())
+    assert (head["Name"], head["Version"]) == ("liger-kernel", __version__)
+    assert needed(head) == {"torch", "triton"}
+
+
+def needed(head):
+    """The distributions that the wheel asks for without an extra."""
+    asked = map(Requirement, head.get_all("Requires-Dist"))
+    return {one.name for one in asked if not one.marker or "extra" not in str(one.marker)}
+
+
+@together
+@pytest.mark.thorough
+def test_sdist_has_what_the_wheel_is_made_of(dist):
+    with tarfile.open(dist / f"{BUILT}.tar.gz") as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
+    package = {f"src/{name}" for name in packaged()}
+    about = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml"}
+    made = {name for name in inside if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
+    assert inside - made == package | about
+
+
+@together
+@pytest.mark.thorough
+def test_sdist_and_checkout_make_the_same_wheel(dist, tmp_path):
+    shutil.rmtree(dist.parent / "build")  # which setuptools would take from, in a checkout
+    build(dist.parent, tmp_path, "--wheel")
+    name = f"{BUILT}-py3-none-any.whl"
+    assert members(tmp_path / name) == members(dist / name)
+
+
+@together
+@pytest.mark.thorough
+def test_wheel_works_beside_torch_alone(dist, tmp_path):
+    pytest.importorskip("pip")
+    place = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    python = next(place.glob("*/python"))
+    packages = Path(ran([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
+    for name in sorted(with_requirements("torch", "triton")):
+        link(importlib.metadata.distribution(name), packages)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
+    ran([*pip, "install", "--no-index", "--no-compile", *dist.glob("*.whl")], tmp_path)
+    printed = ran([python, ROOT / "scripts" / "try_wheel.py"], tmp_path)
+    assert f"liger-kernel {__version__} works with torch" in printed and "Nothing to fix." in printed
+    assert f"from liger-kernel {__version__}\n" in printed and "  transformers " not in printed
+    assert str(packages) in printed.replace("\n", "").replace("    ", "")
+    models = subprocess.run([python.with_name("liger-kernel"), "models", "llama"], capture_output=True, text=True)
+    assert models.returncode == 2 and "pip install 'liger-kernel[transformers]'" in models.stderr
+
+
+def ran(command, folder):
+    """What it printed, as somebody calls it who has set nothing."""
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON", "LIGER_"))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=mine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def with_requirements(*names):
+    """These distributions, of those that are installed, and what they require."""
+    found, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        try:
+            asked = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            assert name != "torch"
+            continue
+        if name not in found:
+            found.add(name)
+            asked = map(Requirement, asked)
+            waiting += [one.name for one in asked if not one.marker or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def link(distribution, packages):
+    for top in {path.parts[0] for path in distribution.files} - {"..", "__pycache__"}:
+        if not (packages / top).exists():
+            (packages / top).symlink_to(distribution.locate_file(top))
+
+
+RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+TODAY = datetime.date(2026, 11, 23)
+
+
+def test_nightly_version():
+    nightly = RELEASE["nightly"]
+    made = nightly("0.8.6", TODAY)
+    assert made == "0.9.0.dev20261123" and nightly("1.12.3", TODAY) == "1.13.0.dev20261123"
+    assert Version("0.8.99") < Version(made) < Version(nightly("0.8.6", datetime.date(2026, 11, 24))) < Version("0.9.0")
+    with pytest.raises(SystemExit, match="this is 0.9.0.dev20261123"):
+        nightly(made, TODAY)
+    assert RELEASE["version"]() == __version__
+
+
+def test_the_script_writes_and_checks(tmp_path):
+    for name in "scripts/release.py", "src/liger_kernel/_version.py", "CHANGELOG.md":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    script = [sys.executable, tmp_path / "scripts" / "release.py"]
+    made = RELEASE["nightly"](__version__, TODAY)
+    assert ran([*script, "nightly", "--date", "20261123", "--write"], tmp_path).strip() == made
+    written = (tmp_path / "src/liger_kernel/_version.py").read_text()
+    assert written == (ROOT / "src/liger_kernel/_version.py").read_text().replace(__version__, made)
+    checked = subprocess.run([*script, "check", f"v{made}"], capture_output=True, text=True)
+    assert checked.returncode == 1 and checked.stderr == f"release: CHANGELOG.md says nothing of {made}\n"
+
+
+def test_transformers_accepts_a_nightly_build(tmp_path, monkeypatch):
+    from transformers.utils import import_utils
+
+    made = RELEASE["nightly"](__version__, TODAY)
+    found = tmp_path / f"liger_kernel-{made}.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: liger-kernel\nVersion: {made}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_utils._is_package_available("liger_kernel", return_version=True) == (True, made)
+    assert import_utils.is_liger_kernel_available.__wrapped__()
+
+
+CHANGES = """# Changelog
+
+## [Unreleased]
+
+- soon
+
+## [0.9.0] - 2026-12-01
+
+### Added
+
+- more
+
+## [0.8.6] - not released yet
+
+- all
+"""
+
+
+@pytest.mark.parametrize(
+    "tag, version, found",
+    [
+        ("v0.9.0", "0.9.0", []),
+        ("v0.9.1", "0.9.0", ["the tag is v0.9.1"]),
+        ("0.9.0", "0.9.0", ["the tag is 0.9.0"]),
+        ("v0.8.6", "0.8.6", ["no date for 0.8.6: not released yet"]),
+        ("v0.9.1", "0.9.1", ["says nothing of 0.9.1"]),
+        ("v0.9.0.dev20261123", "0.9.0.dev20261123", ["says nothing of"]),
+    ],
+)
+def test_tag(tag, version, found):
+    problems = RELEASE["problems"](tag, version, CHANGES)
+    assert len(problems) == len(found) and all(part in problem for part, problem in zip(found, problems, strict=True))
+
+
+def test_notes():
+    assert RELEASE["section"](CHANGES, "0.9.0") == ("2026-12-01", "### Added\n\n- more")
+    assert RELEASE["section"](CHANGES, "0.8.6") == ("not released yet", "- all")
+    assert RELEASE["section"]((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__)[1]
