@@ -705,6 +705,60 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=10)
 
 
+def medusa_label(row: dict) -> str:
+    return f"{row['model']}, {row['heads']} heads, {row['sequence']} × {row['batch']}{dated(row)}"
+
+
+def medusa_cell(entry: dict) -> str:
+    if "error" in entry:
+        return entry["error"].split(":")[0]
+    beyond = entry["peak_bytes"] - entry["weights_bytes"]
+    rest = beyond - entry["learning_bytes"]
+    speed = f"{entry['tokens_per_s']:,.0f} ({entry['step_ms']:.1f} ms)"
+    return f"{speed}, {beyond / 1e9:.1f} GB ({rest / 1e9:.1f} GB)" if entry["peak_bytes"] else speed
+
+
+def medusa_line(row: dict, name: str) -> str:
+    """One contestant while the measurement runs."""
+    return f"{medusa_label(row)}, {title(name)}: {medusa_cell(row['contestants'][name])}"
+
+
+def medusa_gain(row: dict, other: str) -> str:
+    ours, theirs = row["contestants"].get("ours", {}), row["contestants"].get(other, {})
+    if "tokens_per_s" not in ours or "tokens_per_s" not in theirs:
+        return "–"
+    gained = [f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}× speed"]
+    if theirs["peak_bytes"]:
+        mine, its = (e["peak_bytes"] - e["weights_bytes"] for e in (ours, theirs))
+        gained.append(f"{mine / its - 1:+.0%} memory")
+    apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    return ", ".join([*gained, f"losses within {apart:.1g}"])
+
+
+def medusa(data: dict) -> str:
+    """Medusa's heads on a frozen backbone."""
+    names = contestants(data["rows"])
+    others = [n for n in names if n != "ours"]
+    rows = [
+        [medusa_label(r), *(of(r, n, medusa_cell) for n in names), *(medusa_gain(r, n) for n in others)]
+        for r in data["rows"]
+    ]
+    parts = [
+        heading(data),
+        "Tokens per second (time of a step) and peak memory beyond all weights (without the gradients of the heads' "
+        "parameters and their optimizer's state):",
+        table(
+            [
+                "model, heads, sequence × batch",
+                *(NAMES[n] for n in names),
+                *(f"ours against {NAMES[n]}" for n in others),
+            ],
+            rows,
+        ),
+    ]
+    return "\n\n".join(parts + failures(data["rows"], medusa_label))
+
+
 KINDS = {
     "ops": ops,
     "train": train,
@@ -714,6 +768,7 @@ KINDS = {
     "head": head,
     "losses": losses,
     "experts": experts,
+    "medusa": medusa,
 }
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators

@@ -156,6 +156,7 @@ HOMES = {  # published import path -> where the module is
     "chunked_loss.grpo_loss": "losses.policy",
     "chunked_loss.jsd_loss": "losses.distillation",
     "chunked_loss.kto_loss": "losses.preference",
+    "chunked_loss.medusa_loss": "losses.medusa",
     "chunked_loss.orpo_loss": "losses.preference",
     "chunked_loss.simpo_loss": "losses.preference",
     "ops.grpo_loss": "losses.policy_on_logits",

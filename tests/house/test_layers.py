@@ -16,16 +16,18 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.
 EVERY = pytest.mark.parametrize("name", TREES)
 
 LAYERS = {
-    "root": 0, "core": 1, "ops": 2, "losses": 3, "patch": 4, "chunked_loss": 5, "transformers": 5, "megatron": 5,
-    "triton": 5, "faces": 5, "cli": 6,
+    "root": 0, "core": 1, "ops": 2, "losses": 3, "patch": 4, "metrics": 4, "chunked_loss": 5, "transformers": 5,
+    "megatron": 5, "triton": 5, "faces": 5, "hub": 5, "cli": 6,
 }  # fmt: skip
 FACES = "env_report", "functional", "utils"  # files beside the folders
 WANTS = {  # what is not torch or the standard library, and who may import it
     "triton": ("core", "triton", "cli"),
     "megatron": ("megatron",),
-    "transformers": ("patch", "transformers", "cli"),
+    "transformers": ("patch", "metrics", "transformers", "cli"),
     "peft": ("patch", "transformers", "cli"),
     "trl": ("transformers",),
+    "lightning": ("metrics",),
+    "pytorch_lightning": ("metrics",),
     "accelerate": ("patch", "transformers", "cli"),
     "huggingface_hub": ("patch", "cli"),
     "matplotlib": ("cli",),
@@ -139,6 +141,7 @@ TAKEN = {"ops.head.distillation"}  # whose Function is `forward_gradients.Gradie
 COMPOSED = {  # of other operators: no kernels of their own
     "ops.mlp.modules", "ops.mlp.swiglu_mlp", "ops.mlp.tiled_mlp", "ops.head.scaled_cross_entropy",
     "ops.head.grouped_loss", "ops.head.linear_jsd", "ops.head.linear_kl_div", "ops.moe.expert_parallel",
+    "ops.attention.head_groups",
 }  # fmt: skip
 NAMES_ALONE = {
     "ops.utils",

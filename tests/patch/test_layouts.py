@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import layouts
+import medusa_ranks
 import peft
 import pytest
 import ranks
@@ -446,4 +447,5 @@ if TorchVersion(torch.__version__) >= (2, 13):  # PyTorch 2.11 cannot split the 
 def test_layouts(tmp_path):
     checks = [partial(as_near if layout.low else as_one, name=name) for name, layout in LAYOUTS.items()]
     checks += [partial(no_more_collectives, name=name) for name in COUNTED]
+    checks += medusa_ranks.CHECKS
     ranks.run(checks + PIPELINES, tmp_path)  # in one group of processes: to start one takes longer than most checks

@@ -1,4 +1,4 @@
-"""Preference, policy and distillation losses of a linear head, without its logits in memory."""
+"""Preference, policy, distillation and Medusa losses of a linear head, without its logits in memory."""
 
 from liger_kernel.losses.distillation import (
     LigerFusedLinearCosineSimilarityFunction,
@@ -7,6 +7,7 @@ from liger_kernel.losses.distillation import (
     LigerFusedLinearJSDFunction,
     LigerFusedLinearJSDLoss,
 )
+from liger_kernel.losses.medusa import liger_medusa_loss
 from liger_kernel.losses.policy import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, LigerFusedLinearPPOBase
 from liger_kernel.losses.preference import (
     LigerFusedLinearCPOFunction,
@@ -44,4 +45,5 @@ __all__ = [
     "LigerFusedLinearSimPOFunction",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "liger_medusa_loss",
 ]

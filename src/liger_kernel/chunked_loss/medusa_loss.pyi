@@ -1,0 +1,2 @@
+# Written by scripts/stubs.py.
+from liger_kernel.losses.medusa import *
