@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.core import devices
+from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.parallel import gathered, place
 from liger_kernel.core.tile import (
@@ -367,8 +367,25 @@ def _gradient(
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(x, plain):
-    """(tokens, lanes, classes of a lane in an iteration, classes of a strip, warps) of a program that reads logits.
+def _layout(x):
+    """What a launch is made from: tokens (0: it makes no difference), classes, whether those are contiguous."""
+    rows = x.stride(1) == 1
+    return 0 if rows else x.shape[0], x.shape[1], rows
+
+
+def _others(x, numbers, T, V, rows, plain):
+    tokens, lanes, each, warps = numbers
+    places = {1: tuning.near(lanes, 32, 2048), 2: tuning.near(each, 2, 16), 3: tuning.near(warps, 1, 16)}
+    if not rows:
+        places |= {0: tuning.near(tokens, 1, 128), 1: (512, 1024)}
+    return tuning.around(
+        numbers, places, lambda _, lanes, each, warps: each * lanes <= 2048 * warps <= 8 * each * lanes
+    )
+
+
+@tuning.tuned("logits", _others)
+def _launch(x, T, V, rows, plain):
+    """(tokens, lanes, classes of a lane in an iteration, warps) of a program that reads logits.
 
     What is not ``plain`` (softcap, smoothing, fp32 ...) needs more registers: half as many logits at a time.
 
@@ -376,21 +393,31 @@ def _launch(x, plain):
     the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V, T) of 128256 classes and 2048, 4096,
     6144 tokens: 0.76, 0.86, 0.90; half the classes of a lane 0.74, 0.84, 0.88; twice the tokens 0.75, 0.84, 0.90.
     """
-    T, V = x.shape
-    if x.stride(1) == 1:
+    if rows:
         lanes = min(max(next_power_of_2(V) // 8, 1), 256)
-        return 1, lanes, 8, V, max(lanes // 64, 1)
-    return min(next_power_of_2(T), 64), 1024, 8 if plain and T > 1 else 4, 2048, 4
+        return 1, lanes, 8, max(lanes // 64, 1)
+    return min(next_power_of_2(T), 64), 1024, 8 if plain and T > 1 else 4, 4
 
 
-def _launch_gradient(x):
+STRIP = 2048  # classes of a program that reads logits whose tokens are contiguous; otherwise all
+
+
+def _others_gradient(x, numbers, T, V, rows):
+    tokens, classes, warps = numbers
+    places = {1: tuning.near(classes, 16, 8192), 2: tuning.near(warps, 1, 16)}
+    if not rows:
+        places[0] = tuning.near(tokens, 16, 256)
+    return tuning.around(numbers, places, lambda t, v, warps: 512 * warps <= t * v <= 2048 * warps)
+
+
+@tuning.tuned("logits_gradient", _others_gradient)
+def _launch_gradient(x, T, V, rows):
     """(tokens, classes, warps) of a program that makes the gradient of one block.
 
     H200, 2026-11-21, bf16, read + written, share of the copy rate: rows of 32000 0.90, half as many classes 0.90,
     with 8 warps 0.86; (V, T) of 2048, 4096, 8192 tokens 0.90, 0.91, 0.91, twice the classes 0.89, 0.90, 0.91.
     """
-    T, V = x.shape
-    if x.stride(1) == 1:
+    if rows:
         columns = min(next_power_of_2(V), 4096)
         return 1, columns, max(columns // 1024, 1)
     tokens = min(next_power_of_2(T), 128)
@@ -436,7 +463,8 @@ def token_loss(
     rounding = _rounding(x, **kind)
     kind |= dict(ENTROPY=entropy is not None, MEAN=mean is not None, BEST=best is not None)
     ignore_index, _, _, softcap, logit_scale = options.numbers
-    tokens, lanes, each, strip, warps = _launch(x, _plain(x, *kind.values()))
+    tokens, lanes, each, warps = _launch(x, *_layout(x), _plain(x, *kind.values()))
+    strip = x.shape[1] if x.stride(1) == 1 else STRIP
     strips = blocks(split, shard, strip)
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
@@ -477,7 +505,7 @@ def token_gradient(
     """
     (x, more, split, shard), (dx, *_), (world, rank) = parts(x), parts(dx), place(group)
     T, kind = x.shape[0], options.kind
-    tokens, block, warps = _launch_gradient(x)
+    tokens, block, warps = _launch_gradient(x, *_layout(x))
     while blocks(split, shard, block) > MOST:
         block *= 2
     stride_g = g.stride(0) if g is not None and g.dim() else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core import devices
+from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import descriptor, kernel
 from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl, triton
 from liger_kernel.ops.mlp.pointwise import ACTS
@@ -204,6 +204,30 @@ def _launch(rows, N, K, x, tiles, most=256):
     """Block sizes, precision, stages and warps of a product of tiles of ``rows`` rows, N columns and sums of K terms.
 
     ``most``: columns of a tile, where the device copies tiles.
+    """
+    columns, deep, stages, warps = _tile(x, rows, N, K, tiles, most)
+    exact = devices.AMD or torch.get_float32_matmul_precision() == "highest"
+    return columns, dict(
+        BLOCK_M=rows, BLOCK_K=deep, PRECISION="ieee" if exact else "tf32", STAGES=stages,
+        num_warps=devices.warps(warps, x),
+    )  # fmt: skip
+
+
+def _others(x, numbers, rows, N, K, tiles, most):
+    device = tuning.traits(x)
+    widest, deepest = max(next_power_of_2(N), 16), max(next_power_of_2(K), 16)
+    places = {0: (32, 64, 128, 256), 1: (16, 32, 64), 2: (2, 3, 4) if device.prefetches else (1, 2), 3: (4, 8)}
+
+    def fits(columns, deep, stages, warps):
+        small = columns <= widest and deep <= deepest and rows * columns <= 4096 * warps
+        return small and max(stages, 2) * (rows + columns) * deep * x.element_size() + 2048 <= device.shared
+
+    return tuning.around(numbers, places, fits)
+
+
+@tuning.tuned("experts", _others)
+def _tile(x, rows, N, K, tiles, most):
+    """(columns, deep, stages, warps) of `_launch`.
 
     A thread has at most 128 entries of c. fp32 has no matrix unit, unless torch may use tf32: its operands lie in
     registers, too. Nothing is spilled on sm_80 and sm_90, and few tokens' programs are enough for the device.
@@ -222,12 +246,12 @@ def _launch(rows, N, K, x, tiles, most=256):
     columns, deep = min(columns, max(next_power_of_2(N), 16)), min(deep, max(next_power_of_2(K), 16))
     while columns > 32 and tiles * cdiv(N, columns) < 2 * devices.multiprocessors(x):
         columns //= 2
-    exact = devices.AMD or torch.get_float32_matmul_precision() == "highest"
-    return columns, dict(
-        BLOCK_M=rows, BLOCK_K=deep, PRECISION="ieee" if exact else "tf32",
-        STAGES=devices.stages((rows + columns) * deep * x.element_size(), x),
-        num_warps=devices.warps(8 if rows >= 128 and columns >= 128 and not (bulk and most == 128) else 4, x),
-    )  # fmt: skip
+    warps = 8 if rows >= 128 and columns >= 128 and not (bulk and most == 128) else 4
+    tiles_of_one = (rows + columns) * deep * x.element_size()
+    stages = devices.stages(tiles_of_one, x)
+    if stages == 1:
+        stages = tuning.traits(x).stages_of_products(tiles_of_one)
+    return columns, deep, stages, warps
 
 
 def multiply_rows(a, w, bias, c, of_tokens, TOP, order, offsets, tiles, rows, z=None, gated=NO_GATE):

@@ -14,11 +14,9 @@ and rounded once.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from liger_kernel.core import devices
+from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.op import custom_op, matrix_rows
 from liger_kernel.core.reduce import partial, sum_both
@@ -193,8 +191,18 @@ def _bwd_wide(
 WIDE = 16384  # columns; a wider row does not fit into registers and is processed in blocks
 
 
-@functools.cache
-def _launch(N, centred):
+def _others(x, numbers, N, centred):
+    rows, columns, warps = numbers
+    rows = tuning.near(rows, 1, 64) if columns >= N else (rows,)
+    return tuning.around(numbers, {0: rows, 2: tuning.near(warps, 1, 16)}, _in_registers)
+
+
+def _in_registers(rows, columns, warps, *_):
+    return rows * columns <= 4096 * warps
+
+
+@tuning.tuned("norm_forward", _others)
+def _launch(x, N, centred):
     """(rows, columns, warps) of a forward program's block.
 
     Measured on H200, bf16, in TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps),
@@ -204,20 +212,32 @@ def _launch(N, centred):
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(2 if centred and columns <= 4096 else 1, 1024 // columns)
-    return rows, columns, min(max(rows * columns // 512, 1), 4 if centred and columns <= 8192 else 8)
+    warps = min(max(rows * columns // 512, 1), 4 if centred and columns <= 8192 else 8)
+    return rows, columns, tuning.traits(x).warps(warps)
 
 
-@functools.cache
-def _launch_bwd(N, heavy):
+def _others_bwd(s, numbers, N, heavy, streams):
+    rows, columns, warps, resident = numbers
+    rows = tuning.near(rows, 1, 64) if columns >= N else (rows,)
+    places = {0: rows, 2: tuning.near(warps, 4, 16), 3: (1, 2, 3, 4)}
+    return tuning.around(numbers, places, _in_registers)
+
+
+@tuning.tuned("norm_backward", _others_bwd)
+def _launch_bwd(s, N, heavy, streams):
     """(rows, columns, warps, programs per multiprocessor) of a backward program. ``heavy``: LayerNorm in fp32.
+
+    An iteration loads as many elements of each of the ``streams``.
 
     Measured on H200, bf16, 2026-11-21, in TB/s. RMSNorm with three stages (`devices.stages`): 8192x2048 2.76, 8192x4096
     3.33, 65536x128 2.12. With half the rows and twice the programs 2.60, 3.25, 1.93, and with one stage as well 2.33,
     2.79, 1.76. LayerNorm 8192x4096 3.09 (else 3.00), 16384x4096 3.51 (else 3.47).
     """
     columns = min(next_power_of_2(N), WIDE)
-    rows = max(1, (4096 if heavy else 8192) // columns)
-    return rows, columns, 8 if columns <= (2048 if heavy else 8192) else 16, 1
+    device, row = tuning.traits(s), streams * columns * s.element_size()
+    rows = device.rows(max(1, (4096 if heavy else 8192) // columns), row)
+    resident = device.programs(rows * row, devices.stages(rows * row, s))
+    return rows, columns, 8 if columns <= (2048 if heavy else 8192) else 16, resident
 
 
 def _empty(t):
@@ -255,7 +275,7 @@ def norm_fwd(
     N = x.shape[-1]
     M = x.numel() // N if N else 0
     if M:
-        key = M, N, _stride(x), 0 if r is None else _stride(r), eps, offset, cast, centred, x.device
+        key = M, N, _stride(x), 0 if r is None else _stride(r), eps, offset, cast, centred, x.dtype, x.device
         (_forwards.get(key) or _forwards.add(key, _prepared_fwd(x, *key)))(x, r, w, b, s, y, stats)
     return y, s, stats
 
@@ -263,8 +283,8 @@ def norm_fwd(
 _forwards, _backwards = Plans(), Plans()
 
 
-def _prepared_fwd(x, M, N, stride_x, stride_r, eps, offset, cast, centred, device):
-    block, columns, warps = _launch(N, centred)
+def _prepared_fwd(x, M, N, stride_x, stride_r, eps, offset, cast, centred, *_):
+    block, columns, warps = _launch(x, N, centred)
     return prepared(
         _fwd, (cdiv(M, block),), stride_x, stride_r, M, N, eps, offset,
         CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
@@ -297,7 +317,8 @@ def norm_bwd(
 def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred, need_dx, need_sums, alone, *_):
     """-> the launch for dx of rows that are wider than a block, the one for dx and the partial sums of dw and db, and
     the number of these; None for a launch that is not needed."""
-    block, columns, warps, resident = _launch_bwd(N, centred and s.element_size() == 4)
+    streams = 2 if alone else 3
+    block, columns, warps, resident = _launch_bwd(s, N, centred and s.element_size() == 4, streams)
     warps, whole, wide, narrow, programs = devices.warps(warps, s), columns >= N, None, None, 1
     numbers = stride_dy, stride_ds, stride_s, M, N, offset
     if need_dx and M and not whole:
@@ -306,7 +327,7 @@ def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred
         columns, warps = 4096, devices.warps(8, s)  # dw needs no whole rows: take a block that fits into registers
     if N and (need_sums or (need_dx and M and whole)):
         programs = max(1, min(cdiv(M, block), resident * devices.multiprocessors(s)))
-        stages = devices.stages((2 if alone else 3) * block * columns * s.element_size(), s)
+        stages = devices.stages(streams * block * columns * s.element_size(), s)
         narrow = prepared(
             _bwd, (programs, cdiv(N, columns)), *numbers, CAST=cast, CENTRED=centred, DX=need_dx and whole,
             BLOCK_M=block, BLOCK_N=columns, STAGES=stages, num_warps=warps,

@@ -21,12 +21,11 @@ models of Hugging Face transformers.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
-from liger_kernel.core import check, devices
+from liger_kernel.core import check, devices, tuning
 from liger_kernel.core.kernel import Plans, kernel, prepared
 from liger_kernel.core.op import CASES, Case, Function, custom_op, unit_stride
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
@@ -139,8 +138,19 @@ def heads_in_a_block(H):
     return min(block if block >= 8 else next_power_of_2(H), 32)
 
 
-@functools.cache
-def _launch(HQ, HK, D, R):
+def _others(q, numbers, row):
+    places = {0: tuning.near(numbers[0], 1, 64), 1: tuning.near(numbers[1], 1, 8)}
+    return tuning.around(numbers, places, lambda tokens, warps: tokens * row <= 2048 * warps)
+
+
+@tuning.tuned("rope", _others)
+def _tokens(q, row):
+    """(tokens, warps) of a program, for so many entries of a token."""
+    tokens = max(1, 4096 // row)
+    return tokens, tuning.traits(q).warps(min(max(tokens * row // 1024, 1), 8))
+
+
+def _launch(q, HQ, HK, D, R):
     """(groups of heads, and of a program: tokens, q heads, k heads, pairs, columns that are not rotated, warps).
 
     A program processes 4,096 entries of q, with all heads of a token if they fit.
@@ -149,9 +159,8 @@ def _launch(HQ, HK, D, R):
     groups = cdiv(most, heads_in_a_block(most))
     q_heads, k_heads = (next_power_of_2(cdiv(H, groups)) for H in (HQ, HK))
     pairs, passing = next_power_of_2(R // 2), next_power_of_2(max(D - R, 1))
-    row = 2 * max(q_heads, k_heads) * pairs
-    tokens = max(1, 4096 // row)
-    return groups, tokens, q_heads, k_heads, pairs, passing, min(max(tokens * row // 1024, 1), 8)
+    tokens, warps = _tokens(q, 2 * max(q_heads, k_heads) * pairs)
+    return groups, tokens, q_heads, k_heads, pairs, passing, warps
 
 
 class Layout(NamedTuple):
@@ -201,10 +210,10 @@ def rope_rotate(
     pair are neighbours in the results. ``sign`` -1 rotates back. For the other arguments see `Layout`.
     """
     key = (
-        q.shape, k.shape, cos.shape, q.stride(), k.stride(), cos.stride(), sin.stride(), q.device,
+        q.shape, k.shape, cos.shape, q.stride(), k.stride(), cos.stride(), sin.stride(), q.dtype, q.device,
         heads_dim, rotary_dim, pairs, q_rows, k_rows, to_pairs, first, second, sign,
     )  # fmt: skip
-    plan = _plans.get(key) or _plans.add(key, _plan(q, k, cos, sin, *key[8:]))
+    plan = _plans.get(key) or _plans.add(key, _plan(q, k, cos, sin, *key[9:]))
     q_strides, k_strides, rotate = plan
     yq = torch.empty_strided(q.shape, q_strides, dtype=q.dtype, device=q.device)
     yk = torch.empty_strided(k.shape, k_strides, dtype=k.dtype, device=k.device)
@@ -223,7 +232,7 @@ def _plan(q, k, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, to_pairs
     axes = None, None
     if cos.dim() == 4:
         axes, cos, sin = (cos.stride(0), sin.stride(0)), cos[0], sin[0]
-    groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(HQ, HK, D, rotary_dim)
+    groups, tokens, q_heads, k_heads, columns, passing, warps = _launch(q, HQ, HK, D, rotary_dim)
     rotate = prepared(
         _rotate, (groups * cdiv(T, tokens) * B,),
         *row_strides(q, k), *angle_strides(cos, sin), *axes, *row_strides(yq, yk), T, sign,
