@@ -51,6 +51,8 @@ def custom_op(name: str, like: Callable):
 
 
 _libraries: dict[str, torch.library.Library] = {}  # an op is there as long as its library
+_ROOT = __name__.partition(".")[0]
+NAMESPACE = "liger" if _ROOT == "liger_kernel" else _ROOT  # a copy under another name has its own: the hub's kernel
 
 
 def _registered(name, fn, fake):
@@ -59,11 +61,11 @@ def _registered(name, fn, fake):
     By hand: `torch.library.custom_op` looks for such aliases in every call, and enters Python twice.
     """
     _libraries.pop(name, None)  # of a module that is run again
-    library = _libraries[name] = torch.library.Library("liger", "FRAGMENT")
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(name + torch.library.infer_schema(fn, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
     library.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"liger::{name}", fake, lib=library)
-    return getattr(torch.ops.liger, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _filled(outs, like):

@@ -215,11 +215,11 @@ def _columns(P):
 def _depth(u):
     """Of u in a block of forward: much where it is loaded ahead, little where it goes straight into registers.
 
-    128 is Hopper's, of 16 bits (H200, 2026-11-22). sm_80, or fp32, has too few registers for it.
+    128 is Hopper's, of 16 bits (H200, 2026-11-22). sm_80 and sm_89, or fp32, have too few registers for it.
     """
     if devices.stages(32 * 1024, u) == 1:
         return 32
-    return 64 if u.dtype == torch.float32 or devices.arch(u) == "sm_80" else 128
+    return 64 if u.dtype == torch.float32 or devices.arch(u).startswith("sm_8") else 128
 
 
 def _coefficients(u, phi, b, alpha_pre, alpha_post, alpha_res, n, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult):
