@@ -19,6 +19,7 @@ _PATCHES = {
 _HOMES = {name: f"liger_kernel.ops.{home}" for name, home in homes("transformers").items()}
 _NEED_TRANSFORMERS = {name: f"liger_kernel.patch.{home}" for home, names in _PATCHES.items() for name in names.split()}
 _NEED_TRANSFORMERS |= dict.fromkeys(FUNCTIONS, "liger_kernel.patch.families")
+_NEED_TRANSFORMERS["LigerMetrics"] = "liger_kernel.metrics.trainer"
 
 
 experts_interface.install()

@@ -19,6 +19,7 @@ from liger_kernel.ops.probability.kl_div import LigerKLDIVLoss as LigerKLDIVLoss
 from liger_kernel.ops.norm.layer_norm import LigerLayerNorm as LigerLayerNorm
 from liger_kernel.ops.residual.hyper_connections import LigerMHC as LigerMHC
 from liger_kernel.ops.mlp.swiglu_mlp import LigerMLP as LigerMLP
+from liger_kernel.metrics.trainer import LigerMetrics as LigerMetrics
 from liger_kernel.ops.norm.modulated_rms_norm import LigerModulatedRMSNorm as LigerModulatedRMSNorm
 from liger_kernel.ops.attention.multi_token import LigerMultiTokenAttention as LigerMultiTokenAttention
 from liger_kernel.ops.mlp.modules import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP

@@ -1,0 +1,87 @@
+"""`LigerMetrics` on two ranks: sums over both, and models that are spread over them."""
+
+import functools
+import os
+import tempfile
+
+import pytest
+import ranks
+import tiny
+import torch
+from hardware import DEVICE
+from test_trainer_metrics import Seen, rows, targets, tokens, trained
+from transformers import Trainer, TrainingArguments
+
+from liger_kernel.metrics.flops import flops_of
+from liger_kernel.metrics.meter import Meter
+from liger_kernel.transformers import LigerMetrics
+
+pytestmark = pytest.mark.thorough
+
+
+def sums(rank):
+    """Of the Trainer: both ranks' tokens, in both ranks' logs, though one rank logs more than the other."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    data, seen, metrics = rows(24), Seen(), LigerMetrics(peak_flops=1e12, prometheus_port=0)
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", seed=0,
+    )  # fmt: skip
+
+    class Talks(Trainer):
+        def training_step(self, *args, **kwargs):
+            assert (metrics.endpoint is not None) == (rank == 0)
+            if rank == 0:
+                self.log(dict(extra=1.0))
+            return super().training_step(*args, **kwargs)
+
+    made = Talks(model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen, metrics])
+    made.seen = seen.logs
+    made.train()
+    logs = trained(made)
+    assert len(logs) == 3 and logs[-1]["total_tokens"] == tokens(data)
+    assert logs[-1]["total_label_tokens"] == targets(data)
+    assert [log["mfu"] / log["tflops_per_device"] for log in logs] == pytest.approx([1.0] * 3)
+    flops = flops_of(tiny.model("llama"))
+    lengths = [int(row["attention_mask"].sum()) for row in data]
+    (price,) = flops.pairs.values()
+    want = (flops.token + flops.head) * sum(lengths) + price * sum(n * (n + 1) // 2 for n in lengths)
+    assert metrics.totals["model_flops"] == pytest.approx(want)
+    shared = [None, None]
+    torch.distributed.all_gather_object(shared, {k: v for k, v in logs[-1].items() if "loss" not in k})
+    assert shared[0] == shared[1]
+
+
+def large_sums(rank):
+    """More operations than an int64 holds; what one rank does not know, none reports."""
+    meter = Meter(DEVICE, ranks=True, peak=1e22)
+    meter.active, meter.since = 1.0, float("inf")
+    meter.tick = lambda: None
+    found = meter.take()
+    assert found.capacity == 2e22 and found.devices == 2 and found.rated
+    meter = Meter(DEVICE, ranks=True, peak=1e12 if rank else None)
+    meter.count(dict(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=None if rank else torch.zeros(1, 4).long()))
+    found = meter.take()
+    assert not found.rated and not found.labelled and found.tokens == 8
+    doubled = Meter(DEVICE, ranks=True, replicas=2)  # both have the same batch
+    doubled.count(dict(input_ids=torch.zeros(1, 4, dtype=torch.long)))
+    assert doubled.take().tokens == 4
+
+
+def spread(rank, name):
+    want = flops_of(tiny.model("llama"))
+    model = tiny.model("llama").to(DEVICE)
+    assert flops_of(ranks.WRAPPERS[name](model)) == want
+
+
+def test_on_two_ranks(tmp_path):
+    """On a CPU the processes are forked: importing all of this again would take most of the time."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks.SIZE:
+        pytest.skip("not two GPUs, but one")
+    checks = [sums, large_sums, *(functools.partial(spread, name=name) for name in ("DDP", "FSDP1", "FSDP2"))]
+    torch.multiprocessing.start_processes(
+        ranks.process,
+        (str(tmp_path / "store"), list(map(functools.partial, checks))),
+        nprocs=ranks.SIZE,
+        start_method="fork" if DEVICE == "cpu" else "spawn",
+    )
