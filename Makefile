@@ -13,6 +13,8 @@ MEGATRON ?= 0.16.1
 DEEPSPEED ?= 0.19.8
 LIGHTNING ?= 2.6.6
 LLAMA_FACTORY ?= 0.9.5
+SWIFT ?= 4.6.0
+AXOLOTL ?= 0.19.0
 KERNELS ?= 0.16.2
 FLYTE ?= 1.16.31
 TRITON_XPU ?= 3.3.0b1
@@ -146,10 +148,10 @@ $(VENV)/flyte-%/.ready: $(READY)
 	touch $@
 
 # Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
-test-frameworks: test-lightning test-llama-factory test-callers test-trl test-transformers-oldest
+test-frameworks: test-lightning test-llama-factory test-swift test-callers test-trl test-transformers-oldest
 
 test-lightning: $(VENV)/lightning-$(LIGHTNING)/.ready
-	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py tests/metrics/test_lightning_metrics.py
 
 $(VENV)/lightning-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) lightning==$* lightning-utilities torchmetrics
@@ -166,6 +168,33 @@ test-llama-factory: $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready
 $(VENV)/llamafactory-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) llamafactory==$* $(LLAMA_FACTORY_NEEDS)
 	rm -rf $(@D)/torchaudio/lib
+	touch $@
+
+# Axolotl with the versions that it pins, but for this package.
+AXOLOTL_NEEDS := transformers==5.16.1 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 torchao==0.17.0 \
+	huggingface_hub==1.17.0 tokenizers==0.23.1 pydantic==2.12.5 pydantic-core==2.41.5 bitsandbytes==0.50.2 \
+	optimum==1.16.2 evaluate==0.4.1 posthog==6.7.11 schedulefree==1.4.1 nvidia-ml-py==12.560.30 wandb==0.22.0 \
+	axolotl-contribs-lgpl axolotl-contribs-mit "protobuf<7" addict art backoff colorama distro einops fastcore fire gitdb \
+	gitpython httpcore httpx llvmlite numba platformdirs python-dotenv scipy sentencepiece sentry-sdk six smmap termcolor
+
+test-axolotl: $(VENV)/axolotl-$(AXOLOTL)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_axolotl.py
+
+$(VENV)/axolotl-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) axolotl==$* $(AXOLOTL_NEEDS)
+	touch $@
+
+# ms-swift imports most of what it can use.
+SWIFT_NEEDS := transformers==5.17.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4 "huggingface_hub<2" httpx httpcore addict \
+	aiohappyeyeballs aiohttp aiosignal attrdict attrs binpacking cffi cryptography dacite einops frozenlist json-repair \
+	modelscope modelscope-hub msgspec multidict nltk openai oss2 propcache pycparser rouge scipy sentencepiece \
+	simplejson tiktoken yarl zstandard
+
+test-swift: $(VENV)/swift-$(SWIFT)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_swift.py
+
+$(VENV)/swift-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) ms-swift==$* $(SWIFT_NEEDS)
 	touch $@
 
 # Modules of verl, OpenRLHF, VeOmni and Oumi that call this package, with the little that they import.
