@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -487,5 +489,8 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     code = (ROOT / "scripts" / "tune").read_text()
     ran_main = []
     monkeypatch.setattr(tune, "main", lambda: ran_main.append(True))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    if "TRITON_INTERPRET" in os.environ:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # it is unset there
     exec(compile(code, "tune", "exec"), {"__name__": "__main__", "__file__": str(ROOT / "scripts" / "tune")})
     assert ran_main

@@ -330,6 +330,9 @@ def test_an_unusual_layout_of_the_angles_is_left_alone(monkeypatch):
 # ---- the public functions ----
 
 
+LONG = "tiled_mlp", "offloaded_checkpoints", "long_context"
+
+
 @FAMILY
 def test_signatures(family):
     fn = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[family]
@@ -337,10 +340,10 @@ def test_signatures(family):
     parameters, router = inspect.signature(fn).parameters, {"router": True} if family == "mixtral" else {}
     assert {k: p.default for k, p in parameters.items()} == {
         "rope": True, "cross_entropy": granite, "fused_linear_cross_entropy": not granite, "rms_norm": True, glu: True,
-        "model": None, "tiled_mlp": None, **router,
+        "model": None, **dict.fromkeys(LONG), **router,
     }  # fmt: skip
     switches = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", glu]
-    assert list(parameters) == [*switches, "model", "tiled_mlp", *router]
+    assert list(parameters) == [*switches, "model", *LONG, *router]
     assert fn.__name__ == f"apply_liger_kernel_to_{family}" and fn is getattr(families, fn.__name__) and fn.__doc__
 
 
