@@ -34,7 +34,11 @@ def models(family, **how):
     return [tiny.model(family, **how).to(DEVICE) for _ in range(2)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "qwen3"])
+THOROUGH = pytest.mark.thorough
+MORE = [pytest.param(family, marks=THOROUGH) for family in ("gemma2", "mixtral", "qwen3")]
+
+
+@pytest.mark.parametrize("family", ["llama", *MORE])
 def test_three_steps(family, sent, monkeypatch):
     grouped, apply = [], head_groups._HeadGroups.apply
     monkeypatch.setattr(head_groups._HeadGroups, "apply", lambda *given: (grouped.append(1), apply(*given))[1])
@@ -69,7 +73,7 @@ def test_backward_runs_the_tiles_once(sent):
     assert calls == [13] * 2 * 2 * LAYERS
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, *(pytest.param(how, marks=THOROUGH) for how in (False, True))])
 def test_switched_on_later(reentrant, sent):
     """By the Trainer, or by hand: it is the checkpoint that was asked for, with the inputs on the host."""
     theirs, mine = models("llama")
@@ -99,6 +103,7 @@ def test_checkpoints_that_were_on_before(sent):
     assert mine.model.layers[0]._gradient_checkpointing_func is chosen and mine.is_gradient_checkpointing
 
 
+@THOROUGH
 def test_evaluation_and_generation(sent):
     theirs, mine = models("llama")
     liger.apply_liger_kernel(mine, long_context=True)
@@ -152,6 +157,7 @@ SWITCHES = [
 ]  # fmt: skip
 
 
+@THOROUGH
 @pytest.mark.parametrize("first, second", SWITCHES, ids=str)
 def test_patched_by_parts(first, second, sent):
     once, mine = models("llama")
@@ -173,6 +179,7 @@ def test_what_cannot_be_checkpointed():
     assert parts(model) == (False, True) and not model.is_gradient_checkpointing
 
 
+@THOROUGH
 def test_a_hook_that_changes_a_norm(sent):
     """What the next layer has read is what counts, and not what the norm gave."""
     theirs, mine = models("llama")
@@ -184,6 +191,7 @@ def test_a_hook_that_changes_a_norm(sent):
     assert_same_step(step(mine), step(theirs))
 
 
+@THOROUGH
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lora(reentrant, sent):
     made = []
@@ -199,6 +207,7 @@ def test_lora(reentrant, sent):
     assert len(sent) == LAYERS
 
 
+@THOROUGH
 def test_autocast_and_dropout(sent):
     """Random numbers are drawn again as they were."""
     made = []
@@ -214,7 +223,7 @@ def test_autocast_and_dropout(sent):
         assert (grads[name] - g).abs().max() <= 0.05 * g.abs().max(), name
 
 
-@pytest.mark.thorough
+@THOROUGH
 def test_compiled(sent):
     """In a graph it is a checkpoint as any other."""
     theirs, mine = models("llama")
@@ -224,7 +233,7 @@ def test_compiled(sent):
     assert not sent
 
 
-@pytest.mark.thorough
+@THOROUGH
 @pytest.mark.parametrize("tokens, gib", [(65536, 24.0), (262144, 36.0)])
 def test_memory(tokens, gib):
     """As counted for a Llama-3-8B of 8 layers, of which weights, gradients and AdamW's states are 20.8 GiB."""
