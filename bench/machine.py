@@ -60,6 +60,23 @@ def save(name: str, figures: dict, out: str | None = None) -> pathlib.Path:
     return partial.replace(path)
 
 
+def resumed(name: str, settings: dict, out: str | None = None) -> dict | None:
+    """What an earlier call saved there, if it was of these ``settings``, among them the machine and its software."""
+    path = pathlib.Path(out) if out else RESULTS / f"{name}.json"
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text())
+
+    def comparable(values):
+        found = {key: values.get(key) for key in settings}
+        return found | {"machine": {k: v for k, v in (found.get("machine") or {}).items() if k != "date"}}
+
+    other = comparable(data) != comparable(settings) or data.get("kind") != name
+    if other:
+        print(f"{path}: made with other settings or on another machine; begins anew", flush=True)
+    return None if other else data
+
+
 class Stopwatch:
     """``stopwatch(work, prepare)``: milliseconds of GPU time of ``work(prepare())``."""
 

@@ -1,10 +1,13 @@
 """Does ours train like Hugging Face? Losses of a model patched and not, against the spread of the unpatched one.
 
-    PYTHONPATH=src python -m bench.parity [--model Llama-3.2-1B] [--steps 50]
+    PYTHONPATH=src python -m bench.parity [--model Llama-3.2-1B] [--steps 50] [--resume]
 
 bf16 training amplifies any rounding, so two runs that mean the same drift apart. How far is measured: Hugging Face runs
 from the same weights, in which one bf16 ulp was added to a few of them, by seed. Ours lies within the noise if its
-losses are no further from Hugging Face's than those runs are from each other.
+losses are no further from Hugging Face's, at most and on average, than those runs are from each other.
+
+The losses of every step of every run are in the results. More than 100 steps are a long run: its results are a file of
+their own (curves.json), of which `bench.report` makes docs/parity.md. ``--resume`` goes on with a file that lacks runs.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import time
 
 import torch
 
-from . import machine, models, report, runs, text, train
+from . import curves, machine, models, runs, text, train
+
+LONG = 100  # steps that a short run has at most
+SETTINGS = "model", "steps", "sequence", "batch", "lr"
 
 
 def nudge(model, seed: int, count: int = 16) -> None:
@@ -50,6 +57,18 @@ def difference(pair: str, a: list[float], b: list[float]) -> dict:
     return {"pair": pair, "largest": max(apart), "mean": sum(apart) / len(apart)}
 
 
+def compared(found: dict[str, list[float]]) -> dict:
+    """Every pair, and whether ours lies within the noise: None while runs are missing that tell."""
+    theirs = {name: curve for name, curve in found.items() if name != curves.OURS}
+    pairs = [difference(f"{a} – {b}", theirs[a], theirs[b]) for a, b in itertools.combinations(theirs, 2)]
+    if curves.OURS not in found or not pairs:
+        return {"pairs": pairs, "within_noise": None}
+    own = difference(f"{curves.OURS} – {curves.THEIRS}", found[curves.OURS], found[curves.THEIRS])
+    # written so that a loss that is no number is outside
+    within = all(own[key] <= max(pair[key] for pair in pairs) for key in ("largest", "mean"))
+    return {"pairs": [own, *pairs], "within_noise": within}
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="Llama-3.2-1B", choices=models.SIZES)
@@ -59,23 +78,34 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--seeds", type=int, default=3, help="nudged Hugging Face runs (3)")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
-    p.add_argument("--out", help="JSON file (bench/results/parity.json)")
+    p.add_argument("--resume", action="store_true", help="keep the runs that the JSON file has")
+    p.add_argument("--limit", type=float, default=570, help="seconds in which no run is begun that would not end (570)")
+    p.add_argument("--out", help="JSON file (bench/results/parity.json; curves.json for more than 100 steps)")
     args = p.parse_args(argv)
     if args.device == "cuda":
         machine.require_gpu()
+    kind = "curves" if args.steps > LONG else "parity"
+    data = {"machine": machine.describe()} | {key: getattr(args, key) for key in SETTINGS}
+    earlier = machine.resumed(kind, data, args.out) if args.resume else None
+    found = earlier["curves"] if earlier else {}
+    wanted = {"Hugging Face": {}}
+    wanted |= {f"Hugging Face, nudged ({seed})": dict(seed=seed) for seed in range(1, args.seeds + 1)}
+    wanted |= {"ours": dict(patch=runs.ours)}
 
-    curves = {"Hugging Face": losses(args)}
-    for seed in range(1, args.seeds + 1):
-        curves[f"Hugging Face, nudged ({seed})"] = losses(args, seed)
-    spread = [difference(f"{a} – {b}", curves[a], curves[b]) for a, b in itertools.combinations(curves, 2)]
-    curves["ours"] = losses(args, patch=runs.ours)
-    own = difference("ours – Hugging Face", curves["ours"], curves["Hugging Face"])
-    within = own["largest"] <= max(d["largest"] for d in spread)
-    data = {"machine": machine.describe(), "curves": curves, "pairs": [own, *spread], "within_noise": within}
-    data |= {k: getattr(args, k) for k in ("model", "steps", "sequence", "batch", "lr")}
-    machine.save("parity", data, args.out)
-    print("\n" + report.parity(data))
-    raise SystemExit(0 if within else 1)
+    begun, longest = time.monotonic(), 0.0
+    for name, how in wanted.items():
+        if name in found:
+            continue
+        before = time.monotonic()
+        if before - begun + longest > args.limit:
+            raise SystemExit(f"bench.parity: no time left; --resume goes on with {name}")
+        found[name] = losses(args, **how)
+        longest = max(longest, time.monotonic() - before)
+        data |= {"curves": found} | compared(found)
+        machine.save(kind, data, args.out)
+    data |= {"curves": found} | compared(found)
+    print("\n" + curves.pairs(data))
+    raise SystemExit(0 if data["within_noise"] else 1)
 
 
 if __name__ == "__main__":

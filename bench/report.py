@@ -2,19 +2,23 @@
 
     python -m bench.report [FILE ...] [--write docs/training.md] [--write docs/linear-head.md]
         [--write docs/operators.md] [--chart docs/linear-head.svg] [--operators docs/operators.svg]
+        [--curves docs/parity.svg]
 
 ``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->`` in each file given that has
 them. NAME is a file's ``kind``; what `bench.ops` measured also makes the short table NAME ``operators``. ``--chart``
-draws what `bench.head` measured, ``--operators`` what `bench.ops` did.
+draws what `bench.head` measured, ``--operators`` what `bench.ops` did,
+``--curves`` what `bench.parity` did in long runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import pathlib
 import re
+
+from . import curves, finetune_table
+from .tables import BLUE, GREY, VERSIONS, drawing, heading, table  # noqa: F401
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 FURTHER = {  # contestants that few rows have
@@ -40,8 +44,6 @@ NAMES = {
     "ours-graphs": "ours, torch.compile, CUDA graphs",
     "ours-captured": "ours, captured step",
 }
-VERSIONS = {"peer": "liger-kernel {}", "cute": "CuTe: liger-kernel {}", "torch": "linear_cross_entropy of torch {}"}
-BLUE, GREY = "#1f6feb", "#6b717a"
 FLOOR = ("matmul", "attention", "optimizer")  # kinds of kernels that neither package replaces
 KIND_NAMES = {
     "elementwise": "residual add, other elementwise",
@@ -50,22 +52,8 @@ KIND_NAMES = {
 }
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def heading(data: dict) -> str:
-    m = data["machine"]
-    if "error" in m:
-        return f"{m['error']}."
-    software = ", ".join(f"{k} {m[k]}" for k in ("torch", "triton", "transformers") if m.get(k))
-    sides = "".join(f", {text.format(data[side])}" for side, text in VERSIONS.items() if data.get(side))
-    return f"{m['gpu']}, {m.get('toolkit', '')}, {software}{sides}, {m['date']}, {data.get('dtype', 'bfloat16')}."
 
 
 def contestants(rows: list[dict]) -> list[str]:
@@ -394,22 +382,6 @@ def against_peer(row: dict) -> str:
     return f"{beside(ours) / beside(peer):.0%}"
 
 
-def parity(data: dict) -> str:
-    verdict = "within" if data["within_noise"] else "OUTSIDE"
-    return "\n\n".join(
-        [
-            heading(data),
-            f"{data['steps']} training steps of {data['model']}, {data['sequence']} × {data['batch']} tokens: largest "
-            "and mean difference of the losses.",
-            table(
-                ["pair of runs", "largest difference", "mean difference"],
-                [[p["pair"], f"{p['largest']:.2g}", f"{p['mean']:.2g}"] for p in data["pairs"]],
-            ),
-            f"Ours lies {verdict} the spread of the Hugging Face runs.",
-        ]
-    )
-
-
 def share(row: dict, entry: dict) -> float:
     """Of the ceiling, by the row's operations."""
     return row["flops"] / (mean(entry["ms"][row["kinds"][0]]) * 1e-3) / mean(entry["ceiling"])
@@ -603,28 +575,6 @@ def head_errors(found: dict | None) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def drawing(path: pathlib.Path, size: tuple[float, float]):
-    """(figure, axes) of a picture that is written to ``path``, the same bytes for the same figures."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 11}):
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        try:
-            yield figure, axes
-            axes.grid(color="#e4e6ea", linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.spines[["left", "bottom"]].set_color(GREY)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        finally:
-            pyplot.close(figure)
-
-
 def chart(data: dict, path: pathlib.Path) -> None:
     """Share of the ceiling against peak memory at the first shape: ours over its budgets, the others as points."""
     row = in_training(data)[0]
@@ -764,7 +714,9 @@ KINDS = {
     "train": train,
     "compile": compiled,
     "breakdown": breakdown,
-    "parity": parity,
+    "parity": curves.pairs,
+    "curves": curves.page,
+    "finetune": finetune_table.finetune,
     "head": head,
     "losses": losses,
     "experts": experts,
@@ -772,6 +724,7 @@ KINDS = {
 }
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators
+PICTURES = {"head": chart, "ops": operators_chart, "curves": curves.draw}
 
 
 def write(path: pathlib.Path, kind: str, text: str) -> bool:
@@ -790,8 +743,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     p.add_argument("--chart", type=pathlib.Path, help="picture of the linear head's speed and memory (.svg, .png)")
     p.add_argument("--operators", type=pathlib.Path, help="picture of every operator's speed (.svg, .png)")
+    p.add_argument("--curves", type=pathlib.Path, help="picture of the losses of long runs (.svg, .png)")
     args = p.parse_args(argv)
-    pictures = {"head": (chart, args.chart), "ops": (operators_chart, args.operators)}
+    pictures = {"head": args.chart, "ops": args.operators, "curves": args.curves}
     for path in args.files or sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
         kind = data.get("kind")
@@ -805,9 +759,8 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(
                 f"bench.report: {files}: no line {' or '.join(f'<!-- bench:{name} -->' for name in texts)}"
             )
-        draw, picture = pictures.get(kind, (None, None))
-        if picture:
-            draw(data, picture)
+        if pictures.get(kind):
+            PICTURES[kind](data, pictures[kind])
 
 
 if __name__ == "__main__":

@@ -104,19 +104,22 @@ def parsed(runs: str, kind: str = "train") -> list[tuple[str, int, int]]:
     return found
 
 
+def import_path(peer: pathlib.Path | None) -> str:
+    """PYTHONPATH with the published package first, or ours."""
+    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    others = [p for p in given if pathlib.Path(p).resolve() != ROOT / "src"]
+    return os.pathsep.join([str(peer.resolve() if peer else ROOT / "src"), *others])
+
+
 def run_apart(kind: str, contestant: str, run: tuple[str, int, int], args) -> dict:
     """One contestant in a process of its own, on the import path where its package lies."""
-    others = [
-        p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and pathlib.Path(p).resolve() != ROOT / "src"
-    ]
-    path = args.peer.resolve() if contestant == "peer" else ROOT / "src"
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "figures.json"
         request = [contestant, *map(str, run), str(args.warmup), str(args.steps), args.device, str(out)]
         try:
             ended = subprocess.run(
                 [sys.executable, "-m", f"bench.{kind}", "--worker", *request], cwd=ROOT, timeout=args.run_limit,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *others])},
+                env=os.environ | {"PYTHONPATH": import_path(args.peer if contestant == "peer" else None)},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"no result within {args.run_limit:.0f} s"}
