@@ -148,7 +148,7 @@ $(VENV)/flyte-%/.ready: $(READY)
 	touch $@
 
 # Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
-test-frameworks: test-lightning test-llama-factory test-swift test-callers test-trl test-transformers-oldest
+test-frameworks: test-lightning test-llama-factory test-axolotl test-swift test-callers test-trl test-transformers-oldest
 
 test-lightning: $(VENV)/lightning-$(LIGHTNING)/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py tests/metrics/test_lightning_metrics.py

@@ -1,6 +1,7 @@
 """Tensors that backward makes again from others: only while nobody has changed any of them."""
 
 import threading
+import weakref
 
 import torch
 
@@ -32,6 +33,9 @@ def test_when_it_is_not():
             given = made()
             given[i].detach().add_(1)
             assert recipe(given[0]) is None, i
+        hooked, *_ = made()
+        hooked.register_hook(lambda gradient: 2 * gradient)
+        assert recipe(hooked) is None  # its gradient is not what is made of it
         y, x, w = made()
         assert all(recipe(other) is None for other in (y * 1, y.view(-1), y[:1], y.detach(), x, w))
         with torch.no_grad():
@@ -40,5 +44,17 @@ def test_when_it_is_not():
         thread = threading.Thread(target=lambda: found.append(recipe(y)))
         thread.start()
         thread.join()
-        assert found == [None] and recipe(y) is not None
-    assert recipe(y) is None
+        with noting():
+            assert found == [recipe(y)] == [None]  # of another layer
+        assert recipe(y) is not None
+    with noting():
+        assert recipe(y) is None  # when that is made again, nothing is known of it either
+    assert vars(y) == {}
+
+
+def test_nothing_is_kept():
+    with noting():
+        y, x, w = made()
+        gone = weakref.ref(x)
+        del y, x, w
+        assert gone() is None

@@ -126,6 +126,16 @@ def test_a_layer_that_writes_to_its_input(sent):
         loss.backward()
 
 
+def test_an_input_that_stays_and_is_written_to(sent, monkeypatch):
+    """As without the host's memory: an error, and never another gradient."""
+    monkeypatch.setattr(host_memory, "LEAST", 2**30)
+    x, *weights = drawn()
+    loss = through(offloaded_checkpoint, x, weights, lambda w: lambda h: torch.tanh(h.mul_(2) @ w))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert not sent
+
+
 def test_what_is_not_sent(sent, monkeypatch):
     """Parameters, what needs no gradient, what several layers in a row read, small and strided tensors."""
     x, *weights = drawn()

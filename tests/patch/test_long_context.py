@@ -11,6 +11,8 @@ import tiny
 import torch
 from hardware import DEVICE
 from patched import assert_same_step, step
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import liger_kernel.transformers as liger
 from liger_kernel.cli import plan
@@ -177,6 +179,97 @@ def test_what_cannot_be_checkpointed():
     assert report.left_alone["LlamaDecoderLayer", "its model cannot be checkpointed"] == LAYERS
     assert any(w.startswith("offloaded_checkpoints: nothing here is proved equal") for w in report.warnings)
     assert parts(model) == (False, True) and not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=THOROUGH)])
+def test_a_cache_by_position(attention, sent):
+    """GPT-2 hands it to its layers so, unless the model knows that it is checkpointed."""
+    sizes = dict(n_embd=32, n_layer=LAYERS, n_head=4, vocab_size=tiny.VOCABULARY, bos_token_id=1, eos_token_id=2)
+    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    mine = GPT2LMHeadModel(GPT2Config(**sizes, **off, attn_implementation=attention)).to(DEVICE).train()
+    theirs = copy.deepcopy(mine)
+    liger.apply_liger_kernel(mine, long_context=True)
+    assert mine.transformer.gradient_checkpointing
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    liger.revert(mine)
+    assert mine.transformer.gradient_checkpointing is False and not mine.is_gradient_checkpointing
+
+
+@THOROUGH
+def test_a_layer_that_ends_with_its_norm(sent):
+    """What is noted in one layer is nothing to the next one: made again, it would not know."""
+
+    class Ends(LlamaDecoderLayer):
+        def forward(self, hidden_states, **kwargs):
+            hidden_states = (
+                hidden_states + self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+            )
+            return self.post_attention_layernorm(hidden_states + self.mlp(hidden_states))
+
+    theirs, mine = models("llama", attn_implementation="sdpa")
+    for model in (theirs, mine):
+        for layer in model.model.layers:
+            layer.__class__ = Ends
+    liger.apply_liger_kernel(mine, long_context=True)
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+
+
+@THOROUGH
+def test_gradients_of_gradients_with_a_hook(sent):
+    found = []
+    for switches in ({}, dict(long_context=True)):
+        model = tiny.model("llama", num_hidden_layers=1).to(DEVICE)
+        liger.apply_liger_kernel(model, **switches)
+        norm = model.model.layers[0].post_attention_layernorm
+        norm.register_forward_hook(lambda m, args, y: y.register_hook(lambda gradient: 2 * gradient) and None)
+        given = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
+        wanted = [model.model.layers[0].mlp.gate_proj.weight, model.model.layers[0].self_attn.q_proj.weight]
+        once = torch.autograd.grad(model(**given).loss, wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(one.square().sum() for one in once), wanted))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@THOROUGH
+def test_under_transforms(sent):
+    """torch.func knows no checkpoints: the layer is called."""
+    theirs, mine = models("llama", num_hidden_layers=1)
+    liger.apply_liger_kernel(mine, long_context=True)
+    given, found = {name: t.to(DEVICE) for name, t in tiny.batch().items()}, []
+    for model in (theirs, mine):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(parameters, model=model):
+            return torch.func.functional_call(model, parameters, kwargs=given).loss
+
+        found.append(torch.func.grad(loss)(parameters))
+    for name, g in found[0].items():
+        assert (found[1][name] - g).abs().max() <= 1e-4 * g.abs().max(), name
+
+
+@THOROUGH
+@pytest.mark.parametrize("part", ["self_attn", "post_attention_layernorm"])
+def test_a_part_that_is_compiled(part, sent):
+    theirs, mine = models("llama", attn_implementation="sdpa", num_hidden_layers=1)
+    liger.apply_liger_kernel(mine, long_context=True)
+    getattr(mine.model.layers[0], part).compile(backend="aot_eager", fullgraph=True)
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+
+
+@THOROUGH
+def test_a_linear_function_of_somebody_else(sent, monkeypatch):
+    """As under ZeRO-3: it may want a tensor."""
+    linear = torch.nn.functional.linear
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, long_context=True)
+
+    def strict(x, weight, bias=None):
+        assert isinstance(x, torch.Tensor)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", strict)
+    assert_same_step(step(mine), step(theirs), rtol=1e-4)
 
 
 @THOROUGH

@@ -83,6 +83,7 @@ _REAL, autocast = torch.autocast, _Autocast()
 class _Functions(TorchFunctionMode):
     """Attention by `_attention`, and what autocast does to matmuls: meta tensors have none."""
 
+    counts_alone = True  # for `head_groups`
     F = torch.nn.functional
     LOWERED = {
         F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm,

@@ -2,18 +2,20 @@
 
 Within a checkpoint (`checkpoint.offloaded`) a layer's norms note how they were made. Functions of ours that keep their
 input for backward keep that instead. Nobody outside the checkpoint can get hold of such an input; a forward hook or the
-layer's own code can. So the note does not count if it was written to since, nor does that of a copy or a view.
+layer's own code can. So a note does not count if a tensor was written to since, or if a hook may change the gradient;
+a copy or a view has none. When the layer is left its notes are gone, so that it is made again with the same ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
 
-_thread = threading.local()
+_thread = threading.local()  # .notes: id of a tensor -> (weak reference to it, its recipe)
 
 
 class Recipe(NamedTuple):
@@ -34,27 +36,31 @@ class Recipe(NamedTuple):
 
 @contextlib.contextmanager
 def noting():
-    """Notes count in this thread."""
-    before, _thread.on = getattr(_thread, "on", False), True
+    """Within, in this thread, what is made is noted."""
+    before, _thread.notes = getattr(_thread, "notes", None), {}
     try:
         yield
     finally:
-        _thread.on = before
+        _thread.notes = before
 
 
 def note(y, make, *tensors, options=()):
     """-> y, which is ``make(*tensors, *options)``."""
-    if getattr(_thread, "on", False) and y.requires_grad:
-        y._liger_recipe = Recipe(make, tensors, options, _versions(y, *tensors))
+    notes = None if torch.compiler.is_compiling() else getattr(_thread, "notes", None)
+    if notes is not None and y.requires_grad:
+        key = id(y)
+        gone = weakref.ref(y, lambda _: notes.pop(key, None))
+        notes[key] = gone, Recipe(make, tensors, options, _versions(y, *tensors))
     return y
 
 
 def recipe(y) -> Recipe | None:
     """How to make y, as it is now."""
-    found = y.__dict__.get("_liger_recipe")
-    if found is None or not getattr(_thread, "on", False):
+    notes = None if torch.compiler.is_compiling() else getattr(_thread, "notes", None)
+    known, found = notes.get(id(y), (None, None)) if notes else (None, None)
+    if found is None or known() is not y or y._backward_hooks or found.versions != _versions(y, *found.tensors):
         return None
-    return found if found.versions == _versions(y, *found.tensors) else None
+    return found
 
 
 def _versions(*tensors):

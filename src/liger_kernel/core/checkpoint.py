@@ -32,10 +32,18 @@ def offloaded(keeping, within=lambda args: contextlib.nullcontext()):
 
         def pack(x):
             dense = x.layout is torch.strided and not x.is_nested
-            return (send(x) if dense and x.untyped_storage()._cdata in wanted else None) or x
+            return (send(x) if dense and x.untyped_storage()._cdata in wanted else None) or (x, x._version)
 
         def unpack(kept):
-            return kept.fetched() if type(kept) is Waiting else kept
+            if type(kept) is Waiting:
+                return kept.fetched()
+            x, version = kept
+            if x._version != version:  # with hooks, autograd does not look
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(x.shape)}, which a checkpoint keeps, was modified by an inplace "
+                    "operation, and backward needs what it was; let the layer write to a copy of its input"
+                )
+            return x
 
         with saved_tensors_hooks(pack, unpack) if wanted else contextlib.nullcontext():
             return keeping(noted, *args, **kwargs)

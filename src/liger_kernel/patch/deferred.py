@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import types
 
 import torch
 import torch.nn.functional as F
@@ -221,6 +222,8 @@ def shared(x, layers):
     if not large(x) or not x.requires_grad or torch.compiler.is_compiling():
         return x
     if torch.is_autocast_enabled(x.device.type) or not devices.has_kernels(x):
+        return x
+    if type(F.linear) is not types.BuiltinFunctionType:  # ZeRO-3 has put another one there, which wants a tensor
         return x
     layers = list(layers)
     own = all(type(layer) is torch.nn.Linear and plain(layer.weight, layer.bias) for layer in layers)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core.checkpoint import offloaded
+from liger_kernel.core.op import transformed
 from liger_kernel.ops.attention.head_groups import HeadGroups, worth_it
 from liger_kernel.patch.private import swap
 from liger_kernel.patch.residual import Block, ResidualStreams
@@ -33,7 +34,14 @@ def _chosen(self):
         chosen = self.__dict__[CHOSEN]
     except KeyError:
         raise AttributeError(f"{type(self).__name__} has no checkpoint: nothing has set {CHOSEN}") from None
-    return chosen if torch.compiler.is_compiling() else offloaded(chosen, _within)
+    if torch.compiler.is_compiling():
+        return chosen
+    return called if chosen is checkpointed and transformed() else offloaded(chosen, _within)
+
+
+def called(function, *args, **options):
+    """torch.func knows no checkpoints."""
+    return function(*args)
 
 
 def _within(args):
@@ -100,14 +108,19 @@ class OffloadedCheckpoints(Rewrite):
             swap(module, type(module)._liger[0])
         walk.become(module, Offloaded(block), parts, self.name(module))
         if not offloaded and not module.gradient_checkpointing:
-            module.gradient_checkpointing, module.__dict__[CHOSEN] = True, checkpointed
+            for each in (module, *_owners(walk, module)):  # a model's own switch tells it to leave its cache out
+                if getattr(each, "gradient_checkpointing", None) is False:
+                    each.gradient_checkpointing, each.__dict__[CHOSEN] = True, checkpointed
 
 
 def _may_be_checkpointed(walk, module) -> bool:
     """transformers refuses it of some models."""
+    return all(getattr(owner, "supports_gradient_checkpointing", True) for owner in _owners(walk, module))
+
+
+def _owners(walk, module):
     path = walk.paths[module]
-    owners = [m for m, at in walk.paths.items() if hasattr(m, "supports_gradient_checkpointing") and _inside(path, at)]
-    return all(owner.supports_gradient_checkpointing for owner in owners)
+    return [m for m, at in walk.paths.items() if m is not module and _inside(path, at)]
 
 
 def _inside(path, outer) -> bool:
@@ -116,6 +129,6 @@ def _inside(path, outer) -> bool:
 
 def give_back(module) -> None:
     """Checkpoints that nobody but this has switched on are switched off."""
-    if isinstance(known_as(module), Offloaded) and module.__dict__.get(CHOSEN) is checkpointed:
-        for name in (CHOSEN, "gradient_checkpointing"):
-            module.__dict__.pop(name, None)
+    if module.__dict__.get(CHOSEN) is checkpointed:
+        del module.__dict__[CHOSEN]
+        module.gradient_checkpointing = False

@@ -1,12 +1,14 @@
 """Attention by groups of heads gives what it gives of all heads, bit for bit, and a checkpoint keeps nothing of it."""
 
 import gc
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops.attention import head_groups
@@ -123,6 +125,51 @@ def test_what_it_leaves_alone(grouped):
     head_groups.LEAST = q.numel()  # the fixture's, which is undone
     attention(q, k, v)
     assert not grouped and not head_groups.worth_it([q, None]) and head_groups.worth_it([torch.cat([q, k])])
+
+
+def test_a_function_mode_of_somebody_else(grouped):
+    """It sees one call, and what it makes of the result learns."""
+
+    class Scaled(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            y = function(*args, **(kwargs or {}))
+            return y * scale if function is F.scaled_dot_product_attention else y
+
+    q, k, v, _ = drawn(4, 4)
+    scale = torch.ones((), device=DEVICE, requires_grad=True)
+    with Scaled():
+        attention(q, k, v).sum().backward()
+    assert scale.grad is not None and not grouped
+    with torch.device("cpu"):
+        attention(q, k, v)
+    assert grouped
+
+
+def test_heads_that_do_not_fit(grouped):
+    q, k, v, _ = drawn(8, 4)
+    with pytest.raises(RuntimeError):
+        attention(q, k, v)
+    assert not grouped
+
+
+def test_threads_that_go_back_through_one_graph(grouped):
+    q, k, v, dy = drawn(4, 4)
+    y, found = attention(q, k, v), []
+    want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+
+    def work():
+        for _ in range(10):
+            found.append(torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    for got in found:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_how_many_groups():

@@ -12,10 +12,12 @@ of q, k, v and of the output are kept as such.
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from liger_kernel.core.op import Function, transformed
 
@@ -42,7 +44,14 @@ class HeadGroups(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        return _by_groups(*args, **kwargs) if function is attention else function(*args, **kwargs)
+        if function is attention and all(map(_lets_through, torch.overrides._get_current_function_mode_stack())):
+            return _by_groups(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _lets_through(mode) -> bool:
+    """Whether another mode, which sees a group's calls in place of the one call, does nothing that learns to them."""
+    return isinstance(mode, DeviceContext) or getattr(mode, "counts_alone", False)
 
 
 def _by_groups(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -51,6 +60,8 @@ def _by_groups(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     simple = all(type(t) is torch.Tensor and t.dim() == 4 for t in given if t is not None)
     if not simple or dropout_p or k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return attention(q, k, v, mask, **options)  # random numbers would be drawn in another order
+    if torch.compiler.is_compiling() or (q.shape[1] != k.shape[1] and not enable_gqa):
+        return attention(q, k, v, mask, **options)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if not learns or groups(q, k) == 1 or mask is not None and mask.requires_grad or transformed():
         return attention(q, k, v, mask, **options)
@@ -85,7 +96,7 @@ class _HeadGroups(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, options):
-        kept, now, ctx.groups, out = [], {}, [], None
+        kept, now, ctx.groups, out = [], threading.local(), [], None
         anchor = torch.zeros((), requires_grad=True)
         for heads in _heads(q, k):
             parts = [t[:, own] for t, own in zip((q, k, v), heads, strict=True)]
@@ -110,7 +121,7 @@ class _HeadGroups(Function):
         q, k, v, _, out, *kept = ctx.saved_tensors
         wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
         found = [torch.empty_like(t) if i in wanted else None for i, t in enumerate((q, k, v))]
-        ctx.now.update(wholes=(q, k, v, out), kept=kept)
+        ctx.now.wholes, ctx.now.kept = (q, k, v, out), kept
         try:
             for heads, y, behind in ctx.groups:
                 edges = [behind[i] for i in wanted]
@@ -118,7 +129,7 @@ class _HeadGroups(Function):
                 for i, gradient in zip(wanted, gradients, strict=True):
                     found[i][:, heads[i]].copy_(gradient)
         finally:
-            ctx.now.clear()
+            del ctx.now.wholes, ctx.now.kept
         return *found, None, None
 
 
@@ -163,7 +174,7 @@ def _pack(packed):
 def _unpack(now):
     def unpack(entry):
         if entry.whole is None:
-            return now["kept"][entry.place]
-        return now["wholes"][entry.whole][:, entry.heads]
+            return now.kept[entry.place]
+        return now.wholes[entry.whole][:, entry.heads]
 
     return unpack
