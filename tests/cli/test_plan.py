@@ -419,6 +419,7 @@ def answer(capsys, monkeypatch):
     return call
 
 
+@pytest.mark.thorough
 def test_json_and_table(answer):
     argv = "llama", *SMALL, "--gpus", 2, "--gpu-memory", "80MB", "--batch", 2
     code, out, err = answer(*argv, "--json")

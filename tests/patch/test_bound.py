@@ -89,6 +89,7 @@ def test_of_another_family(mine):
         Stranger(tiny.model("qwen3").config).train()(**tiny.batch())
 
 
+@pytest.mark.thorough
 def test_compiled(mine):
     """Compiled before its first call, too; then in one graph."""
     theirs, ours = pair(mine)

@@ -239,6 +239,7 @@ def test_compiled_after_a_step():
     torch.testing.assert_close(step(compiled)[0].loss, step(theirs)[0].loss, rtol=1e-5, atol=0)
 
 
+@pytest.mark.thorough
 def test_a_lora_head_compiles():
     """With logits: chunks under checkpointing are for eager mode."""
     torch._dynamo.reset()

@@ -44,6 +44,7 @@ def batch(tokens=13, **more):
     return dict(input_ids=ids, labels=ids) | more
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_compiled_model_has_no_mask(use_cache, reference_only):
     theirs, mine = pair(num_attention_heads=4, num_key_value_heads=2, use_cache=use_cache)

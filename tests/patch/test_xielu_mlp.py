@@ -103,6 +103,7 @@ def assert_as_exact(mine, theirs, dtype, autocast=None):
     assert_as_exact_as(draws)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype, ran):
     mine, theirs, _ = holding(ApertusMLP(CONFIG))
@@ -342,6 +343,7 @@ def test_other_dtypes(ran):
     assert not ran
 
 
+@pytest.mark.thorough
 def test_autocast(ran):
     """There the activation gives fp32, and the layer behind makes bf16 of it; its hooks see what they saw."""
     mine, theirs, _ = holding(ApertusMLP(CONFIG))

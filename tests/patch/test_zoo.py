@@ -71,6 +71,7 @@ def test_the_report_names_what_runs():
     assert hunyuan.of("apply_rotary_pos_emb") and "liger_norm_rope" not in {by for _, by in hunyuan.replaced}
 
 
+@pytest.mark.thorough
 def test_stacked_experts():
     for name in ("deepseek_v3", "gemma4_text", "mixtral", "qwen3_moe", "qwen3_next"):
         replaced = zoo.trial(name).report.replaced

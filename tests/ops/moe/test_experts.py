@@ -185,6 +185,7 @@ def test_the_same_bits_twice():
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bulk", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
