@@ -50,7 +50,7 @@ DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
 .PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
 	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
-	test-xpu test-hub-kernel test-cluster clean
+	test-xpu test-hub-kernel test-cluster environments clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -207,6 +207,10 @@ test-callers: $(VENV)/callers/.ready $(VENV)/deepspeed-$(DEEPSPEED)/.ready
 $(VENV)/callers/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) $(CALLERS) $(CALLERS_NEED)
 	touch $@
+
+# What the targets of .ci/run install beside .venv.
+environments: $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEGATRON)/.ready \
+	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/kernels-$(KERNELS)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	@python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "make: Python 3.10 or newer is needed"; exit 1; }

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from patched import ONE_LAYER, assert_same_step, step
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -149,7 +150,9 @@ def test_a_new_thread_compiles_once():
 def test_a_wrapper_around_the_forward_outlives_the_patch():
     """accelerate's, which calls what was the forward when it was made."""
     theirs, mine = patched(**ONE_LAYER)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test's Trainer
     Accelerator(cpu=True, mixed_precision="bf16").prepare_model(mine)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert mine(**tiny.batch()).logits is None
     liger.revert(mine)
     with torch.autocast("cpu", torch.bfloat16):
