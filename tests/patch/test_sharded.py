@@ -92,10 +92,8 @@ def test_sharded_models_train_as_one(tmp_path):
     ranks.run(CHECKS, tmp_path)
 
 
-COMPILED = [
-    partial(check, name="FSDP2", family=family, patched="before", compiled=parts)
-    for family, parts in (("qwen3", "layers"), ("llama", "model"))
-]
+WAYS = (("qwen3", "layers"), ("llama", "model"))[: 1 if DEVICE == "cpu" else 2]  # one takes half a minute there
+COMPILED = [partial(check, name="FSDP2", family=family, patched="before", compiled=parts) for family, parts in WAYS]
 
 
 @pytest.mark.thorough

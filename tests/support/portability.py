@@ -220,7 +220,7 @@ def by_kernel(launches):
     return found.values()
 
 
-WHOLE, BEGUN = 3, 4  # launches of a kernel that are compiled to the end, and by the front half: there are hundreds
+WHOLE, BEGUN = 2, 2  # launches of a kernel that are compiled to the end, and by the front half: there are hundreds
 
 
 def spread(launches, most):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.thorough
 def examples(n):
     """The same ones each time; few on a GPU, where each compiles kernels. Shrinking one that fails takes minutes."""
     return settings(
-        max_examples=n if DEVICE == "cpu" else n // 8, derandomize=True, database=None, deadline=None,
+        max_examples=n // (2 if DEVICE == "cpu" else 8), derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck), phases=[Phase.generate],
     )  # fmt: skip
 
