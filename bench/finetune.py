@@ -146,11 +146,11 @@ def no_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
-def worker(request: str, out: str) -> None:
-    """A rank's side of `apart`. Other ranks would wait for one that failed: torchrun ends them."""
+def worker(request: str, out: str, doing=None) -> None:
+    """A rank's side of `apart`; ``doing``: another `work`. Other ranks would wait for one that failed: torchrun ends them."""
     rank, code = os.environ.get("RANK", "0"), 0
     try:
-        result = work(json.loads(request))
+        result = (doing or work)(json.loads(request))
     except Exception as error:
         result, code = {"error": OUT_OF_MEMORY if no_memory(error) else summary(error)}, 1
     pathlib.Path(f"{out}.{rank}").write_text(json.dumps(result))
@@ -168,15 +168,16 @@ def visible(gpus: int, device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join((seen.split(",") if seen else [*map(str, range(gpus))])[:gpus])}
 
 
-def apart(spec: dict, peer: pathlib.Path | None, limit: float) -> dict:
-    """`work` in processes of its own, one for each GPU; the ranks' results as one."""
+def apart(spec: dict, peer: pathlib.Path | None, limit: float, module: str = "bench.finetune") -> dict:
+    """`work` of ``module`` in processes of its own, one for each GPU; the ranks' results as one, or the error and what
+    stands in the file ``progress`` beside them."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(spec["gpus"])]
     own = {"PYTHONPATH": runs.import_path(peer if spec["side"] == "peer" else None)}
     own |= visible(spec["gpus"], spec["device"])
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "figures"
-        command = [sys.executable, *(launch if spec["gpus"] > 1 else ()), "-m", "bench.finetune"]
+        command = [sys.executable, *(launch if spec["gpus"] > 1 else ()), "-m", module]
         process = subprocess.Popen(
             [*command, "--worker", json.dumps(spec), str(out)], cwd=runs.ROOT, start_new_session=True,
             env=inherited | own,
@@ -184,13 +185,19 @@ def apart(spec: dict, peer: pathlib.Path | None, limit: float) -> dict:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"no result within {limit:.0f} s"}
+            return {"error": f"no result within {limit:.0f} s"} | so_far(folder)
         finally:
             if process.poll() is None:  # torchrun's processes, too
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         found = [json.loads(file.read_text()) for file in sorted(pathlib.Path(folder).glob("figures.*"))]
-    return joined(found, spec["gpus"], code)
+        result = joined(found, spec["gpus"], code)
+        return result | so_far(folder) if "error" in result else result
+
+
+def so_far(folder: str) -> dict:
+    file = pathlib.Path(folder) / "progress"
+    return {"so_far": json.loads(file.read_text())} if file.exists() else {}
 
 
 def joined(found: list[dict], gpus: int, code: int) -> dict:

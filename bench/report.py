@@ -17,7 +17,7 @@ import json
 import pathlib
 import re
 
-from . import curves, finetune_table
+from . import curves, finetune_table, longest_table
 from .tables import BLUE, GREY, VERSIONS, drawing, heading, table  # noqa: F401
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -43,6 +43,10 @@ NAMES = {
     "ours-compile": "ours, torch.compile",
     "ours-graphs": "ours, torch.compile, CUDA graphs",
     "ours-captured": "ours, captured step",
+    "eager-float8": "PyTorch eager, float8",
+    "compile-float8": "torch.compile, float8",
+    "ours-float8": "ours, float8",
+    "ours-compile-float8": "ours, torch.compile, float8",
 }
 FLOOR = ("matmul", "attention", "optimizer")  # kinds of kernels that neither package replaces
 KIND_NAMES = {
@@ -312,14 +316,14 @@ def dated(row: dict) -> str:
     return f" ({row['date']})" if "date" in row else ""
 
 
-def gain(row: dict) -> str:
-    ours, eager = row["contestants"].get("ours", {}), row["contestants"].get("eager", {})
-    if "tokens_per_s" not in ours or "tokens_per_s" not in eager:
+def gain(row: dict, one: str = "ours", other: str = "eager") -> str:
+    ours, theirs = row["contestants"].get(one, {}), row["contestants"].get(other, {})
+    if "tokens_per_s" not in ours or "tokens_per_s" not in theirs:
         return "–"
-    gained = [f"{ours['tokens_per_s'] / eager['tokens_per_s'] - 1:+.0%} speed"]
-    if eager["peak_bytes"]:
-        gained.append(f"{ours['peak_bytes'] / eager['peak_bytes'] - 1:+.0%} memory")
-    apart = max(abs(a - b) for a, b in zip(ours["losses"], eager["losses"], strict=True))
+    gained = [f"{ours['tokens_per_s'] / theirs['tokens_per_s'] - 1:+.0%} speed"]
+    if theirs["peak_bytes"]:
+        gained.append(f"{ours['peak_bytes'] / theirs['peak_bytes'] - 1:+.0%} memory")
+    apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     return ", ".join([*gained, f"losses within {apart:.1g}"])
 
 
@@ -709,6 +713,42 @@ def medusa(data: dict) -> str:
     return "\n\n".join(parts + failures(data["rows"], medusa_label))
 
 
+def float8(data: dict) -> str:
+    """A row for each way of each run: in bf16, in float8, one against the other."""
+
+    def cell(entry):
+        if "error" in entry:
+            return entry["error"].split(":")[0]
+        memory = f", {entry['peak_bytes'] / 1e9:.1f} GB" if entry["peak_bytes"] else ""
+        return f"{entry['tokens_per_s']:,.0f} ({entry['step_ms']:.1f} ms){memory}"
+
+    rows = []
+    for r in data["rows"]:
+        for way in [n for n in contestants([r]) if not n.endswith("-float8")]:
+            theirs = {"ours": "eager", "ours-compile": "compile"}.get(way)
+            against = gain(r, f"{way}-float8", f"{theirs}-float8") if theirs else "–"
+            cells = [of(r, n, cell) for n in (way, f"{way}-float8")]
+            rows.append([train_label(r), NAMES[way], *cells, gain(r, f"{way}-float8", way), against])
+    version = data["machine"].get("torchao", "none")
+    parts = [
+        heading(data),
+        f"Tokens per second (time of a step) and peak memory of whole training steps, by torchao {version}:",
+        table(
+            [
+                "model, sequence × batch",
+                "",
+                "bf16",
+                "float8",
+                "float8 against bf16",
+                "ours against Hugging Face, float8",
+            ],
+            rows,
+        ),
+        *hot_ceilings(data["rows"]),
+    ]
+    return "\n\n".join(parts + failures(data["rows"], train_label))
+
+
 KINDS = {
     "ops": ops,
     "train": train,
@@ -717,10 +757,12 @@ KINDS = {
     "parity": curves.pairs,
     "curves": curves.page,
     "finetune": finetune_table.finetune,
+    "longest": longest_table.longest,
     "head": head,
     "losses": losses,
     "experts": experts,
     "medusa": medusa,
+    "float8": float8,
 }
 BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators

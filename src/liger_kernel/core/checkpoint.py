@@ -15,19 +15,20 @@ from liger_kernel.core.host_memory import Waiting, send
 from liger_kernel.core.op import transformed
 
 
-def offloaded(keeping, within=lambda args: contextlib.nullcontext()):
+def offloaded(keeping, within=lambda args: contextlib.nullcontext):
     """``keeping``, which is `torch.utils.checkpoint.checkpoint` with some of its options given, with its inputs on the
-    host: of the tensors that are given by position those that a gradient goes to, but no parameters. The function runs
-    within the context ``within(args)``, both times."""
+    host: of the tensors that are given by position those that a gradient goes to, but no parameters. Each time that the
+    function runs, it is within a context that ``within(args)`` makes, which is called once."""
 
     @functools.wraps(keeping)
     def offloaded_checkpoint(function, *args, **kwargs):
         if torch.compiler.is_compiling() or _is_captured(args) or transformed():
             return keeping(function, *args, **kwargs)
         wanted = {x.untyped_storage()._cdata for x in args if _may_wait(x)}
+        around = within(args)
 
         def noted(*args, **kwargs):
-            with noting(), within(args):
+            with noting(), around():
                 return function(*args, **kwargs)
 
         def pack(x):

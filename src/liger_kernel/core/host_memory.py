@@ -11,6 +11,8 @@ it already then if half of the memory is free: whoever fills it computes for so 
 
 Host memory is pinned, in pieces of one size: whatever the sizes of the tensors, what one gives back another can take.
 Pieces are taken and given back in the order of the copies, which all run on the device's one stream.
+
+A tensor that can be computed again may be sent, too, as a spare one: it is given up when another finds no place.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -61,25 +64,39 @@ class _Pieces:
     taken, lock = 0, threading.Lock()
 
     def __init__(self):
-        self.free = []
+        self.free, self.spare = [], weakref.WeakSet()
 
-    def take(self, n: int) -> list[torch.Tensor] | None:
+    def take(self, n: int, spare: bool) -> list[torch.Tensor] | None:
         """Pieces for n bytes; None if that would be more than the bound, or than there is."""
         needed = -(-n // PIECE)
         with self.lock:
-            new = needed - len(self.free)
-            if new > 0:
-                if _Pieces.taken + new * PIECE > bound():
+            while len(self.free) < needed:
+                if not (self._pin(needed - len(self.free)) or not spare and self._give_up()):
                     return None
-                for _ in range(new):
-                    try:
-                        self.free.append(_pinned())
-                    except RuntimeError:  # the host gives no more
-                        return None
-                    _Pieces.taken += PIECE
             found = self.free[:needed]
             del self.free[:needed]
         return found
+
+    def _pin(self, n: int) -> bool:
+        if _Pieces.taken + n * PIECE > bound():
+            return False
+        for _ in range(n):
+            try:
+                self.free.append(_pinned())
+            except RuntimeError:  # the host gives no more
+                return False
+            _Pieces.taken += PIECE
+        return True
+
+    def _give_up(self) -> bool:
+        """One of those that are spare."""
+        while self.spare:
+            waiting = self.spare.pop()
+            if not waiting.held:
+                self.free += waiting.pieces
+                waiting.pieces = None
+                return True
+        return False
 
     def give(self, pieces):
         self.free += pieces  # no lock: it may be the garbage collector that gives them, while one is held
@@ -119,64 +136,93 @@ def _beside_of(device) -> _Beside:
     return _beside.get(device) or _beside.setdefault(device, _Beside(device))  # one, whatever thread comes first
 
 
-class Waiting:
-    """A tensor that was sent to the host. ``fetched()`` gives it back, as often as it is asked for."""
+class _There(NamedTuple):
+    """A tensor on the device, what it was, and the event from which on its copy, there or back, is done."""
 
-    def __init__(self, x, pieces, before):
-        self.beside, self.pieces = _beside_of(x.device), pieces
+    x: torch.Tensor
+    version: int
+    copied: object
+
+
+class Waiting:
+    """A tensor that was sent to the host. ``fetched()`` gives it back, as often as it is asked for.
+
+    In the place of a ``spare`` one that was given up, or written to, it gives None.
+    """
+
+    def __init__(self, x, pieces, before, spare=False):
+        self.beside, self.pieces, self.spare, self.held = _beside_of(x.device), pieces, spare, False
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.before = before  # a weak reference to what was sent before it, which backward wants next
-        self.x, self.version, self.changed = x, x._version, False
-        self.event = self.beside.copy(x, pieces, to_host=True)
+        self.there, self.changed = _There(x, x._version, self.beside.copy(x, pieces, to_host=True)), False
+        if spare:
+            self.beside.pieces.spare.add(self)
+
+    @property
+    def x(self) -> torch.Tensor | None:
+        there = self.there
+        return there and there.x
 
     def let_go(self):
         """Of the device's memory, which belongs to whatever is queued here from now on."""
-        x, self.x = self.x, None
-        if x is not None:
-            self.changed |= x._version != self.version
-            self.beside.wait(self.event, self.device)
+        there, self.there = self.there, None
+        if there is not None:
+            self._wait(there)
 
-    def fetch(self):
-        self.x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.event = self.beside.copy(self.x, self.pieces, to_host=False)
-        self.version = self.x._version
+    def _wait(self, there):
+        self.changed |= there.x._version != there.version
+        self.beside.wait(there.copied, self.device)
 
-    def fetched(self) -> torch.Tensor:
-        if self.x is None:
-            self.fetch()
-        x = self.x
-        self.let_go()
+    def fetch(self) -> _There | None:
+        """Begin to; threads may do so at a time."""
+        with _Pieces.lock:
+            self.held = True  # from now on it is not given up
+        if self.pieces is None:
+            return None
+        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        copied = self.beside.copy(x, self.pieces, to_host=False)
+        there = self.there = _There(x, x._version, copied)
+        return there
+
+    def fetched(self) -> torch.Tensor | None:
+        there, self.there = self.there or self.fetch(), None
+        if there is None:
+            return None
+        self._wait(there)
+        if self.changed and self.spare:
+            return None
         if self.changed:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.shape)} was written to while it was copied to the host, and backward "
                 "needs what it was; let the layer write to a copy of its input, or keep its checkpoint on the device"
             )
-        before = None if self.before is None else self.before()
-        if before is not None and before.x is None and not before.changed:
-            if devices.free_bytes(x) - x.numel() * x.element_size() >= ROOM * devices.own_bytes(x):
+        before = None if self.spare or self.before is None else self.before()
+        if before is not None and before.there is None and not before.changed:
+            if devices.free_bytes(there.x) - there.x.nbytes >= ROOM * devices.own_bytes(there.x):
                 before.fetch()
-        return x
+        return there.x
 
     def __del__(self):
-        if "event" in self.__dict__:  # else it did not come to a copy
+        if "there" in self.__dict__:  # else it did not come to a copy
             self.let_go()
-        self.beside.pieces.give(self.pieces)
+        if self.pieces is not None:
+            self.beside.pieces.give(self.pieces)
 
 
-def send(x: torch.Tensor) -> Waiting | None:
+def send(x: torch.Tensor, spare: bool = False) -> Waiting | None:
     """x, on its way to the host; None if it stays where it is: small, in pieces of its own, or beyond the bound."""
-    size = x.numel() * x.element_size()
-    if not devices.is_off_host(x) or size < LEAST or not x.is_contiguous() or type(x) is not torch.Tensor:
+    if not devices.is_off_host(x) or x.nbytes < LEAST or not x.is_contiguous() or type(x) is not torch.Tensor:
         return None
-    last = _thread.__dict__.setdefault("last", {})
-    before = last[x.device]() if x.device in last else None
-    if before is not None and before.x is not None and before.x.untyped_storage()._cdata == x.untyped_storage()._cdata:
+    sent = _thread.__dict__.setdefault("last", {})
+    last = sent[x.device]() if x.device in sent else None
+    if last is not None and last.x is not None and last.x.untyped_storage()._cdata == x.untyped_storage()._cdata:
         return None  # several layers read it: it would be there in any case
-    pieces = _beside_of(x.device).pieces.take(size)
+    pieces = _beside_of(x.device).pieces.take(x.nbytes, spare)
     if pieces is None:
         return None
-    if before is not None:
-        before.let_go()
-    waiting = Waiting(x, pieces, None if before is None else weakref.ref(before))
-    last[x.device] = weakref.ref(waiting)
+    if last is not None:
+        last.let_go()
+    before = last.before if last is not None and last.spare else last and weakref.ref(last)
+    waiting = Waiting(x, pieces, before, spare)
+    sent[x.device] = weakref.ref(waiting)
     return waiting

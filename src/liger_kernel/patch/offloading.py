@@ -1,12 +1,14 @@
 """Decoder layers whose checkpoints wait in the host's memory, whoever switches them on (`core.checkpoint`).
 
 What backward computes again of such a layer takes less memory, too: norms are made again where they would be kept, and
-attention goes by groups of heads.
+attention goes by groups of heads. What attention gave waits on the host as well, if there is place: it is not computed
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core.checkpoint import offloaded
 from liger_kernel.core.op import transformed
-from liger_kernel.ops.attention.head_groups import HeadGroups, worth_it
+from liger_kernel.ops.attention.head_groups import HeadGroups, Made, worth_it
 from liger_kernel.patch.private import swap
 from liger_kernel.patch.residual import Block, ResidualStreams
 from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
@@ -45,7 +47,7 @@ def called(function, *args, **options):
 
 
 def _within(args):
-    return HeadGroups() if worth_it(args) else contextlib.nullcontext()
+    return functools.partial(HeadGroups, Made()) if worth_it(args) else contextlib.nullcontext
 
 
 def _choose(self, chosen):

@@ -96,15 +96,15 @@ def test_memory_of_the_sole_holder_alone():
 
 @pytest.mark.parametrize("wanted", range(1, 8))
 def test_gradients_for_exactly_what_requires_them(wanted):
-    """Of the Function itself: the public function leaves some to PyTorch."""
-    given = tensors()
+    """Of the Function itself: the public function leaves some to PyTorch. Sums of small whole numbers are exact."""
+    given = [t.detach().round() for t in tensors()]
     for i, t in enumerate(given):
         t.requires_grad_(bool(wanted >> i & 1))
     leaves = [t for t in given if t.requires_grad]
     x, weight, bias = given
-    got = torch.autograd.grad(LigerGLULinearFunction.apply(x, None, weight, bias, "none").square().sum(), leaves)
-    want = torch.autograd.grad(activation_linear_reference(*given, "none").square().sum(), leaves)
-    torch.testing.assert_close(got, want)
+    got = torch.autograd.grad(LigerGLULinearFunction.apply(x, None, weight, bias, "relu_squared").square().sum(), leaves)
+    want = torch.autograd.grad(activation_linear_reference(*given, "relu_squared").square().sum(), leaves)
+    assert all(map(torch.equal, got, want))
 
 
 def test_a_frozen_weight_is_left_to_pytorch(fused):

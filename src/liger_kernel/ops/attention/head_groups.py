@@ -7,6 +7,9 @@ beside q, k, v, the output and their gradients is then that of one group.
 Each group is ``scaled_dot_product_attention`` itself, of whatever backend it takes, and backward goes back through it.
 What the groups keep for that goes by way of `save_for_backward`: so a checkpoint drops it, and has it made again. Parts
 of q, k, v and of the output are kept as such.
+
+In a checkpoint, the output and one number for each query wait on the host, if there is place. When the layer is called
+again, they are there, and attention is not computed a second time (`_Call`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from liger_kernel.core.host_memory import send
 from liger_kernel.core.op import Function, transformed
 
 MOST = 8  # groups
@@ -39,14 +43,84 @@ def worth_it(tensors) -> bool:
     return any(isinstance(t, torch.Tensor) and t.numel() >= 2 * LEAST for t in tensors)
 
 
+class Made:
+    """What attention has made in a layer, call by call, since the layer was called first."""
+
+    calls = None
+
+
 class HeadGroups(TorchFunctionMode):
-    """While it is entered, attention of long sequences goes by groups of heads where that changes nothing."""
+    """While it is entered, attention of long sequences goes by groups of heads where that changes nothing.
+
+    ``made`` is one object for all times that a layer is called: first, and again.
+    """
+
+    def __init__(self, made: Made | None = None):
+        super().__init__()
+        first = made is not None and made.calls is None
+        if first:
+            made.calls = []
+        self.new, self.old = made.calls if first else None, iter(() if first or made is None else made.calls)
+        for call in () if first or made is None else made.calls:
+            call.fetch()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is attention and all(map(_lets_through, torch.overrides._get_current_function_mode_stack())):
-            return _by_groups(*args, **kwargs)
+            return _by_groups(self._call, *args, **kwargs)
         return function(*args, **kwargs)
+
+    def _call(self):
+        """Of this layer, the next one: nothing was made by it, or what was; None if nobody asks."""
+        if self.new is None:
+            return next(self.old, None)
+        self.new.append(_Call())
+        return self.new[-1]
+
+
+class _Call:
+    """What a call of attention has made while its layer was called first, for when the layer is called again.
+
+    It would be wrong where the layer does something else then. So it is computed again if options or the tensors'
+    shapes, dtypes or devices are other ones, or if the output was written to before it had been copied.
+    """
+
+    SHARE = 16  # of the output's memory, what is kept beside it may have
+
+    def __init__(self):
+        self.of, self.is_first = None, True
+
+    def keep(self, of, groups, now, out, kept):
+        self.is_first = False
+        large = [t.detach() for t in kept if t.numel() > MOST]  # others are random seeds
+        if sum(t.nbytes for t in large) * self.SHARE > out.nbytes or not all(map(_is_plain, large)):
+            return
+        numbers = send(torch.cat([t.view(-1) for t in large]), spare=True) if large else None
+        self.out = send(out.detach().transpose(1, 2), spare=True) if numbers or not large else None
+        if self.out is not None:
+            self.of, self.groups, self.now, self.numbers = of, groups, now, numbers
+            self.kept = [t.shape if t.numel() > MOST else t for t in kept]
+
+    def fetch(self):
+        for waiting in (self.out, self.numbers) if self.of else ():
+            if waiting is not None and waiting.there is None:
+                waiting.fetch()
+
+    def made(self, of):
+        """-> groups, now, out, kept"""
+        if self.of != of or self.of is None:
+            return None
+        out, numbers = self.out.fetched(), self.numbers and self.numbers.fetched()
+        if out is None or self.numbers and numbers is None:
+            return None
+        sizes = [t.numel() for t in self.kept if isinstance(t, torch.Size)]
+        parts = iter(numbers.split(sizes) if sizes else ())
+        kept = [next(parts).view(t) if isinstance(t, torch.Size) else t for t in self.kept]
+        return self.groups, self.now, out.transpose(1, 2), kept
+
+
+def _is_plain(t) -> bool:
+    return t.dtype == torch.float32 and t.is_contiguous()
 
 
 def _lets_through(mode) -> bool:
@@ -54,7 +128,9 @@ def _lets_through(mode) -> bool:
     return isinstance(mode, DeviceContext) or getattr(mode, "counts_alone", False)
 
 
-def _by_groups(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _by_groups(
+    next_call, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):  # fmt: skip
     options = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, mask = given = query, key, value, attn_mask
     simple = all(type(t) is torch.Tensor and t.dim() == 4 for t in given if t is not None)
@@ -65,7 +141,7 @@ def _by_groups(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if not learns or groups(q, k) == 1 or mask is not None and mask.requires_grad or transformed():
         return attention(q, k, v, mask, **options)
-    return _HeadGroups.apply(q, k, v, mask, options)
+    return _HeadGroups.apply(q, k, v, mask, options, next_call())
 
 
 class _Behind(torch.autograd.Function):
@@ -95,25 +171,14 @@ class _HeadGroups(Function):
         return super(torch.autograd.Function, cls).apply(*args)
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, options):
-        kept, now, ctx.groups, out = [], threading.local(), [], None
-        anchor = torch.zeros((), requires_grad=True)
-        for heads in _heads(q, k):
-            parts = [t[:, own] for t, own in zip((q, k, v), heads, strict=True)]
-            own_mask = mask[:, heads[0]] if mask is not None and mask.shape[1] > 1 else mask
-            packed = []
-            with torch.enable_grad(), saved_tensors_hooks(_pack(packed), _unpack(now)):
-                behind = [_Behind.apply(t, anchor) for t in parts]
-                y = attention(*behind, own_mask, **options)
-            if out is None:  # tokens first, as fused attention gives it and the next projection reads it
-                batch, _, tokens, channels = y.shape
-                out = y.new_empty(batch, tokens, q.shape[1], channels).transpose(1, 2)
-            out[:, heads[0]].copy_(y)
-            for entry in packed:
-                entry.settle([*zip((q, k, v), heads, parts, strict=True), (out, heads[0], y)], kept)
-            ctx.groups.append((heads, get_gradient_edge(y), [get_gradient_edge(t) for t in behind]))
+    def forward(ctx, q, k, v, mask, options, call):
+        of = [*map(_described, (q, k, v, mask)), options]
+        made = call and call.made(of) or _computed(q, k, v, mask, options)
+        if call and call.is_first:
+            call.keep(of, *made)
+        ctx.groups, ctx.now, out, kept = made
         ctx.save_for_backward(q, k, v, mask, out, *kept)
-        ctx.options, ctx.now = options, now
+        ctx.options = options
         return out
 
     @staticmethod
@@ -130,7 +195,32 @@ class _HeadGroups(Function):
                     found[i][:, heads[i]].copy_(gradient)
         finally:
             del ctx.now.wholes, ctx.now.kept
-        return *found, None, None
+        return *found, None, None, None
+
+
+def _described(t):
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+
+
+def _computed(q, k, v, mask, options):
+    """-> the groups' graphs, where they look for their tensors, the output, and what else they keep."""
+    kept, now, graphs, out = [], threading.local(), [], None
+    anchor = torch.zeros((), requires_grad=True)
+    for heads in _heads(q, k):
+        parts = [t[:, own] for t, own in zip((q, k, v), heads, strict=True)]
+        own_mask = mask[:, heads[0]] if mask is not None and mask.shape[1] > 1 else mask
+        packed = []
+        with torch.enable_grad(), saved_tensors_hooks(_pack(packed), _unpack(now)):
+            behind = [_Behind.apply(t, anchor) for t in parts]
+            y = attention(*behind, own_mask, **options)
+        if out is None:  # tokens first, as fused attention gives it and the next projection reads it
+            batch, _, tokens, channels = y.shape
+            out = y.new_empty(batch, tokens, q.shape[1], channels).transpose(1, 2)
+        out[:, heads[0]].copy_(y)
+        for entry in packed:
+            entry.settle([*zip((q, k, v), heads, parts, strict=True), (out, heads[0], y)], kept)
+        graphs.append((heads, get_gradient_edge(y), [get_gradient_edge(t) for t in behind]))
+    return graphs, now, out, kept
 
 
 def _heads(q, k):
