@@ -1,8 +1,10 @@
 """Attention by groups of heads gives what it gives of all heads, bit for bit, and a checkpoint keeps nothing of it."""
 
+import functools
 import gc
 import threading
 
+import host
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from liger_kernel.core import host_memory
+from liger_kernel.core.checkpoint import offloaded
 from liger_kernel.ops.attention import head_groups
-from liger_kernel.ops.attention.head_groups import HeadGroups
+from liger_kernel.ops.attention.head_groups import HeadGroups, Made
 
 T, D = 33, 16
 HEADS = pytest.mark.parametrize("heads, of_keys, gqa", [(8, 4, True), (6, 6, False), (4, 4, True), (5, 5, False)])
@@ -176,3 +180,141 @@ def test_how_many_groups():
     q = torch.empty(1, 32, 65536, 128, device="meta")
     assert [head_groups.groups(q[:, :, :t], q[:, :8]) for t in (4096, 16384, 32768, 65536)] == [1, 2, 4, 8]
     assert head_groups.groups(q, q[:, :3]) == 1 and head_groups.groups(q, q[:, :6]) == 2
+
+
+@pytest.fixture
+def computed(grouped, monkeypatch):
+    """Each time that attention was; everything that is sent finds a place."""
+    calls, real = [], head_groups._computed
+    monkeypatch.setattr(head_groups, "_computed", lambda *given: (calls.append(1), real(*given))[1])
+    host.takes_everything(monkeypatch)
+    return calls
+
+
+def two_layers(keeping, q, k, v, after=lambda y, n: y * 2):
+    """Each with two calls of attention; ``after(y, n)``: what the n-th of all calls goes through."""
+    calls = []
+
+    def attend(q, k, v, **options):
+        calls.append(1)
+        return after(F.scaled_dot_product_attention(q, k, v, **options), len(calls))
+
+    def layer(x):
+        q = x.transpose(1, 2)
+        y = attend(attend(q * 1, k * 1, v * 1, enable_gqa=True), k * 2, v * 3, enable_gqa=True, is_causal=True)
+        return y.transpose(1, 2).contiguous()
+
+    return keeping(layer, keeping(layer, q.transpose(1, 2) * 1)).transpose(1, 2)
+
+
+def kept(reentrant=False):
+    keep = functools.partial(checkpoint, use_reentrant=reentrant)
+    return offloaded(keep, lambda args: functools.partial(HeadGroups, Made()))
+
+
+def in_memory(layer, *given):
+    return layer(*given)
+
+
+def test_attention_is_not_computed_again(computed):
+    """When a layer is called again its output is there: the same gradients, as often as they are asked for."""
+    q, k, v, dy = drawn(8, 4)
+    want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
+    y = two_layers(kept(), q, k, v)
+    for _ in range(2):
+        got = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(computed) == 4
+    taken = host_memory._Pieces.taken
+    del y, got
+    gc.collect()
+    (beside,) = host_memory._beside.values()
+    assert len(beside.pieces.free) * 100 == taken and not beside.pieces.spare
+
+
+def test_reentrance_computes_again(computed):
+    """Forward has no graph to go back through."""
+    q, k, v, dy = drawn(8, 4)
+    want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
+    two_layers(kept(reentrant=True), q, k, v).backward(dy)
+    for t, b in zip((q, k, v), want, strict=True):
+        torch.testing.assert_close(t.grad, b)
+    assert len(computed) == 4 and not next(iter(host_memory._beside.values())).pieces.spare
+
+
+@pytest.mark.parametrize("places", range(0, 40, 3))
+def test_what_finds_no_place_is_computed_again(places, computed, monkeypatch):
+    """The layers' inputs come first: they take the place of an output, and not one of them stays on the device."""
+    monkeypatch.setattr(host_memory, "PIECE", 2**14)
+    monkeypatch.setenv(host_memory.VARIABLE, str(places * 2**14))
+    q, k, v, dy = drawn(8, 4)
+    size = -(-q.nbytes // 2**14)
+    want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
+    y = two_layers(kept(), q, k, v)
+    waiting = sum(type(w) is host_memory.Waiting and not w.spare and w.pieces is not None for w in gc.get_objects())
+    got = torch.autograd.grad(y, (q, k, v), dy)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert waiting == min(places // size, 2) and 4 <= len(computed) <= 8
+    assert len(computed) == 8 or places > 2 * size
+
+
+def test_an_output_that_was_written_to(computed):
+    """Its copy may not have been done: it is computed again."""
+    q, k, v, dy = drawn(8, 4)
+
+    def written(y, n):
+        if n in (1, 4):
+            y.detach().mul_(2).div_(2)
+        return y * 2
+
+    want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
+    for a, b in zip(torch.autograd.grad(two_layers(kept(), q, k, v, written), (q, k, v), dy), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(computed) == 6
+
+
+def test_calls_that_are_others(computed):
+    q, k, v, _ = drawn(8, 4)
+    made = Made()
+    shapes = [dict(is_causal=True), dict(is_causal=False), dict(is_causal=True), dict(is_causal=True)]
+    with HeadGroups(made):
+        first = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[:2]]
+    with HeadGroups(made):
+        again = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[:1]]
+        again.append(F.scaled_dot_product_attention(q[:, :, :9], k, v, enable_gqa=True))
+        again += [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[2:]]
+    assert len(computed) == 5 and torch.equal(first[0], again[0])
+    assert torch.equal(again[2], first[0]) and torch.equal(again[1], attention(q[:, :, :9], k, v, enable_gqa=True))
+
+
+def test_gradients_of_gradients_of_what_was_kept(computed):
+    q, k, v, _ = (t.detach().requires_grad_() for t in drawn(8, 4))
+    found = []
+    for keep in (in_memory, kept()):
+        with sdpa_kernel(SDPBackend.MATH):
+            once = torch.autograd.grad(two_layers(keep, q, k, v).sin().sum(), (q, k, v), create_graph=True)
+            found.append(torch.autograd.grad(sum(d.square().sum() for d in once), (q, k, v)))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+def test_threads_that_call_a_layer_again(computed):
+    q, k, v, dy = drawn(8, 4)
+    y, found = two_layers(kept(), q, k, v), []
+    want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+
+    def work():
+        for _ in range(5):
+            found.append(torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20 and len(computed) == 4
+    for got in found:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)

@@ -95,11 +95,11 @@ class _Call:
         large = [t.detach() for t in kept if t.numel() > MOST]  # others are random seeds
         if sum(t.nbytes for t in large) * self.SHARE > out.nbytes or not all(map(_is_plain, large)):
             return
-        numbers = send(torch.cat([t.view(-1) for t in large]), spare=True) if large else None
+        numbers = send(torch.cat([t.as_strided((t.numel(),), (1,)) for t in large]), spare=True) if large else None
         self.out = send(out.detach().transpose(1, 2), spare=True) if numbers or not large else None
         if self.out is not None:
             self.of, self.groups, self.now, self.numbers = of, groups, now, numbers
-            self.kept = [t.shape if t.numel() > MOST else t for t in kept]
+            self.kept = [(t.shape, t.stride()) if t.numel() > MOST else t for t in kept]
 
     def fetch(self):
         for waiting in (self.out, self.numbers) if self.of else ():
@@ -113,14 +113,15 @@ class _Call:
         out, numbers = self.out.fetched(), self.numbers and self.numbers.fetched()
         if out is None or self.numbers and numbers is None:
             return None
-        sizes = [t.numel() for t in self.kept if isinstance(t, torch.Size)]
+        sizes = [t[0].numel() for t in self.kept if isinstance(t, tuple)]
         parts = iter(numbers.split(sizes) if sizes else ())
-        kept = [next(parts).view(t) if isinstance(t, torch.Size) else t for t in self.kept]
-        return self.groups, self.now, out.transpose(1, 2), kept
+        kept = [next(parts).as_strided(*t) if isinstance(t, tuple) else t for t in self.kept]
+        return self.groups, self.now, _heads_last(out), kept
 
 
 def _is_plain(t) -> bool:
-    return t.dtype == torch.float32 and t.is_contiguous()
+    """fp32, and its elements fill their memory, in whatever order: what is like such a tensor has its strides."""
+    return t.dtype == torch.float32 and t.stride() == torch.empty_like(t, device="meta").stride()
 
 
 def _lets_through(mode) -> bool:
@@ -215,12 +216,18 @@ def _computed(q, k, v, mask, options):
             y = attention(*behind, own_mask, **options)
         if out is None:  # tokens first, as fused attention gives it and the next projection reads it
             batch, _, tokens, channels = y.shape
-            out = y.new_empty(batch, tokens, q.shape[1], channels).transpose(1, 2)
+            out = _heads_last(y.new_empty(batch, tokens, q.shape[1], channels))
         out[:, heads[0]].copy_(y)
         for entry in packed:
             entry.settle([*zip((q, k, v), heads, parts, strict=True), (out, heads[0], y)], kept)
         graphs.append((heads, get_gradient_edge(y), [get_gradient_edge(t) for t in behind]))
     return graphs, now, out, kept
+
+
+def _heads_last(x):
+    """x (batch, tokens, heads, channels) as (batch, heads, tokens, channels); no view, that it may be written to."""
+    y = x.transpose(1, 2)
+    return x.new_empty(0).set_(x.untyped_storage(), 0, y.shape, y.stride())
 
 
 def _heads(q, k):
@@ -249,8 +256,13 @@ class _Entry:
 
 
 def _same(x, part) -> bool:
-    there = x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
-    return there == (part.untyped_storage()._cdata, part.storage_offset(), part.dtype, part.shape, part.stride())
+    return _place(x) == _place(part)
+
+
+def _place(t):
+    """Where its elements lie."""
+    strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+    return t.untyped_storage()._cdata, t.storage_offset(), t.dtype, t.shape, strides
 
 
 def _pack(packed):
