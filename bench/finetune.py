@@ -147,7 +147,7 @@ def no_memory(error: Exception) -> bool:
 
 
 def worker(request: str, out: str, doing=None) -> None:
-    """A rank's side of `apart`; ``doing``: another `work`. Other ranks would wait for one that failed: torchrun ends them."""
+    """A rank's side of `apart`; ``doing``: another `work`. Others would wait for one that fails: torchrun ends them."""
     rank, code = os.environ.get("RANK", "0"), 0
     try:
         result = (doing or work)(json.loads(request))

@@ -102,7 +102,8 @@ def test_gradients_for_exactly_what_requires_them(wanted):
         t.requires_grad_(bool(wanted >> i & 1))
     leaves = [t for t in given if t.requires_grad]
     x, weight, bias = given
-    got = torch.autograd.grad(LigerGLULinearFunction.apply(x, None, weight, bias, "relu_squared").square().sum(), leaves)
+    out = LigerGLULinearFunction.apply(x, None, weight, bias, "relu_squared")
+    got = torch.autograd.grad(out.square().sum(), leaves)
     want = torch.autograd.grad(activation_linear_reference(*given, "relu_squared").square().sum(), leaves)
     assert all(map(torch.equal, got, want))
 
