@@ -1,6 +1,7 @@
 """A causal model's head: the modules under it that make logits, and the loss computed in their place.
 
-A head whose weight cannot be used by itself (LoRA, quantised) is called chunk by chunk under checkpointing.
+A head whose weight cannot be used by itself (LoRA, quantised) is called chunk by chunk under checkpointing; one that
+scales all rows together (float8 training) for all of them at once.
 """
 
 from __future__ import annotations
@@ -153,6 +154,20 @@ def _may_be_called(head) -> bool:
     return type(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
 
 
+def mixes_rows(head) -> bool:
+    """Whether other rows change what it makes of a row: one scale of float8 for all of them, columns with outliers."""
+    return any(map(_mixes_rows, head.modules()))
+
+
+def _mixes_rows(module) -> bool:
+    if type(module).__module__.startswith("torchao.float8."):
+        return True
+    if type(module).__name__ == "Linear8bitLt":
+        return module.state.threshold > 0
+    scaling = getattr(getattr(module, "weight", None), "act_quant_kwargs", None)  # of torchao's `quantize_`
+    return type(getattr(scaling, "granularity", None)).__name__ == "PerTensor"
+
+
 def dtype_of_logits(head, own, hidden_states, options):
     """Of the logits, without making them; None if the loss cannot be computed here."""
     if reads_its_weight(head, own):
@@ -180,8 +195,12 @@ def loss_by_weight(head, hidden_states, target, asked, options):
 
 
 def loss_by_calling(head, own, hidden_states, target, asked, options):
-    """By calling the head (LoRA, quantised): logits exist for `CHUNK` rows at a time, and once more in backward."""
+    """By calling the head (LoRA, quantised): logits exist for `CHUNK` rows at a time, and once more in backward.
+
+    A head that mixes rows is called once.
+    """
     rows, target = hidden_states.reshape(-1, hidden_states.shape[-1]), target.reshape(-1).to(hidden_states.device)
+    size = len(rows) if mixes_rows(head) else CHUNK
 
     def of_chunk(h, y):
         logits = asked.transform(own(head, h))
@@ -192,7 +211,7 @@ def loss_by_calling(head, own, hidden_states, target, asked, options):
         return loss, accuracy, tokens
 
     losses, correct, tokens = [], [], []
-    for h, y in zip(rows.split(CHUNK), target.split(CHUNK), strict=True):
+    for h, y in zip(rows.split(size), target.split(size), strict=True):
         loss, accuracy, predicted = checkpoint(of_chunk, h, y, use_reentrant=False)
         losses.append(loss)
         n = (y != asked.ignore_index).sum()

@@ -113,7 +113,8 @@ class LossInHead(_Loss):
             sharded = any(isinstance(head.plan_of(leaf), head.Plan) for leaf in leaves)
             return "liger_fused_linear_cross_entropy, no logits" + (", over the shards of its classes" * sharded)
         library = type(lm_head).__module__.partition(".")[0]
-        return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {head.CHUNK} rows at a time"
+        how = "once" if head.mixes_rows(lm_head) else f"{head.CHUNK} rows at a time"
+        return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {how}"
 
     def obstacle(self, model):
         why = super().obstacle(model)

@@ -1,0 +1,129 @@
+"""bitsandbytes: weights in 4 and 8 bits below a LoRA, AdamW with its state in 8 bits, on whatever device there is."""
+
+import pytest
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-bitsandbytes installs it")
+
+import bitsandbytes as bnb
+import peft
+import tiny
+import torch
+from companions import WHEN, pair
+from hardware import DEVICE
+from patched import assert_same_step, step
+from rounded import STEPS, assert_reverted, same_weights, trained, within
+
+import liger_kernel.transformers as liger
+from liger_kernel.patch import engine, head
+
+pytestmark = pytest.mark.usefixtures("few_rows")
+LAYERS = dict(hidden_size=64, intermediate_size=128, head_dim=16)  # of whole blocks of 64
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture
+def few_rows(reference_only, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK", 7)  # of 26
+
+
+def four_bits(linear, quant_type):
+    made = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, quant_type=quant_type, compute_dtype=torch.float32
+    )
+    made.weight = bnb.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type)
+    return made
+
+
+def eight_bits(linear, threshold):
+    made = bnb.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=threshold
+    )
+    made.weight = bnb.nn.Int8Params(linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False)
+    return made
+
+
+KINDS = {
+    "nf4": lambda linear: four_bits(linear, "nf4"),
+    "fp4": lambda linear: four_bits(linear, "fp4"),
+    "int8": lambda linear: eight_bits(linear, 0.0),
+    "int8 with outliers": lambda linear: eight_bits(linear, 1.0),
+}
+
+
+def quantised(kind, with_head=False):
+    def change(model):
+        for path, linear in list(model.named_modules()):
+            if isinstance(linear, torch.nn.Linear) and (with_head or path != "lm_head"):
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, KINDS[kind](linear))
+        return model.requires_grad_(False).to(DEVICE)  # which quantises
+
+    return change
+
+
+def with_lora(change):
+    lora = peft.LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=False)
+    return lambda model: peft.get_peft_model(change(model), lora).to(DEVICE)
+
+
+@WHEN
+@pytest.mark.parametrize("with_head", [False, True], ids=["not the head", "the head, too"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_on_a_frozen_base(kind, with_head, when):
+    theirs, mine = pair("llama", with_lora(quantised(kind, with_head)), when, **LAYERS)
+    base = mine.base_model.model.model.layers[0].mlp.down_proj.base_layer
+    assert base.weight.dtype is (torch.int8 if "int8" in kind else torch.uint8)
+    fine = with_lora(lambda model: model.requires_grad_(False))(tiny.model("llama", **LAYERS))
+
+    def exact():
+        same_weights(theirs, fine)
+        return step(fine)
+
+    trained(theirs, mine, within(0.1, exact) if "int8" in kind else assert_same_step)
+    (model,) = engine.causal_lms(mine)
+    assert head.mixes_rows(model.get_output_embeddings()) == (with_head and kind == "int8 with outliers")
+    assert_reverted(theirs, mine)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
+def test_adamw_in_eight_bits(optimizer):
+    """Its state of 8 bits is of tensors with 4,096 elements and more; the same gradients give the same weights."""
+    theirs, mine = (model.to(DEVICE) for model in pair("llama", **LAYERS))
+    made = [getattr(bnb.optim, optimizer)(model.parameters(), lr=1e-2) for model in (theirs, mine)]
+    losses = []
+    for _ in range(STEPS):
+        same_weights(theirs, mine)
+        found, wanted = step(mine), step(theirs)
+        assert_same_step(found, wanted)
+        losses.append(wanted[0].loss.item())
+        for a, b in zip(theirs.parameters(), mine.parameters(), strict=True):
+            b.grad.copy_(a.grad)
+        for each in made:
+            each.step()
+        for (name, a), b in zip(theirs.named_parameters(), mine.parameters(), strict=True):
+            assert torch.equal(a, b), name
+    weight = mine.model.layers[0].mlp.down_proj.weight
+    assert made[1].state[weight]["state1"].dtype is torch.uint8 and losses[-1] < losses[0]
+
+
+def test_trains_by_adamw_in_eight_bits():
+    """By itself, without its weights being set: the losses go down as the unpatched model's."""
+    runs = []
+    for model in pair("llama", **LAYERS):
+        model.to(DEVICE)
+        optimizer, losses = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2), []
+        for _ in range(5):
+            losses.append(step(model)[0]["loss"].item())
+            optimizer.step()
+        runs.append(losses)
+    assert runs[0][-1] < 0.8 * runs[0][0]
+    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "int8 with outliers"])
+def test_the_report(kind):
+    report = liger.apply_liger_kernel(quantised(kind, with_head=True)(tiny.model("llama", **LAYERS)))
+    made = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
+    way = "once" if "outliers" in kind else "7 rows at a time"
+    assert f"liger_cross_entropy, bitsandbytes's {made} called {way}" in str(report)
+    assert not report.left_alone and report.of("LlamaMLP") == 2 and report.of("LlamaRMSNorm") == 5
