@@ -15,6 +15,10 @@ SIZES = {
         model_type="llama", hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False,
     ),
+    "Llama-3-70B": dict(
+        model_type="llama", hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, intermediate_size=28672, vocab_size=128256, tie_word_embeddings=False,
+    ),
     "Qwen3-4B": dict(
         model_type="qwen3", hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,

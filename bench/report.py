@@ -17,7 +17,7 @@ import json
 import pathlib
 import re
 
-from . import curves, finetune_table, longest_table
+from . import curves, finetune_table, longest_table, scale_table
 from .tables import BLUE, GREY, VERSIONS, drawing, heading, table  # noqa: F401
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -758,6 +758,7 @@ KINDS = {
     "curves": curves.page,
     "finetune": finetune_table.finetune,
     "longest": longest_table.longest,
+    "scale": scale_table.scale,
     "head": head,
     "losses": losses,
     "experts": experts,

@@ -1,0 +1,179 @@
+"""`bench.longest` and `bench.scale` on small models, on the host: what is tried, how far a process came, the tables."""
+
+import argparse
+import json
+import types
+
+import pytest
+import torch
+
+from bench import finetune, longest, longest_table, machine, report, scale, scale_table
+
+SPEC = dict(case="full", model="tiny", layers=2, gpus=1, checkpointing=True, memory=None, steps=2, device="cpu")
+
+
+class NoProgress:
+    trained, seconds = (), {}
+
+    def enter(self, stage):
+        pass
+
+
+def test_sides_train_the_same(reference_only):
+    """Whatever is patched or recomputed; the published package's way is called in this one."""
+    losses = {}
+    for side in longest_table.NAMES:
+        figures = longest.train(SPEC | dict(side=side, sequence=48), NoProgress())
+        losses[side] = torch.tensor(figures["losses"])
+        assert figures["trained"] == figures["parameters"] and len(figures["seconds"]) == 2
+    for side in losses:
+        torch.testing.assert_close(losses[side], losses["huggingface"], rtol=1e-3, atol=0)
+    assert losses["long"][0] != losses["long"][1]
+
+
+def test_adapters_are_trained_in_bf16():
+    pytest.importorskip("peft")
+    model, _ = longest.prepared(SPEC | dict(side="huggingface", lora=4), "cpu")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 7 and all("lora_" in name for name in trained)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(p.any() == ("lora_A" in name) for name, p in trained.items())
+
+
+@pytest.mark.parametrize("limit", [*range(200, 9000, 700)])
+def test_the_longest_is_found(limit):
+    tried = {}
+    while (sequence := longest.following(tried, 1024, 8192)) is not None:
+        assert str(sequence) not in tried and 0 < sequence <= 8192
+        tried[str(sequence)] = sequence <= limit
+    found = max((int(n) for n, fits in tried.items() if fits), default=0)
+    if limit >= 8192:
+        assert found == 8192
+    elif limit < longest.TOKENS:
+        assert found == 0
+    else:
+        assert found <= limit < found + max(found // longest.GRAIN, longest.TOKENS)
+
+
+def arguments(tmp_path, **others):
+    given = dict(limit=100, run_limit=9, device="cpu", peer=None, out=str(tmp_path / "found.json"), resume=True)
+    return argparse.Namespace(**given | others)
+
+
+def test_results_are_kept(tmp_path, monkeypatch):
+    """An error other than memory is tried again, the rest is not; no time left is said."""
+    answers = [{"error": "no result within 9 s"}, {"figures": {"seconds": [1.0]}}, {"error": "out of memory"}]
+    monkeypatch.setattr(finetune, "apart", lambda *_: answers.pop(0))
+    monkeypatch.setattr(finetune, "described", lambda: {"gpu": "X"})
+    spec = dict(case="full", side="long", sequence=8)
+    first = longest.Measuring(arguments(tmp_path), told=str)
+    assert "error" in first(**spec)
+    second = longest.Measuring(arguments(tmp_path), told=str)
+    assert second(**spec)["figures"] == {"seconds": [1.0]} == second(**spec)["figures"]
+    assert second(**spec | dict(sequence=9))["error"] == "out of memory" == second(**spec | dict(sequence=9))["error"]
+    assert [run["spec"]["sequence"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]] == [8, 9]
+    with pytest.raises(finetune.NoTime):
+        longest.Measuring(arguments(tmp_path, limit=-1), told=str)(**spec | dict(sequence=10))
+
+
+def test_how_far_it_came(tmp_path):
+    progress = longest.Progress(tmp_path / "progress", "cpu")
+    progress.done.set()
+    there, missing = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    there.grad, progress.trained = torch.ones(2), [there, missing]
+    progress.enter("backward 1")
+    told = progress.told()
+    assert told["stage"] == "backward 1" and told["gradients"] == 0.5 and "building" in told["seconds"]
+    (tmp_path / "progress").write_text(json.dumps(told | dict(peak_bytes=38 * 10**9, since_s=61.0)))
+    run = {"error": "no result within 500 s"} | finetune.so_far(str(tmp_path))
+    said = "no result within 500 s (backward 1, 61 s, 50% of the gradients there, 38.0 GB until then)"
+    assert longest_table.failed(run) == said
+    assert finetune.so_far(str(tmp_path / "none")) == {}
+
+
+def test_attention_alone():
+    spec = SPEC | dict(side="attention", sequence=32)
+    found = longest.attention(spec, NoProgress())["chosen"]
+    assert found["seconds"] == pytest.approx(2 * (2 * found["forward_s"] + found["backward_s"]))
+    assert 0 < found["forward_s"] < 5
+
+
+def test_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in longest, scale:
+        with pytest.raises(SystemExit, match="no CUDA or ROCm device here"):
+            module.main([])
+        with pytest.raises(SystemExit):
+            module.main(["--sides", "peer"])
+        assert "--sides peer needs --peer DIR" in capsys.readouterr().err
+    assert longest.parse(["--case", "full"]).sides == ["huggingface", "long"]
+    assert (a := longest.parse(["--case", "attention"])).layers == 8 and a.sequence == [65536, 262144]
+    with pytest.raises(SystemExit):
+        longest.parse(["--case", "lora4", "--gpus", "2"])
+
+
+def figures(*seconds, **others):
+    return dict(seconds=[*seconds], losses=[1.0], peak_bytes=30 * 10**9, reserved_bytes=31 * 10**9) | others
+
+
+def test_the_tables_of_longest():
+    spec = dict(SPEC, memory=40.0, sequence=1000, case="attention")
+    alone = dict(losses=[], chosen=dict(seconds=2.0), cudnn={"error": "no"})
+    runs = [
+        dict(spec=spec | dict(side="attention"), figures=alone),
+        dict(spec=spec | dict(side="long"), figures=figures(9.0, 4.0, host_bytes=0)),
+        dict(spec=spec | dict(side="long", case="full", sequence=2000), figures=figures(5.0, host_bytes=0)),
+        dict(spec=spec | dict(side="long", case="full", sequence=4000), error="out of memory"),
+        dict(spec=spec | dict(side="huggingface", case="full", sequence=512), error="RuntimeError: no"),
+    ]
+    text = report.KINDS["longest"](dict(machine=dict(gpu="GPU X", date="today"), runs=runs))
+    assert "ours, long_context | 4.0 s | 250 | 30.0 GB | 2.0 s (50%) | – |" in text and "GPU X" in text
+    assert "2,000 tokens | 5.0 s | 400 | 30.0 GB | 31.0 GB | 0.0 GB | 4,000: out of memory |" in text
+    assert "| none | – | – | – | – | – | 512: RuntimeError: no |" in text
+    widths = {line.count("|") for line in text.splitlines() if "| none |" in line or line.startswith("|  | longest")}
+    assert widths == {9}
+    assert "Nothing was measured" in longest_table.longest(dict(machine={"error": "no"}, runs=[]))
+
+
+def test_the_table_of_scale():
+    spec = dict(case="scale", model="tiny", layers=2, lora=0, batch=2, sequence=100, checkpointing=False, steps=4)
+    runs = [
+        dict(spec=spec | dict(gpus=1, side="patched"), figures=figures(9.0, 9.0, 1.0, 1.0)),
+        dict(spec=spec | dict(gpus=2, side="patched"), figures=figures(9.0, 9.0, 1.0, 1.5)),
+        dict(spec=spec | dict(gpus=2, side="huggingface"), error="out of memory"),
+    ]
+    plans = [dict(spec=spec | dict(gpus=8), peak_bytes=dict(huggingface=2 * 10**9, patched=10**9))]
+    text = scale_table.scale(dict(machine=dict(gpu="GPU X", date="today"), runs=runs, plans=plans))
+    assert "a GPU | 1 | – | 200, 30.0 GB |" in text
+    assert "a GPU | 2 | out of memory | 160 (80%), 30.0 GB |" in text
+    assert "a GPU | 8, planned | 2.0 GB | 1.0 GB |" in text
+
+
+def test_what_is_planned(monkeypatch, tmp_path):
+    """More GPUs hold less each."""
+    spec = dict(case="scale", model="tiny", layers=2, lora=0, batch=1, sequence=64, checkpointing=False, gpus=2)
+    two, eight = scale.planned(spec), scale.planned(spec | dict(gpus=8))
+    assert 0 < eight["patched"] < two["patched"] <= two["huggingface"]
+    data = dict(runs=[dict(spec=spec | dict(side=side)) for side in scale_table.NAMES])
+    monkeypatch.setattr(scale, "planned", lambda spec: dict(patched=spec["gpus"]))
+    for _ in "twice":
+        scale.plans(data, [8, 16])
+    assert [each["peak_bytes"]["patched"] for each in data["plans"]] == [8, 16]
+    with pytest.raises(SystemExit, match="--plan adds to what was measured, and there is no"):
+        scale.main(["--plan", "8", "--out", str(tmp_path / "none.json")])
+
+
+def test_one_gpu_is_capped(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
+    longest.cap(dict(device="cuda", memory=40))
+    longest.cap(dict(device="cuda", memory=None))
+    assert given == [0.5]
+    with pytest.raises(ValueError, match="--memory 90: the GPU has 80.0 GB"):
+        longest.cap(dict(device="cuda", memory=90))
+
+
+def test_saved_as_its_kind(tmp_path):
+    path = machine.save("scale", dict(machine={"error": "no"}, runs=[]), str(tmp_path / "scale.json"))
+    assert json.loads(path.read_text())["kind"] in report.KINDS
