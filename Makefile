@@ -14,9 +14,12 @@ DEEPSPEED ?= 0.19.8
 LIGHTNING ?= 2.6.6
 LLAMA_FACTORY ?= 0.9.5
 SWIFT ?= 4.6.0
+TRAINER ?= 5.0.0
 AXOLOTL ?= 0.19.0
 KERNELS ?= 0.16.2
 FLYTE ?= 1.16.31
+TORCHAO ?= 0.18.0
+BITSANDBYTES ?= 0.50.2
 TRITON_XPU ?= 3.3.0b1
 WORKERS ?= 2
 
@@ -50,7 +53,8 @@ DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
 .PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
 	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
-	test-xpu test-hub-kernel test-cluster environments clean
+	test-trl-oldest test-trainer test-torchao test-bitsandbytes test-single-operators test-xpu test-hub-kernel \
+	test-cluster environments clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -91,8 +95,15 @@ $(VENV)/.docs-ready: $(VENV)/.ready
 test-transformers-oldest: $(OLD)/.ready
 	PYTHONPATH=$(CURDIR)/$(OLD):$$PYTHONPATH $(PYTEST) -m "every_family or not thorough" -k "not compil and not revert and not report_says" $(FAMILY_TESTS)
 
-$(OLD)/.ready: $(READY)
-	$(INSTALL) --upgrade --target $(OLD) transformers==$(OLDEST)
+# The Trainer of an older transformers still, on which fewer layers are replaced.
+test-trainer: $(TRAINER:%=test-trainer-%)
+
+test-trainer-%: $(VENV)/transformers-%/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/patch/test_trainer.py
+
+.PRECIOUS: $(VENV)/transformers-%/.ready
+$(VENV)/transformers-%/.ready: $(READY)
+	$(INSTALL) --upgrade --target $(@D) transformers==$*
 	touch $@
 
 # TRL's trainers with this package's losses (1.12, the last that calls them) and with its layers alone.
@@ -114,9 +125,10 @@ $(VENV)/megatron-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) megatron-core==$*
 	touch $@
 
-# DeepSpeed's ZeRO and its sequence parallelism on two ranks. Nothing of it is compiled.
+# DeepSpeed's ZeRO, sequence parallelism and vocabulary-parallel loss on two ranks. Nothing of it is compiled.
 test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready
-	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py \
+		tests/frameworks/test_deepspeed_loss.py
 
 $(VENV)/deepspeed-%/.ready: $(READY)
 	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*
@@ -148,7 +160,8 @@ $(VENV)/flyte-%/.ready: $(READY)
 	touch $@
 
 # Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
-test-frameworks: test-lightning test-llama-factory test-axolotl test-swift test-callers test-trl test-transformers-oldest
+test-frameworks: test-lightning test-llama-factory test-axolotl test-swift test-callers test-trl test-trl-oldest \
+	test-transformers-oldest test-trainer test-torchao test-bitsandbytes test-single-operators
 
 test-lightning: $(VENV)/lightning-$(LIGHTNING)/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py tests/metrics/test_lightning_metrics.py
@@ -164,6 +177,10 @@ LLAMA_FACTORY_NEEDS := transformers==5.6.0 trl==0.24.0 peft==0.18.1 accelerate==
 
 test-llama-factory: $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_llama_factory.py
+
+# TRL by itself, in the versions of LLaMA-Factory.
+test-trl-oldest: $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/frameworks/test_oldest_trl.py
 
 $(VENV)/llamafactory-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) llamafactory==$* $(LLAMA_FACTORY_NEEDS)
@@ -206,6 +223,32 @@ test-callers: $(VENV)/callers/.ready $(VENV)/deepspeed-$(DEEPSPEED)/.ready
 
 $(VENV)/callers/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) $(CALLERS) $(CALLERS_NEED)
+	touch $@
+
+# torchao's int8 and NF4 weights and its float8 training; bitsandbytes' layers of 4 and 8 bits and its optimizers.
+test-torchao: $(VENV)/torchao-$(TORCHAO)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_torchao.py tests/bench/test_float8_bench.py
+
+$(VENV)/torchao-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) torchao==$*
+	touch $@
+
+test-bitsandbytes: $(VENV)/bitsandbytes-$(BITSANDBYTES)/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_bitsandbytes.py
+
+$(VENV)/bitsandbytes-%/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) bitsandbytes==$*
+	touch $@
+
+# torchtitan's Llama with single operators, NeMo AutoModel's patched, with the little that the two import.
+OWN_MODELS := torchtitan==0.3.0 nemo-automodel==0.7.0
+OWN_MODELS_NEED := spmd_types==0.2.3 torchdata==0.11.0 tyro==1.0.17 docstring_parser==0.18.0 einops==0.8.2 shtab==1.13.0 typeguard==4.6.0
+
+test-single-operators: $(VENV)/own-models/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_single_operators.py
+
+$(VENV)/own-models/.ready: $(READY)
+	$(INSTALL) --upgrade --no-deps --target $(@D) $(OWN_MODELS) $(OWN_MODELS_NEED)
 	touch $@
 
 # What the targets of .ci/run install beside .venv.

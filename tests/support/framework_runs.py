@@ -71,13 +71,14 @@ def run(entry, jobs, folder, first=(), environment=(), limit=400):
     return {name: Run(folder / name) for name in jobs}
 
 
-def assert_same_losses(mine, theirs, steps):
+def assert_same_losses(mine, theirs, steps, cancelled=False):
     """The losses and the norms of the gradients. fp32 and a few steps of Adam: the differences of single steps, some
-    1e-7, have not grown past 1e-4."""
+    1e-7, have not grown past 1e-4. ``cancelled``: the loss is what some terms of about 1 leave of each other."""
     for name in ("loss", "grad_norm"):
         a, b = mine.logged(name), theirs.logged(name)
         assert len(a) == len(b) == steps
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=0)
+        near = 8 * torch.finfo(torch.float32).eps if cancelled and name == "loss" else 0
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=near)
 
 
 # ---- in the process ----
