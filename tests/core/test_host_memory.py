@@ -1,8 +1,10 @@
 """Checkpoints whose inputs wait in the host's memory: the same gradients, and little stays on the device."""
 
+import contextlib
 import gc
 import os
 import threading
+import types
 
 import host
 import pytest
@@ -177,6 +179,42 @@ def test_fetched_before_it_is_needed(sent, monkeypatch):
     monkeypatch.setattr(host_memory.Waiting, "fetch", lambda self: (fetched.append(self), fetch(self)))
     assert all(map(torch.equal, gradients(offloaded_checkpoint, False), want))
     assert len(fetched) == LAYERS - 1  # all but the last, which was still there
+
+
+class Stream:
+    def __init__(self, *_):
+        self.waits, self.read = [], []
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        self.waits.append(event)
+
+    def record_event(self):
+        return object()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the streams are made up")
+def test_two_streams_of_a_thread(sent, monkeypatch):
+    """The copies of what one of them has made are waited for on that one, whichever is the current one by then; and
+    whoever else reads what was fetched waits, too, and says so."""
+    one, other, recorded = Stream(), Stream(), []
+    module = types.SimpleNamespace(now=one, Stream=Stream, stream=lambda stream: contextlib.nullcontext())
+    module.current_stream = lambda device: module.now
+    monkeypatch.setattr(torch, "cpu", module)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append(stream), raising=False)
+    waiting = [host_memory.send(torch.ones(3, 5) * i) for i in range(2)]
+    copies = [w.there and w.there.copied for w in waiting]
+    (beside,) = host_memory._beside.values()
+    beside.has_streams, module.now = True, other
+    waiting.append(host_memory.send(torch.ones(5)))
+    assert len(one.waits) == 2 and one.waits[1] is copies[1] and not other.waits
+    module.now = one
+    waiting[1].fetch()
+    module.now = other
+    assert torch.equal(waiting[1].fetched(), torch.ones(3, 5))
+    assert len(one.waits) == 3 and other.waits == one.waits[2:] and recorded == [other]
 
 
 def test_in_threads(sent):

@@ -64,6 +64,46 @@ def test_three_steps(family, sent, monkeypatch):
     assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
 
 
+@pytest.mark.parametrize("family", ["llama", *MORE])
+def test_attention_that_is_kept(family, sent, monkeypatch):
+    """Its output waits on the host, too, and it is computed once a step."""
+    computed, real = [], head_groups._computed
+    monkeypatch.setattr(head_groups, "_computed", lambda *given: (computed.append(1), real(*given))[1])
+    wide = dict(hidden_size=128) if family == "mixtral" else dict(head_dim=32)
+    theirs, mine = models(family, attn_implementation="eager" if family == "gemma2" else "sdpa", **wide)
+    liger.apply_liger_kernel(mine, long_context=True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, mine)]
+    for _ in range(3):
+        for _ in range(2):
+            assert_same_step(step(mine), step(theirs), rtol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+    if DEVICE == "cpu":  # fp32 on a GPU: what attention keeps beside its output is as large
+        assert len(computed) == (0 if family == "gemma2" else 3 * 2 * LAYERS)
+        assert len(sent) == (1 if family == "gemma2" else 3) * 3 * 2 * LAYERS and not any(s() for s in sent)
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "nothing"])
+def test_weights_that_were_changed_before_backward(change, sent):
+    mine = tiny.model("llama").to(DEVICE)
+    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
+    given = {name: p.detach().clone().requires_grad_() for name, p in mine.named_parameters()}
+    batch = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
+    if change == "replaced":
+        loss = torch.func.functional_call(mine, given, kwargs=batch).loss
+    else:
+        loss = mine(**batch).loss
+    weight = mine.model.layers[1].self_attn.q_proj.weight
+    if change == "written to":
+        with torch.no_grad():
+            weight.mul_(2)
+    if change == "nothing":
+        return loss.backward()
+    name = r"LlamaDecoderLayer: self_attn.q_proj.weight was " + change
+    with pytest.raises(RuntimeError, match=name):
+        loss.backward()
+
+
 def test_backward_runs_the_tiles_once(sent):
     """It makes each again, and the checkpoint has no need to."""
     mine = tiny.model("llama").to(DEVICE)

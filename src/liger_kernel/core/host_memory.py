@@ -110,7 +110,7 @@ class _Beside:
     """The stream of a device, and its pieces of the host's memory."""
 
     def __init__(self, device):
-        self.module = getattr(torch, device.type)
+        self.module, self.has_streams = getattr(torch, device.type), device.type != "cpu"
         self.stream = self.module.Stream(device) if device.type != "cpu" else self.module.Stream()
         self.pieces = _Pieces()
 
@@ -124,8 +124,16 @@ class _Beside:
                 (piece if to_host else part).copy_(part if to_host else piece, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, event, device):
-        self.module.current_stream(device).wait_event(event)
+    def waits(self, there):
+        """The stream that its memory belongs to, for its copy."""
+        there.stream.wait_event(there.copied)
+
+    def is_here(self, there):
+        """Nor may the current stream read it before, if that is another one, and its memory is kept until then."""
+        now = self.module.current_stream(there.x.device)
+        if self.has_streams and now != there.stream:
+            now.wait_event(there.copied)
+            there.x.record_stream(now)
 
 
 _beside: dict[torch.device, _Beside] = {}
@@ -137,11 +145,14 @@ def _beside_of(device) -> _Beside:
 
 
 class _There(NamedTuple):
-    """A tensor on the device, what it was, and the event from which on its copy, there or back, is done."""
+    """A tensor on the device, what it was, the event from which on its copy, there or back, is done, and the stream
+    that was the current one; ``sent``: it is what was sent."""
 
     x: torch.Tensor
     version: int
     copied: object
+    stream: object
+    sent: bool
 
 
 class Waiting:
@@ -154,7 +165,7 @@ class Waiting:
         self.beside, self.pieces, self.spare, self.held = _beside_of(x.device), pieces, spare, False
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.before = before  # a weak reference to what was sent before it, which backward wants next
-        self.there, self.changed = _There(x, x._version, self.beside.copy(x, pieces, to_host=True)), False
+        self.there, self.changed = self._copied(x, pieces, to_host=True), False
         if spare:
             self.beside.pieces.spare.add(self)
 
@@ -162,6 +173,11 @@ class Waiting:
     def x(self) -> torch.Tensor | None:
         there = self.there
         return there and there.x
+
+    def _copied(self, x, pieces, to_host) -> _There:
+        stream = self.beside.module.current_stream(x.device)
+        copied = self.beside.copy(x, pieces, to_host)
+        return _There(x, x._version, copied, stream, to_host)
 
     def let_go(self):
         """Of the device's memory, which belongs to whatever is queued here from now on."""
@@ -171,7 +187,7 @@ class Waiting:
 
     def _wait(self, there):
         self.changed |= there.x._version != there.version
-        self.beside.wait(there.copied, self.device)
+        self.beside.waits(there)
 
     def fetch(self) -> _There | None:
         """Begin to; threads may do so at a time."""
@@ -180,15 +196,19 @@ class Waiting:
         if self.pieces is None:
             return None
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        copied = self.beside.copy(x, self.pieces, to_host=False)
-        there = self.there = _There(x, x._version, copied)
+        there = self.there = self._copied(x, self.pieces, to_host=False)
         return there
 
     def fetched(self) -> torch.Tensor | None:
-        there, self.there = self.there or self.fetch(), None
+        there = self.there
+        if self.spare and there is not None and there.sent:  # its reader may write to it: it is not that reader's again
+            self.let_go()
+            there = None
+        there, self.there = there or self.fetch(), None
         if there is None:
             return None
         self._wait(there)
+        self.beside.is_here(there)
         if self.changed and self.spare:
             return None
         if self.changed:

@@ -38,7 +38,7 @@ def _chosen(self):
         raise AttributeError(f"{type(self).__name__} has no checkpoint: nothing has set {CHOSEN}") from None
     if torch.compiler.is_compiling():
         return chosen
-    return called if chosen is checkpointed and transformed() else offloaded(chosen, _within)
+    return called if chosen is checkpointed and transformed() else offloaded(chosen, functools.partial(_within, self))
 
 
 def called(function, *args, **options):
@@ -46,8 +46,38 @@ def called(function, *args, **options):
     return function(*args)
 
 
-def _within(args):
-    return functools.partial(HeadGroups, Made()) if worth_it(args) else contextlib.nullcontext
+def _within(layer, args):
+    weights, groups = [], contextlib.nullcontext
+    if worth_it(args):
+        groups = functools.partial(HeadGroups, Made())
+
+    def within():
+        _check_weights(layer, weights)
+        return groups()
+
+    return within
+
+
+def _check_weights(layer, then):
+    """``then``: empty when the layer is called first, and its weights are noted. When it is called again they have to
+    be those, or what is computed again, and what was kept, would not go together. In the place of a weight FSDP may
+    have a part of it, or another view, before it is gathered."""
+    now = [(p, p._version) for p in layer.parameters()]
+    if not then:
+        then += now
+    for (was, version), (p, _) in zip(then, now, strict=True) if len(then) == len(now) else ():
+        changed = "written to" if was._version != version else "replaced" if _replaced(p, was) else None
+        if changed:
+            name = next((name for name, each in layer.named_parameters() if each is p), "")
+            raise RuntimeError(
+                f"{type(layer).__name__}: {name} was {changed} between forward and backward, which calls the layer "
+                "again; do it after backward"
+            )
+
+
+def _replaced(p, was):
+    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and t._base is None for t in (p, was))
+    return p is not was and plain and p.shape == was.shape
 
 
 def _choose(self, chosen):

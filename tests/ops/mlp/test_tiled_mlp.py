@@ -1,6 +1,7 @@
 """The tiled MLP: the untiled one's values and gradients, what is kept, who sees a gradient and how often."""
 
 import functools
+import threading
 import types
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hardware import DEVICE
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.mlp import tiled_mlp
@@ -174,6 +176,48 @@ def test_hooks_run_once_a_step():
     want[2] = 2 * want[2]
     assert_equal(got, want)
     assert len(module.up.weight._backward_hooks) == 1
+
+
+def test_threads_that_go_back_through_one_module():
+    """The second one does so while the first is within a tile. The hooks of a parameter are for sums, of either."""
+    torch.manual_seed(0)
+    module, inputs, hooked = Whole(), [integers(13, 6).requires_grad_() for _ in range(2)], []
+    parameters = list(module.parameters())
+    wanted = [torch.autograd.grad(module(x).sum(), parameters) for x in inputs]
+    module.up.weight.register_hook(lambda g: hooked.append(g.clone()))
+    losses = [tiled(module)(x).sum() for x in inputs]
+    inside, done, found = threading.Event(), threading.Event(), {}
+    patience = 60 if DEVICE == "cpu" else 0.5  # seconds; a GPU has one thread that goes back
+
+    def stop(_, args):
+        if threading.current_thread().name == "first" and torch.is_grad_enabled() and not inside.is_set():
+            args[0].register_hook(lambda g: (inside.set(), done.wait(patience)) and None)
+
+    def go(i):
+        if i:
+            inside.wait(patience)
+        found[i] = torch.autograd.grad(losses[i], parameters)
+        if i:
+            done.set()
+
+    module.down.register_forward_pre_hook(stop)
+    threads = [threading.Thread(target=go, args=(i,), name=name) for i, name in enumerate(("first", "second"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert_equal(found[i], wanted[i])
+    assert len(hooked) == 2 and all(any(torch.equal(g, w[0]) for g in hooked) for w in wanted)
+    assert inside.is_set() or DEVICE != "cpu"
+
+
+def test_flops_are_counted():
+    """By PyTorch's mode, whose hooks look at what modules are given. Forward is run twice, backward is two of it."""
+    module, x = Whole(), integers(12, 6).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        tiled(module)(x).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 12 * (module.up.weight.numel() + module.down.weight.numel())
 
 
 def test_gradients_add_up_over_steps_and_a_graph_that_is_kept():

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatching
 
 from liger_kernel.core.host_memory import send
 from liger_kernel.core.op import Function, transformed
@@ -64,11 +65,21 @@ class HeadGroups(TorchFunctionMode):
         for call in () if first or made is None else made.calls:
             call.fetch()
 
+    def __enter__(self):
+        self.hooks = _saving()
+        return super().__enter__()
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is attention and all(map(_lets_through, torch.overrides._get_current_function_mode_stack())):
+        if function is attention and not torch.compiler.is_compiling() and self._may():
             return _by_groups(self._call, *args, **kwargs)
         return function(*args, **kwargs)
+
+    def _may(self):
+        """Nobody else looks at the calls, or at what they save: a checkpoint within the layer will call its part again
+        when this is not entered, and a selective one counts what is computed, which is not the same again."""
+        modes = torch.overrides._get_current_function_mode_stack()
+        return all(map(_lets_through, modes)) and _saving() == self.hooks and not any(map(_selects, dispatching()))
 
     def _call(self):
         """Of this layer, the next one: nothing was made by it, or what was; None if nobody asks."""
@@ -82,7 +93,8 @@ class _Call:
     """What a call of attention has made while its layer was called first, for when the layer is called again.
 
     It would be wrong where the layer does something else then. So it is computed again if options or the tensors'
-    shapes, dtypes or devices are other ones, or if the output was written to before it had been copied.
+    shapes, dtypes or devices are other ones, or if the output was written to before it had been copied. That the
+    layer's weights are the same is for whoever makes ``Made``.
     """
 
     SHARE = 16  # of the output's memory, what is kept beside it may have
@@ -124,9 +136,19 @@ def _is_plain(t) -> bool:
     return t.dtype == torch.float32 and t.stride() == torch.empty_like(t, device="meta").stride()
 
 
+def _saving():
+    """The hooks through which tensors are saved now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _selects(mode) -> bool:
+    """Whether it is that of a checkpoint which keeps what a policy says."""
+    return type(mode).__module__ == "torch.utils.checkpoint"
+
+
 def _lets_through(mode) -> bool:
     """Whether another mode, which sees a group's calls in place of the one call, does nothing that learns to them."""
-    return isinstance(mode, DeviceContext) or getattr(mode, "counts_alone", False)
+    return isinstance(mode, DeviceContext | HeadGroups) or getattr(mode, "counts_alone", False)
 
 
 def _by_groups(
@@ -137,7 +159,7 @@ def _by_groups(
     simple = all(type(t) is torch.Tensor and t.dim() == 4 for t in given if t is not None)
     if not simple or dropout_p or k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return attention(q, k, v, mask, **options)  # random numbers would be drawn in another order
-    if torch.compiler.is_compiling() or (q.shape[1] != k.shape[1] and not enable_gqa):
+    if q.shape[1] != k.shape[1] and not enable_gqa:
         return attention(q, k, v, mask, **options)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if not learns or groups(q, k) == 1 or mask is not None and mask.requires_grad or transformed():

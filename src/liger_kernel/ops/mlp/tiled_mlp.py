@@ -4,7 +4,8 @@ r"""An MLP in tiles of tokens (ALST): of its activations only its input is kept 
 
 f works on every token by itself, so its tokens can be cut into tiles: forward computes one after the other and keeps x;
 backward computes each once more, with a graph, and goes back through it. What f holds meanwhile is that of one tile,
-however long the sequence is. An x that can be made again (`again`) is not kept: backward makes that of a tile.
+however long the sequence is. An x that can be made again (`again`) is not kept: backward makes that of a tile. Other
+threads may go forward and back through the same f meanwhile: gradients are taken from a tile's own nodes.
 
 The sum over the tiles is in fp32 and is rounded once, to the dtype of a tile's gradient. Where that dtype rounds by ε,
 dw is off by ε·Σ_i |dw_i| at most, as f rounds the tiles, and by ε·|dw|, as their sum is rounded.
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -46,11 +49,21 @@ def _tiles(x, shards):
 
 
 def _run(fn, mlp_module, tile):
-    y = fn(mlp_module, tile)
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else _alone(mlp_module):
+        y = fn(mlp_module, tile)
     if not isinstance(y, torch.Tensor) or y.shape[:-1] != tile.shape[:-1]:
         given = f"a tensor of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
         raise ValueError(f"{NAME}: fn gave {given} for a tile of shape {tuple(tile.shape)}, it must give a row a token")
     return y
+
+
+_locks, _lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+def _alone(module):
+    """While this is entered no other thread runs the module, or finds another's tensors in it (`_in_places`)."""
+    with _lock:
+        return _locks.setdefault(module, threading.RLock())
 
 
 def _joined(run, x, shards):
@@ -138,6 +151,12 @@ def _now(places, seen):
     return [s.now(*those[0]) for s, those in zip(seen, places, strict=True)]
 
 
+def _run_with(run, module, places, tensors, tile):
+    """With these tensors in the module."""
+    with _alone(module), _in_places(places, tensors):
+        return run(tile)
+
+
 @contextlib.contextmanager
 def _in_places(places, tensors):
     """With these tensors in the module instead."""
@@ -157,26 +176,53 @@ def _in_places(places, tensors):
             members[name] = own
 
 
+class _Outside:
+    """A parameter's hook, which is for the sum: it does not see the tiles' gradients, for which autograd calls it, too.
+
+    It stays in the hook's place: another thread may go back to the same parameter meanwhile."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def __call__(self, gradient):
+        return None if _tile_runs.intersection([torch._C._current_graph_task_id()]) else self.hook(gradient)
+
+
+_tile_runs = set()  # autograd's numbers of those that are under way
+
+
 @contextlib.contextmanager
-def _unhooked(tensors):
-    """Without the hooks of these leaves: they are for the sum, and autograd would run them for the tiles as well."""
-    held = [(t, t._backward_hooks) for t in tensors if t.is_leaf and t._backward_hooks]
+def _tile_run(y, tensors):
+    """In which autograd goes back through the graph of y, of a tile: without the hooks of these leaves."""
+    for t in tensors:
+        hooks = t._backward_hooks if t.is_leaf else None
+        for key, hook in list((hooks or {}).items()):
+            if type(hook) is not _Outside:
+                hooks[key] = _Outside(hook)
+    noted = []
+
+    def note(*_):
+        noted.append(torch._C._current_graph_task_id())
+        _tile_runs.update(noted)
+
+    hook = y.grad_fn and y.grad_fn.register_prehook(note)  # y may be one of them
     try:
-        for t, _ in held:
-            t._backward_hooks = None
         yield
     finally:
-        for t, hooks in held:
-            t._backward_hooks = hooks
+        if hook:
+            hook.remove()
+        _tile_runs.difference_update(noted)
 
 
-def _check_graph(y, known):
-    """Raises if something else learns in the graph of y: its gradient would be lost."""
-    known = {(edge.node, edge.output_nr) for edge in map(torch.autograd.graph.get_gradient_edge, known)}
-    seen, waiting = set(), [(y.grad_fn, y.output_nr)]
+def _readers(y, known):
+    """-> for each of ``known``, tensors in the graph of y, what gets its gradient from: (node, which of its inputs).
+
+    Raises if something else learns in that graph: its gradient would be lost."""
+    edges = [(edge.node, edge.output_nr) for edge in map(torch.autograd.graph.get_gradient_edge, known)]
+    found, seen, waiting = {edge: [] for edge in edges}, set(), [(y.grad_fn, y.output_nr)]
     while waiting:
         node, _ = edge = waiting.pop()
-        if node is None or edge in known or node in seen:
+        if node is None or edge in found or node in seen:
             continue
         if type(node).__name__ == "AccumulateGrad":
             raise RuntimeError(
@@ -185,25 +231,32 @@ def _check_graph(y, known):
                 f"FSDP gathers parameters within fn, let FSDP wrap the module that calls {NAME}"
             )
         seen.add(node)
+        for i, following in enumerate(node.next_functions):
+            if following in found:
+                found[following].append((node, i))
         waiting += node.next_functions
+    return [found[edge] for edge in edges]
 
 
 def _gradient(run, x, tensors, sums, dy):
     """-> that of x, a tile, None if there is none. Those of the tensors are added to their sums, None if none is
-    needed, each as soon as it is there."""
+    needed, each as soon as it is there: autograd goes on with one that has no memory."""
     y = run(x)
     if not y.requires_grad:
         return None
-    _check_graph(y, [t for t in (x, *tensors) if t.requires_grad])
-    summed = [(t, total) for t, total in zip(tensors, sums, strict=True) if total is not None]
-    hooks = [t.register_hook(total.taken) for t, total in summed]
-    try:
-        wanted = [x, *(t for t, _ in summed)] if x.requires_grad else [t for t, _ in summed]
-        found = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if x.requires_grad else None
+    known = [t for t in (x, *tensors) if t.requires_grad]
+    readers = dict(zip(map(id, known), _readers(y, known), strict=True))
+    wanted = [(t, total) for t, total in zip(tensors, sums, strict=True) if total is not None]
+    for t, total in wanted:
+        for node, i in readers[id(t)]:
+            node.register_hook(functools.partial(total.taken, i))
+    inputs = [x] if x.requires_grad else []
+    with _tile_run(y, tensors):
+        found = torch.autograd.grad(y, [*inputs, *(t for t, _ in wanted)], dy, allow_unused=True)
+    for (t, total), gradient in zip(wanted, found[len(inputs) :], strict=True):
+        if not readers[id(t)] and gradient is not None:  # y itself
+            total.add(gradient)
+    return found[0] if inputs else None
 
 
 class _Sum:
@@ -212,8 +265,14 @@ class _Sum:
     def __init__(self):
         self.value, self.dtype, self.ours = None, None, False
 
-    def taken(self, more):
-        """Add it; autograd goes on with one that has no memory."""
+    def taken(self, i, gradients, _):
+        """Of a node's gradients the i-th."""
+        if gradients[i] is None:
+            return None
+        self.add(gradients[i])
+        return *gradients[:i], gradients[i].new_zeros(()).expand_as(gradients[i]), *gradients[i + 1 :]
+
+    def add(self, more):
         if self.value is None:
             self.value, self.dtype = more, more.dtype
         elif self.ours:
@@ -221,7 +280,6 @@ class _Sum:
         else:  # autograd's first one may share its memory with something
             wide = torch.promote_types(self.dtype, torch.float32)
             self.value, self.ours = self.value.to(wide, copy=True).add_(more), True
-        return more.new_zeros(()).expand_as(more)
 
     def rounded(self):
         return None if self.value is None else self.value.to(self.dtype)
@@ -290,7 +348,8 @@ class LigerTiledMLPFunction(Function):
             return _in_graph(fn, mlp_module, x, shards)
         if transformed():
             return cls.reference(fn, mlp_module, x, shards)
-        tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
+        with _alone(mlp_module):
+            tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
         if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
             return _joined(functools.partial(_run, fn, mlp_module), x, shards)
         x = _Input.apply(x, recipe(x)) if x.requires_grad and torch.is_grad_enabled() else x
@@ -306,9 +365,10 @@ class LigerTiledMLPFunction(Function):
             ctx.save_for_backward(x)
         ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
         ctx.places, ctx.seen, version = places, [_Seen(t) for t in tensors], x._version
+        ctx.with_tensors = functools.partial(_run_with, ctx.run, mlp_module, places)
         try:
             with _NothingRandom() if _is_captured(x) else contextlib.nullcontext():
-                y = _joined(ctx.run, x, shards)
+                y = _joined(ctx.run, x.detach(), shards)  # else its parts say that they require a gradient
         finally:
             if devices.in_autocast(x):
                 torch.clear_autocast_cache()  # where it has weights that were cast without a graph
@@ -322,9 +382,9 @@ class LigerTiledMLPFunction(Function):
         x = ctx.recipe(x, *others) if ctx.recipe else x
 
         def whole(x, *tensors):
-            with ctx.replay(), _in_places(ctx.places, tensors):
-                y = ctx.run(x)
-            _check_graph(y, [t for t in (x, *tensors) if t.requires_grad])
+            with ctx.replay():
+                y = ctx.with_tensors(tensors, x)
+            _readers(y, [t for t in (x, *tensors) if t.requires_grad])
             return y
 
         given, needs = [x, *_now(ctx.places, ctx.seen)], [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
@@ -338,12 +398,14 @@ class LigerTiledMLPFunction(Function):
         dx = x.new_empty(x.shape) if need_dx else None
         sums = [_Sum() if need else None for need in needs]
         tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
-        with ctx.replay(), _unhooked(tensors), _in_places(ctx.places, tensors):
+        run = functools.partial(ctx.with_tensors, tensors)
+        with ctx.replay():
             for x_i, dy_i, dx_i in zip(*tiles, strict=True):
                 if ctx.recipe:
                     with torch.no_grad():
                         x_i = ctx.recipe(x_i, *others)
-                own = _gradient(ctx.run, x_i.detach().requires_grad_(need_dx), tensors, sums, dy_i)
+                x_i = x_i.detach().requires_grad_(need_dx)
+                own = _gradient(run, x_i.view_as(x_i), tensors, sums, dy_i)  # a view: hooks that count take no leaves
                 if need_dx:
                     dx_i.zero_() if own is None else dx_i.copy_(own)
         return None, None, dx, None, None, None, *(total and total.rounded() for total in sums)
