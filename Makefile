@@ -1,5 +1,5 @@
 # make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron |
-#      test-deepspeed | test-frameworks | test-xpu | test-hub-kernel | test-cluster
+#      test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
