@@ -29,6 +29,7 @@ import os
 import pathlib
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -383,6 +384,16 @@ class Measuring:
         print(self.told(run), flush=True)
         return run
 
+    def all(self, measured: Callable, page: Callable[[dict], str]) -> None:
+        """``measured(args, self)``, as far as the time goes, and its table."""
+        try:
+            measured(self.args, self)
+        except finetune.NoTime:
+            print(f"{self.module}: no time left; --resume goes on from here", flush=True)
+        finally:
+            self.save()
+        print("\n" + page(self.data))
+
     def save(self) -> None:
         machine.save(self.kind, self.data, self.args.out)
 
@@ -470,14 +481,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cuda":
         machine.require_gpu()
     environment(args.host_memory)
-    measure = Measuring(args)
-    try:
-        measured(args, measure)
-    except finetune.NoTime:
-        print("bench.longest: no time left; --resume goes on from here", flush=True)
-    finally:
-        measure.save()
-    print("\n" + longest(measure.data))
+    Measuring(args).all(measured, longest)
 
 
 if __name__ == "__main__":

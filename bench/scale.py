@@ -120,14 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cuda":
         machine.require_gpu()
     environment(None)
-    measure = Measuring(args, "scale", told=told)
-    try:
-        measured(args, measure)
-    except finetune.NoTime:
-        print("bench.scale: no time left; --resume goes on from here", flush=True)
-    finally:
-        measure.save()
-    print("\n" + scale(measure.data))
+    Measuring(args, "scale", told=told).all(measured, scale)
 
 
 if __name__ == "__main__":

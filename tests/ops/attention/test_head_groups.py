@@ -169,22 +169,28 @@ def test_heads_that_do_not_fit(grouped):
     assert not grouped
 
 
-def test_threads_that_go_back_through_one_graph(grouped):
-    q, k, v, dy = drawn(4, 4)
-    y, found = attention(q, k, v), []
-    want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+def in_threads(y, inputs, dy, times):
+    """The gradients that four threads get of one graph."""
+    found = []
 
     def work():
-        for _ in range(10):
-            found.append(torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+        for _ in range(times):
+            found.append(torch.autograd.grad(y, inputs, dy, retain_graph=True))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 40
-    for got in found:
+    assert len(found) == 4 * times
+    return found
+
+
+def test_threads_that_go_back_through_one_graph(grouped):
+    q, k, v, dy = drawn(4, 4)
+    y = attention(q, k, v)
+    want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+    for got in in_threads(y, (q, k, v), dy, times=10):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
 
@@ -364,18 +370,8 @@ def test_gradients_of_gradients_of_what_was_kept(computed):
 
 def test_threads_that_call_a_layer_again(computed):
     q, k, v, dy = for_fused()
-    y, found = two_layers(kept(), q, k, v), []
+    y = two_layers(kept(), q, k, v)
     want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
-
-    def work():
-        for _ in range(5):
-            found.append(torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 20 and len(computed) == 4
-    for got in found:
+    for got in in_threads(y, (q, k, v), dy, times=5):
         assert_near(got, want)
+    assert len(computed) == 4
