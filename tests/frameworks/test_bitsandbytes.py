@@ -61,19 +61,21 @@ def quantised(kind, with_head=False):
     return change
 
 
-def with_lora(change):
-    lora = peft.LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=False)
+def with_lora(change, on_head=False):
+    targets = [*LINEAR, "lm_head"] if on_head else LINEAR
+    lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return lambda model: peft.get_peft_model(change(model), lora).to(DEVICE)
 
 
 @WHEN
-@pytest.mark.parametrize("with_head", [False, True], ids=["not the head", "the head, too"])
+@pytest.mark.parametrize("of_head", ["nothing", "the head, too", "and adapted"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_on_a_frozen_base(kind, with_head, when):
-    theirs, mine = pair("llama", with_lora(quantised(kind, with_head)), when, **LAYERS)
+def test_lora_on_a_frozen_base(kind, of_head, when):
+    with_head, adapted = of_head != "nothing", of_head == "and adapted"
+    theirs, mine = pair("llama", with_lora(quantised(kind, with_head), adapted), when, **LAYERS)
     base = mine.base_model.model.model.layers[0].mlp.down_proj.base_layer
     assert base.weight.dtype is (torch.int8 if "int8" in kind else torch.uint8)
-    fine = with_lora(lambda model: model.requires_grad_(False))(tiny.model("llama", **LAYERS))
+    fine = with_lora(lambda model: model.requires_grad_(False), adapted)(tiny.model("llama", **LAYERS))
 
     def exact():
         same_weights(theirs, fine)

@@ -14,7 +14,9 @@ from patched import assert_same_step, step
 from rounded import assert_reverted, trained, within
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
-from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_, to_nf4
+from torchao.quantization.granularity import PerTensor
+from torchao.quantization.qat import Float8FakeQuantizeConfig, QATConfig
 
 import liger_kernel.transformers as liger
 from liger_kernel.patch import head
@@ -41,6 +43,10 @@ def int8(model, linear):
 def nf4(model, linear):
     for module in linear:
         module.weight = torch.nn.Parameter(to_nf4(module.weight.detach(), 64, 16), requires_grad=False)
+
+
+def quantised_by(config):
+    return lambda model: quantize_(model, config, filter_fn=lambda module, name: name == "lm_head")
 
 
 def linear_layers(model, with_head):
@@ -127,7 +133,16 @@ def test_which_heads_mix_rows():
     assert not of(lambda model: None)
     assert not of(lambda model: int8(model, everywhere(model)))
     assert not of(lambda model: nf4(model, everywhere(model)))
+    assert not of(quantised_by(Int8DynamicActivationInt8WeightConfig()))
     assert of(float8(True)) and not of(float8(False))
+    scaled = Float8FakeQuantizeConfig(granularity=PerTensor())
+    assert of(quantised_by(QATConfig(activation_config=scaled, weight_config=scaled, step="prepare")))
+
+
+def test_the_report_of_a_quantised_weight():
+    model = tiny.model("llama", **LAYERS)
+    int8(model, [model.lm_head])
+    assert "liger_cross_entropy, torch's Linear called 7 rows at a time" in str(liger.apply_liger_kernel(model))
 
 
 @HEAD

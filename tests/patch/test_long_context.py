@@ -104,6 +104,34 @@ def test_weights_that_were_changed_before_backward(change, sent):
         loss.backward()
 
 
+def test_weights_that_others_look_after(sent):
+    """What does not learn may be written to within a layer; weights of inference mode, and offloaded ones."""
+    theirs, mine = models("llama")
+    for model in (theirs, mine):
+        norm = model.model.layers[0].input_layernorm
+        norm.calls = torch.nn.Parameter(torch.zeros((), device=DEVICE), requires_grad=False)
+        norm.register_forward_pre_hook(lambda norm, _: norm.calls.add_(1) and None)
+    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
+    assert_same_step(step(mine), step(theirs))
+    with torch.inference_mode():
+        made = tiny.model("llama").to(DEVICE)
+    liger.apply_liger_kernel(made, offloaded_checkpoints=True)
+    with torch.no_grad():
+        made(**{name: t.to(DEVICE) for name, t in tiny.batch().items()})
+
+
+@THOROUGH
+def test_offloaded_by_accelerate(sent):
+    """It puts a weight there when its module is called, and another when it is done."""
+    accelerate = pytest.importorskip("accelerate")
+    theirs, mine = models("llama")
+    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
+    for model in (theirs, mine):
+        model.model.layers[1].requires_grad_(False)
+        accelerate.cpu_offload(model.model.layers[1], execution_device=torch.device(DEVICE))
+    assert_same_step(step(mine), step(theirs))
+
+
 def test_backward_runs_the_tiles_once(sent):
     """It makes each again, and the checkpoint has no need to."""
     mine = tiny.model("llama").to(DEVICE)

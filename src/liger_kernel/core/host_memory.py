@@ -90,8 +90,8 @@ class _Pieces:
 
     def _give_up(self) -> bool:
         """One of those that are spare."""
-        while self.spare:
-            waiting = self.spare.pop()
+        for waiting in list(self.spare):
+            self.spare.discard(waiting)
             if not waiting.held:
                 self.free += waiting.pieces
                 waiting.pieces = None

@@ -21,10 +21,14 @@ from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.logits import current, is_of_a_library
 from liger_kernel.patch.parallel_head import Plan, is_linear, plan_of
 
-CALLED = (  # libraries whose layers are known to work row by row
+CALLED = (  # libraries whose layers make a row of logits of a row
     "torch.", "peft.", "bitsandbytes.", "torchao.", "transformers.", "accelerate.", "deepspeed.", "optimum.", "hqq.",
     "gptqmodel.", "auto_gptq.", "awq.", "compressed_tensors.", "quanto.", "eetq.", "aqlm.", "fbgemm_gpu.",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
+TOGETHER = "torch.ao.", "torchao.", "compressed_tensors."  # of these those that may scale all rows together
+BY_ROWS = (  # torchao's weights whose products scale each row by itself, or none
+    "NF4Tensor", "AffineQuantizedTensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor",
+)  # fmt: skip
 CHUNK = 2048  # rows for which a head that has to be called makes logits at a time
 
 
@@ -149,23 +153,38 @@ def reads_its_weight(head, own) -> bool:
     return plain(head.weight, head.bias) and head.weight.shape[0] == head.out_features  # not so a tensor-parallel shard
 
 
+def is_quantised(leaf) -> bool:
+    """Whether its weight is another library's kind of tensor."""
+    return any(type(p).__module__.partition(".")[0] != "torch" for p in leaf._parameters.values() if p is not None)
+
+
 def _may_be_called(head) -> bool:
-    """Whether it makes each row of its logits of one row, and the same ones every time: libraries' layers do."""
+    """Whether it makes a row of its logits of each row, and the same ones every time: libraries' layers do."""
     return type(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
 
 
 def mixes_rows(head) -> bool:
-    """Whether other rows change what it makes of a row: one scale of float8 for all of them, columns with outliers."""
+    """Whether other rows may change what it makes of a row: one scale of float8 for all of them, columns with outliers.
+
+    Of libraries where some do, what is not known to take each row by itself."""
     return any(map(_mixes_rows, head.modules()))
 
 
 def _mixes_rows(module) -> bool:
-    if type(module).__module__.startswith("torchao.float8."):
-        return True
-    if type(module).__name__ == "Linear8bitLt":
-        return module.state.threshold > 0
-    scaling = getattr(getattr(module, "weight", None), "act_quant_kwargs", None)  # of torchao's `quantize_`
-    return type(getattr(scaling, "granularity", None)).__name__ == "PerTensor"
+    kind, state = type(module), getattr(module, "state", None)
+    if kind.__name__ == "Linear8bitLt" and state is not None:  # bitsandbytes', not the adapter around it
+        return getattr(state, "threshold", 1) > 0
+    known = kind.__module__.startswith(CALLED) and not kind.__module__.startswith(TOGETHER)
+    return not known or any(map(_mixed_by, module._parameters.values()))
+
+
+def _mixed_by(weight) -> bool:
+    """Whether products with this weight scale the rows beside it together."""
+    if not type(weight).__module__.startswith(TOGETHER):
+        return False
+    scaling = getattr(weight, "act_quant_kwargs", None)
+    apart = scaling is None or type(getattr(scaling, "granularity", None)).__name__ in ("PerRow", "PerToken")
+    return not apart or type(weight).__name__ not in BY_ROWS
 
 
 def dtype_of_logits(head, own, hidden_states, options):

@@ -109,7 +109,7 @@ class LossInHead(_Loss):
         lm_head = model.get_output_embeddings()
         head.prepare(lm_head)
         leaves = head.leaves(lm_head)
-        if all(type(leaf).forward is torch.nn.Linear.forward for leaf in leaves):
+        if all(type(leaf).forward is torch.nn.Linear.forward and not head.is_quantised(leaf) for leaf in leaves):
             sharded = any(isinstance(head.plan_of(leaf), head.Plan) for leaf in leaves)
             return "liger_fused_linear_cross_entropy, no logits" + (", over the shards of its classes" * sharded)
         library = type(lm_head).__module__.partition(".")[0]

@@ -59,10 +59,12 @@ def _within(layer, args):
 
 
 def _check_weights(layer, then):
-    """``then``: empty when the layer is called first, and its weights are noted. When it is called again they have to
-    be those, or what is computed again, and what was kept, would not go together. In the place of a weight FSDP may
-    have a part of it, or another view, before it is gathered."""
-    now = [(p, p._version) for p in layer.parameters()]
+    """``then``: empty when the layer is called first, and what learns is noted. When it is called again it has to be as
+    it was, or what is computed again, and what was kept, would not go together. In the place of a weight FSDP may have
+    a part of it, or another view, before it is gathered; what does not learn, others may write and exchange."""
+    if not torch.is_grad_enabled():
+        return
+    now = [(p, p._version) for p in layer.parameters() if p.requires_grad and not p.is_inference()]
     if not then:
         then += now
     for (was, version), (p, _) in zip(then, now, strict=True) if len(then) == len(now) else ():
@@ -77,7 +79,7 @@ def _check_weights(layer, then):
 
 def _replaced(p, was):
     plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and t._base is None for t in (p, was))
-    return p is not was and plain and p.shape == was.shape
+    return p is not was and plain and p.shape == was.shape and p.device == was.device
 
 
 def _choose(self, chosen):

@@ -1,5 +1,6 @@
 """The tiled MLP: the untiled one's values and gradients, what is kept, who sees a gradient and how often."""
 
+import contextlib
 import functools
 import threading
 import types
@@ -8,6 +9,7 @@ import weakref
 import pytest
 import torch
 from hardware import DEVICE
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -169,13 +171,13 @@ def test_hooks_run_once_a_step():
     calls = []
     node = module.up.weight.view_as(module.up.weight).grad_fn.next_functions[0][0]
     node.register_hook(lambda *_: calls.append("node"))
-    module.up.weight.register_hook(lambda g: calls.append("gradient") or 2 * g)
+    hook = module.up.weight.register_hook(doubled := lambda g: calls.append("gradient") or 2 * g)
     module.up.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     got = step(tiled(module), module, x, dy)
     assert sorted(calls) == ["accumulated", "gradient", "node"]
     want[2] = 2 * want[2]
     assert_equal(got, want)
-    assert len(module.up.weight._backward_hooks) == 1
+    assert module.up.weight._backward_hooks[hook.id].__wrapped__ is doubled and doubled.__name__ == "<lambda>"
 
 
 def test_threads_that_go_back_through_one_module():
@@ -488,10 +490,95 @@ def test_other_tensors_that_learn():
     want = torch.autograd.grad(scaled(module, x), [x, scale, module.up.weight], dy)
     y = apply_tiled_mlp(scaled, module, x, 4, [*module.parameters(), scale])
     assert_equal(torch.autograd.grad(y, [x, scale, module.up.weight], dy, retain_graph=True), want)
+    assert_equal(torch.autograd.grad(y, [x, scale], dy, create_graph=True), want[:2])
+    computed = scale * 2
+    y = apply_tiled_mlp(lambda module, x: module(x) * computed, module, x, 4, [computed])
     with pytest.raises(RuntimeError, match="for create_graph=True, to mlp_module"):
         torch.autograd.grad(y, [x], dy, create_graph=True)
     module.requires_grad_(False)  # then nothing that is known of learns, and autograd has the whole graph
     assert_equal(torch.autograd.grad(apply_tiled_mlp(scaled, module, x.detach(), 4), scale, dy), want[1:2])
+
+
+def test_other_tensors_of_a_parameter():
+    """Autograd goes on from one to the other, for each tile."""
+    module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6)
+    squared = module.up.weight.square()
+
+    def used(module, x):
+        return torch.nn.functional.linear(module(x)[..., :6], squared[:5] @ torch.ones(6, 6, device=DEVICE)).sum(
+            -1, True
+        )
+
+    wanted = [x, *module.parameters()]
+    want = torch.autograd.grad(used(module, x), wanted, dy[:, :1], retain_graph=True)
+    y = apply_tiled_mlp(used, module, x, 4, [squared])
+    assert_equal(torch.autograd.grad(y, wanted, dy[:, :1]), want)
+
+
+def test_a_sparse_gradient():
+    table = torch.nn.Embedding(4, 6, sparse=True, device=DEVICE)
+    table.weight.data = integers(4, 6)
+    x, dy = integers(13, 6), integers(13, 6)
+
+    def looked_up(table, x):
+        return x * table(x[..., 0].long().abs())
+
+    want, got = (
+        torch.autograd.grad(y, table.weight, dy)[0]
+        for y in (looked_up(table, x), apply_tiled_mlp(looked_up, table, x, 4))
+    )
+    assert got.is_sparse and torch.equal(got.to_dense(), want.to_dense())
+
+
+class Power(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * self.calls
+
+
+Power.__module__ = "torch.nn.utils.parametrizations"  # as spectral norm is
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "spectral norm, by a hook", "a state", "cached"])
+def test_weights_that_are_made_anew(kind):
+    """Once a call, as without tiles."""
+    found = []
+    for tiles in (None, 4):
+        torch.manual_seed(0)
+        module, x = Whole(), integers(13, 6).requires_grad_()
+        if kind == "a state":
+            parametrize.register_parametrization(module.up, "weight", Power())
+        elif kind == "cached":
+            torch.nn.utils.parametrizations.weight_norm(module.up)
+        else:
+            within = torch.nn.utils if "hook" in kind else torch.nn.utils.parametrizations
+            within.spectral_norm(module.up)
+        with parametrize.cached() if kind == "cached" else contextlib.nullcontext():
+            for _ in range(2):
+                y = plain(module, x) if tiles is None else apply_tiled_mlp(plain, module, x, tiles)
+            grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+        found.append([y.detach(), *grads])
+    assert_equal(found[1], found[0])
+
+
+def test_threads_within_one_module_at_a_time():
+    module, x, meet, found = Whole(), integers(13, 6), threading.Barrier(2, timeout=60), []
+    module.up.register_forward_pre_hook(lambda *_: (meet.wait(), None)[1])
+
+    def work():
+        with torch.no_grad():
+            found.append(apply_tiled_mlp(plain, module, x, 3))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and torch.equal(*found)
 
 
 @pytest.mark.parametrize("change", ["written to", "frozen"])

@@ -143,7 +143,7 @@ def _saving():
 
 def _selects(mode) -> bool:
     """Whether it is that of a checkpoint which keeps what a policy says."""
-    return type(mode).__module__ == "torch.utils.checkpoint"
+    return any(kind.__module__ == "torch.utils.checkpoint" for kind in type(mode).__mro__)
 
 
 def _lets_through(mode) -> bool:

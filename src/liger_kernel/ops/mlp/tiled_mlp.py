@@ -24,17 +24,18 @@ import contextlib
 import functools
 import threading
 import types
-import weakref
 from collections.abc import Callable
 
 import torch
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from torch.utils.weak import TensorWeakRef
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.again import recipe
-from liger_kernel.core.op import Function, gradients, matrix, transformed
+from liger_kernel.core.op import Function, matrix, transformed
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
 
@@ -49,21 +50,11 @@ def _tiles(x, shards):
 
 
 def _run(fn, mlp_module, tile):
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else _alone(mlp_module):
-        y = fn(mlp_module, tile)
+    y = fn(mlp_module, tile)
     if not isinstance(y, torch.Tensor) or y.shape[:-1] != tile.shape[:-1]:
         given = f"a tensor of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
         raise ValueError(f"{NAME}: fn gave {given} for a tile of shape {tuple(tile.shape)}, it must give a row a token")
     return y
-
-
-_locks, _lock = weakref.WeakKeyDictionary(), threading.Lock()
-
-
-def _alone(module):
-    """While this is entered no other thread runs the module, or finds another's tensors in it (`_in_places`)."""
-    with _lock:
-        return _locks.setdefault(module, threading.RLock())
 
 
 def _joined(run, x, shards):
@@ -105,6 +96,17 @@ def _learning(module, more):
         if t.requires_grad:
             found.setdefault(id(t), (t, [(types.SimpleNamespace(tensor=t), "tensor")]))
     return [t for t, _ in found.values()], [places for _, places in found.values()]
+
+
+def _is_stateless(module):
+    """Whether its weights are what it holds: not made of others, once for all tiles (`parametrize.cached`) or anew by
+    each (spectral norm)."""
+    if parametrize._cache_enabled:
+        return False
+    hooks = (hook for m in module.modules() for hook in m._forward_pre_hooks.values())
+    return not any(isinstance(hook, SpectralNorm) for hook in hooks) and not any(
+        type(m).__module__ == "torch.nn.utils.parametrizations" and m._buffers for m in module.modules()
+    )
 
 
 def _check_gathered(module):
@@ -151,29 +153,27 @@ def _now(places, seen):
     return [s.now(*those[0]) for s, those in zip(seen, places, strict=True)]
 
 
-def _run_with(run, module, places, tensors, tile):
-    """With these tensors in the module."""
-    with _alone(module), _in_places(places, tensors):
-        return run(tile)
+_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def _in_places(places, tensors):
-    """With these tensors in the module instead."""
+    """With these tensors in the module, where others are; then no other thread runs within this."""
     held = [
         (members, name, t, members[name])
         for those, t in zip(places, tensors, strict=True)
         for module, name in those
         for members in (getattr(module, "_parameters", {}), vars(module))
-        if name in members
+        if name in members and members[name] is not t
     ]
-    try:
-        for members, name, t, _ in held:
-            members[name] = t
-        yield
-    finally:
-        for members, name, _, own in held:
-            members[name] = own
+    with _lock if held else contextlib.nullcontext():
+        try:
+            for members, name, t, _ in held:
+                members[name] = t
+            yield
+        finally:
+            for members, name, _, own in held:
+                members[name] = own
 
 
 class _Outside:
@@ -182,10 +182,10 @@ class _Outside:
     It stays in the hook's place: another thread may go back to the same parameter meanwhile."""
 
     def __init__(self, hook):
-        self.hook = hook
+        functools.update_wrapper(self, hook)
 
     def __call__(self, gradient):
-        return None if _tile_runs.intersection([torch._C._current_graph_task_id()]) else self.hook(gradient)
+        return None if _tile_runs.intersection([torch._C._current_graph_task_id()]) else self.__wrapped__(gradient)
 
 
 _tile_runs = set()  # autograd's numbers of those that are under way
@@ -252,7 +252,10 @@ def _gradient(run, x, tensors, sums, dy):
             node.register_hook(functools.partial(total.taken, i))
     inputs = [x] if x.requires_grad else []
     with _tile_run(y, tensors):
-        found = torch.autograd.grad(y, [*inputs, *(t for t, _ in wanted)], dy, allow_unused=True)
+        found = torch.autograd.grad(
+            y, [*inputs, *(t for t, _ in wanted)], dy, allow_unused=True,
+            retain_graph=not all(t.is_leaf for t in tensors),  # autograd goes on from what is computed of others
+        )  # fmt: skip
     for (t, total), gradient in zip(wanted, found[len(inputs) :], strict=True):
         if not readers[id(t)] and gradient is not None:  # y itself
             total.add(gradient)
@@ -270,7 +273,9 @@ class _Sum:
         if gradients[i] is None:
             return None
         self.add(gradients[i])
-        return *gradients[:i], gradients[i].new_zeros(()).expand_as(gradients[i]), *gradients[i + 1 :]
+        dense = gradients[i].layout is torch.strided
+        nothing = gradients[i].new_zeros(()).expand_as(gradients[i]) if dense else torch.zeros_like(gradients[i])
+        return *gradients[:i], nothing, *gradients[i + 1 :]
 
     def add(self, more):
         if self.value is None:
@@ -348,8 +353,9 @@ class LigerTiledMLPFunction(Function):
             return _in_graph(fn, mlp_module, x, shards)
         if transformed():
             return cls.reference(fn, mlp_module, x, shards)
-        with _alone(mlp_module):
-            tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
+        if not _is_stateless(mlp_module):
+            return cls.reference(fn, mlp_module, x, shards)
+        tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
         if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
             return _joined(functools.partial(_run, fn, mlp_module), x, shards)
         x = _Input.apply(x, recipe(x)) if x.requires_grad and torch.is_grad_enabled() else x
@@ -365,10 +371,10 @@ class LigerTiledMLPFunction(Function):
             ctx.save_for_backward(x)
         ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
         ctx.places, ctx.seen, version = places, [_Seen(t) for t in tensors], x._version
-        ctx.with_tensors = functools.partial(_run_with, ctx.run, mlp_module, places)
+        learns = ctx.needs_input_grad[2]  # a tile says so, as x does
         try:
             with _NothingRandom() if _is_captured(x) else contextlib.nullcontext():
-                y = _joined(ctx.run, x.detach(), shards)  # else its parts say that they require a gradient
+                y = _joined(lambda tile: ctx.run(tile.detach().requires_grad_(learns)), x, shards)
         finally:
             if devices.in_autocast(x):
                 torch.clear_autocast_cache()  # where it has weights that were cast without a graph
@@ -381,14 +387,16 @@ class LigerTiledMLPFunction(Function):
         x, *others = ctx.input.saved_tensors
         x = ctx.recipe(x, *others) if ctx.recipe else x
 
-        def whole(x, *tensors):
-            with ctx.replay():
-                y = ctx.with_tensors(tensors, x)
-            _readers(y, [t for t in (x, *tensors) if t.requires_grad])
-            return y
-
-        given, needs = [x, *_now(ctx.places, ctx.seen)], [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
-        dx, *found = gradients(whole, given, needs, [dy])
+        own, needs = _now(ctx.places, ctx.seen), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        # a view of what is computed of others: one may depend on another
+        given = [x.view_as(x), *(t if t.is_leaf else t.view_as(t) for t in own)]
+        with ctx.replay(), _in_places(ctx.places, given[1:]):
+            y = ctx.run(given[0])
+        _readers(y, [t for t in given if t.requires_grad])
+        wanted = [t for t, need in zip(given, needs, strict=True) if need and y.requires_grad]
+        with _tile_run(y, own):
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True) if wanted else ())
+        dx, *found = (next(found, None) if need else None for need in needs)
         return None, None, dx, None, None, None, *found
 
     @staticmethod
@@ -398,7 +406,11 @@ class LigerTiledMLPFunction(Function):
         dx = x.new_empty(x.shape) if need_dx else None
         sums = [_Sum() if need else None for need in needs]
         tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
-        run = functools.partial(ctx.with_tensors, tensors)
+
+        def run(tile):
+            with _in_places(ctx.places, tensors):
+                return ctx.run(tile)
+
         with ctx.replay():
             for x_i, dy_i, dx_i in zip(*tiles, strict=True):
                 if ctx.recipe:
@@ -419,7 +431,7 @@ def apply_tiled_mlp(
 
     Args:
         fn: called with the module and a tile (1, ..., tokens, H), or (tokens, H) of a 2-D x. It gives a row a token,
-            of that token alone.
+            of that token alone, and what it makes of parameters it makes at every call.
         mlp_module: has the parameters; what of it is in use when this is called gets gradients.
         x: (..., S, H), fp32, bf16, fp16 or fp64. It may be frozen, and so may be parameters.
         num_shards: the number of tiles; there may be less. By default ⌈S/H⌉: of one sequence, what an MLP holds of a
@@ -427,7 +439,8 @@ def apply_tiled_mlp(
         compute_params: further tensors that fn uses and that require a gradient.
 
     Returns:
-        (..., S, H'), as of ``fn(mlp_module, x)``. Under torch.compile each tile is a checkpoint in the graph, and the
+        (..., S, H'), as of ``fn(mlp_module, x)``, which is called without tiles where weights are made once a call
+        (spectral norm, ``parametrize.cached``). Under torch.compile each tile is a checkpoint in the graph, and the
         gradients of the tiles add up in their own dtype.
 
     Raises:
