@@ -311,13 +311,31 @@ def model_name(given: str) -> str:
     return names[given.lower()]
 
 
+def of_processes(p: argparse.ArgumentParser, kind: str, run_limit: float, limit: float) -> None:
+    """The options of a benchmark each of whose measurements is a process of its own, or one for each GPU."""
+    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    p.add_argument("--resume", action="store_true", help="keep what the JSON file has")
+    p.add_argument("--run-limit", type=float, default=run_limit, help=f"seconds for one process ({run_limit})")
+    until = f"seconds after which no further process is started ({limit})"
+    p.add_argument("--limit", type=float, default=limit, help=until)
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
+    p.add_argument("--out", help=f"JSON file (bench/results/{kind}.json)")
+
+
+def check(p: argparse.ArgumentParser, args: argparse.Namespace, positive: tuple[str, ...]) -> None:
+    if "peer" in args.sides and args.peer is None:
+        p.error("--sides peer needs --peer DIR")
+    for name in positive:
+        if getattr(args, name) < 1:
+            p.error(f"--{name} must be positive")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=model_name, default="Llama-3-8B", help="one of bench.models (llama-3-8b)")
     p.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     p.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="how many, in turn (1 2)")
     p.add_argument("--sides", nargs="+", choices=SIDES, help="(huggingface patched; peer with --peer)")
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
     p.add_argument("--pack", type=int, default=4096, help="tokens of a packed sequence (4096)")
     p.add_argument("--length", type=int, default=512, help="tokens at which a row is cut (512)")
     p.add_argument("--rows", type=int, default=8000, help="of the set (8000)")
@@ -325,19 +343,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=16, help="timed steps (16)")
     p.add_argument("--most", type=int, default=1024, help="the largest micro-batch that is tried (1024)")
     p.add_argument("--lr", type=float, default=2e-5)
-    p.add_argument("--resume", action="store_true", help="keep what the JSON file has")
-    p.add_argument("--run-limit", type=float, default=150, help="seconds for one process (150)")
-    p.add_argument("--limit", type=float, default=440, help="seconds after which no further process is started (440)")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
-    p.add_argument("--out", help="JSON file (bench/results/finetune.json)")
+    of_processes(p, "finetune", run_limit=150, limit=440)
     p.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     args.sides = args.sides or [side for side in SIDES if side != "peer" or args.peer]
-    if "peer" in args.sides and args.peer is None:
-        p.error("--sides peer needs --peer DIR")
-    for name in "pack", "length", "rows", "steps", "most":
-        if getattr(args, name) < 1:
-            p.error(f"--{name} must be positive")
+    check(p, args, positive=("pack", "length", "rows", "steps", "most"))
     if args.length > args.pack:
         p.error("--length must not exceed --pack")
     return args

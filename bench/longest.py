@@ -439,31 +439,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--sides", nargs="+", choices=NAMES, help="of attention (long tiled), of full (huggingface peer long)"
     )
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
     p.add_argument("--start", type=int, default=16_384, help="of full: the first sequence that is tried (16384)")
     p.add_argument("--most", type=int, default=262_144, help="of full: the longest that is tried (262144)")
     p.add_argument("--steps", type=int, help="of a run (2; full: 1)")
-    p.add_argument("--resume", action="store_true", help="keep what the JSON file has")
-    p.add_argument("--run-limit", type=float, default=500, help="seconds for one process (500)")
-    p.add_argument("--limit", type=float, default=60, help="seconds after which no further process is started (60)")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
-    p.add_argument("--out", help="JSON file (bench/results/longest.json)")
+    finetune.of_processes(p, "longest", run_limit=500, limit=60)
     p.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     for name, value in (dict(gpus=1, sequence=[]) | CASES[args.case]).items():
         if getattr(args, name) is None:
             setattr(args, name, [s for s in value if s != "peer" or args.peer] if name == "sides" else value)
-    if "peer" in args.sides and args.peer is None:
-        p.error("--sides peer needs --peer DIR")
     if args.case != "full" and args.gpus != 1:
         p.error(f"--case {args.case} runs on one GPU")
     if args.layers is None:
         args.layers = models.SIZES[args.model]["num_hidden_layers"]
     if args.weights is None:
         args.weights = "bnb" if importlib.util.find_spec("bitsandbytes") else "nf4"
-    for name in "layers", "gpus", "rank", "start", "most", "steps":
-        if getattr(args, name) < 1:
-            p.error(f"--{name} must be positive")
+    finetune.check(p, args, positive=("layers", "gpus", "rank", "start", "most", "steps"))
     return args
 
 

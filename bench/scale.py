@@ -38,20 +38,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--sequence", type=int, default=4096, help="tokens (4096)")
     p.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     p.add_argument("--sides", nargs="+", choices=NAMES, help="(huggingface patched; peer with --peer)")
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
     p.add_argument("--steps", type=int, default=10, help="of a run, the first two not timed (10)")
-    p.add_argument("--resume", action="store_true", help="keep what the JSON file has")
-    p.add_argument("--run-limit", type=float, default=150, help="seconds for one process group (150)")
-    p.add_argument("--limit", type=float, default=420, help="seconds after which no further one is started (420)")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
-    p.add_argument("--out", help="JSON file (bench/results/scale.json)")
+    finetune.of_processes(p, "scale", run_limit=150, limit=420)
     args = p.parse_args(argv)
     args.sides = args.sides or [side for side in NAMES if side != "peer" or args.peer]
-    if "peer" in args.sides and args.peer is None:
-        p.error("--sides peer needs --peer DIR")
-    for name in "batch", "sequence":
-        if getattr(args, name) < 1:
-            p.error(f"--{name} must be positive")
+    finetune.check(p, args, positive=("batch", "sequence"))
     if args.steps < 3:
         p.error("--steps must be 3 or more: two are not timed")
     args.layers = args.layers or models.SIZES[args.model]["num_hidden_layers"]

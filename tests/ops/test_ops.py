@@ -87,18 +87,15 @@ def is_head(case):
 @pytest.mark.thorough
 @BY_CASE
 def test_non_contiguous(case):
-    """Every input as a strided view, the incoming gradient too: the same result as for contiguous ones.
-
-    A product of strided matrices may be added up in another order: sums are rounded as their terms are large, and where
-    these cancel, the largest result tells how large."""
+    """Every input as a strided view, the incoming gradient too: the same result as for contiguous ones."""
     tensors = given(case, case.shapes[-2], {})
     strided = {k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()}
     for option in some_options(case):
-        got, *_ = run(case.fn, strided | option, strided=True)
-        want, *_ = run(case.fn, tensors | option)
+        with as_on_any_processor():  # BLAS adds up a strided matrix in another order
+            got, *_ = run(case.fn, strided | option, strided=True)
+            want, *_ = run(case.fn, tensors | option)
         for k in want:
-            near = max(1e-6, 1e-5 * want[k].abs().max().item()) if want[k].numel() else 0
-            torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=near)
+            torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
 
 
 @BY_CASE

@@ -111,7 +111,7 @@ class _Beside:
 
     def __init__(self, device):
         self.module, self.has_streams = getattr(torch, device.type), device.type != "cpu"
-        self.stream = self.module.Stream(device) if device.type != "cpu" else self.module.Stream()
+        self.stream = self.module.Stream(device) if self.has_streams else self.module.Stream()
         self.pieces = _Pieces()
 
     def copy(self, x, pieces, to_host):
@@ -129,7 +129,7 @@ class _Beside:
         there.stream.wait_event(there.copied)
 
     def is_here(self, there):
-        """Nor may the current stream read it before, if that is another one, and its memory is kept until then."""
+        """The current stream, if that is another one, waits, too, and the memory is kept until it has read it."""
         now = self.module.current_stream(there.x.device)
         if self.has_streams and now != there.stream:
             now.wait_event(there.copied)

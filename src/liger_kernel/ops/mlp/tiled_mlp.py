@@ -74,6 +74,8 @@ def _joined(run, x, shards):
 
 def _in_graph(fn, mlp_module, x, shards):
     """For torch.compile, whose graphs know checkpoints, and no backward that differentiates."""
+    if not _is_stateless(mlp_module):
+        return fn(mlp_module, x)
     run = functools.partial(_run, fn, mlp_module)
     return _joined(
         functools.partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run, x, shards
@@ -351,9 +353,7 @@ class LigerTiledMLPFunction(Function):
     def apply(cls, fn, mlp_module, x, shards, compute_params=None):
         if torch.compiler.is_compiling():
             return _in_graph(fn, mlp_module, x, shards)
-        if transformed():
-            return cls.reference(fn, mlp_module, x, shards)
-        if not _is_stateless(mlp_module):
+        if transformed() or not _is_stateless(mlp_module):
             return cls.reference(fn, mlp_module, x, shards)
         tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
         if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
