@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 
+from liger_kernel.ops.norm import group_rows
 from liger_kernel.ops.norm.group_norm import LigerGroupNormFunction, liger_group_norm
 from liger_kernel.transformers import LigerGroupNorm
 
@@ -70,6 +71,20 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_pytorch(name):
     assert_as_exact_as_pytorch(*SHAPES[name])
+
+
+@pytest.mark.parametrize("ahead", (1, 160_000, 1 << 40), ids=("a group", "some groups", "all groups"))
+@pytest.mark.parametrize("name", ("wide, a program each", "wide, both"))
+def test_sums_are_taken_ahead(name, ahead, monkeypatch):
+    """Of however many groups, in strips of any size. Who comes when does not change a bit of it."""
+    shape, groups = SHAPES[name]
+    monkeypatch.setattr(group_rows, "_launch_wide", lambda backward: (1, 4, 8192, ahead))
+    assert_as_exact_as_pytorch((3, *shape[1:]), groups)
+    tensors = drawn((3, *shape[1:]))
+    found = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+    monkeypatch.setattr(group_rows, "_launch_wide", lambda backward: (1, 4, 8192, 8192))
+    again = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+    assert all(torch.equal(t, u) for t, u in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("mean,std", ((1e4, 1.0), (-1e3, 0.1), (3e-4, 1e-6)))

@@ -159,10 +159,14 @@ class _Memory:
                 start = end
 
 
+def padded(n):
+    """So many rows for n tokens: matmuls can take twice as long for others, and a CPU's read beyond an odd number."""
+    return aligned(n, 64 if n >= 512 else 8)
+
+
 def pad_tokens(part):
-    """With rows of zeros: matmuls can take twice as long without, and a CPU's read beyond an odd number of rows."""
-    n = part.shape[0]
-    more = aligned(n, 64 if n >= 512 else 8) - n
+    """With rows of zeros."""
+    more = padded(part.shape[0]) - part.shape[0]
     return F.pad(part, (0, 0, 0, more)) if more else part
 
 
@@ -201,12 +205,17 @@ def _to_dh(parts, w, out, rows):
         some.copy_(total)
 
 
+def empty_logits(h, w, dtype):
+    """What `logits_of_all` fills."""
+    n = padded(h.shape[0])
+    return h.new_empty(w.shape[0], aligned(n), dtype=dtype)[:, :n]
+
+
 def logits_of_all(h, w, b, dtype):
     """The logits of all tokens at once (V, T), more columns than tokens: the others are padding."""
+    x = empty_logits(h, w, dtype)
     with devices.without_autocast(h):
-        part = pad_tokens(h.to(dtype))
-        x = h.new_empty(w.shape[0], aligned(len(part)), dtype=dtype)[:, : len(part)]
-        fill_logits(x, w.to(dtype), None if b is None else b.to(dtype), part, len(h))
+        fill_logits(x, w.to(dtype), None if b is None else b.to(dtype), pad_tokens(h.to(dtype)), len(h))
     return x
 
 

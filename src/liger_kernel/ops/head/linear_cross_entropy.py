@@ -1,7 +1,8 @@
 r"""Cross entropy of a linear head, without its logits in memory (`chunks`).
 
 A scalar loss computes its gradients in forward (`forward_gradients`). With reduction="none" each row has an incoming
-gradient of its own, and backward computes the logits again.
+gradient of its own, and backward computes the logits again. In a compiled graph a scalar loss of few logits keeps
+these: see `keeps_logits`.
 
 Sources: DFT's token scaling arXiv:2508.05629; the rest as in `cross_entropy`.
 """
@@ -15,6 +16,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, kept, kept_inputs, rounded
 from liger_kernel.core.parallel import group_name, local, place
+from liger_kernel.ops.head.chunks import bytes_of_all
 from liger_kernel.ops.head.cross_entropy import (
     EVERYTHING,
     Returns,
@@ -28,12 +30,14 @@ from liger_kernel.ops.head.cross_entropy import (
 )
 from liger_kernel.ops.head.forward_gradients import KEPT, scaled, store
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import budget
+from liger_kernel.ops.head.planning import FREE, budget
 from liger_kernel.ops.head.token_log_probs import (
     check_head,
     compute_dtype,
     head_bwd,
+    head_bwd_kept,
     head_fwd,
+    head_fwd_kept,
     head_inputs,
     in_chunks,
     only_valid,
@@ -88,20 +92,24 @@ def fused_linear_cross_entropy_forward(
     _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
     return_token_accuracy=False, return_predicted_tokens=False, logit_scale=1.0, memory=-1, num_items=None, group=None,
-    needs_grad=(False, False, False),
+    needs_grad=(False, False, False), keep=False,
 ):  # fmt: skip
     """-> (loss, z_loss, token_accuracy, predicted_tokens), (d_input, d_weight, d_bias), and what backward needs.
 
-    The gradients are those of loss·n₀ for fp16. They are empty where not needed or where ``reduction`` is "none".
+    The gradients are those of loss·n₀ for fp16. They are empty where not needed or where ``reduction`` is "none". With
+    ``keep`` there are the logits in their place: (logits,).
     """
     dtype, scalar = compute_dtype(_input, weight), reduction != "none"
     need_best = return_token_accuracy or return_predicted_tokens
-    wants = [return_z_loss, use_token_scaling and not scalar, False, False, need_best]
+    wants = [return_z_loss, use_token_scaling and (keep or not scalar), False, False, need_best]
     numbers = [lse_square_scale, label_smoothing, softcap or 0.0, logit_scale]
-    loss, stats, norm, z_loss, token, _, _, best, *grads = head_fwd(
-        _input, weight, bias, target, ce_weight, num_items, numbers, ignore_index, reduction == "mean",
-        use_token_scaling, dtype, accum_dtype, memory, group, wants, list(needs_grad) if scalar else [False] * 3,
-    )  # fmt: skip
+    given = _input, weight, bias, target, ce_weight, num_items, numbers, ignore_index, reduction == "mean"
+    if keep:
+        found = head_fwd_kept(*given, use_token_scaling, dtype, wants)
+    else:
+        needs = list(needs_grad) if scalar else [False] * 3
+        found = head_fwd(*given, use_token_scaling, dtype, accum_dtype, memory, group, wants, needs)
+    loss, stats, norm, z_loss, token, _, _, best, *grads = found
     returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
     outputs = returns.of(loss, z_loss, best, target, ignore_index, norm[3], loss.dtype, _input.dtype)
     return outputs, grads, (stats, token, norm, numbers, dtype)
@@ -113,6 +121,20 @@ def fused_linear_cross_entropy_backward(
     """The gradients that forward computed, times the incoming one (0-d), in their final dtypes; None stays None."""
     grads = (grad_input, None), (grad_weight, weight_dtype), (grad_bias, bias_dtype)
     return tuple(x if x is None else scaled(x, grad_output, dtype or x.dtype, in_place) for x, dtype in grads)
+
+
+def keeps_logits(h, w, dtype, needs, memory, group):
+    """Whether, in a graph, the logits are kept for backward, which turns them into their gradient.
+
+    A graph cannot skip the multiplication of dW by an incoming gradient that is 1 (`forward_gradients.scaled`): that is
+    a read and a write of dW, for which few logits are read once more. They take twice their bytes beyond dW, in
+    backward, since a graph does not write to what it has saved. Not asked of dynamic shapes: no guard depends on it.
+    """
+    if not torch.compiler.is_compiling() or not needs[1] or group is not None or dtype == torch.float16:
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which takes long, and a graph has it
+
+    return statically_known_true(2 * bytes_of_all(h, w, dtype) <= (FREE if memory < 0 else memory))
 
 
 class LigerFusedLinearCrossEntropyFunction(Function):
@@ -135,24 +157,28 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         ctx.needs = needs[0], needs[1], bias is not None and needs[3]
         target = target.contiguous()
         ce_weight = None if ce_weight is None else ce_weight.contiguous()
+        keep = reduction != "none" and keeps_logits(
+            _input, weight, compute_dtype(_input, weight), ctx.needs, memory, group
+        )
         outputs, grads, (stats, token, norm, numbers, dtype) = fused_linear_cross_entropy_forward(
             _input, weight, target, ce_weight, bias, ignore_index, lse_square_scale, label_smoothing, reduction,
             softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
-            logit_scale, memory, num_items, group, ctx.needs,
+            logit_scale, memory, num_items, group, ctx.needs, keep,
         )  # fmt: skip
         ctx.reduction, ctx.token_scaling = reduction, use_token_scaling
         ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        ctx.in_forward = reduction != "none" and not keep
         inputs = _input, weight, bias, target, ce_weight, num_items
-        if reduction != "none":
+        if ctx.in_forward:
             store(ctx, grads, inputs, ctx.needs, divisor=norm[0] if dtype == torch.float16 else None)
         else:
-            ctx.save_for_backward(*inputs, norm, stats, token)
+            ctx.save_for_backward(*inputs, norm, stats, token, *(grads if keep else ()))
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
     @staticmethod
     def arguments(ctx):
-        inputs = ctx.saved_tensors if ctx.reduction == "none" else kept_inputs(ctx, KEPT)
+        inputs = kept_inputs(ctx, KEPT) if ctx.in_forward else ctx.saved_tensors
         h, w, b, target, ce_weight, num_items = inputs[:6]
         numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
         lse_square_scale, label_smoothing, softcap, logit_scale = numbers
@@ -163,16 +189,19 @@ class LigerFusedLinearCrossEntropyFunction(Function):
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        if ctx.reduction != "none":
+        if ctx.in_forward:
             (*grads, divisor), in_place = kept(ctx, KEPT)
             dloss = dloss if divisor is None else dloss / divisor
             dh, dw, db = fused_linear_cross_entropy_backward(dloss, *grads, *ctx.dtypes[1:], in_place=in_place)
         else:
-            h, w, b, target, ce_weight, _, norm, stats, token = ctx.saved_tensors
-            g = dloss * token if ctx.token_scaling else dloss
-            grads = head_bwd(
-                g, None, None, h, w, b, target, ce_weight, norm, stats, None, *ctx.options, list(ctx.needs)
-            )
+            h, w, b, target, ce_weight, _, norm, stats, token, *logits = ctx.saved_tensors
+            g, needs, nothing = dloss * token if ctx.token_scaling else dloss, list(ctx.needs), (None, None)
+            given = h, w, b, target, ce_weight, norm, stats, None
+            if logits:
+                numbers, ignore_index, _, accum_dtype, *_ = ctx.options
+                grads = head_bwd_kept(g, *nothing, *logits, *given, numbers, ignore_index, accum_dtype, needs)
+            else:
+                grads = head_bwd(g, *nothing, *given, *ctx.options, needs)
             grads = zip(grads, (h, w, b), ctx.needs, strict=True)
             dh, dw, db = (rounded(grad, of.dtype) if need else None for grad, of, need in grads)
         return dh, dw, None, db, *[None] * 18

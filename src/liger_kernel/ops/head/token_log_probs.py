@@ -19,6 +19,7 @@ from liger_kernel.core.parallel import copy_to_group, group_name, local, place, 
 from liger_kernel.ops.head.chunks import (
     bytes_of_all,
     empty_gradients,
+    empty_logits,
     gradients_of_all,
     logits_of_all,
     plan_for,
@@ -109,13 +110,48 @@ def head_fwd(
     )  # fmt: skip
 
 
+def _kept_outputs(
+    h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, wants
+):  # fmt: skip
+    nothing = [False] * 3
+    *outputs, _, _, _ = _forward_outputs(
+        h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, None, 0, None, wants,
+        nothing,
+    )  # fmt: skip
+    return *outputs, empty_logits(h, w, dtype)
+
+
+@custom_op("linear_head_kept", _kept_outputs)
+def head_fwd_kept(
+    h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None,
+    items: torch.Tensor | None, numbers: list[float], ignore_index: int, mean: bool, token_scaling: bool,
+    dtype: torch.dtype, wants: list[bool],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor,
+]:  # fmt: skip
+    """`_forward`, and all the logits, for `head_bwd_kept`."""
+    logits = logits_of_all(h, w, b, dtype)
+
+    def run(read):
+        read(slice(None), logits[:, : len(h)].t())
+        return ()
+
+    outputs = _forward(
+        run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, None, wants, [False] * 3
+    )  # fmt: skip
+    return *outputs, logits
+
+
 def _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group):
-    """-> a function that writes the gradient of some tokens' logits over these."""
+    """-> a function that writes the gradient of some tokens' logits x over these, or to dx."""
     options = TokenOptions(ignore_index, *numbers)
 
-    def to_gradient(i, x):
+    def to_gradient(i, x, dx=None):
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
-        token_gradient(g[i], x, target[i], ce_weight, norm, stats[i], x, options, ge, gs, e, group)
+        of_each = g[i] if g.dim() else g
+        dx = x if dx is None else dx
+        token_gradient(of_each, x, target[i], ce_weight, norm, stats[i], dx, options, ge, gs, e, group)
 
     return to_gradient
 
@@ -138,6 +174,30 @@ def head_bwd(
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
     to_gradient = _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
     return run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
+
+
+def _kept_gradients(
+    g, g_entropy, g_lse, logits, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, accum_dtype,
+    needs, in_place=False,
+):  # fmt: skip
+    return empty_gradients(h, w, logits.dtype, accum_dtype, needs)
+
+
+@custom_op("linear_head_kept_backward", _kept_gradients)
+def head_bwd_kept(
+    g: torch.Tensor, g_entropy: torch.Tensor | None, g_lse: torch.Tensor | None, logits: torch.Tensor, h: torch.Tensor,
+    w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None, norm: torch.Tensor,
+    stats: torch.Tensor, entropy: torch.Tensor | None, numbers: list[float], ignore_index: int,
+    accum_dtype: torch.dtype | None, needs: list[bool], in_place: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`head_bwd` of the logits that `head_fwd_kept` has kept. ``in_place``: they are written over (not in a graph).
+
+    g may be 0-d: that of each token's loss.
+    """
+    to_gradient = _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, None)
+    turned = logits if in_place else torch.empty_like(logits)
+    to_gradient(slice(None), *(x[:, : len(h)].t() for x in (logits, turned)))
+    return gradients_of_all(turned, h, w, b, accum_dtype, needs)
 
 
 # ---- without kernels ----
@@ -207,14 +267,8 @@ class LinearTokenLossFunction(Function):
         target, ce_weight = target.contiguous(), None if ce_weight is None else ce_weight.contiguous()
         asked, nothing, logits = [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3, None
         if kept and any(ctx.needs_input_grad) and group is None and unseen() and memory >= bytes_of_all(h, w, dtype):
-            logits = logits_of_all(h, w, b, dtype)
-
-            def run(read):
-                read(slice(None), logits[:, : len(h)].t())
-                return ()
-
-            outputs = _forward(
-                run, h, w, target, ce_weight, None, numbers, ignore_index, False, False, dtype, group, asked, nothing
+            *outputs, logits = head_fwd_kept(
+                h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, asked
             )  # fmt: skip
         else:
             outputs = head_fwd(
@@ -244,11 +298,10 @@ class LinearTokenLossFunction(Function):
         numbers, ignore_index, _, accum_dtype, _, group = ctx.options
         logits, once = (None, False) if ctx.taken is None else kept(ctx, 1)
         if once:
-            turn = _turns(
-                g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group
+            grads = head_bwd_kept(
+                g, g_entropy, g_lse, logits, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index,
+                accum_dtype, ctx.needs, True,
             )  # fmt: skip
-            turn(slice(None), logits[:, : len(h)].t())
-            grads = gradients_of_all(logits, h, w, b, accum_dtype, ctx.needs)
         else:
             ctx.taken = logits = None  # another backward may follow, and has the same budget
             grads = head_bwd(

@@ -1,9 +1,8 @@
 """The kernels of GroupNorm, and how they are launched. `group_norm` has the mathematics.
 
 A group of up to 16,384 elements is held in the registers of one program (forward; half as many in backward). A larger
-one is read twice, the second time from its end, out of the multiprocessor's own cache or the GPU's. So that it is still
-there, the programs that run at a time are few and large: they process one group after the other. If there are fewer
-such groups than multiprocessors, several programs share one, and a kernel before takes the sums.
+one is divided among several programs and read twice: some take its sums, and others wait for these and finish it. It is
+read again while it is still in the GPU's cache: see `_next`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op
 from liger_kernel.core.reduce import sum_both
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+
+MOST = 256  # strips of a group
 
 
 @triton.jit
@@ -76,6 +77,40 @@ def _block(block, across, K, S, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
     return k, k.to(tl.int64) * S + s, (k < K) & (s < S)
 
 
+@triton.jit
+def _next(queue_ptr, strips, LAG):
+    """What this program has to do, by its turn: -> the group, which strip of it, whether to take the sums there.
+
+    A group's sums are taken LAG groups before it is finished: so late that nobody waits for long, so early that it is
+    still in the cache. Turns are drawn, not numbered by the grid: what a program waits for has been begun, whatever
+    the order in which a GPU starts its programs.
+    """
+    turn = tl.atomic_add(queue_ptr, 1, sem="relaxed")
+    step = turn // strips
+    return step // 2 - step % 2 * LAG, turn % strips, step % 2 == 0
+
+
+@triton.jit
+def _publish(queue_ptr, part_ptr, group, strip, strips, a, b):
+    """Hand a strip's two sums to those that finish the group."""
+    part = part_ptr + 2 * (group.to(tl.int64) * strips + strip)
+    tl.store(part, a)
+    tl.store(part + 1, b)
+    tl.debug_barrier()
+    tl.atomic_add(queue_ptr + 1 + group, 1, sem="release")
+
+
+@triton.jit
+def _published(queue_ptr, part_ptr, group, strips, STRIPS: tl.constexpr):
+    """-> the sums of all strips, when they are there; the strips' numbers, and which of STRIPS exist."""
+    while tl.atomic_add(queue_ptr + 1 + group, 0, sem="acquire") < strips:
+        pass
+    p = tl.arange(0, STRIPS)
+    part, known = part_ptr + 2 * (group.to(tl.int64) * strips + p), p < strips
+    a = tl.load(part, mask=known, other=0.0, cache_modifier=".cg")  # not from the multiprocessor's own cache
+    return a, tl.load(part + 1, mask=known, other=0.0, cache_modifier=".cg"), p, known
+
+
 @kernel
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_x, G, K, S, eps,
@@ -101,50 +136,36 @@ def _fwd(
 
 
 @kernel
-def _measure(
-    x_ptr, part_ptr, stride_x, G, E, STRIP,
-    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """One program: mean and Σ(x - mean)² of a strip of a group's E elements."""
-    group, strip = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x = x_ptr + (group // G).to(tl.int64) * stride_x + (group % G).to(tl.int64) * E + strip * STRIP
-    mean, square = _moments(x, tl.minimum(STRIP, E - strip * STRIP), ROWS, LANES, EACH, ALIGNED)
-    part = part_ptr + 2 * (group * tl.num_programs(1) + strip)
-    tl.store(part, mean)
-    tl.store(part + 1, square)
-
-
-@kernel
 def _fwd_wide(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, part_ptr, stride_x, groups, G, K, S, E, STRIP, eps,
-    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, STRIPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, part_ptr, queue_ptr, stride_x, groups, G, K, S, E, strips, STRIP,
+    LAG, eps, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+    STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program: every n-th group, read twice; or some blocks of one, whose moments are in ``part``."""
-    across = tl.cdiv(S, BLOCK_S)
-    blocks = tl.cdiv(K, BLOCK_K) * across
-    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
-        n, g = tl.cast(group // G, tl.int64), tl.cast(group % G, tl.int64)
-        x_group, y_group = x_ptr + n * stride_x + g * E, y_ptr + (n * G + g) * E
-        if part_ptr is None:
-            mean, square = _moments(x_group, E, ROWS, LANES, EACH, ALIGNED)
+    """One program: the moments of a strip of a group's E elements, or y of some blocks of a group."""
+    group, strip, first = _next(queue_ptr, strips, LAG)
+    if (group >= 0) & (group < groups):
+        n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
+        x_group = x_ptr + n * stride_x + g * E
+        if first:
+            begin = strip.to(tl.int64) * STRIP
+            mean, square = _moments(x_group + begin, tl.minimum(STRIP, E - begin), ROWS, LANES, EACH, ALIGNED)
+            _publish(queue_ptr, part_ptr, group, strip, strips, mean, square)
         else:
-            p = tl.arange(0, STRIPS).to(tl.int64)
-            part = part_ptr + 2 * (group * tl.num_programs(1) + p)
-            known = p < tl.num_programs(1)
-            count = tl.where(known, tl.minimum(STRIP, E - p * STRIP), 0).to(tl.float32)
-            means = tl.load(part, mask=known, other=0.0)
-            mean, square = _merge(count, means, tl.load(part + 1, mask=known, other=0.0), E)
-        rstd = 1.0 / tl.sqrt(square / E + eps)
-        tl.store(mean_ptr + group, mean)
-        tl.store(rstd_ptr + group, rstd)
-        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
-            k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
-            x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
-            b = tl.load(b_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
-            y = ((x - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
-            tl.store(y_group + i, y, mask=mask, eviction_policy="evict_first")
+            means, squares, p, known = _published(queue_ptr, part_ptr, group, strips, STRIPS)
+            count = tl.where(known, tl.minimum(STRIP, E - p.to(tl.int64) * STRIP), 0).to(tl.float32)
+            mean, square = _merge(count, means, squares, E)
+            rstd = 1.0 / tl.sqrt(square / E + eps)
+            tl.store(mean_ptr + group, mean)
+            tl.store(rstd_ptr + group, rstd)
+            y_group = y_ptr + (n * G + g) * E
+            across = tl.cdiv(S, BLOCK_S)
+            for block in range(strip, tl.cdiv(K, BLOCK_K) * across, strips):
+                k, i, mask = _block(block, across, K, S, BLOCK_K, BLOCK_S)
+                x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+                b = tl.load(b_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
+                y = ((x - mean) * (rstd * w) + b).to(y_ptr.dtype.element_ty)
+                tl.store(y_group + i, y, mask=mask, eviction_policy="evict_first")
 
 
 @kernel
@@ -219,59 +240,41 @@ def _sums(
 
 
 @kernel
-def _bwd_sums(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, dw_ptr, db_ptr, stride_dy, stride_x, G, K, S, E,
-    STRIP_K, STRIP_S, BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """One program: the sums over a strip of a group, STRIP_S elements of STRIP_K channels."""
-    group, strip = tl.program_id(0), tl.program_id(1)
-    n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
-    across = tl.cdiv(S, STRIP_S)
-    first, begin = strip // across * STRIP_K, strip % across * STRIP_S
-    m1, mxhat = _sums(
-        dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E, w_ptr + g * K, dw_ptr, db_ptr,
-        ((n * across + strip % across) * G + g) * K, tl.load(mean_ptr + group), tl.load(rstd_ptr + group), S,
-        first, tl.minimum(first + STRIP_K, K), begin, tl.minimum(begin + STRIP_S, S), BLOCK_K, LANES, EACH, ALIGNED,
-    )  # fmt: skip
-    if part_ptr is not None:
-        part = part_ptr + 2 * (group * tl.num_programs(1) + strip)
-        tl.store(part, m1)
-        tl.store(part + 1, mxhat)
-
-
-@kernel
 def _bwd_wide(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, groups,
-    G, K, S, E, STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, queue_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, groups,
+    G, K, S, E, strips, STRIP_K, STRIP_S, LAG, STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dx of every n-th group, read twice; or of some blocks of one, whose sums are in ``part``."""
-    BLOCK_S: tl.constexpr = LANES * EACH
-    across = tl.cdiv(S, BLOCK_S)
-    blocks = tl.cdiv(K, BLOCK_K) * across
-    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
-        n, g = tl.cast(group // G, tl.int64), tl.cast(group % G, tl.int64)
+    """One program: the sums over a strip of a group, STRIP_S elements of STRIP_K channels, or dx of such a strip."""
+    group, strip, first = _next(queue_ptr, strips, LAG)
+    if (group >= 0) & (group < groups):
+        n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
         dy_group, x_group = dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E
-        dx_group = dx_ptr + (n * G + g) * E
         mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
-        if part_ptr is None:
+        across = tl.cdiv(S, STRIP_S)
+        k0, s0 = strip // across * STRIP_K, strip % across * STRIP_S
+        k1, s1 = tl.minimum(k0 + STRIP_K, K), tl.minimum(s0 + STRIP_S, S)
+        if first:
             m1, mxhat = _sums(
-                dy_group, x_group, w_ptr + g * K, dw_ptr, db_ptr, (n * G + g) * K, mean, rstd, S, 0, K, 0, S,
-                BLOCK_K, LANES, EACH, ALIGNED,
+                dy_group, x_group, w_ptr + g * K, dw_ptr, db_ptr, ((n * across + strip % across) * G + g) * K,
+                mean, rstd, S, k0, k1, s0, s1, BLOCK_K, LANES, EACH, ALIGNED,
             )  # fmt: skip
-        else:
-            p = tl.arange(0, STRIPS)
-            part = part_ptr + 2 * (group * tl.num_programs(1) + p)
-            m1 = tl.sum(tl.load(part, mask=p < tl.num_programs(1), other=0.0))
-            mxhat = tl.sum(tl.load(part + 1, mask=p < tl.num_programs(1), other=0.0))
-        even, along = rstd * m1 / E, rstd * rstd * mxhat / E
-        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
-            k, i, mask = _block(blocks - 1 - block, across, K, S, BLOCK_K, BLOCK_S)
-            dy = tl.load(dy_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            w = tl.load(w_ptr + g * K + k, mask=k < K, other=0.0).to(tl.float32)
-            dx = (dy * (rstd * w) - even - (x - mean) * along).to(dx_ptr.dtype.element_ty)
-            tl.store(dx_group + i, dx, mask=mask, eviction_policy="evict_first")
+            if dx_ptr is not None:
+                _publish(queue_ptr, part_ptr, group, strip, strips, m1, mxhat)
+        elif dx_ptr is not None:
+            m1s, mxhats, _, _ = _published(queue_ptr, part_ptr, group, strips, STRIPS)
+            even, along = rstd * tl.sum(m1s) / E, rstd * rstd * tl.sum(mxhats) / E
+            dx_group = dx_ptr + (n * G + g) * E
+            for first_k in range(k0, k1, BLOCK_K):
+                k = first_k + tl.arange(0, BLOCK_K)[:, None]
+                w = tl.load(w_ptr + g * K + k, mask=k < k1, other=0.0).to(tl.float32)
+                for first_s in range(s0, s1, LANES * EACH):
+                    s = first_s + tl.arange(0, LANES * EACH)[None, :]
+                    i, mask = k.to(tl.int64) * S + s, (k < k1) & (s < s1)
+                    dy = tl.load(dy_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                    x = tl.load(x_group + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                    dx = (dy * (rstd * w) - even - (x - mean) * along).to(dx_ptr.dtype.element_ty)
+                    tl.store(dx_group + i, dx, mask=mask, eviction_policy="evict_first")
 
 
 def _launch(K, S, most):
@@ -286,39 +289,25 @@ def _launch(K, S, most):
     return channels, elements, 16 if block > 256 * each else min(max(block // 512, 1), 8)
 
 
-def _launch_wide(size, shared):
-    """(loads of a thread at once, warps, programs per multiprocessor) for a group of ``size`` bytes.
-
-    ``shared``: several programs process a group, and as many run at a time as there is room for. Otherwise the groups
-    that are read at a time should stay in a cache. Forward of 16x512x64x64 in 32 groups, bf16, with (2, 16, 4),
-    (2, 16, 2), (4, 32, 1): 2.57, 2.55, 2.33 TB/s (H200, 2026-11-23).
-    """
-    if shared:
-        return 4, 8, 0
-    return (2, 16, 4) if size > 96 * 1024 else (4, 16, 2)
-
-
-def _launch_wide_bwd(size, shared):
-    """(loads of x and of dy, warps, programs per multiprocessor) in backward; ``size`` is that of both."""
-    if shared:
-        return 2, 8, 0
-    return (4, 32, 1) if size > 96 * 1024 else (4, 16, 2)
+def _launch_wide(backward):
+    """For a group that is read twice: (loads of a thread at once, of each tensor; warps; bytes of a strip, of each
+    tensor; bytes of the groups between a strip's sums and its end)."""
+    return (2, 8, 16384, 16 << 20) if backward else (4, 8, 32768, 8 << 20)
 
 
 def _tile(K, S, block):
-    """(channels, elements of each) of a block."""
-    elements = min(next_power_of_2(S), max(1024, block // next_power_of_2(K)))
-    return max(1, min(next_power_of_2(K), block // elements)), elements
+    """(channels, elements of each) of a block of at most so many elements. A block takes time for itself, too."""
+    least = min(1024, next_power_of_2(S), block)
+    sizes = [size for size in (block, block // 2, block // 4) if size >= least]
+    tiles = [(size // e, e) for size in sizes for e in (size >> n for n in range(size.bit_length())) if e >= least]
+    return min(tiles, key=lambda t: cdiv(K, t[0]) * cdiv(S, t[1]) * (2 * t[0] * t[1] + block))
 
 
-def _sharing(groups, x):
-    """How many programs share a large group: if there are few groups, so many that a multiprocessor has four."""
-    m = devices.multiprocessors(x)
-    return 1 if groups >= m else cdiv(4 * m, max(groups, 1))
-
-
-def _programs(groups, strips, resident, x):
-    return (groups if strips > 1 else min(groups, max(resident, 1) * devices.multiprocessors(x))), strips
+def _queue(x, groups, strips, size, ahead):
+    """-> where strips' sums are handed over, the queue, LAG, how many programs. A group has ``size`` bytes."""
+    lag = min(groups, cdiv(ahead, size))
+    part = x.new_empty((groups, strips, 2), dtype=torch.float32)
+    return part, x.new_zeros(1 + groups, dtype=torch.int32), lag, 2 * strips * (groups + lag)
 
 
 def _outputs(x, w, b, groups, eps):
@@ -352,22 +341,18 @@ def group_norm_fwd(
             BLOCK_K=channels, BLOCK_S=elements, num_warps=devices.warps(warps, x),
         )  # fmt: skip
         return y, mean, rstd
-    strips = min(_sharing(N * groups, x), cdiv(E, 16384))
-    loads, warps, resident = _launch_wide(E * x.element_size(), strips > 1)
+    loads, warps, size, ahead = _launch_wide(False)
     each, lanes = 16 // x.element_size(), 32 * warps
     channels, elements = _tile(K, S, loads * lanes * each)
+    strips, blocks = min(cdiv(E * x.element_size(), size), MOST), cdiv(K, channels) * cdiv(S, elements)
+    strips = cdiv(blocks, cdiv(blocks, strips))  # equal numbers of blocks, or nearly
     strip = 16 * cdiv(E, 16 * strips)
     strips = cdiv(E, strip)
-    by = dict(
-        ROWS=loads, LANES=lanes, EACH=each, ALIGNED=E % 16 == x.stride(0) % 16 == 0,
-        num_warps=devices.warps(warps, x),
-    )  # fmt: skip
-    part = x.new_empty((N * groups, strips, 2), dtype=torch.float32) if strips > 1 else None
-    if strips > 1:
-        _measure[(N * groups, strips)](x, part, x.stride(0), groups, E, strip, **by)
-    _fwd_wide[_programs(N * groups, strips, resident, x)](
-        x, w, b, y, mean, rstd, part, x.stride(0), N * groups, groups, K, S, E, strip, eps,
-        STRIPS=next_power_of_2(strips), BLOCK_K=channels, BLOCK_S=elements, **by,
+    part, queue, lag, programs = _queue(x, N * groups, strips, E * x.element_size(), ahead)
+    _fwd_wide[(programs,)](
+        x, w, b, y, mean, rstd, part, queue, x.stride(0), N * groups, groups, K, S, E, strips, strip, lag, eps,
+        ROWS=loads, LANES=lanes, EACH=each, ALIGNED=E % 16 == x.stride(0) % 16 == 0, STRIPS=next_power_of_2(strips),
+        BLOCK_K=channels, BLOCK_S=elements, num_warps=devices.warps(warps, x),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -400,31 +385,23 @@ def group_norm_bwd(
             num_warps=devices.warps(warps, x),
         )  # fmt: skip
     else:
-        strips = _sharing(N * G, x)
-        loads, warps, resident = _launch_wide_bwd(2 * E * x.element_size(), strips > 1)
+        loads, warps, size, ahead = _launch_wide(True)
         each = 16 // x.element_size()
-        block = loads * 32 * warps * each
-        channels, elements = _tile(K, S, block)
+        channels, elements = _tile(K, S, loads * 32 * warps * each)
         if elements < each:  # a lane reads beyond them, and masks it
-            channels, elements = min(channels, block // each), each
-        aligned = S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0
-        by = dict(
-            BLOCK_K=channels, LANES=elements // each, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x)
-        )
+            channels, elements = max(channels * elements // each, 1), each
+        strips = min(cdiv(E * x.element_size(), size), MOST)
         strip_s = elements * cdiv(cdiv(S, elements), strips)
         across = cdiv(S, strip_s)
         strip_k = channels * cdiv(cdiv(K, channels), cdiv(strips, across))
         strips = cdiv(K, strip_k) * across
         dws, dbs = partials(N * across)
-        part = x.new_empty((N * G, strips, 2), dtype=torch.float32) if need_dx and strips > 1 else None
-        if strips > 1 or not need_dx:
-            _bwd_sums[(N * G, strips)](
-                dy, x, w, mean, rstd, part, dws, dbs, dy.stride(0), x.stride(0), G, K, S, E, strip_k, strip_s, **by
-            )
-        if need_dx:
-            _bwd_wide[_programs(N * G, strips, resident, x)](
-                dy, x, w, mean, rstd, part, dx, dws, dbs, dy.stride(0), x.stride(0), N * G, G, K, S, E,
-                STRIPS=next_power_of_2(strips), **by,
-            )  # fmt: skip
+        part, queue, lag, programs = _queue(x, N * G, strips, 2 * E * x.element_size(), ahead)
+        _bwd_wide[(programs,)](
+            dy, x, w, mean, rstd, part, queue, dx if need_dx else None, dws, dbs, dy.stride(0), x.stride(0), N * G,
+            G, K, S, E, strips, strip_k, strip_s, lag, STRIPS=next_power_of_2(strips), BLOCK_K=channels,
+            LANES=elements // each, EACH=each, ALIGNED=S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0,
+            num_warps=devices.warps(warps, x),
+        )  # fmt: skip
     sum_both(dws, dbs, dw, db)
     return dx, dw, db

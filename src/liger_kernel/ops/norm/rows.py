@@ -26,6 +26,23 @@ LLAMA = tl.constexpr(1)
 
 
 @triton.jit
+def across(n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where BLOCK_M rows find a weight, from the columns n (1, BLOCK_N): narrow rows have it loaded for each row.
+
+    A thread then loads what it multiplies. Else Triton gives a narrow weight to other threads than those with x, and
+    moves one of them, or even all of x, through shared memory.
+    """
+    return tl.broadcast_to(n, (BLOCK_M, BLOCK_N)) if BLOCK_N <= 256 else n
+
+
+@triton.jit
+def moved(w, offset):
+    """w + offset. Without an offset a rounded x̂ times w is a product of two bf16, rounded: one instruction for two."""
+    w = w.to(tl.float32)
+    return w if offset is None else w + offset
+
+
+@triton.jit
 def _stream(x_ptr, r_ptr, x_at, r_at, mask):
     """A block of s = x + r, in x's dtype."""
     s = tl.load(x_ptr + x_at, mask=mask, other=0.0)
@@ -47,10 +64,11 @@ def _fwd(
     s = _stream(x_ptr, r_ptr, m * stride_x + n, m * stride_r + n, mask)
     ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # load w while x is loaded; a wider w takes too many registers
     if ahead:
+        every = across(n, BLOCK_M, BLOCK_N)
         if w_ptr is not None:
-            w = tl.load(w_ptr + n, mask=n < N, other=0.0)
+            w = tl.load(w_ptr + every, mask=every < N, other=0.0)
         if b_ptr is not None:
-            b = tl.load(b_ptr + n, mask=n < N, other=0.0)
+            b = tl.load(b_ptr + every, mask=every < N, other=0.0)
     f = s.to(tl.float32)
     if CENTRED:
         mean = tl.sum(f, axis=1, keep_dims=True) / tl.minimum(N, BLOCK_N)
@@ -75,7 +93,7 @@ def _fwd(
                 square += f * f
         if not CENTRED:
             square = tl.sum(square, axis=1, keep_dims=True)
-    rstd = 1.0 / tl.sqrt(square / N + eps)
+    rstd = tl.rsqrt(square / N + eps)
     tl.store(stats_ptr + m, rstd, mask=m < M)
     if CENTRED:
         tl.store(stats_ptr + M + m, mean, mask=m < M)
@@ -94,7 +112,7 @@ def _fwd(
         if w_ptr is not None:
             if not ahead:
                 w = tl.load(w_ptr + start + n, mask=start + n < N, other=0.0)
-            y *= w.to(tl.float32) + offset
+            y *= moved(w, offset)
         if b_ptr is not None:
             if not ahead:
                 b = tl.load(b_ptr + start + n, mask=start + n < N, other=0.0)
@@ -115,7 +133,7 @@ def _bwd(
     pid = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if DX and w_ptr is not None:
-        w = tl.load(w_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
+        w = moved(tl.load(w_ptr + n, mask=n < N, other=0.0), offset)
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -175,7 +193,7 @@ def _bwd_wide(
             xhat = tl.load(s_ptr + m * stride_s + start + n, mask=mask, other=0.0).to(tl.float32)
             xhat = tl.where(mask, xhat - mean, 0.0) * rstd
             if w_ptr is not None:
-                dy *= tl.load(w_ptr + start + n, mask=mask, other=0.0).to(tl.float32) + offset
+                dy *= moved(tl.load(w_ptr + start + n, mask=mask, other=0.0), offset)
             if twice == 0:
                 dot += dy * xhat
                 if CENTRED:
@@ -286,7 +304,7 @@ _forwards, _backwards = Plans(), Plans()
 def _prepared_fwd(x, M, N, stride_x, stride_r, eps, offset, cast, centred, *_):
     block, columns, warps = _launch(x, N, centred)
     return prepared(
-        _fwd, (cdiv(M, block),), stride_x, stride_r, M, N, eps, offset,
+        _fwd, (cdiv(M, block),), stride_x, stride_r, M, N, eps, offset or None,
         CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
         num_warps=devices.warps(warps, x),
     )  # fmt: skip
@@ -320,7 +338,7 @@ def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred
     streams = 2 if alone else 3
     block, columns, warps, resident = _launch_bwd(s, N, centred and s.element_size() == 4, streams)
     warps, whole, wide, narrow, programs = devices.warps(warps, s), columns >= N, None, None, 1
-    numbers = stride_dy, stride_ds, stride_s, M, N, offset
+    numbers = stride_dy, stride_ds, stride_s, M, N, offset or None
     if need_dx and M and not whole:
         wide = prepared(_bwd_wide, (M,), *numbers, CENTRED=centred, BLOCK_N=columns, num_warps=warps)
     if not whole:
