@@ -33,6 +33,47 @@ def test_small_tensors_are_the_compilers(monkeypatch):
     assert not deferred.is_the_compilers(torch.empty(1))
 
 
+@pytest.mark.parametrize(
+    "compiling, graphs",
+    [
+        ({}, False),
+        (dict(mode="reduce-overhead"), True),
+        (dict(mode="max-autotune"), True),
+        (dict(mode="max-autotune-no-cudagraphs"), False),
+        (dict(options={"triton.cudagraphs": True}), True),
+        (dict(backend="eager"), False),
+    ],
+    ids=str,
+)
+def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
+    """There small tensors are ours. Every backend has its own answer, for one function."""
+    found = []
+
+    def note():
+        found.append(deferred.becomes_a_cuda_graph())
+        return True
+
+    note._dynamo_marked_constant = True
+
+    def function(x):
+        return x + 1 if note() else x
+
+    x = torch.ones(3)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **options: graph.forward)
+    torch._dynamo.reset()
+    torch.compile(function, backend="eager")(x)
+    torch.compile(function, **compiling)(x)
+    assert found[0] is False and found[-1] is graphs
+    assert not deferred.becomes_a_cuda_graph()
+
+
+def test_small_tensors_of_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(deferred, "IN_GRAPH", 2**23)
+    monkeypatch.setattr(deferred, "becomes_a_cuda_graph", lambda: True)
+    assert not deferred.is_the_compilers(torch.empty(5, device="meta"))
+
+
 def test_what_pays():
     small, large = (torch.empty(n, 2**10, device="meta") for n in (1, 2**13))
     assert not worth_fusing(small) and worth_fusing(large) and worth_fusing(torch.empty(1))

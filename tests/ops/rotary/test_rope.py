@@ -5,8 +5,10 @@ import importlib
 import pytest
 import torch
 from hardware import DEVICE
+from torch._dynamo.backends.common import aot_autograd
 
 from liger_kernel.ops.rotary import rope
+from liger_kernel.ops.rotary.norm_rope import liger_norm_rope
 from liger_kernel.ops.rotary.rope import (
     LigerRopeFunction,
     liger_rotary_pos_emb,
@@ -348,3 +350,31 @@ def test_queries_alone(heads_dim):
         results.append((y, *torch.autograd.grad(y, q, dy)))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_graph_copies_no_gradient(normed):
+    """Attention gives gradients whose tokens are ahead of the heads, as q and k are."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def attended(q, k, cos, sin, *ws):
+        q, k = liger_norm_rope(q, k, *ws, cos, sin) if normed else liger_rotary_pos_emb(q, k, cos, sin)
+        return torch.cat((q, k), 1).transpose(1, 2).reshape(B, T, -1).sin()
+
+    q, k, cos, sin = drawn()
+    ws = [torch.ones(D, device=DEVICE, requires_grad=True) for _ in range(2)] if normed else []
+    given, of = (q, k, cos, sin, *ws), (q, k, *ws)
+    torch._dynamo.reset()
+    compiled = torch.compile(attended, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    got, want = (torch.autograd.grad(f(*given).sum(), of) for f in (compiled, attended))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+    _, backward = graphs
+    (node,) = (n for n in backward.graph.nodes if getattr(n.target, "namespace", None) == "liger")
+    layouts = [n.meta["val"].stride() for n in node.all_input_nodes[:2]]
+    assert all(heads < tokens for _, heads, tokens, _ in layouts), layouts

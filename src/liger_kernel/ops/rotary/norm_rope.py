@@ -313,12 +313,12 @@ def norm_rope_fwd(
     cos: torch.Tensor, sin: torch.Tensor, heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool,
     eps: float, offset: float, cast: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> q and k normalised and rotated. They have unit stride in D; cos, sin are (1 or B, T, rotary_dim/2).
+    """-> q and k normalised and rotated; cos, sin are (1 or B, T, rotary_dim/2). The weights are contiguous.
 
-    For the arguments from heads_dim to k_rows see `Layout` in rope.py.
+    Strides are asked for in here, as in `rope_rotate`. For heads_dim to k_rows see `Layout` in rope.py.
     """
     yq, yk = result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
-    q, k = swapped(q, heads_dim), swapped(k, heads_dim)
+    q, k = (swapped(unit_stride(x), heads_dim) for x in (q, k))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     blocks, unit, q_parts, k_parts = _launch(HQ, HK, D, 4096)
     _fwd[(B * cdiv(T, unit) * (q_parts + k_parts),)](
@@ -341,7 +341,7 @@ def norm_rope_bwd(
         dyq, dyk, q, k, q_weight, k_weight, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, eps, offset, cast,
         need_dq, need_dk, need_dwq, need_dwk,
     )  # fmt: skip
-    dyq, dyk, q, k = (swapped(x, heads_dim) for x in (dyq, dyk, q, k))
+    dyq, dyk, q, k = (swapped(unit_stride(x), heads_dim) for x in (dyq, dyk, q, k))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     entries = 2048 if pairs else 4096  # splitting and joining pairs takes registers
     blocks, unit, q_parts, k_parts = _launch(HQ, HK, D, entries)
@@ -383,7 +383,7 @@ class LigerNormRopeFunction(Function):
         cos, sin, layout = kernel_arguments(q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.layout, ctx.options = layout, (eps, offset, CASTINGS.index(casting_mode))
-        return norm_rope_fwd(*_readable(q, k, q_weight, k_weight), cos, sin, *layout, *ctx.options)
+        return norm_rope_fwd(q, k, *_contiguous(q_weight, k_weight), cos, sin, *layout, *ctx.options)
 
     @staticmethod
     def again(ctx, dyq, dyk):
@@ -398,15 +398,13 @@ class LigerNormRopeFunction(Function):
 
     @staticmethod
     def backward(ctx, dyq, dyk):
-        needed, (*given, cos, sin) = ctx.needs_input_grad[:4], ctx.saved_tensors
-        dys = unit_stride(dyq), unit_stride(dyk)
-        found = norm_rope_bwd(*dys, *_readable(*given), cos, sin, *ctx.layout, *ctx.options, *needed)
+        needed, (q, k, *weights, cos, sin) = ctx.needs_input_grad[:4], ctx.saved_tensors
+        found = norm_rope_bwd(dyq, dyk, q, k, *_contiguous(*weights), cos, sin, *ctx.layout, *ctx.options, *needed)
         return *(g if need else None for g, need in zip(found, needed, strict=True)), *(None,) * 7
 
 
-def _readable(q, k, q_weight, k_weight):
-    weights = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
-    return unit_stride(q), unit_stride(k), *weights
+def _contiguous(*weights):
+    return (None if w is None else w.contiguous() for w in weights)
 
 
 def liger_norm_rope(

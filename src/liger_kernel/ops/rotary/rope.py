@@ -204,11 +204,13 @@ def rope_rotate(
     heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool,
     to_pairs: bool, first: int, second: int, sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> q and k rotated. They have unit stride in D; cos, sin are (1 or B, T, rotary_dim/2), of any strides.
+    """-> q and k rotated; cos, sin are (1 or B, T, rotary_dim/2). All have any strides.
 
+    Strides are asked for in here: of what is asked in an autograd Function's backward, a graph makes a contiguous copy.
     Or (3, 1 or B, T, rotary_dim/2), see ``first`` and ``second`` in `_rotate`. ``to_pairs``: whether the entries of a
     pair are neighbours in the results. ``sign`` -1 rotates back. For the other arguments see `Layout`.
     """
+    q, k = unit_stride(q), unit_stride(k)
     key = (
         q.shape, k.shape, cos.shape, q.stride(), k.stride(), cos.stride(), sin.stride(), q.dtype, q.device,
         heads_dim, rotary_dim, pairs, q_rows, k_rows, to_pairs, first, second, sign,
@@ -366,7 +368,7 @@ class Rotation(Function):
         ctx.save_for_backward(cos, sin)
         heads_dim, rotary_dim, pairs, *rows = layout
         ctx.back = heads_dim, rotary_dim, to_pairs, *rows, pairs, first, second
-        return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, to_pairs, first, second, 1.0)
+        return rope_rotate(q, k, cos, sin, *layout, to_pairs, first, second, 1.0)
 
     @staticmethod
     def again(ctx, dyq, dyk):
@@ -379,7 +381,7 @@ class Rotation(Function):
 
     @staticmethod
     def backward(ctx, dyq, dyk):
-        dq, dk = rope_rotate(unit_stride(dyq), unit_stride(dyk), *ctx.saved_tensors, *ctx.back, -1.0)
+        dq, dk = rope_rotate(dyq, dyk, *ctx.saved_tensors, *ctx.back, -1.0)
         return dq, dk, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
@@ -404,7 +406,7 @@ class LigerRopeFunction(Rotation):
 def _rotated(name, q, k, cos, sin, sign):
     devices.require_kernels(name, q)
     cos, sin, layout = kernel_arguments(q, k, cos, sin, None, 1, None, False, name)
-    return rope_rotate(unit_stride(q), unit_stride(k), cos, sin, *layout, layout.pairs, 0, 0, sign)
+    return rope_rotate(q, k, cos, sin, *layout, layout.pairs, 0, 0, sign)
 
 
 def rope_forward(q, k, cos, sin):
