@@ -724,7 +724,8 @@ def float8(data: dict) -> str:
 
     rows = []
     for r in data["rows"]:
-        for way in [n for n in contestants([r]) if not n.endswith("-float8")]:
+        present = {n.removesuffix("-float8") for n in r["contestants"]}
+        for way in [n for n in NAMES if n in present]:
             theirs = {"ours": "eager", "ours-compile": "compile"}.get(way)
             against = gain(r, f"{way}-float8", f"{theirs}-float8") if theirs else "–"
             cells = [of(r, n, cell) for n in (way, f"{way}-float8")]

@@ -69,3 +69,13 @@ def test_the_table(tmp_path):
     assert lines[2][3:] == ["-25% speed, +10% memory, losses within 0", "–"]
     assert lines[3][3:] == ["+32% speed, +5% memory, losses within 0.5", "+25% speed, -30% memory, losses within 0.2"]
     assert "torchao 0.18.0" in text and "- M, 8 × 2, PyTorch eager, float8: OutOfMemoryError: no" in text
+
+
+def test_a_way_that_was_run_in_float8_alone_has_a_row():
+    entry = dict(tokens_per_s=1e4, step_ms=80.0, losses=[12.0], peak_bytes=0)
+    names = "eager-float8", "ours-float8", "ours-compile"
+    row = dict(model="M", sequence=8, batch=2, contestants=dict.fromkeys(names, entry))
+    table = report.float8(dict(machine=dict(gpu="GPU X", date="today"), rows=[row]))
+    found = [line.strip("| ").split(" | ")[1:4] for line in table.splitlines() if line.startswith("| M")]
+    it = "10,000 (80.0 ms)"
+    assert found == [["PyTorch eager", "–", it], ["ours", "–", it], ["ours, torch.compile", it, "–"]]

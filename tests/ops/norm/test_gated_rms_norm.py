@@ -44,6 +44,27 @@ def test_many_rows_of_groups():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [100, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@BEFORE
+def test_16_bits_are_as_near_as_pytorchs(before, dtype, width):
+    """silu has kernels of its own there, a narrow weight is loaded for each row, and 8,192 columns are read once."""
+    given = drawn((3, width), (3, width), (width,), dtype=dtype)
+    with torch.no_grad():
+        given[1].mul_(4)
+    dy = torch.randn_like(given[0])
+
+    def found(fn, tensors):
+        y = fn(*tensors, norm_before_gate=before)
+        return [y, *torch.autograd.grad(y, tensors, dy.to(y.dtype))]
+
+    exact = found(gated_rms_norm_reference, [t.detach().double().requires_grad_() for t in given])
+    every = zip(*(found(fn, given) for fn in (liger_gated_rms_norm, gated_rms_norm_reference)), exact, strict=True)
+    for ours, pytorchs, right in every:
+        allowed = (pytorchs - right).norm() + torch.finfo(dtype).eps * right.norm() / 16
+        assert (ours - right).norm() <= allowed
+
+
 def test_a_large_gate_leaves_the_norm():
     """silu(g) is then g, which the norm takes out again, and σ(g) is 1."""
     x, gate, w = drawn((3, 16), (3, 16), (16,))

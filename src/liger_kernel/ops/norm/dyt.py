@@ -2,7 +2,7 @@ r"""DyT, dynamic tanh: an elementwise replacement of a norm.
 
     z = tanh(α·x),   y = γ·z + β
 
-    s = dy·γ·(1 - z²):   dx = s·α,   dα = Σ s·x,   dγ = Σ_rows dy·z,   dβ = Σ_rows dy
+    t = dy·(1 - z²):   dx = t·γ·α,   dα = Σ t·x·γ,   dγ = Σ_rows dy·z,   dβ = Σ_rows dy
 
 α is one number, γ and β have one for each column. Everything is computed in fp32 and rounded once.
 
@@ -18,7 +18,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
-from liger_kernel.core.reduce import partial, sum_rows
+from liger_kernel.core.reduce import partial, sum_both, sum_rows
 from liger_kernel.core.tile import cdiv, next_power_of_2, read, tanh, tl
 from liger_kernel.ops.norm.rows import shaped
 
@@ -55,6 +55,7 @@ def _bwd(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
     gamma = read(gamma_ptr, n, n < N)
+    scale = gamma * alpha  # in the loop, Triton would compute all twice: in gamma's layout and in x's
     dalpha = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dgamma, dbeta = dalpha, dalpha
     for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -63,15 +64,15 @@ def _bwd(
         dy = read(dy_ptr, m * stride_dy + n, mask)
         x = read(x_ptr, m * stride_x + n, mask)
         z, slope = tanh(alpha * x)
-        s = dy * gamma * slope
-        dalpha += s * x
+        t = dy * slope
+        dalpha += t * x
         dgamma += dy * z
         dbeta += dy
         if dx_ptr is not None:
-            tl.store(dx_ptr + m * N + n, (s * alpha).to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + m * N + n, (t * scale).to(dx_ptr.dtype.element_ty), mask=mask)
     if dalpha_ptr is not None:
         part = pid * tl.num_programs(1) + tl.program_id(1)
-        tl.store(dalpha_ptr + part, tl.sum(dalpha).to(dalpha_ptr.dtype.element_ty))
+        tl.store(dalpha_ptr + part, tl.sum(dalpha * gamma).to(dalpha_ptr.dtype.element_ty))
     if dgamma_ptr is not None:
         dgamma = tl.sum(dgamma, axis=0, keep_dims=True)
         tl.store(dgamma_ptr + pid * N + n, dgamma.to(dgamma_ptr.dtype.element_ty), mask=n < N)
@@ -132,8 +133,9 @@ def dyt_bwd(
             dy, x, alpha, gamma, dx, *parts, dy.stride(0), x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns,
             STAGES=devices.stages(2 * rows * columns * x.element_size(), x), num_warps=devices.warps(warps, x),
         )  # fmt: skip
-    for part, gradient in zip(parts, found[1:], strict=True):
-        sum_rows(part, gradient)
+    sum_rows(parts[0], dalpha)
+    if programs > 1:
+        sum_both(*parts[1:], dgamma, dbeta)
     return found
 
 

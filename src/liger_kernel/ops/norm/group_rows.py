@@ -28,42 +28,45 @@ def _merge(count, mean, square, total):
 
 
 @triton.jit
-def _moments(x_ptr, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Mean and Σ(x - mean)² of N elements. Each lane keeps those of its own, ROWS times EACH of them in an iteration.
+def _moments(x_ptr, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Mean and Σ(x - mean)² of N elements. Each lane keeps those of its own, twice EACH of them in an iteration.
 
     If ALIGNED, EACH of a lane's elements are contiguous, and one load reads them. Otherwise those of neighbouring lanes
-    are.
+    are. Two loads have no third axis: versions of Triton disagree about how to spread one over the threads.
     """
-    BLOCK: tl.constexpr = ROWS * LANES * EACH
-    row, lane, each = tl.arange(0, ROWS)[:, None, None], tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)
-    i = (row * LANES + lane) * EACH + each if ALIGNED else (row * EACH + each) * LANES + lane
+    HALF: tl.constexpr = LANES * EACH
+    AXIS: tl.constexpr = 1 if ALIGNED else 0
+    lanes, each = tl.arange(0, LANES), tl.arange(0, EACH)
+    i = lanes[:, None] * EACH + each if ALIGNED else each[:, None] * LANES + lanes
     mean = tl.zeros((LANES,), dtype=tl.float32)
     square = mean
-    whole = N // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    whole = N // (2 * HALF) * (2 * HALF)
+    for start in range(0, whole, 2 * HALF):
         x = tl.load(x_ptr + start + i, eviction_policy="evict_last").to(tl.float32)
-        its = tl.sum(tl.sum(x, axis=2), axis=0) / (ROWS * EACH)
-        off = x - its[None, :, None]
+        z = tl.load(x_ptr + start + HALF + i, eviction_policy="evict_last").to(tl.float32)
+        its = (tl.sum(x, axis=AXIS) + tl.sum(z, axis=AXIS)) / (2 * EACH)
+        x, z = x - tl.expand_dims(its, AXIS), z - tl.expand_dims(its, AXIS)
         delta = its - mean
-        share = BLOCK / (start + BLOCK)
-        square += tl.sum(tl.sum(off * off, axis=2), axis=0) + delta * delta * (start // LANES * share)
+        share = 2 * HALF / (start + 2 * HALF)
+        square += tl.sum(x * x + z * z, axis=AXIS) + delta * delta * (start // LANES * share)
         mean += delta * share
     count = tl.zeros((LANES,), dtype=tl.float32) + whole // LANES
     if whole < N:
-        mask = whole + i < N
-        x = tl.load(x_ptr + whole + i, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        rest, lanes = N - whole, tl.arange(0, LANES)
+        rest = N - whole
+        here, there = i < rest, HALF + i < rest
+        x = tl.load(x_ptr + whole + i, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        z = tl.load(x_ptr + whole + HALF + i, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if ALIGNED:
-            more = rest % (LANES * EACH) - lanes * EACH
-            more = rest // (LANES * EACH) * EACH + tl.minimum(tl.maximum(more, 0), EACH)
+            more = rest // HALF * EACH + tl.minimum(tl.maximum(rest % HALF - lanes * EACH, 0), EACH)
         else:
             more = (rest - lanes + LANES - 1) // LANES
         more = more.to(tl.float32)
-        its = tl.sum(tl.sum(x, axis=2), axis=0) / tl.maximum(more, 1.0)
-        off = tl.where(mask, x - its[None, :, None], 0.0)
+        its = (tl.sum(x, axis=AXIS) + tl.sum(z, axis=AXIS)) / tl.maximum(more, 1.0)
+        x = tl.where(here, x - tl.expand_dims(its, AXIS), 0.0)
+        z = tl.where(there, z - tl.expand_dims(its, AXIS), 0.0)
         delta = its - mean
         share = more / tl.maximum(count + more, 1.0)
-        square += tl.sum(tl.sum(off * off, axis=2), axis=0) + delta * delta * count * share
+        square += tl.sum(x * x + z * z, axis=AXIS) + delta * delta * count * share
         mean += delta * share
         count += more
     return _merge(count, mean, square, N)
@@ -138,7 +141,7 @@ def _fwd(
 @kernel
 def _fwd_wide(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, part_ptr, queue_ptr, stride_x, groups, G, K, S, E, strips, STRIP,
-    LAG, eps, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
+    LAG, eps, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
     STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: the moments of a strip of a group's E elements, or y of some blocks of a group."""
@@ -148,7 +151,7 @@ def _fwd_wide(
         x_group = x_ptr + n * stride_x + g * E
         if first:
             begin = strip.to(tl.int64) * STRIP
-            mean, square = _moments(x_group + begin, tl.minimum(STRIP, E - begin), ROWS, LANES, EACH, ALIGNED)
+            mean, square = _moments(x_group + begin, tl.minimum(STRIP, E - begin), LANES, EACH, ALIGNED)
             _publish(queue_ptr, part_ptr, group, strip, strips, mean, square)
         else:
             means, squares, p, known = _published(queue_ptr, part_ptr, group, strips, STRIPS)
@@ -351,7 +354,7 @@ def group_norm_fwd(
     part, queue, lag, programs = _queue(x, N * groups, strips, E * x.element_size(), ahead)
     _fwd_wide[(programs,)](
         x, w, b, y, mean, rstd, part, queue, x.stride(0), N * groups, groups, K, S, E, strips, strip, lag, eps,
-        ROWS=loads, LANES=lanes, EACH=each, ALIGNED=E % 16 == x.stride(0) % 16 == 0, STRIPS=next_power_of_2(strips),
+        LANES=lanes, EACH=each, ALIGNED=E % 16 == x.stride(0) % 16 == 0, STRIPS=next_power_of_2(strips),
         BLOCK_K=channels, BLOCK_S=elements, num_warps=devices.warps(warps, x),
     )  # fmt: skip
     return y, mean, rstd

@@ -36,7 +36,7 @@ def across(n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def moved(w, offset):
+def with_offset(w, offset):
     """w + offset. Without an offset a rounded x̂ times w is a product of two bf16, rounded: one instruction for two."""
     w = w.to(tl.float32)
     return w if offset is None else w + offset
@@ -112,7 +112,7 @@ def _fwd(
         if w_ptr is not None:
             if not ahead:
                 w = tl.load(w_ptr + start + n, mask=start + n < N, other=0.0)
-            y *= moved(w, offset)
+            y *= with_offset(w, offset)
         if b_ptr is not None:
             if not ahead:
                 b = tl.load(b_ptr + start + n, mask=start + n < N, other=0.0)
@@ -133,7 +133,7 @@ def _bwd(
     pid = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if DX and w_ptr is not None:
-        w = moved(tl.load(w_ptr + n, mask=n < N, other=0.0), offset)
+        w = with_offset(tl.load(w_ptr + n, mask=n < N, other=0.0), offset)
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -193,7 +193,7 @@ def _bwd_wide(
             xhat = tl.load(s_ptr + m * stride_s + start + n, mask=mask, other=0.0).to(tl.float32)
             xhat = tl.where(mask, xhat - mean, 0.0) * rstd
             if w_ptr is not None:
-                dy *= moved(tl.load(w_ptr + start + n, mask=mask, other=0.0), offset)
+                dy *= with_offset(tl.load(w_ptr + start + n, mask=mask, other=0.0), offset)
             if twice == 0:
                 dot += dy * xhat
                 if CENTRED:
