@@ -108,13 +108,14 @@ def warps(wanted: int, tensor: torch.Tensor) -> int:
     return max(1, wanted) if wanted <= 16 else min(wanted, _of(tensor)[2])
 
 
-def stages(bytes_of_one: int, tensor: torch.Tensor) -> int:
-    """num_stages of a loop that loads so many bytes in one iteration: 3, or 1 if shared memory is too small for that.
+def stages(bytes_of_one: int, tensor: torch.Tensor, most: int = 3) -> int:
+    """num_stages of a loop that loads so many bytes in one iteration: ``most``, 3, or 1 if shared memory is too small.
 
     Only NVIDIA's asynchronous copies prefetch through shared memory. RMSNorm backward 8192x4096 with 1, 2, 3 stages:
     2.79, 2.70, 3.26 TB/s (H200, 2026-11-20).
     """
-    return 3 if 3 * bytes_of_one + 2048 <= _of(tensor)[3] else 1
+    memory = _of(tensor)[3]
+    return next((n for n in (most, 3) if n * bytes_of_one + 2048 <= memory), 1)
 
 
 def copies_tiles(tensor: torch.Tensor) -> bool:

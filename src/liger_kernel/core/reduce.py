@@ -3,7 +3,7 @@
 import torch
 
 from liger_kernel.core.kernel import Plans, kernel, prepared
-from liger_kernel.core.tile import cdiv, tl, triton
+from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
 @triton.jit
@@ -47,7 +47,18 @@ _sums = Plans()
 
 
 def _prepared(M, N):
-    return prepared(_sum_rows, (cdiv(N, 32),), M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    columns, launch = _launch(M, N)
+    return prepared(_sum_rows, (cdiv(N, columns),), M, N, BLOCK_N=columns, **launch)
+
+
+def _launch(M, N):
+    """Columns of a program, and the rest. Few columns are read at once: a loop waits for memory in every iteration.
+
+    RMSNorm's backward of 65536x128 takes 23.5 µs so, 24.7 with the loop (H200, 2026-11-24).
+    """
+    if N <= 1024 and M <= 512:
+        return 8, dict(BLOCK_M=next_power_of_2(M), num_warps=8 if M > 256 else 4)
+    return 32, dict(BLOCK_M=64, num_warps=4)
 
 
 def sum_both(dws, dbs, dw, db):
@@ -59,4 +70,5 @@ def sum_both(dws, dbs, dw, db):
             sum_rows(dbs, db)
         return
     M, N = dws.shape
-    _sum_both[(cdiv(N, 32), 2)](dws, dbs, dw, db, M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    columns, launch = _launch(M, N)
+    _sum_both[(cdiv(N, columns), 2)](dws, dbs, dw, db, M, N, BLOCK_N=columns, **launch)

@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, F, custom_op
 from liger_kernel.core.parallel import local
-from liger_kernel.core.tile import cdiv, tl
+from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.head.chunks import empty_gradients, fill_logits, pad_tokens, plan_for, run_chunks
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
 from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions, compare_logits, of_logits
@@ -52,51 +51,29 @@ def frozen_logits(h, w, b):
 # ---- with kernels ----
 
 
-@kernel
-def _turn(x_ptr, y_ptr, stride_x, stride_y, T, V, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr):
-    """y (V, T) = xᵀ. One program: BLOCK_V classes of BLOCK_T tokens. PyTorch's copy is far from the copy rate here."""
-    t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    v = tl.program_id(0).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    inside = (t < T) & (v < V)
-    x = tl.load(x_ptr + t * stride_x + v, mask=inside)
-    tl.store(y_ptr + v * stride_y + t, x.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-def turned(x, out):
-    """out (V, T), whose tokens are contiguous, becomes xᵀ."""
-    if x.stride(1) != 1 or not x.numel():
-        return out.copy_(x.t())
-    (T, V), block = x.shape, 64
-    _turn[(cdiv(V, block), cdiv(T, block))](
-        x, out, x.stride(0), out.stride(0), T, V, BLOCK_T=block, BLOCK_V=block, num_warps=devices.warps(4, x)
-    )
-    return out
-
-
 class _Teacher:
-    """Its logits for a few tokens at a time, in memory that the next few use again. The tokens are contiguous."""
+    """Its logits for a few tokens at a time, in memory that the next few use again; given ones are read where they are.
+
+    The tokens of what is computed are contiguous, as the student's are.
+    """
 
     def __init__(self, h, w, b, logits, rows, dtype, most):
-        self.h, self.w, self.b, self.given, self.rows = h, w, b, logits, rows
+        self.h, self.w, self.b, self.given, self.rows, self.dtype = h, w, b, logits, rows, dtype
+        # what is read where it is needs no memory, and its statistics are few
+        self.most = min(TEACHER_ROWS if logits is None or rows is not None or logits.dtype != dtype else 4096, most)
         if logits is None:
             self.w, self.b = w.to(dtype), None if b is None else b.to(dtype)
-        like = w if logits is None else logits
-        self.dtype, self.classes = dtype, like.shape[0 if logits is None else 1]
-        # given logits can be read where they are if their tokens are contiguous
-        copied = logits is None or rows is not None or logits.stride(0) != 1 or logits.dtype != dtype
-        self.memory = like.new_empty(self.classes, aligned(most), dtype=dtype) if copied else None
+            self.memory = w.new_empty(w.shape[0], aligned(self.most), dtype=dtype)
 
     def _of(self, x, some):
         return x[some] if self.rows is None else x.index_select(0, self.rows[some])
 
     def logits(self, some):
         """(tokens, classes) of a slice of the tokens."""
-        if self.memory is None:
-            return self.given[some]
-        part = self._of(self.h if self.given is None else self.given, some)
-        n = part.shape[0]
         if self.given is not None:
-            return turned(part, self.memory[:, :n]).t()
+            return self._of(self.given, some).to(self.dtype)
+        part = self._of(self.h, some)
+        n = part.shape[0]
         part = pad_tokens(part.to(self.dtype))
         x = self.memory[:, : part.shape[0]]
         fill_logits(x, self.w, self.b, part, n)
@@ -130,18 +107,21 @@ def distillation_fwd(
     norm = torch.ones_like(n) if dtype == torch.float16 else n
     soft = h.new_zeros(h.shape[0], dtype=torch.float32)
     ce = torch.zeros_like(soft) if hard else None
-    most = min(TEACHER_ROWS, h.shape[0])
-    of_teacher = _Teacher(teacher, teacher_w, teacher_b, logits, rows, teacher_dtype, most)
+    of_teacher = _Teacher(teacher, teacher_w, teacher_b, logits, rows, teacher_dtype, h.shape[0])
+    whole = memory < 0 and logits is None and h.shape[1] >= TEACHER_ROWS  # chunks of which each piece is whole
+    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1], unit=TEACHER_ROWS if whole else 64)
 
     def to_gradient(i, x):
-        for start in range(i.start, i.stop, TEACHER_ROWS):
-            some = slice(start, min(start + TEACHER_ROWS, i.stop))
+        n = i.stop - i.start
+        step = aligned(cdiv(n, max(cdiv(n, of_teacher.most), 1)))  # no last few that read the teacher's weight again
+        for start in range(i.start, i.stop, max(step, 1)):
+            some = slice(start, min(start + step, i.stop))
             inside = slice(start - i.start, some.stop - i.start)
             z = tuple(part[inside] for part in x) if isinstance(x, tuple) else x[inside]
             of_some = soft[some], None if ce is None else ce[some]
             compare_logits(z, of_teacher.logits(some), target[some], norm, options, any(needs), *of_some)
 
-    grads = run_chunks(h, w, b, dtype, plan_for(h, w, dtype, accum_dtype, memory, needs[1]), to_gradient, needs)
+    grads = run_chunks(h, w, b, dtype, plan, to_gradient, needs)
     soft = soft.sum() / n
     ce = ce.sum() / n if hard else torch.zeros_like(soft)
     return options.weight_hard * ce + options.weight_soft * soft, soft, ce, n.clone(), *grads

@@ -13,9 +13,10 @@ There is no T². D and G of a class, where M = β·p + (1-β)·q:
     cosine      β·(1 - cos(z_s, z_t)) of a token   dz_s = -β·(z_t/(|z_s|·|z_t|) - cos·z_s/|z_s|²)
 
 Both models' logits are read three times: by `_statistics` (the log-sum-exps, or cosine's sums), by `_compare` (ΣD and
-ΣG of each token), and by `_compare` again, which writes the gradient over the student's logits. As in `logits` the
-tokens are contiguous, each lane keeps its own maximum and sums, and a log-sum-exp is kept as its two parts, so that a
-confident row keeps its digits.
+ΣG of each token), and by `_compare` again, which writes the gradient over the student's logits. kl_div needs no second
+time: ΣG = -Σp is one of the statistics, and ΣD comes with the gradient. As in `logits` the student's tokens are
+contiguous, each lane keeps its own maximum and sums, and a log-sum-exp is kept as its two parts, so that a confident
+row keeps its digits. The teacher's logits and p have any strides.
 
 If the teacher has more classes than the student, the student's z_s/T is 0 there. An ignored row gives 0 everywhere.
 
@@ -34,15 +35,12 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import F
 from liger_kernel.core.tile import (
     INF,
-    blocks,
     cdiv,
     exp,
-    exp_for,
     finite,
     log,
     log_of_normal,
     next_power_of_2,
-    of_program,
     online_max,
     parts,
     tl,
@@ -127,132 +125,224 @@ def of_logits(x, teacher, target, options, hard):
 
 
 # ---- kernels ----
+#
+# EXACT: the logits are fp32. Others have 16 bits, and so has the gradient: there logarithms are to the base 2, since on
+# sm_90 exp2 is one instruction and exp five.
+
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
-    log_p = tl.where(log_p < -200.0, -200.0, log_p)  # 0·(-200) is 0, 0·(-inf) is not; unlike maximum, this keeps NaN
-    log_q = tl.where(log_q < -200.0, -200.0, log_q)
+def _power(x, EXACT: tl.constexpr):
+    """The exponential of a logarithm."""
+    return exp(x) if EXACT else tl.exp2(x)
+
+
+@triton.jit
+def _log(x, BASE_2: tl.constexpr):
+    """The logarithm of a positive normal number: within 1.3 ulp, or to the base 2 within 3e-7.
+
+    x = 2ᵏ·(1 + f) as in `log_of_normal`, with a shorter polynomial.
+    """
+    if not BASE_2:
+        return log_of_normal(x)
+    bits = x.to(tl.int32, bitcast=True)
+    k = (bits - 0x3F3504F3) & -8388608  # k·2²³
+    f = (bits - k).to(tl.float32, bitcast=True) - 1.0
+    y = 0.29726260901 + f * (-0.272697895765 + f * 0.17063434422)
+    y = 1.44269967079 + f * (-0.721375882626 + f * (0.480465024710 + f * (-0.358961850405 + f * y)))
+    return k.to(tl.float32) * 1.1920928955078125e-07 + f * y
+
+
+@triton.jit
+def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr = False):
+    log_p, log_q = tl.maximum(log_p, -200.0), tl.maximum(log_q, -200.0)  # 0·(-200) is 0; p and q keep a NaN
+    of_q = (1.0 - beta) * q
     if EXACT:
         d = log_q - log_p  # log M = max(log p, log q) + lift
         far = exp(-tl.abs(d))
         lift = log_of_normal(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
-        of_p, of_q = tl.where(d < 0, 0.0, -d) - lift, tl.where(d > 0, 0.0, d) - lift
+        q_from_m, p_from_m = tl.where(d > 0, 0.0, d) - lift, tl.where(d < 0, 0.0, -d) - lift
     else:
-        m = beta * p + (1.0 - beta) * q
-        log_m = tl.where(m >= 1e-37, log_of_normal(m), m - 85.2)  # of 0 about log 1e-37, of NaN NaN
-        of_p, of_q = log_p - log_m, log_q - log_m
-    of_q *= (1.0 - beta) * q
-    return beta * p * of_p + of_q, of_q
+        log_m = _log(tl.maximum(beta * p + of_q, 1e-37), BASE_2)
+        q_from_m, p_from_m = log_q - log_m, log_p - log_m
+    of_q *= q_from_m
+    return beta * p * p_from_m + of_q, of_q
 
 
 @triton.jit
-def _forward_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
-    return times(p, log_p - log_q), -p
+def _forward_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr):
+    return times(p, log_p - log_q), p * (-LOG2_E if BASE_2 else -1.0)
 
 
 @triton.jit
-def _reverse_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
+def _reverse_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr):
     of_q = times(q, log_q - log_p)
     return of_q, of_q
 
 
 @triton.jit
-def _tvd(p, q, log_p, log_q, beta, EXACT: tl.constexpr):
-    return 0.5 * tl.abs(p - q), tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0))
+def _tvd(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr):
+    half = 0.5 * (LOG2_E if BASE_2 else 1.0)
+    return half * tl.abs(p - q), tl.where(q > p, half * q, tl.where(q < p, -half * q, 0.0))
 
 
-@triton.jit
-def _kl_div(p, q, log_p, log_q, eps, EXACT: tl.constexpr):
-    return times(p, log_of_normal(tl.maximum(p, eps)) - log_q), -p
-
-
-OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd, kl_div=_kl_div)  # -> D, G
+OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # -> D, G, in the logs' units
 SLOTS = 6  # numbers of a token, in `_statistics` and `_merge`
 LEAST = tl.constexpr(EPS)
+ALIGNED = 64  # classes of a teacher's row that are read side by side begin at a multiple of it
 
 
 @triton.jit
-def _block(ptr, stride, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr):
-    """Pointers to a program's first logits (EACH, BLOCK_V, BLOCK_T), their classes from 0 on, and their tokens."""
-    t0 = tl.program_id(0) * BLOCK_T
-    i = tl.arange(0, EACH)[:, None, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :, None]
-    j = tl.arange(0, BLOCK_T)[None, None, :]
-    return ptr + t0 + (i * stride + j), i, t0 + j
+def _strip(x_ptr, more_ptr, split, W, STRIP):
+    """This program's classes: the tensor with them, the class that is its first, and where they begin and end.
+
+    As `of_program`, but of two parts the second is cut where strips are aligned: ``begin`` may be before its first.
+    """
+    k = tl.program_id(1)
+    begin, first, end = k * STRIP, 0, W
+    if more_ptr is not None:
+        before = tl.cdiv(split, STRIP)
+        later = k >= before
+        begin = tl.where(later, split // 64 * 64 + (k - before) * STRIP, begin)
+        first, end = tl.where(later, split, 0), tl.where(later, W, split)
+        x_ptr = tl.where(later, more_ptr, x_ptr)
+    return x_ptr, first, begin, tl.minimum(begin + STRIP, end)
+
+
+def _strips(split, W, strip):
+    return cdiv(split, strip) + cdiv(W - split // ALIGNED * ALIGNED, strip)
+
+
+@triton.jit
+def _block(BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr):
+    """The classes of an iteration, from 0 on (EACH, lanes), and the lanes' tokens; neighbours have neighbouring ones.
+
+    Two axes, since versions of Triton differ in which of three they give to a thread.
+    """
+    lane = tl.arange(0, BLOCK_V * BLOCK_T)
+    i = tl.arange(0, EACH)[:, None] * BLOCK_V + lane[None, :] // BLOCK_T
+    return i, tl.program_id(0) * BLOCK_T + lane % BLOCK_T
+
+
+@triton.jit
+def _summed(x, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Of each token, over its lanes."""
+    return tl.sum(tl.reshape(x, (BLOCK_V, BLOCK_T)), axis=0)
+
+
+@triton.jit
+def _of_teacher(
+    y_ptr, stride_v, stride_t, first, begin, start, end, T, W, other, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """y (EACH, lanes) of the classes from begin + start on.
+
+    If its ROWS, the classes of a token, are contiguous, a warp reads along these, and what is beyond ``end`` is loaded
+    all the same: W may be known to be a multiple of 16, and then a load is 16 bytes wide.
+    """
+    y = y_ptr + (begin.to(tl.int64) + start) * stride_v + tl.program_id(0).to(tl.int64) * BLOCK_T * stride_t
+    if ROWS:
+        i, j = tl.arange(0, EACH * BLOCK_V)[:, None], tl.arange(0, BLOCK_T)[None, :]
+        c, t = begin + start + i, tl.program_id(0) * BLOCK_T + j
+        y = tl.load(y + (i * stride_v + j * stride_t), mask=(c < W) & (t < T))
+        y = tl.reshape(y, (EACH, BLOCK_V * BLOCK_T)).to(tl.float32)
+        i, t = _block(BLOCK_T, BLOCK_V, EACH)
+        c = begin + start + i
+        y = tl.where((c >= first) & (c < end) & (t[None, :] < T), y, other)
+    else:
+        i, t = _block(BLOCK_T, BLOCK_V, EACH)
+        c, j = begin + start + i, tl.arange(0, BLOCK_V * BLOCK_T) % BLOCK_T
+        inside = (c >= first) & (c < end) & (t[None, :] < T)
+        y = tl.load(y + (i * stride_v + j[None, :] * stride_t), mask=inside, other=other).to(tl.float32)
+    return y
 
 
 @triton.jit
 def _one_more(top, total, z, scale, EXACT: tl.constexpr):
-    """The running maxima (BLOCK_V, BLOCK_T) and Σ exp((z - max)·scale), with further z (EACH, BLOCK_V, BLOCK_T)."""
+    """The running maxima of the lanes and Σ power((z - max)·scale), with further z (EACH, lanes)."""
     new, shift = online_max(top, tl.max(z, axis=0))
-    more = tl.sum(exp_for(z - shift[None, :, :], EXACT, scale), axis=0)
-    return new, total * exp_for(top - shift, EXACT, scale) + more
+    more = tl.sum(_power((z - shift[None, :]) * scale, EXACT), axis=0)
+    return new, total * _power((top - shift) * scale, EXACT) + more
 
 
 @triton.jit
-def _store_log_sum(part, slot, top, total, scale, mask):
+def _store_log_sum(
+    part, slot, top, total, scale, mask, EXACT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
     """The maximum and the sum of each token."""
+    top, total = tl.reshape(top, (BLOCK_V, BLOCK_T)), tl.reshape(total, (BLOCK_V, BLOCK_T))
     highest = tl.max(top, axis=0)
-    total *= exp((top - finite(highest)[None, :]) * scale)
+    total *= _power((top - finite(highest)[None, :]) * scale, EXACT)
     tl.store(part, highest, mask=mask)
     tl.store(part + slot, tl.sum(total, axis=0), mask=mask)
 
 
 @kernel
 def _statistics(
-    x_ptr, more_ptr, split, y_ptr, target_ptr, part_ptr, stride_x, stride_y, T, V, W, STRIP, ignore_index, scale,
-    COSINE: tl.constexpr, GIVEN: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
-    EACH: tl.constexpr,
+    x_ptr, more_ptr, split, y_ptr, target_ptr, part_ptr, stride_x, stride_y, stride_t, T, V, W, STRIP, ignore_index,
+    scale, COSINE: tl.constexpr, GIVEN: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher, unless p is GIVEN.
+    """One program: STRIP classes of BLOCK_T tokens, x of the student and y of the teacher.
 
     Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t); with APART max z_s and
-    Σ exp(z_s - max).
+    Σ exp(z_s - max). If p is GIVEN, in place of z_t's: Σ p.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, W, STRIP)
-    row_y = begin.to(tl.int64)
+    x_ptr, first, begin, end = _strip(x_ptr, more_ptr, split, W, STRIP)
     target = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
     if tl.sum((target != ignore_index).to(tl.int32)) == 0:
         return
-    x, i, t = _block(x_ptr, stride_x, BLOCK_T, BLOCK_V, EACH)
-    y, i, t = _block(y_ptr, stride_y, BLOCK_T, BLOCK_V, EACH)
+    i, t = _block(BLOCK_T, BLOCK_V, EACH)
+    row = begin.to(tl.int64) - first
+    x = x_ptr + (i * stride_x + t[None, :])
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     EMPTY: tl.constexpr = 0.0 if COSINE else -INF
-    top_q = tl.full((BLOCK_V, BLOCK_T), -INF, dtype=tl.float32)
-    sum_q = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
+    OF_1: tl.constexpr = 1.0 if EXACT else LOG2_E
+    scale *= OF_1
+    top_q = tl.full((BLOCK_V * BLOCK_T,), -INF, dtype=tl.float32)
+    sum_q = tl.zeros((BLOCK_V * BLOCK_T,), dtype=tl.float32)
     top_p, sum_p, top_z, sum_z, ss, tt, st = top_q, sum_q, top_q, sum_q, sum_q, sum_q, sum_q
-    for start in range(0, left, EACH * BLOCK_V):
-        inside = (start + i < left) & (t < T)
-        mine = inside & (begin + start + i < V)
-        s = tl.load(x + (row + start) * stride_x, mask=mine, other=EMPTY).to(tl.float32)
-        z = s
-        if not GIVEN:
-            z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=EMPTY).to(tl.float32)
+    given = tl.zeros((EACH, BLOCK_V * BLOCK_T), dtype=tl.float32)
+    for start in range(0, end - begin, EACH * BLOCK_V):
+        c = begin + start + i
+        inside = (c < end) & (t < T)[None, :]
+        if more_ptr is not None:
+            inside &= c >= first
+        s = tl.load(x + (row + start) * stride_x, mask=inside & (c < V), other=EMPTY).to(tl.float32)
+        z = _of_teacher(
+            y_ptr, stride_y, stride_t, first, begin, start, end, T, W, 0.0 if GIVEN else EMPTY, ROWS, BLOCK_T, BLOCK_V,
+            EACH,
+        )  # fmt: skip
         if COSINE:
             ss += tl.sum(s * s, axis=0)
             tt += tl.sum(z * z, axis=0)
             st += tl.sum(s * z, axis=0)
-            s = tl.where(mine, s, -INF)
+            s = tl.where(inside & (c < V), s, -INF)
         else:
             top_q, sum_q = _one_more(top_q, sum_q, s, scale, EXACT)
-            if not GIVEN:
+            if GIVEN:
+                given += z
+            else:
                 top_p, sum_p = _one_more(top_p, sum_p, z, scale, EXACT)
         if APART:
-            top_z, sum_z = _one_more(top_z, sum_z, s, 1.0, EXACT)
+            top_z, sum_z = _one_more(top_z, sum_z, s, OF_1, EXACT)
 
     slot, mask = tl.num_programs(1) * T, tokens < T
     part = part_ptr + tl.program_id(1) * T + tokens
     if COSINE:
-        tl.store(part, tl.sum(ss, axis=0), mask=mask)
-        tl.store(part + slot, tl.sum(tt, axis=0), mask=mask)
-        tl.store(part + 2 * slot, tl.sum(st, axis=0), mask=mask)
+        tl.store(part, _summed(ss, BLOCK_T, BLOCK_V), mask=mask)
+        tl.store(part + slot, _summed(tt, BLOCK_T, BLOCK_V), mask=mask)
+        tl.store(part + 2 * slot, _summed(st, BLOCK_T, BLOCK_V), mask=mask)
     else:
-        _store_log_sum(part, slot, top_q, sum_q, scale, mask)
-        if not GIVEN:
-            _store_log_sum(part + 2 * slot, slot, top_p, sum_p, scale, mask)
+        _store_log_sum(part, slot, top_q, sum_q, scale, mask, EXACT, BLOCK_T, BLOCK_V)
+        if GIVEN:
+            tl.store(part + 2 * slot, _summed(tl.sum(given, axis=0), BLOCK_T, BLOCK_V), mask=mask)
+        else:
+            _store_log_sum(part + 2 * slot, slot, top_p, sum_p, scale, mask, EXACT, BLOCK_T, BLOCK_V)
     if APART:
-        _store_log_sum(part + 4 * slot, slot, top_z, sum_z, 1.0, mask)
+        _store_log_sum(part + 4 * slot, slot, top_z, sum_z, OF_1, mask, EXACT, BLOCK_T, BLOCK_V)
 
 
 @triton.jit
@@ -284,7 +374,8 @@ def _merge(
     """N strips become one. (As in `logits`, one launch writes all outputs: hence the many arguments.)
 
     Statistics (SLOTS, T): the maxima of `_statistics` and the logarithms of its sums. For cosine they are the factors
-    of z_t and z_s in the gradient. CE goes to ``hard``, cosine's loss to ``soft``.
+    of z_t and z_s in the gradient; where p is GIVEN, Σp and Σp/Σ exp((z_s - max)/T) are in place of z_t's. CE goes to
+    ``hard``, cosine's loss to ``soft``.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = t < T
@@ -311,7 +402,11 @@ def _merge(
             higher = tl.maximum(top, 0.0)
             total, top = total * exp((top - higher) * scale) + (W - V) * exp(-higher * scale), higher
         _store_two(stats, T, top, total, valid, known)
-        if not GIVEN:
+        if GIVEN:
+            p = tl.sum(tl.load(part + 2 * slot, mask=mask, other=0.0), axis=0)
+            tl.store(stats + 2 * T, tl.where(valid, p, 0.0), mask=known)
+            tl.store(stats + 3 * T, tl.where(valid, p / total, 0.0), mask=known)
+        else:
             top, total = _load_log_sum(part + 2 * slot, slot, scale, mask)
             _store_two(stats + 2 * T, T, top, total, valid, known)
     if HARD:
@@ -326,66 +421,92 @@ def _merge(
 
 @kernel
 def _compare(
-    x_ptr, more_ptr, split, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, T, V, W, STRIP,
-    ignore_index, scale, beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr,
-    COSINE: tl.constexpr, GIVEN: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr, EACH: tl.constexpr,
+    x_ptr, more_ptr, split, y_ptr, target_ptr, stats_ptr, sum_ptr, norm_ptr, stride_x, stride_y, stride_t, T, V, W,
+    STRIP, ignore_index, scale, beta, weight_hard, weight_soft, DIVERGE: tl.constexpr, GRADIENT: tl.constexpr,
+    COSINE: tl.constexpr, GIVEN: tl.constexpr, HARD: tl.constexpr, SAME: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens. Fills sum with ΣD, ΣG and Σq over them.
 
-    With GRADIENT it overwrites the student's logits with their gradient instead. SAME: softmax(z_s) is q.
+    With GRADIENT it overwrites the student's logits with their gradient instead. Where p is GIVEN, ΣG is known before,
+    and it does both: sum is ΣD but for log Σ exp((z_s - max)/T)·Σp. SAME: softmax(z_s) is q.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = tokens < T
-    x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, W, STRIP)
-    row_y = begin.to(tl.int64)
-    x, i, t = _block(x_ptr, stride_x, BLOCK_T, BLOCK_V, EACH)
-    y, i, t = _block(y_ptr, stride_y, BLOCK_T, BLOCK_V, EACH)
+    x_ptr, first, begin, end = _strip(x_ptr, more_ptr, split, W, STRIP)
+    i, t = _block(BLOCK_T, BLOCK_V, EACH)
+    row = begin.to(tl.int64) - first
+    x = x_ptr + (i * stride_x + t[None, :])
     target = tl.load(target_ptr + tokens, mask=known, other=ignore_index)
     valid = target != ignore_index
     slot, part = tl.num_programs(1) * T, tl.program_id(1) * T + tokens
     if tl.sum(valid.to(tl.int32)) == 0:
         if GRADIENT:
-            for start in range(0, left, EACH * BLOCK_V):
-                zeros = tl.zeros((EACH, BLOCK_V, BLOCK_T), dtype=x_ptr.dtype.element_ty)
-                tl.store(x + (row + start) * stride_x, zeros, mask=(start + i < left) & (t < T))
-        else:
-            for k in range(3):
+            for start in range(0, end - begin, EACH * BLOCK_V):
+                c = begin + start + i
+                zeros = tl.zeros((EACH, BLOCK_V * BLOCK_T), dtype=x_ptr.dtype.element_ty)
+                tl.store(x + (row + start) * stride_x, zeros, mask=(c >= first) & (c < end) & (t < T)[None, :])
+        if GIVEN or not GRADIENT:
+            for k in range(1 if GIVEN else 3):
                 tl.store(sum_ptr + part + k * slot, tl.zeros((BLOCK_T,), dtype=tl.float32), mask=known)
         return
 
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    target = tl.where((target >= begin) & (target < begin + left), target - begin, -1).to(tl.int32)[None, None, :]
-    stats = stats_ptr + tokens
-    top_q, log_sum_q = _load_two(stats, T, known)
+    OF_1: tl.constexpr = 1.0 if EXACT else LOG2_E
+    known_lane = t < T
+    target = tl.load(target_ptr + t, mask=known_lane, other=ignore_index)
+    valid_lane = (target != ignore_index)[None, :]
+    target = tl.where((target >= begin) & (target < end), target - begin, -1).to(tl.int32)[None, :]
+    stats = stats_ptr + t
+    top_q, log_sum_q = _load_two(stats, T, known_lane)
     top_p, log_sum_p, of_q = top_q, log_sum_q, top_q
+    if not COSINE:
+        top_p, log_sum_p = _load_two(stats + 2 * T, T, known_lane)  # of GIVEN p: Σp and Σp/Σ exp((z_s - max)/T)
     if not COSINE and not GIVEN:
-        top_p, log_sum_p = _load_two(stats + 2 * T, T, known)
+        log_sum_p, log_sum_q = log_sum_p * OF_1, log_sum_q * OF_1
     top, log_sum, soft, hard = top_q, log_sum_q, 0.0, 0.0
     if GRADIENT:
         n = tl.load(norm_ptr)
         soft, hard = weight_soft / n, weight_hard / n
         if not COSINE:
-            of_q = tl.load(sum_ptr + tokens, mask=known, other=0.0)
+            soft *= scale
+            if GIVEN:
+                log_sum_p *= soft
+            else:
+                soft /= OF_1
+                of_q = tl.load(sum_ptr + t, mask=known_lane, other=0.0)
         if HARD and not SAME:
-            top, log_sum = _load_two(stats + 4 * T, T, known)
-    all_d = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
+            top, log_sum = _load_two(stats + 4 * T, T, known_lane)
+            log_sum *= OF_1
+    scale *= OF_1
+    all_d = tl.zeros((BLOCK_V * BLOCK_T,), dtype=tl.float32)
     all_g, all_q = all_d, all_d
-    for start in range(0, left, EACH * BLOCK_V):
-        inside = (start + i < left) & (t < T)
-        s = tl.load(x + (row + start) * stride_x, mask=inside & (begin + start + i < V), other=-INF).to(tl.float32)
-        z = tl.load(y + (row_y + start) * stride_y, mask=inside, other=0.0 if GIVEN else -INF).to(tl.float32)
+    for start in range(0, end - begin, EACH * BLOCK_V):
+        c = begin + start + i
+        inside = (c < end) & (t < T)[None, :]
+        if more_ptr is not None:
+            inside &= c >= first
+        at = x + (row + start) * stride_x
+        s = tl.load(at, mask=inside & (c < V), other=-INF).to(tl.float32)
+        z = _of_teacher(
+            y_ptr, stride_y, stride_t, first, begin, start, end, T, W, 0.0 if GIVEN else -INF, ROWS, BLOCK_T, BLOCK_V,
+            EACH,
+        )  # fmt: skip
         if W > V:
-            s = tl.where(inside & (begin + start + i >= V), 0.0, s)
+            s = tl.where(inside & (c >= V), 0.0, s)
         q = s
         if COSINE:
-            dz = soft * (top_q[None, None, :] * z + log_sum_q[None, None, :] * s)
+            dz = soft * (top_q[None, :] * z + log_sum_q[None, :] * s)
+        elif GIVEN:
+            log_q = (s - top_q[None, :]) * scale
+            dz = _power(log_q, EXACT) * log_sum_p[None, :] - soft * z
+            all_d += tl.sum(times(z, _log(tl.maximum(z, beta), not EXACT) - log_q), axis=0)
         else:
-            log_p = (z - top_p[None, None, :]) * scale - log_sum_p[None, None, :]
-            log_q = (s - top_q[None, None, :]) * scale - log_sum_q[None, None, :]
-            p, q = z if GIVEN else exp_for(log_p, EXACT), exp_for(log_q, EXACT)
-            d, g = DIVERGE(p, q, log_p, log_q, beta, EXACT)
-            dz = soft * scale * (g - q * of_q[None, None, :])
+            log_p = (z - top_p[None, :]) * scale - log_sum_p[None, :]
+            log_q = (s - top_q[None, :]) * scale - log_sum_q[None, :]
+            p, q = _power(log_p, EXACT), _power(log_q, EXACT)
+            d, g = DIVERGE(p, q, log_p, log_q, beta, EXACT, not EXACT)
+            dz = soft * (g - q * of_q[None, :])
             if not GRADIENT:  # what is not inside has p = q = 0
                 all_d += tl.sum(d, axis=0)
                 all_g += tl.sum(g, axis=0)
@@ -393,14 +514,15 @@ def _compare(
         if GRADIENT:
             if HARD:
                 if not SAME:
-                    q = exp_for((s - top[None, None, :]) - log_sum[None, None, :], EXACT)
+                    q = _power((s - top[None, :]) * OF_1 - log_sum[None, :], EXACT)
                 dz += hard * (q - (start + i == target).to(tl.float32))
-            dz = tl.where(valid[None, None, :], dz, 0.0).to(x_ptr.dtype.element_ty)
-            tl.store(x + (row + start) * stride_x, dz, mask=inside)
-    if not GRADIENT:
-        tl.store(sum_ptr + part, tl.where(valid, tl.sum(all_d, axis=0), 0.0), mask=known)
-        tl.store(sum_ptr + part + slot, tl.where(valid, tl.sum(all_g, axis=0), 0.0), mask=known)
-        tl.store(sum_ptr + part + 2 * slot, tl.where(valid, tl.sum(all_q, axis=0), 0.0), mask=known)
+            dz = tl.where(valid_lane, dz, 0.0).to(x_ptr.dtype.element_ty)
+            tl.store(at, dz, mask=inside)
+    if GIVEN or not GRADIENT:
+        tl.store(sum_ptr + part, tl.where(valid, _summed(all_d, BLOCK_T, BLOCK_V) / OF_1, 0.0), mask=known)
+    if not GIVEN and not GRADIENT:
+        tl.store(sum_ptr + part + slot, tl.where(valid, _summed(all_g, BLOCK_T, BLOCK_V), 0.0), mask=known)
+        tl.store(sum_ptr + part + 2 * slot, tl.where(valid, _summed(all_q, BLOCK_T, BLOCK_V), 0.0), mask=known)
 
 
 # ---- launches ----
@@ -409,57 +531,60 @@ def _compare(
 STRIP = 1024  # classes of a program
 
 
-def _launch(x, gradient=False):
-    """Tokens of a program that reads both, and its launch.
+def _launch(x, each, rows):
+    """Tokens of a program that reads both, and its launch, with so many classes of a lane in an iteration.
 
     A warp has 256 neighbouring logits, so that warps exchange nothing before the end.
 
-    H200, 2026-11-21, bf16, (V, T) of 128256 classes and 1024 tokens; two reads take 0.124 ms at the copy rate, and
-    another 0.062 ms to write. `_statistics` 0.205 ms, strips of 2048 0.241, twice in an iteration 0.227. `_compare` of
-    jsd 0.32 and with the gradient 0.36 in any of these; of forward_kl 0.21 and 0.24, once in an iteration 0.30.
+    Instructions of an element in the compiled loop, bf16 on sm_90, Triton 3.6, with 1, 2 and 4 classes of a lane in an
+    iteration: `_statistics` of two heads 30, 23, 19; `_compare` of jsd 41, 40, 39, with the gradient 41, 40, 38.
     """
-    tokens = min(next_power_of_2(x.shape[0]), 64)
-    each, warps = 2 if gradient or tokens == 1 else 1, devices.warps(4, x)  # Triton 3.9 can't compile (1, 1024, 1)
-    return tokens, dict(BLOCK_T=tokens, BLOCK_V=1024 // tokens, EACH=each, num_warps=warps)
+    tokens, each = min(next_power_of_2(x.shape[0]), 64), max(each, 2) if rows else each
+    return tokens, dict(BLOCK_T=tokens, BLOCK_V=1024 // tokens, EACH=each, num_warps=devices.warps(4, x))
+
+
+EACH_OF_STATISTICS, EACH_OF_SUMS, EACH_OF_GRADIENT = 4, 1, 2
 
 
 def compare_logits(x, y, target, norm, options, gradient, soft, hard):
-    """Fill soft (T,), D, and hard (T,), CE, or None, for logits x (T, V), y (T, V_t), whose tokens are contiguous.
+    """Fill soft (T,), D, and hard (T,), CE, or None, for logits x (T, V), whose tokens are contiguous, and y (T, V_t).
 
     With ``gradient`` x becomes that of w_h·hard + w_s·soft, divided by ``norm`` (a tensor). x may be in two parts.
     """
     (x, more, split, V), T, W = parts(x), *y.shape
-    strides, scale, sizes = (x.stride(1), y.stride(1)), 1.0 / options.temperature, (T, V, W)
-    strips, cosine = blocks(split, W, STRIP), options.divergence == "cosine"
+    strides, scale, sizes = (x.stride(1), y.stride(1), y.stride(0)), 1.0 / options.temperature, (T, V, W)
+    cosine, given = options.divergence == "cosine", options.divergence == "kl_div"
+    strips, rows = _strips(split, W, STRIP), y.stride(1) == 1 and y.stride(0) != 1
     part = torch.empty((SLOTS, strips, T), dtype=torch.float32, device=x.device)
     stats = torch.empty((SLOTS, T), dtype=torch.float32, device=x.device)
-    tokens, launch = _launch(x)
-    given = dict(COSINE=cosine, GIVEN=options.divergence == "kl_div")
-    kind = dict(**given, APART=hard is not None and (cosine or scale != 1.0))
+    kind = dict(COSINE=cosine, GIVEN=given)
+    apart = dict(APART=hard is not None and (cosine or scale != 1.0))
+    tokens, launch = _launch(x, 2 if rows and not given else EACH_OF_STATISTICS, rows)
     _statistics[(cdiv(T, tokens), strips)](
-        x, more, split, y, target, part, *strides, *sizes, STRIP, options.ignore_index, scale, **kind, **launch
-    )
-    rows = max(16, min(64, 2048 // next_power_of_2(strips)))
-    _merge[(cdiv(T, rows),)](
+        x, more, split, y, target, part, *strides, *sizes, STRIP, options.ignore_index, scale, **kind, **apart,
+        ROWS=rows, **launch,
+    )  # fmt: skip
+    some = max(16, min(64, 2048 // next_power_of_2(strips)))
+    _merge[(cdiv(T, some),)](
         part, x, more, split, target, stats, soft, hard, strides[0], strips, *sizes, options.ignore_index, scale,
-        options.beta, **kind, HARD=hard is not None, BLOCK_N=next_power_of_2(strips), BLOCK_T=rows, num_warps=4,
+        options.beta, **kind, **apart, HARD=hard is not None, BLOCK_N=next_power_of_2(strips), BLOCK_T=some,
+        num_warps=4,
     )  # fmt: skip
 
     def compare(sums, gradient, W):
-        tokens, launch = _launch(x, gradient)
-        _compare[(cdiv(T, tokens), blocks(split, W, STRIP))](
+        tokens, launch = _launch(x, EACH_OF_GRADIENT if gradient else EACH_OF_SUMS, rows)
+        _compare[(cdiv(T, tokens), _strips(split, W, STRIP))](
             x, more, split, y, target, stats, sums, norm, *strides, T, V, W, STRIP, options.ignore_index, scale,
             options.beta, options.weight_hard, options.weight_soft, DIVERGE=OF_A_CLASS.get(options.divergence),
-            GRADIENT=gradient, **given, HARD=gradient and hard is not None,
-            SAME=not cosine and scale == 1.0 and V == y.shape[1], **launch,
+            GRADIENT=gradient, **kind, HARD=gradient and hard is not None,
+            SAME=not cosine and scale == 1.0 and V == y.shape[1], ROWS=rows, **launch,
         )  # fmt: skip
 
-    sums = None
-    if not cosine:
-        part = torch.empty((3, strips, T), dtype=torch.float32, device=x.device)
-        compare(part, False, W)
-        sums = part.sum(1)
-        soft.copy_(sums[0])
-        sums = sums[1] / sums[2]  # Σq is 1 but for rounding; divided by it, the gradient's sum is 0
-    if gradient:
-        compare(sums, True, V)
+    if cosine:
+        return compare(None, True, V) if gradient else None
+    sums = torch.empty((1 if given else 3, strips, T), dtype=torch.float32, device=x.device)
+    compare(sums, given and gradient, W)
+    sums = sums.sum(1)
+    soft.copy_(sums[0] + stats[1] * stats[2] if given else sums[0])
+    if gradient and not given:
+        compare(sums[1] / sums[2], True, V)  # Σq is 1 but for rounding; divided by it, the gradient's sum is 0

@@ -121,9 +121,16 @@ class _Head:
         sums = cdiv(min(waves(0, self.H, self.processors), self.M) * self.H * 4, self.token)
         return max(room - sums, self.ahead)  # the logits are in two parts, and dX is added up in fp32
 
+    def room_for_two(self):
+        """The least with which two chunks are enough, or one. Each of two fills it, as far as units allow."""
+        even = max(self.units((self.M + self.held + self.sums - self.ahead) // 2), self.unit)
+        rooms = [max(n - self.held + self.ahead, aligned(self.M - n) + self.sums) for n in (even, even + self.unit)]
+        return min(*rooms, self.M - self.held + self.ahead)
+
     def chunks(self, room) -> Plan:
         """With so much room beyond dW: two chunks if the second one fits, otherwise later ones of equal size."""
-        first = self.whole(self.held + self.units(room - self.ahead))
+        beyond = self.units(room - self.ahead) if self.unit == 64 else max(room - self.ahead, 0)
+        first = self.whole(self.held + beyond)
         rest, separate = self.M - first, False
         if not self.freed and rest <= self.units(room - self.sums):
             return Plan(first, rest, self.strip, self.wave if rest else 0, *self.dtypes)
@@ -150,7 +157,7 @@ def two_chunks(own, wide, memory):
     Three such chunks take less memory for four times as many: 1.33x PyTorch's error (H200, 2026-11-21).
     """
     if memory < 0 and own.M <= 5 * own.held and not own.freed:  # otherwise dW is in fp32 in any case
-        return own.chunks(cdiv(own.M - own.held + own.ahead + own.sums, 2) + own.unit)
+        return own.chunks(own.room_for_two())
 
 
 def chunks_of_4096(own, wide, memory):

@@ -228,9 +228,9 @@ WIDE = 8192  # columns; a wider group does not fit into registers and is process
 def _launch(N):
     """(rows, columns, warps) of a forward program's block: as in `rows`, of two tensors.
 
-    bf16, in TB/s (H200, 2026-11-23): gated 262144x128 with 1, 2, 4 warps 3.17, 2.93, 2.75; 8192x4096 with 4, 8 3.12,
-    3.10; 8192x8192 with 4, 8, 16 2.57, 3.33, 3.16; modulated 65536x1152 with 2, 4 2.50, 2.31; 32768x3072 with 4, 8
-    3.07, 2.90.
+    bf16, share of the copy rate (H200, 2026-11-24): gated 1048576x128 1.01, with 2 to 4 warps as well; 32768x4096 with
+    2, 4, 8 warps 0.92, 1.00, 1.01; 8192x8192 with 4, 8, 16 0.86, 0.94, 0.86. In TB/s (2026-11-23): modulated 65536x1152
+    with 2, 4 2.50, 2.31; 32768x3072 with 4, 8 3.07, 2.90.
     """
     columns = min(next_power_of_2(N), WIDE)
     return max(1, 1024 // columns), columns, max(columns // 1024, 1)
@@ -241,9 +241,13 @@ def _launch_bwd(N, widest):
     """(rows, columns, warps) of a backward program's block. Its sums dw, dg and db stay in registers.
 
     A group of more than ``widest`` columns does not fit there. It is read twice, once by `_dots`.
+
+    bf16, share of the copy rate with 3 and with 4 stages of loads (H200, 2026-11-24): 1048576x128 0.86, 0.92;
+    32768x4096 with 8 warps 0.85, 0.92, with 16 0.86, 0.95; 8192x8192 with 3 0.88, read twice 0.55 (0.62, 0.55 with the
+    gate before the norm).
     """
     columns = next_power_of_2(N) if N <= widest else 2048
-    return max(1, 4096 // columns), columns, 16 if columns > 4096 else 8
+    return max(1, 4096 // columns), columns, 16 if columns >= 4096 else 8
 
 
 @functools.lru_cache(1024)
@@ -324,7 +328,7 @@ def gated_norm_bwd(
     _bwd[(programs, groups, cdiv(N, columns))](
         dy, x, g, w, rstd, dot, dx, part_g, part_w, part_b, *strides, G, T, N, split, offset or None,
         ACT=_gate(act, x, g), BEFORE=before, SHARED=shared, CAST=cast, ROUND=rounds, BLOCK_M=block, BLOCK_N=columns,
-        STAGES=devices.stages((2 if shared else 3) * block * columns * x.element_size(), x),
+        STAGES=devices.stages((2 if shared else 3) * block * columns * x.element_size(), x, 3 if shared else 4),
         num_warps=devices.warps(warps, x),
     )  # fmt: skip
     for part, gradient in ((part_g, dg), (part_w, dw), (part_b, db)):

@@ -24,7 +24,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import Case, Function, custom_op, keep, kept, kept_inputs, matrix_rows
-from liger_kernel.core.tile import cdiv, exp_for, next_power_of_2, tl, triton
+from liger_kernel.core.tile import cdiv, exp_for, log_of_normal, next_power_of_2, tl, triton
 from liger_kernel.ops.head.cross_entropy import labels
 from liger_kernel.ops.head.divergences import OF_A_CLASS
 from liger_kernel.ops.head.forward_gradients import scaled
@@ -52,12 +52,12 @@ def reduced(d, labels, reduction, ignore_index):
 
 # ---- D and ∂D/∂x of an entry ----
 
-_of_kl_div, _of_jsd = OF_A_CLASS["kl_div"], OF_A_CLASS["jsd"]  # of the linear head, where G is ∂D/∂log q
+_of_jsd = OF_A_CLASS["jsd"]  # of the linear head, where G is ∂D/∂log q
 
 
 @triton.jit
 def _kl(x, y, eps, EXACT: tl.constexpr):
-    return _of_kl_div(y, y, y, x, eps, EXACT)
+    return times(y, log_of_normal(tl.maximum(y, eps)) - x), -y
 
 
 @triton.jit
