@@ -145,11 +145,11 @@ def test_all_masked(loss_type, level):
 def test_through_kernels(loss_type, level, dtype):
     """About as close to fp64 as whole logits in that dtype; the budget changes nothing but the rounding.
 
-    Over some draws: one is luck, above all for vespo, which has the exponential of a sum.
+    Root mean squares over some draws: one is luck, above all for vespo, which has the exponential of a sum.
     """
     options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.01, temperature=4.0)
     mine, theirs = {}, {}
-    for seed in range(4):
+    for seed in range(8):
         torch.manual_seed(seed)
         learnt, rest = drawn(seed, F32, B=3, T=40, H=32, V=130, advantages="BT")
         learnt = {k: (x.detach() * 0.5).to(dtype).requires_grad_() for k, x in learnt.items()}
@@ -171,7 +171,8 @@ def test_through_kernels(loss_type, level, dtype):
                 assert got[k].dtype == (dtype if k.startswith("d ") else F32)
                 mine.setdefault(k, []).append((got[k].double() - x).norm())
     for k in mine:
-        assert max(mine[k]) <= 2 * max(theirs[k]) + 1e-6, (k, mine[k], theirs[k])
+        ours, pytorchs = (torch.stack(errors).square().mean().sqrt() for errors in (mine[k], theirs[k]))
+        assert ours <= 1.5 * pytorchs + 1e-6, k
 
 
 @pytest.mark.parametrize("loss_type, level", LEVELS)

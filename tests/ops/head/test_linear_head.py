@@ -7,7 +7,8 @@ graph: test_linear_head_passes.py.
 
 import pytest
 import torch
-from cases import ANYWHERE, assert_as_exact_as, cast, run, spread
+import torch.nn.functional as F
+from cases import ANYWHERE, as_on_any_processor, assert_as_exact_as, cast, run, run_plain, spread
 from hardware import DEVICE
 from heads import (
     B16,
@@ -29,12 +30,14 @@ from heads import (
     scalar,
     tokens,
     whole,
+    whole_logits,
     whole_tokens,
 )
 
 from liger_kernel.ops.head import planning
 from liger_kernel.ops.head import token_log_probs as of_tokens
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, linear_token_loss, token_log_probs
 
 OPTIONS = {"plain": {}, "without bias": dict(bias=False), "ignore_index -1": dict(ignore_index=-1)}
@@ -242,6 +245,8 @@ def test_the_logits_have_the_dtype_of_the_weight():
     """Hidden states in fp32 are rounded to it first; each gradient has its tensor's."""
     tensors, option = drawn()
     given = cast(tensors, B16) | dict(hidden=cast(tensors, F32)["hidden"])
+    with torch.no_grad():
+        given["bias"].zero_()  # which is rounded elsewhere
     for fn, reference in PAIRS:
 
         def rounding(hidden, reference=reference, **rest):
@@ -281,6 +286,95 @@ def test_labels_of_other_integers(integers):
     for fn in tokens, scalar:
         want = run(fn(option), tensors)[0]
         same(run(fn(option), tensors | dict(target=tensors["target"].to(integers)))[0], want)
+
+
+# ---- a bias, which the kernels add to what they read ----
+
+
+def _errors_of_a_bias(shift, dtype):
+    """Root mean squares against fp64 of losses and gradients: ours, PyTorch's, of PyTorch with the bias apart."""
+    tensors, option = drawn(256, 256, 300, seed=1)
+    tensors["bias"] = shift(tensors).detach().requires_grad_()
+    mine = cast(tensors, dtype)
+
+    def apart(hidden, weight, target, bias):
+        x = F.linear(hidden, weight, None).to(torch.promote_types(hidden.dtype, F32)) + bias
+        if x.requires_grad:
+            x.register_hook(lambda dx: dx.to(hidden.dtype).to(dx.dtype))  # the bias gets the gradient that W gets
+        return (whole_logits(x, target)["loss"],)
+
+    ways = tokens(option, ("loss",)), whole_tokens(option, ("loss",))
+    with as_on_any_processor():
+        found = [run(way, mine)[0] for way in ways] + run_plain(apart, tensors, dtype)
+    exact = run(ways[1], cast(mine, F64))[0]
+    of_each = {k: [(of[k].double() - e).square().mean().sqrt().item() for of in found] for k, e in exact.items()}
+    return {k: (mine, theirs, max(apart)) for k, (mine, theirs, *apart) in of_each.items()}
+
+
+@DTYPE
+def test_a_bias_as_large_as_the_logits(dtype):
+    """One rounding of the product is no more than one of the sum."""
+    for k, (mine, theirs, _) in _errors_of_a_bias(lambda t: 2 * torch.randn(300), dtype).items():
+        assert mine <= 1.02 * theirs + torch.finfo(F32).eps, k
+
+
+@DTYPE
+def test_a_bias_that_cancels_the_logits(dtype):
+    """Then PyTorch's one rounding is of a smaller number. Here it is that of logits without a bias, and no other."""
+
+    def shift(tensors):
+        with torch.no_grad():
+            tensors["hidden"].mul_(0.3).add_(2 * torch.randn(256))
+        return -tensors["weight"] @ tensors["hidden"].mean(0)
+
+    for k, (mine, _, apart) in _errors_of_a_bias(shift, dtype).items():
+        assert mine <= 1.02 * apart + torch.finfo(F32).eps, k
+
+
+LAYOUTS = {
+    "rows": lambda x: x.clone(),
+    "columns": lambda x: x.t().contiguous().t(),
+    "two parts": lambda x: tuple(part.t().contiguous().t() for part in (x[:, :2100], x[:, 2100:])),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("option", [{}, dict(softcap=5.0, label_smoothing=0.1, logit_scale=0.5)], ids=["", "options"])
+@pytest.mark.parametrize("odd", [None, torch.inf, -torch.inf, torch.nan], ids=str)
+def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
+    """As if it were in the logits: to the last bit, since in fp32 both are the same sum."""
+    torch.manual_seed(0)
+    T, V, options = 5, 2300, TokenOptions(**option)
+    x, b = torch.randn(T, V, device=DEVICE) * 3, torch.randn(V, device=DEVICE)
+    y = torch.tensor([0, 2299, -100, 2100, 7], device=DEVICE)
+    if odd is not None:
+        b[7] = odd
+
+    def outcome(x, bias):
+        loss, stats, more = (torch.empty(T, *n, device=DEVICE) for n in ((), (2,), (3,)))
+        norm, best = normalisers(y, None, V, -100, True), torch.empty_like(y)
+        kept = dict(zip(("z_loss", "entropy", "mean"), more.t().contiguous(), strict=True))
+        token_loss(x, y, None, norm, options, loss, stats, **kept, best=best, bias=bias)
+        g = torch.ones(3, T, device=DEVICE)
+        token_gradient(g[0], x, y, None, norm, stats, x, options, g[1], g[2], kept["entropy"], bias=bias)
+        return loss, stats, *kept.values(), best, torch.cat(x, 1) if isinstance(x, tuple) else x
+
+    wide = torch.stack((b, b), 1)[:, 0]  # not contiguous
+    for got, want in zip(outcome(LAYOUTS[layout](x), wide), outcome(LAYOUTS[layout](x + b), None), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@ANYWHERE
+def test_a_bias_in_another_dtype():
+    """It is rounded to that of the logits, as in autocast; its gradient is its own."""
+    tensors, option = drawn()
+    low = cast(tensors, B16)
+    mixed = low | dict(bias=low["bias"].detach().float().requires_grad_())
+    for fn, _ in PAIRS:
+        got, want = run(fn(option), mixed)[0], run(fn(option), low)[0]
+        assert got["dbias"].dtype == F32
+        same(got, want, rtol=1e-2, atol=1e-3)
+        assert torch.equal(got["dweight"], want["dweight"])
 
 
 # ---- errors ----

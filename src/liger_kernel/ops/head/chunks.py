@@ -211,11 +211,11 @@ def empty_logits(h, w, dtype):
     return h.new_empty(w.shape[0], aligned(n), dtype=dtype)[:, :n]
 
 
-def logits_of_all(h, w, b, dtype):
-    """The logits of all tokens at once (V, T), more columns than tokens: the others are padding."""
+def logits_of_all(h, w, dtype):
+    """h·Wᵀ of all tokens at once (V, T), more columns than tokens: the others are padding."""
     x = empty_logits(h, w, dtype)
     with devices.without_autocast(h):
-        fill_logits(x, w.to(dtype), None if b is None else b.to(dtype), pad_tokens(h.to(dtype)), len(h))
+        torch.mm(w.to(dtype), pad_tokens(h.to(dtype)).t(), out=x)
     return x
 
 
@@ -224,13 +224,13 @@ def bytes_of_all(h, w, dtype):
     return w.shape[0] * aligned(len(h)) * dtype.itemsize
 
 
-def gradients_of_all(x, h, w, b, accum_dtype, needs):
+def gradients_of_all(x, h, w, accum_dtype, needs):
     """dh, dW and db of the logits' gradient, which is where `logits_of_all` had put the logits."""
     with devices.without_autocast(h):
         part, found = pad_tokens(h.to(x.dtype)), empty_gradients(h, w, x.dtype, accum_dtype, needs)
         dh, dw, db = found
         if len(part) > len(h):
-            x[:, len(h) :] = 0  # of padding: its bias, or NaN where the weight is infinite
+            x[:, len(h) :] = 0  # of padding: NaN where the weight is infinite
         if needs[0]:
             dh = dh.new_empty(part.shape)
             _to_dh((x,), w.to(x.dtype), dh, len(dh))
@@ -252,6 +252,7 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
     """Each chunk's logits, ``to_gradient(tokens, x)``, which overwrites them with their gradient, and dh, dW, db of it.
 
     Args:
+        b: the bias that the logits are given with. None where ``to_gradient`` adds it, as the kernels of `logits` do.
         to_gradient: is given the tokens, a slice or indices, and their logits x (T, V), or a pair of the logits of the
             first classes and of the others, of the same strides.
         needs: which of dh, dW, db are wanted.

@@ -139,8 +139,8 @@ class _Groups:
 class _LogProbs:
     """Each token's log-probability and entropy, from its logits, and then the gradient of these logits."""
 
-    def __init__(self, groups, rows, classes, dtype, learning):
-        self.groups, self.options, self.y = groups, groups.options.of_token, groups.target
+    def __init__(self, groups, rows, classes, dtype, learning, bias):
+        self.bias, self.groups, self.options, self.y = bias, groups, groups.options.of_token, groups.target
         fp32 = dict(dtype=torch.float32, device=self.y.device)
         self.norm, self.stats = torch.ones(4, **fp32), torch.zeros(rows, 2, **fp32)
         self.log_probs = torch.zeros(self.y.shape, **fp32)
@@ -156,7 +156,7 @@ class _LogProbs:
         y, group = self.y[i], self.groups.options.group
         nll, stats = self.stats.new_empty(len(y)), self.stats.new_empty(len(y), 2)
         entropy = None if self.entropies is None else torch.empty_like(nll)
-        token_loss(x, y, None, self.norm, self.options, nll, stats, entropy=entropy, group=group)
+        token_loss(x, y, None, self.norm, self.options, nll, stats, entropy=entropy, group=group, bias=self.bias)
         self.stats[i] = stats
         if entropy is not None:
             self.entropies[i] = entropy
@@ -173,15 +173,15 @@ class _LogProbs:
         g_entropy, entropy = (None, None) if self.entropies is None else (self.incoming(1, i), self.entropies[i])
         token_gradient(
             -self.incoming(0, i), x, self.y[i], None, self.norm, self.stats[i], x, self.options, g_entropy, None,
-            entropy, self.groups.options.group,
+            entropy, self.groups.options.group, self.bias,
         )  # fmt: skip
 
 
 class _TopK(_LogProbs):
     """The same with several classes a token. A class that is ignored is replaced by the token's first other one."""
 
-    def __init__(self, groups, rows, classes, dtype, learning):
-        super().__init__(groups, rows, classes, dtype, learning)
+    def __init__(self, groups, rows, classes, dtype, learning, bias):
+        super().__init__(groups, rows, classes, dtype, learning, bias)
         self.y = self.of_first(self.known, self.y).squeeze(1)
         of_token = groups.target.where(self.known, self.y[:, None])
         self.classes = of_token.where((of_token >= 0) & (of_token < classes), 0)
@@ -192,15 +192,21 @@ class _TopK(_LogProbs):
         return x.gather(1, known.int().argmax(1, keepdim=True))
 
     def of_classes(self, i, x, nll, stats):
-        z = (_gathered(x, self.classes[i]).float() * self.options.logit_scale - stats[:, :1]) - stats[:, 1:]
-        known, inside = self.known[i], self.classes[i] == self.groups.target[i]
+        classes = self.classes[i]
+        x = _gathered(x, classes)
+        z = x.float() if self.bias is None else x.float() + self.bias[classes].to(x.dtype)
+        z = (z * self.options.logit_scale - stats[:, :1]) - stats[:, 1:]
+        known, inside = self.known[i], classes == self.groups.target[i]
         return torch.where(known & inside, z, torch.where(known, torch.nan, 0.0))
 
     def write(self, i, x):
         known, classes = self.known[i], self.classes[i]
         d = self.incoming(0, i).masked_fill(~known, 0)
         total = d.sum(1)
-        token_gradient(total.new_zeros(()), x, self.y[i], None, self.norm, self.stats[i], x, self.options, None, -total)
+        token_gradient(
+            total.new_zeros(()), x, self.y[i], None, self.norm, self.stats[i], x, self.options, None, -total,
+            bias=self.bias,
+        )  # fmt: skip
         p = self.log_probs[i].exp()
         p = p.where(known, self.of_first(known, p))
         of_class = (classes[:, :, None] == classes[:, None, :]).to(d.dtype) @ d[:, :, None]  # summed over equal classes
@@ -242,7 +248,7 @@ def _fitted(plan, lengths, channels, dtype):
 def _with_kernels(groups, h, w, b, needs):
     """`gradient_in_forward`'s ``run``."""
     dtype, options, ends, learning = compute_dtype(h, w), groups.options, groups.ends, any(needs)
-    values = (_TopK if groups.top_k else _LogProbs)(groups, h.shape[0], w.shape[0], dtype, learning)
+    values = (_TopK if groups.top_k else _LogProbs)(groups, h.shape[0], w.shape[0], dtype, learning, b)
     even = isinstance(ends, range)
     unit = ends.step if even else max((n - m for m, n in zip(ends, ends[1:], strict=False)), default=0)
     most = max(2 * ROWS, 2 * h.shape[1]) if options.memory < 0 else options.memory // (w.shape[0] * dtype.itemsize)
@@ -252,7 +258,7 @@ def _with_kernels(groups, h, w, b, needs):
 
     def run(plan, to_gradient, needs, chunks=None):
         chunks = [groups.rows(s.start, s.stop) for s in plan.chunks(ends[-1])] if chunks is None else chunks
-        return run_chunks(h, w, b, dtype, plan, to_gradient, needs, options.group, chunks)
+        return run_chunks(h, w, None, dtype, plan, to_gradient, needs, options.group, chunks)
 
     if unit > most or not learning:
         run(planned(False), values.read, [False] * 3)

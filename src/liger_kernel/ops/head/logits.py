@@ -23,6 +23,9 @@ maximum and sums until the end. Then `_merge` combines the strips, and those of 
 shard of the classes. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is computed as
 (z - max z) - log Σ, so that a confident row keeps its digits.
 
+A head's bias is added here, in fp32, to each x that is read. x is the product alone, rounded once: in the product, the
+bias would need a copy of the weight with one more column.
+
 An ignored row gives 0 everywhere. A target out of range gives NaN, and nothing outside the row is read.
 """
 
@@ -47,6 +50,7 @@ from liger_kernel.core.tile import (
     of_program,
     online_max,
     parts,
+    read,
     tanh,
     tl,
     triton,
@@ -115,8 +119,17 @@ def _normalise(
 
 
 @triton.jit
+def _biased(x, bias_ptr, v, mask):
+    """x in fp32, and the bias of class v if there is one."""
+    x = x.to(tl.float32)
+    if bias_ptr is not None:
+        x += read(bias_ptr, v, mask)
+    return x
+
+
+@triton.jit
 def _logits(x, softcap, logit_scale, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    z = x.to(tl.float32)
+    z = x
     if SCALED:
         z *= logit_scale
     if SOFTCAP:
@@ -133,10 +146,10 @@ def times(p, x):
 
 @kernel
 def _partials(
-    x_ptr, more_ptr, split, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first, ignore_index,
-    softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr, BEST: tl.constexpr,
-    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first,
+    ignore_index, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr,
+    BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: STRIP classes of BLOCK_T tokens, read once. In each iteration a lane takes EACH classes of a token.
 
@@ -163,7 +176,14 @@ def _partials(
     best = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, left, EACH * LANES // BLOCK_T):
         mask = (start + i < left) & known
-        z = _logits(tl.load(x, mask=mask, other=-INF), softcap, logit_scale, SCALED, SOFTCAP)
+        z = tl.load(x, mask=mask, other=-INF).to(tl.float32)
+        if bias_ptr is not None:
+            # of i once for all tokens
+            k = i if ROWS else each * (LANES // BLOCK_T) + tl.arange(0, LANES // BLOCK_T)[None, :]
+            b = read(bias_ptr + begin + start, k, start + k < left)
+            b = tl.broadcast_to(b[:, :, None], (EACH, LANES // BLOCK_T, BLOCK_T))
+            z += tl.reshape(b, (EACH, LANES))
+        z = _logits(z, softcap, logit_scale, SCALED, SOFTCAP)
         x += EACH * LANES // BLOCK_T * stride_v
         if SCALED or SOFTCAP:
             z = tl.where(mask, z, -INF)
@@ -227,9 +247,9 @@ def target_logit(x_ptr, more_ptr, split, of_token, y, stride_v, mask, other):
 
 @kernel
 def _merge(
-    part_ptr, x_ptr, more_ptr, split, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr, z_ptr,
-    token_ptr, entropy_ptr, mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first, shard,
-    ignore_index, smoothing, lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr,
+    part_ptr, x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr,
+    z_ptr, token_ptr, entropy_ptr, mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first,
+    shard, ignore_index, smoothing, lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr,
     MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -267,6 +287,7 @@ def _merge(
     if x_ptr is not None:
         here = valid & (y >= first) & (y < first + shard)
         x = target_logit(x_ptr, more_ptr, split, t.to(tl.int64) * stride_t, y - first, stride_v, here, 0.0)
+        x = _biased(x, bias_ptr, y - first, here)
         zy = tl.where(here, _logits(x, softcap, logit_scale, SCALED, SOFTCAP), tl.where(inside, 0.0, float("nan")))
     else:
         zy = tl.sum(tl.load(part + 6 * stride_slot, mask=mask, other=0.0), axis=0)
@@ -310,10 +331,10 @@ def _merge(
 
 @kernel
 def _gradient(
-    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, more_ptr, split, target_ptr, weight_ptr, norm_ptr, stats_ptr, entropy_ptr,
-    dx_ptr, stride_g, stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index, smoothing,
-    lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr,
+    entropy_ptr, dx_ptr, stride_g, stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index,
+    smoothing, lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of classes of some tokens. dx may be x, and is x if that is in two parts. No g means 1."""
     t0 = tl.program_id(0) * BLOCK_T
@@ -331,7 +352,7 @@ def _gradient(
         tl.store(dx, tl.zeros((BLOCK_V, BLOCK_T), dtype=dx_ptr.dtype.element_ty), mask=mask)
         return
     x = x_ptr + t0.to(tl.int64) * stride_t + row * stride_v + (i * stride_v + j * stride_t)
-    x = tl.load(x, mask=mask, other=0.0)
+    x = _biased(tl.load(x, mask=mask, other=0.0), bias_ptr, v0 + i, i < left)
     top = tl.load(stats_ptr + 2 * t, mask=known, other=0.0)
     log_sum = tl.load(stats_ptr + 2 * t + 1, mask=known, other=0.0)
     g = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
@@ -361,7 +382,7 @@ def _gradient(
         entropy = tl.load(entropy_ptr + t, mask=known, other=0.0)
         d -= e[None, :] * times(p, log_p + entropy[None, :])
     if SOFTCAP:
-        _, slope = tanh(x.to(tl.float32) * logit_scale / softcap)
+        _, slope = tanh(x * logit_scale / softcap)
         d *= slope
     d = tl.where(valid[None, :], d, 0.0)
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -424,6 +445,11 @@ def _launch_gradient(x, T, V, rows):
     return tokens, 4096 // tokens, 4
 
 
+def _like(x, bias):
+    """The bias as the kernels take it. It is rounded as the logits are, as in autocast."""
+    return None if bias is None else bias.to(x.dtype).contiguous()
+
+
 def _plain(x, *options):
     """Whether the logits have 16 bits and the kernel uses none of its options."""
     return x.element_size() == 2 and not any(options)
@@ -450,16 +476,16 @@ def normalisers(target, weight, V, ignore_index, mean, items=None):
 
 def token_loss(
     x, target, weight, norm, options, loss, stats, z_loss=None, token=None, entropy=None, mean=None, best=None,
-    token_scaling=False, group=None,
+    token_scaling=False, group=None, bias=None,
 ):  # fmt: skip
     """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
 
-    x may be in two parts, of the same strides. With a ``group`` it is this rank's shard of the classes, and one small
-    tensor is gathered. The loss of a token, and its gradient, are NaN if its target is another one on another
-    rank.
+    x may be in two parts, of the same strides. ``bias`` (V,), of any dtype, is added to it. With a ``group`` both are
+    this rank's shard of the classes, and one small tensor is gathered. The loss of a token, and its gradient, are NaN
+    if its target is another one on another rank.
     """
     (x, more, split, shard), (world, rank) = parts(x), place(group)
-    T, kind = x.shape[0], options.kind
+    T, kind, bias = x.shape[0], options.kind, _like(x, bias)
     rounding = _rounding(x, **kind)
     kind |= dict(ENTROPY=entropy is not None, MEAN=mean is not None, BEST=best is not None)
     ignore_index, _, _, softcap, logit_scale = options.numbers
@@ -469,48 +495,48 @@ def token_loss(
     slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     _partials[(cdiv(T, tokens), strips)](
-        x, more, split, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap,
+        x, more, split, bias, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap,
         logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
         num_warps=devices.warps(warps, x), **rounding,
     )  # fmt: skip
     outputs = loss, stats, z_loss, token, entropy, mean, best
 
-    def merge(part, n, strides, x, more, merged):
+    def merge(part, n, strides, x, more, bias, merged):
         rows = max(16, min(64, 2048 // next_power_of_2(n)))
         _merge[(cdiv(T, rows),)](
-            part, x, more, split, target, weight, norm, merged, *outputs, *strides,
+            part, x, more, split, bias, target, weight, norm, merged, *outputs, *strides,
             *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard, *options.numbers, **kind,
             TOKEN_SCALING=token_scaling, BLOCK_N=next_power_of_2(n), BLOCK_T=rows, num_warps=4, **rounding,
         )  # fmt: skip
 
     if world == 1:
-        merge(part, strips, (T, strips * T), x, more, None)
+        merge(part, strips, (T, strips * T), x, more, bias, None)
     else:
         merged = torch.empty((SLOTS + 1, T), dtype=torch.float32, device=x.device)
-        merge(part, strips, (T, strips * T), x, more, merged)
+        merge(part, strips, (T, strips * T), x, more, bias, merged)
         merged[SLOTS] = target
         merged = gathered(merged, group)
-        merge(merged, world, ((SLOTS + 1) * T, T), None, None, None)
+        merge(merged, world, ((SLOTS + 1) * T, T), None, None, None, None)
         unlike = (merged[:, SLOTS] != merged[0, SLOTS]).any(0)  # other targets on another rank
         loss.masked_fill_(unlike, torch.nan)
         stats.masked_fill_(unlike[:, None], torch.nan)  # of which the gradient is made
 
 
 def token_gradient(
-    g, x, target, weight, norm, stats, dx, options, g_entropy=None, g_lse=None, entropy=None, group=None
+    g, x, target, weight, norm, stats, dx, options, g_entropy=None, g_lse=None, entropy=None, group=None, bias=None
 ):  # fmt: skip
     """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,).
 
-    dx may be x, and must be if x is in two parts.
+    dx may be x, and must be if x is in two parts. ``bias`` as in `token_loss`.
     """
     (x, more, split, shard), (dx, *_), (world, rank) = parts(x), parts(dx), place(group)
-    T, kind = x.shape[0], options.kind
+    T, kind, bias = x.shape[0], options.kind, _like(x, bias)
     tokens, block, warps = _launch_gradient(x, *_layout(x))
     while blocks(split, shard, block) > MOST:
         block *= 2
     stride_g = g.stride(0) if g is not None and g.dim() else 0
     _gradient[(cdiv(T, tokens), blocks(split, shard, block))](
-        g, g_entropy, g_lse, x, more, split, target, weight, norm, stats, entropy, dx, stride_g, *x.stride(),
+        g, g_entropy, g_lse, x, more, split, bias, target, weight, norm, stats, entropy, dx, stride_g, *x.stride(),
         *dx.stride(), T, world * shard, rank * shard, shard, *options.numbers, **kind, BLOCK_T=tokens, BLOCK_V=block,
         num_warps=devices.warps(warps, x), **_rounding(x, **kind),
     )  # fmt: skip

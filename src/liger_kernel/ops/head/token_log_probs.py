@@ -49,7 +49,7 @@ def _forward_outputs(
 
 
 def _forward(
-    run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
+    run, h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
 ):  # fmt: skip
     """Of all tokens whose logits ``run(to_gradient)`` makes, and gives to that function.
 
@@ -71,11 +71,12 @@ def _forward(
     def to_gradient(i, x):
         y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
         token_loss(
-            x, y, ce_weight, inside, options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group
-        )
+            x, y, ce_weight, inside, options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group,
+            bias=b,
+        )  # fmt: skip
         if any(needs):
             g = parts["token"] if token_scaling else None
-            token_gradient(g, x, y, ce_weight, inside, stats[i], x, options, group=group)
+            token_gradient(g, x, y, ce_weight, inside, stats[i], x, options, group=group, bias=b)
 
     gradients = run(to_gradient)
     if dtype == torch.float16:
@@ -103,10 +104,10 @@ def head_fwd(
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
 
     def run(to_gradient):
-        return run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
+        return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
 
     return _forward(
-        run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
+        run, h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, group, wants, needs
     )  # fmt: skip
 
 
@@ -131,19 +132,20 @@ def head_fwd_kept(
     torch.Tensor,
 ]:  # fmt: skip
     """`_forward`, and all the logits, for `head_bwd_kept`."""
-    logits = logits_of_all(h, w, b, dtype)
+    logits = logits_of_all(h, w, dtype)
 
     def run(read):
         read(slice(None), logits[:, : len(h)].t())
         return ()
 
     outputs = _forward(
-        run, h, w, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, None, wants, [False] * 3
+        run, h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, None, wants,
+        [False] * 3,
     )  # fmt: skip
     return *outputs, logits
 
 
-def _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group):
+def _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group):
     """-> a function that writes the gradient of some tokens' logits x over these, or to dx."""
     options = TokenOptions(ignore_index, *numbers)
 
@@ -151,7 +153,7 @@ def _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
         of_each = g[i] if g.dim() else g
         dx = x if dx is None else dx
-        token_gradient(of_each, x, target[i], ce_weight, norm, stats[i], dx, options, ge, gs, e, group)
+        token_gradient(of_each, x, target[i], ce_weight, norm, stats[i], dx, options, ge, gs, e, group, b)
 
     return to_gradient
 
@@ -172,8 +174,8 @@ def head_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
-    to_gradient = _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
-    return run_chunks(h, w, b, dtype, plan, to_gradient, needs, group)
+    to_gradient = _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
+    return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
 
 
 def _kept_gradients(
@@ -194,10 +196,10 @@ def head_bwd_kept(
 
     g may be 0-d: that of each token's loss.
     """
-    to_gradient = _turns(g, g_entropy, g_lse, target, ce_weight, norm, stats, entropy, numbers, ignore_index, None)
+    to_gradient = _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, None)
     turned = logits if in_place else torch.empty_like(logits)
     to_gradient(slice(None), *(x[:, : len(h)].t() for x in (logits, turned)))
-    return gradients_of_all(turned, h, w, b, accum_dtype, needs)
+    return gradients_of_all(turned, h, w, accum_dtype, needs)
 
 
 # ---- without kernels ----
