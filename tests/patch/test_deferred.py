@@ -67,6 +67,22 @@ def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
     assert not deferred.becomes_a_cuda_graph()
 
 
+def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
+    """The question is a constant to Dynamo, and no break; Inductor's own setting counts, too."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **options: graph.forward)
+
+    def function(x):
+        return x + 1 if deferred.becomes_a_cuda_graph() else x - 1
+
+    x = torch.ones(3)
+    torch._dynamo.reset()
+    assert torch.compile(function, fullgraph=True, mode="reduce-overhead")(x).sum() == 6
+    assert torch.compile(function, fullgraph=True)(x).sum() == 0
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert torch.compile(function, fullgraph=True)(x).sum() == 6
+
+
 def test_small_tensors_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(deferred, "IN_GRAPH", 2**23)

@@ -167,3 +167,35 @@ def test_no_guard_depends_on_it():
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert [operators(graph) for graph in graphs] == [["linear_head"], []]
+
+
+@pytest.mark.parametrize("most", [64, 1024])
+def test_bounded_dynamic_shapes(most):
+    """A bound proves a size small enough, and still nothing asks for it."""
+    compiled, graphs = in_a_graph(mean)
+    h, w, y = drawn(torch.float32)
+    for n in (40, 24, 33):
+        part, labels = h[:n].detach().clone().requires_grad_(), y[:n].clone()
+        for t in (part, labels):
+            torch._dynamo.mark_dynamic(t, 0, min=2, max=most)
+        for a, b in zip(*(trained(f, part, w, labels, 2.0) for f in (compiled, mean)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert [operators(graph) for graph in graphs] == [["linear_head"], []]
+
+
+def test_kept_in_the_dtype_of_dw():
+    h, w, y = drawn()
+    compiled, graphs = in_a_graph(lambda *given: liger_fused_linear_cross_entropy(*given, accum_dtype=torch.float32))
+    loss = compiled(h, w, y)
+    loss.backward()
+    assert operators(graphs[0]) == ["linear_head_kept"]
+    (node,) = (n for n in graphs[1].graph.nodes if getattr(n.target, "namespace", None) == "liger")
+    assert node.meta["val"][1].dtype == torch.float32 and w.grad.dtype == torch.bfloat16
+
+
+def test_half_of_autocast_is_not_kept():
+    h, w, y = drawn(torch.float32)
+    compiled, graphs = in_a_graph(liger_fused_linear_cross_entropy)
+    with torch.autocast(DEVICE, torch.float16):
+        compiled(h, w, y).backward()
+    assert operators(graphs[0]) == ["linear_head"]

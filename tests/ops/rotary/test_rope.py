@@ -378,3 +378,20 @@ def test_a_graph_copies_no_gradient(normed):
     (node,) = (n for n in backward.graph.nodes if getattr(n.target, "namespace", None) == "liger")
     layouts = [n.meta["val"].stride() for n in node.all_input_nodes[:2]]
     assert all(heads < tokens for _, heads, tokens, _ in layouts), layouts
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_entries_that_are_not_contiguous(normed):
+    """Of q and k, and of their gradients."""
+    _, _, cos, sin = drawn()
+    q, k = (torch.randn(B, h, T, 2 * D, device=DEVICE)[..., ::2].detach().requires_grad_() for h in (HQ, HK))
+    ws = [torch.rand(D, device=DEVICE) for _ in range(2)] if normed else []
+    dys = [torch.randn(*x.shape[:3], 2 * D, device=DEVICE)[..., ::2] for x in (q, k)]
+
+    def run(q, k):
+        y = liger_norm_rope(q, k, *ws, cos, sin) if normed else liger_rotary_pos_emb(q, k, cos, sin)
+        return *y, *torch.autograd.grad(y, (q, k), dys)
+
+    assert q.stride(-1) == 2
+    for got, want in zip(run(q, k), run(*(x.detach().contiguous().requires_grad_() for x in (q, k))), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -13,9 +13,9 @@ So a chunk may have as many tokens as the head has hidden channels without any m
 is one matmul, rounded once. More tokens need a wider matrix, or further chunks, each of which adds to dW: see
 `planning.plan`. Logits are rounded to the compute dtype, as Hugging Face's head rounds them.
 
-The gradients of a scalar loss are computed in forward: three matmuls in all, and the weight may be gone in backward
-(ZeRO-3). Backward only multiplies them by the incoming gradient (`forward_gradients`). If each token has an incoming
-gradient of its own, backward makes the logits again.
+The gradients of a scalar loss are computed in forward: three matmuls in all, and in eager mode the weight may be gone
+in backward (ZeRO-3). Backward only multiplies them by the incoming gradient (`forward_gradients`). If each token has an
+incoming gradient of its own, backward makes the logits again.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def logits_of_all(h, w, dtype):
 
 def bytes_of_all(h, w, dtype):
     """What `logits_of_all` takes."""
-    return w.shape[0] * aligned(len(h)) * dtype.itemsize
+    return w.shape[0] * aligned(h.shape[0]) * dtype.itemsize
 
 
 def gradients_of_all(x, h, w, accum_dtype, needs):

@@ -128,13 +128,16 @@ def keeps_logits(h, w, dtype, needs, memory, group):
 
     A graph cannot skip the multiplication of dW by an incoming gradient that is 1 (`forward_gradients.scaled`): that is
     a read and a write of dW, for which few logits are read once more. They take twice their bytes beyond dW, in
-    backward, since a graph does not write to what it has saved. Not asked of dynamic shapes: no guard depends on it.
+    backward, since a graph does not write to what it has saved. Backward then reads the weight, as any linear layer's.
+    Not of dynamic shapes, bounded or not: no guard depends on it.
     """
     if not torch.compiler.is_compiling() or not needs[1] or group is not None or dtype == torch.float16:
         return False
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which takes long, and a graph has it
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which takes long, and a graph has it
 
-    return statically_known_true(2 * bytes_of_all(h, w, dtype) <= (FREE if memory < 0 else memory))
+    if not has_static_value(h.shape[0]) or not has_static_value(w.shape[0]):
+        return False
+    return 2 * bytes_of_all(h, w, dtype) <= (FREE if memory < 0 else memory)
 
 
 class LigerFusedLinearCrossEntropyFunction(Function):
