@@ -156,7 +156,8 @@ def _log(x, BASE_2: tl.constexpr):
 
 @triton.jit
 def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr = False):
-    log_p, log_q = tl.maximum(log_p, -200.0), tl.maximum(log_q, -200.0)  # 0·(-200) is 0; p and q keep a NaN
+    log_p = tl.where(log_p < -200.0, -200.0, log_p)  # 0·(-200) is 0, 0·(-inf) is not; unlike maximum, this keeps NaN
+    log_q = tl.where(log_q < -200.0, -200.0, log_q)
     of_q = (1.0 - beta) * q
     if EXACT:
         d = log_q - log_p  # log M = max(log p, log q) + lift
@@ -164,7 +165,8 @@ def _jsd(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr = F
         lift = log_of_normal(tl.where(d > 0, (1.0 - beta) + beta * far, beta + (1.0 - beta) * far))
         q_from_m, p_from_m = tl.where(d > 0, 0.0, d) - lift, tl.where(d < 0, 0.0, -d) - lift
     else:
-        log_m = _log(tl.maximum(beta * p + of_q, 1e-37), BASE_2)
+        m = beta * p + of_q
+        log_m = tl.where(m >= 1e-37, _log(m, BASE_2), m - (122.9 if BASE_2 else 85.2))  # of 0 log 1e-37, of NaN NaN
         q_from_m, p_from_m = log_q - log_m, log_p - log_m
     of_q *= q_from_m
     return beta * p * p_from_m + of_q, of_q
