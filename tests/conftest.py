@@ -1,6 +1,7 @@
 """Fixtures of all tests. What tests share beside fixtures is in tests/support, which pytest has on its path."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def pytest_collection_finish():
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000)
+
+
+def pytest_runtest_logreport(report):
+    """A run that is ended from outside has named what has failed: in the file FAILED_TESTS."""
+    if report.failed and "FAILED_TESTS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["FAILED_TESTS"], "a") as file:
+            print(report.nodeid, report.longreprtext.splitlines()[-1:], file=file)
 
 
 def pytest_unconfigure():
