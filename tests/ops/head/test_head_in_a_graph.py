@@ -199,3 +199,18 @@ def test_half_of_autocast_is_not_kept():
     with torch.autocast(DEVICE, torch.float16):
         compiled(h, w, y).backward()
     assert operators(graphs[0]) == ["linear_head"]
+
+
+@pytest.mark.parametrize("free", [0, 2**20])
+def test_func_grad_in_a_graph(free, monkeypatch):
+    """There forward is not told what needs a gradient."""
+    monkeypatch.setattr(linear_cross_entropy, "FREE", free)
+    h, w, y = drawn(torch.float32)
+
+    def gradients(h, w):
+        return torch.func.grad(lambda h, w: 3.0 * liger_fused_linear_cross_entropy(h, w, y), argnums=(0, 1))(h, w)
+
+    compiled, _ = in_a_graph(gradients)
+    got, want = compiled(h.detach(), w.detach()), trained(liger_fused_linear_cross_entropy, h, w, y, 3.0)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))

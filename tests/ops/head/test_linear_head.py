@@ -342,7 +342,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("option", [{}, dict(softcap=5.0, label_smoothing=0.1, logit_scale=0.5)], ids=["", "options"])
 @pytest.mark.parametrize("odd", [None, torch.inf, -torch.inf, torch.nan], ids=str)
 def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
-    """As if it were in the logits: to the last bit, since in fp32 both are the same sum."""
+    """As if it were in the logits: in fp32 both are the same sum. A GPU's two kernels may add up in two orders."""
+    bound = dict(rtol=0, atol=0) if DEVICE == "cpu" else dict(rtol=1e-5, atol=1e-5)
     torch.manual_seed(0)
     T, V, options = 5, 2300, TokenOptions(**option)
     x, b = torch.randn(T, V, device=DEVICE) * 3, torch.randn(V, device=DEVICE)
@@ -361,7 +362,7 @@ def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
 
     wide = torch.stack((b, b), 1)[:, 0]  # not contiguous
     for got, want in zip(outcome(LAYOUTS[layout](x), wide), outcome(LAYOUTS[layout](x + b), None), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(got, want, **bound, equal_nan=True)
 
 
 @ANYWHERE
