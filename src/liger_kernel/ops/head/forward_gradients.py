@@ -1,7 +1,8 @@
 """Losses whose gradients are computed in forward.
 
 The gradient of a scalar loss is known except for a factor, the gradient that comes in. So forward computes it while the
-logits are there, and backward multiplies. The weight may change or be gone by then (ZeRO-3).
+logits are there, and backward multiplies. The weight may change or be gone by then (ZeRO-3). A compiled graph may keep
+few logits instead: `linear_cross_entropy.keeps_logits`.
 """
 
 from __future__ import annotations
