@@ -8,6 +8,7 @@ import sys
 import pytest
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-lightning installs it")
+pytest.importorskip("datasets", reason="datasets is not installed: make test-lightning installs it")
 
 import lightning_training
 import torch

@@ -140,6 +140,11 @@ def of_logarithms(V):
     return 0.5 * math.log(V)
 
 
+def of_a_logit(dtype, tokens):
+    """The same, of a loss: a token's logit in ``dtype`` that another order of adding rounds to its other neighbour."""
+    return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps / tokens
+
+
 def assert_as_exact_as(draws):
     """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a rounding.
 

@@ -23,6 +23,7 @@ from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
 
 FLAG = "offloaded_checkpoints"
 CHOSEN = "_gradient_checkpointing_func"  # where transformers keeps what it checkpoints a layer with
+TRACED = "_liger_checkpoint"  # the same: Dynamo of PyTorch 2.11 takes what __dict__ has of a property for the property
 RESIDUALS = ResidualStreams()
 
 
@@ -32,12 +33,12 @@ def checkpointed(function, *args, **kwargs):
 
 
 def _chosen(self):
+    if torch.compiler.is_compiling():
+        return getattr(self, TRACED)
     try:
         chosen = self.__dict__[CHOSEN]
     except KeyError:
         raise AttributeError(f"{type(self).__name__} has no checkpoint: nothing has set {CHOSEN}") from None
-    if torch.compiler.is_compiling():
-        return chosen
     return called if chosen is checkpointed and transformed() else offloaded(chosen, functools.partial(_within, self))
 
 
@@ -83,11 +84,12 @@ def _replaced(p, was):
 
 
 def _choose(self, chosen):
-    self.__dict__[CHOSEN] = chosen
+    self.__dict__[CHOSEN] = self.__dict__[TRACED] = chosen
 
 
 def _forget(self):
-    self.__dict__.pop(CHOSEN, None)
+    for name in (CHOSEN, TRACED):
+        self.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ class OffloadedCheckpoints(Rewrite):
             for each in (module, *_owners(walk, module)):  # a model's own switch tells it to leave its cache out
                 if getattr(each, "gradient_checkpointing", None) is False:
                     each.gradient_checkpointing, each.__dict__[CHOSEN] = True, checkpointed
+        if CHOSEN in module.__dict__:
+            _choose(module, module.__dict__[CHOSEN])
 
 
 def _may_be_checkpointed(walk, module) -> bool:
@@ -163,6 +167,7 @@ def _inside(path, outer) -> bool:
 
 def give_back(module) -> None:
     """Checkpoints that nobody but this has switched on are switched off."""
+    module.__dict__.pop(TRACED, None)
     if module.__dict__.get(CHOSEN) is checkpointed:
         del module.__dict__[CHOSEN]
         module.gradient_checkpointing = False

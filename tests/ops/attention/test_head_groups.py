@@ -39,7 +39,8 @@ def drawn(heads, of_keys, dtype=torch.float32, frozen="", channels=D):
         return x.requires_grad_(name not in frozen)
 
     q, k, v = draw("q", heads), draw("k", of_keys), draw("v", of_keys)
-    return q, k, v, torch.randn(2, heads, T, channels, generator=generator).to(DEVICE, dtype)
+    dy = torch.randn(2, T, heads, channels, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    return q, k, v, dy  # tokens first as the output: of another layout cuDNN's gradients are wrong in PyTorch 2.11
 
 
 def for_fused():
@@ -70,7 +71,9 @@ def test_bit_for_bit(heads, of_keys, gqa, dtype, masked, grouped):
     want = F.scaled_dot_product_attention(q, k, v, **options)
     got = attention(q, k, v, **options)
     found = [torch.autograd.grad(y, (q, k, v), dy, retain_graph=True) for y in (want, got, got)]
-    assert torch.equal(got, want) and got.stride() == want.stride()
+    assert torch.equal(got, want)
+    if DEVICE == "cpu":  # a GPU's unfused attention of fp32 gives heads first
+        assert got.stride() == want.stride()
     assert len(grouped) == (head_groups.groups(q, k) > 1) == (of_keys % 2 == 0)
     if DEVICE == "cpu":
         for once, again in zip(found[0], found[1], strict=True):
@@ -89,6 +92,21 @@ def test_frozen(frozen, grouped):
     assert len(grouped) == 1
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_any_layout(dtype, grouped):
+    """PyTorch 2.11 gives others by cuDNN, and they are wrong (1.4 of their norm on an H100)."""
+    q, k, v, dy = drawn(8, 4, dtype, channels=64)
+    y = attention(q, k, v, enable_gqa=True)
+    want = torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+    for other in (dy.contiguous(), dy.mT.contiguous().mT):
+        assert_near(torch.autograd.grad(y, (q, k, v), other, retain_graph=True), want)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), enable_gqa=True)
+    for a, b in zip(want, torch.autograd.grad(exact, (q, k, v), dy.double()), strict=True):
+        assert (a - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm()
+    assert grouped
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -209,6 +209,8 @@ class _HeadGroups(Function):
         q, k, v, _, out, *kept = ctx.saved_tensors
         wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
         found = [torch.empty_like(t) if i in wanted else None for i, t in enumerate((q, k, v))]
+        if _strides(dout) != _strides(out):  # PyTorch 2.11 has wrong gradients by cuDNN then
+            dout = torch.empty_like(out).copy_(dout)
         ctx.now.wholes, ctx.now.kept = (q, k, v, out), kept
         try:
             for heads, y, behind in ctx.groups:
@@ -283,8 +285,11 @@ def _same(x, part) -> bool:
 
 def _place(t):
     """Where its elements lie."""
-    strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    return t.untyped_storage()._cdata, t.storage_offset(), t.dtype, t.shape, strides
+    return t.untyped_storage()._cdata, t.storage_offset(), t.dtype, t.shape, _strides(t)
+
+
+def _strides(t):
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 
 
 def _pack(packed):
