@@ -1,10 +1,10 @@
 """Measure the post-training losses: each through its head, forward and backward, beside plain PyTorch and a peer.
 
-    PYTHONPATH=src python -m bench.losses [--peer DIR] [--only NAME,...] [--size H,V]
+    PYTHONPATH=src python -m bench.losses [--peer DIR] [--only NAME;...] [--size H,V] [--errors]
 
 bf16. PyTorch with all its logits and ours take turns in this process beside the ceiling; ``--peer`` as in `bench.head`.
 A row's operations are its matrix products, none of them twice: 6·M·H·V for what learns, 2·M·H·V for a reference's or a
-teacher's head.
+teacher's head. ``--errors``: also how far from fp64 dW is, for GRPO and its variants, with a quarter of the classes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch.nn.functional import logsigmoid
+
+from liger_kernel.losses.policy import LigerFusedLinearGRPOLoss, grpo_loss
 
 from . import calls, machine, peers, report
 from .head import Way, measured
@@ -177,12 +179,47 @@ def plan(names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (
     return requests
 
 
+def error_of_dw(kind: str, beta: float, zipf: bool, *shape: int, device: str = "cuda") -> tuple[float, float]:
+    """Of GRPO's variant, |dW - exact| / |exact|: PyTorch's, and ours as a multiple of it."""
+    given = drawn(f"GRPO, {kind}")(*shape, device=device)
+    if zipf:
+        u, V = torch.rand(shape[:-2], dtype=torch.float64, device=device), shape[-1]
+        given["target"] = ((V + 1) ** u).long().clamp(max=V) - 1
+    hidden, weight, target, mask, advantages, ref = given.values()
+    options = dict(loss_type=kind, beta=beta, max_completion_length=shape[1])
+
+    def plain(dtype):
+        w = weight.detach().to(dtype).requires_grad_()
+        log_p = log_probs(hidden.detach().to(dtype), w, target)
+        loss = grpo_loss(log_p, mask, advantages, ref_per_token_logps=ref, **options)[0]
+        return torch.autograd.grad(loss, w)[0]
+
+    exact = plain(torch.float64)
+    error = lambda dw: ((dw.double() - exact).norm() / exact.norm()).item()  # noqa: E731
+    ours = LigerFusedLinearGRPOLoss(**options)(hidden, weight, target, mask, advantages, ref_per_token_logps=ref)[0]
+    pytorchs = error(plain(torch.bfloat16))
+    return pytorchs, error(torch.autograd.grad(ours, weight)[0]) / pytorchs
+
+
+def errors_of_dw(kinds: list[str], *shape: int, device: str = "cuda") -> list[str]:
+    """A line for each of GRPO's variants: with and without a KL divergence, which hides what advantages alone round."""
+    lines = [f"dW's error at {'×'.join(map(str, shape))}, PyTorch's, and ours as a multiple of it:"]
+    for kind in kinds:
+        found = []
+        for beta, zipf in ((0.04, False), (0.04, True), (0.0, False), (0.0, True)):
+            pytorchs, ours = error_of_dw(kind, beta, zipf, *shape, device=device)
+            found.append(f"{'Zipf' if zipf else 'uniform'}, beta {beta:g}: {pytorchs:.2e}, {ours:.3f}×")
+        lines.append(f"  {kind:8} " + "; ".join(found))
+    return lines
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers.add_options(p, "peer")
     p.add_argument("--only", default="", help=f"some of {'; '.join(SHAPES)}, separated by semicolons (all)")
     p.add_argument("--size", default="4096,128256", metavar="H,V", help="channels, classes (4096,128256)")
     p.add_argument("--seconds", type=float, default=2.0, help="of samples for a loss (2)")
+    p.add_argument("--errors", action="store_true", help="dW's error against fp64, for GRPO and its variants")
     p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
     p.add_argument("--out", help="JSON file (bench/results/losses.json)")
     args = p.parse_args(argv)
@@ -195,6 +232,9 @@ def main(argv: list[str] | None = None) -> None:
     requests = plan(names, bool(args.peer), args.seconds, (H, V))
     data = measured("losses", requests, ways(names), args, report.losses_line)
     print("\n" + report.losses(data))
+    kinds = [name.removeprefix("GRPO, ") for name in names if name.startswith("GRPO")]
+    if args.errors and kinds:
+        print("\n" + "\n".join(errors_of_dw(kinds, *SEQUENCES, H, V // 4)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -578,6 +579,14 @@ def test_losses_are_plain_pytorchs(name, on_the_host, reference_only):
     row = ops.measure(request, names, workers, 1, lambda: 1)
     assert not report.failures([row], report.head_label)
     assert name in report.losses_line(row)
+
+
+def test_errors_of_the_losses(on_the_host, reference_only):
+    """Ours is as far from fp64 as PyTorch, where it is the same operations; vespo's weight is in it, too."""
+    heading, *lines = losses.errors_of_dw(["bnpo", "vespo"], 4, 6, 16, 96, device="cpu")
+    assert "4×6×16×96" in heading and [line.split()[0] for line in lines] == ["bnpo", "vespo"]
+    multiples = [float(x) for line in lines for x in re.findall(r"([\d.]+)×", line)]
+    assert len(multiples) == 8 and all(0.2 < x < 1.25 for x in multiples), lines
 
 
 def test_table_of_losses(tmp_path):

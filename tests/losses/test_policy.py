@@ -15,7 +15,7 @@ from policies import B16, CLIPPED, F32, F64, B, H, T, assert_equal, drawn, outco
 
 from liger_kernel.losses import policy
 from liger_kernel.losses.policy import LigerFusedLinearGRPOLoss, grpo_loss, liger_fused_linear_grpo, linear_grpo_loss
-from liger_kernel.ops.head import grouped_loss
+from liger_kernel.ops.head import grouped_loss, planning
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
@@ -175,6 +175,28 @@ def test_through_kernels(loss_type, level, dtype):
         ours, pytorchs = (torch.stack(errors).square().mean().sqrt() for errors in (mine[k], theirs[k]))
         assert ours <= 1.5 * pytorchs + 1e-6, k
         assert max(mine[k]) <= 2 * max(theirs[k]) + 1e-6, (k, mine[k], theirs[k])
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "vespo"])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_the_gradient_of_the_weight_over_three_chunks(loss_type, beta, monkeypatch):
+    """Four times the tokens that dW holds, of the logits of tokens or of whole sequences: rounded three times."""
+    for name, value in dict(FREE=0, ROWS=64, waves=lambda *args: 32).items():
+        monkeypatch.setattr(planning, name, value)
+    passes, run_ = [], grouped_loss.run_chunks
+    monkeypatch.setattr(grouped_loss, "run_chunks", lambda *args: (passes.append(args[-1]), run_(*args))[1])
+    for seed in range(3):
+        rest = dict(B=4, T=64, H=64, V=500, bias=False, old=False, mask=torch.ones(4, 64, device=DEVICE).long())
+        learnt, rest = drawn(seed, B16, **rest)
+        rest = {k: x.float() if x.is_floating_point() else x for k, x in rest.items()}
+        given = learnt, rest, dict(loss_type=loss_type, beta=beta)
+        wide = [{k: x.double() if x.is_floating_point() else x for k, x in of.items()} for of in given[:2]]
+        wide[0] = {k: x.detach().requires_grad_() for k, x in wide[0].items()}
+        exact = outcome(whole, *wide, **given[-1])["d weight"]
+        found = (outcome(fn, *given[:2], **given[-1])["d weight"] for fn in (linear_grpo_loss, whole))
+        mine, theirs = ((x.double() - exact).norm() / exact.norm() for x in found)
+        assert [i.stop - i.start for i in passes.pop()] == [128, 64, 64]
+        assert mine <= 1.25 * theirs, f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
 
 
 @pytest.mark.parametrize("loss_type, level", LEVELS)

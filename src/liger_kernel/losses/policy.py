@@ -219,7 +219,8 @@ class LigerFusedLinearPPOBase(GradientsInForward):
             return value, *metrics
 
         target = only(counted, ids, IGNORED)
-        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, temperature=temperature, ignore_index=IGNORED)
+        head = dict(temperature=temperature, ignore_index=IGNORED, few=3)
+        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, **head)
         return loss, tuple(metrics)
 
     @_WithClass

@@ -68,7 +68,8 @@ class Batch:
             value, metrics = self.value(log_probs, entropy, rows.each(lambda x: x[part]))
             return value, *metrics
 
-        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, ignore_index=IGNORED, **head)
+        head |= dict(ignore_index=IGNORED, few=3)
+        loss, *metrics = linear_loss(fn, hidden, weight, target, bias, **head)
         return loss, tuple(metrics)
 
 

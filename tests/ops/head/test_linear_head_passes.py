@@ -150,6 +150,42 @@ def test_without_a_budget_dw_is_about_as_exact_as_pytorchs(size):
         assert number_of_passes(size[0], plan(*size, dtype, dtype, memory=2**50)) == (size[0] > 0)
 
 
+THREE = {  # tokens, channels, classes, tokens of a unit: two chunks, and three where the loss allows them
+    (16384, 4096, 128256, 64): ([10304, 6080], [8192, 4096, 4096]),
+    (16384, 4096, 128256, 2048): ([10240, 6144], [8192, 4096, 4096]),
+    (12288, 4096, 128256, 64): ([8256, 4032], [6912, 2688, 2688]),
+    (10000, 2048, 151936, 64): ([6080, 3920], [4624, 2688, 2688]),
+    (8192, 2048, 128256, 64): ([5184, 3008], [4096, 2048, 2048]),
+    (8192, 4096, 128256, 64): ([6208, 1984],) * 2,  # chunks would be too small
+    (4096, 4096, 128256, 64): ([4096],) * 2,
+    (32768, 4096, 128256, 64): ([8192, *(4096,) * 6],) * 2,  # in fp32
+}
+
+
+def sizes(M, chosen):
+    return [i.stop - i.start for i in chosen.chunks(M)]
+
+
+@pytest.mark.parametrize("size", THREE, ids=str)
+def test_a_loss_may_be_of_three_chunks(size):
+    """The logits beyond dW's memory are a third of what it doesn't hold, not half; two chunks are as they were."""
+    *size, unit = size
+    two, three = (plan(*size, B16, B16, unit=unit, few=n) for n in (2, 3))
+    assert (sizes(size[0], two), sizes(size[0], three)) == THREE[(*size, unit)]
+    if two != three:
+        assert taken(*size, B16, B16, three) <= 0.71 * taken(*size, B16, B16, two)
+    for dtypes, given in ((B16, B16), dict(memory=2**30)), ((B16, B16), dict(accum_dtype=F32)), ((B16, F32), {}):
+        assert plan(*size, *dtypes, unit=unit, few=3, **given) == plan(*size, *dtypes, unit=unit, **given)
+
+
+def test_a_policy_loss_of_16384_tokens_takes_two_gigabytes():
+    """With dX. With two chunks it is 2.6."""
+    for unit in 64, 2048:
+        size = 16384, 4096, 128256
+        chosen = plan(*size, B16, B16, unit=unit, few=3)
+        assert 2 * 4096 * (16384 + 128256) + taken(*size, B16, B16, chosen) <= 2.12 * 2**30
+
+
 def test_a_common_head_takes_half_of_dw():
     M, H, V = size = 8192, 4096, 128256
     chosen, gradients = plan(*size, B16, B16), V * H * 2 + M * H * 2

@@ -308,6 +308,7 @@ def test_every_token_is_in_one_pass(sizes, parts, first, rows):
         (dict(target=torch.zeros(4, 7, 2, dtype=torch.long), return_entropy=True), "several classes"),
         (dict(weight=torch.zeros(V, H + 1)), "weight"),
         (dict(memory="plenty"), "memory"),
+        (dict(few=1), "few"),
     ],
 )
 def test_errors(change, error):

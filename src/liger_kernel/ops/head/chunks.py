@@ -33,11 +33,11 @@ from liger_kernel.ops.head.planning import aligned
 CONVERTED = 2**24  # elements that are in another dtype at a time, where a matmul cannot write in out's
 
 
-def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64):
+def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, few=2):
     """`planning.plan` of this head on this device, for all tokens of h or so many."""
     tokens, sizes = h.shape[0] if tokens is None else tokens, (h.shape[1], w.shape[0])
     processors = devices.multiprocessors(h)
-    return planning.plan(tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit)
+    return planning.plan(tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit, few)
 
 
 def empty_gradients(h, w, dtype, accum_dtype, needs):

@@ -47,6 +47,7 @@ class _Options:
     accum_dtype: torch.dtype | None = None
     memory: int = -1
     group: str | None = None
+    few: int = 2
 
     @property
     def of_token(self):
@@ -254,7 +255,7 @@ def _with_kernels(groups, h, w, b, needs):
     most = max(2 * ROWS, 2 * h.shape[1]) if options.memory < 0 else options.memory // (w.shape[0] * dtype.itemsize)
 
     def planned(need_w, unit=64):
-        return plan_for(h, w, dtype, options.accum_dtype, options.memory, need_w, ends[-1], unit)
+        return plan_for(h, w, dtype, options.accum_dtype, options.memory, need_w, ends[-1], unit, options.few)
 
     def run(plan, to_gradient, needs, chunks=None):
         chunks = [groups.rows(s.start, s.stop) for s in plan.chunks(ends[-1])] if chunks is None else chunks
@@ -333,7 +334,7 @@ def linear_loss(
     fn, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     parts: int = 1, temperature: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
     accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
-    group: object = None,
+    group: object = None, few: int = 2,
 ):  # fmt: skip
     """A scalar loss of token log-probabilities under a linear head, whose logits are never all in memory.
 
@@ -357,6 +358,8 @@ def linear_loss(
         accum_dtype, drop_ignored, group: as in `linear_token_loss`.
         memory: likewise. If the logits of a group are larger than that (for "auto": than those of 4,096 tokens or of
             twice the hidden size), they are computed twice, once for fn and once for the gradient.
+        few: 2 or 3 chunks for "auto", unless it takes one or many. 3 need less memory, but round a 16-bit gradient of
+            the weight once more: for losses whose tokens pull in both directions, as advantages do.
 
     Returns:
         The loss, 0-d, and fn's others without gradients: 0-d ones are added up, the rest concatenated.
@@ -371,6 +374,8 @@ def linear_loss(
         check.positive(name, "temperature", temperature), check.integer(name, "ignore_index", ignore_index)
     )  # fmt: skip
     check.dtype(name, "accum_dtype", accum_dtype)
+    if few not in (2, 3):
+        raise ValueError(f"{name}: few is {few!r}, give 2 or 3 chunks")
     lead = hidden.shape[:-1]
     if target.shape[: len(lead)] != lead or target.dim() > len(lead) + 1:
         raise ValueError(
@@ -390,7 +395,9 @@ def linear_loss(
     if y.device.type == "cpu" if drop_ignored is None else drop_ignored:
         valid = (y != ignore_index).any(1) if top_k else y != ignore_index
         valid = None if y.device.type == "cpu" and bool(valid.all()) else valid
-    options = _Options(parts, temperature, ignore_index, return_entropy, accum_dtype, budget(memory), group_name(group))
+    options = _Options(
+        parts, temperature, ignore_index, return_entropy, accum_dtype, budget(memory), group_name(group), few
+    )
     groups = _Groups(fn, y, lead, valid, h.device, options)
     run = partial(_with_kernels if devices.has_kernels(h) else _without_kernels, groups)
     return gradient_in_forward(run, partial(_reference, groups), h, weight, bias)

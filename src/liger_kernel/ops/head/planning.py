@@ -82,8 +82,8 @@ def grad_dtype(dtype, weight_dtype, accum_dtype):
 class _Head:
     """The sizes of a head whose dW is added up in ``accum``. Room is counted in tokens, by what their logits take."""
 
-    def __init__(self, M, H, V, dtype, weight_dtype, finished, accum, processors, unit):
-        self.M, self.H, self.V, self.processors, self.unit = M, H, V, processors, unit
+    def __init__(self, M, H, V, dtype, weight_dtype, finished, accum, processors, unit, few):
+        self.M, self.H, self.V, self.processors, self.unit, self.few = M, H, V, processors, unit, few
         self.dtypes, self.copied = (accum, finished), accum != weight_dtype
         self.token = max(V * dtype.itemsize, 1)  # bytes of one token's logits
         self.held = cdiv(H * accum.itemsize, dtype.itemsize)  # tokens whose logits fill dW
@@ -121,19 +121,31 @@ class _Head:
         sums = cdiv(min(waves(0, self.H, self.processors), self.M) * self.H * 4, self.token)
         return max(room - sums, self.ahead)  # the logits are in two parts, and dX is added up in fp32
 
-    def room_for_two(self):
-        """The least with which two chunks are enough, or one. Each of two fills it, as far as units allow."""
-        even = max(self.units((self.M + self.held + self.sums - self.ahead) // 2), self.unit)
-        rooms = [max(n - self.held + self.ahead, aligned(self.M - n) + self.sums) for n in (even, even + self.unit)]
+    def later(self, rest, count):
+        """Tokens of each of so many chunks, for the rest of the tokens."""
+        return min(cdiv(rest, self.unit * count) * self.unit, rest)
+
+    def room_for(self, count):
+        """The least with which so many chunks are enough, or one. Each of them fills it, as far as units allow.
+
+        The first chunk has what dW holds and the room, each later one the room alone.
+        """
+        even = max(self.units((self.M + (count - 1) * (self.held + self.sums - self.ahead)) // count), self.unit)
+        rooms = [
+            max(n - self.held + self.ahead, aligned(self.later(self.M - n, count - 1)) + self.sums)
+            for n in (even, even + self.unit)
+        ]
         return min(*rooms, self.M - self.held + self.ahead)
 
-    def chunks(self, room) -> Plan:
-        """With so much room beyond dW: two chunks if the second one fits, otherwise later ones of equal size."""
+    def chunks(self, room, few=2) -> Plan:
+        """With so much room beyond dW: ``few`` chunks if the later ones fit, otherwise later ones of equal size."""
         beyond = self.units(room - self.ahead) if self.unit == 64 else max(room - self.ahead, 0)
         first = self.whole(self.held + beyond)
         rest, separate = self.M - first, False
-        if not self.freed and rest <= self.units(room - self.sums):
-            return Plan(first, rest, self.strip, self.wave if rest else 0, *self.dtypes)
+        rows = self.later(rest, few - 1)
+        if not self.freed and rows <= self.units(room - self.sums):
+            first = self.M - (cdiv(rest, rows) * rows if rest else 0)  # later ones are equal
+            return Plan(first, rows, self.strip, self.wave if rest else 0, *self.dtypes)
         if rest and self.freed:
             first, room = self.whole(self.held), room + self.freed - self.ahead
             rest, separate = self.M - first, first <= self.held
@@ -151,13 +163,19 @@ def one_chunk(own, wide, memory):
         return Plan(own.M, 0, own.strip_for(own.M), 0, *own.dtypes)
 
 
-def two_chunks(own, wide, memory):
-    """For "auto", up to five times the tokens that dW holds. It is rounded twice.
+def few_chunks(own, wide, memory):
+    """For "auto", up to five times the tokens that dW holds: two chunks, or three. It is rounded as often.
 
-    Three such chunks take less memory for four times as many: 1.33x PyTorch's error (H200, 2026-11-21).
+    The first chunk's logits lie in dW and in the room beyond it, later ones' in that room alone. So two chunks need
+    room for half of the tokens that dW does not hold, three for a third. The third rounding shows most where dW grows
+    with each chunk: 1.33x PyTorch's error for cross entropy (H200, 2026-11-21). So three are for a loss that asks for
+    them (``few``), as those of policies do, whose advantages have both signs; and for chunks that keep the matrix units
+    busy. GRPO at 16384·4096·128256 in 8192 + 4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13
+    GiB, 1.007x the time (vespo 1.02x), dW error 1.02 to 1.17x PyTorch's (at 4096·1024·32064, two: 1.01 to 1.09x).
     """
     if memory < 0 and own.M <= 5 * own.held and not own.freed:  # otherwise dW is in fp32 in any case
-        return own.chunks(own.room_for_two())
+        few = own.few if own.wave and own.M - own.held >= 3 * ROWS else 2
+        return own.chunks(own.room_for(few), few)
 
 
 def chunks_of_4096(own, wide, memory):
@@ -174,27 +192,31 @@ def within_budget(own, wide, memory):
     return least if few or room < max(wide.ahead, worthwhile - wide.freed) else wide.chunks(room)
 
 
-STRATEGIES = one_chunk, two_chunks, chunks_of_4096, within_budget  # the first one that applies
+STRATEGIES = one_chunk, few_chunks, chunks_of_4096, within_budget  # the first one that applies
 
 
-def plan(M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132, unit=64) -> Plan:
+def plan(
+    M, H, V, dtype, weight_dtype, accum_dtype=None, memory=-1, need_w=True, processors=132, unit=64, few=2
+) -> Plan:
     """The chunks of M tokens within ``memory`` bytes beyond the gradients dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have 16 bits), and each
-    byte beyond it more of them. A chunk has at least `LEAST` tokens and one unit, whatever the budget.
+    byte beyond it more of them. A chunk has at least `LEAST` tokens and one unit, whatever the budget. ``few``: two or
+    three chunks, as long as "auto" does not need many (`few_chunks`).
     """
     constants = ROWS, LEAST, TILE, FREE, STRATEGIES, waves  # all else that decides
-    return _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, constants)
+    return _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, few, constants)
 
 
 @functools.lru_cache
-def _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, constants):
+def _plan(M, H, V, dtype, weight_dtype, accum_dtype, memory, need_w, processors, unit, few, constants):
     if not need_w:  # the logits have memory of their own, which each chunk uses again
         rows = (ROWS if memory < 0 else memory // (V * dtype.itemsize)) // unit * unit
         return Plan(0, max(rows, LEAST, unit), 0, 0, weight_dtype, weight_dtype)
     finished = grad_dtype(dtype, weight_dtype, accum_dtype)
     sizes = M, H, V, dtype, weight_dtype, finished
-    own = _Head(*sizes, finished, processors, unit)
+    last = processors, unit, few
+    own = _Head(*sizes, finished, *last)
     asked = dtype == torch.float16 or accum_dtype
-    wide = _Head(*sizes, finished if asked else torch.promote_types(weight_dtype, torch.float32), processors, unit)
+    wide = _Head(*sizes, finished if asked else torch.promote_types(weight_dtype, torch.float32), *last)
     return next(filter(None, (strategy(own, wide, memory) for strategy in STRATEGIES)))
