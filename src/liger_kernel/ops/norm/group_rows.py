@@ -292,15 +292,15 @@ def _launch(K, S, most):
     return channels, elements, 16 if block > 256 * each else min(max(block // 512, 1), 8)
 
 
-def _launch_wide(backward):
+def _launch_wide(backward, aligned=True):
     """For a group that is read twice: (loads of a thread at once, of each tensor; warps; bytes of a strip, of each
     tensor; bytes of the groups between a strip's sums and its end).
 
     bf16, in µs (H200, 2026-11-24): 16x512x64x64 forward 50.4, with 8 MB between 53.5; in two launches, the second of
-    which reads all from memory, 47.6. 8x320x96x96 40.9, 43.8; 45.5. Backward 77.0, with 8 warps and 2 loads 78.9, in
-    two launches 88.1; 61.2, 70.0; 72.8.
+    which reads all from memory, 47.6. 8x320x96x96 40.9, 43.8; 45.5. Backward 74, with 4 loads 77.0, with 8 warps
+    and 2 loads 78.9, in two launches 88.1; 58, 61.2, 70.0; 72.8. Of rows that are not aligned, 8 loads spill registers.
     """
-    return (4, 4, 16384, 16 << 20) if backward else (4, 8, 32768, 16 << 20)
+    return (8 if aligned else 4, 4, 16384, 16 << 20) if backward else (4, 8, 32768, 16 << 20)
 
 
 def _tile(K, S, block):
@@ -393,7 +393,8 @@ def group_norm_bwd(
             num_warps=devices.warps(warps, x),
         )  # fmt: skip
     else:
-        loads, warps, size, ahead = _launch_wide(True)
+        aligned = S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0
+        loads, warps, size, ahead = _launch_wide(True, aligned)
         each = 16 // x.element_size()
         channels, elements = _tile(K, S, loads * 32 * warps * each)
         if elements < each:  # a lane reads beyond them, and masks it
@@ -408,8 +409,7 @@ def group_norm_bwd(
         _bwd_wide[(programs,)](
             dy, x, w, mean, rstd, part, queue, dx if need_dx else None, dws, dbs, dy.stride(0), x.stride(0), N * G,
             G, K, S, E, strips, strip_k, strip_s, lag, STRIPS=next_power_of_2(strips), BLOCK_K=channels,
-            LANES=elements // each, EACH=each, ALIGNED=S % 16 == x.stride(0) % 16 == dy.stride(0) % 16 == 0,
-            num_warps=devices.warps(warps, x),
+            LANES=elements // each, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x),
         )  # fmt: skip
     sum_both(dws, dbs, dw, db)
     return dx, dw, db
