@@ -444,9 +444,9 @@ def test_a_group_larger_than_a_pass():
 def test_memory_of_post_training_losses():
     """Beside what a linear head needs, next to nothing; a teacher's logits of 1,024 tokens."""
     M, H, V = 8192, 2048, 128256
-    plan = planning.plan(M, H, V, torch.bfloat16, torch.bfloat16)
     h = torch.empty(M, H, device="meta", dtype=torch.bfloat16)
-    head = chunks._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
-    for name, more in (("GRPO, dapo", 0), ("JSD", 2 * V * 1024)):
+    for name, few, more in (("GRPO, dapo", 3, 0), ("JSD", 2, 2 * V * 1024)):
+        plan = planning.plan(M, H, V, torch.bfloat16, torch.bfloat16, few=few)
+        head = chunks._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
         inputs, fns = drawn_loss(name, 8, 1024, H, V)
         assert peak(lambda inputs=inputs, fns=fns: taken(fns["ours"], inputs)) <= head + more + 2**26, name

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES
+from liger_kernel.ops.head.grouped_loss import linear_loss
 
 TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory that one program may have
     "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
@@ -141,6 +142,14 @@ def run(case, shape, option, dtype, wanted):
         torch.autograd.grad(outs, leaves, [torch.empty_like(o) for o in outs])
 
 
+def run_policy():
+    """A loss over three chunks of a head, which no Case has."""
+    tensors = dict(device="meta", dtype=torch.bfloat16, requires_grad=True)
+    hidden, weight = torch.empty(16384, 4096, **tensors), torch.empty(128256, 4096, **tensors)
+    target = torch.empty(16384, dtype=torch.long, device="meta")
+    linear_loss(lambda part, log_probs, _: -log_probs.sum(), hidden, weight, target, few=3)[0].backward()
+
+
 def text(case, shape, option, dtype, wanted):
     option = "".join(f" {k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in option.items())
     only = "" if wanted is all else f", gradient of {wanted}"
@@ -238,6 +247,8 @@ def main(name, path):
                 run(case, *given)
             except Exception as error:  # the other cases still count; the test of this one shows it
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
+    _Launched.now = "linear_loss", False, True
+    run_policy()
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
         whole = spread([launched for launched in alike if launched.whole], WHOLE)

@@ -119,6 +119,39 @@ def test_classes_in_two_parts(split):
     assert torch.equal(torch.cat(pair, 1), x)
 
 
+def added(x, *terms):
+    """x (n,) and the terms, by `_add`; what is not the last sum is fine."""
+    scales, grid = x.new_empty(4, dtype=F32), (-(-x.numel() // chunks.ADDED),)
+    for k, y in enumerate(terms):
+        fine = dict(WAS_FINE=k > 0, FINE=k < len(terms) - 1, BLOCK=chunks.ADDED)
+        chunks._add[grid](x, x.view(F16), scales, y, x.numel(), **fine)
+    return x
+
+
+def test_a_sum_is_fine_until_the_last_term():
+    """Wherever in fp32 its terms are: a sum that is rounded once, or an eighth of that more often."""
+    torch.manual_seed(0)
+    n, grow = 2 * chunks.ADDED + 700, torch.logspace(-30, 30, 3, device=DEVICE).repeat_interleave(chunks.ADDED)
+    terms = [torch.randn(n, device=DEVICE) * grow[:n] for _ in range(4)]
+    first = terms[0].to(B16)
+    exact = first.double() + sum(y.double() for y in terms[1:])
+    once = added(first.clone(), sum(terms[1:]))
+    often = added(first.clone(), *terms[1:])
+    for part, want, least in zip(*(x.split(chunks.ADDED) for x in (often, exact, once)), strict=True):
+        assert (part.double() - want).norm() <= 1.05 * (least.double() - want).norm()
+
+
+def test_a_fine_sum_of_anything():
+    """Zeros, the smallest numbers, the largest, and what is not finite."""
+    x, y = torch.zeros(chunks.ADDED, device=DEVICE, dtype=B16), torch.zeros(chunks.ADDED, device=DEVICE)
+    assert not added(x.clone(), y, y, y).any()
+    y[:2] = 1e-44
+    assert added(x.clone(), y, y).float().abs().max() <= 1e-40
+    y[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 3e38])
+    got = added(x.clone(), y, torch.zeros_like(y)).float()
+    assert got[0] == torch.inf and got[1] == -torch.inf and got[2].isnan() and got[4] > 2.9e38 and not got[5:].any()
+
+
 SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (4096, 2048, 128256), (3000, 100, 5003)
 NARROW = (1024, 2048, 128256), (300, 2304, 256000), (2048, 2048, 128256), (40, 100, 5003)  # than dW
 

@@ -31,6 +31,7 @@ from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.planning import aligned
 
 CONVERTED = 2**24  # elements that are in another dtype at a time, where a matmul cannot write in out's
+ADDED = 4096  # elements of dW that a program of `_add` adds to
 
 
 def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, few=2):
@@ -65,12 +66,28 @@ def _add_product(out, a, b, add=False):
 
 
 @kernel
-def _add(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    """x += y, rounded once."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+def _add(x_ptr, fine_ptr, scale_ptr, y_ptr, N, WAS_FINE: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr):
+    """x += y, rounded once.
+
+    Fine is a sum that is not the last one: fp16, which has three bits more than bf16, times a power of two for each
+    program. It lies where x does. What is not finite stays so.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    i, scale_ptr = program * BLOCK + tl.arange(0, BLOCK), scale_ptr + program + tl.arange(0, 1)
     y = tl.load(y_ptr + i, mask=i < N, other=0.0)
-    tl.store(x_ptr + i, (x + y).to(x_ptr.dtype.element_ty), mask=i < N)
+    if WAS_FINE:
+        y += tl.load(fine_ptr + i, mask=i < N, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    else:
+        y += tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    if FINE:
+        size = tl.abs(y)
+        largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0, keep_dims=True)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^k, at most largest
+        scale = tl.maximum(power, 2.0**-100) * 2.0**-14  # largest / scale < 2^15, which fp16 holds
+        tl.store(scale_ptr, scale)
+        tl.store(fine_ptr + i, (y * (1.0 / scale)).to(tl.float16), mask=i < N)
+    else:
+        tl.store(x_ptr + i, y.to(x_ptr.dtype.element_ty), mask=i < N)
 
 
 class _Memory:
@@ -111,6 +128,7 @@ class _Memory:
             self.late = h.new_empty(later, dtype=dtype) if plan.separate_logits else self.early
         self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
         self.sums = (self.late if self.split else self.early)[dw : dw + sums].view(torch.float32).view(-1, H)
+        self.scales = None  # of dW while it is fine: see `_add`
 
     def nbytes(self, weight_dtype):
         """The most that is allocated at one time, including the gradient that the weight gets."""
@@ -131,7 +149,21 @@ class _Memory:
         self.late = None
         return self.dw.to(self.plan.grad_dtype)
 
-    def to_dw(self, parts, h, first):
+    def _to_sums(self, x, h, last):
+        """dW += x @ h, a wave at a time in fp32."""
+        wave, (V, H), was_fine = self.plan.wave, self.dw.shape, self.scales is not None
+        if not last and not was_fine:
+            self.scales = self.sums.new_empty(cdiv(V, wave), cdiv(wave * H, ADDED))
+        for k, v in enumerate(range(0, V, wave)):
+            part = self.dw[v : v + wave]
+            _add_product(self.sums[: len(part)], x[v : v + len(part)], h)
+            scales = self.sums if self.scales is None else self.scales[k]
+            _add[(cdiv(part.numel(), ADDED),)](
+                part, part.view(torch.float16), scales, self.sums, part.numel(), WAS_FINE=was_fine, FINE=not last,
+                BLOCK=ADDED, num_warps=8,
+            )  # fmt: skip
+
+    def to_dw(self, parts, h, first, last=True):
         """dW (+)= x @ h, written over x if it is the first chunk's.
 
         What a strip has read is room for the next one, which therefore takes ``strip`` classes or more.
@@ -141,10 +173,7 @@ class _Memory:
         if not first and not self.plan.wave:
             _add_product(self.dw, x, h, add=True)
         elif not first:
-            for v in range(0, end, self.plan.wave):
-                part = self.dw[v : v + self.plan.wave]
-                _add_product(self.sums[: len(part)], x[v : v + len(part)], h)
-                _add[(cdiv(part.numel(), 4096),)](part, self.sums, part.numel(), BLOCK=4096, num_warps=8)
+            self._to_sums(x, h, last)
         elif self.split:
             while end > self.split:
                 start = max(min(end - self.strip, cdiv((end - self.split) * stride, self.row)), self.split)
@@ -291,7 +320,7 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
         if need_b:
             db.add_(torch.cat([x.sum(1, dtype=torch.float32) for x in parts]))
         if need_w:
-            memory.to_dw(parts, part, first=k == 0)
+            memory.to_dw(parts, part, first=k == 0, last=k == len(chunks) - 1)
     if need_h and group is not None:
         dh = summed(dh, group).to(h.dtype)
     if memory.dw is None:

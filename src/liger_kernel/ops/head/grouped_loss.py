@@ -358,8 +358,7 @@ def linear_loss(
         accum_dtype, drop_ignored, group: as in `linear_token_loss`.
         memory: likewise. If the logits of a group are larger than that (for "auto": than those of 4,096 tokens or of
             twice the hidden size), they are computed twice, once for fn and once for the gradient.
-        few: 2 or 3 chunks for "auto", unless it takes one or many. 3 need less memory, but round a 16-bit gradient of
-            the weight once more: for losses whose tokens pull in both directions, as advantages do.
+        few: 2 or 3 chunks for "auto", unless it takes one or many. 3 need less memory and a little more time.
 
     Returns:
         The loss, 0-d, and fn's others without gradients: 0-d ones are added up, the rest concatenated.

@@ -167,11 +167,11 @@ def few_chunks(own, wide, memory):
     """For "auto", up to five times the tokens that dW holds: two chunks, or three. It is rounded as often.
 
     The first chunk's logits lie in dW and in the room beyond it, later ones' in that room alone. So two chunks need
-    room for half of the tokens that dW does not hold, three for a third. The third rounding shows most where dW grows
-    with each chunk: 1.33x PyTorch's error for cross entropy (H200, 2026-11-21). So three are for a loss that asks for
-    them (``few``), as those of policies do, whose advantages have both signs; and for chunks that keep the matrix units
-    busy. GRPO at 16384·4096·128256 in 8192 + 4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13
-    GiB, 1.007x the time (vespo 1.02x), dW error 1.02 to 1.17x PyTorch's (at 4096·1024·32064, two: 1.01 to 1.09x).
+    room for half of the tokens that dW does not hold, three for a third. Three are for a loss that asks for them
+    (``few``), as those of policies do, and for chunks that keep the matrix units busy. GRPO at 16384·4096·128256 in
+    8192 + 4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 1.007x the time, dW error 1.02
+    to 1.17x PyTorch's, when the second sum was rounded to bf16, too. Where dW grows with each chunk that made it 1.33x,
+    for cross entropy (H200, 2026-11-21); hence `_add` in `chunks` keeps that sum fine.
     """
     if memory < 0 and own.M <= 5 * own.held and not own.freed:  # otherwise dW is in fp32 in any case
         few = own.few if own.wave and own.M - own.held >= 3 * ROWS else 2
