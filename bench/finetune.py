@@ -11,8 +11,9 @@
    it, by torchrun. accelerate shards on no CPU: there, ranks are wrapped by DDP.
 3. The largest micro-batch that fits: doubling, then bisection, or where the memory of two that fitted says that it
    will end. Each try is a process of its own, and trains the longest row beside others, ordinary rows, and it again.
-4. Measured: every side at Hugging Face's largest micro-batch and at its own. The same batches come in the same order;
-   speed is that of all timed steps together, memory that of any step, one with the longest row included.
+4. Measured: every side at Hugging Face's largest micro-batch and at its own. The same batches come in the same order,
+   and all of them twice, since what a length needs is compiled once: speed is that of all steps of the second time
+   together, memory that of any step, one with the longest row included.
 
 Results are saved after each process; ``--resume`` goes on with what they lack.
 """
@@ -41,7 +42,7 @@ from .instructions import collate, counts, lengths, order, packed, rows
 LAYOUTS, SIDES = ("padded", "packed"), tuple(NAMES)
 GRAIN = 16  # the largest micro-batch is found to one part in so many
 ROOM = 0.97  # of a GPU's memory, where tensors may lie: a first guess
-SETTINGS = "model", "pack", "length", "rows", "warmup", "steps", "lr"
+SETTINGS = "model", "pack", "length", "rows", "steps", "lr"
 
 
 def arguments(spec: dict, folder: str, steps: int):
@@ -112,11 +113,13 @@ def work(spec: dict) -> dict:
     transformers.utils.logging.set_verbosity_error()
     described = runs.described()
     device, gpus, batch = spec["device"], spec["gpus"], spec["batch"]
-    steps, hard = (3, (0, 2)) if spec["what"] == "try" else (spec["warmup"] + spec["steps"], (0,))
+    steps, hard = (3, (0, 2)) if spec["what"] == "try" else (1 + spec["steps"], (0,))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     given = rows(spec["rows"], models.SIZES[spec["model"]]["vocab_size"], spec["length"])
     items = order(given if spec["layout"] == "padded" else packed(given, spec["pack"]), batch, gpus, steps, hard)
+    if spec["what"] == "measure":
+        items, steps = items + items[batch * gpus :], 2 * steps - 1
     model = models.build(spec["model"], device, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder, said() as lines:
         training = trainer(spec, model, items, folder, steps)
@@ -134,7 +137,7 @@ def work(spec: dict) -> dict:
         "peak_bytes": train.peak_bytes(device), "lengths": lengths(given), "patched": lines, "sharded": sharded,
         "attention": model.config._attn_implementation,
     }  # fmt: skip
-    timed = slice(spec["warmup"] if spec["what"] == "measure" else 0, None)
+    timed = slice(1 + spec["steps"] if spec["what"] == "measure" else 0, None)
     tokens, labels = counts(items[timed.start * batch * gpus :])
     seconds = sum(ms[timed]) / 1e3
     figures |= {"tokens_per_s": tokens / seconds, "labels_per_s": labels / seconds}
@@ -339,8 +342,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--pack", type=int, default=4096, help="tokens of a packed sequence (4096)")
     p.add_argument("--length", type=int, default=512, help="tokens at which a row is cut (512)")
     p.add_argument("--rows", type=int, default=8000, help="of the set (8000)")
-    p.add_argument("--warmup", type=int, default=4, help="steps before the timed ones (4)")
-    p.add_argument("--steps", type=int, default=16, help="timed steps (16)")
+    p.add_argument("--steps", type=int, default=16, help="timed steps, each of which is done before, too (16)")
     p.add_argument("--most", type=int, default=1024, help="the largest micro-batch that is tried (1024)")
     p.add_argument("--lr", type=float, default=2e-5)
     of_processes(p, "finetune", run_limit=150, limit=440)
