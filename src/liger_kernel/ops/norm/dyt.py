@@ -82,16 +82,18 @@ def _bwd(
 
 
 @functools.cache
-def _launch(N):
-    """(rows, columns, warps) of a program's block.
+def _launch(N, widest, elements):
+    """(rows, columns, warps) of a program's block of so many elements, in at most so many columns.
 
     65536x768, bf16, in blocks of 1024 columns and of 256, which end where a row does: forward 2.50, 2.88 TB/s (H200,
-    2026-11-22), backward 2.50, 2.94; 16384x4096 backward 3.34, 3.12 (2026-11-24).
+    2026-11-22), backward 2.50, 2.94 (2026-11-24). With 2,048 elements and 4,096 of 1024 columns, 65536x1024 and
+    16384x4096: forward 3.47, 3.81 and 3.41, 3.69; with 2,048 in 1024 columns and in 2048, 16384x4096: backward 3.33,
+    3.49 (2026-11-24).
     """
-    columns = min(next_power_of_2(N), 1024)
+    columns = min(next_power_of_2(N), widest)
     while columns > 256 and N % columns:
         columns //= 2
-    return 2048 // columns, columns, 4
+    return elements // columns, columns, 4
 
 
 def _gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta):
@@ -106,7 +108,7 @@ def dyt_fwd(
     """x (M, N) with unit stride in N, gamma and beta (N,) contiguous -> y (M, N)."""
     y = x.new_empty(x.shape)
     M, N = x.shape
-    rows, columns, warps = _launch(N)
+    rows, columns, warps = _launch(N, 1024, 4096)
     if M and N:
         _fwd[(cdiv(M, rows), cdiv(N, columns))](
             x, alpha, gamma, beta, y, x.stride(0), M, N,
@@ -124,7 +126,7 @@ def dyt_bwd(
     needs = need_dx, need_dalpha, need_dgamma, need_dbeta
     found = dx, dalpha, dgamma, dbeta = _gradients(dy, x, alpha, gamma, beta, *needs)
     M, N = x.shape
-    rows, columns, warps = _launch(N)
+    rows, columns, warps = _launch(N, 2048, 2048)
     across = cdiv(N, columns)
     programs = max(1, min(cdiv(M, rows), cdiv(4 * devices.multiprocessors(x), max(across, 1))))
     parts = partial(dalpha, programs * across), partial(dgamma, programs), partial(dbeta, programs)

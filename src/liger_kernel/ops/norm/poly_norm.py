@@ -136,7 +136,9 @@ WIDE = 16384  # columns; a wider row does not fit into registers
 def _launch(N, elements, of_warp):
     """(rows, columns, warps) of a program's block of at least so many elements, and of about so many a warp.
 
-    16384x4096, bf16, with 4, 8, 16 warps: forward 3.74, 3.76, 2.86 TB/s, backward 2.72, 2.40, 2.09 (H200, 2026-11-23).
+    16384x4096, bf16, with 4, 8, 16 warps: forward 3.74, 3.76, 2.86 TB/s (H200, 2026-11-23). Backward, in blocks of
+    4,096 and 8,192 elements with 4 and 8 warps: 2.72, 3.19 (2026-11-24); of twice as many elements a thread registers
+    spill on sm_100.
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(1, elements // columns)
@@ -178,7 +180,7 @@ def poly_norm_bwd(
             if gradient is not None:
                 gradient.zero_()
         return found
-    rows, columns, warps = _launch(N, 4096, 1024)
+    rows, columns, warps = _launch(N, 16384 // x.element_size(), 1024)
     programs = max(1, min(cdiv(M, rows), devices.multiprocessors(x)))
     parts = partial(dw, programs), partial(db, programs)
     _bwd[(programs,)](

@@ -108,14 +108,16 @@ def _bwd(
         tl.store(t_ptr + tl.program_id(0) * D + d, t, mask=d < D)
 
 
-def _launch(D, columns_of_warp, most, v):
+def _launch(D, columns_of_warp, most, ahead, v):
     """(columns, warps, stages) of a program, whose registers hold whole rows.
 
     With 1, 2 and 3 stages, 12 blocks of 8192x7168 in bf16: forward 2.16, 2.19, 2.68 TB/s (with 8 warps 1.87), backward
-    2.13 (4 warps), -, 2.32 (H200, 2026-11-22).
+    2.13 (4 warps), -, 2.32 (H200, 2026-11-22). With 3 and 4: forward 2.69, 2.63, backward 2.28, 2.40; 8 blocks of
+    8192x4096 2.89, 2.89 and 2.68, 2.78 (2026-11-24).
     """
     columns = next_power_of_2(D)
-    return columns, min(max(columns // columns_of_warp, 1), most), devices.stages(columns * v.element_size(), v)
+    stages = devices.stages(columns * v.element_size(), v, ahead)
+    return columns, min(max(columns // columns_of_warp, 1), most), stages
 
 
 def _outputs(v, q, w, blocks, eps):
@@ -136,7 +138,7 @@ def attn_res_fwd(
     """v (N·M, D) with unit stride in D, q and w (D,) -> out (M, D) in v's dtype, a and rstd (M, N) in fp32."""
     out, a, rstd = _outputs(v, q, w, blocks, eps)
     M, D = out.shape
-    columns, warps, stages = _launch(D, 1024, 4, v)
+    columns, warps, stages = _launch(D, 1024, 4, 3, v)
     if out.numel():
         _fwd[(M,)](
             v, q, w, out, a, rstd, v.stride(0), M, blocks, D, eps,
@@ -153,7 +155,7 @@ def attn_res_bwd(
     """dout (M, D) with unit stride in D -> dv (N·M, D), dq and dw (D,). What is not needed is None."""
     dv = v.new_empty(v.shape) if need_dv else None
     (M, N), D = a.shape, v.shape[1]
-    columns, warps, stages = _launch(D, 512, 16, v)
+    columns, warps, stages = _launch(D, 512, 16, 4, v)
     programs = max(1, min(M, devices.multiprocessors(v) * max(16 // warps, 1)))
     part = v.new_empty((programs, D), dtype=torch.float32) if need_dq or need_dw else None
     if D:
