@@ -28,6 +28,7 @@ from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_reference
 from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction, glu_linear_reference
 from liger_kernel.ops.mlp.glu import swiglu_reference
+from liger_kernel.ops.norm.dyt import LigerDyTFunction
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.ops.probability.softmax import softmax_reference
 from liger_kernel.transformers import apply_liger_kernel
@@ -316,6 +317,46 @@ def test_transforms_of_a_loss_of_log_probabilities(transform):
         )
     )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def of_sines(fn, tensors):
+    """The gradients that `grad` finds of the sum of the sines of all outputs."""
+    wanted = {k: t.detach() for k, t in leaves(tensors).items()}
+    others = {k: t for k, t in tensors.items() if k not in wanted}
+
+    def loss(*learned):
+        outs = run_forward(fn, {**others, **dict(zip(wanted, learned, strict=True))})
+        return sum(o.float().sin().sum() for o in outs if o.is_floating_point())
+
+    return grad(loss, argnums=tuple(range(len(wanted))))(*wanted.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_grad_in_a_graph(case):
+    """There torch.func would see no more of a Function than its forward: a gradient of 0, and no error."""
+    torch._dynamo.reset()
+    tensors = given(case, case.shapes[1], case.options[0])
+    fullgraph = case.name != "fused_gate_up_silu_mul"  # a Function by itself, at which the graph breaks
+    compiled = torch.compile(lambda: of_sines(case.fn, tensors), backend="aot_eager", fullgraph=fullgraph)
+    same(compiled(), of_sines(case.reference, tensors))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap of grad"])
+def test_transforms_in_a_graph(transform):
+    torch._dynamo.reset()
+    x, (mine, theirs) = tensor(2, 8).detach(), OF_ROWS["rms_norm"]
+    compiled = torch.compile(lambda x: TRANSFORMS[transform](lambda x: mine(x).sin().sum(), x), backend="aot_eager")
+    same([compiled(x)], [TRANSFORMS[transform](lambda x: theirs(x).sin().sum(), x)])
+
+
+def test_a_function_by_itself_within_grad_in_a_graph():
+    torch._dynamo.reset()
+    x, alpha, gamma = tensor(2, 8).detach(), tensor(1).detach(), tensor(8).detach()
+    run = grad(lambda x: LigerDyTFunction.apply(x, alpha, gamma, None).sum())
+    run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="LigerDyTFunction: no Triton kernels within torch.func in a graph"):
+        run(x)
 
 
 @pytest.mark.parametrize("learning", [True, False])

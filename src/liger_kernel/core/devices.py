@@ -7,6 +7,8 @@ import functools
 import os
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from liger_kernel.core.tile import TRITON
 
@@ -17,20 +19,25 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels can process this tensor. If not, an operator runs its PyTorch reference.
 
-    The kernels compute in fp32, so they do not take fp64.
+    The kernels compute in fp32, so they do not take fp64. Within a graph, torch.func sees nothing of a Function but its
+    forward: all gradients would be zeros.
     """
-    if tensor.dtype == torch.float64:
+    if tensor.dtype == torch.float64 or transformed() and is_compiling():
         return False
     if tensor.is_cuda or tensor.is_xpu:
         return TRITON
     return INTERPRETED and TRITON and tensor.device.type == "cpu"
 
 
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is active. They need PyTorch's own operations."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def require_kernels(name: str, tensor: torch.Tensor) -> None:
     if not has_kernels(tensor):
-        raise RuntimeError(
-            f"{name}: no Triton kernels for a tensor on {tensor.device}; call the liger_* function instead"
-        )
+        where = "within torch.func in a graph" if transformed() else f"for a tensor on {tensor.device}"
+        raise RuntimeError(f"{name}: no Triton kernels {where}; call the liger_* function instead")
 
 
 def is_off_host(tensor: torch.Tensor) -> bool:

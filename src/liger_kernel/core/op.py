@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from liger_kernel.core import devices
+from liger_kernel.core.devices import transformed
 
 # Operators and references call these copies: frameworks replace functions of torch.nn.functional by our operators.
 F = types.SimpleNamespace(**vars(torch.nn.functional))
@@ -102,11 +102,6 @@ class Function(torch.autograd.Function):
         args, needs = cls.arguments(ctx), ctx.needs_input_grad
         found = gradients(cls.reference, args, [*needs, *[False] * len(args)][: len(args)], grads)
         return *found, *[None] * (len(needs) - len(args))
-
-
-def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is active. They need PyTorch's own operations."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _backward_or_again(backward):

@@ -167,6 +167,9 @@ def test_module():
 def test_function_takes_channels_before_groups():
     x, w, b = drawn((2, 6, 5))
     torch.testing.assert_close(LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), F.group_norm(x, 3, w, b, 1e-5))
+    for groups in (4, 0, -3):
+        with pytest.raises(ValueError, match=f"LigerGroupNormFunction: num_groups is {groups}, give a divisor"):
+            LigerGroupNormFunction.apply(x, w, b, 6, groups, 1e-5)
 
 
 def test_errors():

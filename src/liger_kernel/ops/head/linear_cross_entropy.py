@@ -14,7 +14,7 @@ import functools
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, kept, kept_inputs, rounded, transformed
+from liger_kernel.core.op import CASES, Case, F, Function, kept, kept_inputs, rounded
 from liger_kernel.core.parallel import group_name, local, place
 from liger_kernel.ops.head.chunks import bytes_of_all
 from liger_kernel.ops.head.cross_entropy import (
@@ -264,8 +264,8 @@ def liger_fused_linear_cross_entropy(
             num_items = torch.full((), num_items, dtype=torch.float32, device=input.device)
     rows, h, y = only_valid(input, target, ignore_index, drop_ignored)
     run = LigerFusedLinearCrossEntropyFunction.apply
-    if not devices.has_kernels(h) or torch.compiler.is_compiling() and transformed():
-        run = fused_linear_cross_entropy_in_chunks  # within a graph, torch.func tells no forward what needs a gradient
+    if not devices.has_kernels(h):
+        run = fused_linear_cross_entropy_in_chunks
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
         h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
     outputs = run(

@@ -148,6 +148,7 @@ class LigerDyTFunction(Function):
 
     @staticmethod
     def forward(ctx, x, alpha, gamma, beta):
+        devices.require_kernels("LigerDyTFunction", x)
         if x.dim() == 0 or not check.fits(x, x.shape[-1:], gamma, beta) or not check.fits(x, (1,), alpha):
             _check("LigerDyTFunction", x, alpha, gamma, beta)
         ctx.save_for_backward(x, alpha, gamma, beta)

@@ -47,7 +47,7 @@ class LigerGroupNormFunction(Function):
     def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
         devices.require_kernels("LigerGroupNormFunction", X)
         of_channels = check.fits(X, X.shape[1:2], affine_scaling_weight, affine_shifting_bias)
-        if not of_channels or X.dim() < 3 or X.shape[1] != num_channels or num_channels % max(num_groups, 1):
+        if not of_channels or X.dim() < 3 or X.shape[1] != num_channels or num_groups < 1 or num_channels % num_groups:
             _check("LigerGroupNormFunction", X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups)
         x, w, b = _samples(X), affine_scaling_weight.contiguous(), affine_shifting_bias.contiguous()
         y, mean, rstd = group_norm_fwd(x, w, b, num_groups, eps)
