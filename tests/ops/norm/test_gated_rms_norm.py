@@ -7,6 +7,8 @@ import pytest
 import torch
 from hardware import DEVICE
 
+from liger_kernel.core import devices
+from liger_kernel.ops.norm import gated_rows
 from liger_kernel.ops.norm.gated_rms_norm import gated_rms_norm_reference, liger_gated_rms_norm
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.transformers import LigerGatedRMSNorm
@@ -104,6 +106,27 @@ def test_dtypes_may_differ():
         y = liger_gated_rms_norm(*tensors)
         grads = torch.autograd.grad(y.float().sum(), tensors)
         assert y.dtype == dtypes[0] and tuple(g.dtype for g in grads) == dtypes
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [128, 4096, 8192])
+def test_backwards_loads_fit_into_shared_memory(width, dtype, kilobytes, monkeypatch):
+    """Of a gate in fp32 beside x in bf16, too: RTX 3090 and 4090 have 99 KB, A100 163, H100 227."""
+    launched = []
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *tensors, **constants: launched.append(constants)
+
+    x, gate = drawn((3, width), (3, width), dtype=torch.bfloat16)
+    y = liger_gated_rms_norm(x, gate.to(dtype))
+    monkeypatch.setattr(gated_rows, "_bwd", Noted())
+    monkeypatch.setattr(devices, "_properties", lambda kind, index: ("sm_89", 128, 32, kilobytes * 1024))
+    torch.autograd.grad(y.float().sum(), x)
+    (of,) = launched
+    loaded = of["BLOCK_M"] * of["BLOCK_N"] * (2 * x.element_size() + dtype.itemsize)
+    assert of["STAGES"] == 1 or of["STAGES"] * loaded <= kilobytes * 1024
 
 
 def test_module():

@@ -323,13 +323,13 @@ def gated_norm_bwd(
             )  # fmt: skip
     split, programs = _sharing(G, cdiv(T, block), max(1, devices.multiprocessors(x) // groups))
 
+    loaded = block * columns * (2 * x.element_size() + (0 if shared else g.element_size()))  # bytes, in an iteration
     part_g, part_b = (partial(t, split if shared else 1) for t in (dg, db))
     part_w = partial(dw, programs)
     _bwd[(programs, groups, cdiv(N, columns))](
         dy, x, g, w, rstd, dot, dx, part_g, part_w, part_b, *strides, G, T, N, split, offset or None,
         ACT=_gate(act, x, g), BEFORE=before, SHARED=shared, CAST=cast, ROUND=rounds, BLOCK_M=block, BLOCK_N=columns,
-        STAGES=devices.stages((2 if shared else 3) * block * columns * x.element_size(), x, 3 if shared else 4),
-        num_warps=devices.warps(warps, x),
+        STAGES=devices.stages(loaded, x, 3 if shared else 4), num_warps=devices.warps(warps, x),
     )  # fmt: skip
     for part, gradient in ((part_g, dg), (part_w, dw), (part_b, db)):
         sum_rows(part, gradient)
