@@ -213,3 +213,19 @@ def test_many_channels_of_few_elements(K, S, dtype):
     found, wanted = torch.autograd.grad(y, (x, w, b), dy), torch.autograd.grad(want, exact, dy.double())
     for got, right in zip((y, *found), (want, *wanted), strict=True):
         assert (got.double() - right).abs().max() <= 4 * torch.finfo(dtype).eps * right.abs().max()
+
+
+def test_a_strip_that_ends_just_below_2_31():
+    """The sums over a channel's last strip alone: the first turn that is drawn is its. Nothing else is read."""
+    strip, each, last = 2**16, 4096, 2**15
+    S, across = 2**31 - last, 2**15
+    x = torch.empty(1, S, dtype=torch.float16, device=DEVICE)
+    x[:, -last:] = 1
+    one, queue = torch.ones(1, device=DEVICE), torch.tensor([across - 1, 0], dtype=torch.int32, device=DEVICE)
+    dw, db = torch.zeros(2, across, device=DEVICE)
+    group_rows._bwd_wide[(1,)](
+        x, x, one, 0 * one, one, None, queue, None, dw, db, S, S, 1, 1, 1, S, S, across, across, 1, strip, 1,
+        STRIPS=1, BLOCK_K=1, LANES=each // 8, EACH=8, ALIGNED=True, num_warps=4,
+    )  # fmt: skip
+    for t in (dw, db):
+        assert t[-1] == last and not t[:-1].any()

@@ -245,18 +245,20 @@ def _sums(
 @kernel
 def _bwd_wide(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, part_ptr, queue_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, groups,
-    G, K, S, E, strips, STRIP_K, STRIP_S, LAG, STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
+    G, K, S, E, strips, across, STRIP_K, STRIP_S, LAG, STRIPS: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
     EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One program: the sums over a strip of a group, STRIP_S elements of STRIP_K channels, or dx of such a strip."""
+    """One program: the sums over a strip of a group, STRIP_S elements of STRIP_K channels, or dx of such a strip.
+
+    Nothing goes beyond S, since S + STRIP_S may not fit 32 bits.
+    """
     group, strip, first = _next(queue_ptr, strips, LAG)
     if (group >= 0) & (group < groups):
         n, g = (group // G).to(tl.int64), (group % G).to(tl.int64)
         dy_group, x_group = dy_ptr + n * stride_dy + g * E, x_ptr + n * stride_x + g * E
         mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
-        across = tl.cdiv(S, STRIP_S)
         k0, s0 = strip // across * STRIP_K, strip % across * STRIP_S
-        k1, s1 = tl.minimum(k0 + STRIP_K, K), tl.minimum(s0 + STRIP_S, S)
+        k1, s1 = tl.minimum(k0 + STRIP_K, K), s0 + tl.minimum(STRIP_S, S - s0)
         if first:
             m1, mxhat = _sums(
                 dy_group, x_group, w_ptr + g * K, dw_ptr, db_ptr, ((n * across + strip % across) * G + g) * K,
@@ -408,7 +410,7 @@ def group_norm_bwd(
         part, queue, lag, programs = _queue(x, N * G, strips, 2 * E * x.element_size(), ahead)
         _bwd_wide[(programs,)](
             dy, x, w, mean, rstd, part, queue, dx if need_dx else None, dws, dbs, dy.stride(0), x.stride(0), N * G,
-            G, K, S, E, strips, strip_k, strip_s, lag, STRIPS=next_power_of_2(strips), BLOCK_K=channels,
+            G, K, S, E, strips, across, strip_k, strip_s, lag, STRIPS=next_power_of_2(strips), BLOCK_K=channels,
             LANES=elements // each, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x),
         )  # fmt: skip
     sum_both(dws, dbs, dw, db)
