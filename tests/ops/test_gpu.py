@@ -124,6 +124,8 @@ FAR = {  # name: function, inputs, and the dimension along which an input's entr
     "rms_norm": (BY_NAME["rms_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
     "fused_add_rms_norm": (BY_NAME["fused_add_rms_norm"].fn, (2**18 + 5, 8192), {"x": 0, "r": 0}),
     "layer_norm": (BY_NAME["layer_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
+    "group_norm": (BY_NAME["group_norm"].fn, (2**17 + 5, 8, 2048), {"x": 0}),
+    "group_norm of wide groups": (BY_NAME["group_norm"].fn, (2**14 + 5, 4, 2**15), {"x": 0}),
     "softmax": (BY_NAME["softmax"].fn, (2**18 + 5, 8192), {"x": 0}),
     "swiglu": (BY_NAME["swiglu"].fn, (2**31 // 14336 + 5, 14336), {"a": 0, "b": 0}),
     "swiglu of halves": (lambda x: liger_swiglu(*x.chunk(2, -1)), halves, {"x": 0}),
@@ -193,6 +195,55 @@ def test_cuda_graph(case, option):
     now, then = step()
     for got, want in zip(replayed, (*now, *then), strict=True):
         torch.testing.assert_close(got, want.detach())
+
+
+def wide_groups(seed):
+    """GroupNorm forward and backward where groups are read twice: the inputs, and a step from these."""
+    case = BY_NAME["group_norm"]
+    tensors = drawn(case, case.bench[-1], {}, seed=seed)
+    dy = torch.randn_like(tensors["x"])
+
+    def step():
+        y = case.fn(**tensors)
+        return y.detach(), *torch.autograd.grad(y, list(leaves(tensors).values()), dy)
+
+    return tensors, step
+
+
+def test_every_replay_begins_a_queue():
+    """Turns are drawn from the first on, and groups' counts are 0: the results are those of eager mode, bit for bit."""
+    tensors, step = wide_groups(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in (1, 2, 3):
+        others, _ = wide_groups(seed)
+        with torch.no_grad():
+            for k, t in tensors.items():
+                t.copy_(others[k])
+        graph.replay()
+        replayed = [t.clone() for t in found]
+        assert all(torch.equal(got, want) for got, want in zip(replayed, step(), strict=True))
+
+
+def test_two_streams_have_two_queues():
+    steps = [wide_groups(seed)[1] for seed in (0, 1)]
+    wanted, streams = [step() for step in steps], [torch.cuda.Stream() for _ in steps]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = [[], []]
+    for _ in range(8):
+        for step, stream, outcomes in zip(steps, streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                outcomes.append(step())
+    torch.cuda.synchronize()
+    for outcomes, want in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for got in outcomes for a, b in zip(got, want, strict=True))
 
 
 @WITH_OPTIONS
