@@ -36,7 +36,8 @@ def transformed() -> bool:
 
 def require_kernels(name: str, tensor: torch.Tensor) -> None:
     if not has_kernels(tensor):
-        where = "within torch.func in a graph" if transformed() else f"for a tensor on {tensor.device}"
+        in_a_graph = transformed() and is_compiling()
+        where = "within torch.func in a graph" if in_a_graph else f"for a tensor on {tensor.device}"
         raise RuntimeError(f"{name}: no Triton kernels {where}; call the liger_* function instead")
 
 
