@@ -186,6 +186,18 @@ def test_a_policy_loss_of_16384_tokens_takes_two_gigabytes():
         assert 2 * 4096 * (16384 + 128256) + taken(*size, B16, B16, chosen) <= 2.12 * 2**30
 
 
+@pytest.mark.parametrize("H", [1000, 1024, 4230])
+@pytest.mark.parametrize("unit", [64, 300])
+def test_up_to_five_times_what_dw_holds_are_two_chunks(H, unit):
+    """Also of a number of channels that is no multiple of 64; and 16 bits are added up in fp32."""
+    for dtype, weight_dtype in (B16, B16), (F32, F32), (B16, F32):
+        holds = H * weight_dtype.itemsize // dtype.itemsize
+        for M in range(unit, 5 * holds, 37 * unit):
+            chosen = plan(M, H, 128256, dtype, weight_dtype, unit=unit)
+            passes = number_of_passes(M, chosen)
+            assert passes <= 2 and (passes < 2 or weight_dtype == F32 or chosen.wave), chosen
+
+
 def test_a_common_head_takes_half_of_dw():
     M, H, V = size = 8192, 4096, 128256
     chosen, gradients = plan(*size, B16, B16), V * H * 2 + M * H * 2

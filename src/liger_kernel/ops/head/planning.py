@@ -130,7 +130,8 @@ class _Head:
 
         The first chunk has what dW holds and the room, each later one the room alone.
         """
-        even = max(self.units((self.M + (count - 1) * (self.held + self.sums - self.ahead)) // count), self.unit)
+        even = (self.M + (count - 1) * (self.held + self.sums - self.ahead)) // count
+        even = self.held + self.units(even - self.held) if self.unit == 64 else max(self.units(even), self.unit)
         rooms = [
             max(n - self.held + self.ahead, aligned(self.later(self.M - n, count - 1)) + self.sums)
             for n in (even, even + self.unit)
