@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from liger_kernel.core.op import custom_op
+
 
 def _resolved(group):
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
@@ -36,8 +38,14 @@ def place(group) -> tuple[int, int]:
     """(number of ranks, this rank). ``group`` is a process group, its name, or None."""
     if group is None:
         return 1, 0
-    group = _resolved(group)
-    return dist.get_world_size(group), dist.get_rank(group)
+    return _place_of(group) if isinstance(group, str) else (dist.get_world_size(group), dist.get_rank(group))
+
+
+def _place_of(name):
+    return place(_resolved(name))
+
+
+_place_of._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, without importing Dynamo
 
 
 def local(name, hidden, weight, bias, group):
@@ -137,16 +145,25 @@ def summed(x: torch.Tensor, group) -> torch.Tensor:
     return x
 
 
-def _all_reduced(x, op, group):
+@custom_op("all_reduced", lambda x, kind, group: x.new_empty(x.shape))
+def _all_reduced(x: torch.Tensor, kind: str, group: str) -> torch.Tensor:
+    """All-reduce into memory of its own. kind: "SUM" or "MAX"."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op, _resolved(group))
+    dist.all_reduce(x, getattr(dist.ReduceOp, kind), _resolved(group))
     return x
 
 
-class _Copy(torch.autograd.Function):
+class _OfGroup(torch.autograd.Function):
+    """One that torch.func can differentiate, too."""
+
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def setup_context(ctx, inputs, output):
+        _, ctx.group = inputs
+
+
+class _Copy(_OfGroup):
+    @staticmethod
+    def forward(x, group):
         return x.view_as(x)
 
     @staticmethod
@@ -154,11 +171,10 @@ class _Copy(torch.autograd.Function):
         return _Sum.apply(dy, ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(_OfGroup):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _all_reduced(x, dist.ReduceOp.SUM, group)
+    def forward(x, group):
+        return _all_reduced(x, "SUM", group)
 
     @staticmethod
     def backward(ctx, dy):
@@ -166,16 +182,16 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to_group(x, group):
-    return x if place(group)[0] == 1 else _Copy.apply(x, group)
+    return x if place(group)[0] == 1 else _Copy.apply(x, group_name(group))
 
 
 def sum_over_group(x, group):
-    return x if place(group)[0] == 1 else _Sum.apply(x, group)
+    return x if place(group)[0] == 1 else _Sum.apply(x, group_name(group))
 
 
 def max_over_group(x, group):
     """All-reduce (max), without a gradient."""
-    return x.detach() if place(group)[0] == 1 else _all_reduced(x, dist.ReduceOp.MAX, group)
+    return x.detach() if place(group)[0] == 1 else _all_reduced(x.detach(), "MAX", group_name(group))
 
 
 class _AllToAll(torch.autograd.Function):

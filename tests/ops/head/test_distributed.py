@@ -15,7 +15,8 @@ from liger_kernel.core import devices, parallel
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 from liger_kernel.ops.functional import liger_fused_linear_scaled_cross_entropy_tp
 from liger_kernel.ops.head.grouped_loss import linear_loss
-from liger_kernel.ops.head.token_log_probs import linear_token_loss
+from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.token_log_probs import linear_token_loss, token_log_probs
 
 CPU = [True] if DEVICE == "cpu" else []  # where tensors that have kernels can also go without
 OPTIONS = (
@@ -230,6 +231,66 @@ def compiled(rank, group, given):
         same(a, b, name, 1e-6)
 
 
+def mean(h, w, b, y, **option):
+    return liger_fused_linear_cross_entropy(h, w, y, b, **option)
+
+
+def with_options(h, w, b, y, **option):
+    given = dict(label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-2, use_token_scaling=True, num_items=7)
+    return liger_fused_linear_cross_entropy(h, w, y, b, reduction="sum", **given, **option)
+
+
+def each(h, w, b, y, **option):
+    return liger_fused_linear_cross_entropy(h, w, y, b, reduction="none", **option).square().sum()
+
+
+def of_tokens(h, w, b, y, **option):
+    log_p, entropy = token_log_probs(h, w, y, b, return_entropy=True, **option)
+    return (log_p.exp() + entropy.square()).sum()
+
+
+def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
+    """One graph of a sharded head, with the gradients of this rank: those of the whole head, or its slice of them."""
+    h, w, b, target = drawn(H=8, dtype=dtype)
+    option = dict(group=group.group_name if way == "name" else group)
+    shards = [h.clone(), mine(w, rank).detach(), mine(b, rank).detach()]
+    if way == "DTensors":
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh, option = dist.device_mesh.init_device_mesh(DEVICE, (SIZE,)), {}
+        shards = [
+            distribute_tensor(x, mesh, [at]) for x, at in zip((h, w, b), (Replicate(), Shard(0), Shard(0)), strict=True)
+        ]
+    shards = [x.requires_grad_(way != "frozen" or i != 1) for i, x in enumerate(shards)]
+    leaves = [x for x in shards if x.requires_grad]
+
+    def call(*head):
+        return 2 * loss(*head, target, **option)
+
+    def gradients(*head):
+        return call(*head), *torch.func.grad(call, (0, 1, 2))(*head)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "INTERPRETED", devices.INTERPRETED and kernels)
+        torch._dynamo.reset()
+        settings = dict(fullgraph=True, backend="aot_eager", dynamic=way == "dynamic")
+        if way == "torch.func":
+            got = torch.compile(gradients, **settings)(*(x.detach() for x in shards))
+            eager = gradients(*(x.detach() for x in shards))
+        else:
+            value = torch.compile(call, **settings)(*shards)
+            with torch.no_grad():
+                same(torch.compile(call, **settings)(*shards), value, "without gradients", 1e-6)
+            got, eager = (value, *torch.autograd.grad(value, leaves)), ()
+    full = [x.requires_grad_(like.requires_grad) for x, like in zip((h, w, b), shards, strict=True)]
+    value = 2 * loss(*full, target)
+    wanted = value, *torch.autograd.grad(value, [x for x in full if x.requires_grad])
+    for i, x in [*enumerate(got), *enumerate(eager)]:
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        want = wanted[i] if x.shape == wanted[i].shape else wanted[i].chunk(SIZE)[rank]
+        same(x, want, f"{loss.__name__} in a graph, {way}: {i}", 1e-12 if dtype == torch.float64 else 1e-5)
+
+
 def all_ignored(rank, group, dtype):
     h, w, b, target = drawn(H=6, dtype=dtype)
     local = h.clone().requires_grad_(), mine(w, rank), mine(b, rank)
@@ -307,6 +368,7 @@ HEAD_OPTIONS = (
     dict(class_weight=True, label_smoothing=0.3, lse_square_scale=1e-2, softcap=4.0, logit_scale=0.5, temperature=1.5),
     dict(memory=0, drop_ignored=True),
 )
+LOSSES = mean, with_options, each, of_tokens
 BOTH, NEEDS = (torch.float64, torch.float32), [(True, False, False), (False, True, False)]
 
 
@@ -324,6 +386,12 @@ CHECKS = [
     partial(head, option=HEAD_OPTIONS[1], dtype=torch.bfloat16),
     *(partial(scaled, dtype=dtype, given=given) for dtype in BOTH for given in (True, False)),
     *(partial(compiled, given=given) for given in (True, False)),
+    *(partial(in_a_graph, loss=loss, way="group") for loss in LOSSES),
+    *(partial(in_a_graph, loss=loss, way="torch.func") for loss in LOSSES),
+    *(partial(in_a_graph, loss=mean, way=way) for way in ("name", "dynamic", "frozen", "DTensors")),
+    *(partial(in_a_graph, loss=of_tokens, way=way) for way in ("dynamic", "DTensors")),
+    *(partial(in_a_graph, loss=loss, way="group", dtype=torch.float64) for loss in LOSSES),
+    *(partial(in_a_graph, loss=of_tokens, way=way, kernels=False) for way in ("group", "torch.func") for _ in CPU),
     *(partial(all_ignored, dtype=dtype) for dtype in BOTH),
     *(partial(pairs, dtype=dtype, memory=memory) for dtype in BOTH for memory in ("auto", 0)),
     *(partial(tokens_of_all_ranks, loss_type=kind) for kind in ("dapo", "cispo", "vespo")),
