@@ -121,6 +121,21 @@ def test_classes_without_probability(divergence):
 
 
 @ANYWHERE
+@DIVERGENCE
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_one_nan_is_all_nan(divergence, who):
+    """A logit that is none makes the loss and every gradient of its token none: no number that looks like one."""
+    tensors = cast(drawn(), F32)
+    with torch.no_grad():
+        tensors[f"{who}_bias"][5] = torch.nan
+    got = run(ours(dict(divergence=divergence, weight_hard=0.0)), tensors)[0]
+    assert got["output 0"].isnan()
+    if divergence != "tvd" or who == "student":  # PyTorch's sign of NaN is 0
+        assert got["dstudent_bias"].isnan().all() and got["dstudent_weight"].isnan().all()
+        assert got["dstudent"].isnan().all(1).tolist() == (tensors["target"] != -100).tolist()
+
+
+@ANYWHERE
 def test_equal_logits():
     """The divergence of a model from itself is 0, and so is its gradient; at tvd's ties, too."""
     for divergence in DIVERGENCES:

@@ -392,11 +392,11 @@ def _merge(
         s = tl.sqrt(tl.sum(tl.load(part, mask=mask, other=0.0), axis=0))
         z = tl.sqrt(tl.sum(tl.load(part + slot, mask=mask, other=0.0), axis=0))
         st = tl.sum(tl.load(part + 2 * slot, mask=mask, other=0.0), axis=0)
-        long, z = s > LEAST, tl.maximum(z, LEAST)
-        s = tl.maximum(s, LEAST)
+        short = s <= LEAST
+        s, z = tl.where(short, LEAST, s), tl.where(z <= LEAST, LEAST, z)  # unlike maximum, this keeps NaN
         cosine = st / s / z
         tl.store(stats, -beta / s / z, mask=known)
-        tl.store(stats + T, tl.where(long, beta * cosine / s / s, 0.0), mask=known)
+        tl.store(stats + T, tl.where(short, 0.0, beta * cosine / s / s), mask=known)
         tl.store(soft_ptr + t, tl.where(valid, beta * (1.0 - cosine), 0.0), mask=known)
     else:
         top, total = _load_log_sum(part, slot, scale, mask)
