@@ -166,6 +166,18 @@ def test_given_logits(divergence, given):
     same(run(ours(option, teacher_logits=logits, drop_ignored=True), tensors)[0], want)
 
 
+@pytest.mark.parametrize("divergence", ["jsd", "cosine"])
+@pytest.mark.parametrize("strides", [(2**30, 1), (1, 2**28)], ids=["rows", "columns"])
+def test_given_logits_beyond_int32(divergence, strides):
+    """Such as one position of every sequence; of their memory only a few pieces are ever touched."""
+    tensors = {k: t.detach() for k, t in cast(drawn(3, 8, 8), F32).items() if not k.startswith("teacher")}
+    z = torch.empty(2**31 + 8, dtype=B16, device=DEVICE).as_strided((3, 8), strides)
+    z.copy_(torch.randn(3, 8))
+    far, near = (distil(**tensors, teacher_logits=y, divergence=divergence) for y in (z, z.contiguous()))
+    for a, b in zip(far, near, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_small_gradients_in_fp16():
     """What fp16 couldn't hold once it is divided by the number of tokens."""
     tensors = drawn(300, 16, 100)

@@ -18,7 +18,13 @@ from liger_kernel.core.parallel import local
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.head.chunks import empty_gradients, fill_logits, pad_tokens, plan_for, run_chunks
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
-from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions, compare_logits, of_logits
+from liger_kernel.ops.head.divergences import (
+    DIVERGENCES,
+    DistillationOptions,
+    beyond_offsets,
+    compare_logits,
+    of_logits,
+)
 from liger_kernel.ops.head.forward_gradients import gradient_in_forward, gradients_in_chunks
 from liger_kernel.ops.head.logits import normalisers
 from liger_kernel.ops.head.planning import aligned, budget
@@ -54,13 +60,14 @@ def frozen_logits(h, w, b):
 class _Teacher:
     """Its logits for a few tokens at a time, in memory that the next few use again; given ones are read where they are.
 
-    The tokens of what is computed are contiguous, as the student's are.
+    The tokens of what is computed are contiguous, as the student's are. Given logits that are far apart are copied.
     """
 
     def __init__(self, h, w, b, logits, rows, dtype, most):
         self.h, self.w, self.b, self.given, self.rows, self.dtype = h, w, b, logits, rows, dtype
-        # what is read where it is needs no memory, and its statistics are few
-        self.most = min(TEACHER_ROWS if logits is None or rows is not None or logits.dtype != dtype else 4096, most)
+        self.far = logits is not None and beyond_offsets(logits)
+        copied = logits is None or rows is not None or logits.dtype != dtype or self.far
+        self.most = min(TEACHER_ROWS if copied else 4096, most)  # others need no memory, and their statistics are few
         if logits is None:
             self.w, self.b = w.to(dtype), None if b is None else b.to(dtype)
             self.memory = w.new_empty(w.shape[0], aligned(self.most), dtype=dtype)
@@ -71,7 +78,8 @@ class _Teacher:
     def logits(self, some):
         """(tokens, classes) of a slice of the tokens."""
         if self.given is not None:
-            return self._of(self.given, some).to(self.dtype)
+            part = self._of(self.given, some).to(self.dtype)
+            return part.contiguous() if self.far else part
         part = self._of(self.h, some)
         n = part.shape[0]
         part = pad_tokens(part.to(self.dtype))

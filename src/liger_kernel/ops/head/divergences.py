@@ -548,10 +548,16 @@ def _launch(x, each, rows):
 EACH_OF_STATISTICS, EACH_OF_SUMS, EACH_OF_GRADIENT = 4, 1, 2
 
 
+def beyond_offsets(y):
+    """Whether y's strides are too large: what a program reads at once is reached by an offset of 32 bits."""
+    return 64 * y.stride(0) + 1024 * EACH_OF_STATISTICS * y.stride(1) >= 2**31
+
+
 def compare_logits(x, y, target, norm, options, gradient, soft, hard):
     """Fill soft (T,), D, and hard (T,), CE, or None, for logits x (T, V), whose tokens are contiguous, and y (T, V_t).
 
-    With ``gradient`` x becomes that of w_h·hard + w_s·soft, divided by ``norm`` (a tensor). x may be in two parts.
+    With ``gradient`` x becomes that of w_h·hard + w_s·soft, divided by ``norm`` (a tensor). x may be in two parts. y
+    has any strides that are not `beyond_offsets`.
     """
     (x, more, split, V), T, W = parts(x), *y.shape
     strides, scale, sizes = (x.stride(1), y.stride(1), y.stride(0)), 1.0 / options.temperature, (T, V, W)
