@@ -144,7 +144,7 @@ class _Head:
         first = self.whole(self.held + beyond)
         rest, separate = self.M - first, False
         rows = self.later(rest, few - 1)
-        if not self.freed and rows <= self.units(room - self.sums):
+        if not self.freed and aligned(rows) <= room - self.sums:
             first = self.M - (cdiv(rest, rows) * rows if rest else 0)  # later ones are equal
             return Plan(first, rows, self.strip, self.wave if rest else 0, *self.dtypes)
         if rest and self.freed:
