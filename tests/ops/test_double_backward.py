@@ -334,12 +334,24 @@ def of_sines(fn, tensors):
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_grad_in_a_graph(case):
-    """There torch.func would see no more of a Function than its forward: a gradient of 0, and no error."""
+    """There torch.func would see no more of a Function than its forward: a gradient of 0, and no error.
+
+    PyTorch 2.11 traces no `torch.where` of one argument there, which experts have; then it says so.
+    """
     torch._dynamo.reset()
     tensors = given(case, case.shapes[1], case.options[0])
     fullgraph = case.name != "fused_gate_up_silu_mul"  # a Function by itself, at which the graph breaks
-    compiled = torch.compile(lambda: of_sines(case.fn, tensors), backend="aot_eager", fullgraph=fullgraph)
-    same(compiled(), of_sines(case.reference, tensors))
+    mine, theirs = (
+        torch.compile(lambda f=f: of_sines(f, tensors), backend="aot_eager", fullgraph=fullgraph)
+        for f in (case.fn, case.reference)
+    )
+    try:
+        theirs()
+    except Exception as error:
+        with pytest.raises(type(error)):
+            mine()
+        return
+    same(mine(), of_sines(case.reference, tensors))
 
 
 @pytest.mark.parametrize("transform", ["jvp", "vmap of grad"])

@@ -114,10 +114,11 @@ def _launch_few():
     return 1, 1
 
 
-def _channels(streams, C, entries, of_warp):
+def _channels(streams, C, entries, of_warp=512):
     """(channels, warps) of a block of ``entries`` of that many streams, of which a warp has ``of_warp``.
 
-    post_res forward of 8192x4x4096, bf16, with 512 and 1,024 of a warp: 3.37, 3.59 TB/s (H200, 2026-11-24).
+    8192x4x4096, bf16, forward with 512 and 1,024 of a warp: post_res, which gives four streams, 3.37, 3.59 TB/s; pre,
+    which gives one, 3.95, 3.58 (H200, 2026-11-24).
     """
     channels = min(max(entries // streams, 16), next_power_of_2(C))
     return channels, min(max(streams * channels // of_warp, 1), 8)
@@ -138,7 +139,7 @@ def mix_streams(x: torch.Tensor, f: torch.Tensor | None, p: torch.Tensor | None,
     out = _output(x, f, p, h)
     M, N, C = out.shape
     streams = next_power_of_2(N)
-    channels, warps = _channels(streams, C, 4096, 1024)
+    channels, warps = _channels(streams, C, 4096, 512 if streams == 1 else 1024)
     if out.numel():
         _fwd[(M, cdiv(C, channels))](
             x, f, p, h, out, *x.stride()[:2], 0 if f is None else f.stride(0), N, x.shape[1], C,
@@ -167,7 +168,7 @@ def mix_streams_bwd(
             num_warps=devices.warps(warps, x),
         )  # fmt: skip
         return dx, df, dp, dh
-    channels, warps = _channels(inputs, C, 2048, 512)
+    channels, warps = _channels(inputs, C, 2048)
     if M:
         _bwd[(M,)](
             dout, x, f, p, h, dx, df, dp, dh, *dout.stride()[:2], *x.stride()[:2], 0 if f is None else f.stride(0),
