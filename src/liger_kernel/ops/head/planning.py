@@ -170,9 +170,9 @@ def few_chunks(own, wide, memory):
     The first chunk's logits lie in dW and in the room beyond it, later ones' in that room alone. So two chunks need
     room for half of the tokens that dW does not hold, three for a third. Three are for a loss that asks for them
     (``few``), as those of policies do, and for chunks that keep the matrix units busy. GRPO at 16384·4096·128256 in
-    8192 + 4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 1.007x the time, dW error 1.02
-    to 1.17x PyTorch's, when the second sum was rounded to bf16, too. Where dW grows with each chunk that made it 1.33x,
-    for cross entropy (H200, 2026-11-21); hence `_add` in `chunks` keeps that sum fine.
+    8192 + 4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 77.8 -> 79.1 ms, dW's error
+    1.02 to 1.04x PyTorch's. A second sum that is rounded to bf16 made it 1.33x where dW grows with each chunk, for
+    cross entropy (H200, 2026-11-21); hence `_add` in `chunks` keeps that sum fine.
     """
     if memory < 0 and own.M <= 5 * own.held and not own.freed:  # otherwise dW is in fp32 in any case
         few = own.few if own.wave and own.M - own.held >= 3 * ROWS else 2

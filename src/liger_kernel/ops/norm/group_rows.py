@@ -299,8 +299,8 @@ def _launch_wide(backward, aligned=True):
     tensor; bytes of the groups between a strip's sums and its end).
 
     bf16, in µs (H200, 2026-11-24): 16x512x64x64 forward 50.4, with 8 MB between 53.5; in two launches, the second of
-    which reads all from memory, 47.6. 8x320x96x96 40.9, 43.8; 45.5. Backward 74, with 4 loads 77.0, with 8 warps
-    and 2 loads 78.9, in two launches 88.1; 58, 61.2, 70.0; 72.8. Of rows that are not aligned, 8 loads spill registers.
+    which reads all from memory, 47.6. 8x320x96x96 40.9, 43.8; 45.5. Backward 72.5, with 4 loads 79.1, with 8 warps
+    and 2 loads 78.9, in two launches 88.1; 58.1, 61.9, 70.0; 72.8. Where rows are not aligned, 8 loads spill.
     """
     return (8 if aligned else 4, 4, 16384, 16 << 20) if backward else (4, 8, 32768, 16 << 20)
 
