@@ -215,13 +215,28 @@ def calls():
     return found
 
 
+OF_A_GROUP = "liger::all_reduced"  # a Case has one rank, and nothing to reduce
+OPCHECKS = ["test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["SUM", "MAX"])
+def test_opcheck_of_a_group(kind):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        args = torch.randn(3, 5), kind, torch.distributed.group.WORLD.group_name
+        torch.library.opcheck(custom_ops()[OF_A_GROUP].op, args, test_utils=OPCHECKS)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.thorough
 @pytest.mark.xdist_group("opcheck")  # `calls` is made once
-@pytest.mark.parametrize("name", custom_ops())
+@pytest.mark.parametrize("name", sorted(custom_ops().keys() - {OF_A_GROUP}))
 def test_opcheck(name, calls):
     """Schema, aliasing and fake kernel of every custom op, with real arguments, and with the first dynamic shapes."""
     assert calls[name], f"no Case calls {name}"
-    tests = ["test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
+    tests = OPCHECKS
     for args in calls[name].values():
         args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
         torch.library.opcheck(custom_ops()[name].op, args, test_utils=tests)
