@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_kernel.core import check
-from liger_kernel.core.op import F
+from liger_kernel.core.op import F, matrix
 from liger_kernel.losses.function import GradientsInForward
 from liger_kernel.losses.module import LossModule, without
 from liger_kernel.ops.head.distillation import check_divergence, frozen_logits, linear_distillation, take_in_chunks
@@ -117,7 +117,7 @@ def _flat(name, student_input, target, **others):
             raise ValueError(
                 f"{name}: {what} has shape {tuple(x.shape)}, give a row for each of the student's: {(*lead, '...')}"
             )
-    rows = (x if x is None else x.reshape(-1, x.shape[-1]) for x in (student_input, *others.values()))
+    rows = (x if x is None else matrix(x) for x in (student_input, *others.values()))
     return target.reshape(-1), *rows
 
 
@@ -225,7 +225,7 @@ class LigerFusedLinearDistillationBase(GradientsInForward):
 
         def fused(h, w, b):
             return linear_distillation(
-                h.reshape(-1, h.shape[-1]), w, y, student_bias=b, teacher=teacher, teacher_weight=teacher_weight,
+                matrix(h), w, y, student_bias=b, teacher=teacher, teacher_weight=teacher_weight,
                 teacher_bias=teacher_bias, return_hard=with_hard, **o.given(),
             )  # fmt: skip
 
@@ -256,7 +256,7 @@ class LigerFusedLinearDistillationBase(GradientsInForward):
                 loss, *rest = (x / n for x in of_chunk(slice(None), x))
                 return loss, *(x.detach() for x in rest)
 
-            return gradient_in_forward(run, reference, h.reshape(-1, h.shape[-1]), w, b)
+            return gradient_in_forward(run, reference, matrix(h), w, b)
 
         loss = in_chunks if cls.DIVERGENCE is None else fused
         outputs = cls.take(ctx, loss, student_input, student_weight, student_bias)

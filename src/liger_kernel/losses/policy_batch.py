@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import check
+from liger_kernel.core.op import matrix
 from liger_kernel.losses.policy_math import (
     BOTH,
     POLICIES,
@@ -61,7 +62,7 @@ class Batch:
         """-> loss, tuple of metrics: with log-probabilities that `linear_loss` computes in chunks."""
         target, rows = only(self.counted, ids, IGNORED), self.rows
         if not self.couples:  # each token is a group, so a chunk may end anywhere
-            hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+            hidden, target = matrix(hidden), target.reshape(-1)
             rows = rows.each(lambda x: x.expand(ids.shape).reshape(-1))
 
         def fn(part, log_probs, entropy):

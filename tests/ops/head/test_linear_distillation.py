@@ -64,6 +64,16 @@ def test_without_kernels(option, W, reference_only, monkeypatch):
 
 @ANYWHERE
 @DIVERGENCE
+def test_no_channels(divergence):
+    """The student's logits are its bias."""
+    tensors = drawn()
+    for name in "student", "student_weight":
+        tensors[name] = tensors[name].detach()[:, :0].requires_grad_()
+    compared(dict(divergence=divergence), tensors)
+
+
+@ANYWHERE
+@DIVERGENCE
 @pytest.mark.parametrize("left", ["one row", "one token", "none", "no rows"])
 def test_few_rows(divergence, left):
     """Rows that count for nothing have no gradient; without one that counts all is 0."""

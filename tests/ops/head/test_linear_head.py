@@ -36,6 +36,7 @@ from heads import (
 
 from liger_kernel.ops.head import planning
 from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, linear_token_loss, token_log_probs
@@ -134,6 +135,38 @@ def test_nothing_to_learn_from(rows, drop, memory, dtype):
     for loss in out.loss, sum(o.sum() for o in outputs[:3]):
         for d in torch.autograd.grad(loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
             assert not d.any()
+
+
+def mean(h, w, y, b, **option):
+    return liger_fused_linear_cross_entropy(h, w, y, b, **option)
+
+
+def each(h, w, y, b, **option):
+    return -token_log_probs(h, w, y, b, **option).sum() / 6
+
+
+def of_groups(h, w, y, b, **option):
+    return linear_loss(lambda part, log_p, entropy: -log_p.sum() / 6, h, w, y, b, **option)[0]
+
+
+@ANYWHERE
+@DTYPE
+@pytest.mark.parametrize("fn", [mean, each, of_groups])
+@pytest.mark.parametrize("memory", ["auto", 0, 10**6])
+def test_no_channels(fn, memory, dtype):
+    """The loss is what the bias makes it, or log V; hidden states and weight have gradients without elements."""
+    target = (torch.arange(9, device=DEVICE) % 5).where(torch.arange(9, device=DEVICE) % 3 != 1, -100)
+    for bias in None, torch.arange(5.0, device=DEVICE):
+        h, w = (torch.empty(n, 0, device=DEVICE, dtype=dtype, requires_grad=True) for n in (9, 5))
+        leaves = [h, w] if bias is None else [h, w, bias.to(dtype).requires_grad_()]
+        loss = fn(h, w, target, *leaves[2:] or (None,), memory=memory, drop_ignored=False)
+        z = torch.zeros(5, device=DEVICE, dtype=F64) if bias is None else bias.double()
+        want = F.cross_entropy(z.requires_grad_().expand(9, 5), target)
+        torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+        dh, dw, *db = torch.autograd.grad(loss, leaves)
+        assert (dh.shape, dw.shape, dh.dtype, dw.dtype) == (h.shape, w.shape, dtype, dtype)
+        for d in db:
+            torch.testing.assert_close(d.double(), torch.autograd.grad(want, z)[0], rtol=0, atol=torch.finfo(dtype).eps)
 
 
 @ANYWHERE

@@ -35,8 +35,8 @@ ADDED = 4096  # elements of dW that a program of `_add` adds to
 
 
 def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, few=2):
-    """`planning.plan` of this head on this device, for all tokens of h or so many."""
-    tokens, sizes = h.shape[0] if tokens is None else tokens, (h.shape[1], w.shape[0])
+    """`planning.plan` of this head on this device, for all tokens of h or so many. At least one channel is planned."""
+    tokens, sizes = h.shape[0] if tokens is None else tokens, (max(h.shape[1], 1), w.shape[0])
     processors = devices.multiprocessors(h)
     return planning.plan(tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit, few)
 
@@ -271,10 +271,13 @@ def gradients_of_all(x, h, w, accum_dtype, needs):
     return dh, dw, db
 
 
-def run_chunks(h, *args):
-    """`_run_chunks`: every matmul in the dtypes of its matrices, also under autocast."""
+def run_chunks(h, w, *args):
+    """`_run_chunks`: every matmul in the dtypes of its matrices, even under autocast. No channels are one, of zeros."""
     with devices.without_autocast(h):
-        return _run_chunks(h, *args)
+        if h.shape[1]:
+            return _run_chunks(h, w, *args)
+        dh, dw, db = _run_chunks(F.pad(h, (0, 1)), F.pad(w, (0, 1)), *args)
+        return dh[..., :0], dw[..., :0], db
 
 
 def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=None):

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import F
+from liger_kernel.core.op import F, matrix
 from liger_kernel.core.parallel import group_name, local, place
 from liger_kernel.core.tile import parts
 from liger_kernel.ops.head.chunks import plan_for, run_chunks
@@ -386,7 +386,7 @@ def linear_loss(
     top_k = target.dim() > len(lead)
     if top_k and (return_entropy or group is not None):
         raise ValueError(f"{name}: target has several classes a token, give it without return_entropy and group")
-    h, weight, bias, group = local(name, hidden.reshape(-1, hidden.shape[-1]), weight, bias, group)
+    h, weight, bias, group = local(name, matrix(hidden), weight, bias, group)
     y = target.long().reshape(h.shape[0], *target.shape[len(lead) :])
     check_head(name, h, weight, bias, y[:, 0] if top_k else y, None, group)
     check_targets(name, y.reshape(-1), weight.shape[0] * place(group)[0], ignore_index)

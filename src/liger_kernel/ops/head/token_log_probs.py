@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, kept, rounded, unseen
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, kept, matrix, rounded, unseen
 from liger_kernel.core.parallel import copy_to_group, group_name, local, place, token_loss_reference_parallel
 from liger_kernel.ops.head.chunks import (
     bytes_of_all,
@@ -444,7 +444,7 @@ def token_log_probs(
             f"{tuple(hidden.shape[:-1])}"
         )
     out = linear_token_loss(
-        hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, temperature=temperature,
+        matrix(hidden), weight, target.reshape(-1), bias, temperature=temperature,
         logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index, return_entropy=return_entropy,
         accum_dtype=accum_dtype, memory=memory, drop_ignored=drop_ignored, group=group,
     )  # fmt: skip
