@@ -62,6 +62,24 @@ def test_without_kernels(option, W, reference_only, monkeypatch):
     compared(option, drawn(W=W, **option), F64, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, "kl_div"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_hard_loss_beside_every_divergence(divergence, temperature):
+    """Of logits alone; also beside given probabilities, which no public function asks for."""
+    torch.manual_seed(0)
+    x, y = torch.randn(77, 9, device=DEVICE).t(), torch.randn(9, 77, device=DEVICE)
+    target = torch.randint(77, (9,), device=DEVICE).where(torch.arange(9, device=DEVICE) % 3 != 1, -100)
+    beta, y = (1e-10, y.softmax(-1)) if divergence == "kl_div" else (0.5, y)
+    options = divergences.DistillationOptions(divergence, beta, temperature, weight_hard=0.25, weight_soft=0.75)
+    exact = x.double().requires_grad_()
+    want = divergences.of_logits(exact, y.double(), target, options, hard=True)
+    gradient = torch.autograd.grad(0.75 * want[0] + 0.25 * want[1], exact)[0]
+    got = torch.zeros(2, 9, device=DEVICE)
+    divergences.compare_logits(x, y, target, torch.ones((), device=DEVICE), options, True, *got)
+    torch.testing.assert_close(got.sum(1).double(), torch.stack(want), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.double(), gradient, rtol=1e-5, atol=1e-6)
+
+
 @ANYWHERE
 @DIVERGENCE
 def test_no_channels(divergence):

@@ -431,7 +431,7 @@ def _compare(
     """One program: STRIP classes of BLOCK_T tokens. Fills sum with ΣD, ΣG and Σq over them.
 
     With GRADIENT it overwrites the student's logits with their gradient instead. Where p is GIVEN, ΣG is known before,
-    and it does both: sum is ΣD but for log Σ exp((z_s - max)/T)·Σp. SAME: softmax(z_s) is q.
+    and it does both: sum is ΣD but for log Σ exp((z_s - max)/T)·Σp. SAME: softmax(z_s) is q, and q is there.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = tokens < T
@@ -585,7 +585,7 @@ def compare_logits(x, y, target, norm, options, gradient, soft, hard):
             x, more, split, y, target, stats, sums, norm, *strides, T, V, W, STRIP, options.ignore_index, scale,
             options.beta, options.weight_hard, options.weight_soft, DIVERGE=OF_A_CLASS.get(options.divergence),
             GRADIENT=gradient, **kind, HARD=gradient and hard is not None,
-            SAME=not cosine and scale == 1.0 and V == y.shape[1], ROWS=rows, **launch,
+            SAME=not (cosine or given) and scale == 1.0 and V == y.shape[1], ROWS=rows, **launch,
         )  # fmt: skip
 
     if cosine:
