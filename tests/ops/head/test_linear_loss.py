@@ -309,6 +309,7 @@ def test_every_token_is_in_one_pass(sizes, parts, first, rows):
         (dict(weight=torch.zeros(V, H + 1)), "weight"),
         (dict(memory="plenty"), "memory"),
         (dict(few=1), "few"),
+        (dict(few=2.0), "few"),
     ],
 )
 def test_errors(change, error):

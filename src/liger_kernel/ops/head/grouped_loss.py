@@ -373,7 +373,7 @@ def linear_loss(
         check.positive(name, "temperature", temperature), check.integer(name, "ignore_index", ignore_index)
     )  # fmt: skip
     check.dtype(name, "accum_dtype", accum_dtype)
-    if few not in (2, 3):
+    if few not in (2, 3) or not isinstance(few, int):
         raise ValueError(f"{name}: few is {few!r}, give 2 or 3 chunks")
     lead = hidden.shape[:-1]
     if target.shape[: len(lead)] != lead or target.dim() > len(lead) + 1:
