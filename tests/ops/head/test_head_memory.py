@@ -152,6 +152,22 @@ def test_a_fine_sum_of_anything():
     assert got[0] == torch.inf and got[1] == -torch.inf and got[2].isnan() and got[4] > 2.9e38 and not got[5:].any()
 
 
+def test_a_fine_sum_has_three_more_digits():
+    """256 + 1 + 1 is 258 in bf16, but 256 if 257 is rounded to it."""
+    x, y = torch.full((5000,), 256.0, device=DEVICE, dtype=B16), torch.ones(5000, device=DEVICE)
+    assert (added(x, y, y) == 258).all()
+
+
+def test_a_fine_sum_of_numbers_far_apart():
+    """As exact as fp16 as long as they are not 2²⁸ times smaller than the largest that is added beside them."""
+    y = (1 + 2**-10) * 2.0 ** -torch.arange(60, device=DEVICE)
+    for factor in (1.0, 2.0**-60, 2.0**100):
+        fine, scale = torch.zeros(60, device=DEVICE, dtype=F16), torch.empty(1, device=DEVICE)
+        chunks._add[(1,)](fine.view(B16), fine, scale, y * factor, 60, WAS_FINE=False, FINE=True, BLOCK=chunks.ADDED)
+        got = fine.double() * scale.double() / factor
+        assert torch.equal(got[:29], y[:29].double()) and (got - y.double()).abs().max() <= 2**-39
+
+
 SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (4096, 2048, 128256), (3000, 100, 5003)
 NARROW = (1024, 2048, 128256), (300, 2304, 256000), (2048, 2048, 128256), (40, 100, 5003)  # than dW
 
