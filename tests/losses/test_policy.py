@@ -103,6 +103,15 @@ def test_of_given_log_probabilities(loss_type, level):
     assert_equal({"loss": loss} | {f"metric {i}": x for i, x in enumerate(metrics)}, dict(list(expected.items())[:4]))
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+@pytest.mark.parametrize("dtype, tolerance", [(F64, 1e-10), (F32, 1e-5)])
+def test_a_head_without_channels(loss_type, dtype, tolerance):
+    """Its logits are its bias."""
+    learnt, rest = drawn(H=0, dtype=dtype, advantages="BT")
+    expected = outcome(whole, learnt, rest, loss_type=loss_type)
+    assert_equal(outcome(linear_grpo_loss, learnt, rest, loss_type=loss_type), expected, tolerance)
+
+
 # ---- its surroundings ----
 
 

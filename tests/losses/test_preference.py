@@ -431,3 +431,18 @@ def test_a_loss_of_ones_own():
         lambda s, labels, target, beta: (-(s * labels).sum(), s), h, w, target, torch.ones(2 * B, dtype=torch.bool), b
     )
     torch.testing.assert_close(value.detach(), -sums_[0])
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_a_head_without_channels(dtype):
+    """It is one whose only channel is 0: its logits are its bias."""
+    tensors, target, _ = drawn(dtype)
+    labels, found = torch.arange(2 * B, device=DEVICE) % 2 == 0, []
+    for channels in (0, 1):
+        h, w = (torch.zeros_like(tensors[k][..., :channels]).requires_grad_() for k in LEARNT[:2])
+        of_pairs, _ = paired_preference(preference.simpo_loss, h, w, target, tensors["bias"])
+        of_answers, _ = unpaired_preference(preference.kto_loss, h, w, target, labels, tensors["bias"])
+        dh, dw, db = torch.autograd.grad(of_pairs + of_answers, (h, w, tensors["bias"]))
+        assert dh.shape == h.shape and dw.shape == w.shape and not dh.any() and not dw.any()
+        found.append((of_pairs, of_answers, db))
+    torch.testing.assert_close(*found)

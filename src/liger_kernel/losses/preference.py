@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check
+from liger_kernel.core.op import matrix
 from liger_kernel.losses.function import GradientsInForward
 from liger_kernel.losses.module import LossModule, without
 from liger_kernel.losses.preference_math import *  # noqa: F403  (the names there are names here, too)
@@ -23,8 +24,8 @@ from liger_kernel.ops.head.token_log_probs import token_log_probs
 def sum_of_logits(hidden, weight, bias=None):
     """The sum over all positions and classes, (..., H) -> 0-d. It is linear, so it needs no logits."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    h, w = hidden.reshape(-1, hidden.shape[-1]).sum(0, dtype=wide), weight.sum(0, dtype=wide)
-    return h @ w if bias is None else h @ w + hidden[..., 0].numel() * bias.sum(dtype=wide)
+    h, w = matrix(hidden).sum(0, dtype=wide), weight.sum(0, dtype=wide)
+    return h @ w if bias is None else h @ w + hidden.shape[:-1].numel() * bias.sum(dtype=wide)
 
 
 def sequence_log_probs(hidden, weight, target, bias=None, *, average=False, ignore_index=-100, **options):
