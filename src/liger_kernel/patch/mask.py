@@ -21,7 +21,7 @@ from liger_kernel.patch.probe import Stub, first_line, isolated, noise, shell
 from liger_kernel.patch.rewrite import Kind, Rewrite
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
-ASKED = {"config", "inputs_embeds", "input_embeds", "attention_mask", "past_key_values", "position_ids"}
+ASKED = {"config", "inputs_embeds", "input_embeds", "attention_mask", "past_key_values", "cache", "position_ids"}
 LENGTH, WINDOW = 7, 5  # of the trial
 
 
@@ -61,9 +61,12 @@ class CausalMask(Kind):
         return {"forward": forward}
 
 
-def _is_causal_by_flag(name, config, attention_mask=None, past_key_values=None, position_ids=None, **embeddings):
-    """Whether transformers' attention is causal by itself. (The positions are the model's own.)"""
-    (x,) = embeddings.values()
+def _is_causal_by_flag(
+    name, config, attention_mask=None, past_key_values=None, position_ids=None, cache=None, **embeddings
+):  # fmt: skip
+    """Whether transformers' attention is causal by itself. (The positions are the model's own; ``cache`` is what
+    ``past_key_values`` is called from transformers 5.24 on.)"""
+    (x,), past_key_values = embeddings.values(), past_key_values if cache is None else cache
     length, window = x.shape[1], getattr(config, "sliding_window", None)
     if config._attn_implementation != "sdpa" or attention_mask is not None or not getattr(config, "is_causal", True):
         return False
