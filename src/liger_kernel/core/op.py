@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from liger_kernel.core import devices
 from liger_kernel.core.devices import transformed
+from liger_kernel.core.inductor import cache_by_what_is_donated
 
 # Operators and references call these copies: frameworks replace functions of torch.nn.functional by our operators.
 F = types.SimpleNamespace(**vars(torch.nn.functional))
@@ -38,7 +39,11 @@ def custom_op(name: str, like: Callable):
         def tensors(*args):
             return _filled(fn(*args), args[0])
 
-        op = _registered(name, tensors, lambda *args: _filled(like(*args), args[0]))
+        def fake(*args):
+            cache_by_what_is_donated()  # before backward is compiled, and not where nothing is
+            return _filled(like(*args), args[0])
+
+        op = _registered(name, tensors, fake)
 
         @functools.wraps(fn)
         def call(*args):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hardware import DEVICE
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from liger_kernel.ops.head import linear_cross_entropy
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -91,6 +91,27 @@ def test_inductor_multiplies_dw_where_it_is(scale, keeps_none):
     made = f"empty_strided_{DEVICE}(({V}, {H})"
     assert len(codes) == 2 and not any(made in code for code in codes)
     assert "in_out_ptr" in codes[1]
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor")
+@pytest.mark.thorough
+def test_inductors_cache_and_a_second_backward(keeps_none):
+    """Code that was compiled to write over dW, in a step without ``retain_graph``, is not for one with it."""
+    h, w, y = drawn()
+    want = trained(mean, h, w, y, 3.0)
+    with fresh_cache():
+        trained(torch.compile(mean, fullgraph=True), h, w, y, 3.0)
+        torch._dynamo.reset()  # as another process, of the same cache
+        compiled = torch.compile(mean, fullgraph=True)
+        loss = compiled(h, w, y) * 3.0
+        for keep in (True, True, False):
+            for a, b in zip(torch.autograd.grad(loss, (h, w), retain_graph=keep), want, strict=True):
+                torch.testing.assert_close(a, b)
+        torch._dynamo.reset()
+        compiled = torch.compile(mean, fullgraph=True)
+        trained(compiled, h, w, y, 3.0)
+        with pytest.raises(RuntimeError, match="donated"):  # PyTorch's: this graph is one that writes over dW
+            torch.autograd.grad(compiled(h, w, y), (h, w), retain_graph=True)
 
 
 EVERY = dict(
