@@ -22,7 +22,7 @@ from liger_kernel.ops.functional import (
     liger_softmax,
     liger_swiglu,
 )
-from liger_kernel.ops.head import cross_entropy, token_log_probs
+from liger_kernel.ops.head import cross_entropy, linear_cross_entropy, token_log_probs
 from liger_kernel.ops.head.cross_entropy import cross_entropy_reference
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_reference
@@ -272,6 +272,61 @@ def test_compiled_raises():
     (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.thorough
+def test_compiled_without_aot_autograd(case):
+    """There backward runs as it was traced, without a graph: that raises, and a graph that is only kept does not."""
+    tensors = given(case, case.shapes[1], case.options[0])
+    torch._dynamo.reset()
+    compiled, wanted = torch.compile(case.fn, backend="eager"), list(leaves(tensors).values())
+    loss, plain = (
+        sum(y.square().sum() for y in run_forward(fn, tensors) if y.requires_grad) for fn in (compiled, case.fn)
+    )
+    want = torch.autograd.grad(plain, wanted, allow_unused=True)
+    for _ in range(2):
+        same(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True), want)
+    with pytest.raises(RuntimeError, match="create_graph=True through liger_kernel's operators"):
+        torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+    same(torch.autograd.grad(loss, wanted, allow_unused=True), want)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_penalty_with_a_compiled_head(inside, kept, monkeypatch):
+    """A part of it would be missing: that of sin would be there."""
+    monkeypatch.setattr(linear_cross_entropy, "FREE", 2**20 if kept else 0)
+    h, w, y = head()
+    torch._dynamo.reset()
+
+    def loss(h):
+        return liger_fused_linear_cross_entropy(h.sin(), w, y, drop_ignored=False)
+
+    def penalty(h, loss=loss):
+        return torch.autograd.grad(loss(h), h, create_graph=True)[0].square().sum()
+
+    with pytest.raises(RuntimeError, match="create_graph=True through liger_kernel's operators"):
+        if inside:
+            torch.compile(penalty, backend="eager")(h)
+        else:
+            penalty(h, torch.compile(loss, backend="eager"))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("norm", [liger_rms_norm, lambda x, w: liger_fused_add_rms_norm(x, None, w)[0]])
+def test_penalty_beside_what_is_compiled(norm, inside):
+    """A gradient with a graph, of what is not compiled, in a function that is."""
+    x, w = tensor(4, 16), tensor(16, seed=1)
+    torch._dynamo.reset()
+    y = norm(x, w)
+
+    def penalty(y, x):
+        return torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0].square().sum()
+
+    got = torch.compile(penalty, backend="eager")(y, x) if inside else penalty(y, x)
+    want = penalty(rms_norm_reference(x, w), x)
+    same([got, *torch.autograd.grad(got, (x, w))], [want, *torch.autograd.grad(want, (x, w))])
 
 
 # ---- torch.func ----

@@ -65,12 +65,19 @@ def _registered(name, fn, fake):
 
     By hand: `torch.library.custom_op` looks for such aliases in every call, and enters Python twice.
     """
+    # a backward that runs within a frame of Dynamo's must not have its kernels' launches traced
+    untraced = torch._disable_dynamo(fn)
+    op, library = _defined(name, torch.library.infer_schema(fn, mutates_args=()), untraced, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return op
+
+
+def _defined(name, schema, fn, key):
     _libraries.pop(name, None)  # of a module that is run again
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(name + torch.library.infer_schema(fn, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
-    library.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(name, fn, key)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default, library
 
 
 def _filled(outs, like):
@@ -112,9 +119,42 @@ class Function(torch.autograd.Function):
 def _backward_or_again(backward):
     @functools.wraps(backward)
     def call(ctx, *grads):
-        return ctx._forward_cls.again(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            return ctx._forward_cls.again(ctx, *grads)
+        return backward(ctx, *(without_graph(*grads) if is_compiling() else grads))
 
     return call
+
+
+def without_graph(*grads):
+    """The same gradients that came into a backward in a graph. ``create_graph=True`` will raise RuntimeError.
+
+    PyTorch traces the backward of an autograd Function as if no gradient needed a graph of its own. AOTAutograd, so
+    Inductor and "aot_eager", raises where such a gradient is differentiated, and leaves nothing of this in its graph.
+    Other backends, "eager", run what was traced: a part of the second derivative would be missing.
+    """
+    return [g if g is None else _incoming(g) for g in grads]
+
+
+def _incoming_gradient(g: torch.Tensor) -> torch.Tensor:
+    if torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph():
+        # the graph has turned gradients off, so only the engine knows: its callbacks run with create_graph as the mode
+        torch.autograd.Variable._execution_engine.queue_callback(_refuse_graph)
+    return g.view_as(g)
+
+
+def _refuse_graph():
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True through liger_kernel's operators in a function that torch.compile has compiled: the "
+            "backward of a compiled autograd Function has no graph; differentiate twice what is not compiled"
+        )
+
+
+# AOTAutograd looks into a composite op; other backends call it
+_incoming, _ = _defined(
+    "incoming_gradient", "(Tensor(a) g) -> Tensor(a)", _incoming_gradient, "CompositeImplicitAutograd"
+)
 
 
 def gradients(fn, args, needs, grads):

@@ -13,7 +13,7 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import gradients, keep, kept, kept_inputs, transformed
+from liger_kernel.core.op import gradients, keep, kept, kept_inputs, transformed, without_graph
 from liger_kernel.core.tile import cdiv, tl
 
 
@@ -58,6 +58,7 @@ def stored(ctx, g, *others):
     """In backward: these gradients for an incoming g; ``others``: those of further outputs, for a graph only."""
     if torch.is_grad_enabled():
         return gradients(ctx.reference, kept_inputs(ctx, KEPT), ctx.needs, (g, *others))
+    (g,) = without_graph(g) if torch.compiler.is_compiling() else (g,)
     (*grads, divisor), in_place = kept(ctx, KEPT)
     g = g if divisor is None else g / divisor
     return tuple(None if x is None else scaled(x, g, of, in_place) for x, of in zip(grads, ctx.dtypes, strict=True))
