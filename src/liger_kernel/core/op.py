@@ -129,9 +129,9 @@ def _backward_or_again(backward):
 def without_graph(*grads):
     """The same gradients that came into a backward in a graph. ``create_graph=True`` will raise RuntimeError.
 
-    PyTorch traces the backward of an autograd Function as if no gradient needed a graph of its own. AOTAutograd, so
-    Inductor and "aot_eager", raises where such a gradient is differentiated, and leaves nothing of this in its graph.
-    Other backends, "eager", run what was traced: a part of the second derivative would be missing.
+    PyTorch traces the backward of an autograd Function as if no gradient needed a graph of its own. Backends like
+    "eager" run what was traced, and a part of the second derivative would be missing. AOTAutograd, so Inductor and
+    "aot_eager", leaves nothing of this in its graph, and refuses by itself, not always (docs/compile.md).
     """
     return [g if g is None else _incoming(g) for g in grads]
 
