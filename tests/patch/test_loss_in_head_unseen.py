@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
 from liger_kernel.patch import logits
+from liger_kernel.patch.mask import CACHES
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -47,6 +48,20 @@ UNSEEN = {
     "DLPack": lambda x: squares(torch.utils.dlpack.from_dlpack(x.detach())),
     "NumPy": lambda x: float(x.detach().numpy().mean()),
 }
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_is_not_written_to_again(name):
+    """Under either of its names: a second forward, for the logits, would find this one's keys in it."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
+        return CausalLMOutputWithPast(loss=loss + scripted(logits), logits=logits)
+
+    _, mine = pair(forward)
+    with pytest.raises(RuntimeError, match="its cache has been written to"):
+        mine(**tiny.batch(), **{name: object()})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit|To copy construct|Converting a tensor")

@@ -27,6 +27,7 @@ from liger_kernel.patch import causal_lm
 from liger_kernel.patch.causal_lm import METRICS, OPTIONS, is_causal
 from liger_kernel.patch.head import is_looked_into, prepare, readers
 from liger_kernel.patch.logits import LogitsNeeded, ask, current
+from liger_kernel.patch.mask import CACHES
 from liger_kernel.patch.private import is_ours
 from liger_kernel.patch.request import OF_THE_LOSS, Asked, Call, Request, declared_transform, unknown_to_ours
 
@@ -168,7 +169,7 @@ def _may_be_in_head(model) -> bool:
 
 def _give_up(model, why, kwargs):
     """Real logits from now on, until the hooks of the head are others."""
-    if kwargs.get("past_key_values") is not None:
+    if any(kwargs.get(name) is not None for name in CACHES):
         raise RuntimeError(
             f"{type(model).__name__}.forward: {why}, which is known only now that its cache has been written to; call "
             "it with skip_logits=False"

@@ -21,7 +21,8 @@ from liger_kernel.patch.probe import Stub, first_line, isolated, noise, shell
 from liger_kernel.patch.rewrite import Kind, Rewrite
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
-ASKED = {"config", "inputs_embeds", "input_embeds", "attention_mask", "past_key_values", "cache", "position_ids"}
+CACHES = "past_key_values", "cache"  # what the cache of a call is named, the second from transformers 5.24 on
+ASKED = {"config", "inputs_embeds", "input_embeds", "attention_mask", *CACHES, "position_ids"}
 LENGTH, WINDOW = 7, 5  # of the trial
 
 
@@ -53,7 +54,7 @@ class CausalMask(Kind):
 
         def forward(self, *args, **kwargs):
             given = kwargs | dict(zip(names, args, strict=False)) if args else kwargs
-            deciding = "attention_mask", "position_ids", "past_key_values"  # what may call for a mask
+            deciding = "attention_mask", "position_ids", *CACHES  # what may call for a mask
             if any(given.get(name) is not None for name in deciding):
                 return cls.forward(self, *args, **kwargs)
             return rebound(self, *args, **kwargs)
@@ -64,17 +65,16 @@ class CausalMask(Kind):
 def _is_causal_by_flag(
     name, config, attention_mask=None, past_key_values=None, position_ids=None, cache=None, **embeddings
 ):  # fmt: skip
-    """Whether transformers' attention is causal by itself. (The positions are the model's own; ``cache`` is what
-    ``past_key_values`` is called from transformers 5.24 on.)"""
-    (x,), past_key_values = embeddings.values(), past_key_values if cache is None else cache
+    """Whether transformers' attention is causal by itself. (The positions are the model's own.)"""
+    (x,), cache = embeddings.values(), past_key_values if cache is None else cache
     length, window = x.shape[1], getattr(config, "sliding_window", None)
     if config._attn_implementation != "sdpa" or attention_mask is not None or not getattr(config, "is_causal", True):
         return False
     if torch.jit.is_tracing():  # the trace is for other lengths, too
         return False
-    if past_key_values is not None:  # made by the model itself, and empty
-        fresh = past_key_values.get_seq_length() == 0 and not getattr(past_key_values, "is_compileable", False)
-        if not fresh or past_key_values.get_mask_sizes(length, 0) != (length, 0):
+    if cache is not None:  # made by the model itself, and empty
+        fresh = cache.get_seq_length() == 0 and not getattr(cache, "is_compileable", False)
+        if not fresh or cache.get_mask_sizes(length, 0) != (length, 0):
             return False
     return name == FULL or (window is not None and length < window)
 
