@@ -34,7 +34,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 21
+    assert len(EXAMPLES) == 22
 
 
 def taken(M, H, V, memory):
