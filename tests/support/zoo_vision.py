@@ -96,10 +96,12 @@ ZOO = {
     "granite_docling": row(
         2, 1, 3, 16, 16, given=dict(pixel_attention_mask=[[True]] * 2), vision_config=dict(scale_factor=2)),
     "hunyuan_vl": GRID[:-1] + (GRID[-1] | dict(vision_config=dict(img_max_token_num=16, max_image_size=32)),),
+    "hy_v4_vl": row(text_config=mrope(1, 1, 2)),
     "idefics": row(2, 1, 3, 16, 16, tokens=1, given=dict(image_attention_mask=[[[1]] * 13] * 2)),
     "idefics2": row(2, 1, 3, 16, 16),
     "idefics3": row(2, 1, 3, 16, 16),
     "inkling2": row(32, 16, 16, 3, text_config=zoo.ZOO["inkling2_text"]),
+    "inkling2_loop": row(32, 16, 16, 3, text_config=zoo.ZOO["inkling2_text"]),
     "instructblip": row(given=QUERY),
     "instructblipvideo": row(2, 4, 3, 16, 16, tokens=16, given=QUERY, video_token_index=IMAGE),
     "kimi_k25": row(32, 3, 8, 8, text_config=zoo.LATENT),
@@ -150,6 +152,7 @@ ZOO = {
 }  # fmt: skip
 
 NOT = {
+    "apertus1p5": "not built yet: its tokenizers have sizes that go together",
     "deepseek_ocr2": "not built yet: its tower has fixed sizes",
     "deepseek_vl_hybrid": "not built yet: it has two towers",
     "diffusion_gemma": "has no labels: it denoises blocks",
@@ -164,6 +167,8 @@ NOT = {
     "pi0": "has no labels: its loss is that of actions",
     "unlimited_ocr": "not built yet: its tower has fixed sizes",
 }
+if zoo.NEWEST:
+    NOT["llama4"] = "its forward reads image_outputs of a text model's output, in this version"
 if not zoo.NEW:
     NOT["fuyu"] = "takes lists of patches in this version"
 FAMILIES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(NOT))
