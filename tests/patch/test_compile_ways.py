@@ -303,16 +303,20 @@ B, T, H, V = 4, 6, 16, 41
 GOOD, ADVANTAGES, OLD = torch.tensor([True, False, True, False]), normal(B, seed=1), normal(B, T, seed=2) - 3.5
 
 
+DPO, KTO = LigerFusedLinearDPOLoss(use_ref_model=False), LigerFusedLinearKTOLoss()
+GRPO = LigerFusedLinearGRPOLoss(use_ref_model=False, beta=0.0)
+
+
 def dpo(h, w, y):
-    return LigerFusedLinearDPOLoss(use_ref_model=False)(w, h, y)[0]
+    return DPO(w, h, y)[0]
 
 
 def kto(h, w, y):
-    return LigerFusedLinearKTOLoss()(h, w, y, preference_labels=GOOD)[0]
+    return KTO(h, w, y, preference_labels=GOOD)[0]
 
 
 def grpo(h, w, y):
-    return LigerFusedLinearGRPOLoss(use_ref_model=False, beta=0.0)(h, w, y.clamp(min=0), (y >= 0).long(), ADVANTAGES)[0]
+    return GRPO(h, w, y.clamp(min=0), (y >= 0).long(), ADVANTAGES)[0]
 
 
 def ppo(h, w, y):

@@ -55,8 +55,9 @@ NUMBERS = dict(
 
 
 def _check_numbers(name, options):
-    for argument in NUMBERS.keys() & options:
-        NUMBERS[argument](name, argument, options[argument])
+    for argument, checks in NUMBERS.items():
+        if argument in options:
+            checks(name, argument, options[argument])
 
 
 class _NoLabels(ValueError, RuntimeError):
