@@ -403,6 +403,8 @@ def test_grad_in_a_graph(case):
     try:
         theirs()
     except Exception as error:
+        if not case.name.startswith("experts"):
+            raise
         with pytest.raises(type(error)):
             mine()
         return

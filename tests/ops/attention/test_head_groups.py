@@ -72,8 +72,8 @@ def test_bit_for_bit(heads, of_keys, gqa, dtype, masked, grouped):
     got = attention(q, k, v, **options)
     found = [torch.autograd.grad(y, (q, k, v), dy, retain_graph=True) for y in (want, got, got)]
     assert torch.equal(got, want)
-    if DEVICE == "cpu":  # a GPU's unfused attention of fp32 gives heads first
-        assert got.stride() == want.stride()
+    unfused = DEVICE != "cpu" and dtype == torch.float32 and heads != of_keys  # gives heads first
+    assert unfused or got.stride() == want.stride()
     assert len(grouped) == (head_groups.groups(q, k) > 1) == (of_keys % 2 == 0)
     if DEVICE == "cpu":
         for once, again in zip(found[0], found[1], strict=True):
