@@ -111,8 +111,8 @@ def described(inputs: dict) -> dict:
         if not isinstance(t, torch.Tensor):
             return t
         d = {"shape": list(t.shape), "stride": list(t.stride()), "dtype": str(t.dtype).removeprefix("torch.")}
-        if t.is_floating_point():
-            d["std"] = float(t.detach().square().mean().sqrt())  # of one number, too
+        if t.is_floating_point() or t.is_complex():
+            d["std"] = float(t.detach().abs().square().mean().sqrt())  # of one number, too
         else:
             d["range"] = [int(t.min()), int(t.max()) + 1]
         return d | {"requires_grad": t.requires_grad}
