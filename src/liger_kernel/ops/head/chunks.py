@@ -28,6 +28,7 @@ from liger_kernel.core.op import F
 from liger_kernel.core.parallel import summed
 from liger_kernel.core.tile import cdiv, tl
 from liger_kernel.ops.head import planning
+from liger_kernel.ops.head.hopper import Product
 from liger_kernel.ops.head.planning import aligned
 
 CONVERTED = 2**24  # elements that are in another dtype at a time, where a matmul cannot write in out's
@@ -281,7 +282,7 @@ def run_chunks(h, w, *args):
         return dh[..., :0], dw[..., :0], db
 
 
-def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=None):
+def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=None, multiply=True):
     """Each chunk's logits, ``to_gradient(tokens, x)``, which overwrites them with their gradient, and dh, dW, db of it.
 
     Args:
@@ -291,6 +292,9 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
         needs: which of dh, dW, db are wanted.
         chunks: the tokens of each chunk, slices or indices, in place of the plan's own. The first has no more tokens
             than the plan's first, and so on. Tokens that are in none have no gradient.
+        multiply: if not, no logits are made. ``to_gradient`` is given in their place a `hopper.Product` of the hidden
+            states, with padding, and the weight. It fills its third argument with the gradient: a tuple of one part or
+            two, (classes, tokens with padding).
 
     Returns:
         dh (its sum over the group), dW and db; those that are not wanted have no elements.
@@ -306,12 +310,15 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
         part = h[i].to(dtype)
         n = part.shape[0]
         part = pad_tokens(part)
-        parts, v = memory.of(part.shape[0], first=k == 0), 0
-        for x in parts:
-            fill_logits(x, w[v : v + len(x)], None if b is None else b[v : v + len(x)], part, n)
-            v += len(x)
-        rows = tuple(x[:, :n].t() for x in parts)
-        to_gradient(i, rows if len(parts) > 1 else rows[0])
+        parts, v, rows = memory.of(part.shape[0], first=k == 0), 0, None
+        if multiply:
+            for x in parts:
+                fill_logits(x, w[v : v + len(x)], None if b is None else b[v : v + len(x)], part, n)
+                v += len(x)
+            rows = tuple(x[:, :n].t() for x in parts)
+            to_gradient(i, rows if len(parts) > 1 else rows[0])
+        else:
+            to_gradient(i, Product(part, w), parts)
         if len(part) > n:
             for x in parts:
                 x[:, n:] = 0  # a bias of -inf, or an infinite weight, made the padding NaN

@@ -3,7 +3,7 @@ r"""What a linear head gives for each token: its loss, log-probability, log-sum-
     X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
 
 The logits are computed in chunks (`chunks`). Each token has incoming gradients of its own, so backward computes them
-again.
+again. On Hopper, forward and the gradient of the logits are a kernel each, which never stores them (`hopper`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, custom_op, kept, matrix, rounded, unseen
 from liger_kernel.core.parallel import copy_to_group, group_name, local, place, token_loss_reference_parallel
+from liger_kernel.ops.head import hopper
 from liger_kernel.ops.head.chunks import (
     bytes_of_all,
     empty_gradients,
@@ -26,6 +27,7 @@ from liger_kernel.ops.head.chunks import (
     run_chunks,
 )
 from liger_kernel.ops.head.cross_entropy import check_options, check_rows, check_targets, labels, weights_of
+from liger_kernel.ops.head.hopper import Product
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 from liger_kernel.ops.head.planning import budget
 
@@ -70,6 +72,9 @@ def _forward(
 
     def to_gradient(i, x):
         y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
+        if isinstance(x, Product):
+            hopper.token_loss(x, y, inside, options, loss[i], stats[i], **parts, bias=b)
+            return
         token_loss(
             x, y, ce_weight, inside, options, loss[i], stats[i], **parts, token_scaling=token_scaling, group=group,
             bias=b,
@@ -102,8 +107,13 @@ def head_fwd(
 ]:  # fmt: skip
     """`_forward`, whose gradients are made a chunk at a time."""
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
+    _, token, _, mean_logit, best = wants
+    read = not (any(needs) or token_scaling or token or mean_logit or best)
 
     def run(to_gradient):
+        if read and hopper.applies(h, w, dtype, numbers, ce_weight, group):
+            hopper.run(h, w, dtype, hopper.ROOM * plan.rows, to_gradient)
+            return empty_gradients(h, w, dtype, accum_dtype, needs)
         return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
 
     return _forward(
@@ -146,12 +156,15 @@ def head_fwd_kept(
 
 
 def _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group):
-    """-> a function that writes the gradient of some tokens' logits x over these, or to dx."""
+    """-> a function that writes the gradient of some tokens' logits x over these, or to dx: of a `Product`, to dx."""
     options = TokenOptions(ignore_index, *numbers)
 
     def to_gradient(i, x, dx=None):
         ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
         of_each = g[i] if g.dim() else g
+        if isinstance(x, Product):
+            hopper.token_gradient(of_each, x, target[i], norm, stats[i], dx, options, ge, gs, e, b)
+            return
         dx = x if dx is None else dx
         token_gradient(of_each, x, target[i], ce_weight, norm, stats[i], dx, options, ge, gs, e, group, b)
 
@@ -175,7 +188,8 @@ def head_bwd(
     """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
     to_gradient = _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
-    return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
+    multiply = not hopper.applies(h, w, dtype, numbers, ce_weight, group)
+    return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group, None, multiply)
 
 
 def _kept_gradients(
