@@ -26,6 +26,7 @@ import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head.grouped_loss import linear_loss
+from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory that one program may have
     "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
@@ -84,7 +85,7 @@ def pretend(name):
     triton.runtime.driver.set_active(_Driver(target))
 
     def compile_only(self, key, signature, device, constexprs, options, attrs, warmup):
-        launched = _Launched(triton.compiler.ASTSource(self, signature, constexprs, attrs), options)
+        launched = _Launched(self.ASTSource(self, signature, constexprs, attrs), options)  # Gluon's is another
         launches[self, key] = self.device_caches[device][0][key] = launched
         return launched
 
@@ -150,6 +151,16 @@ def run_policy():
     linear_loss(lambda part, log_probs, _: -log_probs.sum(), hidden, weight, target, few=3)[0].backward()
 
 
+def run_policy_of_its_own():
+    """Log-probabilities and entropies alone, which Hopper's kernels make without logits. A Case asks for more."""
+    tensors = dict(device="meta", dtype=torch.bfloat16, requires_grad=True)
+    hidden, weight, bias = (torch.empty(*n, **tensors) for n in ((8192, 4096), (128256, 4096), (128256,)))
+    target = torch.empty(8192, dtype=torch.long, device="meta")
+    for more in dict(), dict(bias=bias):
+        log_probs, entropy = token_log_probs(hidden, weight, target, return_entropy=True, **more)
+        (log_probs + entropy).sum().backward()
+
+
 def text(case, shape, option, dtype, wanted):
     option = "".join(f" {k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in option.items())
     only = "" if wanted is all else f", gradient of {wanted}"
@@ -173,14 +184,14 @@ def resources(asm):
 
 
 def front_half(target, src, options):
-    """As `triton.compile` begins: Python to Triton's own representation, checked and simplified."""
+    """As `triton.compile` begins: Python to Triton's own representation (or Gluon's), checked and simplified."""
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     stages = {}
     backend.add_stages(stages, options, src.language)
     functions = backend.get_codegen_implementation(options), backend.get_module_map()
-    stages["ttir"](src.make_ir(target, options, *functions, context), dict(options.__dict__))
+    next(iter(stages.values()))(src.make_ir(target, options, *functions, context), dict(options.__dict__))
 
 
 def compiled(target, launched):
@@ -249,6 +260,7 @@ def main(name, path):
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
     _Launched.now = "linear_loss", False, True
     run_policy()
+    run_policy_of_its_own()
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
         whole = spread([launched for launched in alike if launched.whole], WHOLE)

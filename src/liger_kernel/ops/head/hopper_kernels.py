@@ -287,7 +287,7 @@ def partials(h, w, bias, target, part, zy, logit_scale):
     """Fill part (slots, ⌈V/256⌉, T) and zy (T,) from h (T, H), w (V, H) and bias (V,) or None.
 
     The slots: maximum, Σ exp(z - maximum) and, if there is a third, Σ exp(z - maximum)·(z - maximum) of each 256
-    classes, with z = logit_scale·(h·wᵀ + bias). zy: a target's logit, not scaled; of a target that is no class it stays.
+    classes, with z = logit_scale·(h·wᵀ + bias). zy: a target's logit, not scaled. It stays where that is no class of w.
     """
     T, V = len(h), len(w)
     _launch(
