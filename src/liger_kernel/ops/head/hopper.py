@@ -15,8 +15,8 @@ The logits are rounded to bf16 as by a product of its own. But sums over channel
 logit may be rounded the other way now and then. Where only one of forward and backward takes these kernels, that is the
 difference between them: lse is of one rounding, p of the other.
 
-H200, 2026-11-24, 8192·4096·128256, torch 2.11, Triton 3.6: product by cuBLAS 12.58 ms; forward 12.59 with or without
-entropy (product and `logits` 12.95), gradient 12.41 (13.71).
+H200, 2026-11-24, torch 2.11, Triton 3.6, forward + backward with `logits` and so: 8192·4096·128256 50.9 -> 49.0 ms (the
+product by cuBLAS 11.75), 8192·2304·256000 58.0 -> 56.6, 4096·2048·128256 11.6 -> 11.0. With a bias: no difference.
 """
 
 from __future__ import annotations
