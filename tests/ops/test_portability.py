@@ -30,7 +30,8 @@ LIMITS = {  # bytes of shared memory that one program may have
 XPU = os.environ.get("XPU_COMPILER")  # a folder with a Triton that compiles for Intel's GPUs, and for no other here
 if XPU:
     LIMITS = {"xpu": 128 * 1024}
-HOPPER = ("sm_90",) if tuple(triton.__version__.split(".")[:2]) in hopper.TRIED else ()
+GLUON = *hopper.TRIED, ("3", "9")  # where its kernels compile; see portability.py
+HOPPER = ("sm_90",) if tuple(triton.__version__.split(".")[:2]) in GLUON else ()
 ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
     "products._gather": ("sm_90", "sm_100"),
     "hopper._of_targets": HOPPER,
