@@ -102,7 +102,8 @@ def test_applies(everywhere):
     [
         dict(dtype=F32), dict(dtype=torch.float16), dict(numbers=[1e-4, 0.0, 0.0, 1.0]),
         dict(numbers=[0.0, 0.1, 0.0, 1.0]), dict(numbers=[0.0, 0.0, 30.0, 1.0]), dict(numbers=[0.0, 0.0, 0.0, 0.0]),
-        dict(numbers=[0.0, 0.0, 0.0, -1.0]), dict(ce_weight=torch.ones(8192)), dict(group="0"),
+        dict(numbers=[0.0, 0.0, 0.0, -1.0]), dict(numbers=[0.0, 0.0, 0.0, 1e-46]),
+        dict(ce_weight=torch.ones(8192)), dict(group="0"),
     ],
     ids=str,
 )  # fmt: skip
@@ -327,12 +328,32 @@ def test_what_is_not_finite_stays(taken):
 
 @pytest.mark.parametrize("wanted", ["return_accuracy", "return_predicted", "return_mean_logit"])
 def test_what_only_logits_give(wanted, taken, monkeypatch):
-    """Forward has logits then; backward needs none."""
+    """Forward has logits then, and so has backward: of the same rounding."""
     monkeypatch.setattr(hopper, "token_loss", None)
     h, w, _ = exact_head()
     loss = linear_token_loss(h, w.requires_grad_(), torch.arange(40, device=DEVICE), **{wanted: True}).loss
     loss.sum().backward()
-    assert len(taken) == 1
+    assert not taken and w.grad.any()
+
+
+@pytest.mark.parametrize("wanted", ["use_token_scaling", "return_token_accuracy", "return_predicted_tokens"])
+def test_what_only_logits_give_to_cross_entropy(wanted, taken, monkeypatch):
+    monkeypatch.setattr(hopper, "token_loss", None)
+    h, w, _ = exact_head()
+    out = liger_fused_linear_cross_entropy(
+        h, w.requires_grad_(), torch.arange(40, device=DEVICE), reduction="none", **{wanted: True}
+    )
+    (out if torch.is_tensor(out) else out.loss).sum().backward()
+    assert not taken and w.grad.any()
+
+
+def test_a_second_backward_of_logits_that_were_kept(taken, monkeypatch):
+    """The first turns the kept logits into their gradient, the second makes them again as forward did."""
+    monkeypatch.setattr(hopper, "token_loss", None)
+    h, w, _ = exact_head()
+    loss = linear_token_loss(h, w.requires_grad_(), torch.arange(40, device=DEVICE), memory=2**20).loss.sum()
+    first = torch.autograd.grad(loss, w, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, w)[0], first) and not taken
 
 
 def test_forward_a_few_tokens_at_a_time(taken, monkeypatch):
@@ -348,6 +369,31 @@ def test_forward_a_few_tokens_at_a_time(taken, monkeypatch):
     got = linear_token_loss(h, w, target, **given)
     assert calls == [150, 64, 64, 22]
     assert torch.equal(got.loss, want.loss) and torch.equal(got.entropy, want.entropy)
+
+
+def slices(h, w, rows):
+    """The numbers of tokens that forward takes at a time."""
+    found = []
+    hopper.run(h.to("meta"), w.to("meta"), B16, rows, lambda i, x: found.append(len(x.h)))
+    return found
+
+
+@pytest.mark.parametrize("V,H", [(8192, 8192), (128256, 4096), (8200, 64)])
+@pytest.mark.parametrize("dtype", [B16, F32])
+def test_forward_takes_no_more_than_logits(V, H, dtype):
+    """Nor where the hidden states are copied: beside few classes, the copy of so many tokens is what is large."""
+    h, w = (torch.empty(n, H, dtype=dtype, device="meta") for n in (200_000, V))
+    most = max(slices(h, w, 2048))
+    copy = 0 if dtype == B16 else 2 * H
+    assert 2048 <= most and most * (3 * 4 * -(-V // 256) + copy) <= 2048 * (2 * V + copy)
+
+
+def test_strips_are_counted_in_32_bits():
+    """`_merge` multiplies int32: twice a slot of its strips must be one, whatever budget there is."""
+    V = 256_000
+    h, w = torch.empty(3 * 2**20, 64, dtype=B16, device="meta"), torch.empty(V, 64, dtype=B16, device="meta")
+    found = slices(h, w, 2**20)
+    assert sum(found) == len(h) and 2 * max(found) * (V // 256) < 2**31
 
 
 def test_cross_entropy_without_gradients(taken, monkeypatch):

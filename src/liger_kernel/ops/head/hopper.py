@@ -12,8 +12,8 @@ term, from lse in one number: an error of 2e-6 for |lse| = 30, and bf16 has 4e-3
 written afterwards from lse in two parts, as `logits` does: a confident row keeps its digits.
 
 The logits are rounded to bf16 as by a product of its own. But sums over channels have another order than cuBLAS's, so a
-logit may be rounded the other way now and then. Where only one of forward and backward takes these kernels, that is the
-difference between them: lse is of one rounding, p of the other.
+logit may be rounded the other way now and then. Hence backward takes these kernels only where forward did not need
+logits: with lse of one rounding and p of the other, the gradient of a confident row would be off by that rounding.
 
 H200, 2026-11-24, torch 2.11, Triton 3.6, forward + backward with `logits` and so: 8192·4096·128256 50.9 -> 49.0 ms (the
 product by cuBLAS 11.75), 8192·2304·256000 58.0 -> 56.6, 4096·2048·128256 11.6 -> 11.0. With a bias: no difference.
@@ -35,6 +35,7 @@ TRIED = (("3", "6"),)  # versions of Triton. Gluon is experimental: in 3.9 it co
 LEAST = 1024, 8192  # tokens and classes: tiles for each multiprocessor, and time that is worth the launches
 MOST = 2**19  # classes, whose strips one program of `_merge` can take
 CLASSES = 256  # of a tile
+LOWEST = 2.0**-100  # logit_scale: as an fp32 number it must not become 0, times which -inf is NaN
 ROOM = 32  # times as many tokens as of logits: three numbers of 256 classes are a 43rd of their logits
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -75,7 +76,7 @@ def applies(h, w, dtype, numbers, ce_weight, group) -> bool:
         devices.arch(h) == "sm_90"
         and dtype == torch.bfloat16
         and not (lse_square_scale or label_smoothing or softcap)
-        and logit_scale > 0
+        and logit_scale > LOWEST
         and ce_weight is None
         and group is None
         and h.shape[0] >= LEAST[0]
@@ -88,9 +89,20 @@ def applies(h, w, dtype, numbers, ce_weight, group) -> bool:
     )
 
 
-def run(h, w, dtype, tokens, read):
-    """``read(i, x)`` of all tokens, so many at a time: i a slice of them, x a `Product`."""
-    w, tokens = w.to(dtype), min(tokens, 2**29 // cdiv(len(w), CLASSES))  # `_merge` has offsets of 32 bits
+def _tokens(h, w, dtype, rows):
+    """As many at a time as take the memory of ``rows`` with their logits: `ROOM`, less if h is copied to ``dtype``.
+
+    Their strips are counted in int32, up to twice a slot: see `_merge`.
+    """
+    (H, V), tokens = (h.shape[1], w.shape[0]), ROOM * rows
+    if h.dtype != dtype:
+        tokens = tokens * (V + H) // (V + ROOM * H)
+    return min(tokens, 2**29 // cdiv(V, CLASSES))
+
+
+def run(h, w, dtype, rows, read):
+    """``read(i, x)`` of all tokens, in the memory of so many with logits: i a slice of them, x a `Product`."""
+    w, tokens = w.to(dtype), _tokens(h, w, dtype, rows)
     for start in range(0, len(h), tokens):
         i = slice(start, start + tokens)
         read(i, Product(h[i].to(dtype), w))
@@ -120,7 +132,7 @@ def _of_targets(
 ):  # fmt: skip
     """The gradient's element of each token's target, in one of the two parts of the classes."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(target_ptr + t, mask=t < T, other=ignore_index)
+    y = tl.load(target_ptr + t, mask=t < T, other=ignore_index).to(tl.int64)  # times a stride
     here = (y != ignore_index) & (y >= 0) & (y < V)
     z = _logits(tl.load(zy_ptr + t, mask=here, other=0.0), 1.0, logit_scale, SCALED, False)
     top = tl.load(stats_ptr + 2 * t, mask=here, other=0.0)

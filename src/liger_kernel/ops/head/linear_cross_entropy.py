@@ -169,7 +169,8 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             logit_scale, memory, num_items, group, ctx.needs, keep,
         )  # fmt: skip
         ctx.reduction, ctx.token_scaling = reduction, use_token_scaling
-        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        reads = bool(use_token_scaling or return_token_accuracy or return_predicted_tokens)  # see `reads_logits`
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group, reads
         ctx.in_forward = reduction != "none" and not keep
         inputs = _input, weight, bias, target, ce_weight, num_items
         if ctx.in_forward:
@@ -183,7 +184,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
     def arguments(ctx):
         inputs = kept_inputs(ctx, KEPT) if ctx.in_forward else ctx.saved_tensors
         h, w, b, target, ce_weight, num_items = inputs[:6]
-        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        numbers, ignore_index, _, accum_dtype, memory, group, _ = ctx.options
         lse_square_scale, label_smoothing, softcap, logit_scale = numbers
         return (
             h, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, ctx.reduction, softcap or None,

@@ -39,6 +39,12 @@ ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
 WANTS = "z_loss", "token", "entropy", "mean", "best"  # what forward may be asked for beside the loss
 
 
+def reads_logits(wants, token_scaling=False) -> bool:
+    """Whether forward has to have logits for what it gives. Then backward takes logits, too: see `hopper`."""
+    _, token, _, mean, best = wants
+    return token_scaling or token or mean or best
+
+
 def _forward_outputs(
     h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, accum_dtype, memory, group,
     wants, needs,
@@ -107,12 +113,11 @@ def head_fwd(
 ]:  # fmt: skip
     """`_forward`, whose gradients are made a chunk at a time."""
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
-    _, token, _, mean_logit, best = wants
-    read = not (any(needs) or token_scaling or token or mean_logit or best)
+    reads = any(needs) or reads_logits(wants, token_scaling)
 
     def run(to_gradient):
-        if read and hopper.applies(h, w, dtype, numbers, ce_weight, group):
-            hopper.run(h, w, dtype, hopper.ROOM * plan.rows, to_gradient)
+        if not reads and hopper.applies(h, w, dtype, numbers, ce_weight, group):
+            hopper.run(h, w, dtype, plan.rows, to_gradient)
             return empty_gradients(h, w, dtype, accum_dtype, needs)
         return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
 
@@ -173,7 +178,7 @@ def _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numb
 
 def _backward_outputs(
     g, g_entropy, g_lse, h, w, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, dtype, accum_dtype,
-    memory, group, needs,
+    memory, group, reads, needs,
 ):  # fmt: skip
     return empty_gradients(h, w, dtype, accum_dtype, needs)
 
@@ -183,12 +188,15 @@ def head_bwd(
     g: torch.Tensor, g_entropy: torch.Tensor | None, g_lse: torch.Tensor | None, h: torch.Tensor, w: torch.Tensor,
     b: torch.Tensor | None, target: torch.Tensor, ce_weight: torch.Tensor | None, norm: torch.Tensor,
     stats: torch.Tensor, entropy: torch.Tensor | None, numbers: list[float], ignore_index: int, dtype: torch.dtype,
-    accum_dtype: torch.dtype | None, memory: int, group: str | None, needs: list[bool],
+    accum_dtype: torch.dtype | None, memory: int, group: str | None, reads: bool, needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db."""
+    """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db.
+
+    reads: whether forward had logits.
+    """
     plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
     to_gradient = _turns(g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group)
-    multiply = not hopper.applies(h, w, dtype, numbers, ce_weight, group)
+    multiply = reads or not hopper.applies(h, w, dtype, numbers, ce_weight, group)
     return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group, None, multiply)
 
 
@@ -293,7 +301,8 @@ class LinearTokenLossFunction(Function):
             )  # fmt: skip
         loss, stats, norm, z_loss, _, entropy, mean, best, *_ = outputs
         ctx.taken = logits
-        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group
+        reads = logits is not None or reads_logits(asked)
+        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group, reads
         ctx.needs = list(ctx.needs_input_grad[:3])
         ctx.save_for_backward(h, w, b, target, ce_weight, norm, stats, entropy if wants[1] else None)
         ctx.mark_non_differentiable(z_loss, best, mean)
@@ -302,7 +311,7 @@ class LinearTokenLossFunction(Function):
 
     @staticmethod
     def arguments(ctx):
-        numbers, ignore_index, _, accum_dtype, memory, group = ctx.options
+        numbers, ignore_index, _, accum_dtype, memory, group, _ = ctx.options
         return *ctx.saved_tensors[:5], numbers, ignore_index, accum_dtype, memory, False, group, [False] * 4
 
     @staticmethod
@@ -311,7 +320,7 @@ class LinearTokenLossFunction(Function):
         g = stats.new_zeros(stats.shape[0]) if g is None else g
         g_entropy, g_lse = (None if of is None else of.contiguous() for of in (g_entropy, g_lse))
         g_entropy = None if entropy is None else g_entropy
-        numbers, ignore_index, _, accum_dtype, _, group = ctx.options
+        numbers, ignore_index, _, accum_dtype, *_ = ctx.options
         logits, once = (None, False) if ctx.taken is None else kept(ctx, 1)
         if once:
             grads = head_bwd_kept(
