@@ -154,6 +154,11 @@ def test_versions_of_triton(version, known, monkeypatch):
     monkeypatch.setattr(hopper, "triton", types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(INTERPRETED=False))
     assert (hopper.kernels.__wrapped__() is not None) == known
+    monkeypatch.setenv("LIGER_KERNEL_HOPPER", "1")
+    assert (hopper.kernels.__wrapped__() is not None) == known
+    monkeypatch.setenv("LIGER_KERNEL_HOPPER", "0")
+    assert hopper.kernels.__wrapped__() is None
+    monkeypatch.delenv("LIGER_KERNEL_HOPPER")
     monkeypatch.setattr(hopper, "TRITON", False)
     assert hopper.kernels.__wrapped__() is None
 

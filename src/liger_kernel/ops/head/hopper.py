@@ -22,6 +22,7 @@ product by cuBLAS 11.75), 8192·2304·256000 58.0 -> 56.6, 4096·2048·128256 11
 from __future__ import annotations
 
 import functools
+import os
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import TRITON, cdiv, exp, next_power_of_2, tl, triton
 from liger_kernel.ops.head.logits import _like, _logits, _merge, times
 
+VARIABLE = "LIGER_KERNEL_HOPPER"  # 0: these kernels are not taken. Read once
 TRIED = (("3", "6"),)  # versions of Triton. Gluon is experimental: in 3.9 it compiles, but it has not run
 LEAST = 1024, 8192  # tokens and classes: tiles for each multiprocessor, and time that is worth the launches
 MOST = 2**19  # classes, whose strips one program of `_merge` can take
@@ -49,8 +51,10 @@ class Product(NamedTuple):
 
 @functools.cache
 def kernels():
-    """The module of the Gluon kernels, or None where they can't be compiled. It is imported where it is first used."""
-    if not TRITON or devices.INTERPRETED or tuple(triton.__version__.split(".")[:2]) not in TRIED:
+    """The module of the Gluon kernels, or None where they can't be compiled or aren't wanted. It is imported here."""
+    if os.environ.get(VARIABLE) == "0" or not TRITON or devices.INTERPRETED:
+        return None
+    if tuple(triton.__version__.split(".")[:2]) not in TRIED:
         return None
     try:
         from liger_kernel.ops.head import hopper_kernels
