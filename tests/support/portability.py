@@ -262,6 +262,7 @@ def main(name, path):
                 failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
     _Launched.now = "linear_loss", False, True
     run_policy()
+    _Launched.now = "token_log_probs", True, True
     run_policy_of_its_own()
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
