@@ -7,6 +7,7 @@ import peft
 import pytest
 import tiny
 import torch
+from hardware import DEVICE
 from logged import Losses
 from transformers import Trainer, TrainingArguments
 
@@ -19,9 +20,11 @@ SKIPS = "skip_logits" in inspect.getsource(Trainer.prediction_step)  # it says s
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(reference_only, monkeypatch):
+def by_itself(reference_only, monkeypatch):
+    """On one GPU, if there are any: the Trainer would spread each batch over all."""
     torch._dynamo.reset()
     with monkeypatch.context() as own:
+        own.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
         own.setattr(os, "environ", os.environ.copy())  # TrainingArguments(torch_compile=True) writes to it
         yield
 
@@ -47,7 +50,7 @@ def trainer(folder, model, patched, steps=8, compute_metrics=None, **arguments):
     args = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, seed=0,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, use_liger_kernel=patched,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
         **{"bf16": False, **arguments},
     )  # fmt: skip
     losses = Losses()

@@ -12,8 +12,9 @@ import peft
 import torch
 import trl
 import trl_tiny
+from hardware import DEVICE
 from packaging.version import Version
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 CHUNKED = Version(trl.__version__) < Version("1.13")  # its trainers compute their losses with this package's
 chunked_only = pytest.mark.skipif(not CHUNKED, reason=f"TRL {trl.__version__} does not use this package's losses")
@@ -27,8 +28,10 @@ PHI = {"vespo/phi_seq_mean"}  # the chunked loss does not return it
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(reference_only, monkeypatch):
+def by_itself(reference_only, monkeypatch):
+    """On one GPU, if there are any: a Trainer would spread each batch over all."""
     torch._dynamo.reset()
+    monkeypatch.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
@@ -49,8 +52,8 @@ def trained(policy, tmp_path):
     def run(cls, config, data, liger, steps=3, further=None, **arguments):
         args = config(
             output_dir=str(tmp_path / str(liger)), max_steps=steps, logging_steps=1, learning_rate=1e-2,
-            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=0,
-            use_liger_kernel=liger,
+            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+            use_cpu=DEVICE == "cpu", use_liger_kernel=liger,
             **{"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4, **arguments},
         )  # fmt: skip
         further = further() if further is not None else {}

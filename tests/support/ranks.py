@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 import zero
 from hardware import DEVICE
+from torch import multiprocessing
 
 SIZE = 2
 
 
-def process(rank, store, checks):
-    """Every check, called with the rank. What fails first ends all."""
+def process(rank, store, checks, reached):
+    """The checks, each called with the rank. One that fails ends the group; ``reached`` says which."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -23,7 +24,9 @@ def process(rank, store, checks):
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
     )
-    for check in checks:
+    for number, check in enumerate(checks):
+        if rank == 0:
+            reached.value = number
         try:
             check(rank)
         except BaseException as error:
@@ -34,12 +37,22 @@ def process(rank, store, checks):
 
 
 def run(checks, folder):
-    """``checks``: `functools.partial` of functions that a module holds."""
+    """``checks``: `functools.partial` of functions that a module holds. After one that fails the others still run."""
     if not dist.is_available():
         pytest.skip("this torch was built without torch.distributed")
     if DEVICE == "cuda" and torch.cuda.device_count() < SIZE:
         pytest.skip(f"not {SIZE} GPUs, but some")
-    torch.multiprocessing.spawn(process, (str(folder / "store"), checks), nprocs=SIZE)
+    checks, failed = [*checks], []
+    while checks:
+        reached = multiprocessing.get_context("spawn").Value("i", 0)
+        store = folder / f"store{len(failed)}"
+        try:
+            multiprocessing.spawn(process, (str(store), checks, reached), nprocs=SIZE)
+            break
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            failed.append(str(error))
+            del checks[: reached.value + 1]
+    assert not failed, "\n\n".join(failed)
 
 
 def ddp(model):
