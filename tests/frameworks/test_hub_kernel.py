@@ -419,7 +419,9 @@ def test_beside_the_package(pair):
 def test_on_a_patched_model(hub, tmp_path):
     theirs = tiny.model("llama").to(DEVICE)
     mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
+    report = liger.apply_liger_kernel(mine)
+    rotated = [what for what, _ in report.replaced if what == "apply_rotary_pos_emb"]  # a module, where kernels is
+    assert rotated and not report.left_alone
     hub.kernelize(mine)
     assert_same_step(step(mine, **BATCH), step(theirs, **BATCH))
 

@@ -8,6 +8,8 @@ import inspect
 import types
 from collections.abc import Callable
 
+import torch
+
 
 def layers(function):
     """A function and those that it wraps, as decorators do: found in its closure."""
@@ -53,9 +55,12 @@ def global_of(function, name: str):
     return next((layer.__globals__[name] for layer in using if name in layer.__globals__), None)
 
 
+USED = types.FunctionType, types.BuiltinFunctionType, type, torch.nn.Module
+
+
 def used_by(function) -> tuple:
     """For the function and each that it wraps: the functions and classes, by name, that it finds among its globals, and
-    what those functions find there in turn."""
+    what those functions find there in turn. The package kernels makes modules of functions."""
     found = []
     for layer in layers(function):
         held, waiting = {}, [layer.__code__]
@@ -64,10 +69,10 @@ def used_by(function) -> tuple:
             waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
             for name in code.co_names:
                 value = layer.__globals__.get(name)
-                if name not in held and isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+                if name not in held and isinstance(value, USED):
                     held[name] = value
-                    inner = getattr(value, "__code__", None)
-                    waiting += [inner] if inner and value.__globals__ is layer.__globals__ else []
+                    called = type(value).forward if isinstance(value, torch.nn.Module) else value
+                    waiting += [inner.__code__ for inner in layers(called) if inner.__globals__ is layer.__globals__]
         found.append((layer, tuple(held.items())))
     return tuple(found)
 

@@ -42,6 +42,11 @@ HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layer
 FIRST_NORMS = [first for first, _ in HEAD_NORMS]
 
 
+def parameters_of(function):
+    """By name. Where the package kernels is installed, transformers makes a module of the function."""
+    return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
+
+
 class Rotating(Kind):
     """An attention whose ``function``, by its name, rotates as the subclass says."""
 
@@ -54,7 +59,7 @@ class Rotating(Kind):
 
     def members(self, cls):
         what, family = self, global_of(cls.forward, self.function)
-        roles = [ROLES[name] for name in inspect.signature(family).parameters]
+        roles = [ROLES[name] for name in parameters_of(family)]
         in_order = roles == list(inspect.signature(what.rotated).parameters)[: len(roles)]
 
         def rotate(*args, **kwargs):
@@ -219,7 +224,7 @@ WIDE = torch.float32, torch.complex64
 
 @isolated()
 def prove(function: Callable) -> Rotating | str:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = parameters_of(function).values()
     roles = tuple(ROLES.get(p.name) for p in parameters)
     defaults = (p.default is p.empty or p.default == (1 if p.name == "unsqueeze_dim" else None) for p in parameters)
     if roles not in PROOFS or not all(defaults):
