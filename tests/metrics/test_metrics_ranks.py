@@ -81,7 +81,7 @@ def test_on_two_ranks(tmp_path):
     checks = [sums, large_sums, *(functools.partial(spread, name=name) for name in ("DDP", "FSDP1", "FSDP2"))]
     torch.multiprocessing.start_processes(
         ranks.process,
-        (str(tmp_path / "store"), list(map(functools.partial, checks))),
+        (str(tmp_path / "store"), list(map(functools.partial, checks)), ranks.reached()),
         nprocs=ranks.SIZE,
         start_method="fork" if DEVICE == "cpu" else "spawn",
     )

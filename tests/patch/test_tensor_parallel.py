@@ -60,6 +60,9 @@ def config_of(family, **over):
 
 def loaded(path, by_expert=False, **plan):
     """By transformers, with its plan or whole."""
+    if by_expert or plan:  # what torchrun says
+        rank = str(dist.get_rank())
+        os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks.SIZE))
     if by_expert:
         inside = "tp_plan" in inspect.signature(DistributedConfig).parameters  # in older transformers beside it
         of = DistributedConfig(enable_expert_parallel=True, **(dict(tp_size=ranks.SIZE, **plan) if inside else {}))
@@ -153,7 +156,10 @@ def made(family, shard=None, bias=False, **over):
 
 def trained(model, in_head=False, **more):
     """Losses of three steps, and all their gradients."""
-    optimizer, losses, gradients = torch.optim.SGD(model.parameters(), lr=0.05), [], []
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, foreach=False
+    )  # DTensors do not mix
+    losses, gradients = [], []
     for seed in range(STEPS):
         optimizer.zero_grad()
         out = model(**batch(seed, **more))
@@ -224,7 +230,6 @@ def evaluated(model, one, unpatched):
 
 def check(rank, name, make, kernels=False, size=ranks.SIZE, experts=False, generates=False, **more):
     """``make(sharded)``: a model, sharded over so many ranks, or whole. Experts have larger tensors than logits."""
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks.SIZE))
     before, devices.INTERPRETED = devices.INTERPRETED, kernels
     try:
         one, unpatched, mine = make(False), make(True), make(True)

@@ -36,6 +36,11 @@ def process(rank, store, checks, reached):
     dist.destroy_process_group()
 
 
+def reached():
+    """For `process`, the number of the check that it has come to."""
+    return multiprocessing.get_context("spawn").Value("i", 0)
+
+
 def run(checks, folder):
     """``checks``: `functools.partial` of functions that a module holds. After one that fails the others still run."""
     if not dist.is_available():
@@ -44,14 +49,13 @@ def run(checks, folder):
         pytest.skip(f"not {SIZE} GPUs, but some")
     checks, failed = [*checks], []
     while checks:
-        reached = multiprocessing.get_context("spawn").Value("i", 0)
-        store = folder / f"store{len(failed)}"
+        at, store = reached(), folder / f"store{len(failed)}"
         try:
-            multiprocessing.spawn(process, (str(store), checks, reached), nprocs=SIZE)
+            multiprocessing.spawn(process, (str(store), checks, at), nprocs=SIZE)
             break
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
             failed.append(str(error))
-            del checks[: reached.value + 1]
+            del checks[: at.value + 1]
     assert not failed, "\n\n".join(failed)
 
 

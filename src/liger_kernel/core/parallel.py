@@ -141,7 +141,8 @@ def gathered(x: torch.Tensor, group) -> torch.Tensor:
 
 def summed(x: torch.Tensor, group) -> torch.Tensor:
     """All-reduce (sum) in place -> x."""
-    dist.all_reduce(x, group=_resolved(group))
+    if place(group)[0] > 1:
+        dist.all_reduce(x, group=_resolved(group))
     return x
 
 
