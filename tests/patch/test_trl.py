@@ -4,6 +4,8 @@ TRL up to 1.12 computes the losses of DPO, KTO, GRPO and the distillation traine
 later ones only have the model's layers replaced. ``make test-trl`` runs this for one of each kind.
 """
 
+import sys
+
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: make test-trl installs and tests it")
@@ -64,9 +66,17 @@ def trained(policy, tmp_path):
             assert type(trainer.liger_loss).__module__.startswith("liger_kernel.")
             trainer.liger_loss.register_forward_hook(lambda *_: trainer.calls.append(1))
         trainer.train()
+        assert replaced(trainer) == {liger}
         return trainer
 
     return run
+
+
+def replaced(trainer):
+    """Of the norms of its model, which PEFT may have wrapped: whether they are this package's. A replaced module is of a
+    class of its own, with the name of the one that stands in the family's module."""
+    norms = [type(module) for path, module in trainer.model.named_modules() if path.endswith("norm")]
+    return {cls is not getattr(sys.modules[cls.__module__], cls.__name__) for cls in norms}
 
 
 @pytest.fixture
