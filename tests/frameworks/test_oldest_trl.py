@@ -127,6 +127,14 @@ def test_grpo(loss_type, both):
     )  # fmt: skip
 
 
+def test_rloo(both):
+    """Its layers."""
+    both(
+        trl.RLOOTrainer, trl.RLOOConfig, trl_tiny.prompts(), further=lambda: dict(reward_funcs=reward), beta=0.1,
+        num_iterations=2, num_generations=4, max_completion_length=6, temperature=0.8,
+    )  # fmt: skip
+
+
 class GKDTrainer(trl.GKDTrainer):
     """What TRL 0.24 asks this package for is half the divergence and half the cross entropy, which it is without."""
 

@@ -228,6 +228,25 @@ def test_grpo(case, both):
     )  # fmt: skip
 
 
+# ---- RLOO and CPO: their layers ----
+
+
+@pytest.mark.parametrize("case", [{}, dict(num_iterations=2, normalize_advantages=True)], ids=["plain", "off policy"])
+def test_rloo(case, both):
+    both(
+        trl.RLOOTrainer, trl.RLOOConfig, trl_tiny.prompts(), beta=0.1, further=lambda: dict(reward_funcs=reward),
+        **GENERATE, **case,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["sigmoid", "simpo", "lora"])
+def test_cpo(case, both, policy):
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    options = dict(further=lambda: dict(model=lora(policy))) if case == "lora" else dict(loss_type=case)
+    both(CPOTrainer, CPOConfig, trl_tiny.pairs(), beta=0.2, max_length=16, **options)
+
+
 # ---- distillation ----
 
 
