@@ -9,7 +9,7 @@ import tiny
 import torch
 from hardware import DEVICE
 from logged import Losses
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
@@ -46,17 +46,17 @@ def byte_model(family="llama", **config):
     return tiny.model(family, vocab_size=256, **config)
 
 
-def trainer(folder, model, patched, steps=8, compute_metrics=None, **arguments):
+def trainer(folder, model, patched, steps=8, compute_metrics=None, collator=None, **arguments):
     args = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, seed=0,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
-        **{"bf16": False, **arguments},
+        report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
+        **{"bf16": False, "save_strategy": "no", **arguments},
     )  # fmt: skip
     losses = Losses()
     made = Trainer(
         model=model, args=args, train_dataset=texts(0, 32), eval_dataset=texts(32, 7), callbacks=[losses],
-        compute_metrics=compute_metrics,
+        compute_metrics=compute_metrics, data_collator=collator,
     )  # fmt: skip
     made.losses = losses.seen
     return made
@@ -198,6 +198,37 @@ def test_bf16_autocast(tmp_path):
     limit = (torch.tensor(theirs) - torch.tensor(exact.losses)).abs().max()
     assert far.max() <= 2 * limit + torch.finfo(torch.bfloat16).eps, (far, limit)
     assert mine[-1] < mine[0] - 0.5
+
+
+def test_label_smoothing(tmp_path, fused):
+    """The Trainer computes that loss itself, from the logits of a model that it gives no labels."""
+    plain = trainer(tmp_path / "plain", byte_model(), False, steps=4)
+    plain.train()
+    mine, theirs, run = both(tmp_path, steps=4, label_smoothing_factor=0.2)
+    assert_same(mine, theirs)
+    assert abs(mine[-1] / plain.losses[-1] - 1) > 1e-2 and not fused
+    assert type(run.model) is not tiny.model_class("llama")
+
+
+def test_packing(tmp_path, fused):
+    """A batch is one row, with positions that begin anew with each text, and a text's first label counts for nothing."""
+    mine, theirs, _ = both(tmp_path, steps=4, collator=DataCollatorWithFlattening())
+    assert_same(mine, theirs)
+    assert len(fused) == 8 and set(fused) == {(2 * LENGTH, 32)}
+
+
+def test_resuming(tmp_path, fused):
+    """From a checkpoint after two steps of four, by another Trainer with another model: as without a break."""
+    mine, theirs, _ = both(tmp_path, steps=4)
+    saving = dict(save_strategy="steps", save_steps=2)
+    first = trainer(tmp_path / "resumed", byte_model(), True, steps=2, **saving)
+    first.train()
+    fused.clear()
+    second = trainer(tmp_path / "resumed", byte_model(seed=1), True, steps=4, **saving)
+    second.train(resume_from_checkpoint=True)
+    assert len(fused) == 4 and len(first.losses) == len(second.losses) == 2
+    for whole in (mine, theirs):
+        assert_same(first.losses + second.losses, whole)
 
 
 @pytest.mark.parametrize("case", ["body", "head", "modules_to_save"])
