@@ -12,9 +12,10 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl-oldest in
 
 import trl
 import trl_tiny
+from hardware import DEVICE
 from packaging.version import Version
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 if Version(trl.__version__) >= Version("0.25"):
     pytest.skip("for TRL 0.24: make test-trl-oldest", allow_module_level=True)
@@ -33,6 +34,12 @@ def as_on_transformers_4(reference_only, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "warnings_issued", {}, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def by_itself(monkeypatch):
+    """On one GPU, if there are any: a Trainer would spread each batch over all."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     return trl_tiny.folder(tmp_path_factory.mktemp("policy"))
@@ -45,8 +52,9 @@ def both(policy, tmp_path):
     def train(cls, config, data, liger, further, **arguments):
         args = config(
             output_dir=str(tmp_path / str(len(liger))), max_steps=STEPS, logging_steps=1, learning_rate=1e-2,
-            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=0,
-            bf16=False, gradient_checkpointing=False, per_device_train_batch_size=4, **liger, **arguments,
+            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+            use_cpu=DEVICE == "cpu", bf16=False, gradient_checkpointing=False, per_device_train_batch_size=4,
+            **liger, **arguments,
         )  # fmt: skip
         given = further() if further else {}
         trainer = cls(

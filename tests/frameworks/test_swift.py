@@ -8,6 +8,7 @@ pytest.importorskip("swift", reason="ms-swift is not installed: make test-swift 
 
 import framework_runs
 import trl_tiny
+from hardware import DEVICE
 
 STEPS = 3
 CASES = {
@@ -56,8 +57,8 @@ def runs(tmp_path_factory):
         max_steps=STEPS,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.005, lr_scheduler_type="constant",
         logging_steps=1, seed=0, split_dataset_ratio=0, attn_impl="eager", report_to="none", max_length=64,
-        save_strategy="steps", save_steps=STEPS, dataset_num_proc=1, dataloader_num_workers=0, use_cpu="true",
-        gradient_checkpointing="false", add_version="false",
+        save_strategy="steps", save_steps=STEPS, dataset_num_proc=1, dataloader_num_workers=0,
+        use_cpu=str(DEVICE == "cpu").lower(), gradient_checkpointing="false", add_version="false",
     )  # fmt: skip
     jobs = dict(sft={}, rlhf={})
     for name, (command, case) in CASES.items():

@@ -10,6 +10,7 @@ import peft
 import tiny
 import torch
 from companions import WHEN, pair
+from hardware import DEVICE
 from patched import assert_same_step, step
 from rounded import assert_reverted, trained, within
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -49,6 +50,10 @@ def quantised_by(config):
     return lambda model: quantize_(model, config, filter_fn=lambda module, name: name == "lm_head")
 
 
+def plain():
+    return tiny.model("llama", **LAYERS).to(DEVICE)
+
+
 def linear_layers(model, with_head):
     found = {module for module in model.modules() if isinstance(module, torch.nn.Linear)}
     return found if with_head else found - {model.get_output_embeddings()}
@@ -56,7 +61,7 @@ def linear_layers(model, with_head):
 
 def lora_on(quantised, with_head):
     def change(model):
-        quantised(model.requires_grad_(False), linear_layers(model, with_head))
+        quantised(model.requires_grad_(False).to(DEVICE), linear_layers(model, with_head))
         targets = [*LINEAR, *(["lm_head"] if with_head else [])]
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
@@ -64,8 +69,10 @@ def lora_on(quantised, with_head):
 
 
 def float8(with_head, **config):
+    """Emulated on a GPU, too: its products of float8 want rows in sixteens, and here there are 26."""
+
     def change(model):
-        converted = linear_layers(model, with_head)
+        converted = linear_layers(model.to(DEVICE), with_head)
         config_ = Float8LinearConfig(emulate=True, **config)
         convert_to_float8_training(model, config=config_, module_filter_fn=lambda module, name: module in converted)
         assert sum(isinstance(module, Float8Linear) for module in model.modules()) == len(converted)
@@ -97,7 +104,7 @@ def test_training_in_float8(recipe, with_head, when):
         names = "cast_config_input", "cast_config_weight", "cast_config_grad_output", "round_scales_to_power_of_2"
         config = {name: getattr(rowwise, name) for name in names}
     theirs, mine = pair("llama", float8(with_head, **config), when, **LAYERS)
-    fine = tiny.model("llama", **LAYERS)
+    fine = plain()
 
     def exact():
         fine.load_state_dict(theirs.state_dict())
@@ -123,7 +130,7 @@ def test_a_head_in_float8_is_called_with_all_rows(when, monkeypatch):
 
 def test_which_heads_mix_rows():
     def of(change, *args):
-        model = tiny.model("llama", **LAYERS)
+        model = plain()
         change(model, *args)
         return head.mixes_rows(model.get_output_embeddings())
 
@@ -140,14 +147,14 @@ def test_which_heads_mix_rows():
 
 
 def test_the_report_of_a_quantised_weight():
-    model = tiny.model("llama", **LAYERS)
+    model = plain()
     int8(model, [model.lm_head])
     assert "liger_cross_entropy, torch's Linear called 7 rows at a time" in str(liger.apply_liger_kernel(model))
 
 
 @HEAD
 def test_the_report(with_head):
-    model = float8(with_head)(tiny.model("llama", **LAYERS))
+    model = float8(with_head)(plain())
     report = liger.apply_liger_kernel(model)
     assert not report.left_alone and {name: report.of(name) for name in REPLACED} == REPLACED
     way = "liger_cross_entropy, torchao's Float8Linear called once" if with_head else "liger_fused_linear_cross_entropy"

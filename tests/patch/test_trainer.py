@@ -211,7 +211,7 @@ def test_label_smoothing(tmp_path, fused):
 
 
 def test_packing(tmp_path, fused):
-    """A batch is one row, with positions that begin anew with each text, and a text's first label counts for nothing."""
+    """A batch is one row, with positions that begin anew with each text, and no text's first label counts."""
     mine, theirs, _ = both(tmp_path, steps=4, collator=DataCollatorWithFlattening())
     assert_same(mine, theirs)
     assert len(fused) == 8 and set(fused) == {(2 * LENGTH, 32)}

@@ -73,8 +73,10 @@ def trained(policy, tmp_path):
 
 
 def replaced(trainer):
-    """Of the norms of its model, which PEFT may have wrapped: whether they are this package's. A replaced module is of a
-    class of its own, with the name of the one that stands in the family's module."""
+    """``{True}`` if every norm of its model, with or without PEFT's wrapper, was replaced, ``{False}`` if none was.
+
+    What replaces a class has the same name, but is not in the family's module.
+    """
     norms = [type(module) for path, module in trainer.model.named_modules() if path.endswith("norm")]
     return {cls is not getattr(sys.modules[cls.__module__], cls.__name__) for cls in norms}
 
