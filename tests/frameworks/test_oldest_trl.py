@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl-oldest in
 import trl
 import trl_tiny
 from hardware import DEVICE
+from logged import compare, steps
 from packaging.version import Version
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
@@ -21,7 +22,6 @@ if Version(trl.__version__) >= Version("0.25"):
     pytest.skip("for TRL 0.24: make test-trl-oldest", allow_module_level=True)
 
 STEPS = 3
-NOT_METRICS = "_runtime", "_per_second", "step_time", "total_flos", "profiling"  # of time
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,7 @@ def both(policy, tmp_path):
         for loss in losses:
             loss.register_forward_hook(lambda *_: calls.append(1))
         trainer.train()
-        logs = [log for log in trainer.state.log_history if "loss" in log]
-        kept = [{k: v for k, v in log.items() if not any(part in k for part in NOT_METRICS)} for log in logs]
-        assert len(kept) == STEPS
-        return kept, len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
+        return steps(trainer), len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
 
     def run(
         cls, config, data, switches=("use_liger_kernel",), except_=(), calls=0, further=None, by=None, **arguments
@@ -77,13 +74,7 @@ def both(policy, tmp_path):
         theirs, none, plain = train(by or cls, config, data, {}, further, **arguments)
         mine, seen, patched = train(cls, config, data, dict.fromkeys(switches, True), further, **arguments)
         assert (none, seen) == (0, calls) and (patched is not plain) == ("use_liger_kernel" in switches)
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert set(except_) >= set(a) ^ set(b), f"logged by one alone: {set(a) ^ set(b)}"
-            for name in set(a) & set(b) - set(except_):
-                message = f"{name} of step {i}: {a[name]}, without: {b[name]}"
-                assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), message
-            assert a["grad_norm"] > 0
-        assert theirs[0]["grad_norm"] != theirs[-1]["grad_norm"]
+        compare(mine, theirs, except_)
 
     return run
 

@@ -15,6 +15,7 @@ import torch
 import trl
 import trl_tiny
 from hardware import DEVICE
+from logged import compare, steps
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -22,7 +23,6 @@ CHUNKED = Version(trl.__version__) < Version("1.13")  # its trainers compute the
 chunked_only = pytest.mark.skipif(not CHUNKED, reason=f"TRL {trl.__version__} does not use this package's losses")
 
 # What only one of two runs logs, or logs by another definition.
-NOT_METRICS = "_runtime", "_per_second", "step_time", "total_flos", "profiling"  # of time
 WITHOUT_LOGITS = {"entropy", "mean_token_accuracy"}  # the chunked losses make no logits to take them from
 ALL_POSITIONS = {"logits/chosen", "logits/rejected"}  # plain: of completion tokens; chunked: prompt and padding, too
 CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max")}  # chunked: the region's
@@ -89,31 +89,10 @@ def both(trained):
         theirs = trained(cls, config, data, False, **arguments)
         mine = trained(cls, config, data, True, **arguments)
         assert len(mine.calls) == calls
-        compare(steps(mine, renamed or {}), steps(theirs, {}), set(except_))
+        compare(steps(mine, renamed), steps(theirs), except_)
         return mine
 
     return run
-
-
-def steps(trainer, renamed):
-    seen = [{renamed.get(k, k): v for k, v in log.items()} for log in trainer.state.log_history if "loss" in log]
-    seen = [{k: v for k, v in log.items() if not any(part in k for part in NOT_METRICS)} for log in seen]
-    assert len(seen) == trainer.args.max_steps
-    return seen
-
-
-def compare(mine, theirs, except_):
-    """Every number of every step, the gradient's norm among them.
-
-    fp32, two or three steps of Adam: the differences of single steps, some 1e-7, have not grown past 1e-4.
-    """
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert except_ >= set(a) ^ set(b), f"logged by one alone: {set(a) ^ set(b) - except_}"
-        for name in set(a) & set(b) - except_:
-            message = f"{name} of step {i}: {a[name]}, without: {b[name]}"
-            assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), message
-        assert a["grad_norm"] > 0
-    assert theirs[0]["grad_norm"] != theirs[-1]["grad_norm"]
 
 
 # ---- SFT ----
@@ -304,7 +283,7 @@ def test_orpo(case, trained, policy, tmp_path, caplog):
     for cls in (LigerORPOTrainer, ORPOTrainer):
         liger = case == "patched" and cls is LigerORPOTrainer
         runs.append(trained(cls, ORPOConfig, trl_tiny.pairs(), liger, **options))
-    compare(*(steps(run, {}) for run in runs), set())
+    compare(*map(steps, runs))
     in_head = case not in ("gemma2", "lora on the head")
     assert (runs[0]._liger_loss is not None) == in_head
     assert ("does more to its logits" in caplog.text) == (not in_head)
