@@ -145,7 +145,7 @@ $(VENV)/triton-xpu-%/.ready: $(READY)
 
 # The kernel for Hugging Face's hub, by the package kernels, with the transformers that takes this version of it.
 test-hub-kernel: $(VENV)/kernels-$(KERNELS)/.ready $(OLD)/.ready
-	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py
+	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py tests/patch/test_proofs.py tests/patch/test_families.py
 
 $(VENV)/kernels-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) kernels==$* kernels-data==$* tomlkit

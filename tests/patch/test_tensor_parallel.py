@@ -156,9 +156,7 @@ def made(family, shard=None, bias=False, **over):
 
 def trained(model, in_head=False, **more):
     """Losses of three steps, and all their gradients."""
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.05, foreach=False
-    )  # DTensors do not mix
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)  # DTensors do not mix
     losses, gradients = [], []
     for seed in range(STEPS):
         optimizer.zero_grad()

@@ -51,6 +51,7 @@ def trainer(folder, model, patched, steps=8, compute_metrics=None, collator=None
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, seed=0,
         report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
+        tf32=False,  # which torch_compile would switch on, for good
         **{"bf16": False, "save_strategy": "no", **arguments},
     )  # fmt: skip
     losses = Losses()
