@@ -72,9 +72,9 @@ def finetune(data: dict) -> str:
         parts += [
             f"Full fine-tune of {data['model']} by the Hugging Face Trainer with fused AdamW. Rows have {a['median']} "
             f"tokens (median; 95 % at most {a['most of']}, all at most {a['longest']}), {a['labels']:.0%} of them with "
-            f"a label; packed rows fill sequences of {data['pack']}. Tokens per second (those with a label), without "
-            "padding, and peak memory of a GPU. A micro-batch is rows (packed: sequences) of each GPU; in brackets the "
-            "least that was tried and ran out of memory:",
+            f"a label; packed rows fill sequences of {data['pack']}. Tokens per second of all GPUs (those with a "
+            "label), without padding, and peak memory of a GPU. A micro-batch is rows (packed: sequences) of each GPU; "
+            "in brackets the least that was tried and ran out of memory:",
             table(
                 [
                     "GPUs, layout", "", "largest micro-batch", "at Hugging Face's largest", "at its own largest",
