@@ -256,7 +256,7 @@ environments: $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEG
 	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/kernels-$(KERNELS)/.ready $(TRAINER:%=$(VENV)/transformers-%/.ready) \
 	$(VENV)/lightning-$(LIGHTNING)/.ready $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready $(VENV)/axolotl-$(AXOLOTL)/.ready \
 	$(VENV)/callers/.ready $(VENV)/torchao-$(TORCHAO)/.ready $(VENV)/bitsandbytes-$(BITSANDBYTES)/.ready \
-	$(VENV)/own-models/.ready
+	$(VENV)/own-models/.ready $(VENV)/flyte-$(FLYTE)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	@python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "make: Python 3.10 or newer is needed"; exit 1; }
