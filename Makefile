@@ -161,7 +161,8 @@ $(VENV)/flyte-%/.ready: $(READY)
 
 # Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
 test-frameworks: test-lightning test-llama-factory test-axolotl test-swift test-callers test-trl test-trl-oldest \
-	test-transformers-oldest test-trainer test-torchao test-bitsandbytes test-single-operators
+	test-transformers-oldest test-trainer test-deepspeed test-megatron test-hub-kernel test-torchao test-bitsandbytes \
+	test-single-operators
 
 test-lightning: $(VENV)/lightning-$(LIGHTNING)/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/frameworks/test_lightning.py tests/metrics/test_lightning_metrics.py

@@ -22,6 +22,7 @@ TRIGGERS = {
     "portability": {"push", "pull_request", "workflow_dispatch"},
     "build": {"push", "pull_request", "workflow_call"},
     "gpu": {"pull_request", "schedule", "workflow_dispatch"},
+    "weekly": {"schedule", "workflow_dispatch"},
     "nightly": {"schedule", "workflow_dispatch"},
     "release": {"push"},
 }
