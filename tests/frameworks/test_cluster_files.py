@@ -1,4 +1,4 @@
-"""examples/cluster: what its manifests, scripts and workflow say, and that the schemas of their kinds know it."""
+"""examples/cluster: what its manifests, scripts and workflow say, and that their kinds take it."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from programs import ROOT, environment
 
 CLUSTER = ROOT / "examples" / "cluster"
 TORCHRUN = (CLUSTER / "torchrun.sh").read_text()
-MANIFESTS = {name: yaml.safe_load((CLUSTER / f"{name}.yaml").read_text()) for name in ("pytorchjob", "jobset")}
+TEXTS = {name: (CLUSTER / f"{name}.yaml").read_text() for name in ("pytorchjob", "jobset")}
+MANIFESTS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
 WORKERS = MANIFESTS["pytorchjob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
 JOB = MANIFESTS["jobset"]["spec"]["replicatedJobs"][0]["template"]["spec"]
 PODS = dict(pytorchjob=WORKERS["template"], jobset=JOB["template"])
@@ -106,6 +107,7 @@ def test_numbers_of_pods_and_processes_agree():
     assert WORKERS["restartPolicy"] == "OnFailure"
     assert spec["nprocPerNode"] == container("pytorchjob")["resources"]["limits"]["nvidia.com/gpu"]
     given = values("jobset")
+    assert re.fullmatch(BACKENDS, given["PET_RDZV_BACKEND"])
     assert str(JOB["parallelism"]) == str(JOB["completions"]) == given["PET_NNODES"]
     assert given["PET_NPROC_PER_NODE"] == container("jobset")["resources"]["limits"]["nvidia.com/gpu"]
     name = MANIFESTS["jobset"]["metadata"]["name"]
@@ -175,6 +177,86 @@ def test_the_data_have_alpacas_shape(tmp_path):
     lengths = sorted(len(row["output"]) for row in rows)
     assert lengths[0] > 0 and lengths[-4] > 6 * lengths[200]  # a long tail
     assert 200 < sum(not row["input"] for row in rows) < 300
+
+
+QUANTITY = r"\d+(\.\d+)?(m|k|[KMGTPE]i|[MGTPE]|[eE]\d+)?"
+BACKENDS = r"c10d|etcd|etcd-v2|static"  # torchrun's
+PODS_RULES = {
+    r".*/resources/(requests|limits)/(cpu|memory)": QUANTITY,
+    r".*/resources/(requests|limits)/nvidia\.com/gpu": r"\d+",
+    r".*/emptyDir/sizeLimit": QUANTITY,
+}
+RULES = {  # what Kubeflow's models take as any text: where it stands -> what it may be
+    "pytorchjob": PODS_RULES
+    | {
+        r"/apiVersion": r"kubeflow\.org/v1",
+        r"/kind": r"PyTorchJob",
+        r"/spec/nprocPerNode": r"auto|cpu|gpu|\d+",
+        r"/spec/elasticPolicy/rdzvBackend": BACKENDS,
+        r"/spec/runPolicy/cleanPodPolicy": r"All|Running|None",
+        r"/spec/pytorchReplicaSpecs/(Master|Worker)/restartPolicy": r"Always|OnFailure|Never|ExitCode",
+    },
+    "jobset": PODS_RULES | {r"/apiVersion": r"jobset\.x-k8s\.io/v1alpha2", r"/kind": r"JobSet"},
+}
+NAMES = re.compile(  # those of a mapping whose keys the models take as they come: no other may be there
+    r"/spec/pytorchReplicaSpecs/(?!(Master|Worker)/)|.*/resources/(requests|limits)/(?!(cpu|memory|nvidia\.com/gpu)$)"
+)
+
+
+def leaves(value, path=""):
+    """(where it stands, what stands there)"""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def problems(name, manifest):
+    found = [f"{path} is unknown" for path, _ in leaves(manifest) if NAMES.match(path)]
+    for where, what in RULES[name].items():
+        there = [(path, value) for path, value in leaves(manifest) if re.fullmatch(where, path)]
+        found += [] if there else [f"nothing is at {where}"]
+        found += [
+            f"{path} is {value}"
+            for path, value in there
+            if not (isinstance(value, (str, int)) and re.fullmatch(what, str(value)))
+        ]
+    return found
+
+
+@EACH
+def test_versions_policies_and_quantities(name):
+    assert problems(name, MANIFESTS[name]) == []
+
+
+@pytest.mark.parametrize(
+    "name, right, wrong, said",
+    [
+        ("pytorchjob", "apiVersion: kubeflow.org/v1", "apiVersion: kubeflow.org/v2", "/apiVersion is kubeflow.org/v2"),
+        ("pytorchjob", "apiVersion: kubeflow.org/v1", "", "nothing is at /apiVersion"),
+        ("pytorchjob", "kind: PyTorchJob", "kind: PyTorchJobs", "/kind is PyTorchJobs"),
+        ("pytorchjob", "    Worker:", "    Workers:", "/Workers/replicas is unknown"),
+        ("pytorchjob", "restartPolicy: OnFailure", "restartPolicy: Sometimes", "/restartPolicy is Sometimes"),
+        ("pytorchjob", "cleanPodPolicy: Running", "cleanPodPolicy: Maybe", "/cleanPodPolicy is Maybe"),
+        ("pytorchjob", "cleanPodPolicy: Running", "cleanPodPolicy: null", "/cleanPodPolicy is None"),
+        ("pytorchjob", "rdzvBackend: c10d", "rdzvBackend: zoo", "/rdzvBackend is zoo"),
+        ("pytorchjob", 'nprocPerNode: "8"', "nprocPerNode: all", "/nprocPerNode is all"),
+        ("pytorchjob", "memory: 256Gi", "memory: lots", "/requests/memory is lots"),
+        ("pytorchjob", "memory: 256Gi", "memory: 256GiB", "/requests/memory is 256GiB"),
+        ("pytorchjob", 'cpu: "1"', 'cpu: "-1"', "/requests/cpu is -1"),
+        ("jobset", "apiVersion: jobset.x-k8s.io/v1alpha2", "apiVersion: jobset.x-k8s.io/v9", "/apiVersion is jobset"),
+        ("jobset", "kind: JobSet", "kind: JobSets", "/kind is JobSets"),
+        ("jobset", "memory: 256Gi", "memory: lots", "/requests/memory is lots"),
+        ("jobset", "memory: 256Gi", "memroy: 256Gi", "/requests/memroy is unknown"),
+        ("jobset", 'nvidia.com/gpu: "8"', 'nvidia.com/gpu: "0.5"', "/requests/nvidia.com/gpu is 0.5"),
+        ("jobset", "sizeLimit: 16Gi", "sizeLimit: 16 Gi", "/emptyDir/sizeLimit is 16 Gi"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(name, right, wrong, said):
+    assert right in TEXTS[name]
+    found = problems(name, yaml.safe_load(TEXTS[name].replace(right, wrong, 1)))
+    assert any(said in problem for problem in found), found
 
 
 @EACH
