@@ -1,5 +1,5 @@
 # make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron |
-#      test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster
+#      test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster | test-loggers
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -54,7 +54,7 @@ DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 .PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
 	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
 	test-trl-oldest test-trainer test-torchao test-bitsandbytes test-single-operators test-xpu test-hub-kernel \
-	test-cluster environments clean
+	test-cluster test-loggers environments clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -159,6 +159,16 @@ $(VENV)/flyte-%/.ready: $(READY)
 	$(INSTALL) --upgrade --target $(@D) flytekit==$* flytekitplugins-kfpytorch==$* kubeflow-training==1.9.4 kubeflow-trainer-api==2.3.0
 	touch $@
 
+# LigerMetrics through the Trainer's integrations. MLflow keeps its runs in SQLite.
+LOGGERS := tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic
+
+test-loggers: $(VENV)/loggers/.ready
+	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTHON) -m pytest tests/metrics/test_loggers.py
+
+$(VENV)/loggers/.ready: $(READY)
+	$(INSTALL) --upgrade --target $(@D) $(LOGGERS)
+	touch $@
+
 # Training frameworks, run by their own commands, each in an environment of its own (docs/frameworks.md).
 test-frameworks: test-lightning test-llama-factory test-axolotl test-swift test-callers test-trl test-trl-oldest \
 	test-transformers-oldest test-trainer test-deepspeed test-megatron test-hub-kernel test-torchao test-bitsandbytes \
@@ -257,7 +267,7 @@ environments: $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEG
 	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/kernels-$(KERNELS)/.ready $(TRAINER:%=$(VENV)/transformers-%/.ready) \
 	$(VENV)/lightning-$(LIGHTNING)/.ready $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready $(VENV)/axolotl-$(AXOLOTL)/.ready \
 	$(VENV)/callers/.ready $(VENV)/torchao-$(TORCHAO)/.ready $(VENV)/bitsandbytes-$(BITSANDBYTES)/.ready \
-	$(VENV)/own-models/.ready $(VENV)/flyte-$(FLYTE)/.ready
+	$(VENV)/own-models/.ready $(VENV)/flyte-$(FLYTE)/.ready $(VENV)/loggers/.ready
 
 $(VENV)/.ready: pyproject.toml
 	@python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "make: Python 3.10 or newer is needed"; exit 1; }
