@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import liger_kernel.transformers as liger
@@ -425,6 +426,24 @@ def test_on_a_patched_model(hub, tmp_path):
     assert rotated and not report.left_alone
     hub.kernelize(mine)
     assert_same_step(step(mine, **BATCH), step(theirs, **BATCH))
+
+
+def test_a_function_that_is_replaced_later(hub, monkeypatch):
+    """As `kernelize` does it: a forward of the one module that all attentions call."""
+    theirs = tiny.model("llama").to(DEVICE)
+    mine = copy.deepcopy(theirs)
+    liger.apply_liger_kernel(mine)
+    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
+    want = step(theirs, **BATCH)
+    assert_same_step(step(mine, **BATCH), want)
+    assert_same_step(step(mine, run, **BATCH), want)
+    function = modeling_llama.apply_rotary_pos_emb
+    usual = function.forward
+    monkeypatch.setattr(function, "forward", lambda *given, **named: tuple(t * 0.5 for t in usual(*given, **named)))
+    changed = step(theirs, **BATCH)
+    assert not torch.isclose(changed[0]["loss"], want[0]["loss"], rtol=1e-3)
+    assert_same_step(step(mine, **BATCH), changed)
+    assert_same_step(step(mine, run, **BATCH), changed)
 
 
 def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monkeypatch):

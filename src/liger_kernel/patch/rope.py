@@ -62,8 +62,12 @@ class Rotating(Kind):
         roles = [ROLES[name] for name in parameters_of(family)]
         in_order = roles == list(inspect.signature(what.rotated).parameters)[: len(roles)]
 
+        of_kernels = family.__dict__ if isinstance(family, torch.nn.Module) else {}
+
         def rotate(*args, **kwargs):
-            if in_order and not kwargs:
+            if "forward" in of_kernels:  # `kernelize` has put one of the hub there
+                rotated = None
+            elif in_order and not kwargs:
                 rotated = what.rotated(*args)
             else:
                 given = dict(zip(roles, args, strict=False)) | {ROLES[name]: value for name, value in kwargs.items()}
