@@ -30,8 +30,9 @@ LIMITS = {  # bytes of shared memory that one program may have
 XPU = os.environ.get("XPU_COMPILER")  # a folder with a Triton that compiles for Intel's GPUs, and for no other here
 if XPU:
     LIMITS = {"xpu": 128 * 1024}
-GLUON = *hopper.TRIED, ("3", "9")  # where its kernels compile; see portability.py
-HOPPER = ("sm_90",) if tuple(triton.__version__.split(".")[:2]) in GLUON else ()
+VERSION = tuple(triton.__version__.split(".")[:2])
+GLUON = *hopper.TRIED, ("3", "7"), ("3", "9")  # where its kernels compile; see portability.py
+HOPPER = ("sm_90",) if VERSION in GLUON else ()
 ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
     "products._gather": ("sm_90", "sm_100"),
     "hopper._of_targets": HOPPER,
@@ -140,9 +141,20 @@ def faults(launch, shared):
     for name, kind in launch["signature"].items():
         if "fp64" in kind:
             yield f"{name} is {kind}: a kernel computes in fp32"
-    allowed = 0 if launch["real"] else SPILLED
+    allowed = PUT_ASIDE.get(launch["kernel"], 0) if launch["real"] else SPILLED
     if launch.get("spilled", 0) > allowed:
         yield f"{launch['spilled']} spilled of {launch['registers']} registers, {allowed} are allowed"
 
 
-SPILLED = 256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
+# Bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has. Most are rms_norm's of 3x17000 on
+# sm_100 with Triton 3.7.
+SPILLED = 320
+PUT_ASIDE = {}  # bytes of a thread, at those that it has
+if VERSION in (("3", "6"), ("3", "7")):  # their ptxas leaves one or two numbers in memory for fewer registers
+    PUT_ASIDE = {
+        "load_balancing._fwd": 8,
+        "load_balancing._bwd": 8,
+        "coefficients._product": 8,
+        "group_rows._bwd_wide": 8,
+        "logits._merge": 8,
+    }

@@ -78,7 +78,7 @@ def pretend(name):
     target, multiprocessors, shared = TARGETS[name]
     launches = {}
     devices.has_kernels = lambda tensor: True
-    hopper.TRIED = *hopper.TRIED, ("3", "9")  # compiled where it has not run
+    hopper.TRIED = *hopper.TRIED, ("3", "7"), ("3", "9")  # compiled where it has not run
     devices._properties = lambda kind, index: (
         name, multiprocessors, 1024 // target.warp_size, shared if target.backend == "cuda" else 0
     )  # fmt: skip
@@ -224,8 +224,8 @@ def compiled(target, launched):
 def mixes_rows(ttgir):
     """Whether a sum of a tensor's last axis, accumulated in a loop, is of elements that are not its row's.
 
-    For such a sum Triton (3.6, 3.9) splits the axis where the tensor stands, without moving anything. That is right if
-    a thread's registers hold the last axis first, and silently wrong if they hold another one first.
+    For such a sum Triton (3.6, 3.7, 3.9) splits the axis where the tensor stands, without moving anything. That is
+    right if a thread's registers hold the last axis first, and silently wrong if they hold another one first.
     """
     layouts = {
         name: ([int(n) for n in each.split(",")], [int(n) for n in order.split(",")])
