@@ -40,8 +40,8 @@ def on(flow):
     return flow[True]  # YAML 1.1 reads the key `on` as a truth
 
 
-def both(versions):
-    return set(versions.split(" and "))
+def listed(versions):
+    return set(re.split(", | and ", versions))
 
 
 def test_triggers():
@@ -136,6 +136,15 @@ def test_each_make_test_of_ci_is_a_job():
     assert called == {*targets, "test", "lint", "docs"}
 
 
+# torch's wheels with CUDA ask for exactly one Triton: 2.11.0 for 3.6.0, 2.12.0 for 3.7.0, 2.12.1 and 2.13.0 for 3.7.1.
+# Those without CUDA ask for none.
+ASKED_FOR = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
+
+
+def tritons(matrix):
+    return {entry.get("newer", entry["triton"]) for entry in matrix}
+
+
 def minor(version):
     return tuple(int(part) for part in version.split(".")[:2])
 
@@ -146,24 +155,37 @@ def test_matrix_is_what_is_claimed():
     assert in_matrix["python"] == set(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
     oldest = re.search(r'requires-python = ">=(3\.\d+)"', PYPROJECT)[1]
     assert min(in_matrix["python"], key=minor) == oldest
-    assert in_matrix["triton"] == both(TESTED["triton"]) and in_matrix["transformers"] == both(TESTED["transformers"])
-    first, last = sorted(both(TESTED["torch"]), key=minor)
+    assert tritons(matrix) == listed(TESTED["triton"]) and in_matrix["transformers"] == listed(TESTED["transformers"])
+    first, last = sorted(listed(TESTED["torch"]), key=minor)
     between = range(minor(first)[1], minor(last)[1] + 1)
     assert in_matrix["torch"] == {f"{minor(first)[0]}.{each}" for each in between}
     older = JOBS["tests", "older-transformers"]
     assert OLDEST_TRANSFORMERS in older["strategy"]["matrix"]["transformers"] and older["continue-on-error"]
     compiled = JOBS["portability", "nvidia-and-amd"]["strategy"]["matrix"]["include"]
-    assert {key: {entry[key] for entry in compiled} for key in TESTED if key in compiled[0]} == {
-        key: both(TESTED[key]) for key in ("torch", "triton")
-    }
+    assert tritons(compiled) == listed(TESTED["triton"])
+    assert {entry["torch"] for entry in compiled} == listed(TESTED["torch"])
     tried = JOBS["build", "wheel"]["strategy"]["matrix"]["python"]
     assert tried == [oldest, max(in_matrix["python"], key=minor)]
+
+
+@pytest.mark.parametrize("job", [("tests", "versions"), ("portability", "nvidia-and-amd")], ids="/".join)
+def test_pip_can_install_what_the_matrix_names(job):
+    """torch together with the Triton that it asks for, and another one afterwards, which asks nobody."""
+    job = JOBS[job]
+    matrix = job["strategy"]["matrix"]["include"]
+    for entry in matrix:
+        assert entry["triton"] == ASKED_FOR[entry["torch"]], entry
+    assert any("newer" in entry for entry in matrix) and "newer" not in job["env"]["VERSIONS"]
+    first, newer, tests = (step for step in job["steps"] if "run" in step)
+    assert first["run"] == 'make .venv/.ready TORCH="$VERSIONS"'
+    assert newer["if"] == "matrix.newer" and "TORCH" not in tests["run"]
+    assert newer["run"].endswith('pip install --no-deps "triton==${{ matrix.newer }}.*"')
 
 
 def test_the_page_of_versions_says_the_same():
     rows = dict(re.findall(r"^\| (\w+) \| ([\d., ]+) \|", (ROOT / "docs" / "index.md").read_text(), re.M))
     for page, key in {"torch": "torch", "Triton": "triton", "transformers": "transformers", "TRL": "trl"}.items():
-        assert set(rows[page].split(", ")) == both(TESTED[key]), page
+        assert set(rows[page].split(", ")) == listed(TESTED[key]), page
     readme = " ".join((ROOT / "README.md").read_text().split())
     for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers"}.items():
         assert f"{name} {TESTED[key]}" in readme
