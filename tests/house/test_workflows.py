@@ -183,9 +183,13 @@ def test_pip_can_install_what_the_matrix_names(job):
 
 
 def test_the_page_of_versions_says_the_same():
-    rows = dict(re.findall(r"^\| (\w+) \| ([\d., ]+) \|", (ROOT / "docs" / "index.md").read_text(), re.M))
+    page_of_versions = (ROOT / "docs" / "index.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d., ]+) \|", page_of_versions, re.M))
     for page, key in {"torch": "torch", "Triton": "triton", "transformers": "transformers", "TRL": "trl"}.items():
         assert set(rows[page].split(", ")) == listed(TESTED[key]), page
+    pairs = set(re.findall(r"^\| (\d\.\d+), (\d\.\d+) \|", page_of_versions, re.M))
+    matrix = JOBS["tests", "versions"]["strategy"]["matrix"]["include"]
+    assert pairs == {(entry["torch"], triton) for entry in matrix for triton in tritons([entry])}
     readme = " ".join((ROOT / "README.md").read_text().split())
     for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers"}.items():
         assert f"{name} {TESTED[key]}" in readme
