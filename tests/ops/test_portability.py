@@ -123,38 +123,43 @@ def test_kernel_compiles(kernel, target, compiled):
         assert not launches
         return
     assert launches, f"no Case launches {kernel}"
-    problems = [f"{launch}\n  {p}" for launch in launches for p in faults(launch, LIMITS[target])]
+    problems = [f"{launch}\n  {p}" for launch in launches for p in faults(launch, target)]
     assert not problems, "\n".join(problems)
 
 
-def faults(launch, shared):
+def faults(launch, target):
     """What is wrong with a launch."""
     if "error" in launch:
         yield launch["error"]
         return
     if launch["threads"] > 1024:
         yield f"{launch['threads']} threads in a program, 1024 are allowed"
-    if launch.get("shared", 0) > shared:
-        yield f"{launch['shared']} bytes of shared memory, the target has {shared}"
+    if launch.get("shared", 0) > LIMITS[target]:
+        yield f"{launch['shared']} bytes of shared memory, the target has {LIMITS[target]}"
     if launch["grid"][0] >= 2**31 or max(launch["grid"][1:]) >= 2**16:
         yield f"a grid of {launch['grid']}"
     for name, kind in launch["signature"].items():
         if "fp64" in kind:
             yield f"{name} is {kind}: a kernel computes in fp32"
-    allowed = PUT_ASIDE.get(launch["kernel"], 0) if launch["real"] else SPILLED
+    allowed = KNOWN.get((launch["kernel"], target), 0 if launch["real"] else SPILLED)
     if launch.get("spilled", 0) > allowed:
         yield f"{launch['spilled']} spilled of {launch['registers']} registers, {allowed} are allowed"
 
 
-# Bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has. Most are rms_norm's of 3x17000 on
-# sm_100 with Triton 3.7.
-SPILLED = 320
-PUT_ASIDE = {}  # bytes of a thread, at those that it has
-if VERSION in (("3", "6"), ("3", "7")):  # their ptxas leaves one or two numbers in memory for fewer registers
-    PUT_ASIDE = {
-        "load_balancing._fwd": 8,
-        "load_balancing._bwd": 8,
-        "coefficients._product": 8,
-        "group_rows._bwd_wide": 8,
-        "logits._merge": 8,
-    }
+SPILLED = 256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
+KNOWN = {  # Triton -> what its assembler spills of a kernel on a target. Triton 3.9's spills none of these
+    ("3", "6"): {
+        ("load_balancing._bwd", "sm_90"): 8,
+        ("coefficients._product", "sm_90"): 8,
+        ("coefficients._product", "sm_100"): 8,
+        ("logits._merge", "sm_100"): 8,
+        ("products._outer", "gfx1100"): 16,
+    },
+    ("3", "7"): {
+        ("load_balancing._bwd", "sm_90"): 8,
+        ("coefficients._product", "sm_90"): 8,
+        ("load_balancing._fwd", "sm_100"): 8,
+        ("group_rows._bwd_wide", "sm_100"): 8,
+        ("rows._bwd_wide", "sm_100"): 320,  # rms_norm of 3x17000
+    },
+}.get(VERSION, {})
