@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import liger_kernel.transformers as liger
 from liger_kernel.hub import layers as package_layers
 from liger_kernel.hub import ours
+from liger_kernel.ops import functional
 
 pytestmark = pytest.mark.thorough
 SCRIPT = Path(__file__).parents[2] / "scripts/build-hub-kernel"
@@ -439,7 +440,14 @@ def test_a_function_that_is_replaced_later(hub, monkeypatch):
     assert_same_step(step(mine, run, **BATCH), want)
     function = modeling_llama.apply_rotary_pos_emb
     usual = function.forward
-    monkeypatch.setattr(function, "forward", lambda *given, **named: tuple(t * 0.5 for t in usual(*given, **named)))
+    monkeypatch.setitem(vars(function), "forward", usual)  # `kernelize` does this, too, where it finds no kernel
+    calls, rope = [], functional.liger_rope
+    monkeypatch.setattr(functional, "liger_rope", lambda *given, **how: calls.append(1) or rope(*given, **how))
+    assert_same_step(step(mine, **BATCH), want)
+    assert calls
+    assert_same_step(step(mine, run, **BATCH), want)
+    halved = lambda *given, **named: tuple(t * 0.5 for t in usual(*given, **named))  # noqa: E731
+    monkeypatch.setitem(vars(function), "forward", halved)
     changed = step(theirs, **BATCH)
     assert not torch.isclose(changed[0]["loss"], want[0]["loss"], rtol=1e-3)
     assert_same_step(step(mine, **BATCH), changed)

@@ -65,7 +65,7 @@ class Rotating(Kind):
         of_kernels = family.__dict__ if isinstance(family, torch.nn.Module) else {}
 
         def rotate(*args, **kwargs):
-            if "forward" in of_kernels:  # `kernelize` has put one of the hub there
+            if "forward" in of_kernels and own_forward(family):  # `kernelize` has put one of the hub there
                 rotated = None
             elif in_order and not kwargs:
                 rotated = what.rotated(*args)
