@@ -26,8 +26,7 @@ def process(rank, store, checks, reached):
         backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
     )
     for number, check in enumerate(checks):
-        if rank == 0:
-            reached.value = number
+        reached[rank] = number
         try:
             check(rank)
         except BaseException as error:
@@ -38,8 +37,8 @@ def process(rank, store, checks, reached):
 
 
 def reached():
-    """For `process`, the number of the check that it has come to."""
-    return multiprocessing.get_context("spawn").Value("i", 0)
+    """For `process`: the number of the check that each rank has come to."""
+    return multiprocessing.get_context("spawn").Array("i", SIZE)
 
 
 def run(checks, folder):
@@ -60,7 +59,7 @@ def run(checks, folder):
             checks = []
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
             failed.append(str(error))
-            del checks[: at.value + 1]
+            del checks[: min(at) + 1]  # the other rank may be ahead, in one that has not failed
             spent += time.monotonic() - began
     failed += [f"{len(checks)} checks were not tried"] if checks else []
     assert not failed, "\n\n".join(failed)
