@@ -13,7 +13,7 @@
    will end. Each try is a process of its own, and trains the longest row beside others, ordinary rows, and it again.
 4. Measured: every side at Hugging Face's largest micro-batch and at its own. The same batches come in the same order,
    and all of them twice, since what a length needs is compiled once: speed is that of all steps of the second time
-   together, memory that of any step, one with the longest row included.
+   together. Memory is that of any step; before them the longest row comes without the optimizer's states and with them.
 
 Results are saved after each process; ``--resume`` goes on with what they lack.
 """
@@ -106,20 +106,29 @@ def said():
         logger.setLevel(level)
 
 
+def course(spec: dict, items: list[dict]) -> tuple[list[dict], int, slice]:
+    """-> the items in their order, how many steps they are, and which of these are timed.
+
+    The longest comes before the optimizer has its states, and again when it has.
+    """
+    batch, gpus, steps = spec["batch"], spec["gpus"], spec["steps"]
+    if spec["what"] == "try":
+        return order(items, batch, gpus, 3, hard=(0, 2)), 3, slice(0, None)
+    found = order(items, batch, gpus, 2 + steps, hard=(0, 1))
+    return found + found[2 * batch * gpus :], 2 + 2 * steps, slice(2 + steps, None)
+
+
 def work(spec: dict) -> dict:
     """A try or a measurement, on this rank."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     described = runs.described()
-    device, gpus, batch = spec["device"], spec["gpus"], spec["batch"]
-    steps, hard = (3, (0, 2)) if spec["what"] == "try" else (1 + spec["steps"], (0,))
+    device, gpus = spec["device"], spec["gpus"]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     given = rows(spec["rows"], models.SIZES[spec["model"]]["vocab_size"], spec["length"])
-    items = order(given if spec["layout"] == "padded" else packed(given, spec["pack"]), batch, gpus, steps, hard)
-    if spec["what"] == "measure":
-        items, steps = items + items[batch * gpus :], 2 * steps - 1
+    items, steps, timed = course(spec, given if spec["layout"] == "padded" else packed(given, spec["pack"]))
     model = models.build(spec["model"], device, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder, said() as lines:
         training = trainer(spec, model, items, folder, steps)
@@ -137,8 +146,7 @@ def work(spec: dict) -> dict:
         "peak_bytes": train.peak_bytes(device), "lengths": lengths(given), "patched": lines, "sharded": sharded,
         "attention": model.config._attn_implementation,
     }  # fmt: skip
-    timed = slice(1 + spec["steps"] if spec["what"] == "measure" else 0, None)
-    tokens, labels = counts(items[timed.start * batch * gpus :])
+    tokens, labels = counts(items[timed.start * spec["batch"] * gpus :])
     seconds = sum(ms[timed]) / 1e3
     figures |= {"tokens_per_s": tokens / seconds, "labels_per_s": labels / seconds}
     return {"machine": described, "figures": figures}

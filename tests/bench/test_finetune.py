@@ -63,6 +63,17 @@ def test_every_micro_batch_of_a_hard_step_has_the_longest():
     assert sizes == [9, 2, 9, 3, 1, 2, 9, 3, 9, 2, 9, 3]
 
 
+def test_the_longest_meets_the_states_of_the_optimizer():
+    """They are there from the second step on. What is timed was trained before."""
+    items = [dict(input_ids=[0] * n, labels=[0] * n) for n in (1, 2, 9, 3, 4)]
+    spec = dict(batch=2, gpus=1, steps=2)
+    for what, want in ("try", [9, 2, 9, 3, 9, 1]), ("measure", [9, 2, 9, 3, 4, 1, 2, 9, 4, 1, 2, 9]):
+        found, steps, timed = finetune.course(spec | dict(what=what), items)
+        sizes = [len(item["input_ids"]) for item in found]
+        assert sizes == want and len(sizes) == 2 * steps
+    assert sizes[2 * timed.start :] == sizes[4:8] and timed.stop is None
+
+
 class Memory:
     """Processes in which a micro-batch of more than ``limits[side]`` does not fit."""
 
@@ -289,7 +300,7 @@ def test_the_trainer(layout, reference_only, monkeypatch):
     for side in "huggingface", "patched":
         spec = SMALL | dict(layout=layout, side=side, gpus=1, batch=2, what="measure")
         found[side] = finetune.work(spec)["figures"]
-        assert len(found[side]["losses"]) == len(found[side]["steps_ms"]) == 5
+        assert len(found[side]["losses"]) == len(found[side]["steps_ms"]) == 6
     assert found["patched"]["patched"] and not found["huggingface"]["patched"]
     assert found["patched"]["lengths"] == found["huggingface"]["lengths"]
     ours, theirs = (torch.tensor(found[side]["losses"]) for side in ("patched", "huggingface"))
@@ -319,7 +330,7 @@ if "RANK" in os.environ:
 def test_two_ranks_with_fsdp2(tmp_path, monkeypatch, reference_only):
     """By torchrun, the Trainer and accelerate: a step's loss is that of one rank that has both micro-batches.
 
-    Nothing is learnt; of the second step, since each micro-batch of the first has the longest row.
+    Nothing is learnt; of the last step, since each micro-batch of the first two has the longest row.
     """
     (tmp_path / "sitecustomize.py").write_text(SHARDS_ON_A_CPU)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -328,6 +339,6 @@ def test_two_ranks_with_fsdp2(tmp_path, monkeypatch, reference_only):
     alone = finetune.work(spec | dict(gpus=1, batch=4))
     assert two["machine"]["torch"] == torch.__version__
     assert two["figures"]["sharded"] and two["figures"]["patched"] and not alone["figures"]["sharded"]
-    (_, a, _), (_, b, _) = two["figures"]["losses"], alone["figures"]["losses"]
+    (*_, a), (*_, b) = two["figures"]["losses"], alone["figures"]["losses"]
     assert abs(a - b) < 2**-7, "logits below 1 in bf16: a step of 2^-8 in each of two"
     assert finetune.apart(spec | dict(gpus=1, batch=4), None, 0.01) == {"error": "no result within 0 s"}

@@ -25,7 +25,8 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.patch import engine
 
-STEPS, LENGTH = 3, 16
+# Quarters of 32 tokens: to that attention on a GPU pads its log-sum-exp, and PyTorch's ring does not cut it.
+STEPS, LENGTH = 3, 128
 
 
 def batch(step):

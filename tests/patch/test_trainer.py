@@ -27,6 +27,7 @@ def by_itself(reference_only, monkeypatch):
         own.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
         own.setattr(os, "environ", os.environ.copy())  # TrainingArguments(torch_compile=True) writes to it
         yield
+    torch.set_float32_matmul_precision("highest")  # accelerate switches TF32 on where a model is compiled
 
 
 def texts(first, count):
