@@ -1,5 +1,5 @@
-# make demo | test | lint | docs | test-all | test-rest | test-isa | test-transformers-oldest | test-trl | test-megatron |
-#      test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster | test-loggers
+# make demo | test | lint | docs | test-all | test-rest | test-isa | test-newest | test-transformers-oldest | test-trl |
+#      test-megatron | test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster | test-loggers
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -39,6 +39,8 @@ INSTALL = $(PYTHON) -m pip install --quiet --no-compile
 OLD := $(VENV)/transformers-$(OLDEST)
 FAMILIES := families* class_level loss_in_head* mask proofs zoo zoo_vision names deferred
 FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/patch/test_%.py))
+NEWEST_TESTS ?= tests/core tests/ops tests/losses $(FAMILY_TESTS)
+COMPILE_TESTS ?= -k compil tests/ops/test_ops.py tests/ops/test_double_backward.py tests/patch
 TRL_TESTS ?= $(wildcard tests/*/test_trl*.py)
 PRODUCT_TESTS ?= $(wildcard tests/ops/test_ops.py tests/ops/head/test_linear_*.py tests/ops/mlp/test_glu_linear.py)
 
@@ -51,7 +53,7 @@ ISA_LIMITS ?= $(filter-out $(lastword $(HERE)),$(HERE))
 DEMO_GPU := --hidden-size 2048 --layers 4 --heads 32 --kv-heads 8 --intermediate-size 8192 --vocab-size 128256 --sequence-length 1024
 DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
-.PHONY: demo test test-all test-rest test-isa lint format docs test-transformers-oldest test-trl \
+.PHONY: demo test test-all test-rest test-isa lint format docs test-newest test-transformers-oldest test-trl \
 	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
 	test-trl-oldest test-trainer test-torchao test-bitsandbytes test-single-operators test-xpu test-hub-kernel \
 	test-cluster test-loggers environments clean
@@ -90,6 +92,15 @@ docs: $(READY) $(DOCS_READY)
 $(VENV)/.docs-ready: $(VENV)/.ready
 	$(INSTALL) -e ".[docs]"
 	touch $@
+
+# The newest PyTorch that pip finds, which brings 5 GB of CUDA, and the Triton that it asks for: operators, losses,
+# proofs, families, torch.compile.
+test-newest: $(VENV)/newest/.ready
+	$(MAKE) test PYTHON=$(VENV)/newest/bin/python TESTS="$(NEWEST_TESTS)"
+	$(MAKE) test-all PYTHON=$(VENV)/newest/bin/python TESTS="$(COMPILE_TESTS)"
+
+$(VENV)/newest/.ready: pyproject.toml
+	$(MAKE) $@ VENV=$(@D) PYTHON=$(@D)/bin/python TORCH=torch
 
 # The families again, on the oldest transformers that is covered: that they train as before.
 test-transformers-oldest: $(OLD)/.ready
@@ -262,8 +273,8 @@ $(VENV)/own-models/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) $(OWN_MODELS) $(OWN_MODELS_NEED)
 	touch $@
 
-# What the targets of .ci/run install beside .venv.
-environments: $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEGATRON)/.ready \
+# What the targets of .ci/run install beside .venv. The first takes longest.
+environments: $(VENV)/newest/.ready $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEGATRON)/.ready \
 	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/kernels-$(KERNELS)/.ready $(TRAINER:%=$(VENV)/transformers-%/.ready) \
 	$(VENV)/lightning-$(LIGHTNING)/.ready $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready $(VENV)/axolotl-$(AXOLOTL)/.ready \
 	$(VENV)/callers/.ready $(VENV)/torchao-$(TORCHAO)/.ready $(VENV)/bitsandbytes-$(BITSANDBYTES)/.ready \

@@ -34,6 +34,7 @@ def pytest_unconfigure():
 @pytest.fixture
 def reference_only(monkeypatch):
     """CPU tensors take the operators' PyTorch reference, as they do for a user without a GPU."""
+    import liger_kernel.ops  # noqa: F401  (a kernel that is defined after this would be none of the interpreter's)
     from liger_kernel.core import devices
 
     monkeypatch.setattr(devices, "INTERPRETED", False)

@@ -489,6 +489,32 @@ def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
     assert TESTED["trl"] == " and ".join(re.findall(r"(\d+\.\d+)\.\d+", trl))
 
 
+def test_doctor_marks_versions_that_were_not_tested(answer, monkeypatch):
+    """Newer, older and between; a build's own suffix and a patch release make no other version. It is no problem."""
+    from liger_kernel._version import TESTED
+
+    tested = {name: doctor.tested_minors(name) for name in TESTED}
+    fine = {name: f"{minors[-1]}.1.post2+cpu" for name, minors in tested.items()}
+    assert doctor.untested(fine | {"accelerate": "0.1"}) == []
+    assert doctor.untested({name: minors[0] for name, minors in tested.items()}) == []
+    others = {"torch": "2.99.0.dev20261101+cu130", "triton": "3.60.0", "transformers": "5.0.1", "trl": "0.1"}
+    assert doctor.untested(fine | others) == list(others)
+    monkeypatch.setattr(doctor, "_try_imports", lambda found: None)
+    monkeypatch.setattr(doctor, "_try_out", lambda found: None)
+    monkeypatch.setattr(doctor, "_problems", lambda found: [])
+    for changes, marked in ((others, list(others)), ({}, [])):
+        versions = fine | changes
+        monkeypatch.setattr(doctor, "installed", lambda *names, v=versions: {n: v[n] for n in names if n in v})
+        monkeypatch.setattr("platform.python_version", lambda v=versions: v["python"])
+        code, out, _ = answer("doctor")
+        assert code == 0 and "Nothing to fix." in out
+        for name in TESTED:
+            assert (f"{name} {versions[name]}, not tested" in out) == (name in marked), name
+        advice = "install a version that was tested"
+        assert ("Not tested with" in out) == (advice in " ".join(out.split())) == bool(marked)
+        assert json.loads(answer("doctor", "--json")[1])["untested"] == marked
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
     """A package that is installed and fails to load, one that ends the process, and one that is not there."""

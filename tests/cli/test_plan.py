@@ -24,6 +24,7 @@ GIB = 2**30
 def prepared(*argv, patched, attention=None):
     """The step of these arguments."""
     args = plan.checked(parser().parse_args(["plan", *map(str, argv)]))
+    args.sequence = args.sequence or plan.SEQUENCE
     step = plan.prepared(build.config(args.model, args.config, args.sizes), args, patched)
     if attention == "sdpa" and not step.model._supports_sdpa:
         pytest.skip("measured with SDPA, which this version of transformers does not use for this family")
@@ -367,6 +368,8 @@ def test_tensor_parallel(patched):
     seen = set()
 
     class Shapes(memory.Ledger):
+        counts_alone = True
+
         def see(self, tensor):
             seen.add(tuple(tensor.shape))
             super().see(tensor)
@@ -412,6 +415,7 @@ def test_largest(need, limit, guess):
 @pytest.fixture
 def answer(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(plan, "PERIOD", math.inf)  # no progress, however long it takes
 
     def call(*argv):
         return main(["plan", *map(str, argv)]), *capsys.readouterr()
@@ -483,7 +487,76 @@ def test_a_family_that_needs_data(answer, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     code, _, err = answer("llama", *SMALL, "--no-patch")
-    assert code == 2 and "without data" in err and err.count("\n") == 1
+    assert code == 2 and "without data" in err and "liger-kernel compare" in err and err.count("\n") == 1
+
+
+# Heads, layers and widths by names of their own; a table of positions that ends.
+@pytest.mark.parametrize(
+    "family, limit",
+    [
+        ("bert", 512), ("codegen", 2048), ("gemma3n", 32768), ("mamba2", None), ("whisper", 448),
+        *(pytest.param(*row, marks=pytest.mark.thorough) for row in (
+            ("electra", 512), ("ernie", 512), ("gptj", 2048), ("kimi_linear", 2**20), ("plbart", 1024),
+            ("modernbert-decoder", 8192),
+        )),
+    ],
+)  # fmt: skip
+def test_families_of_another_kind(answer, family, limit):
+    argv = "--layers", 2, "--vocab-size", 512, "--gpu-memory", "90MB", "--no-patch", "--json"
+    code, out, err = answer(family, *argv)
+    assert code == 0 and not err, err
+    result = json.loads(out)
+    assert result["positions"] == limit and result["asked"]["sequence"] == min(limit or 4096, 4096)
+    assert result["sides"]["huggingface"]["peak"] > 70e6
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_the_longest_sequence_of_a_model_whose_positions_end(answer, fits):
+    """BERT has a buffer of 512 of them: no more than these, and fewer where the memory is less."""
+    argv = "bert", "--layers", 2, "--vocab-size", 8192, "--no-patch"
+    step, _ = prepared(*argv, patched=False)
+    shorter, whole = (sum(step.peak(1, length).values()) for length in (256, 512))
+    memory = f"{(2 * whole if fits else (shorter + whole) / 2) / 0.95 / 1e6}MB"
+    result = json.loads(answer(*argv, "--gpu-memory", memory, "--json")[1])
+    assert result["sides"]["huggingface"]["longest_sequence"] == (512 if fits else 256)
+    assert ("that is longer than its 512 positions" in answer(*argv, "--gpu-memory", memory)[1]) == fits
+    code, out, err = answer(*argv, "--sequence", 513)
+    assert code == 2 and not out and "512 positions" in err and "take at most 512" in err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(answer, capsys, monkeypatch, terminal):
+    """On stderr, before each run: a line that is wiped in the end, or a line every few seconds."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setattr(plan, "PERIOD", 0.0)
+    code, out, err = answer("llama", *SMALL, "--gpu-memory", "80MB", "--json")
+    said = [text for text in err.replace("\r\033[K", "\n").splitlines() if text]
+    assert code == 0 and json.loads(out)
+    assert said[:2] == ["Hugging Face: building the model", "Hugging Face: 1 x 64 tokens"]
+    assert "patched: building the model" in said and len(said) == len(set(said)) > 6
+    assert err.endswith("\r\033[K" if terminal else "tokens\n") and ("\r" in err) == terminal
+
+
+@pytest.mark.thorough
+def test_every_family_has_a_tiny_model_or_says_what_to_do():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    made = []
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            build.config(family, None, {})
+            made.append(family)
+        except build.BadInput as problem:
+            assert "by --config" in str(problem) or "stands alone" in str(problem), problem
+    assert len(made) > 0.9 * len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_a_number_is_read_only_where_there_is_one():
+    """An operator may round a number by way of a tensor of the host's."""
+    with memory.Ledger([]):
+        assert torch.tensor(7.1, dtype=torch.bfloat16, device="cpu").item() == 7.09375
+        with pytest.raises(memory.Unplannable, match="reads a number"):
+            torch.empty((), device="meta").item()
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])

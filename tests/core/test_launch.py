@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from cases import ANYWHERE, poison_empty
+from cases import ANYWHERE, PoisonedEmpty
 from hardware import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,11 +192,10 @@ class Operands(TorchDispatchMode):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a CPU's products")
 @pytest.mark.parametrize("M", [1, 2, 3, 5, 7, 9, 13, 65])
-def test_no_product_reads_memory_that_nobody_wrote(M, monkeypatch):
+def test_no_product_reads_memory_that_nobody_wrote(M):
     h, w, y = parameters(M, 24, 123, torch.bfloat16)
     b = torch.randn(123, dtype=torch.bfloat16, requires_grad=True)
-    poison_empty(monkeypatch)
-    with Operands() as mode:
+    with PoisonedEmpty(), Operands() as mode:
         liger_fused_linear_cross_entropy(h, w, y, b, memory=0).backward()
         token_log_probs.token_log_probs(h, w, y).sum().backward()
         linear_loss(lambda part, log_probs, entropy: -log_probs.sum(), h, w, y)[0].backward()

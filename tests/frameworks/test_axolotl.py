@@ -107,11 +107,7 @@ LAYER_OPERATORS = dict(
     liger_rope="liger_rotary_pos_emb", liger_rms_norm="liger_rms_norm", liger_glu_activation="liger_swiglu"
 )
 GEGLU, EXPERTS = {"liger_swiglu": "liger_geglu"}, {"liger_swiglu": "liger_experts"}
-NORM_ROPE = {"liger_rotary_pos_emb": "liger_norm_rope"}
-OTHERS = dict(
-    gemma=GEGLU, gemma2=GEGLU, gemma3_text=GEGLU | NORM_ROPE, mixtral=EXPERTS, qwen3=NORM_ROPE,
-    qwen3_moe=EXPERTS | NORM_ROPE,
-)  # fmt: skip
+OTHERS = dict(gemma=GEGLU, gemma2=GEGLU, gemma3_text=GEGLU, mixtral=EXPERTS, qwen3_moe=EXPERTS)
 FUSED_HEAD = "liger_fused_linear_cross_entropy"
 
 

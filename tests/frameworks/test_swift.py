@@ -77,7 +77,7 @@ def runs(tmp_path_factory):
     return found
 
 
-LAYERS = {"liger_rms_norm", "liger_fused_add_rms_norm", "liger_swiglu", "liger_rotary_pos_emb"}
+LAYERS = {"liger_rms_norm", "liger_swiglu", "liger_rotary_pos_emb"}
 LOSSES = dict(sft="liger_fused_linear_cross_entropy", gkd="distillation.forward", grpo="policy.forward")
 
 

@@ -26,10 +26,7 @@ pytestmark = pytest.mark.usefixtures("few_rows")
 LAYERS = dict(hidden_size=64, intermediate_size=128, head_dim=16)  # of whole blocks of NF4
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HEAD = pytest.mark.parametrize("with_head", [False, True], ids=["not the head", "the head, too"])
-REPLACED = {
-    "apply_rotary_pos_emb": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5, "LlamaDecoderLayer's residual stream": 2,
-    "LlamaForCausalLM's loss": 1,
-}  # fmt: skip
+REPLACED = {"apply_rotary_pos_emb": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5, "LlamaForCausalLM's loss": 1}
 
 
 @pytest.fixture

@@ -136,6 +136,7 @@ WAITS = {  # (file, attribute) -> why the host may wait for the device there
     ("ops.head.token_log_probs", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
     ("ops.head.grouped_loss", "tolist"): "the same",
     ("ops.moe.expert_parallel", "tolist"): "a collective's sizes are on the host",
+    ("core.op", "item"): "a number on the host is rounded there",
 }
 PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"

@@ -37,7 +37,7 @@ def test_frameworks_are_those_of_the_table():
 
 def test_ci_runs_what_the_page_says():
     assert targets_of_the_table() - set(CI) == LEFT_OUT
-    assert LEFT_OUT == WEEKLY
+    assert LEFT_OUT == WEEKLY - set(CI)
 
 
 def test_every_target_is_in_a_table():

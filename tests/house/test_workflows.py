@@ -138,7 +138,7 @@ def test_each_make_test_of_ci_is_a_job():
 
 # torch's wheels with CUDA ask for exactly one Triton: 2.11.0 for 3.6.0, 2.12.0 for 3.7.0, 2.12.1 and 2.13.0 for 3.7.1.
 # Those without CUDA ask for none.
-ASKED_FOR = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
+ASKED_FOR = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
 
 
 def tritons(matrix):
@@ -156,7 +156,7 @@ def test_matrix_is_what_is_claimed():
     oldest = re.search(r'requires-python = ">=(3\.\d+)"', PYPROJECT)[1]
     assert min(in_matrix["python"], key=minor) == oldest
     assert tritons(matrix) == listed(TESTED["triton"]) and in_matrix["transformers"] == listed(TESTED["transformers"])
-    first, last = sorted(listed(TESTED["torch"]), key=minor)
+    first, *_, last = sorted(listed(TESTED["torch"]), key=minor)
     between = range(minor(first)[1], minor(last)[1] + 1)
     assert in_matrix["torch"] == {f"{minor(first)[0]}.{each}" for each in between}
     older = JOBS["tests", "older-transformers"]
@@ -185,14 +185,14 @@ def test_pip_can_install_what_the_matrix_names(job):
 def test_the_page_of_versions_says_the_same():
     page_of_versions = (ROOT / "docs" / "index.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| ([\d., ]+) \|", page_of_versions, re.M))
-    for page, key in {"torch": "torch", "Triton": "triton", "transformers": "transformers", "TRL": "trl"}.items():
+    names = {"torch": "torch", "Triton": "triton", "transformers": "transformers", "Python": "python"}
+    for page, key in (names | {"TRL": "trl"}).items():
         assert set(rows[page].split(", ")) == listed(TESTED[key]), page
     pairs = set(re.findall(r"^\| (\d\.\d+), (\d\.\d+) \|", page_of_versions, re.M))
     matrix = JOBS["tests", "versions"]["strategy"]["matrix"]["include"]
     assert pairs == {(entry["torch"], triton) for entry in matrix for triton in tritons([entry])}
     readme = " ".join((ROOT / "README.md").read_text().split())
-    for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers"}.items():
-        assert f"{name} {TESTED[key]}" in readme
+    assert all(f"{name} {TESTED[key]}" in readme for name, key in names.items())
 
 
 def test_a_release_is_built_tried_and_attested_before_it_is_published():

@@ -234,6 +234,136 @@ def test_top_k_of_all_classes(divergence, tail):
     same(run(loss, tensors)[0], {k: x for k, x in want.items() if k not in ("output 1", "output 2")}, atol=1e-5)
 
 
+def with_exact_tail(z, ids, log_p, divergence):
+    """In fp64, from logits: the tail is a log-sum-exp of the other classes."""
+    log_q = z.log_softmax(-1)
+    tail = log_q.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    log_q = torch.cat((log_q.gather(1, ids), tail), 1)
+    log_p = torch.cat((log_p, torch.log1p(-log_p.exp().sum(1, keepdim=True))), 1)
+    return divergence_of(log_p, log_q, divergence, 0.5).mean()
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
+@pytest.mark.parametrize("lead", [5.0, 15.0, 22.0])
+@pytest.mark.parametrize("outside", [False, True], ids=["of a class of the teacher's", "of another"])
+@pytest.mark.parametrize("hard", [0.0, 0.5])
+def test_the_tail_of_a_sure_student(lead, divergence, outside, hard):
+    """1 - p of fp32 has no digits of it: the loss and its gradient are those of fp64."""
+    N, classes, K = 6, 23, 4
+    g = torch.Generator().manual_seed(0)
+    log_p, ids = (2 * torch.randn(N, classes, generator=g)).log_softmax(-1).topk(K, -1)
+    y = torch.randint(classes, (N,), generator=g).to(DEVICE)
+    sure = next_class_outside(ids, classes) if outside else ids[:, :1]
+    z = torch.zeros(N, classes).scatter(1, sure, lead).to(DEVICE)
+    ids, log_p = ids.to(DEVICE), log_p.to(DEVICE)
+    h, w, wide = z.clone().requires_grad_(), torch.eye(classes, device=DEVICE), z.double().requires_grad_()
+    loss = distillation_loss(
+        h, w, y, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence,
+        weight_hard_loss=hard, weight_soft_loss=1.0,
+    )  # fmt: skip
+    exact = with_exact_tail(wide, ids, log_p.double(), divergence) + hard * F.cross_entropy(wide, y)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    loss.backward()
+    exact.backward()
+    assert (h.grad.double() - wide.grad).norm() <= 2e-5 * wide.grad.norm()
+
+
+def next_class_outside(ids, classes):
+    """(N, 1): the first class of each row that is not among its ids (N, K)."""
+    inside = torch.zeros(len(ids), classes, dtype=torch.int).scatter(1, ids, 1)
+    return inside.argmin(1, keepdim=True)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("lead", [40.0, 100.0])
+def test_the_tail_of_a_student_that_is_surer_still(lead):
+    """forward_kl's gradient does not vanish there."""
+    log_p, ids = torch.randn(6, 23, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(4, -1)
+    y, z = torch.zeros(6, dtype=torch.long, device=DEVICE), torch.zeros(6, 23).scatter(1, ids[:, :1], lead).to(DEVICE)
+    ids, log_p = ids.to(DEVICE), log_p.to(DEVICE)
+    h, wide = z.clone().requires_grad_(), z.double().requires_grad_()
+    loss = distillation_loss(
+        h, torch.eye(23, device=DEVICE), y, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True,
+        divergence="forward_kl", weight_hard_loss=0.0, weight_soft_loss=1.0,
+    )  # fmt: skip
+    exact = with_exact_tail(wide, ids, log_p.double(), "forward_kl")
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    loss.backward()
+    exact.backward()
+    assert (h.grad.double() - wide.grad).norm() <= 2e-5 * wide.grad.norm()
+
+
+def test_the_tail_of_a_sure_teacher():
+    z = torch.randn(5, 30, generator=torch.Generator().manual_seed(0), dtype=F64)
+    z[:, 3] = torch.tensor([5.0, 10.0, 15.0, 20.0, 25.0])
+    log_p = z.log_softmax(-1)
+    log_p, at = log_p.topk(4, -1)
+    exact = torch.log_softmax(z, -1).scatter(1, at, -torch.inf).logsumexp(1)
+    torch.testing.assert_close(distillation.with_tail(log_p.float())[:, -1].double(), exact, rtol=1e-5, atol=1e-5)
+    sure = distillation.with_tail(torch.tensor([[0.0, -torch.inf], [0.0, -20.0]]))
+    assert sure[:, -1].isfinite().all() and (sure[:, -1] < -15).all()
+
+
+@ANYWHERE
+@pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
+def test_a_row_without_classes_of_the_teacher(divergence):
+    """The tail is everything there, so its soft loss is 0; its label counts."""
+    tensors = cast(drawn(12, 24, 40), F32)
+    ids, log_p = top_k(tensors, 3, 1.0)
+    row = int((tensors["target"] != -100).nonzero()[0])
+    ids[row], log_p[row] = -100, torch.nan
+    option = dict(divergence=divergence, weight_hard=0.5)
+    want = run(of_top_k(ids, log_p, True, **option), cast(tensors, F64))[0]
+
+    def loss(student, target, **given):
+        given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence)
+        return distillation_loss(student, target=target, **given, return_soft_hard_loss=True)
+
+    same(run(loss, tensors)[0], want, atol=3e-6)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+def test_log_probabilities_that_do_not_count(tail, what):
+    """Those of ignored rows and of ids that are no class."""
+    tensors = cast(drawn(12, 24, 40), F32)
+    ids, log_p = top_k(tensors, 5, 1.0)
+    nothing = (ids == -100) | (tensors["target"] == -100)[:, None]
+    assert nothing.any()
+    results = []
+    for x in log_p, log_p.masked_fill(nothing, what):
+
+        def loss(student, target, x=x, **given):
+            given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=x, tail=tail)
+            return distillation_loss(student, target=target, **given)
+
+        results.append(run(loss, tensors)[0])
+    same(*results, rtol=0, atol=0)
+
+
+# ---- a student that equals its teacher ----
+
+
+@ANYWHERE
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, F16], ids=str)
+@pytest.mark.parametrize("teacher", ["head", "logits"])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (6, 8, 37), (5, 24, 123), (13, 64, 257)], ids=str)
+def test_tvd_of_a_student_that_equals_its_teacher(shape, teacher, dtype):
+    """No gradient, though the logits of the two may come from different matmuls."""
+    M, H, V = shape
+    torch.manual_seed(0)
+    h, w = torch.randn(M, H).to(dtype).to(DEVICE), (torch.randn(V, H) * 2 / H**0.5).to(dtype).to(DEVICE)
+    given = dict(teacher_logits=h @ w.t()) if teacher == "logits" else dict(teacher_input=h, teacher_weight=w)
+    student = h.clone().requires_grad_(), w.clone().requires_grad_()
+    y = torch.zeros(M, dtype=torch.long, device=DEVICE)
+    loss = distillation_loss(*student, y, **given, divergence="tvd", weight_hard_loss=0.0, weight_soft_loss=1.0)
+    loss.backward()
+    assert loss.abs() <= 64 * torch.finfo(F32).eps
+    assert not any(x.grad.any() for x in student)
+
+
 @ANYWHERE
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_top_k_without_rows_that_count(temperature):

@@ -42,8 +42,7 @@ SMALL = dict(B=2, T=3)  # for the kernels
 
 
 def assert_right(seed, dtype, tolerance, v, old, size, **options):
-    mask = ONES if options["loss_type"] == "luspo" else None  # the papers' padding counts, see below
-    learnt, rest = drawn(seed, dtype, v=v, old=old, mask=mask, **size)
+    learnt, rest = drawn(seed, dtype, v=v, old=old, **size)
     options |= dict(temperature=1.3, epsilon_low=0.2, epsilon_high=0.3, sapo_temperature_pos=0.8, vespo_k_pos=1.5)
     got = outcome(on_logits, learnt, rest, **options)
     given = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
@@ -76,21 +75,20 @@ REDUCED = {  # from the tokens' losses, their mask and num_items_in_batch
     "sapo": lambda each, m, n: (each.sum(1) / m.sum(1)).mean(),
     "bnpo": lambda each, m, n: each.sum() / m.sum(),
     "dr_grpo": lambda each, m, n: each.sum() / (B * T),
-    "luspo": lambda each, m, n: (each * m.sum(1, keepdim=True)).sum() / (B * T),
+    "luspo": lambda each, m, n: each.sum() / B,
 } | dict.fromkeys(("dapo", "cispo", "vespo"), lambda each, m, n: each.sum() / n)
 
 
 @EVERY
 def test_the_tokens_losses(loss_type, level):
     """They are 0 where masked, whatever stands there, and their reduction is the reduced loss, its gradient too."""
-    learnt, rest = drawn(5, v="B" if loss_type == "vespo" else "BT")
+    learnt, rest = drawn(5, v="BT", advantages="BT")
     options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.3, num_items_in_batch=9)
     padding = rest["attention_mask"] == 0
     assert padding.any()
     want = outcome(on_logits, learnt, rest, **options)
-    for name in ("old_per_token_logps", "ref_per_token_logps", "vllm_is_ratio"):
-        if rest[name].dim() > 1:
-            rest[name][padding] = math.nan
+    for name in ("old_per_token_logps", "ref_per_token_logps", "vllm_is_ratio", "advantages"):
+        rest[name][padding] = math.nan
     rest["selected_token_ids"][padding] = 10**6
     learnt["hidden"].data[padding] = 7.0
 
@@ -146,9 +144,21 @@ def test_the_function(phi, reduce):
 def test_gamma_weights_of_a_masked_nan():
     A, mask = torch.ones(2, device=DEVICE), torch.tensor([[1, 1, 0], [1, 1, 1]], device=DEVICE)
     log_ratio = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.1, 0.2]], device=DEVICE)
-    want = get_gamma_weights(A, log_ratio, mask)
-    log_ratio[0, 2] = math.nan
-    assert torch.equal(get_gamma_weights(A, log_ratio, mask), want) and want.all()
+    ratio = torch.full_like(log_ratio, 1.1)
+    want = get_gamma_weights(A, log_ratio, mask, ratio)
+    for what in math.nan, math.inf, 0.0, 5.0:
+        log_ratio[0, 2] = ratio[0, 2] = what
+        assert torch.equal(get_gamma_weights(A, log_ratio, mask, ratio), want) and want.all()
+
+
+def test_gamma_weights_without_a_token():
+    """Of a sequence with nothing but NaN: those of a ratio of 1."""
+    A, mask = torch.tensor([math.nan, 1.0], device=DEVICE), torch.tensor([[0, 0], [1, 1]], device=DEVICE)
+    nothing = torch.full((2, 2), math.nan, device=DEVICE)
+    nothing[1] = 0.1
+    want = get_gamma_weights(A.nan_to_num(), nothing.nan_to_num(), mask, torch.ones(2, 1, device=DEVICE))
+    for ratio in (None, torch.tensor([[math.nan], [1.0]], device=DEVICE)):
+        torch.testing.assert_close(get_gamma_weights(A, nothing, mask, ratio), want)
 
 
 # ---- memory ----

@@ -94,8 +94,7 @@ def test_of_given_log_probabilities(loss_type, level):
 
     def pure(hidden, weight, selected_token_ids, bias, **rest):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids)
-        if loss_type != "luspo":
-            logp, entropy = (x.masked_fill(rest["attention_mask"] == 0, math.nan) for x in (logp, entropy))
+        logp, entropy = (x.masked_fill(rest["attention_mask"] == 0, math.nan) for x in (logp, entropy))
         return grpo_loss(logp, entropy=entropy, **rest, **options)
 
     loss, metrics = pure(**learnt, **rest)
@@ -115,26 +114,104 @@ def test_a_head_without_channels(loss_type, dtype, tolerance):
 # ---- its surroundings ----
 
 
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("of_sequences", [False, True])
 @pytest.mark.parametrize("loss_type, level", LEVELS)
-def test_padding_has_no_influence(loss_type, level):
-    """Whatever stands there: NaN, tokens out of range."""
-    beta = 0.0 if loss_type == "luspo" else 0.3
-    if loss_type == "luspo" and level == "token":
-        pytest.skip("counts it")
-    learnt, rest = drawn(5, v="B" if loss_type in ("luspo", "vespo") else "BT", ref="input")
-    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=beta)
-    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+def test_padding_has_no_influence(loss_type, level, of_sequences, what):
+    """Whatever stands there, also for a sequence without a token that counts; and tokens out of range."""
+    shapes = dict(v="B", advantages="B") if of_sequences else dict(v="BT", advantages="BT")
+    learnt, rest = drawn(5, ref="input", **shapes)
+    rest["attention_mask"][1] = 0
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3)
+    options["entropy_coef"] = 0.1
     padding = rest["attention_mask"] == 0
+    assert padding.any(1).sum() > 1
+    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+    assert all(x.isfinite().all() for x in expected.values())
     dirty = {k: x.clone() for k, x in (learnt | rest).items()}
-    for name in ("hidden", "old_per_token_logps", "ref_input", "vllm_is_ratio"):
-        if dirty[name].dim() > 1:
-            dirty[name].data[padding] = math.nan
+    for name in ("hidden", "old_per_token_logps", "ref_input", "vllm_is_ratio", "advantages"):
+        dirty[name].data[padding if dirty[name].dim() > 1 else padding.all(1)] = what
     dirty["selected_token_ids"][padding] = 10**6
     learnt = {k: dirty.pop(k).detach().requires_grad_() for k in learnt}
     assert_equal(outcome(linear_grpo_loss, learnt, dirty, drop_ignored=True, **options), expected)
     kept = outcome(linear_grpo_loss, learnt, dirty, drop_ignored=False, **options)
     del kept["d weight"], expected["d weight"]  # 0·NaN
     assert_equal(kept, expected)
+
+
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_reference_log_probabilities_of_padding_have_no_influence(loss_type, level):
+    learnt, rest = drawn(5)
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3)
+    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+    for what in (math.nan, math.inf, -math.inf, 1e30):
+        dirty = rest["ref_per_token_logps"].masked_fill(rest["attention_mask"] == 0, what)
+        assert_equal(outcome(linear_grpo_loss, learnt, rest | dict(ref_per_token_logps=dirty), **options), expected)
+
+
+# ---- ratios that fp32 cannot hold ----
+
+
+def in_fp64(learnt, rest, **options):
+    """The outcome of `whole` in fp64."""
+    wide = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
+    more = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
+    return outcome(whole, wide, more, **options)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_a_ratio_too_large_for_fp32(loss_type, level, kernels, request):
+    """It is clipped, bounded or saturated, so that the loss does not depend on it; or the advantage is 0."""
+    if not kernels:
+        request.getfixturevalue("reference_only")
+    for seed, (advantage, delta) in enumerate(((1.0, None), (0.0, None), (-1.0, 4.0))):
+        learnt, rest = drawn(seed, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+        rest["advantages"] = torch.tensor([advantage, 0.5], device=DEVICE)
+        rest["old_per_token_logps"][0] -= 100.0
+        options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.0, max_completion_length=9)
+        options["delta"] = delta
+        exact = in_fp64(learnt, rest, **options)
+        assert all(x.isfinite().all() for x in exact.values())
+        assert_equal(outcome(linear_grpo_loss, learnt, rest, **options), exact, 1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "rloo"])
+def test_ppo_of_a_ratio_too_large_for_fp32(loss):
+    learnt, rest = drawn(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+    rest["old_per_token_logps"][0] -= 100.0
+    ids, mask, old = (rest[k] for k in ("selected_token_ids", "attention_mask", "old_per_token_logps"))
+    A = torch.tensor([[1.0], [-1.0]], device=DEVICE)  # also RLOO's of these rewards
+    rewards = torch.tensor([2.0, 1.0], device=DEVICE)
+
+    def fused(**head):
+        if loss == "ppo":
+            return policy.linear_ppo_loss(**head, **given, advantages=A.expand(2, 3))
+        return policy.linear_rloo_loss(**head, **given, rewards=rewards, samples_per_prompt=2)
+
+    def definition(hidden, weight, bias):
+        log_ratio = token_logps(hidden, weight, bias, ids)[0] - old.double()
+        r = (log_ratio if loss == "ppo" else log_ratio.sum(1, keepdim=True)).exp()
+        return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean(), ()
+
+    given = dict(selected_token_ids=ids, attention_mask=mask, old_per_token_logps=old)
+    exact = outcome(definition, {k: x.detach().double().requires_grad_() for k, x in learnt.items()}, {})
+    got = outcome(fused, learnt, {})
+    assert_equal({k: got[k] for k in exact}, exact, 1e-5)
+
+
+def test_a_corrected_kl_of_0_for_any_ratio():
+    """KL·r is 0 where the policy is its reference, and so is its gradient, however large r is."""
+    learnt, rest = drawn(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+    rest["advantages"] = torch.ones(2, device=DEVICE)
+    head = learnt["hidden"], learnt["weight"], rest["selected_token_ids"], learnt["bias"]
+    with torch.no_grad():
+        now = policy.token_log_probs(*head)
+    rest |= dict(ref_per_token_logps=now, old_per_token_logps=now - torch.tensor([[100.0], [0.0]], device=DEVICE))
+    exact = in_fp64(learnt, rest, beta=0.0)
+    got = outcome(linear_grpo_loss, learnt, rest, beta=0.1, use_bias_correction_kl=True)
+    assert got.pop("metric 0") == 0
+    assert_equal(got | {"metric 0": got.pop("metric 1")}, exact, 1e-5)
 
 
 @pytest.mark.parametrize("loss_type, level", LEVELS)

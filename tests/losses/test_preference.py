@@ -44,7 +44,9 @@ def log_probs_of(h, w, b, y):
 
 
 def sums(per_token, average):
-    return torch.stack([sum(s) / (len(s) if average else 1) for s in per_token])
+    """Without a token it is 0, as a mean, too."""
+    nothing = next(s for s in per_token if s)[0].detach() * 0
+    return torch.stack([sum(s, nothing) / (max(len(s), 1) if average else 1) for s in per_token])
 
 
 def sg(x):
@@ -79,11 +81,12 @@ def paired(kind, tensors, target, nll_target=None, *, ref=True, average=False, n
     c, r, a, d = s[:B], s[B:], (s - ref_s)[:B], (s - ref_s)[B:]
     others = []
     if kind == "orpo":
-        odds = (c - r) - ((1 - c.exp()).log() - (1 - r.exp()).log())
-        loss = -beta * sg(odds).log().mean()
-        others = [sg(odds).log().mean(), odds.mean()]
+        pairs = [i for i in range(B) if per_token[i] and per_token[B + i]]  # others have no odds ratio
+        odds = (c - r)[pairs] - ((1 - c[pairs].exp()).log() - (1 - r[pairs].exp()).log())
+        others = [sg(odds).log().sum() / B, odds.sum() / B]
+        loss = -beta * others[0]
     else:
-        n = [len(x) if kind == "ipo" and not average else 1 for x in per_token]  # a mean in any case
+        n = [max(len(x), 1) if kind == "ipo" and not average else 1 for x in per_token]  # a mean in any case
         loss = sum(of_pair(kind, a[i] / n[i], d[i] / n[B + i], c[i], r[i], beta, **more) for i in range(B)) / B
     total = loss * 0
     if nll:
@@ -339,19 +342,138 @@ def test_low_precision(dtype, memory):
         assert error <= allowed + 4 * torch.finfo(dtype).eps
 
 
-def test_what_the_definitions_leave_open():
-    """No valid token: NaN for a mean, 0 for a sum. Very likely answers keep their odds."""
-    tensors, target, _ = drawn(F32)
-    h, w, b = (tensors[k] for k in LEARNT)
-    target[1] = -100
-    _, rest = chunked_loss.LigerFusedLinearCPOLoss()(w, h, target, b)
-    assert rest[0][1] == 0 and rest[0].isfinite().all()
-    _, rest = chunked_loss.LigerFusedLinearCPOLoss(average_log_prob=True)(w, h, target, b)
-    assert rest[0][1].isnan() and rest[0][[0, 2]].isfinite().all()
+EMPTY = {
+    "dpo": (chunked_loss.LigerFusedLinearDPOLoss, {}, {}),
+    "dpo of means": (chunked_loss.LigerFusedLinearDPOLoss, dict(average_log_prob=True), dict(average=True)),
+    "ipo": (chunked_loss.LigerFusedLinearDPOLoss, dict(loss_type="ipo"), {}),
+    "cpo": (chunked_loss.LigerFusedLinearCPOLoss, {}, {}),
+    "cpo of means": (chunked_loss.LigerFusedLinearCPOLoss, dict(average_log_prob=True), dict(average=True)),
+    "simpo": (chunked_loss.LigerFusedLinearSimPOLoss, {}, dict(average=True)),
+    "orpo": (chunked_loss.LigerFusedLinearORPOLoss, {}, dict(average=True)),
+}
+
+
+@DTYPE
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("empty", [[1], [B + 1], [1, B + 1]], ids=["chosen", "rejected", "both"])
+def test_an_answer_without_a_valid_token(name, empty, dtype):
+    """Its log-probability is 0, whatever is given as the reference's, and everything else is as ever."""
+    cls, mine, theirs = EMPTY[name]
+    kind = name.split()[0].replace("dpo", "sigmoid")
+    tensors, target, _ = drawn(dtype)
+    exact, *_ = drawn(F64)
+    target[empty] = -100
+    with_reference = cls is chunked_loss.LigerFusedLinearDPOLoss
+    want = results(paired(kind, exact, target, ref=with_reference, nll=True, **theirs), exact)
+    assert all(x.isfinite().all() for x in want)
+    loss = cls(compute_nll_loss=True, **mine)
+    h, w, b, *ref = (tensors[k] for k in NAMES)
+    same(results(loss(w, h, target, b, *(ref if with_reference else ())), tensors), want, dtype)
+    if with_reference:
+        with torch.no_grad():
+            s = sums(log_probs_of(*ref, target)[1], "average" in theirs)
+        s[empty] = math.nan
+        given = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), s.chunk(2), strict=True))
+        same(results(loss(w, h, target, b, **given), tensors), want, dtype)
+
+
+@DTYPE
+@pytest.mark.parametrize("average", [False, True])
+def test_a_single_answer_without_a_valid_token(average, dtype):
+    labels = torch.tensor([True, False, False, True, True], device=DEVICE)
+    tensors, target, _ = drawn(dtype, sequences=5)
+    exact, *_ = drawn(F64, sequences=5)
+    target[[0, 2]] = -100
+    want = results(kto(exact, target, labels, average=average), exact)
+    loss = chunked_loss.LigerFusedLinearKTOLoss(average_log_prob=average)
+    h, w, b, *ref = (tensors[k] for k in NAMES)
+    same(results(loss(h, w, target, b, labels, *ref), tensors), want, dtype)
+    with torch.no_grad():
+        s = sums(log_probs_of(*ref, target)[1], average)
+    s[[0, 2]] = math.nan
+    same(results(loss(h, w, target, b, labels, ref_logps=s), tensors), want, dtype)
+
+
+def test_no_pairs():
+    h, w, y = torch.zeros(0, T, H, device=DEVICE), torch.ones(V, H, device=DEVICE), torch.zeros(0, T, device=DEVICE)
+    for loss in (preference.cpo_loss, preference.dpo_loss, preference.orpo_loss, preference.simpo_loss):
+        assert paired_preference(loss, h, w, y.long())[0] == 0
+    labels = torch.zeros(0, dtype=torch.bool, device=DEVICE)
+    assert unpaired_preference(preference.kto_loss, h, w, y.long(), labels)[0] == 0
+
+
+# ---- sure answers and large margins ----
+
+
+def orpo_of_logits(z, y, beta=0.1):
+    """ORPO's odds ratio term, from what is left for the other classes: no 1 - p, which fp64 has no digits of either."""
+    at = y.clamp(min=0)[..., None]
+    rest = z.scatter(-1, at, -torch.inf).logsumexp(-1)
+    nll = F.softplus(rest - z.gather(-1, at)[..., 0], threshold=100)
+    valid = y != -100
+    nll = nll.where(valid, 0).sum(-1) / valid.sum(-1)
+    odds = -nll - torch.log(-torch.expm1(-nll))
+    return -beta * F.logsigmoid(odds[: len(y) // 2] - odds[len(y) // 2 :]).mean()
+
+
+@pytest.mark.parametrize("lead", [5.0, 17.0, 30.0, 60.0, 120.0])
+@pytest.mark.parametrize("sure", ["chosen", "rejected", "both"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_odds_of_a_sure_answer(sure, lead, tokens, anywhere):
+    """In fp32, where 1 - p is 0: the loss and its gradient are those of fp64."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(2 * B, T, V, generator=g)
+    y = torch.randint(V, (2 * B, T), generator=g)
+    for i in range(2 * B):
+        if sure == "both" or (sure == "chosen") == (i < B):
+            z[i].scatter_(1, y[i, :, None], lead)
+    y[:, tokens:] = -100
+    z, y = z.to(DEVICE), y.to(DEVICE)
+    h, wide = z.clone().requires_grad_(), z.double().requires_grad_()
+    w = torch.eye(V, device=DEVICE).requires_grad_()
+    loss, others = chunked_loss.LigerFusedLinearORPOLoss(compute_nll_loss=False)(w, h, y)
+    exact = orpo_of_logits(wide, y)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-37)
+    assert all(x.isfinite().all() for x in others)
+    loss.backward()
+    exact.backward()
+    dw = wide.grad.flatten(0, 1).t() @ wide.detach().flatten(0, 1)
+    for mine, right in ((h.grad, wide.grad), (w.grad, dw)):
+        assert (mine.double() - right).norm() <= 2e-5 * right.norm() + 1e-37
+
+
+def test_log_odds_of_log_probabilities():
     log_p = torch.tensor([-1e-6, -1e-3, -0.5, -5.0, -40.0], dtype=F64)
     torch.testing.assert_close(
         preference.log_odds(log_p.float()).double(), log_p - (1 - log_p.exp()).log(), rtol=1e-5, atol=0
     )
+    log_p = torch.tensor([0.0, -1e-6, -300.0], requires_grad=True)  # the first was rounded
+    odds = preference.log_odds(log_p)
+    (grad,) = torch.autograd.grad(odds.sum(), log_p)
+    assert odds.isfinite().all() and grad.isfinite().all() and grad[0] == 0
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("kind", DPO)
+def test_large_margins(kind, tau):
+    """Every loss of a margin is finite in fp32 where fp64 is, and has its gradient."""
+    margins = [-6000.0, -900.0, -100.0, -1.0, 0.0, 1.0, 100.0, 900.0, 6000.0]
+    found = []
+    for dtype in F32, F64:
+        a, d = (torch.tensor(margins, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(2))
+        loss = DPO[kind](a[:, None], d[None, ::2], 0.1, label_smoothing=0.1, discopop_tau=tau)
+        found.append([loss.detach().double(), *(x.double() for x in torch.autograd.grad(loss.sum(), (a, d)))])
+    for x, y in zip(*found, strict=True):
+        assert y.isfinite().all()
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    if kind == "discopop":  # in words, where fp64 has e^-x
+        x = (
+            torch.tensor(margins, dtype=F64, device=DEVICE)[:, None]
+            - torch.tensor(margins, dtype=F64, device=DEVICE)[::2]
+        )
+        x, q = 0.1 * x, (0.1 * x / tau).sigmoid()
+        want = -F.logsigmoid(x) * (1 - q) + (-x).exp() * q
+        torch.testing.assert_close(found[1][0], want.where(x > -700, found[1][0]), rtol=1e-9, atol=1e-9)
 
 
 def test_frozen_reference_and_tied_heads():

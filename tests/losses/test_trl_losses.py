@@ -215,13 +215,13 @@ GRPO = {
 }  # fmt: skip
 LEVELS = {
     "grpo": ("token", "sequence"), "bnpo": ("token", "sequence"), "dr_grpo": ("token", "sequence"),
-    "dapo": ("token", "sequence"), "luspo": ("sequence",), "cispo": ("token",), "sapo": ("token",), "vespo": ("token",),
+    "dapo": ("token", "sequence"), "luspo": ("token", "sequence"), "cispo": ("token",), "sapo": ("token",),
+    "vespo": ("token",),
 }  # fmt: skip
-PADDING_COUNTS = "kl", "corrected kl", "vllm", "token advantages"  # for luspo here, as in liger-kernel; not in TRL
 CASES = [
     (loss_type, level, case)
     for loss_type, levels in LEVELS.items() for level in levels for case in GRPO
-    if (loss_type in CLIPPED or case != "two-sided") and (loss_type != "luspo" or case not in PADDING_COUNTS)
+    if loss_type in CLIPPED or case != "two-sided"
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import (
     BY_CASE,
+    PoisonedEmpty,
     as_on_any_processor,
     assert_as_exact_as,
     cast,
@@ -16,7 +17,6 @@ from cases import (
     modules,
     of_a_logit,
     of_logarithms,
-    poison_empty,
     run,
     run_forward,
     run_plain,
@@ -61,15 +61,14 @@ def every():
 
 
 @pytest.mark.parametrize("case,shape,option,dtype", every())
-def test_against_float64(case, shape, option, dtype, monkeypatch):
+def test_against_float64(case, shape, option, dtype):
     draws = []
     count = 2 if math.prod(shape) > 1024 else 16 if dtype == torch.float32 else 4
     first = 1 if math.prod(shape) < 16 else 0  # of few entries 0 draws the incoming gradient's, and gradients cancel
     for seed in range(first, first + count):
         tensors = given(case, shape, option, dtype, seed)
         before = {k: t.detach().clone() for k, t in tensors.items() if isinstance(t, torch.Tensor)}
-        with monkeypatch.context() as patch, as_on_any_processor():
-            poison_empty(patch)
+        with PoisonedEmpty(), as_on_any_processor():
             got, once, twice = run(case.fn, tensors)
         plain = run_plain(case.reference, tensors, dtype, case.flops is not None)
         exact, *_ = run(case.reference, cast(tensors, torch.float64))

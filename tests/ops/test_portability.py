@@ -162,4 +162,8 @@ KNOWN = {  # Triton -> what its assembler spills of a kernel on a target. Triton
         ("group_rows._bwd_wide", "sm_100"): 8,
         ("rows._bwd_wide", "sm_100"): 320,  # rms_norm of 3x17000
     },
+    ("3", "8"): {
+        ("load_balancing._bwd", "sm_90"): 8,
+        ("rows._bwd_wide", "sm_100"): 272,
+    },
 }.get(VERSION, {})

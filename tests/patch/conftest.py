@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import deferred, head
+from liger_kernel.patch import deferred, fan_out, head
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def on_cpu_and_clean(reference_only):
 def everything_on(reference_only, monkeypatch):
     """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes several chunks."""
     monkeypatch.setattr(deferred, "LARGE", 0)
-    monkeypatch.setattr(deferred, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
+    monkeypatch.setattr(fan_out, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
     monkeypatch.setattr(head, "CHUNK", 7)
     yield
     liger.revert("llama")

@@ -114,8 +114,10 @@ def test_with_the_kernels(family, monkeypatch):
 
 
 def everything_in(module):
-    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
-    return dict(vars(module)) | {(name, key): v for name, cls in classes.items() for key, v in vars(cls).items()}
+    """But names of ours, under which a function that calls an operator finds it beside its other globals."""
+    held = {name: value for name, value in vars(module).items() if not name.startswith("_liger_")}
+    classes = {name: value for name, value in held.items() if isinstance(value, type)}
+    return held | {(name, key): v for name, cls in classes.items() for key, v in vars(cls).items()}
 
 
 @LEVEL
@@ -182,8 +184,7 @@ def test_each_switch_alone(switch, monkeypatch):
     liger.apply_liger_kernel_to_llama(**off | {switch: True}, model=mine)
     with counted(monkeypatch) as calls:
         assert_same_step(step(mine), step(theirs))
-    assert {name for name, n in calls.items() if n} - {"fused_add_rms_norm"} == {switch}
-    assert calls["fused_add_rms_norm"] == (4 if switch == "rms_norm" else 0)
+    assert {name for name, n in calls.items() if n} == {switch}
     if switch != "fused_linear_cross_entropy":  # verl sets the class's forward afterwards
         assert type(mine) is type(theirs) and "forward" not in mine.__dict__
 
@@ -262,7 +263,7 @@ def test_a_class_is_not_taken_for_what_its_name_says():
         model.model.norm.__class__ = norm
         model.model.layers[0].mlp.__class__ = mlp
         want = step(model)
-        report = apply("llama", model)
+        report = liger.apply_liger_kernel(model, trust=(mlp, norm))
         assert report.of("LlamaMLP") == 1 and report.of("LlamaRMSNorm") == 4
         assert {what for what, _ in report.left_alone} == {mlp.__name__, norm.__name__} - {"Throughout", "Detached"}
         assert_same_step(step(model), want)
@@ -282,7 +283,7 @@ def test_a_gate_that_is_clamped_is_left_alone():
     for mlp, why in ((LlamaMLP, "it does not compute"), (Detached, "it has another gradient")):
         model = tiny.model("llama")
         model.model.layers[0].mlp.__class__ = mlp
-        report = apply("llama", model)
+        report = liger.apply_liger_kernel(model, trust=(mlp,))
         ((what, reason),) = report.left_alone
         assert what == mlp.__name__ and reason.startswith(why) and report.of("LlamaMLP") == 1
 
@@ -371,9 +372,8 @@ def test_the_loss_that_was_asked_for_wins():
 def test_none_is_false():
     model = tiny.model("llama")
     report = liger.apply_liger_kernel_to_llama(rope=None, cross_entropy=None, swiglu=None, rms_norm=True, model=model)
-    assert {what for what, _ in report.replaced} == {
-        "LlamaRMSNorm", "LlamaDecoderLayer's residual stream", "LlamaForCausalLM's loss", "LlamaModel's causal mask"
-    }  # fmt: skip
+    replaced = {what for what, _ in report.replaced}
+    assert replaced == {"LlamaRMSNorm", "LlamaForCausalLM's loss", "LlamaModel's causal mask"}
 
 
 def test_by_model_type(caplog):
@@ -476,8 +476,8 @@ def test_ropes_of_other_families():
     from transformers.models.glm import modeling_glm as glm
 
     assert ropes.prove(modeling("llama").apply_rotary_pos_emb) == ropes.Rope(False)
-    assert ropes.prove(modeling("phi3").apply_rotary_pos_emb) == ropes.Rope(False)
-    assert ropes.prove(glm.apply_rotary_pos_emb) == ropes.Rope(True)
+    assert ropes.prove(modeling("phi3").apply_rotary_pos_emb) == ropes.Rope(False, partial=True)
+    assert ropes.prove(glm.apply_rotary_pos_emb) == ropes.Rope(True, partial=True)
     assert ropes.prove(cohere.apply_rotary_pos_emb) == ropes.Rope("repeated", wide=True)
     assert isinstance(ropes.prove(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)), str)
     assert isinstance(ropes.prove(lambda x, cos, sin: x), str)

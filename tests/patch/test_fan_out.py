@@ -1,14 +1,17 @@
 """Several linear layers of one input, whose gradient the products add up."""
 
+import host
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
+from patched import assert_same_step, step
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from liger_kernel.ops.mlp.swiglu_mlp import GatedMLP
 from liger_kernel.patch import deferred
-from liger_kernel.patch.fan_out import FanOut
+from liger_kernel.patch.fan_out import FanOut, Shared
 from liger_kernel.transformers import apply_liger_kernel
 
 WIDTHS = 4, 6, 3
@@ -123,18 +126,68 @@ def test_families_train_as_before(family, small_ones_too):
     for model in (theirs, mine):
         for _ in range(2):
             model(**batch).loss.backward()
-    assert len(small_ones_too) == 2 * {"mixtral": 6, "phi3": 2}.get(family, 10)
+    assert len(small_ones_too) == 2 * {"mixtral": 0, "phi3": 0}.get(family, 4)  # of MLPs
     for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+class OwnAttention(LlamaAttention):
+    def forward(self, hidden_states, *args, **kwargs):
+        assert type(hidden_states) is torch.Tensor
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class RemoteAttention(LlamaAttention):
+    """A copy of transformers', with its function of RoPE, in a file of one's own."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        assert type(hidden_states) is torch.Tensor
+        shape = *hidden_states.shape[:-1], -1, self.head_dim
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (projection(hidden_states).view(shape).transpose(1, 2) for projection in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, weights = eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+        return self.o_proj(out.flatten(2)), weights
+
+
+@pytest.mark.parametrize("attention", [LlamaAttention, OwnAttention, RemoteAttention])
+@pytest.mark.parametrize("long_context", [False, True])
+def test_the_input_of_an_attention(long_context, attention, small_ones_too, monkeypatch):
+    """It is shared within a checkpoint whose norms are made again, and by code of transformers alone."""
+    host.takes_everything(monkeypatch)
+    theirs, mine = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
+    for model in (theirs, mine):
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = attention
+    report = apply_liger_kernel(mine, offloaded_checkpoints=long_context)
+    assert report.of("apply_rotary_pos_emb") == (0 if attention is OwnAttention else 2)
+    assert_same_step(step(mine), step(theirs))
+    shared = long_context and attention is LlamaAttention
+    assert len(small_ones_too) == 4 * (1 + long_context) + 2 * 3 * 2 * shared  # when called, and when called again
+
+
+def test_what_else_is_done_to_a_shared_input():
+    """It is done to its tensor."""
+    x = drawn(torch.float64)["x"]
+    y = Shared(FanOut(x * 1))
+    tensor = y.fan.x
+    assert y.shape == x.shape and y.dtype == x.dtype and len(y) == 2
+    for got, want in (
+        (y + x, tensor + x), (x + y, x + tensor), (y * 2, tensor * 2), (2 - y, 2 - tensor), (y[0], tensor[0]),
+        (-y, -tensor), (y.float(), tensor.float()), (torch.cat([y, x]), torch.cat([tensor, x])), (y @ x.mT, x @ x.mT),
+    ):  # fmt: skip
+        assert type(got) is torch.Tensor and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("long_context", [False, True])
 @pytest.mark.parametrize("how", ["small", "no gradient", "autocast", "hooked", "another class"])
-def test_only_where_it_pays_and_is_known(how, small_ones_too, monkeypatch):
+def test_only_where_it_pays_and_is_known(how, long_context, small_ones_too, monkeypatch):
     class Other(torch.nn.Linear):
         pass
 
+    host.takes_everything(monkeypatch)
     mine = tiny.model("llama").to(DEVICE)
-    apply_liger_kernel(mine)
+    apply_liger_kernel(mine, offloaded_checkpoints=long_context)
     batch = {k: v.to(DEVICE) for k, v in tiny.batch().items()}
     layers = mine.model.layers
     if how == "small":

@@ -49,7 +49,7 @@ def test_three_steps(family, sent, monkeypatch):
     layer = type(mine.model.layers[0]).__name__
     (kernel,) = (by for what, by in report.replaced if what == layer)
     assert kernel.startswith("checkpoints in host memory") and report.replaced[layer, kernel] == LAYERS
-    assert kernel in str(report) and report.columns()["residual stream"][kernel] == LAYERS
+    assert kernel in str(report) and report.columns()["layers"][kernel] == LAYERS
     if family != "mixtral":
         assert not report.warnings
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (theirs, mine)]

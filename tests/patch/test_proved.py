@@ -123,7 +123,7 @@ def test_a_gate_with_limits(monkeypatch):
     clamped = functional.liger_clamped_swiglu
     monkeypatch.setattr(functional, "liger_clamped_swiglu", lambda *args: calls.append(args[2:]) or clamped(*args))
     mine, theirs, report = holding(with_(Limited, limit=0.5), with_(LimitedMore, limit=7, alpha=1.702))
-    assert report.replaced["Limited", "liger_clamped_swiglu"] == 1 and not patched(mine[1])
+    assert report.replaced["Limited", "liger_clamped_swiglu, trusted"] == 1 and not patched(mine[1])
     for a, b in zip(mine, theirs, strict=True):
         same(a, b)
     assert calls == [(0.5, 1.0, 0.0)]

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import zoo
-from zoo import NEW, NEWEST
+from zoo import NEW
 
 import liger_kernel.transformers as liger
 
 # Where the report promises a loss in the head, and there are logits.
 ON_LOGITS = {"git": "its forward cuts the positions of an image from its logits"}
-if NEW and not NEWEST:
+if not NEW:
     ON_LOGITS["inkling2_text"] = "its logits are cut to unpadded_vocab_size"
 
 pytestmark = pytest.mark.usefixtures("reference_only")
@@ -57,8 +57,7 @@ def test_the_tables_name_families():
     names = {*zoo.ZOO, *zoo.NOT}
     assert list(zoo.ZOO) == sorted(zoo.ZOO) and list(zoo.NOT) == sorted(zoo.NOT) and not {*zoo.ZOO} & {*zoo.NOT}
     if NEW:
-        newest = set() if NEWEST else {"sarvam_mla"}
-        assert names - newest <= set(zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        assert names <= set(zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def test_the_report_names_what_runs():

@@ -164,21 +164,21 @@ ANYWHERE = pytest.mark.usefixtures("anywhere")  # with the kernels of a head and
 BY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
-def poison_empty(monkeypatch):
-    """Memory that an operator allocates and doesn't write shows up as NaN."""
+ALLOCATIONS = aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided
 
-    def poisoned(allocate):
-        def call(*args, **kwargs):
-            t = allocate(*args, **kwargs)
-            with torch.no_grad():
-                return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(-7)
 
-        return call
+class PoisonedEmpty(TorchDispatchMode):
+    """Memory that an operator allocates and doesn't write shows up as NaN.
 
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    A mode, and no other function in the place of `torch.empty`: PyTorch looks up what `torch.empty` is only once, for
+    what makes tensors under `torch.device(...)`, or what Dynamo traces.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in ALLOCATIONS:
+            out.fill_(float("nan") if out.is_floating_point() else -7)
+        return out
 
 
 def run_forward(fn, tensors):

@@ -31,7 +31,9 @@ KINDS = {  # fn, parts, shape of the tokens, classes of a token
     "tokens": (of_tokens, 1, (23,), None),
     "classes": (of_tokens, 1, (11,), 3),
     "classes of pairs": (lambda part, x, _: of_pairs(part, x.sum(-1), None), 2, (6, 5), 2),
+    "classes and a rest": (of_tokens, 1, (11,), 3),
 }
+REST_OF = {"classes and a rest": 2}  # the classes that the rest is beside
 
 
 def drawn(kind, seed=0):
@@ -52,4 +54,5 @@ def drawn(kind, seed=0):
 
 def ours(kind, **options):
     fn, parts, *_ = KINDS[kind]
+    options["rest_of"] = REST_OF.get(kind, 0)
     return lambda hidden, weight, bias, target: loss_of(fn, hidden, weight, target, bias, parts=parts, **options)

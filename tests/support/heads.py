@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import as_on_any_processor, cast, errors, of_logarithms, poison_empty, run, run_plain
+from cases import PoisonedEmpty, as_on_any_processor, cast, errors, of_logarithms, run, run_plain
 
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import chunks
@@ -116,8 +116,7 @@ PAIRS = (tokens, whole_tokens), (scalar, whole_scalar)
 def measured(fn, reference, tensors, dtype):
     """One draw for `assert_as_exact_as`. A second backward is the same, nothing is written to or left unwritten."""
     mine = cast(tensors, dtype)
-    with pytest.MonkeyPatch.context() as patch, as_on_any_processor():
-        poison_empty(patch)
+    with PoisonedEmpty(), as_on_any_processor():
         got, once, twice = run(fn, mine)
     theirs = run_plain(reference, tensors, dtype)
     exact, *_ = run(reference, cast(mine, F64))

@@ -47,10 +47,7 @@ def pending(model):
     return [request for request in (logits.current(),) if request is not None]
 
 
-OPERATORS = (
-    "rms_norm", "fused_add_rms_norm", "norm_rope", "rope", "swiglu", "geglu", "experts", "cross_entropy",
-    "fused_linear_cross_entropy",
-)  # fmt: skip
+OPERATORS = "rms_norm", "rope", "swiglu", "geglu", "experts", "cross_entropy", "fused_linear_cross_entropy"
 
 
 @contextlib.contextmanager
@@ -86,10 +83,7 @@ def counted(monkeypatch):
 def expected(family, **switches):
     norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
     glu = "geglu" if family.startswith("gemma") else "experts" if family == "mixtral" else "swiglu"
-    calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms - 4, fused_add_rms_norm=4, rope=2)
-    calls["fused_linear_cross_entropy"] = 1
-    if family == "qwen3":  # two norms and RoPE of each layer are one kernel
-        calls |= dict(rms_norm=1, rope=0, norm_rope=2)
+    calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms, rope=2, fused_linear_cross_entropy=1)
     return calls | {glu: 2} | switches
 
 

@@ -90,7 +90,8 @@ def whole(
     else:
         log_w = (m * log_ratio.clamp(-20, 20)).sum(1, keepdim=True)
         if v is not None:
-            log_w = log_w + v.log().clamp(math.log(1e-8), 20).sum(1, keepdim=True)
+            of_tokens = v.log().clamp(math.log(1e-8), 20)
+            log_w = log_w + (of_tokens * m if v.shape == m.shape else of_tokens).sum(1, keepdim=True)
         log_w = log_w.clamp(math.log(1e-8), 20).expand(B, T)
         k, lam = torch.full_like(logp, vespo_k_neg), torch.full_like(logp, max(vespo_lambda_neg, 1e-4))
         k[A >= 0], lam[A >= 0] = vespo_k_pos, max(vespo_lambda_pos, 1e-4)
@@ -114,7 +115,7 @@ def whole(
         if loss_type == "dr_grpo":
             return (m * each).sum() / (B * max_completion_length)
         if loss_type == "luspo":
-            return (each * length).mean()
+            return (m * each).sum(1).mean()
         items = n * ranks if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(each)
         return (m * each).sum() / (items / ranks).clamp(min=1)
 

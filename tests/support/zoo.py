@@ -3,6 +3,7 @@
 ``python tests/support/zoo.py [family ...]`` prints what the patch does to each.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -161,8 +162,9 @@ NOT = {
     "qwen3_5_moe": TWICE + "qwen3_5_moe_text",
     "qwen4_exp": TWICE + "qwen4_exp_text",
 }
-NEW = Version(transformers.__version__) >= Version("5.23")  # what the tables were made for; 5.17 lacks some
-NEWEST = Version(transformers.__version__) >= Version("5.24")
+MADE_FOR = 5, 24  # the transformers of the tables
+HERE = Version(transformers.__version__).release[:2]
+NEW = HERE >= MADE_FOR  # 5.17 lacks some
 FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT))
 
 
@@ -229,6 +231,19 @@ class Trial:
     reverted: bool  # every module is of its old class again
 
 
+@contextlib.contextmanager
+def without_the_patch():
+    """Build a model and run it as it is. One of a release newer than the tables is skipped where that fails."""
+    try:
+        yield
+    except Exception as error:
+        if HERE > MADE_FOR:
+            import pytest
+
+            pytest.skip(f"the tables do not know it: {type(error).__name__}: {error}")
+        raise
+
+
 def step(model, given):
     """The loss and every gradient of one training step."""
     model.zero_grad()
@@ -261,8 +276,10 @@ def differences(mine, theirs):
 @functools.cache
 def trial(name, build=build, batch=batch):
     """One model: steps in fp32 without and with the patch, a loss in bf16 with and without it."""
-    model, differs, kinds = build(name), [], []
-    want = step(model, batch(model))
+    differs, kinds = [], []
+    with without_the_patch():
+        model = build(name)
+        want = step(model, batch(model))
     classes = [type(module) for module in model.modules()]
     report = liger.apply_liger_kernel(model)
     head = model.get_output_embeddings()

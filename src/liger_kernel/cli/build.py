@@ -71,7 +71,14 @@ def config(name: str | None, config_file: str | None, sizes: dict):
     except BadInput:
         raise
     except Exception as problem:  # transformers raises what it likes for a bad config, a hub for a bad id
-        raise BadInput(f"{name or config_file}: {one_line(problem)}") from problem
+        raise BadInput(f"{name or config_file}: {one_line(problem)}{remedy(name)}") from problem
+
+
+def remedy(name: str | None) -> str:
+    """Return what to do where a model of this name does not work: a tiny model's sizes may be the reason."""
+    if name is None or name in PRESETS or _is_saved(name):
+        return ""
+    return " (the sizes are those of a tiny model: give other ones, or a real model, by its id or by --config)"
 
 
 def _family(name: str) -> str:

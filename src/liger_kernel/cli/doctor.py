@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,15 +37,31 @@ def examine() -> dict:
     """Everything that `doctor` says."""
     found = dict(
         versions={"python": platform.python_version()} | installed(*LIBRARIES),
-        tested=TESTED, broken={}, frameworks=installed(*FRAMEWORKS),
+        tested=TESTED, untested=[], broken={}, frameworks=installed(*FRAMEWORKS),
         liger_kernel=dict(version=__version__, path=str(Path(__file__).parents[1]), provided_by=_providers()),
         build={}, devices=[], triton=None, kernels=[], problems=[],
     )  # fmt: skip
+    found["untested"] = untested(found["versions"] | found["frameworks"])
     _try_imports(found)
     if "torch" in found["versions"] and "torch" not in found["broken"]:
         _try_out(found)
     found["problems"] += _problems(found)
     return found
+
+
+def untested(versions: dict[str, str]) -> list[str]:
+    """Those of `TESTED` that are installed in a minor version that the suite does not run on."""
+    names = [name for name in TESTED if name in versions]
+    return [name for name in names if _minor(versions[name]) not in tested_minors(name)]
+
+
+def tested_minors(name: str) -> list[str]:
+    return re.split(", | and ", TESTED[name])
+
+
+def _minor(version: str) -> str:
+    """Return "2.15" of "2.15.0.dev20261101+cpu"."""
+    return ".".join(version.split(".")[:2])
 
 
 def _providers() -> list[str]:
@@ -141,10 +158,11 @@ def _text(found: dict) -> str:
     own = found["liger_kernel"]
     lines = [f"liger-kernel {own['version']} at {own['path']}"]
     lines.append(f"  from {', '.join(own['provided_by']) or 'a path, no installed distribution'}")
-    for name, version in found["versions"].items():
-        lines.append(f"  {name} {version}" + (", which cannot be imported" if name in found["broken"] else ""))
+    marks = dict.fromkeys(found["untested"], ", not tested")
+    marks |= dict.fromkeys(found["broken"], ", which cannot be imported")
+    lines += [f"  {name} {version}{marks.get(name, '')}" for name, version in found["versions"].items()]
     lines.append("tested with " + ", ".join(f"{name} {versions}" for name, versions in found["tested"].items()))
-    known = ", ".join(f"{name} {version}" for name, version in found["frameworks"].items())
+    known = ", ".join(f"{name} {version}{marks.get(name, '')}" for name, version in found["frameworks"].items())
     lines.append(f"training frameworks: {known or 'none'}")
     for number, device in enumerate(found["devices"]):
         lines.append(f"device {number}: {device['name']}, {device['architecture']}, {device['memory'] / 1e9:.0f} GB")
@@ -153,5 +171,13 @@ def _text(found: dict) -> str:
     if found["triton"] is not None:
         lines.append(f"Triton: {'compiles and runs' if found['triton']['works'] else 'does not work'}")
         lines += [f"  {kernel['name']}: {'ok' if kernel['works'] else 'FAILS'}" for kernel in found["kernels"]]
-    lines += ["", *found["problems"]] if found["problems"] else ["", "Nothing to fix."]
+    lines += ["", *(found["problems"] or ["Nothing to fix."])]
+    if found["untested"]:
+        versions = found["versions"] | found["frameworks"]
+        names = " and ".join(f"{name} {versions[name]}" for name in found["untested"])
+        lines.append(
+            f"Not tested with {names}, which may work all the same. `liger-kernel compare llama` "
+            "trains with the patch and without it, and compares. If it differs or fails, please report "
+            "it with this output, and install a version that was tested."
+        )
     return "\n".join(lines)

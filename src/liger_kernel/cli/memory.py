@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
         return self.opened.get(key, 0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             if args[0].dtype != torch.bool:
                 raise Unplannable("it reads a number from a tensor while it runs")
             return True  # asked of masks and positions: nothing is padded, no sequences are packed

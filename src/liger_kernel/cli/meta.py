@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from liger_kernel.core import devices
 from liger_kernel.core import kernel as kernels
-from liger_kernel.patch.deferred import tensor_of
 
 WIDEST = 256  # channels of a head, for fused attention
 
@@ -67,7 +66,6 @@ class _Autocast:
 
     def lowered(self, x):
         """x in bf16. The copies of weights stay until the outermost autocast ends."""
-        x = tensor_of(x)
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
         if not (x.is_leaf and x.requires_grad):
@@ -94,9 +92,9 @@ class _Functions(TorchFunctionMode):
         kwargs, lowers = kwargs or {}, autocast.on and function in self.LOWERED
         if function is self.F.scaled_dot_product_attention:
             function = _attention
-        if lowers or function is _attention:
-            given = autocast.lowered if lowers else tensor_of
-            args, kwargs = [given(a) for a in args], {name: given(a) for name, a in kwargs.items()}
+        if lowers:
+            args = [autocast.lowered(a) for a in args]
+            kwargs = {name: autocast.lowered(a) for name, a in kwargs.items()}
         return function(*args, **kwargs)
 
 

@@ -26,10 +26,9 @@ that is seen at every training step: [patching.md](patching.md) |
 [experts](experts.md), how far they are from exact in 16 bits; of [routers](experts.md#routers), which experts they \
 choose, and how they weigh them |
 | RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
-| residual stream | whole layers, in fp32 and in bf16: bit for bit the same |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |
 
-`norm_rope` are the norms of queries and keys, in one kernel with RoPE. `tests/patch/test_zoo.py`
+`tests/patch/test_zoo.py`
 and `tests/patch/test_zoo_vision.py` train a tiny model of each family with the patch and without it, and compare.
 
 {header}

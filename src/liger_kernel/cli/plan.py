@@ -12,6 +12,8 @@ import functools
 import importlib.util
 import json
 import re
+import sys
+import time
 import warnings
 
 from liger_kernel._version import __version__
@@ -21,6 +23,7 @@ from liger_kernel.cli.layout import wrapped
 from liger_kernel.cli.options import _option, _whole
 from liger_kernel.cli.presets import PRESETS, SIZES
 
+PERIOD = 10.0  # seconds between lines of progress, where stderr is no terminal
 FREE = 0.05  # of the GPU's memory: for the CUDA context, NCCL, and gaps between the allocator's blocks
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 STRATEGIES = "none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "tp"
@@ -31,7 +34,7 @@ OPTIMIZERS = {"adamw": None, "adamw8bit": 2 + 2 * 4 / 256, "sgd": 0}
 QUANTISED = {"4bit": 0.5 + 4 / 64, "8bit": 1.0}
 # DeepSpeed's defaults, in elements: gradients wait in two buckets of so many, gathered weights are so many at most.
 BUCKET, LIVE, SUB_GROUP = 2 * 5 * 10**8, 10**9, 10**9
-SEQUENCES = 256  # the longest one is found to a multiple of this
+SEQUENCE, SEQUENCES = 4096, 256  # the longest one is found to a multiple of the second
 SIDES = {"huggingface": "Hugging Face", "patched": "patched"}
 
 
@@ -49,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(_option(size), help=help, type=_whole(1), metavar="N", default=argparse.SUPPRESS)
     add("--gpus", help="how many GPUs train one model (default 1)", type=_whole(1), metavar="N", default=1)
     add("--gpu-memory", help="of one, such as 80GB or 79GiB (default 80GB)", type=_bytes, metavar="G", default="80GB")
-    add("--sequence", help="tokens in a sequence (default 4096)", type=_whole(2), metavar="S", default=4096)
+    add(
+        "--sequence",
+        help=f"tokens in a sequence (default {SEQUENCE}, or as many as the model has positions for)",
+        type=_whole(2), metavar="S",
+    )  # fmt: skip
     add("--batch", help="sequences in a micro-batch of one GPU (default 1)", type=_whole(1), metavar="N", default=1)
     add(
         "--accumulation",
@@ -144,6 +151,9 @@ def plan(args: argparse.Namespace) -> dict:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     settings = build.config(args.model, args.config, args.sizes)
+    limit = positions(settings)
+    if args.sequence is None:
+        args.sequence = min(SEQUENCE, limit or SEQUENCE)
     sides = [side for side, patched in (("huggingface", False), ("patched", True)) if args.patch in (None, patched)]
     result = {
         "liger_kernel": __version__,
@@ -153,16 +163,26 @@ def plan(args: argparse.Namespace) -> dict:
         "usable": int(args.gpu_memory * (1 - FREE)),
         "sides": {},
     }
-    for side in sides:
-        step = prepared(settings, args, patched=side == "patched")
-        result["sides"][side] = found(step, args, result["usable"])
+    with _Progress() as progress:
+        for side in sides:
+            progress.side = SIDES[side]
+            progress("building the model")
+            step = prepared(settings, args, patched=side == "patched")
+            result["sides"][side] = found(step, args, result["usable"], limit, progress)
     if args.strategy == "tp":
         step = prepared(settings, argparse.Namespace(**vars(args) | {"strategy": "ddp"}), patched=False)
     parameters = [p for unit in step.units for p in unit]
     result["parameters"] = sum(p.numel() for p in parameters)
     result["trained"] = sum(p.numel() for p in parameters if p.requires_grad)
-    result["positions"] = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    result["positions"] = limit
     return result
+
+
+def positions(settings) -> int | None:
+    """How many positions the model has by its config."""
+    text = settings.get_text_config()
+    names = "max_position_embeddings", "max_target_positions"
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
 
 
 ASKED = (
@@ -171,28 +191,84 @@ ASKED = (
 )  # fmt: skip
 
 
-def found(step, args, usable: int) -> dict:
-    """The peak of what was asked for, and the largest that fits."""
+def found(step, args, usable: int, limit: int | None, progress) -> dict:
+    """Find the peak of what was asked for, and the largest that fits.
+
+    ``limit`` is how many positions the model has. It may refuse longer sequences.
+    """
     from liger_kernel.cli.memory import Unplannable
+
+    name = args.model or args.config
 
     @functools.cache
     def peak(batch: int, sequence: int) -> dict[str, int]:
+        progress(f"{batch:,} x {sequence:,} tokens")
         return step.peak(batch, sequence)
 
     def total(batch, sequence):
         return sum(peak(batch, sequence).values())
 
+    def longest(guess, **bound):
+        def need(n):
+            return total(1, n * SEQUENCES)
+
+        return SEQUENCES * largest(need, usable, guess // SEQUENCES, 0.01, **bound)
+
     try:
-        return {
-            "peak": total(args.batch, args.sequence),
-            "parts": peak(args.batch, args.sequence),
-            "fits": total(args.batch, args.sequence) <= usable,
-            "largest_batch": (batch := largest(lambda n: total(n, args.sequence), usable, args.batch)),
-            "longest_sequence": SEQUENCES
-            * largest(lambda n: total(1, n * SEQUENCES), usable, max(batch, 1) * args.sequence // SEQUENCES, 0.01),
-        }
+        fits = total(args.batch, args.sequence) <= usable
+        batch = largest(lambda n: total(n, args.sequence), usable, args.batch)
+        try:
+            sequence = longest(max(batch, 1) * args.sequence)
+        except Unplannable:
+            if not limit:
+                raise
+            if total(1, limit) <= usable:
+                sequence = limit
+            else:
+                sequence = longest(limit, most=limit // SEQUENCES)
     except Unplannable as problem:
-        raise BadInput(f"{args.model or args.config}: it cannot be run without data: {one_line(problem)}") from problem
+        if limit and args.sequence > limit:
+            raise BadInput(
+                f"{name}: it has {limit:,} positions, and --sequence is {args.sequence:,}: take at most {limit}"
+            ) from problem
+        raise BadInput(
+            f"{name}: it cannot be run without data: {one_line(problem)}. `liger-kernel compare` measures a training"
+        ) from problem
+    return {
+        "peak": total(args.batch, args.sequence),
+        "parts": peak(args.batch, args.sequence),
+        "fits": fits,
+        "largest_batch": batch,
+        "longest_sequence": sequence,
+    }
+
+
+class _Progress:
+    """Say on stderr what is run of which ``side``: in one line of a terminal, elsewhere every `PERIOD` seconds."""
+
+    def __init__(self):
+        self.side = ""
+        self.said = time.monotonic()
+        self.line = sys.stderr.isatty()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._clear()
+
+    def _clear(self):
+        if self.line:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, text: str) -> None:
+        text = f"{self.side}: {text}"
+        if self.line:
+            self._clear()
+            print(text, end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said >= PERIOD:
+            self.said = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
 
 def largest(need, limit: int, guess: int = 1, within: float = 0.0, most: int = 2**14) -> int:
@@ -250,7 +326,8 @@ def prepared(settings, args, patched: bool):
             if args.checkpointing:
                 model.gradient_checkpointing_enable()
     except Exception as problem:  # anything can be wrong with a config
-        raise BadInput(f"{args.model or args.config}: {one_line(problem)}") from problem
+        why = one_line(problem) + build.remedy(args.model)
+        raise BadInput(f"{args.model or args.config}: {why}") from problem
     if patched:
         from liger_kernel.transformers import apply_liger_kernel
 
@@ -378,6 +455,8 @@ def table(result: dict) -> str:
     longest = max(side["longest_sequence"] for side in sides.values())
     if result["positions"] and longest > result["positions"]:
         lines.append(f"The model's own limit is {result['positions']:,} positions; memory knows nothing of it.")
+    if result["positions"] == longest:
+        lines.append(f"The model takes no sequence that is longer than its {longest:,} positions.")
     if asked["offload"] and "huggingface" in sides:
         lines.append("Hugging Face's checkpoints stay on the GPU.")
     return wrapped("\n".join(lines))

@@ -61,20 +61,28 @@ def tiny(known: dict, sizes: dict[str, int]) -> dict:
     values |= {SIZES[option]: value for option, value in sizes.items()}
     width, heads = values["hidden_size"], values["num_attention_heads"]
     values.setdefault("intermediate_size", width * 11 // 4)
+    head_dim, layers, inner = width // heads, values["num_hidden_layers"], values["intermediate_size"]
     parts = dict(
-        head_dim=width // heads, query_pre_attn_scalar=width // heads,
+        head_dim=head_dim, d_head=head_dim, query_pre_attn_scalar=head_dim, rotary_dim=head_dim // 2,
+        is_decoder=True, num_kv_shared_layers=0, vocab_size_per_layer_input=values["vocab_size"],
+        # of a decoder that has an encoder beside it
+        encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=inner, decoder_ffn_dim=inner,
         # experts
-        num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
-        topk_group=1, first_k_dense_replace=1, moe_intermediate_size=width, shared_expert_intermediate_size=width,
+        num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, num_experts_per_token=2,
+        n_shared_experts=1, n_group=1, num_expert_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=width, shared_expert_intermediate_size=width,
         # latent attention
         q_lora_rank=64, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
     )  # fmt: skip
+    if "expand" in known:  # Mamba-2
+        parts["num_heads"] = width * known["expand"] // head_dim
     if "qk_rope_head_dim" in known:
         parts["head_dim"] = parts["qk_rope_head_dim"]
         values["num_key_value_heads"] = heads
     values |= {name: value for name, value in parts.items() if name in known}
     if (known.get("pad_token_id") or 0) >= values["vocab_size"]:
-        values["pad_token_id"] = None
+        values["pad_token_id"] = 0
     if (known.get("rope_parameters") or {}).get("rope_theta", 0) is None:
         values |= _rope(1e4)
     return values

@@ -44,6 +44,11 @@ def noting():
         _thread.notes = before
 
 
+def is_noting() -> bool:
+    """Whether this thread is within `noting`, and in no graph of torch.compile."""
+    return not torch.compiler.is_compiling() and getattr(_thread, "notes", None) is not None
+
+
 def note(y, make, *tensors, options=()):
     """-> y, which is ``make(*tensors, *options)``."""
     notes = None if torch.compiler.is_compiling() else getattr(_thread, "notes", None)

@@ -34,6 +34,25 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+# whose modes change nothing of what is computed: a device's, a selective checkpoint's, those of DTensor, our own
+OURS = __name__.partition(".")[0] + "."
+KNOWN_MODES = "torch.utils._device", "torch.utils.checkpoint", "torch.distributed.", OURS
+
+
+def within_a_mode() -> bool:
+    """Whether a user's TorchFunctionMode or TorchDispatchMode is active, which has to see PyTorch's own functions.
+
+    Not so one that says by ``counts_alone = True`` that it changes nothing.
+    """
+    functions = torch._C._len_torch_function_stack()
+    dispatches = 0 if is_compiling() else torch._C._len_torch_dispatch_stack()
+    if not functions and not dispatches:
+        return False
+    modes = [torch._C._get_function_stack_at(i) for i in range(functions)]
+    modes += [torch._C._get_dispatch_stack_at(i) for i in range(dispatches)]
+    return not all(type(m).__module__.startswith(KNOWN_MODES) or getattr(m, "counts_alone", False) for m in modes)
+
+
 def require_kernels(name: str, tensor: torch.Tensor) -> None:
     if not has_kernels(tensor):
         in_a_graph = transformed() and is_compiling()

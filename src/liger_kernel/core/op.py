@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from liger_kernel.core import devices
 from liger_kernel.core.devices import transformed
@@ -87,16 +87,25 @@ def _filled(outs, like):
 class Function(torch.autograd.Function):
     """An autograd Function that also works without kernels, and saves nothing if no gradient is needed.
 
-    torch.compile bypasses ``apply``, so public functions check for kernels themselves. A subclass defines
-    ``reference(*args)``, which computes the same outputs in plain PyTorch, and ``arguments(ctx)``, which returns these
-    args from what was saved. If gradients need a graph of their own (``create_graph=True``), ``again`` runs instead of
-    backward. It differentiates the reference.
+    torch.compile bypasses ``apply``, so public functions check for kernels themselves, and use ``call``. A subclass
+    defines ``reference(*args)``, which computes the same outputs in plain PyTorch, and ``arguments(ctx)``, which
+    returns these args from what was saved. If gradients need a graph of their own (``create_graph=True``), ``again``
+    runs instead of backward. It differentiates the reference.
     """
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "apply" in vars(cls):
+            run_eagerly(cls.apply.__func__)
         if "backward" in vars(cls):
             cls.backward = staticmethod(_backward_or_again(cls.backward))
+
+    @classmethod
+    def call(cls, *args):
+        """Call ``apply``. Within torch.compile, an argument may be the same tensor as another one."""
+        if is_dynamo_compiling():
+            args = distinct(args)
+        return cls.apply(*args)
 
     @classmethod
     def apply(cls, *args):
@@ -114,6 +123,38 @@ class Function(torch.autograd.Function):
         args, needs = cls.arguments(ctx), ctx.needs_input_grad
         found = gradients(cls.reference, args, [*needs, *[False] * len(args)][: len(args)], grads)
         return *found, *[None] * (len(needs) - len(args))
+
+
+def run_eagerly(fn):
+    """Have torch.compile run ``fn`` and all that it calls as they are, where it would begin a graph with ``fn``.
+
+    It does so with an autograd Function's ``apply`` after a graph break, and cannot trace the ``super()`` in there.
+    Unlike `torch.compiler.disable`, this leaves no wrapper around ``fn`` and does not import Dynamo. It does nothing
+    where PyTorch has renamed these functions.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        pass
+    return fn
+
+
+run_eagerly(Function.apply.__func__)  # a subclass's own is found in __init_subclass__
+
+
+def distinct(args):
+    """Return args with a view in place of each tensor that has come before.
+
+    Dynamo has a graph break where an autograd Function gets the same tensor twice.
+    """
+    seen = []
+    for a in args:
+        if isinstance(a, torch.Tensor) and any([a is b for b in seen]):
+            a = a.view_as(a)
+        seen.append(a)
+    return seen
 
 
 def _backward_or_again(backward):
@@ -197,6 +238,12 @@ def matrix_rows(x: torch.Tensor) -> torch.Tensor:
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in ``dtype``. In torch 2.11, Dynamo loses the gradient of an output at a ``.to`` that changes nothing."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+@functools.lru_cache
+def rounded_number(x: float | None, dtype: torch.dtype) -> float | None:
+    """Round a number to ``dtype``. None stays None."""
+    return x if x is None else torch.tensor(x, dtype=dtype, device="cpu").item()
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, ...]:

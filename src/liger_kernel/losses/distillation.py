@@ -7,7 +7,7 @@ r"""Distillation losses of a linear head. The student's and the teacher's logits
 The divergence D is one of `DIVERGENCES`: `forward_kl` (knowledge distillation, arXiv:1503.02531), `reverse_kl`
 (arXiv:2306.08543), `jsd` (generalised, arXiv:2306.13649) or `tvd` (arXiv:2307.15190); or the cosine similarity of the
 logits. For a teacher with all its classes, the kernels of `liger_kernel.ops.head.distillation` compute it. For the top
-k classes of a teacher, `linear_loss` computes the student's log-probabilities of these classes.
+k classes of a teacher, `linear_loss` computes the student's log-probabilities of these classes and of the rest.
 
 The classes accept ``compiled`` and ``chunk_size``, which have no effect: the chunks follow from the memory, and nothing
 needs compiling.
@@ -62,9 +62,14 @@ class Options:
 
 
 def with_tail(log_p):
-    """Add a class for the rest of the probability: log-probabilities (..., K) -> (..., K + 1)."""
-    mass = log_p.exp().sum(-1, keepdim=True)
-    return torch.cat((log_p, torch.log1p(-mass.clamp(max=1 - torch.finfo(log_p.dtype).eps))), -1)
+    """Add a class for the rest of the probability: log-probabilities (..., K) -> (..., K + 1), K > 0.
+
+    It is at least what the rounding of the sum can be. Of the student the rest is summed by `linear_loss` instead.
+    """
+    top, at = log_p.max(-1, keepdim=True)
+    eps, missing = torch.finfo(log_p.dtype).eps, -torch.expm1(top)
+    rest = missing - log_p.exp().scatter(-1, at, 0).sum(-1, keepdim=True)
+    return torch.cat((log_p, rest.maximum(eps * missing.clamp(min=eps)).log()), -1)
 
 
 def _of_top_k(student, target, ids, log_p, tail, o, with_hard, head):
@@ -79,19 +84,24 @@ def _of_top_k(student, target, ids, log_p, tail, o, with_hard, head):
     known = (ids != o.ignore_index).to(h.device)
     log_p = log_p.detach().to(h.device, torch.promote_types(log_p.dtype, torch.float32))
     log_p = log_p.masked_fill(~known, -torch.inf)
-    together = with_hard and o.temperature == 1
-    head = dict(ignore_index=o.ignore_index, **head)
+    together, K = with_hard and o.temperature == 1, ids.shape[1]
+    head, rest_of = dict(ignore_index=o.ignore_index, **head), K if tail else 0
+    if rest_of:
+        log_p = with_tail(log_p)
+        if weight.shape[0] <= K:  # a row may have all classes: then there is no rest
+            log_p[:, K:].masked_fill_(known.sum(1, keepdim=True) == weight.shape[0], -torch.inf)
 
     def of_tokens(part, log_q, _):
-        hard = -log_q[:, -1].sum() / n if together else log_q.new_zeros(())
-        log_q = log_q[:, : ids.shape[1]].masked_fill(~known[part], -torch.inf)
-        both = log_p[part].to(log_q.dtype), log_q
-        both = [with_tail(x) for x in both] if tail else both
-        soft = DIVERGENCES[o.divergence](*both, o.beta).where(valid[part], 0).sum() / n
+        hard = -log_q[:, K].sum() / n if together else log_q.new_zeros(())
+        rest, log_q = log_q[:, -1:], log_q[:, :K].masked_fill(~known[part], -torch.inf)
+        log_q = torch.cat((log_q, rest), 1) if rest_of else log_q
+        soft = DIVERGENCES[o.divergence](log_p[part].to(log_q.dtype), log_q, o.beta).where(valid[part], 0).sum() / n
         return o.weight_hard * hard + o.weight_soft * soft, soft, hard
 
     classes = torch.cat((ids, y[:, None]), 1) if together else ids
-    loss, soft, hard = linear_loss(of_tokens, h, weight, classes, bias, temperature=o.temperature, **head)
+    loss, soft, hard = linear_loss(
+        of_tokens, h, weight, classes, bias, temperature=o.temperature, rest_of=rest_of, **head
+    )
     if with_hard and not together:  # the hard loss has another temperature, so the head runs again
         with torch.set_grad_enabled(torch.is_grad_enabled() and o.weight_hard != 0):
             ce, hard = linear_loss(lambda part, log_q, _: (-log_q.sum() / n,) * 2, h, weight, target, bias, **head)
@@ -335,7 +345,10 @@ class LigerFusedLinearJSDLoss(LossModule):
 
 
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearJSDLoss):
-    """`LigerFusedLinearJSDLoss` with ``beta``·(1 - cos) of the two vectors of logits instead of the JSD."""
+    """`LigerFusedLinearJSDLoss` with ``beta``·(1 - cos) of the two vectors of logits instead of the JSD.
+
+    Source: no paper, but liger-kernel. DistilBERT, arXiv:1910.01108, has the cosine of hidden states.
+    """
 
     DIVERGENCE = "cosine"
 

@@ -26,7 +26,6 @@ from liger_kernel.losses.policy_batch import (
     check_rows,
     check_tokens,
     grpo_batch,
-    grpo_counted,
     only,
     ppo_batch,
     rloo_batch,
@@ -78,8 +77,7 @@ def linear_grpo_loss(
     """GRPO and its variants from the policy's hidden states. All logits are never in memory at once.
 
     The gradients for hidden, weight and bias are computed in this call. Positions where the mask is 0 have no
-    influence, as long as the hidden states there are finite. luspo is the exception: it counts them, as liger-kernel
-    0.8.5 does and TRL does not.
+    influence, as long as the hidden states there are finite. (Of luspo liger-kernel 0.8.5 counts them.)
 
     Args:
         hidden: (B, T, H), fp32, bf16, fp16 or fp64, any strides. weight, bias: (V, H) and (V,), of the head.
@@ -125,8 +123,7 @@ def linear_grpo_loss(
     check_grpo(name, hidden, ids.shape, o, entropy_coef, given)
     head = dict(temperature=temperature, memory=memory, drop_ignored=drop_ignored)
     if use_ref_model:
-        counted = grpo_counted(o, entropy_coef, attention_mask)
-        ref = _reference(name, ids, counted, o.beta != 0, ref, ref_input, ref_weight, ref_bias, **head)
+        ref = _reference(name, ids, attention_mask.bool(), o.beta != 0, ref, ref_input, ref_weight, ref_bias, **head)
     batch = grpo_batch(o, entropy_coef, hidden, replace(given, ref_per_token_logps=ref))
     return batch.of_hidden(hidden, weight, ids, bias, return_entropy=return_entropy or entropy_coef != 0, **head)
 

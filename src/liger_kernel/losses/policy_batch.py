@@ -22,8 +22,10 @@ from liger_kernel.losses.policy_math import (
     log_of_sequence,
     mean_of_sequences,
     mean_of_tokens,
+    only,
     ppo_value,
     reinforce_value,
+    sum_of_tokens,
 )
 from liger_kernel.ops.head.grouped_loss import linear_loss
 
@@ -50,7 +52,7 @@ class Batch:
 
     value: Callable  # (log_probs, entropy, rows) -> value, metrics
     rows: Rows
-    counted: torch.Tensor | None  # (B, T), the positions that have an influence; None: all
+    counted: torch.Tensor  # (B, T), the positions that have an influence
     couples: bool = False  # whether a token's loss depends on the other tokens of its sequence
 
     def of_log_probs(self, log_probs, entropy):
@@ -72,14 +74,6 @@ class Batch:
         head |= dict(ignore_index=IGNORED, few=3)
         loss, *metrics = linear_loss(fn, hidden, weight, target, bias, **head)
         return loss, tuple(metrics)
-
-
-def only(counted, x, other=0):
-    """x, with ``other`` at the positions that do not count. What stood there has no influence, not even a NaN.
-
-    Only a tensor of shape (B, T) changes.
-    """
-    return x if x is None or counted is None or x.shape != counted.shape else x.where(counted, other)
 
 
 def widened(like, *tensors):
@@ -158,28 +152,21 @@ def check_grpo(name, like, shape, o, coef, given):
 # ---- the batches of the losses ----
 
 
-def grpo_counted(o, coef, mask):
-    """The positions whose log-probabilities count; None: all. luspo counts padding, unless only sequences matter."""
-    tokens_matter = o.importance_sampling_level == "token" or o.beta != 0 or coef != 0
-    return None if POLICIES[o.loss_type].padding and tokens_matter else mask.bool()
-
-
-def grpo_batch(o, coef, like, given, padding=True):
-    """For tensors that `check_grpo` has passed. Without ``padding``, luspo does not count it either."""
+def grpo_batch(o, coef, like, given):
+    """Prepare a batch of tensors that `check_grpo` has passed."""
     policy, sequence = POLICIES[o.loss_type], o.importance_sampling_level == "sequence"
-    padding = padding and policy.padding
-    counted = grpo_counted(o, coef, given.attention_mask) if padding else given.attention_mask.bool()
+    counted = given.attention_mask.bool()
     ref = given.ref_per_token_logps if o.beta != 0 else None
     mask, advantages, old, ref, ratio, phi = widened(
         like, given.attention_mask, given.advantages, given.old_per_token_logps, ref, given.vllm_is_ratio, given.phi_seq
     )
+    advantages, old, ref, phi = (only(counted, x) for x in (advantages, old, ref, phi))
+    ratio = only(counted, ratio, 1)
     pool = mask if policy.couples else mask / mask.sum(-1, keepdim=True).clamp(min=1) if sequence else None
     if policy.couples and ratio is not None:
         ratio = log_of_sequence(ratio)
     weights, share = policy.weights(mask, o, given.num_items_in_batch), mean_of_tokens(mask)
-    if not padding:
-        advantages, ratio, weights = only(counted, advantages), only(counted, ratio), only(counted, weights)
-    rows = Rows(weights, share, advantages, pool, only(counted, old), only(counted, ref), ratio, phi)
+    rows = Rows(weights, share, advantages, pool, old, ref, ratio, phi)
     return Batch(functools.partial(grpo_value, o, coef), rows, counted, sequence or policy.couples)
 
 
@@ -216,9 +203,10 @@ def rloo_batch(name, like, shape, clip, coef, given, samples_per_prompt, level):
     mask, rewards, old = widened(like, given.attention_mask, given.advantages, given.old_per_token_logps)
     advantages, share = leave_one_out(rewards[:, 0], k)[:, None], mean_of_tokens(mask)
     if old is None:
-        weights = mask / max(shape[0], 1) if sequence else share
-        return Batch(functools.partial(reinforce_value, coef), Rows(weights, share, advantages), counted)
+        weights = sum_of_tokens(mask) if sequence else share
+        rows = Rows(weights, share, only(counted, advantages))
+        return Batch(functools.partial(reinforce_value, coef), rows, counted)
     o = GRPOOptions(0.0, *clip)
     weights, pool = (mean_of_sequences(mask, o), mask) if sequence else (share, None)
-    rows = Rows(weights, share, advantages, pool, only(counted, old))
+    rows = Rows(weights, share, only(counted, advantages), pool, only(counted, old))
     return Batch(functools.partial(ppo_value, o, coef), rows, counted, sequence)

@@ -62,7 +62,7 @@ NUMBERS = dict(
 
 
 def clipped_surrogate(log_probs, ratio, advantages, o):
-    """PPO's clipped loss (1707.06347), with DAPO's two bounds (2503.14476).
+    """PPO's clipped loss (1707.06347), with DAPO's two bounds (2503.14476). For A = 0 it is 0.
 
     ``delta`` also bounds r where A < 0, as in INTELLECT-2 (2505.07291).
     """
@@ -83,6 +83,7 @@ def soft_gate(log_probs, ratio, advantages, o):
 
 
 def _gate(ratio, t):
+    """SAPO's 4/t·σ(t·(r - 1))."""
     return (4 / t) * torch.sigmoid(t * (ratio - 1))
 
 
@@ -92,7 +93,7 @@ def weighted_reinforce(log_probs, weight, advantages, o):
 
 
 def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
-    """VESPO's w^k·e^(λ-λw). w is the importance weight of a sequence, clamped."""
+    """VESPO's w^k·e^(λ-λw) (2602.10693). w is the importance weight of a sequence, clamped."""
     log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
     log_w = log_w if log_inference_ratio is None else log_w + log_inference_ratio
     log_w = log_w.clamp(math.log(1e-8), 20)
@@ -102,12 +103,46 @@ def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
 
 
 def log_of_sequence(inference_ratio):
-    """What VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T)."""
+    """Sum what VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T), 1 where masked."""
     return inference_ratio.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
 
 
 def _either(condition, yes, no, like):
     return torch.full_like(condition, no, dtype=like.dtype).masked_fill_(condition, yes)
+
+
+# A ratio above e^88.7 is inf in fp32. Where the loss no longer depends on the ratio, its gradient would be 0·inf.
+
+SATURATED = 1000.0  # σ(x) is 1, and its slope 0, in every dtype
+
+
+def clip_limits(o):
+    """The ratios above which `clipped_surrogate` is constant, for A ≥ 0 and for A < 0."""
+    high = 1 + o.epsilon_high
+    return high, math.inf if o.delta is None else max(high, o.delta)
+
+
+def gate_limits(o):
+    """The ratios above which `soft_gate` is constant."""
+    return 1 + SATURATED / o.sapo_temperature_pos, 1 + SATURATED / o.sapo_temperature_neg
+
+
+def no_limits(o):
+    return math.inf, math.inf
+
+
+def bounded_ratio(log_ratio, advantages, limits):
+    """r = e^ρ, but at most e times its limit, without a gradient there."""
+    log_limits = [math.log(limit) + 1 for limit in limits]
+    if log_limits == [math.inf] * 2:
+        return log_ratio.exp()
+    limit = _either(advantages >= 0, *log_limits, log_ratio)
+    return torch.where(log_ratio > limit, limit, log_ratio).exp()
+
+
+def corrected_kl(kl, log_ratio):
+    """KL·r: unbiased off policy, too (DeepSeek-V3.2, 2512.02556). 0 where KL is 0, for any ratio."""
+    return kl * log_ratio.where((kl != 0) | (log_ratio < 80), 0).exp()
 
 
 def outside_clip(ratio, advantages, o):
@@ -126,7 +161,10 @@ def never_clipped(ratio, advantages, o):
 
 
 def k3(log_probs, other):
-    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log π (Schulman)."""
+    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log π.
+
+    The third of three estimators (Schulman, Approximating KL Divergence, 2020); in GRPO (2402.03300), equation 4.
+    """
     x = other - log_probs
     return torch.expm1(x) - x
 
@@ -169,9 +207,12 @@ def mean_of_all_tokens(mask, o, num_items=None):
     return mask / (total / ranks).clamp(min=1)
 
 
-def times_length(mask, o, num_items=None):
-    """LUSPO (2602.05261): each sequence's loss times its length, then the mean over all positions, padding included."""
-    return (mask.sum(-1, keepdim=True) / max(mask.numel(), 1)).expand_as(mask)
+def sum_of_tokens(mask, o=None, num_items=None):
+    """LUSPO (2602.05261): the sum over each sequence, then the mean over the sequences.
+
+    The paper weighs the loss of a sequence, which has one ratio, with its length: that is the sum over its tokens.
+    """
+    return mask / max(mask.shape[0], 1)
 
 
 REDUCTIONS: dict[str, Callable] = {
@@ -191,20 +232,30 @@ class Policy:
     weights: Callable  # (mask, options, num_items) -> the weights of the tokens
     levels: tuple[str, ...] = ("token",)  # the levels of importance sampling that it allows
     couples: bool = False  # whether a token's loss depends on its sequence even at the level "token"
-    padding: bool = False  # whether padding counts
+    limits: Callable = no_limits  # (options) -> the ratios above which l is constant, for A ≥ 0 and for A < 0
 
 
 BOTH = "token", "sequence"  # "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
 POLICIES = {
-    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH),
-    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH),
-    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, BOTH),
-    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH),
-    "luspo": Policy(clipped_surrogate, outside_clip, times_length, BOTH, padding=True),
+    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH, limits=clip_limits),
+    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH, limits=clip_limits),
+    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, BOTH, limits=clip_limits),
+    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH, limits=clip_limits),
+    "luspo": Policy(clipped_surrogate, outside_clip, sum_of_tokens, BOTH, limits=clip_limits),
     "cispo": Policy(clipped_weight, above_bound, mean_of_all_tokens),
-    "sapo": Policy(soft_gate, never_clipped, mean_of_sequences),
+    "sapo": Policy(soft_gate, never_clipped, mean_of_sequences, limits=gate_limits),
     "vespo": Policy(weighted_reinforce, never_clipped, mean_of_all_tokens, couples=True),
 }
+
+
+def only(counted, x, other=0):
+    """Put ``other`` at the positions of x that do not count. What stood there has no influence, not even a NaN.
+
+    ``counted``: (B, T), or None: all. x: (B, T), or (B, 1) for whole sequences: those without a token do not count.
+    """
+    if x is None or counted is None:
+        return x
+    return x.where(counted if x.shape == counted.shape else counted.any(-1, keepdim=True), other)
 
 
 # ---- losses: what some of the tokens add to the loss, and to the metrics ----
@@ -230,8 +281,9 @@ def grpo_terms(log_probs, rows, o):
     """-> l + β·KL, KL or None, where l is clipped."""
     policy, advantages = POLICIES[o.loss_type], rows.advantages
     log_ratio = log_probs - (log_probs.detach() if rows.old is None else rows.old)
-    sequence = o.importance_sampling_level == "sequence"
-    ratio = ((log_ratio * rows.pool).sum(-1, keepdim=True) if sequence else log_ratio).exp()
+    if o.importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * rows.pool).sum(-1, keepdim=True)
+    ratio = bounded_ratio(log_ratio, advantages, policy.limits(o))
     if policy.couples:
         weight = rows.phi
         if weight is None:
@@ -243,7 +295,7 @@ def grpo_terms(log_probs, rows, o):
     kl = None
     if rows.ref is not None:
         kl = k3(log_probs, rows.ref)
-        kl = kl * ratio if o.use_bias_correction_kl else kl  # DeepSeek-V3.2 (2512.02556): unbiased off policy, too
+        kl = corrected_kl(kl, log_ratio) if o.use_bias_correction_kl else kl
         loss = loss + o.beta * kl
     return loss, kl, policy.clipped(ratio, advantages, o)
 
@@ -264,7 +316,9 @@ def grpo_value(o, coef, log_probs, entropy, rows):
 def ppo_value(o, coef, log_probs, entropy, rows):
     """PPO (1707.06347) -> value, metrics: KL, share of clipped tokens, entropy if it is given."""
     log_ratio, share = log_probs - rows.old, rows.share
-    ratio = (log_ratio if rows.pool is None else (log_ratio * rows.pool).sum(-1, keepdim=True)).exp()
+    if rows.pool is not None:
+        log_ratio = (log_ratio * rows.pool).sum(-1, keepdim=True)
+    ratio = bounded_ratio(log_ratio, rows.advantages, clip_limits(o))
     value = (rows.weights * clipped_surrogate(log_probs, ratio, rows.advantages, o)).sum()
     clipped = outside_clip(ratio, rows.advantages, o)
     metrics = [(share * k3(rows.old, log_probs)).sum(), (share * clipped).sum()]
@@ -272,7 +326,7 @@ def ppo_value(o, coef, log_probs, entropy, rows):
 
 
 def reinforce_value(coef, log_probs, entropy, rows):
-    """REINFORCE -> value, metrics: entropy if it is given."""
+    """REINFORCE (Williams, 1992) -> value, metrics: entropy if it is given."""
     value = -(rows.weights * rows.advantages * log_probs).sum()
     return _less_entropy(value, [], coef, entropy, rows.share)
 
@@ -329,6 +383,8 @@ def get_gamma_weights(
         importance_sampling_ratio: (B, 1) or (B, T), of the inference engine, or None.
     """
     o = GRPOOptions(vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg)
-    advantages, ratio = advantages.detach().reshape(len(mask), -1), importance_sampling_ratio
+    counted = mask.bool()
+    advantages = only(counted, advantages.detach().reshape(len(mask), -1))
+    ratio = only(counted, importance_sampling_ratio, 1)
     ratio = None if ratio is None else log_of_sequence(ratio.detach())
-    return vespo_weight(log_ratio_per_token.where(mask.bool(), 0), mask, ratio, advantages, o)
+    return vespo_weight(only(counted, log_ratio_per_token), mask, ratio, advantages, o)

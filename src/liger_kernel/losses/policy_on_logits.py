@@ -1,8 +1,7 @@
 """GRPO and its variants for logits that are already there, under the published names.
 
 `liger_selected_log_probs` takes the tokens' log-probabilities from the logits and gives these their gradient, at most
-one tensor of their size. The rest is `policy_math`, on (B, L). A masked token contributes nothing: unlike in
-`linear_grpo_loss`, luspo does not count padding.
+one tensor of their size. The rest is `policy_math`, on (B, L). A masked token contributes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from liger_kernel.core import check
-from liger_kernel.losses.policy_batch import REAL, Given, check_grpo, check_rows, grpo_batch, only
-from liger_kernel.losses.policy_math import POLICIES, GRPOOptions, clipped_surrogate, grpo_terms
+from liger_kernel.losses.policy_batch import REAL, Given, check_grpo, check_rows, grpo_batch
+from liger_kernel.losses.policy_math import POLICIES, GRPOOptions, clipped_surrogate, grpo_terms, only
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs
 
 
@@ -163,7 +162,7 @@ def _of_logits(name, o, logits, ids, given, temperature, inplace, reduce):
     if o.delta is not None and POLICIES[o.loss_type].loss is not clipped_surrogate:
         raise ValueError(f"{name}: delta is {o.delta}, but {o.loss_type} has no such bound, give None")
     log_probs = liger_selected_log_probs(logits, ids, given.attention_mask, temperature, inplace)
-    batch = grpo_batch(o, 0.0, log_probs, given, padding=False)
+    batch = grpo_batch(o, 0.0, log_probs, given)
     if reduce:
         loss, metrics = batch.of_log_probs(log_probs, None)
         return loss, metrics[0] if o.beta != 0 else None, metrics[-1]

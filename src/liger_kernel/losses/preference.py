@@ -14,7 +14,16 @@ from liger_kernel.core.op import matrix
 from liger_kernel.losses.function import GradientsInForward
 from liger_kernel.losses.module import LossModule, without
 from liger_kernel.losses.preference_math import *  # noqa: F403  (the names there are names here, too)
-from liger_kernel.losses.preference_math import DPO, MEANS, cpo_loss, dpo_loss, kto_loss, orpo_loss, simpo_loss
+from liger_kernel.losses.preference_math import (
+    DPO,
+    MEANS,
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    log_odds_of_mean,
+    orpo_loss,
+    simpo_loss,
+)
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
@@ -34,7 +43,7 @@ def sequence_log_probs(hidden, weight, target, bias=None, *, average=False, igno
     ``average``: the mean over its valid tokens, not the sum. ``options``: those of `token_log_probs`.
     """
     s = token_log_probs(hidden, weight, target, bias, ignore_index=ignore_index, **options).sum(-1)
-    return s / (target != ignore_index).sum(-1).to(s.device) if average else s
+    return s / (target != ignore_index).sum(-1).clamp(min=1).to(s.device) if average else s
 
 
 def _reference(name, head, target, average, options):
@@ -80,7 +89,8 @@ def _check_sequences(name, hidden, target, labels=None):
 def paired_preference(
     loss, hidden, weight, target, bias=None, *, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=False,
     nll_target=None, average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None,
-    ref_chosen_logps=None, ref_rejected_logps=None, give_lengths=False, memory="auto", drop_ignored=None, **loss_kwargs,
+    ref_chosen_logps=None, ref_rejected_logps=None, give_lengths=False, give_log_odds=False, memory="auto",
+    drop_ignored=None, **loss_kwargs,
 ):  # fmt: skip
     """A loss of pairs of answers: α·NLL of the chosen answers + the preference loss.
 
@@ -93,10 +103,12 @@ def paired_preference(
         target: (2B, T) integers, already shifted: the token that each hidden state predicts, or ``ignore_index``.
         nll_target: (2B, T), the targets of the NLL. None: ``target``.
         compute_nll_loss: False: the NLL is 0.
-        average_log_prob: a sequence's mean log-probability instead of the sum.
+        average_log_prob: a sequence's mean log-probability instead of the sum. Without a valid token both are 0.
         use_ref_model: there is a reference model. Give ref_input, ref_weight and ref_bias: its hidden states and head.
         ref_chosen_logps, ref_rejected_logps: (B,), the reference's sequence log-probabilities in place of these three.
         give_lengths: ``loss`` also gets ``lengths=``, the numbers of valid tokens (2, n).
+        give_log_odds: ``loss`` also gets ``log_odds_of=``, log (p/(1 - p)) of the mean log-probabilities (2, n), from
+            1 - p of the tokens. (Not for a weight that is sharded over its classes.)
         memory, drop_ignored: as in `linear_loss`.
 
     Returns:
@@ -125,28 +137,35 @@ def paired_preference(
         check.floats(name, dict(hidden=hidden), **given)
         for argument, x in given.items():
             check.shape(name, argument, x, (B,))
-        ref = ref_chosen_logps.detach(), ref_rejected_logps.detach()
+        ref = torch.stack((ref_chosen_logps.detach(), ref_rejected_logps.detach()))
     elif use_ref_model:
-        ref = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options).chunk(2)
+        ref = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options).view(2, B)
     valid = (target != ignore_index).to(hidden.device)
     counts = valid.sum(-1).view(2, B)
+    ref = None if ref is None else ref.where(counts > 0, 0)
+    exact_odds = give_log_odds and not hasattr(weight, "device_mesh")
     of_nll = valid if nll_target is None else (nll_target != ignore_index).to(hidden.device)
     of_nll = of_nll[:B].sum().clamp(min=1)
     both = compute_nll_loss and nll_target is not None
 
     def of_pairs(part, log_probs, _):
-        log_probs, for_nll = log_probs.unbind(-1) if both else (log_probs, log_probs)
+        log_probs, *more = log_probs.unbind(-1) if both or exact_odds else (log_probs,)
+        for_nll = more[0] if both else log_probs
         s = log_probs.sum(-1)
         if average_log_prob:
-            s = s / counts[:, part]
-        refs = {} if ref is None else dict(ref_chosen_logps=ref[0][part], ref_rejected_logps=ref[1][part])
-        refs |= dict(lengths=counts[:, part]) if give_lengths else {}
-        value, *others = loss(*s, target, **refs, beta=beta, **loss_kwargs)
+            s = s / counts[:, part].clamp(min=1)
+        given = {} if ref is None else dict(ref_chosen_logps=ref[0, part], ref_rejected_logps=ref[1, part])
+        given |= dict(lengths=counts[:, part]) if give_lengths else {}
+        if exact_odds:
+            given["log_odds_of"] = log_odds_of_mean(log_probs, more[-1], valid.view(2, B, -1)[:, part])
+        value, *others = loss(*s, target, **given, beta=beta, **loss_kwargs)
         nll = -for_nll[0].sum() / of_nll if compute_nll_loss else value.new_zeros(())
         return (alpha * nll + value if compute_nll_loss else value), *s, nll, *others
 
-    targets = torch.stack((target, nll_target), -1) if both else target
-    value, chosen, rejected, nll, *others = linear_loss(of_pairs, hidden, weight, targets, bias, parts=2, **options)
+    targets = torch.stack((target, nll_target), -1) if both else target[..., None] if exact_odds else target
+    value, chosen, rejected, nll, *others = linear_loss(
+        of_pairs, hidden, weight, targets, bias, parts=2, rest_of=int(exact_odds), **options
+    )
     with torch.no_grad():
         size = max(valid[:B].numel() * weight.shape[0], 1)
         logits = [sum_of_logits(half, weight, bias) / size for half in hidden.detach().chunk(2)]
@@ -193,6 +212,7 @@ def unpaired_preference(
         ref_logps = _reference(name, (ref_input, ref_weight, ref_bias), target, average_log_prob, options)
     labels = preference_labels.to(hidden.device)
     counts = (target != ignore_index).sum(-1).to(hidden.device)
+    ref_logps = None if ref_logps is None else ref_logps.detach().where(counts > 0, 0)
     kl = None if kl is None else kl if isinstance(kl, torch.Tensor) else check.finite(name, "kl", kl)
     kl = None if kl is None else torch.as_tensor(kl, device=hidden.device).detach().reshape(-1)
     if kl is not None and len(kl) not in (1, len(target)):
@@ -201,8 +221,8 @@ def unpaired_preference(
     def of_sequences(part, log_probs, _):
         s = log_probs.sum(-1)
         if average_log_prob:
-            s = s / counts[part]
-        given = {} if ref_logps is None else dict(ref_logps=ref_logps[part].detach())
+            s = s / counts[part].clamp(min=1)
+        given = {} if ref_logps is None else dict(ref_logps=ref_logps[part])
         if kl is not None:
             given["kl"] = kl if len(kl) == 1 else kl[part]
         value, rewards = loss(s, labels[part], target, **given, beta=beta, **loss_kwargs)
@@ -329,7 +349,8 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True,
         nll_target=None, compiled=True, chunk_size=1,
     ):  # fmt: skip
-        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
+        arguments = locals() | dict(average_log_prob=True, give_log_odds=True, give_lengths=True)
+        return LigerFusedLinearPreferenceBase.forward(**arguments)
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -464,8 +485,9 @@ class LigerFusedLinearORPOLoss(_Loss):
         nll_target: torch.Tensor | None = None,
     ):  # fmt: skip
         return paired_preference(
-            orpo_loss, _input, lin_weight, target, bias, nll_target=nll_target, average_log_prob=True, **self.options
-        )
+            orpo_loss, _input, lin_weight, target, bias, nll_target=nll_target, average_log_prob=True,
+            give_log_odds=True, give_lengths=True, **self.options,
+        )  # fmt: skip
 
 
 class LigerFusedLinearKTOLoss(_Loss):

@@ -1,6 +1,6 @@
 r"""The mathematics of the preference losses.
 
-    s = Σ_t log p(y_t)   of a sequence's valid tokens; the mean if a loss averages
+    s = Σ_t log p(y_t)   of a sequence's valid tokens; the mean if a loss averages; 0 without a valid token
     c, r                 s of the chosen and of the rejected answer to a prompt
     a = c - c_ref,  d = r - r_ref      the log-ratios to the reference model
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import logsigmoid, relu, sigmoid
+from torch.nn.functional import logsigmoid, relu, sigmoid, softplus
 
 # ---- DPO and its variants: the loss of each pair, from a, d and beta ----
 
@@ -72,8 +72,8 @@ def dpo_apo_down(a, d, beta, **_):
 def dpo_discopop(a, d, beta, discopop_tau, **_):
     """Discovered preference optimisation, arXiv:2406.08414: the log-ratio modulated loss."""
     x = beta * (a - d)
-    q = sigmoid(x / discopop_tau)
-    return -logsigmoid(x) * (1 - q) + torch.exp(-x) * q
+    modulation = x / discopop_tau
+    return -logsigmoid(x) * sigmoid(-modulation) + torch.exp(logsigmoid(modulation) - x)  # e^-x alone overflows
 
 
 DPO = {
@@ -93,14 +93,38 @@ MEANS = {"ipo"}  # these take mean log-probabilities of tokens instead of sums, 
 
 
 def smoothed_margin(x, label_smoothing):
-    """-log σ(x) with label smoothing: the loss of CPO and SimPO."""
+    """-log σ(x) with label smoothing ε: the loss of CPO and SimPO. ε as in conservative DPO (Mitchell, 2023)."""
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
 def log_odds(log_p):
-    """log (p/(1 - p)) from log p."""
-    log_rest = torch.where(log_p > -0.7, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p)))
-    return log_p - log_rest
+    """log (p/(1 - p)) from log p. Of a p that was rounded to 1 it is some large number, without a gradient."""
+    near = log_p > -0.7
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
+    return log_p - torch.where(near, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p.where(~near, -1))))
+
+
+def _log_of_log1p(x):
+    """log log(1 + e^x)."""
+    small = x < -18  # e^x < eps of fp64
+    return torch.where(small, x - x.where(small, 0).exp() / 2, softplus(x.where(~small, 0), threshold=40).log())
+
+
+def log_odds_of_mean(log_p, log_rest, valid):
+    """log (p/(1 - p)) of the mean log-probability of each sequence, exact for a p of almost 1, too.
+
+    log_p, log_rest, valid (..., T): log-probabilities of the tokens and of all other classes, and which tokens count.
+    In logarithms, since 1 - p can be less than a float's least: -log p(token) = log(1 + e^(log_rest - log_p)).
+    0 without a valid token.
+    """
+    empty = ~valid.any(-1, keepdim=True)
+    log_nll = _log_of_log1p((log_rest - log_p).clamp(min=-1e4).where(valid, 0))
+    lengths = valid.sum(-1).clamp(min=1).to(log_nll.dtype)
+    log_nll = log_nll.where(valid | empty, -torch.inf).logsumexp(-1) - lengths.log()
+    nll = log_nll.exp()
+    small = log_nll < -18
+    log_rest = torch.where(small, log_nll - nll / 2, torch.log(-torch.expm1(-nll.where(~small, 1))))
+    return (-nll - log_rest).where(~empty.squeeze(-1), 0)
 
 
 # ---- losses of some of the pairs ----
@@ -109,39 +133,52 @@ def log_odds(log_p):
 # is the whole batch's, two sequences for each pair.
 
 
+def pairs_of(target):
+    """The number of pairs, at least 1."""
+    return max(len(target) // 2, 1)
+
+
 def dpo_loss(
     chosen, rejected, target, ref_chosen_logps=0.0, ref_rejected_logps=0.0, beta=0.1, loss_type="sigmoid",
-    label_smoothing=0.0, discopop_tau=0.05, lengths=(1, 1),
+    label_smoothing=0.0, discopop_tau=0.05, lengths=None,
 ):  # fmt: skip
     """Direct preference optimisation and its variants, see `DPO`.
 
     The loss takes log-probabilities divided by ``lengths``. The rewards take them as they are.
     """
     a, d = chosen - ref_chosen_logps, rejected - ref_rejected_logps
-    more = dict(label_smoothing=label_smoothing, discopop_tau=discopop_tau)
-    loss = DPO[loss_type](a / lengths[0], d / lengths[1], beta, **more)
-    return loss.sum() / (len(target) // 2), beta * a, beta * d
+    means = (a, d) if lengths is None else torch.stack((a, d)) / lengths.clamp(min=1)
+    loss = DPO[loss_type](*means, beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
+    return loss.sum() / pairs_of(target), beta * a, beta * d
 
 
 def cpo_loss(chosen, rejected, target, beta=0.1, label_smoothing=0.0):
     """Contrastive preference optimisation, arXiv:2401.08417: without a reference model."""
     loss = smoothed_margin(beta * (chosen - rejected), label_smoothing)
-    return loss.sum() / (len(target) // 2), beta * chosen, beta * rejected
+    return loss.sum() / pairs_of(target), beta * chosen, beta * rejected
 
 
 def simpo_loss(chosen, rejected, target, beta=0.1, gamma=0.5, label_smoothing=0.0):
     """Simple preference optimisation, arXiv:2405.14734: for mean log-probabilities, with a margin of γ."""
     loss = smoothed_margin(beta * (chosen - rejected) - gamma, label_smoothing)
-    return loss.sum() / (len(target) // 2), beta * chosen, beta * rejected
+    return loss.sum() / pairs_of(target), beta * chosen, beta * rejected
 
 
-def orpo_loss(chosen, rejected, target, beta=0.1):
+def orpo_loss(chosen, rejected, target, beta=0.1, log_odds_of=None, lengths=None):
     """Odds ratio preference optimisation, arXiv:2403.07691, without its NLL.
+
+    ``log_odds_of`` (2, n): those of the answers, if they are known more exactly than log-probabilities tell. Pairs with
+    an answer whose length is 0 have no odds ratio, and add nothing.
 
     Two more results: the mean of log σ(log odds ratio), and the mean log odds ratio.
     """
-    odds, pairs = log_odds(chosen) - log_odds(rejected), len(target) // 2
-    ratio = logsigmoid(odds).sum() / pairs
+    of_chosen, of_rejected = (log_odds(chosen), log_odds(rejected)) if log_odds_of is None else log_odds_of
+    odds, pairs = of_chosen - of_rejected, pairs_of(target)
+    ratios = logsigmoid(odds)
+    if lengths is not None:
+        both = (lengths > 0).all(0)
+        odds, ratios = odds.where(both, 0), ratios.where(both, 0)
+    ratio = ratios.sum() / pairs
     return -beta * ratio, beta * chosen, beta * rejected, ratio, odds.sum() / pairs
 
 
@@ -152,4 +189,4 @@ def kto_loss(logps, preference_labels, target, ref_logps=0.0, beta=0.1, kl=0.0):
     """
     reward = logps - ref_logps
     sign = preference_labels.to(reward.dtype) * 2 - 1
-    return (1 - sigmoid(beta * sign * (reward - kl))).sum() / len(target), beta * reward
+    return (1 - sigmoid(beta * sign * (reward - kl))).sum() / max(len(target), 1), beta * reward

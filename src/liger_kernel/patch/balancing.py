@@ -18,8 +18,9 @@ import torch
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.load_balancing import loss_reference
+from liger_kernel.patch import purity
 from liger_kernel.patch.deferred import is_the_compilers, plain
-from liger_kernel.patch.functions import global_of, is_the_librarys, named_as, rebind, same_globals, used_by
+from liger_kernel.patch.functions import global_of, named_as, rebind, same_globals, used_by
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.private import become, own_forward, swap
 from liger_kernel.patch.probe import close, first_line, isolated, noise
@@ -38,6 +39,9 @@ class Balanced(Kind):
     flag, column, kernel = FLAG, "loss", KERNEL
     one_argument = False
 
+    def globals_read(self, cls, parts):
+        return used_by(cls.forward, FUNCTION)
+
     def members(self, cls):
         return {"forward": rebind(cls.forward, FUNCTION, _balanced(global_of(cls.forward, FUNCTION)))}
 
@@ -45,7 +49,7 @@ class Balanced(Kind):
 def balanced(forward: Callable) -> Callable:
     """A family's forward with the operator in it, as long as the functions that it uses are what they are now."""
     ours = rebind(forward, FUNCTION, _balanced(global_of(forward, FUNCTION)))
-    same = same_globals(used_by(forward))
+    same = same_globals(used_by(forward, FUNCTION))
     return named_as(forward, lambda *args, **kwargs: (ours if same() else forward)(*args, **kwargs))
 
 
@@ -118,9 +122,7 @@ def prove(function: Callable) -> str | None:
 def why_not(family: type, proved: Callable = prove) -> str | None:
     """Why the loss in the forward of this class is left alone."""
     function = global_of(family.forward, FUNCTION)
-    if not (is_the_librarys(family.forward) and is_the_librarys(function)):
-        return "it, or the forward that calls it, is not one of transformers'"
-    return proved(function)
+    return purity.why_not_function(function) or proved(function)
 
 
 class LoadBalancing(Rewrite):

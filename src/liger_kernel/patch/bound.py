@@ -7,22 +7,21 @@ object what a patch of its loss does; what Hugging Face's class had as its forwa
 from __future__ import annotations
 
 import inspect
-import logging
 
 import torch
 
 from liger_kernel._public import FORWARDS
+from liger_kernel.patch.arguments import with_skip_logits
 from liger_kernel.patch.causal_lm import LigerForCausalLMLoss, shifted
 from liger_kernel.patch.class_level import model_class, modeling
 from liger_kernel.patch.head import loss_by_calling, prepare, reads_its_weight
 from liger_kernel.patch.logits import Transform
 from liger_kernel.patch.loss import CausalLM, LossInHead
-from liger_kernel.patch.loss_in_head import with_skip_logits
+from liger_kernel.patch.loss_in_head import tell
 from liger_kernel.patch.private import become
 from liger_kernel.patch.request import Asked
 from liger_kernel.patch.rewrite import known_as
 
-logger = logging.getLogger(__name__)
 LOSS = "lce_maybe_trainable_lm_head"  # of these families' modules
 WITH_LOSS = "llama", "smollm3"
 
@@ -85,7 +84,7 @@ def _patched(model, forward) -> bool:
     if why is not None:
         if own is not None:
             model.forward = own
-        logger.warning("%s: logits are in memory, since %s", type(model).__name__, why)
+        tell(model, why)
         return False
     become(model, CausalLM())
     prepare(model.get_output_embeddings())

@@ -137,7 +137,46 @@ def _token_scaled(result, logits, target, ignore_index, reduction):
 
 # ---- the output ----
 
+NO_LOGITS = (
+    "liger-kernel: a patched model makes no logits in training; call it with skip_logits=False, or in evaluation mode"
+)
+NOWHERE = -1
 _OUTPUTS: dict[type, type] = {}
+
+
+class _Places:
+    """What an output without logits has by position: what it has with them, None or an error in their place."""
+
+    _place_of_logits = None  # by its fields, unless the object has another
+
+    def to_tuple(self) -> tuple:
+        values = tuple(self.values())
+        place = _left_open(self)
+        return values if place is None else (*values[:place], None, *values[place:])
+
+    def __getitem__(self, key):
+        place = _left_open(self)
+        if place is None:
+            return super().__getitem__(key)
+        if isinstance(key, str):
+            if key == "logits":
+                raise KeyError(NO_LOGITS)
+            return super().__getitem__(key)
+        values = self.to_tuple()
+        if not isinstance(key, slice) and range(len(values))[key] == place:
+            raise RuntimeError(NO_LOGITS)
+        return values[key]
+
+
+def _left_open(output) -> int | None:
+    """The place of the logits that an output has not got."""
+    if "logits" in output or "logits" not in output.__dataclass_fields__:
+        return None
+    place = output._place_of_logits
+    if place is not None:
+        return None if place == NOWHERE else place
+    fields = list(output.__dataclass_fields__)
+    return sum(name in output for name in fields[: fields.index("logits")])
 
 
 def output_class(cls):
@@ -145,7 +184,8 @@ def output_class(cls):
     if cls not in _OUTPUTS:
         fields = [(name, typing.Any, None) for name in ("token_accuracy", "predicted_tokens")]
         name = f"Liger{cls.__name__}"
-        _OUTPUTS[cls] = dataclasses.make_dataclass(name, fields, bases=(cls,), namespace={"__module__": __name__})
+        bases = (_Places, cls)
+        _OUTPUTS[cls] = dataclasses.make_dataclass(name, fields, bases=bases, namespace={"__module__": __name__})
         globals().setdefault(name, _OUTPUTS[cls])  # where pickle looks for it
     return _OUTPUTS[cls]
 
@@ -161,28 +201,46 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def finished(out, result, skip_logits, return_dict):
-    """The family's output as ours: with what else was asked for in place of the logits, or of another class alone."""
+def finished(out, result, skip_logits, return_dict, used):
+    """The family's output as ours: with what else was asked for in place of the logits, or of another class alone.
+
+    A forward that makes no loss gives its logits, as without the patch. ``used``: something was made of them.
+    """
     _, _, accuracy, tokens = unpack_cross_entropy_result(result)
-    added = dict(token_accuracy=accuracy, predicted_tokens=tokens) if skip_logits else {}
     if type(out) is tuple:
-        return tuple(None if isinstance(x, (Logits, TracedLogits)) else x for x in out)
+        return tuple(None if used and isinstance(x, (Logits, TracedLogits)) else real(x) for x in out)
     if not isinstance(out, dict):
         return out
+    skip_logits = skip_logits and (result is not None or out.get("loss") is not None)
+    added = dict(token_accuracy=accuracy, predicted_tokens=tokens) if skip_logits else {}
     values = {k: None if skip_logits and k == "logits" else _shown(v) for k, v in out.items()}
     if not return_dict:  # the logits keep their place
         return (*values.values(), *(x for x in added.values() if x is not None))
     if not hasattr(out, "__dataclass_fields__"):
         return type(out)({**values, **{k: x for k, x in added.items() if x is not None}})
+    return _as_ours(out, values, added)
+
+
+def _as_ours(out, values, added):
+    """An output with these values in their order; of its own class, if it has nothing of ours."""
     known = {k: v for k, v in values.items() if k in out.__dataclass_fields__}
-    made = output_class(type(out))(**{**known, **added})
+    added = {k: v for k, v in added.items() if v is not None}
+    cls = output_class(type(out)) if added or "logits" in values else type(out)
+    made = cls(**{**known, **added})
     for name, value in values.items():
         if name not in known:
             made[name] = value
-    if not torch.compiler.is_compiling():
-        for name, value in vars(out).items():
-            if name not in out.__dataclass_fields__ and name not in values:
-                setattr(made, name, value)
+    if torch.compiler.is_compiling():
+        return made
+    order = [name for name in (*values, *added) if name in made]
+    if order != list(made):  # a forward has set a field later than others
+        for name in order:
+            made.move_to_end(name)
+    if cls is not type(out) and values.get("logits") is None:
+        made._place_of_logits = list(values).index("logits") if "logits" in values else NOWHERE
+    for name, value in vars(out).items():
+        if name not in out.__dataclass_fields__ and name not in values:
+            setattr(made, name, value)
     return made
 
 

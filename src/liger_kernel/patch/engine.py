@@ -8,7 +8,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
-from liger_kernel.patch import head, offloading, private
+from liger_kernel.patch import head, offloading, private, purity
 from liger_kernel.patch.balancing import LoadBalancing
 from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.gated_norm import GatedNorms
@@ -20,9 +20,8 @@ from liger_kernel.patch.offloading import OffloadedCheckpoints
 from liger_kernel.patch.parts import Reads, outline, unchanged
 from liger_kernel.patch.plain_mlp import PlainMLPs
 from liger_kernel.patch.report import Report
-from liger_kernel.patch.residual import ResidualStreams
 from liger_kernel.patch.rewrite import known_as
-from liger_kernel.patch.rope import HeadNorms, Ropes
+from liger_kernel.patch.rope import Ropes
 from liger_kernel.patch.router import Routers
 from liger_kernel.patch.tiled_mlp import TiledMLPs
 
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Stage by stage over all modules; within a stage a module is the first's that it may be of.
 STAGES = (
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
-    (ResidualStreams(), HeadNorms(), TiledMLPs()),  # of norms, attentions and MLPs that are ours by now
+    (TiledMLPs(),),  # of MLPs that are ours by now
     (OffloadedCheckpoints(),),
     (LossInHead(),),
     (LossOnLogits(),),
@@ -44,10 +43,11 @@ FLAGS = (*dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag i
 class _Walk:
     """Over one model: what is asked for, what there is, what is known so far."""
 
-    def __init__(self, model, flags):
+    def __init__(self, model, flags, trusted):
         self.model, self.flags, self.given = model, {flag for flag in FLAGS if flags.get(flag)}, flags
         modules = {module: path for path, module in model.named_modules()}
         self.paths = {m: path for m, path in modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+        self.trusted = trusted  # classes whose code is tried without a look at it
         self.models = causal_lms(model)
         self.report = Report(type(self.models[0] if self.models else model).__name__)
         self.done = set()  # flags for which there is something, be it from an earlier call
@@ -74,7 +74,7 @@ class _Walk:
 
     def become(self, module, what, parts, name):
         private.become(module, what, parts)
-        self.report.add(name, what.kernel, what.column)
+        self.report.add(name, what.kernel + ", trusted" * isinstance(module, self.trusted), what.column)
         self.done.update(what.flags)
 
     def leave(self, flags, name, why):
@@ -96,9 +96,16 @@ class _Walk:
         for what, parts in known:
             if unchanged(module, parts):
                 return what, parts
-        reads = Reads()
-        known.append((prove(module, reads), reads.parts()))
+        why, reads = self.why_not(module), Reads()
+        what = why or prove(module, reads)
+        if not isinstance(what, str) and not isinstance(module, self.trusted):
+            what = purity.why_not_read(module, reads.parts(), self.trusted) or what
+        known.append((what, () if why else reads.parts()))
         return known[-1]
+
+    def why_not(self, module, children=True) -> str | None:
+        """Why no trial may speak for the module's code (`purity`)."""
+        return purity.why_not(module, trusted=self.trusted, children=children)
 
 
 def check_transformers() -> None:
@@ -111,9 +118,9 @@ def check_transformers() -> None:
         )
 
 
-def patch(model: torch.nn.Module, flags: dict[str, bool | int]) -> Report:
+def patch(model: torch.nn.Module, flags: dict[str, bool | int], trusted: tuple[type, ...] = ()) -> Report:
     check_transformers()
-    return _Walk(model, flags).run()
+    return _Walk(model, flags, trusted).run()
 
 
 def revert_model(model: torch.nn.Module) -> None:

@@ -19,7 +19,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.experts import ACTIVATIONS, experts_reference
-from liger_kernel.patch import functions
+from liger_kernel.patch import functions, purity
 from liger_kernel.patch.deferred import is_the_compilers, plain, seen
 from liger_kernel.patch.experts_interface import NAME as OURS
 from liger_kernel.patch.mlp import Clamped, Gated, first_equal, gates, parted
@@ -331,6 +331,9 @@ def prove_forward(module, forward, reads) -> Experts | str:
         return "it is not made of a table of gate and up projections and one of down projections"
     if held_in(module._buffers):
         return "it holds more than its tables"
+    chosen = _registered(forward).get(_implementation(module))
+    if chosen is not None and not purity.is_released(chosen):
+        return f"its experts_implementation, {_implementation(module)!r}, is code of nobody's package"
     further = [name for name, child in module._modules.items() if child and any(True for _ in child.parameters())]
     if further:
         return f"it has further layers: {', '.join(further)}"
@@ -416,6 +419,9 @@ def _why_not(module) -> str | None:
     if _known(module) is None:
         forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
         forward, reads = next(filter(None, map(_stood_for, forwards))), Reads()
+        why = purity.why_not(module, GATE)
+        if why is not None:
+            return why
         with ThreadPoolExecutor(1) as apart:  # none of the caller's hooks, modes and transforms are there
             what = apart.submit(prove_forward, module, forward, reads).result()
         if isinstance(what, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -71,7 +72,7 @@ def _what(value) -> str:
     return repr(value) if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
 
 
-def _patched(name: str, model, chosen: dict[str, bool], asked: dict, by_default=EVERYTHING) -> Report:
+def _patched(name: str, model, chosen: dict[str, bool], asked: dict, by_default=EVERYTHING, trust=()) -> Report:
     """The model is patched, in addition to what was done to it before. ``asked``, ``by_default``: see `_asked_for`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
@@ -79,7 +80,7 @@ def _patched(name: str, model, chosen: dict[str, bool], asked: dict, by_default=
             "apply_liger_kernel_to_<family>()"
         )
     before = class_level.in_place(model)
-    report = patch(model, chosen)
+    report = patch(model, chosen, _classes(name, trust))
     _asked_for(report, asked, by_default)
     if before:
         report.notes.append(f"patched before, and still is: {', '.join(before)}")
@@ -187,7 +188,15 @@ def _taken(fn, kwargs: dict) -> dict:
     return taken
 
 
-def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) -> Report:
+def _classes(name: str, trust) -> tuple[type, ...]:
+    trust = tuple(trust) if isinstance(trust, (tuple, list, set, frozenset)) else (trust,)
+    for each in trust:
+        if not (isinstance(each, type) and issubclass(each, torch.nn.Module)):
+            raise TypeError(f"{name}: trust has {_what(each)}, give classes of modules: trust=(MyNorm,)")
+    return trust
+
+
+def apply_liger_kernel(model: torch.nn.Module, *, trust: Iterable[type] = (), **switches: bool | int | None) -> Report:
     """Replace whatever is proved equal in a Hugging Face model, of any family, by faster kernels.
 
     Args:
@@ -195,19 +204,23 @@ def apply_liger_kernel(model: torch.nn.Module, **switches: bool | int | None) ->
         **switches: rope, rms_norm, layer_norm, swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²),
             router (a mixture's, and its load-balancing loss), fused_linear_cross_entropy (all on), cross_entropy,
             tiled_mlp, offloaded_checkpoints, long_context (off), as in `apply_liger_kernel_to_llama`.
+        trust: classes of modules, not from a known package, whose forward depends on nothing but the module and its
+            arguments, changes nothing else, and does the same for every size. They are tried like any other; code that
+            is neither from a known package nor plainly arithmetic is left alone otherwise, and the report says so.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why, what an earlier call has done. Also logged.
         `revert(model)` undoes it.
 
     Raises:
-        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None.
+        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None; ``trust`` has no classes.
         ValueError: both losses were asked for. ImportError: transformers is too old.
     """
     unknown = sorted(set(switches) - set(EVERYTHING))
     if unknown:
         raise TypeError(f"apply_liger_kernel: unknown switch {', '.join(unknown)}, there are {', '.join(EVERYTHING)}")
-    return _patched("apply_liger_kernel", model, *decided("apply_liger_kernel", EVERYTHING, switches))
+    chosen, asked = decided("apply_liger_kernel", EVERYTHING, switches)
+    return _patched("apply_liger_kernel", model, chosen, asked, trust=trust)
 
 
 def revert(target: torch.nn.Module | str) -> None:

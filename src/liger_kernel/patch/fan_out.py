@@ -9,15 +9,23 @@ Of an x that can be made again (`again`), that is kept from which it is made.
 
 `FanOut(x)` is made once for an input. The layers' gradients of x meet in a box and not in the graph: the node behind x,
 which autograd runs when all layers have run, takes out what is there.
+
+`Shared` carries a fan-out through an attention's own code, in the place of x. Only code of transformers is given one,
+and only where that saves memory: within a checkpoint whose norms are made again.
 """
 
 from __future__ import annotations
 
+import types
+
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
+from liger_kernel.core import devices
 from liger_kernel.core.again import recipe
 from liger_kernel.core.op import transformed
+from liger_kernel.patch import deferred
 
 
 class _Box:
@@ -89,3 +97,53 @@ class FanOut:
         if self.box is None:
             return F.linear(self.x, weight, bias)
         return _Linear.apply(self.x, weight, bias, self.box, self.recipe)
+
+
+def may_fan_out(x, layers) -> bool:
+    """Whether it pays, and these layers do nothing but multiply: PyTorch's own, with weights that are whole."""
+    if not deferred.plain(x) or x.numel() < deferred.LARGE or not x.requires_grad or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not devices.has_kernels(x):
+        return False
+    if type(F.linear) is not types.BuiltinFunctionType:  # ZeRO-3 has put another one there, which wants a tensor
+        return False
+    layers = list(layers)
+    own = all(type(layer) is torch.nn.Linear and deferred.plain(layer.weight, layer.bias) for layer in layers)
+    return own and len(layers) > 1 and not deferred.seen(*layers)
+
+
+def shared(x, layers):
+    """Return x, as `Shared` where it may fan out to these layers."""
+    return Shared(FanOut(x)) if may_fan_out(x, layers) else x
+
+
+class Shared:
+    """Stands for the input of ``fan``: linear layers call the fan-out, everything else gets the tensor."""
+
+    __slots__ = ("fan",)
+
+    def __init__(self, fan):
+        self.fan = fan
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.fan.x, name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear and type(args[0]) is Shared:
+            return args[0].fan.linear(*args[1:], **(kwargs or {}))
+        args, kwargs = tree_map(lambda a: a.fan.x if type(a) is Shared else a, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _of_the_tensor(name):
+    def method(self, *args):
+        return getattr(self.fan.x, name)(*args)
+
+    return method
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv pow neg matmul getitem setitem len bool".split():
+    setattr(Shared, f"__{_name}__", _of_the_tensor(f"__{_name}__"))

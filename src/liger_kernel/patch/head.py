@@ -126,16 +126,18 @@ def gives_logits(leaf) -> bool:
     return isinstance(leaf, torch.nn.Module) and hasattr(leaf, "out_features")
 
 
-def is_looked_into(head) -> bool:
-    """Whether hooks want what a `Logits` hasn't got: the logits' gradients, or to be called once a step."""
+def who_looks(head) -> str | None:
+    """Which hooks want what a `Logits` hasn't got: the logits' gradients, or to be called once a step."""
     if module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks:
-        return True
-    found = [head, *leaves(head)]
-    if any(m._backward_hooks or m._backward_pre_hooks for m in found):
-        return True
-    pre_hooks = [hook for m in found for hook in m._forward_pre_hooks.values()]
-    pre_hooks += module_hooks._global_forward_pre_hooks.values()
-    return not all(map(is_of_a_library, pre_hooks))
+        return "there is a backward hook for every module: remove it"
+    if not all(map(is_of_a_library, module_hooks._global_forward_pre_hooks.values())):
+        return "there is a forward pre-hook for every module: remove it"
+    modules = [head, *leaves(head)]
+    if any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+        return "its head has a backward hook: remove it, or register it on the model"
+    if not all(is_of_a_library(hook) for m in modules for hook in m._forward_pre_hooks.values()):
+        return "its head has a forward pre-hook: remove it, or register it on the model"
+    return None
 
 
 def readers(head) -> tuple:
@@ -197,6 +199,17 @@ def dtype_of_logits(head, own, hidden_states, options):
         logits = own(head, hidden_states.reshape(-1, hidden_states.shape[-1])[:1])
     whole = plain(logits) and logits.shape[-1] == head.out_features  # a tensor-parallel one gives others than it says
     return logits.dtype if whole else None
+
+
+def why_whole(head, plan, options) -> str:
+    """Why `dtype_of_logits` gives None for a head: in the words of a warning."""
+    if plan is not None:
+        return plan if isinstance(plan, str) else "it has others than its plan's hooks or weight"
+    if "parametrizations" in head._modules:
+        return "its weight has a parametrization"
+    if "ce_weight" in options:
+        return f"ce_weight is given, and nothing else can be done with a {type(head).__name__} than call it"
+    return f"nothing is known of a {type(head).__name__}"
 
 
 def loss_by_weight(head, hidden_states, target, asked, options):

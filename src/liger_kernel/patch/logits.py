@@ -9,7 +9,8 @@ to it:
 * whatever else is done to it is done to real logits, made then and there by one more call of the head;
 * what looks at values where real logits come too late raises `LogitsNeeded`, and the model's call starts again with
   real logits: a hook of the head, an autograd Function, into whose graph nothing can be put any more, or code that
-  torch functions do not show (TorchScript, vmap, C++, a compiled function).
+  torch functions do not show (TorchScript, vmap, C++, a compiled function);
+* an error of the stand-in's own does the same, so that whoever swallows it gets the family's result.
 
 Under torch.compile the logits are real: in the graph they are dead code if nothing but the loss is made of them. There
 `TracedLogits` tells by identity whether the loss function got what the head gave, and what was recorded in between.
@@ -23,9 +24,10 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel.core import devices
+from liger_kernel.core.op import custom_op
 
 T = torch.Tensor
 
@@ -198,7 +200,7 @@ class Source:
                 raise self.request.needs("its forward traces what it does to its logits")
             before = ask(None)
             try:
-                with torch.set_grad_enabled(self.learning):
+                with torch.inference_mode(self.hidden_states.is_inference()), torch.set_grad_enabled(self.learning):
                     self.logits = self.call_again()
                 self.request.made = True
             finally:
@@ -237,47 +239,66 @@ class Logits(torch.Tensor):
         kwargs = kwargs or {}
         if isinstance(function, torch._ops.OpOverload) and _is_below_autograd():  # a dispatch mode's call
             return cls.__torch_dispatch__(function, types, args, kwargs)
+        try:
+            out = cls._of_stand_in(function, args, kwargs)
+            if out is not NotImplemented:
+                return out
+            if function in _OF_GRADIENTS or function is T.grad_fn.__get__:
+                tree_map(_refuse_if_taken, (args, kwargs))
+            args, kwargs = tree_map(lambda x: x.real() if type(x) is Logits else x, (args, kwargs))
+        except Exception as error:
+            raise _failure(error, args, kwargs) from error
+        return function(*args, **kwargs)  # an error in it is the caller's own
+
+    @classmethod
+    def _of_stand_in(cls, function, args, kwargs):
+        """The result of ``function`` where it needs no logits, or NotImplemented."""
         self = next((a for a in args if type(a) is Logits), None)
-        if self is not None and self._made is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                if function in _KNOWN or function is T.register_hook and is_of_a_library(args[1]):
-                    return function(*args, **kwargs)
-                if function is T.dtype.__get__:
-                    return self._dtype
-                if function is T.detach or function is torch.detach:
-                    if self._is_hidden_from_graphs() and _is_the_users(_autograd_function()):
-                        raise self._unseen("an autograd Function")
-                    return self._then(T.detach(self).as_subclass(Logits))
-                if function is T.requires_grad_ and not self.requires_grad:
-                    raise self._unseen("something that learns")  # a parameter has to be what it is made of
-                transform = None
-                if not self._is_hidden_from_graphs():
-                    moved = self._moved(function, args, kwargs) if function in _MOVES else None
-                    if moved is not None:
-                        return moved
-                    transform = recorded(self._transform, function, args, kwargs)
-                if transform is not None:
-                    changes = transform is not self._transform or _CASTS.get(function, self._dtype) != self._dtype
-                    if not changes and function not in (T.clone, torch.clone):
-                        return self
-                    step = function, tuple(None if a is self else a for a in args)
-                    return self._then(self.as_subclass(Logits), transform, _CASTS.get(function), step)
-        if function in _OF_GRADIENTS or function is T.grad_fn.__get__:
-            tree_map(_refuse_if_taken, (args, kwargs))
-        args, kwargs = tree_map(lambda x: x.real() if type(x) is Logits else x, (args, kwargs))
-        return function(*args, **kwargs)
+        if self is None or self._made is not None:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _KNOWN or function is T.register_hook and is_of_a_library(args[1]):
+                return function(*args, **kwargs)
+            if function is T.dtype.__get__:
+                return self._dtype
+            if function is T.detach or function is torch.detach:
+                if self._is_hidden_from_graphs() and _in_autograd_function() and not _is_in_a_librarys_function():
+                    raise self._unseen("an autograd Function")
+                return self._then(T.detach(self).as_subclass(Logits))
+            if function is T.requires_grad_ and not self.requires_grad:
+                raise self._unseen("something that learns")  # a parameter has to be what it is made of
+            if self._is_hidden_from_graphs():
+                return NotImplemented
+            moved = self._moved(function, args, kwargs) if function in _MOVES else None
+            if moved is not None:
+                return moved
+            transform = recorded(self._transform, function, args, kwargs)
+            if transform is None:
+                return NotImplemented
+            dtype = _CASTS.get(function, self._dtype)
+            same = transform is self._transform and dtype == self._dtype
+            if same and function not in (T.clone, torch.clone):
+                return self
+            step = function, tuple(None if a is self else a for a in args)
+            return self._then(self.as_subclass(Logits), transform, dtype, step)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         """What no torch function has shown: TorchScript, vmap, a tensor's constructor, C++."""
-        if function in _SAME_MEMORY:
-            (self,) = args
-            with torch._C.DisableTorchFunctionSubclass():
-                memory = _in_one_place(self.untyped_storage(), self.shape, self.dtype, self.device)
-                same = T._make_subclass(Logits, memory)
-            return same if self._source is None else self._then(same)
-        args, kwargs = tree_map(lambda x: x._below_functions() if type(x) is Logits else x, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        try:
+            if function in _SAME_MEMORY:
+                return args[0]._in_same_memory()
+            args, kwargs = tree_map(lambda x: x._below_functions() if type(x) is Logits else x, (args, kwargs))
+        except Exception as error:
+            raise _failure(error, args, kwargs) from error
         return function(*args, **kwargs)
+
+    def _in_same_memory(self):
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = _in_one_place(self.untyped_storage(), self.shape, self.dtype, self.device)
+            same = T._make_subclass(Logits, memory)
+        return same if self._source is None else self._then(same)
 
     def __tensor_flatten__(self):
         """torch.compile asks for it where a compiled function is given logits."""
@@ -331,9 +352,8 @@ class Logits(torch.Tensor):
         self._made = x if learns or not x.requires_grad else x.detach()
 
     def real(self) -> torch.Tensor:
-        function = _autograd_function() if self._is_hidden_from_graphs() else None
-        if function is not None:
-            raise self._unseen(f"the autograd Function {function.__name__}")
+        if self._is_hidden_from_graphs() and _in_autograd_function():
+            raise self._unseen("an autograd Function")
         if self._made is None:
             if _is_being_called(self._source.head):
                 raise self._source.request.needs("a hook of its head reads its logits")
@@ -398,26 +418,38 @@ def _is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(key) and not torch.is_inference_mode_enabled()
 
 
-def _is_the_users(function) -> bool:
-    return function is not None and not is_of_a_library(function)
+def _in_autograd_function() -> bool:
+    """Whether the forward of an autograd Function is running: it turns forward-mode gradients off, no_grad does not."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _frames():
+    """Those of the callers, from the innermost: the object that each has as its first argument, and its code."""
     frame = sys._getframe(2)
     while frame is not None:
-        yield frame
+        first = frame.f_code.co_varnames[:1]
+        yield frame.f_code, frame.f_locals.get(*first) if first else None
         frame = frame.f_back
 
 
-def _autograd_function():
-    """The autograd Function whose forward is running."""
-    apply = torch.autograd.Function.apply.__func__.__code__
-    return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
+def _is_in_a_librarys_function() -> bool:
+    """Whether the autograd Function whose forward is running is a library's: DeepSpeed's only detach."""
+    classes = (getattr(type(ctx), "_forward_cls", None) for _, ctx in _frames())
+    function = next((cls for cls in classes if cls is not None), None)
+    return function is not None and is_of_a_library(function)
 
 
 def _is_being_called(module) -> bool:
     call = torch.nn.Module._call_impl.__code__
-    return any(frame.f_code is call and frame.f_locals["self"] is module for frame in _frames())
+    return any(code is call and first is module for code, first in _frames())
+
+
+def _failure(error, args, kwargs) -> BaseException:
+    """What to raise where the stand-in itself has failed in a torch function with these arguments."""
+    sources = [x._source for x in tree_leaves((args, kwargs)) if type(x) is Logits]
+    requests = {source.request for source in sources if source is not None}
+    failures = [request.failure(error) for request in requests]
+    return failures[0] if failures else error
 
 
 # ---- under torch.compile ----
@@ -433,6 +465,8 @@ class TracedLogits(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs, request = kwargs or {}, current()
         with torch._C.DisableTorchFunctionSubclass():
+            if not torch.compiler.is_dynamo_compiling():  # between two graphs, or the compiler itself looks at it
+                return function(*args, **kwargs)
             # not the subclass by itself: Dynamo of torch 2.11 looks at types all the same
             given = (args, kwargs) if function in _OF_GRADIENTS else tree_map(real, (args, kwargs))
             out = function(*given[0], **given[1])
@@ -444,8 +478,23 @@ class TracedLogits(torch.Tensor):
             if transform is None:
                 request.traced = None
                 return out
-            request.traced, request.transform = out.as_subclass(TracedLogits), transform
-            return request.traced
+            return request.trace(out, transform)
+
+
+def _count_writes(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(0 if x.is_inference() else x._version, 0)
+
+
+_counted = custom_op("count_writes", _count_writes)(_count_writes)
+
+
+def writes(x) -> int:
+    """How often a tensor has been written to in this graph, for code that Dynamo traces.
+
+    Dynamo calls no torch function for some of what writes. The count has to be a shape: of ``_version`` it makes a
+    number that is not known in the graph.
+    """
+    return _counted(x).shape[0]
 
 
 def real(x):
@@ -454,5 +503,9 @@ def real(x):
         return x.real()
     if type(x) is not TracedLogits:
         return x
+    request = current()
+    for traced, logits in () if request is None else request.pairs:
+        if x is traced:  # no operation on the subclass itself: AOTAutograd knows it not, where it comes into a graph
+            return logits
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.aten.alias(x)  # as_subclass is nothing that Dynamo knows in this direction

@@ -9,6 +9,7 @@
    labels, their number, what was done to the logits), the loss is taken out of the `Logits`; if not, the head is called
    once more, for the loss that is asked for. This is decided at every step.
 4. The output gets ``logits=None`` and the fields ``token_accuracy`` and ``predicted_tokens``.
+5. Where there were logits all the same, the log says why, once for each reason (`_look_back`).
 
 `request` has the request, `head` what is known of heads, `logits` what stands for the logits, `causal_lm` the losses.
 
@@ -17,21 +18,35 @@ torch.compile traces all of this into one graph. There the loss is computed when
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import weakref
 
+import torch
 from torch.compiler import is_compiling
 
 from liger_kernel.core.op import transformed
 from liger_kernel.patch import causal_lm
+from liger_kernel.patch.arguments import SKIP, Arguments, with_skip_logits
 from liger_kernel.patch.causal_lm import METRICS, OPTIONS, is_causal
-from liger_kernel.patch.head import is_looked_into, prepare, readers
+from liger_kernel.patch.head import prepare, readers, who_looks
 from liger_kernel.patch.logits import LogitsNeeded, ask, current
 from liger_kernel.patch.mask import CACHES
 from liger_kernel.patch.private import is_ours
-from liger_kernel.patch.request import OF_THE_LOSS, Asked, Call, Request, declared_transform, unknown_to_ours
+from liger_kernel.patch.request import (
+    OF_THE_LOSS,
+    Asked,
+    Call,
+    RandomState,
+    Request,
+    declared_transform,
+    unknown_to_ours,
+)
 
 logger = logging.getLogger(__name__)
+ASKED_FOR, TOLD = "they are asked for", "it was said before"  # reasons of which nothing is told
+EVALUATION = "it is trained in evaluation mode: call model.train(), or pass skip_logits=True"
 
 
 def family_loss(cls):
@@ -62,75 +77,89 @@ def fused_forward(cls, changed=lambda forward: forward):
     family = family_forward(cls)
     hf_forward = changed(family)
     signature = inspect.signature(family)
-    parameters = list(signature.parameters.values())
-    order = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = frozenset(order)  # what is iterated over is guarded by torch.compile piece by piece
-    known = named.union(OF_THE_LOSS, ("labels", "return_dict"))
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    arguments = Arguments.of(cls, family)
+    # what is iterated over is guarded by torch.compile piece by piece
+    ours, named, released = arguments.ours, arguments.named, arguments.released
+    takes_args, takes_more, hands_on = arguments.takes_args, arguments.takes_more, arguments.hands_on
+    fills_labels = arguments.fills_labels
+    known = named.union(OF_THE_LOSS, OPTIONS, ("labels", "return_dict", SKIP))
     unknown = unknown_to_ours()
     causal_lm.make_output_class(family, signature.return_annotation)
 
     def forward(self, *args, **kwargs):
         if cls.forward is not bound or not is_ours(self):  # replaced after the patch, or reverted below a wrapper
             return _within(None, cls.forward, self, kwargs, *args)
-        if args:
-            kwargs = _by_name(self, order, args, kwargs)
+        given = arguments.by_name(self, args, kwargs) if args else kwargs
+        if not takes_args:
+            args, kwargs = (), given
         if not is_compiling():
             prepare(self.get_output_embeddings())
-        skip_logits = kwargs.pop("skip_logits", None)
-        options = {k: kwargs.pop(k) for k in list(kwargs) if k in OPTIONS and k not in named}
-        asked = _of_call(self, kwargs)
-        if asked is None:
-            outer = current()  # a trainer's own, which is of no model
-            return _within(outer if outer is not None and outer.model is None else None, hf_forward, self, kwargs)
-        if kwargs.get("labels") is None:
-            kwargs["labels"] = asked.shift_labels
-        theirs = {k: kwargs.pop(k) for k in OF_THE_LOSS if k in kwargs and k not in named and not takes_more}
-        if skip_logits is None:
+        options = {k: given[k] for k in given if k in ours}
+        if not hands_on:
+            kwargs = {k: kwargs[k] for k in kwargs if k not in ours}
+        skip_logits = options.pop(SKIP, None)
+        by_mode = skip_logits is None
+        if by_mode:
             skip_logits = self.training
-        return_dict = kwargs.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        if not return_dict:
-            kwargs["return_dict"] = True
-        keep = kwargs.get("logits_to_keep", 0)
-        in_head = skip_logits and is_causal(self._liger_family_loss()) and _may_be_in_head(self)
         if not skip_logits:
             options = {k: v for k, v in options.items() if k not in METRICS}
-        rest = {k: v for k, v in kwargs.items() if k not in known}
-        call = Call(asked, keep, theirs, rest, options, unknown)
-        request = Request(self, call, in_head)
+        asked = _of_call(self, given, options)
+        if asked is None or given.get("labels") is None and not fills_labels:
+            outer = current()  # a trainer's own, which is of no model
+            outer = outer if outer is not None and outer.model is None else None
+            return _within(outer, hf_forward, self, kwargs, *args)
+        if given.get("labels") is None:
+            kwargs["labels"] = asked.shift_labels
+        theirs = {}
+        if not takes_more:
+            theirs = {k: kwargs.pop(k) for k in OF_THE_LOSS if k in kwargs and k not in named}
+        return_dict = True
+        if released:
+            return_dict = kwargs.pop("return_dict", None)
+            if return_dict is None:
+                return_dict = getattr(self.config, "return_dict", True)
+            if not return_dict:
+                kwargs["return_dict"] = True
+        why = _why_logits(self) if skip_logits else ASKED_FOR
+        handed = frozenset(options).difference(METRICS) if hands_on else frozenset()
+        rest = {k: v for k, v in given.items() if k not in known}
+        call = Call(asked, given.get("logits_to_keep", 0), theirs, rest, handed, unknown, released)
+        request = Request(self, call, in_head=why is None)
         request.waits = not is_compiling() and _learned(self) is not None and _learned(self)[2]
+        finish = functools.partial(_finish, self, hf_forward, args, kwargs, skip_logits, return_dict)
+        random_state = None if why is not None or is_compiling() else RandomState()
         try:
-            out = _within(request, hf_forward, self, kwargs)
+            out = finish(request)
         except (LogitsNeeded, Exception):
             if request.needed is None:  # somebody else's
                 raise
         if request.needed is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with hooks
-            _give_up(self, request.needed, kwargs)
-            request = Request(self, call, in_head=False)
-            out = _within(request, hf_forward, self, kwargs)
-        out = causal_lm.finished(out, request.result, skip_logits, return_dict)
-        if request.whole is not None:
-            _tell(self, f"its head makes logits ({request.whole})")
-        if request.stands:
-            request.close()
-            if request.result is None:
-                _tell(self, "its forward does something to its logits")
-            elif request.made:
-                _tell(self, "its forward reads its logits")
+            _give_up(self, request.needed, given)
+            if random_state is not None:
+                random_state.restore()
+            request, why = Request(self, call, in_head=False), TOLD
+            out = finish(request)
+        if not is_compiling():
+            _look_back(self, request, why)
+            if by_mode and not skip_logits:
+                _watch(self, out)
         return out
 
-    forward.__signature__ = with_skip_logits(signature)
+    forward.__signature__ = with_skip_logits(signature, released)
     forward.__doc__, forward.__module__ = hf_forward.__doc__, hf_forward.__module__
     forward.__qualname__ = getattr(hf_forward, "__qualname__", "forward")
     return forward
 
 
-def with_skip_logits(signature: inspect.Signature) -> inspect.Signature:
-    keep = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
-    return signature.replace(parameters=[*keep, skip, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
+def _finish(model, hf_forward, args, kwargs, skip_logits, return_dict, request):
+    """The output of a call, of which everything that somebody has kept is real."""
+    out = _within(request, hf_forward, model, kwargs, *args)
+    used = is_compiling() or request.result is not None or request.made
+    out = request.without_logits(out)
+    out = causal_lm.finished(out, request.result, skip_logits, return_dict, used)
+    if request.stands:
+        request.close()
+    return out
 
 
 def _within(request, hf_forward, model, kwargs, *args):
@@ -141,7 +170,7 @@ def _within(request, hf_forward, model, kwargs, *args):
         ask(before)
 
 
-def _of_call(model, kwargs) -> Asked | None:
+def _of_call(model, kwargs, options) -> Asked | None:
     """The loss that a call asks for, if its forward changes nothing."""
     labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
     if labels is None and shift_labels is None:
@@ -150,7 +179,7 @@ def _of_call(model, kwargs) -> Asked | None:
     learned = None if is_compiling() else _learned(model)
     transform = declared_transform(model.config) if learned is None else learned[1]
     ignore_index = kwargs.get("ignore_index", -100)
-    return Asked(labels, shift_labels, kwargs.get("num_items_in_batch"), ignore_index, transform)
+    return Asked(labels, shift_labels, kwargs.get("num_items_in_batch"), ignore_index, transform, options)
 
 
 def _learned(model):
@@ -159,12 +188,20 @@ def _learned(model):
     return learned if learned is not None and learned[0] == declared_transform(model.config) else None
 
 
-def _may_be_in_head(model) -> bool:
+def _why_logits(model) -> str | None:
+    """Why the loss of a call is not computed in the head, None if it is."""
+    if not is_causal(model._liger_family_loss()):
+        return "its loss function is not Hugging Face's ForCausalLMLoss, or that was changed"
     head = model.get_output_embeddings()
-    if head is None or is_looked_into(head) or transformed():
-        return False
+    if head is None:
+        return "get_output_embeddings() gives no head"
+    why = who_looks(head)
+    if why is None and transformed():
+        why = "torch.func transforms the call"
     needed = model._liger_logits_needed
-    return needed is None or needed != readers(head)
+    if why is None and needed is not None and needed == readers(head):
+        why = TOLD
+    return why
 
 
 def _give_up(model, why, kwargs):
@@ -175,20 +212,53 @@ def _give_up(model, why, kwargs):
             "it with skip_logits=False"
         )
     model._liger_logits_needed = readers(model.get_output_embeddings())
-    _tell(model, why)
+    tell(model, why)
 
 
-def _tell(model, why):
-    """Once, that logits take memory."""
-    if model._liger_told is None:
-        model._liger_told = why
-        logger.warning("%s: %s in training, so they are in memory, as without the patch.", type(model).__name__, why)
+def _look_back(model, request, why):
+    """What a call has shown: why there were logits, and what to expect of the next one."""
+    why = why or request.slow
+    if request.stands:
+        if request.result is None:  # later heads wait for what their logits are used for
+            why = "its forward does something to its logits"
+            model._liger_learned = declared_transform(model.config), request.call.asked.transform, True
+        elif request.made:
+            why = "its forward reads its logits"
+    elif why is None and request.head is not None and not request.reached:
+        why = "its forward makes them without its head, or the forward of the head was replaced: call the head"
+    if why not in (None, ASKED_FOR, TOLD) and (model.training or torch.is_grad_enabled()):
+        tell(model, why)
 
 
-def _by_name(model, names, args, kwargs):
-    if len(args) > len(names):
-        raise TypeError(f"{type(model).__name__}.forward takes {len(names)} arguments by position, not {len(args)}")
-    twice = [name for name in names[: len(args)] if name in kwargs]
-    if twice:
-        raise TypeError(f"{type(model).__name__}.forward got {', '.join(twice)} twice")
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _watch(model, out):
+    """Whether an output with logits, since the model is in evaluation mode, is trained with all the same."""
+    loss = out.get("loss") if isinstance(out, dict) else out[0] if type(out) is tuple and out else None
+    if not isinstance(loss, torch.Tensor) or loss.grad_fn is None or transformed():
+        return
+    if _is_told(model, EVALUATION):
+        return
+    reference = weakref.ref(model)
+
+    def seen(gradients):
+        if reference() is not None:
+            tell(reference(), EVALUATION)
+
+    loss.grad_fn.register_prehook(seen)
+
+
+def _is_told(model, why) -> bool:
+    return why in (model.__dict__.get("_liger_told") or "")
+
+
+def tell(model, why):
+    """That logits take memory, once for each reason."""
+    if _is_told(model, why):
+        return
+    told = model.__dict__.get("_liger_told")
+    model._liger_told = why if told is None else f"{told}; {why}"
+    logger.warning(
+        "%s: logits are in memory, as without the patch, since %s. What keeps them out of memory: docs/patching.md, "
+        "'Training: no logits'. To ask for them: skip_logits=False.",
+        type(model).__name__,
+        why,
+    )

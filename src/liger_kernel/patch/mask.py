@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.patch.functions import global_of, rebind
+from liger_kernel.patch.functions import global_of, overrides, rebind, used_by
 from liger_kernel.patch.private import own_forward
 from liger_kernel.patch.probe import Stub, first_line, isolated, noise, shell
 from liger_kernel.patch.rewrite import Kind, Rewrite
@@ -33,6 +33,9 @@ class CausalMask(Kind):
     functions: tuple[str, ...]  # with another configuration it may ask others, which answer themselves
     flag, column, kernel = None, "mask", "is_causal, no mask tensor"
     one_argument = False
+
+    def globals_read(self, cls, parts):
+        return tuple(used for name in self.functions for used in used_by(cls.forward, name))
 
     def members(self, cls):
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
@@ -133,10 +136,16 @@ class CausalMasks(Rewrite):
 
     def proved(self, walk, module):
         """Each by itself: what it asks may depend on its configuration."""
-        return "its forward was replaced on the instance" if own_forward(module) else prove(module), ()
+        if own_forward(module):
+            return "its forward was replaced on the instance", ()
+        if global_of(type(module).forward, FULL) is None:
+            return "its own forward calls that of the class it is derived from, where masks are made", ()
+        return walk.why_not(module, children=False) or prove(module), ()
 
     def may_be(self, module):
-        return hasattr(module, "config") and global_of(type(module).forward, FULL) is not None
+        if not hasattr(module, "config"):
+            return False
+        return global_of(type(module).forward, FULL) is not None or overrides(type(module), "forward", (FULL,))
 
     def name(self, module):
         return f"{type(module).__name__}'s causal mask"

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
-from liger_kernel.patch.deferred import is_the_compilers, large, plain, shared
+from liger_kernel.patch.deferred import is_the_compilers, large, plain
+from liger_kernel.patch.fan_out import FanOut, may_fan_out
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (
@@ -109,8 +110,11 @@ class GLU(Gated):
                     out = swiglu_mlp.by_layers(x, gate, up, down, what.act)
                     if out is not None:
                         return out
-                x = shared(x, (gate, up))
-                a, b = gate(x), up(x)
+                if may_fan_out(x, (gate, up)):
+                    fan = FanOut(x)
+                    a, b = (fan.linear(layer.weight, layer.bias) for layer in (gate, up))
+                else:
+                    a, b = gate(x), up(x)
             if isinstance(what.act, Clamped):
                 return down(what.act(a, b))
             return activation_linear.gated_linear(a, b, what.act, down)

@@ -14,8 +14,7 @@ from liger_kernel.core.parallel import by_rows
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
-from liger_kernel.patch import deferred
-from liger_kernel.patch.deferred import Normed, Stream, plain, seen, tensor_of
+from liger_kernel.patch.deferred import plain
 from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.parts import Reads, frozen
 from liger_kernel.patch.probe import (
@@ -61,7 +60,7 @@ class Norm(Kind):
         return f"liger_rms_norm ({self.casting}, offset {self.offset:g}{'' if self.weight else ', no weight'})"
 
     def members(self, cls):
-        return {"forward": _rms_forward(cls, self, waits=False)}
+        return {"forward": _rms_forward(cls, self)}
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,6 @@ class LayerNorm(Kind):
             return note(y, functional.liger_layer_norm, hidden_states, weight, bias, options=(eps,))
 
         return {"forward": forward}
-
-
-@dataclass(frozen=True)
-class HeadNorm(Kind):
-    """A norm of queries or keys, which waits for RoPE."""
-
-    norm: Norm
-    flag, column, kernel, fusible = "rms_norm", "RoPE", "liger_norm_rope", True
-
-    def members(self, cls):
-        return {"forward": _rms_forward(cls, self.norm, waits=True)}
 
 
 @isolated()
@@ -197,41 +185,31 @@ def _fits(x, eps, parameters, mixed=False) -> bool:
     for p in parameters:
         if p is None or not plain(p) or p.shape != x.shape[-1:] or p.dtype not in (FLOATS if mixed else (x.dtype,)):
             return False
-    return isinstance(eps, (int, float)) and eps >= 0 and deferred.steady(x)
+    return isinstance(eps, (int, float)) and eps >= 0
 
 
 def _of_shards(norm, x, eps, parameters):
     """``norm(x, eps, *parameters)`` of DTensors whose rows are whole, as in sequence parallelism; None for others."""
     if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not hasattr(x, "device_mesh"):
         return None
-    if not deferred.steady(x):
-        return None
     return by_rows(lambda x, *held: norm(x, eps, *held) if _fits(x, eps, held) else None, x, *parameters)
 
 
-def _rms_forward(cls, what, waits):
-    """``waits``: whether an attention's RoPE may take the norm over."""
-
+def _rms_forward(cls, what):
     def rms_norm(x, eps, weight=None):
         return functional.liger_rms_norm(x, weight, eps, what.offset, what.casting)
 
     def forward(self, hidden_states):
-        x, eps = hidden_states.value if type(hidden_states) is Stream else hidden_states, _eps(self, what)
+        x, eps = hidden_states, _eps(self, what)
         weight = self.weight if what.weight else None
         held = [weight] if what.weight else []
         if not _fits(x, eps, held, what.mixed):
-            y = _of_shards(rms_norm, x, eps, held) if x is hidden_states else None
-            return cls.forward(self, tensor_of(hidden_states)) if y is None else y
+            y = _of_shards(rms_norm, x, eps, held)
+            return cls.forward(self, x) if y is None else y
         # in some families rounding to x's dtype comes before the weight, whose dtype then counts
         apart = weight is not None and weight.dtype != x.dtype and what.casting == "llama"
         how = None if apart else weight, eps, what.offset, what.casting
-        if type(hidden_states) is Stream:
-            y = hidden_states.normed(*how)
-            x = hidden_states.value
-        elif waits and not apart and not seen(self) and deferred.may_wait(self):
-            return Normed(x, how)
-        else:
-            y = functional.liger_rms_norm(x, *how)
+        y = functional.liger_rms_norm(x, *how)
         y = note(y, functional.liger_rms_norm, x, how[0], options=how[1:])
         return (weight + what.offset if what.offset else weight) * y if apart else y
 

@@ -17,14 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel.core.checkpoint import offloaded
 from liger_kernel.core.op import transformed
 from liger_kernel.ops.attention.head_groups import HeadGroups, Made, worth_it
-from liger_kernel.patch.private import swap
-from liger_kernel.patch.residual import Block, ResidualStreams
-from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
+from liger_kernel.patch.rewrite import Kind, Rewrite
 
 FLAG = "offloaded_checkpoints"
 CHOSEN = "_gradient_checkpointing_func"  # where transformers keeps what it checkpoints a layer with
 TRACED = "_liger_checkpoint"  # the same: Dynamo of PyTorch 2.11 takes what __dict__ has of a property for the property
-RESIDUALS = ResidualStreams()
 
 
 def checkpointed(function, *args, **kwargs):
@@ -94,34 +91,19 @@ def _forget(self):
 
 @dataclass(frozen=True)
 class Offloaded(Kind):
-    """A layer whose checkpoints wait on the host; ``block``: what it is beside that."""
+    """A layer whose checkpoints wait on the host."""
 
-    block: Block | None
-    flag, column = FLAG, "residual stream"
-    one_argument, fusible, pays = Block.one_argument, Block.fusible, staticmethod(Block.pays)
-
-    @property
-    def guarded(self):
-        return self.block is not None
-
-    @property
-    def flags(self):
-        return (FLAG,) if self.block is None else (FLAG, *self.block.flags)
-
-    @property
-    def kernel(self):
-        return "checkpoints in host memory" + ("" if self.block is None else f", {self.block.kernel}")
+    flag, column, kernel = FLAG, "layers", "checkpoints in host memory"
+    guarded = False
 
     def members(self, cls):
-        block = {} if self.block is None else self.block.members(cls)
-        return {**block, CHOSEN: property(_chosen, _choose, _forget)}
+        return {CHOSEN: property(_chosen, _choose, _forget)}
 
 
 class OffloadedCheckpoints(Rewrite):
-    """After the residual streams: every layer that transformers may checkpoint, whose checkpoints are switched on."""
+    """Every layer that transformers may checkpoint, whose checkpoints are switched on."""
 
-    flags = FLAG, *ResidualStreams.flags
-    known = type(None), Block, Offloaded
+    flags = (FLAG,)
 
     def may_be(self, module):
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -129,21 +111,10 @@ class OffloadedCheckpoints(Rewrite):
         return isinstance(module, GradientCheckpointingLayer)
 
     def apply(self, walk, module):
-        before = known_as(module)
-        offloaded = isinstance(before, Offloaded)
-        if offloaded and before.block is None and walk.flags.intersection(RESIDUALS.flags) and RESIDUALS.may_be(module):
-            swap(module, type(module)._liger[0])
-            RESIDUALS.apply(walk, module)
-        elif offloaded or FLAG not in walk.flags:
-            return
-        block = known_as(module)
-        parts = () if block is None else type(module)._liger_parts
-        if not offloaded and not _may_be_checkpointed(walk, module):
-            return walk.leave((FLAG,), self.name(module), "its model cannot be checkpointed")
-        if block is not None:
-            swap(module, type(module)._liger[0])
-        walk.become(module, Offloaded(block), parts, self.name(module))
-        if not offloaded and not module.gradient_checkpointing:
+        if not _may_be_checkpointed(walk, module):
+            return self.leave(walk, module, "its model cannot be checkpointed")
+        walk.become(module, Offloaded(), (), self.name(module))
+        if not module.gradient_checkpointing:
             for each in (module, *_owners(walk, module)):  # a model's own switch tells it to leave its cache out
                 if getattr(each, "gradient_checkpointing", None) is False:
                     each.gradient_checkpointing, each.__dict__[CHOSEN] = True, checkpointed

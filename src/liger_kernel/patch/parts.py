@@ -11,7 +11,10 @@ modules and replicas as well. The kinds:
     "class"     an object of that class, whose own parts follow
     "method"    the class's function        "bound"    a method on the instance, of that function
     "kind"      a module of ours, proved to be of that kind
-    "absent"    nothing                     a type     a value of that type, `frozen`
+    "absent"    nothing                     "object"   that very function, class or module
+    a type      a value of that type, `frozen`
+
+Kinds have to be pickled with the module. Python finds no function's own type by its name: hence "object".
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ FIXED = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type,
     types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
+OBJECTS = types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type
 MEMBERS = "_parameters", "_buffers", "_modules"
 OWN = vars(torch.nn.Module()).keys() - {*MEMBERS, "training"}  # hooks and the like
 NOTHING = object()  # stands for what is not there, and for what cannot be compared
@@ -75,6 +79,8 @@ def unchanged(module, parts) -> bool:
             same = value is want or (type(value) is kind and frozen(value) == want)
         elif kind == "class":
             same = type(value) is want
+        elif kind == "object":
+            same = value is want
         elif kind == "bound":
             same = getattr(value, "__func__", None) is want
         elif kind == "kind":
@@ -162,7 +168,7 @@ class Reads:
         if name in OWN or (computed and name not in real.__dict__):
             return value  # what a property reads is noted by itself
         if frozen(value) is not NOTHING:
-            here((path, name), (type(value), frozen(value)))
+            here((path, name), ("object" if isinstance(value, OBJECTS) else type(value), frozen(value)))
             return value
         if isinstance(value, (torch.Tensor, types.FunctionType)) or not hasattr(value, "__dict__"):
             raise Unfit(f"what it computes rests on {'.'.join((*path, name))}, a {type(value).__name__}")

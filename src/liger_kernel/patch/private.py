@@ -3,50 +3,170 @@
 A patched module is of a subclass of its own class: same name, same state, another ``forward``. So isinstance,
 state-dict keys, deepcopy, pickle, hooks, DataParallel replicas and FSDP keep working, one patched model changes no
 other, and the class can be given back. No weight is read, none is added or renamed.
+
+Modules of one class may get several subclasses, or none. To ``isinstance`` all of them stay one class
+(`OneWithItsFamily`).
 """
 
 from __future__ import annotations
 
+import abc
 import copyreg
+import enum
 import functools
+import hashlib
 import inspect
+import logging
 import types
+from collections.abc import Callable
 from types import MethodType
 
 import torch
 
 from liger_kernel.patch import functions
-from liger_kernel.patch.deferred import is_the_compilers, tensor_of
+from liger_kernel.patch.deferred import is_the_compilers
 from liger_kernel.patch.parts import unchanged
 from liger_kernel.patch.rewrite import Kind
+
+logger = logging.getLogger(__name__)
+PLAIN = type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device
+
+
+class OneWithItsFamily(abc.ABCMeta):
+    """The class of private subclasses: ``isinstance(x, subclass)`` answers for the family's class.
+
+    FSDP, PEFT and accelerate take the class of the first layer with a given name and wrap every module that is an
+    instance of it. It is an ABCMeta so that a class can be derived from a patched module's class and from an ABC.
+    """
+
+    def __instancecheck__(cls, instance):
+        family = _family(cls)
+        return super().__instancecheck__(instance) if family is cls else isinstance(instance, family)
+
+    # Not ``issubclass(subclass, family)``: an ABC asks its subclasses in turn, and this one would ask it again.
+    def __subclasscheck__(cls, subclass):
+        family = _family(cls)
+        return super().__subclasscheck__(subclass) if family is cls else type.__subclasscheck__(family, subclass)
+
+
+def _family(cls: type) -> type:
+    """The class that ``cls`` was made of, if it is a private subclass; itself, if another library's subclass of one."""
+    while "_liger" in vars(cls):
+        cls = cls._liger[0]
+    return cls
+
+
+@functools.cache
+def _metaclass(of_family: type) -> type:
+    """`OneWithItsFamily`, derived from the family's own metaclass where that is another than ``type``."""
+    if issubclass(OneWithItsFamily, of_family):
+        made = OneWithItsFamily
+    elif issubclass(of_family, OneWithItsFamily):
+        made = of_family
+    else:
+        made = type(OneWithItsFamily.__name__, (OneWithItsFamily, of_family), {})
+    copyreg.pickle(made, _reduce_class)
+    return made
 
 
 def subclass(cls: type, what: Kind, parts=()) -> type:
     """The subclass of ``cls`` whose forward is ours. One for each proof, so that modules share it."""
-    method = getattr(cls, what.method)
-    return _subclass(cls, what, parts, method, functions.used_by(method))
+    used = what.globals_read(cls, parts) if what.guarded else ()
+    return _subclass(cls, what, parts, getattr(cls, what.method), used)
 
 
 @functools.cache
 def _subclass(cls, what, parts, family, used):
     members = {"_liger": (cls, what), "_liger_parts": parts, "_liger_state": {}, **what.members(cls)}
+    members["_liger_read"] = family, used, parts
     if what.guarded:
         ours = members[what.method]
         members[what.method] = _guarded(cls, what, ours, parts, family, functions.same_globals(used))
     names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __reduce_ex__=_reduce)
-    return type(cls)(cls.__name__, (cls,), {**names, **members, **members["_liger_state"]})
+    return _metaclass(type(cls))(cls.__name__, (cls,), {**names, **members, **members["_liger_state"]})
+
+
+# ---- pickle and copy ----
+
+
+def _reduce_class(cls):
+    """Pickle the class itself, which has the name of the family's."""
+    return (_loaded, _proof(cls)) if "_liger" in vars(cls) else cls.__qualname__
 
 
 def _reduce(self, protocol):
-    """Pickled as (the family's class, what was proved of it); deepcopy comes by here, too."""
     made, args, *state = self._liger[0].__reduce_ex__(self, max(protocol, 2))
     if made is not copyreg.__newobj__ or "_liger" not in vars(type(self)):  # another library's subclass of ours
         return (made, args, *state)
-    return (_rebuilt, (*self._liger, self._liger_parts), *state)
+    return (_New(type(self)), (), *state)
 
 
-def _rebuilt(cls, what, parts=()):
-    return cls.__new__(subclass(cls, what, parts))
+class _New:
+    """Make an object of a private subclass: for a copy of that class itself, for pickle of what it was made of."""
+
+    def __init__(self, cls):
+        self.cls = cls
+
+    def __call__(self):
+        return self.cls.__new__(self.cls)
+
+    def __reduce__(self):
+        return functools.partial, (_rebuilt, *_proof(self.cls))
+
+
+def _rebuilt(cls, what, parts=(), code=None):
+    return _New(_loaded(cls, what, parts, code))()
+
+
+def _proof(cls):
+    return *cls._liger, cls._liger_parts, code_of(*cls._liger_read)
+
+
+def _loaded(cls, what, parts, code):
+    """The private subclass; the family's class where its code is not what it was when it was pickled."""
+    try:
+        made = subclass(cls, what, parts)
+        if code in (None, code_of(*made._liger_read)):
+            return made
+    except Exception:  # what was replaced in the class is not in it any more
+        if code is None:
+            raise
+    _warn_of(cls)
+    return cls
+
+
+@functools.cache
+def _warn_of(cls):
+    logger.warning(
+        "%s: its code, or a value that it reads, is another one than when the model was pickled, so it was loaded "
+        "unpatched; apply_liger_kernel(model) tries it anew",
+        cls.__name__,
+    )
+
+
+@functools.cache
+def code_of(family: Callable, used, parts) -> str:
+    """Identify the code that a proof was made of, and the values that it reads, in any process of the same Python."""
+    read = [(layer, [(name, getattr(held, "value", held)) for name, held in each]) for layer, each in used]
+    functions_read = [want for *_, want in parts if isinstance(want, types.FunctionType)]
+    return hashlib.sha256(repr(_described([family, read, functions_read])).encode()).hexdigest()
+
+
+def _described(value):
+    """Code, and values that cannot change, such that they can be compared; of another object, its class."""
+    if isinstance(value, types.FunctionType):
+        return [_described([f.__code__, f.__defaults__, f.__kwdefaults__]) for f in functions.layers(value)]
+    if isinstance(value, types.CodeType):
+        return value.co_code, value.co_names, _described(value.co_consts)
+    if isinstance(value, (tuple, list)):
+        return [_described(each) for each in value]
+    if isinstance(value, (frozenset, set)):
+        return sorted(map(repr, value))  # their order depends on the process
+    if isinstance(value, dict):
+        return [_described(item) for item in value.items()]
+    if isinstance(value, type) or isinstance(value, types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
 
 
 def _guarded(cls, what, ours, parts, family, same):
@@ -61,7 +181,7 @@ def _guarded(cls, what, ours, parts, family, same):
             return getattr(cls, name)(self, x)
         if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
             return ours(self, x)
-        return getattr(cls, name)(self, tensor_of(x))
+        return getattr(cls, name)(self, x)
 
     def of_many(self, *args, **kwargs):
         x = args[0] if args else kwargs.get(first.name)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
+import sys
 
 import torch
 
@@ -22,9 +24,16 @@ SIZE, INNER = 16, 24
 @contextlib.contextmanager
 def isolated():
     """On the CPU and without autocast, whatever contexts the model is built in; the user's random numbers stay."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            yield
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
 
 
 def noise(*shape, seed=0):

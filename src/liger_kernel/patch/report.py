@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-COLUMNS = "loss", "norms", "MLPs", "RoPE", "residual stream", "mask"  # of a table: where each kind of rewrite belongs
+COLUMNS = "loss", "norms", "MLPs", "RoPE", "mask"  # of a table: where each kind of rewrite belongs
 
 
 @dataclass
@@ -44,5 +44,5 @@ class Report:
         """Column of a table -> kernel -> modules."""
         found = {column: Counter() for column in COLUMNS}
         for (_, by), n in self.replaced.items():
-            found[self._column[by]][by.removeprefix("liger_")] += n
+            found.setdefault(self._column[by], Counter())[by.removeprefix("liger_")] += n
         return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
+import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
+from liger_kernel.core.devices import within_a_mode
 from liger_kernel.patch.causal_lm import (
     METRICS,
     NOT_HUGGING_FACES,
@@ -18,21 +21,30 @@ from liger_kernel.patch.causal_lm import (
     unpack_cross_entropy_result,
 )
 from liger_kernel.patch.deferred import plain
-from liger_kernel.patch.head import dtype_of_logits, leaves, loss_by_calling, loss_by_weight, reads_its_weight
-from liger_kernel.patch.logits import Logits, LogitsNeeded, Source, TracedLogits, Transform, living, place
+from liger_kernel.patch.head import (
+    dtype_of_logits,
+    leaves,
+    loss_by_calling,
+    loss_by_weight,
+    reads_its_weight,
+    why_whole,
+)
+from liger_kernel.patch.logits import Logits, LogitsNeeded, Source, TracedLogits, Transform, living, place, writes
 from liger_kernel.patch.parallel_head import Replicated, for_shards, plan_of
 
+WITHIN_A_MODE = "a TorchFunctionMode or TorchDispatchMode is active, which may look at them"
 OF_THE_LOSS = "num_items_in_batch", "ignore_index", "shift_labels"  # Hugging Face's own, of a model's call
 
 
 class Asked(NamedTuple):
-    """A loss: of what, and what was done to the logits before."""
+    """A loss: of what, with which options, and what was done to the logits before."""
 
     labels: Any
     shift_labels: Any
     num_items_in_batch: Any
     ignore_index: int
     transform: Transform
+    options: dict = {}  # of our loss
 
     def same(self, other) -> bool:
         return (
@@ -41,6 +53,8 @@ class Asked(NamedTuple):
             and _same_number(self.num_items_in_batch, other.num_items_in_batch)
             and self.ignore_index == other.ignore_index
             and self.transform.same(other.transform)
+            and self.options.keys() == other.options.keys()
+            and all(_same_number(value, other.options[name]) for name, value in self.options.items())
         )
 
 
@@ -63,11 +77,15 @@ def declared_transform(config) -> Transform:
 def target_of(asked, shape, keep):
     """Shifted labels for exactly the positions that the family has kept, None if they do not fit."""
     given = asked.labels if asked.shift_labels is None else asked.shift_labels
-    if not isinstance(given, torch.Tensor) or given.dim() != len(shape) or given.is_floating_point():
+    if not isinstance(given, torch.Tensor) or given.dim() == 0 or given.is_floating_point():
         return None
     target = given if asked.shift_labels is not None else shifted(given, asked.ignore_index)
     if target.shape == shape:
         return target
+    if target.numel() == math.prod(shape):  # Hugging Face's loss lays both out flat
+        return target.reshape(shape)
+    if target.dim() != len(shape):
+        return None
     if isinstance(keep, int):
         target = target[:, -keep:]
     elif not isinstance(keep, torch.Tensor):
@@ -89,8 +107,34 @@ class Call:
     keep: Any  # which positions get logits
     theirs: dict  # arguments of Hugging Face's loss that the family's forward does not take
     rest: dict  # further arguments, which a loss that is put in the place of ours may want
-    options: dict  # of our loss
+    handed: frozenset  # options that count where a forward of somebody else's hands them on to the loss
     unknown: set  # arguments of Hugging Face's loss that ours does not know
+    released: bool  # whether it is transformers' own forward that runs
+
+
+class Misfit(ValueError):
+    """Labels that are not one a token."""
+
+
+class RandomState:
+    """The state of the generators of torch and of Python, to be put back. Reading it waits for no device."""
+
+    def __init__(self):
+        self.host = torch.get_rng_state()
+        self.python = random.getstate()
+        accelerator = torch.accelerator.current_accelerator()
+        module = None if accelerator is None else torch.get_device_module(accelerator)
+        readable = hasattr(module, "get_rng_state_all") and module.is_initialized()
+        if readable and module.is_current_stream_capturing():  # a CUDA graph's own counter goes on
+            readable = False
+        self.module = module if readable else None
+        self.devices = self.module.get_rng_state_all() if self.module else []
+
+    def restore(self):
+        torch.set_rng_state(self.host)
+        random.setstate(self.python)
+        if self.module:
+            self.module.set_rng_state_all(self.devices)
 
 
 class Request:
@@ -108,10 +152,13 @@ class Request:
         self.wanted = None  # in a call of ours
         self.stands, self.closed = [], False  # what stands for logits: weak references
         self.made = False  # whether there were real ones
-        self.whole = None  # why a sharded head has made them whole
+        self.reached = False  # whether its head was called
+        self.slow = None  # why its head has made logits
         self.needed = None  # why the call has to start again, whatever becomes of the exception that says so
         # in a graph
         self.traced, self.transform, self.read = None, Transform(), None
+        self.written, self.mark = 0, None
+        self.pairs = []  # all that were traced, with the tensors that they are
         self.learning = torch.is_grad_enabled()  # not so in the forward of an autograd Function
 
     def needs(self, why) -> LogitsNeeded:
@@ -119,31 +166,55 @@ class Request:
         self.needed = why
         return LogitsNeeded(why)
 
+    def failure(self, error) -> BaseException:
+        """To be raised where code of the stand-in's own has failed: the family's result does not depend on it."""
+        if self.closed or isinstance(error, (Misfit, torch.OutOfMemoryError)):
+            return error
+        return self.needs(f"what stands for its logits failed ({type(error).__name__}: {error})")
+
     # -- in the head --
 
     def of_head(self, head, own, args, kwargs):
         """The head's forward: a `Logits`, or logits where the loss cannot be computed here."""
-        if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
+        if not any(head is leaf for leaf in self.leaves):
+            return own(head, *args, **kwargs)
+        self.reached = True
+        if len(args) + len(kwargs) != 1:
+            self.slow = "its head is called with more than hidden states"
             return own(head, *args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
+        if within_a_mode():
+            self.slow = WITHIN_A_MODE
+            return own(head, hidden_states)
         if is_compiling():
             if not plain(hidden_states) or hidden_states.numel() == 0:
                 return own(head, hidden_states)
             return self._in_graph(head, own, hidden_states)
         plan = plan_of(head)
         if plan is None and not plain(hidden_states):
+            self.slow = f"its head is given a {type(hidden_states).__name__}"
             return own(head, hidden_states)
         if not isinstance(hidden_states, torch.Tensor) or hidden_states.numel() == 0:
             return own(head, hidden_states)
         if self.place != place():  # under no_grad, or a checkpoint of its own, which runs again without this request
+            if torch.is_grad_enabled():
+                self.slow = "its head is called within hooks on saved tensors (a checkpoint, save_on_cpu)"
             return own(head, hidden_states)
+        try:
+            logits = self._stand_in(head, own, hidden_states, plan)
+        except Exception as error:
+            raise self.failure(error) from error
+        return own(head, hidden_states) if logits is None else logits
+
+    def _stand_in(self, head, own, hidden_states, plan):
+        """What stands for the logits of this call of the head; None where the loss cannot be computed in it."""
         if plan is None:
-            x, dtype = hidden_states, dtype_of_logits(head, own, hidden_states, self.call.options)
+            x, dtype = hidden_states, dtype_of_logits(head, own, hidden_states, self.call.asked.options)
         else:
             x, dtype = for_shards(head, plan, hidden_states)
         if dtype is None:
-            self.whole = plan if isinstance(plan, str | None) else "it has others than its plan's hooks or weight"
-            return own(head, hidden_states)
+            self.slow = f"its head makes logits ({why_whole(head, plan, self.call.asked.options)})"
+            return None
         self.calls += 1
         asked = self.wanted
         if asked is None and self.calls == 1 and not self.waits:
@@ -168,20 +239,40 @@ class Request:
         return logits if plan is None or plan.outputs is None else Replicated(logits, plan.outputs)
 
     def _loss(self, head, own, hidden_states, target, asked):
-        options = self.call.rest | self.call.options
+        options = self.call.rest | asked.options
         if not plain(hidden_states):  # the ranks have the same rows, even if their labels differ, which makes it NaN
             return loss_by_weight(head, hidden_states, target, asked, {"drop_ignored": False} | options)
         if reads_its_weight(head, own):
             return loss_by_weight(head, hidden_states, target, asked, options)
-        return loss_by_calling(head, own, hidden_states, target, asked, self.call.options)
+        return loss_by_calling(head, own, hidden_states, target, asked, asked.options)
 
     def _in_graph(self, head, own, hidden_states):
         logits = own(head, hidden_states)
         if self.read is not None or not reads_its_weight(head, own):
             self.traced = None
             return logits
-        self.read, self.traced = (head, own, hidden_states), logits.as_subclass(TracedLogits)
+        self.read = head, own, hidden_states
+        self.mark = hidden_states.new_zeros(0).zero_()  # whose count begins anew in another graph
+        return self.trace(logits, Transform())
+
+    def trace(self, logits, transform):
+        """Let the loss be computed in place of these logits, should the loss function get just them.
+
+        A forward of somebody else's is handed a tensor as everybody knows it, and what it does to that is not followed,
+        unless the config names something.
+        """
+        self.traced, self.transform = logits, transform
+        if self.call.released or self.call.asked.transform != Transform():
+            self.traced = logits.as_subclass(TracedLogits)
+            self.pairs.append((self.traced, logits))
+        self.written = writes(logits)
         return self.traced
+
+    def without_logits(self, out):
+        """A tuple that a forward has returned in a graph, with None for the logits of which the loss was computed."""
+        if type(out) is not tuple or self.result is None or self.traced is None:
+            return out
+        return tuple(None if x is self.traced else x for x in out)
 
     # -- in the family's code, in place of its loss function --
 
@@ -192,9 +283,12 @@ class Request:
             given.setdefault("shift_labels", called.shift_labels)
         logits = given.get("logits")
         if is_compiling():
-            loss = None if self.traced is None or logits is not self.traced else self._of_traced(given)
+            loss = self._of_traced(given) if self._is_as_traced(logits) else None
         elif type(logits) is Logits:
-            loss = self._of_stand(logits, given)
+            try:
+                loss = self._of_stand(logits, given)
+            except Exception as error:
+                raise self.failure(error) from error
         else:
             loss = self._of_what_escaped(logits)
         return self._of_logits(given) if loss is None else loss
@@ -204,7 +298,21 @@ class Request:
         if labels is shift_labels is None or any(given.get(name) is not None for name in self.call.unknown):
             return None
         ignore_index = given.get("ignore_index", -100)
-        return Asked(labels, shift_labels, given.get("num_items_in_batch"), ignore_index, transform)
+        items = given.get("num_items_in_batch")
+        return Asked(labels, shift_labels, items, ignore_index, transform, self._options(given))
+
+    def _options(self, given) -> dict:
+        """Those of our loss that have come as far as the loss function."""
+        called, handed = self.call.asked.options, self.call.handed
+        if not handed:
+            return called
+        return {name: given.get(name, called[name]) for name in called if name in given or name not in handed}
+
+    def _is_as_traced(self, logits) -> bool:
+        """Whether these are the logits that were traced, in the same graph, and nothing was written to them."""
+        if self.traced is None or logits is not self.traced or within_a_mode():
+            return False
+        return writes(self.mark) == 1 and writes(logits) == self.written
 
     def _of_traced(self, given):
         asked, (head, own, hidden_states) = self._asked(given, self.transform), self.read
@@ -215,7 +323,7 @@ class Request:
         return unpack_cross_entropy_result(self.result)[0]
 
     def _of_stand(self, logits, given):
-        if logits._source.request is not self:  # another model's
+        if logits._source.request is not self or within_a_mode():  # another model's, or seen by a mode
             return None
         asked = self._asked(given, logits._transform)
         if asked is None or logits._made is not None or given.get("vocab_size", logits.shape[-1]) != logits.shape[-1]:
@@ -246,7 +354,7 @@ class Request:
             given = asked.labels if asked.shift_labels is None else asked.shift_labels
             if not isinstance(given, torch.Tensor) or given.dim() != logits.dim() - 1 or given.is_floating_point():
                 return None  # the family's loss knows, or says what it is
-            raise ValueError(
+            raise Misfit(
                 f"forward: labels of shape {tuple(given.shape)} do not fit the {tuple(logits.shape[:-1])} positions "
                 "that reach the head; give one label a token, and logits_to_keep as for the logits"
             )
@@ -265,12 +373,12 @@ class Request:
                 raise self.needs("an autograd Function passes its logits on")
 
     def _of_logits(self, given):
-        family_loss = self.model._liger_family_loss()
+        family_loss, options = self.model._liger_family_loss(), self._options(given)
         if not is_causal(family_loss):
-            return family_loss(**(given | self.call.options))
-        if not _any(self.call.options, NOT_HUGGING_FACES + METRICS):
+            return family_loss(**(given | options))
+        if not _any(options, NOT_HUGGING_FACES + METRICS):
             return family_loss(**given)
-        self.result = liger_causal_lm_loss(**(given | self.call.options))
+        self.result = liger_causal_lm_loss(**(given | options))
         return unpack_cross_entropy_result(self.result)[0]
 
     def close(self):

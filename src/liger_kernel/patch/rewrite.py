@@ -6,7 +6,11 @@ The engine makes the module an object of a private subclass with the kind's memb
 
 from __future__ import annotations
 
+import types
+
 import torch
+
+from liger_kernel.patch import functions, purity
 
 
 class Kind:
@@ -25,6 +29,12 @@ class Kind:
     def flags(self) -> tuple[str | None, ...]:
         """Every switch that has made it what it is."""
         return (self.flag,)
+
+    def globals_read(self, cls: type, parts: tuple) -> tuple:
+        """What the proof rests on among the globals of functions, as `functions.used_by` lists it: those of the method
+        of ``cls``, and of functions in nobody's package that it calls."""
+        called = (f for *_, f in parts if isinstance(f, types.FunctionType) and not purity.is_released(f))
+        return tuple(used for f in (getattr(cls, self.method), *called) for used in functions.used_by(f))
 
     def members(self, cls: type) -> dict:
         """Of the private subclass of the family's ``cls``: the method, and what it needs."""

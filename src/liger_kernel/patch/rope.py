@@ -15,17 +15,18 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.core import devices
+from liger_kernel.core import again, devices
 from liger_kernel.ops import functional
 from liger_kernel.ops.rotary import llama4_rope
-from liger_kernel.patch import deferred
-from liger_kernel.patch.deferred import Normed, plain, shared, tensor_of
-from liger_kernel.patch.functions import global_of, layers, reads_before, rebind
-from liger_kernel.patch.norm import FLOATS, HeadNorm, Norm
-from liger_kernel.patch.private import become, own_forward, swap
+from liger_kernel.patch import purity
+from liger_kernel.patch.deferred import is_the_compilers, plain
+from liger_kernel.patch.fan_out import shared
+from liger_kernel.patch.functions import global_of, layers, overrides, rebind, used_by
+from liger_kernel.patch.norm import FLOATS, Norm
+from liger_kernel.patch.private import own_forward
 from liger_kernel.patch.probe import SIZE, call, first_line, isolated, nearly_equal, noise, shell
 from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
-from liger_kernel.patch.rotation import keeps_dtype, rotates, same_rotation, stacked
+from liger_kernel.patch.rotation import keeps_dtype, rotates, same_rotation, shares_angles, stacked
 
 ROPE, INTERLEAVE = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 FUNCTIONS = (
@@ -38,8 +39,8 @@ ROLES = {  # what parameters are called -> what they are
     **dict.fromkeys(("freqs_cis", "freqs_ci"), "freqs"),
     **{name: name for name in ("cos", "sin", "mrope_section", "position_ids", "unsqueeze_dim")},
 }
-HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm")
-FIRST_NORMS = [first for first, _ in HEAD_NORMS]
+PARTS = SIZE // 2, SIZE // 4  # columns of cos and sin, for heads of `SIZE`
+PARTLY = "it rotates a part of each head in a way that is not known"
 
 
 def parameters_of(function):
@@ -57,6 +58,11 @@ class Rotating(Kind):
         """What the function gives for these, by their roles; None where that is the family's own to say."""
         raise NotImplementedError
 
+    def globals_read(self, cls, parts):
+        function = global_of(cls.forward, self.function)
+        own = () if purity.is_released(function) else used_by(function)  # it may be of another file
+        return used_by(cls.forward, self.function) + own
+
     def members(self, cls):
         what, family = self, global_of(cls.forward, self.function)
         roles = [ROLES[name] for name in parameters_of(family)]
@@ -73,28 +79,21 @@ class Rotating(Kind):
                 given = dict(zip(roles, args, strict=False)) | {ROLES[name]: value for name, value in kwargs.items()}
                 rotated = what.rotated(**given)
             if rotated is None:
-                return family(*map(tensor_of, args), **{name: tensor_of(value) for name, value in kwargs.items()})
+                return family(*args, **kwargs)
             return rotated
 
         rebound = rebind(cls.forward, self.function, rotate)
-        name = list(inspect.signature(cls.forward).parameters)[1]
+        first = list(inspect.signature(cls.forward).parameters)[1]
+        is_known = purity.is_released(cls.forward)  # other code is handed nothing but tensors
 
         def forward(self, *args, **kwargs):
-            if torch.compiler.is_compiling():
-                return rebound(self, *args, **kwargs)
-            if deferred.large(args[0] if args else kwargs[name]):
-                readers = (m for m in self._modules.values() if not isinstance(known_as(m), (Norm, HeadNorm)))
+            if is_known and again.is_noting():
+                readers = (m for m in self._modules.values() if not isinstance(known_as(m), Norm))
                 if args:
                     args = shared(args[0], readers), *args[1:]
                 else:
-                    kwargs[name] = shared(kwargs[name], readers)
-            if self._modules.keys().isdisjoint(FIRST_NORMS):  # none waits
-                return rebound(self, *args, **kwargs)
-            before = deferred.rotating(self)
-            try:
-                return rebound(self, *args, **kwargs)
-            finally:
-                deferred.rotating(before)
+                    kwargs[first] = shared(kwargs[first], readers)
+            return rebound(self, *args, **kwargs)
 
         return {"forward": forward}
 
@@ -105,7 +104,8 @@ class Rope(Rotating):
 
     Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given one tensor, as
     (x, cos, sin, unsqueeze_dim=1). ``halves``: it gives them for pairs, and reads no more of cos and sin than the
-    operator. ``wide``: q and k keep their dtype where cos and sin are in fp32.
+    operator. ``wide``: q and k keep their dtype where cos and sin are in fp32. ``partial``: cos and sin may be narrower
+    than a head, whose other entries stay as they are.
     """
 
     interleaved: bool | str
@@ -113,6 +113,7 @@ class Rope(Rotating):
     halves: bool = False
     wide: bool = False
     function: str = ROPE
+    partial: bool = False
 
     @property
     def kernel(self):
@@ -121,16 +122,15 @@ class Rope(Rotating):
         return "liger_rotary_pos_emb" + (f" ({layout})" if self.interleaved else "")
 
     def rotated(self, q, k=None, cos=None, sin=None, unsqueeze_dim=1, position_ids=None):
-        if not _are_ours((q,) if self.one else (q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2):
+        heads = (q,) if self.one else (q, k)
+        if not _are_ours(heads, cos, sin, self.wide) or unsqueeze_dim not in (1, 2) or position_ids is not None:
             return None
-        if position_ids is not None:
+        columns = 2 if self.interleaved == "half" else 1
+        if not _fit(heads, cos, sin, unsqueeze_dim, self.partial, columns):
             return None
         if self.one:
-            return deferred.rope_of_one(q, cos, sin, unsqueeze_dim, self.interleaved)
-        if not self.halves:
-            return deferred.rope(q, k, cos, sin, unsqueeze_dim, self.interleaved)
-        how = dict(unsqueeze_dim=unsqueeze_dim, interleaved=self.interleaved, halves=True)
-        return functional.liger_rope(tensor_of(q), tensor_of(k), cos, sin, **how)
+            return _rotated_alone(q, cos, sin, unsqueeze_dim, self.interleaved)
+        return _rotated(q, k, cos, sin, unsqueeze_dim, self.interleaved, self.halves)
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,13 @@ class VisionRope(Rotating):
     """An ``apply_rotary_pos_emb_vision(q, k, cos, sin)``, of q, k (S, h, D) and cos, sin (S, D).
 
     It computes in fp32, and gives q and k in their dtype. ``ranks`` are those of q that it was proved for; 4 is with a
-    dimension before those, in all of them.
+    dimension before those, in all of them. ``partial``: as in `Rope`.
     """
 
     interleaved: bool | str
     ranks: tuple[int, ...]
     function: str = "apply_rotary_pos_emb_vision"
+    partial: bool = False
 
     @property
     def kernel(self):
@@ -152,14 +153,15 @@ class VisionRope(Rotating):
     def rotated(self, q, k, cos, sin):
         if not _are_ours((q, k), cos, sin, True):
             return None
-        q, k = tensor_of(q), tensor_of(k)
-        if q.dim() not in self.ranks or cos.dim() != q.dim() - 1:
+        rank = q.dim()
+        if rank not in self.ranks:
             return None
-        how = dict(unsqueeze_dim=2, interleaved=self.interleaved)
-        if q.dim() == 4:
-            return functional.liger_rope(q, k, cos, sin, **how)
-        q, k = functional.liger_rope(q[None], k[None], cos, sin, **how)
-        return q.squeeze(0), k.squeeze(0)
+        if rank == 3:
+            q, k, cos, sin = (x.unsqueeze(0) for x in (q, k, cos, sin))
+        if not _fit((q, k), cos, sin, 2, self.partial):
+            return None
+        q, k = functional.liger_rope(q, k, cos, sin, unsqueeze_dim=2, interleaved=self.interleaved)
+        return (q, k) if rank == 4 else (q.squeeze(0), k.squeeze(0))
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,13 @@ class AxesRope(Rotating):
     interleaved, kernel = False, "liger_multimodal_rotary_pos_emb"
 
     def rotated(self, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        if not _are_ours((q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2) or len(cos) != 3:
+        if not _are_ours((q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2):
             return None
-        return functional.liger_qwen2vl_mrope(tensor_of(q), tensor_of(k), cos, sin, mrope_section, unsqueeze_dim)
+        if cos.dim() != 4 or cos.shape != sin.shape or len(cos) != 3:
+            return None
+        if not _fit((q, k), cos[0], sin[0], unsqueeze_dim) or not _are_sections(mrope_section, cos.shape[-1]):
+            return None
+        return functional.liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
 
 @dataclass(frozen=True)
@@ -194,25 +200,37 @@ class ComplexRope(Rotating):
     def rotated(self, q, k, freqs):
         if not _are_ours((q, k), freqs, freqs, True) or freqs.dtype != torch.complex64:
             return None
-        if q.dtype != k.dtype or q.dim() != 4:
+        if q.dtype != k.dtype:
             return None
-        q, k = (tensor_of(x) if self.heads_dim == 2 else tensor_of(x).transpose(1, 2) for x in (q, k))
-        B, S, _, D = q.shape
-        n, rotate = D // 2, getattr(llama4_rope, self.kernel)
-        if tuple(freqs.shape) not in (((1, S, n), (B, S, n)) if self.rows else ((S, n), (S, 1, n), (1, S, 1, n))):
+        if not self.rows and (freqs.dim() != 3 or freqs.shape[1] != 1):
             return None
-        q, k = rotate(q, k, freqs)
+        angles = freqs if self.rows else freqs.transpose(0, 1)
+        if not _fit((q, k), angles, angles, self.heads_dim, columns=2):
+            return None
+        if self.heads_dim == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = getattr(llama4_rope, self.kernel)(q, k, freqs)
         return (q, k) if self.heads_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))
+
+
+def _rotated(q, k, cos, sin, unsqueeze_dim, interleaved, halves=False):
+    rotary_dim, interleaved = (q.shape[-1], False) if interleaved == "half" else (None, interleaved)
+    return functional.liger_rope(q, k, cos, sin, None, unsqueeze_dim, rotary_dim, interleaved, halves)
+
+
+def _rotated_alone(x, cos, sin, unsqueeze_dim, interleaved):
+    """Rotate queries or keys alone: beside those of no head."""
+    of_no_head = x.detach().narrow(unsqueeze_dim, 0, 0)
+    return _rotated(x, of_no_head, cos, sin, unsqueeze_dim, interleaved)[0]
 
 
 def _are_ours(heads, cos, sin, wide) -> bool:
     """Whether the operator rotates these as the family does. In autocast what reads them is given its dtype anyway."""
-    q = heads[0].x if type(heads[0]) is Normed else heads[0]
-    if q is None or not plain(q, cos, sin) or q.dtype not in FLOATS or deferred.is_the_compilers(q):
+    q = heads[0]
+    if q is None or not plain(q, cos, sin) or q.dtype not in FLOATS or is_the_compilers(q):
         return False
     dtype, same = q.dtype, True
     for x in heads[1:]:
-        x = x.x if type(x) is Normed else x
         if x is None or not plain(x) or x.dtype not in FLOATS:
             return False
         same = same and x.dtype == dtype
@@ -224,6 +242,31 @@ def _are_ours(heads, cos, sin, wide) -> bool:
 
 
 WIDE = torch.float32, torch.complex64
+
+
+def _fit(heads, cos, sin, heads_dim, partial=False, columns=1) -> bool:
+    """Whether these have the shapes that the function was tried with.
+
+    Those are (B, h, T, D), or (B, T, h, D), and (1 or B, T, D / columns) of cos and sin. PyTorch broadcasts others, or
+    raises: the family's own function does.
+    """
+    shape = cos.shape
+    if len(shape) != 3 or sin.shape != shape or 0 in shape:
+        return False
+    rows, tokens, width = shape
+    width *= columns
+    batch, *_, size = heads[0].shape
+    if rows not in (1, batch) or width % 2 or not (width == size or partial and width < size):
+        return False
+    for x in heads:
+        shape = x.shape
+        if len(shape) != 4 or shape[0] != batch or shape[3 - heads_dim] != tokens or shape[3] != size or 0 in shape:
+            return False
+    return True
+
+
+def _are_sections(sections, width) -> bool:
+    return type(sections) is list and len(sections) == 3 and min(sections) >= 0 and 2 * sum(sections) == width
 
 
 @isolated()
@@ -252,9 +295,13 @@ def _rope(function, one=False):
     layouts = (False, False), (True, False), ("repeated", False), (True, True)
     for layout in layouts if rotates(run, SIZE) else (("half", False),):
         if all(same_rotation(of_first_half if layout[1] else run, layout, SIZE, dim) for dim in (1, 2)):
-            if layout[0] != "half" and rotates(run, SIZE // 2) and not same_rotation(run, layout, SIZE // 2, 1):
-                return "it rotates a part of each head in a way that is not known"
-            return Rope(layout[0], one, layout[1], keeps_dtype(run, layout, 1))
+            if not shares_angles(run, layout, 1):
+                return None
+            parts = [] if layout[0] == "half" else [width for width in PARTS if rotates(run, width)]
+            if not all(same_rotation(run, layout, width, 1) for width in parts):
+                return PARTLY
+            wide = all(keeps_dtype(run, layout, 1, width) for width in (SIZE, *parts))
+            return Rope(layout[0], one, layout[1], wide, partial=len(parts) == len(PARTS))
     return None
 
 
@@ -268,12 +315,16 @@ def _vision(function):
     for layout in ((False, False), (True, False), ("repeated", False)):
         runs = {3: of_each, 4: of_all}
         runs = {n: run for n, run in runs.items() if rotates(run, SIZE, 2) and same_rotation(run, layout, SIZE, 2)}
+        if 4 in runs and not shares_angles(of_all, layout, 2):
+            del runs[4]
         if runs:
-            for run in runs.values():
-                if rotates(run, SIZE // 2, 2) and not same_rotation(run, layout, SIZE // 2, 2):
-                    return "it rotates a part of each head in a way that is not known"
-            in_fp32 = all(keeps_dtype(run, layout, 2) for run in runs.values())
-            return VisionRope(layout[0], tuple(runs)) if in_fp32 else "it does not rotate in fp32"
+            parts = [(run, width) for run in runs.values() for width in PARTS if rotates(run, width, 2)]
+            if not all(same_rotation(run, layout, width, 2) for run, width in parts):
+                return PARTLY
+            tried = [*((run, SIZE) for run in runs.values()), *parts]
+            if not all(keeps_dtype(run, layout, 2, width) for run, width in tried):
+                return "it does not rotate in fp32"
+            return VisionRope(layout[0], tuple(runs), partial=len(parts) == len(runs) * len(PARTS))
     return None
 
 
@@ -284,7 +335,8 @@ def _axes(function):
         return function(q, k, *tables, sections, unsqueeze_dim=dim)
 
     runs = [functools.partial(run, sections=[n, 3, SIZE // 2 - 3 - n]) for n in (2, 4)]
-    if all(same_rotation(run, (False, False), SIZE, dim) for run in runs for dim in (1, 2)):
+    alike = all(same_rotation(run, (False, False), SIZE, dim) for run in runs for dim in (1, 2))
+    if alike and shares_angles(runs[0], (False, False), 1):
         return AxesRope(all(keeps_dtype(run, (False, False), 1) for run in runs))
     return None
 
@@ -301,6 +353,8 @@ def _complex(function):
     for rows, run in ((True, of_rows), (False, of_each)):
         for dim in (1, 2):
             if rotates(run, SIZE, dim) and same_rotation(run, (True, False), SIZE, dim, nearly_equal):
+                if rows and not shares_angles(run, (True, False), dim):
+                    return None
                 return ComplexRope(dim, rows) if keeps_dtype(run, (True, False), dim) else None
     return None
 
@@ -356,14 +410,6 @@ def prove_angles(module: torch.nn.Module, interleaved) -> str | None:
     return None
 
 
-def _is_of_heads(norm, attention) -> bool:
-    """Whether it is a norm of ours and as wide as a head; of a weight that ZeRO-3 has taken away, too."""
-    if not isinstance(known_as(norm), Norm):
-        return False
-    weight = norm._parameters.get("weight")
-    return weight is None or getattr(weight, "ds_shape", weight.shape)[-1] == getattr(attention, "head_dim", None)
-
-
 def function_of(attention) -> str | None:
     """The name of the function by which it rotates; None if it has none."""
     forward = type(attention).forward
@@ -377,7 +423,7 @@ class Ropes(Rewrite):
     flags = ("rope",)
 
     def may_be(self, module):
-        return function_of(module) is not None
+        return function_of(module) is not None or overrides(type(module), "forward", FUNCTIONS)
 
     def name(self, module):
         return function_of(module)
@@ -392,7 +438,14 @@ class Ropes(Rewrite):
 
 def _of(walk, attention) -> Rotating | str:
     name = function_of(attention)
-    what = walk.once(prove, global_of(type(attention).forward, name))
+    if name is None:
+        return "its own forward calls that of the class it is derived from, where queries and keys are rotated"
+    function = global_of(type(attention).forward, name)
+    if not isinstance(attention, walk.trusted):
+        why = walk.once(purity.why_not_function, function)
+        if why is not None:
+            return why
+    what = walk.once(prove, function)
     if isinstance(what, str):
         return what
     what = dataclasses.replace(what, function=name)
@@ -401,8 +454,11 @@ def _of(walk, attention) -> Rotating | str:
     embeddings = _embeddings_of(walk, attention)
     if not embeddings:
         return "there is no rotary embedding to learn the layout of cos and sin from"
-    unknown = (walk.once(prove_angles, embedding, what.interleaved) for embedding in embeddings)
-    return next(filter(None, unknown), what)
+    for embedding in embeddings:
+        why = walk.why_not(embedding) or walk.once(prove_angles, embedding, what.interleaved)
+        if why is not None:
+            return why
+    return what
 
 
 def _embeddings_of(walk, attention) -> list:
@@ -417,24 +473,3 @@ def _embeddings_of(walk, attention) -> list:
 
 def _embeddings(model) -> list:
     return [m for m in model.modules() if "rotary" in type(m).__name__.lower() and m._buffers]
-
-
-class HeadNorms(Rewrite):
-    """Norms of queries and keys right before RoPE: they wait for it."""
-
-    flags, known = ("rms_norm",), Rope
-
-    def may_be(self, attention):
-        what = known_as(attention)
-        return what.function == ROPE and not (what.one or what.halves)
-
-    def apply(self, walk, attention):
-        for names in HEAD_NORMS:
-            norms = [attention._modules.get(name) for name in names]
-            first = all(reads_before(type(attention)._liger[0].forward, name, ROPE) for name in names)
-            if first and all(_is_of_heads(norm, attention) for norm in norms):
-                for norm in norms:
-                    (cls, what), parts = type(norm)._liger, type(norm)._liger_parts
-                    swap(norm, cls)
-                    become(norm, HeadNorm(what), parts)
-                walk.report.add(f"{type(attention).__name__}'s {' and '.join(names)}", HeadNorm.kernel, HeadNorm.column)

@@ -62,9 +62,16 @@ def same_rotation(run, layout, width, dim, rounded_alike=equal) -> bool:
     return True
 
 
-def keeps_dtype(run, layout, dim) -> bool:
+def shares_angles(run, layout, dim) -> bool:
+    """Whether rows of a batch may share one row of cos and sin."""
+    tables = [t[:1] for t in angles(layout[0], SIZE)]
+    shared = run(*heads(dim), *tables, dim)
+    return all(map(equal, shared, run(*heads(dim), *(t.expand(2, -1, -1) for t in tables), dim)))
+
+
+def keeps_dtype(run, layout, dim, width=SIZE) -> bool:
     """Whether angles in fp32 give q and k in bf16, rounded once."""
-    q_k, tables = [x.bfloat16() for x in heads(dim)], angles(layout[0], SIZE)
+    q_k, tables = [x.bfloat16() for x in heads(dim)], angles(layout[0], width)
     wanted = (rotated(x.float(), *tables, *layout, dim).to(x.dtype) for x in q_k)
     return all(nearly_equal(y, z) for y, z in zip(run(*q_k, *tables, dim), wanted, strict=True))
 

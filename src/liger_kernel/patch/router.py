@@ -14,7 +14,6 @@ import torch
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.patch.deferred import plain, seen
-from liger_kernel.patch.functions import is_the_librarys
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.parts import Reads
@@ -113,17 +112,9 @@ def prove(module: torch.nn.Module, reads: Reads | None = None) -> Router | str:
         return f"it could not be tried: {first_line(error)}"
 
 
-def prove_the_librarys(module: torch.nn.Module, reads: Reads | None = None) -> Router | str:
-    """A router of a user's own may count what it sees in a list, or read a global that changes: no trial shows it."""
-    what = prove(module, reads)
-    if isinstance(what, Router) and not is_the_librarys(type(module).forward):
-        return "its forward is not one of transformers'"
-    return what
-
-
 class Routers(Rewrite):
     flags = ("router",)
-    prove = staticmethod(prove_the_librarys)
+    prove = staticmethod(prove)
 
     def may_be(self, module):
         """It, or what it is derived from, is called a router, or a gate that knows how many experts a token has."""

@@ -7,7 +7,7 @@ of it: tests/losses/test_distillation.py.
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE, as_on_any_processor, assert_as_exact_as, cast, errors, poison_empty, run, run_plain, spread
+from cases import ANYWHERE, PoisonedEmpty, as_on_any_processor, assert_as_exact_as, cast, errors, run, run_plain, spread
 from distilled import B16, DIVERGENCE, DIVERGENCES, F16, F32, F64, compared, drawn, few, of_logits, ours, same, textbook
 from hardware import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,8 +44,7 @@ def test_against_float64(option, dtype):
     for seed in range(2 if dtype == F32 else 1):
         mine = cast(drawn(128 if dtype == F32 else 40, seed=seed, W=90, **option), dtype)
         before = cast(mine, dtype)
-        with pytest.MonkeyPatch.context() as patch, as_on_any_processor():
-            poison_empty(patch)
+        with PoisonedEmpty(), as_on_any_processor():
             got, once, twice = run(ours(option), mine)
         exact = run(textbook(option), cast(mine, F64))[0]
         draws.append(errors(got, run_plain(textbook(option), mine, dtype), exact, mine, 4))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import as_on_any_processor, assert_as_exact_as, cast, errors, run, run_plain
-from grouped import KINDS, H, V, drawn, of_sequences, of_tokens, ours
+from grouped import KINDS, REST_OF, H, V, drawn, of_sequences, of_tokens, ours
 from hardware import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,11 @@ def plain(kind, temperature=1.0, return_entropy=False, **_):
         several = target.dim() == hidden.dim()
         found = every.gather(-1, target.clamp(min=0) if several else target.clamp(min=0)[..., None])
         found = (found if several else found.squeeze(-1)).where(target != -100, 0)
+        if kind in REST_OF:
+            first = target[..., : REST_OF[kind]]
+            inside = (first[..., None] == torch.arange(V, device=z.device)).any(-2)
+            rest = every.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)
+            found = torch.cat((found, rest.where((target != -100).any(-1, keepdim=True), 0)), -1)
         entropy = -(every.exp() * every).sum(-1).where(target != -100, 0) if return_entropy else None
         given = [x if x is None or parts == 1 else x.unflatten(0, (parts, -1)) for x in (found, entropy)]
         value, *others = fn(slice(None), *given)
@@ -58,7 +63,7 @@ def test_against_float64(kind, option, dtype):
         # A loss is a difference of sums s, which were rounded, too, and its slope moves by half as much: 0.5·s·eps/2.
         sums = {k: e for k, e in exact.items() if k.startswith("output")}
         roundings = 4  # as the head's Case has it
-        if kind != "tokens" and kind != "classes":
+        if KINDS[kind][0] is not of_tokens:
             roundings += 0.25 * float(exact["output 1"].abs().max())
         draws.append(errors(got, theirs, exact, cast(tensors, dtype) | sums, roundings))
         assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
@@ -94,6 +99,29 @@ def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory
     tensors = cast(drawn(kind), dtype)
     got = outcome(ours(kind, **option, memory=memory, drop_ignored=drop_ignored), tensors)
     same(got, outcome(plain(kind, **option), cast(drawn(kind), F64)), 1e-12 if dtype == F64 else 5e-6)
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["all classes", "all possible classes"])
+def test_a_rest_of_nothing(only, anywhere):
+    """All classes, or all whose logits are not -inf, are beside the rest: its log-probability is -inf, not NaN."""
+    torch.manual_seed(0)
+    possible = torch.arange(2) if only else torch.arange(V)
+    target = possible.expand(5, -1).to(DEVICE)
+    bias = torch.full((V,), -torch.inf).index_fill(0, possible, 0.5).to(DEVICE)
+    results, rests = [], []
+    for rest_of in (0, len(possible)):
+        h = torch.randn(5, H, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+        w = torch.randn(V, H, generator=torch.Generator().manual_seed(2)).to(DEVICE).requires_grad_()
+
+        def fn(part, log_probs, _, rest_of=rest_of):
+            rests.append(log_probs[:, -1].detach() if rest_of else None)
+            return -log_probs[:, 0].sum()
+
+        loss, *_ = loss_of(fn, h, w, target, bias, rest_of=rest_of)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (h, w))))
+    assert rests[-1].isneginf().all()
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

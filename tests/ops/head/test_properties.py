@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cast, poison_empty, run, spread
+from cases import PoisonedEmpty, cast, run, spread
 from hardware import DEVICE
 from heads import NAMES, number_of_passes, reduced, scalar, taken, tokens, whole, whole_logits
 from hypothesis import HealthCheck, Phase, given, settings
@@ -97,8 +97,7 @@ def logits_of(tensors):
 def assert_near(fn, reference, tensors, logits, roundings=8):
     """Within some roundings of the largest value, and what a rounding of the largest logit does to it."""
     exact, *_ = run(reference, cast(tensors, F64))
-    with pytest.MonkeyPatch.context() as patch:
-        poison_empty(patch)
+    with PoisonedEmpty():
         got, *_ = run(fn, tensors, strided=True)
     assert got.keys() == exact.keys()
     most = max(1.0, float(logits.abs().max()) if logits.numel() else 0.0)

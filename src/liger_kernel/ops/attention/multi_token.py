@@ -277,7 +277,7 @@ def liger_multi_token_attention(
             raise ValueError(f"{name}: weight has shape {tuple(weight.shape)}, more than scores of {L} with padding")
     if not devices.has_kernels(scores):
         return multi_token_attention_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)
-    return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+    return LigerMultiTokenAttentionFunction.call(scores, weight, bias, stride, padding, dilation, groups, sparse)
 
 
 class LigerMultiTokenAttention(torch.nn.Module):

@@ -303,7 +303,7 @@ def liger_fused_neighborhood_attention(
     window = _check_window(name, kernel_size, dilation, scale)
     if not devices.has_kernels(query):
         return fused_neighborhood_attention_reference(query, key, value, *window)
-    return LigerFusedNeighborhoodAttentionFunction.apply(query, key, value, *window)
+    return LigerFusedNeighborhoodAttentionFunction.call(query, key, value, *window)
 
 
 class LigerFusedNeighborhoodAttention(torch.nn.Module):

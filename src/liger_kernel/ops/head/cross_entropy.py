@@ -275,7 +275,7 @@ def liger_cross_entropy(
     check_rows(name, input, target, weight, input.shape[1])
     check_targets(name, target, input.shape[1], ignore_index)
     target = target.long()
-    run = LigerCrossEntropyFunction.apply if devices.has_kernels(input) else LigerCrossEntropyFunction.reference
+    run = LigerCrossEntropyFunction.call if devices.has_kernels(input) else LigerCrossEntropyFunction.reference
     return packed(
         *run(
             input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,

@@ -8,7 +8,7 @@ There is no T². D and G of a class, where M = β·p + (1-β)·q:
     jsd         β·p·log(p/M) + (1-β)·q·log(q/M)    (1-β)·q·log(q/M)      (forward_kl for β = 0, reverse_kl for β = 1)
     forward_kl  p·log(p/q)                         -p
     reverse_kl  q·log(q/p)                         q·log(q/p)            (+ q, which drops out of G - q·ΣG)
-    tvd         ½·|p - q|                          ½·sign(q - p)·q
+    tvd         ½·|p - q|                          ½·sign(q - p)·q                   (0 where only rounding differs)
     kl_div      p·(log max(p, β) - log q)          -p                    (p given, in place of z_t; Σp need not be 1)
     cosine      β·(1 - cos(z_s, z_t)) of a token   dz_s = -β·(z_t/(|z_s|·|z_t|) - cos·z_s/|z_s|²)
 
@@ -49,6 +49,7 @@ from liger_kernel.core.tile import (
 from liger_kernel.ops.head.logits import target_logit, times
 
 EPS = 1e-8  # the least length of a vector of logits, as in torch's cosine_similarity
+TIE = 64  # eps by which equal probabilities differ if their logits come from two matmuls
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,15 @@ def jsd(log_p, log_q, beta=0.5):
 
 
 def tvd(log_p, log_q, beta=None):
-    """½·Σ|p - q|, the total variation distance: arXiv:2307.15190."""
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    """½·Σ|p - q|, the total variation distance: arXiv:2307.15190.
+
+    The gradient of a difference of 0 is 0. So is that of one which is rounding only, or a student that equals its
+    teacher would be sent in a random direction.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    d = p - q
+    tie = d.abs() <= TIE * torch.finfo(d.dtype).eps * p
+    return 0.5 * torch.where(tie, d.detach(), d).abs().sum(-1)
 
 
 def kl_div(p, log_q, eps):
@@ -130,6 +138,7 @@ def of_logits(x, teacher, target, options, hard):
 # sm_90 exp2 is one instruction and exp five.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+ROUNDING = tl.constexpr(TIE * torch.finfo(torch.float32).eps)
 
 
 @triton.jit
@@ -186,7 +195,9 @@ def _reverse_kl(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.conste
 @triton.jit
 def _tvd(p, q, log_p, log_q, beta, EXACT: tl.constexpr, BASE_2: tl.constexpr):
     half = 0.5 * (LOG2_E if BASE_2 else 1.0)
-    return half * tl.abs(p - q), tl.where(q > p, half * q, tl.where(q < p, -half * q, 0.0))
+    d = q - p
+    tie = p * ROUNDING
+    return half * tl.abs(d), tl.where(d > tie, half * q, tl.where(d < -tie, -half * q, 0.0))
 
 
 OF_A_CLASS = dict(jsd=_jsd, forward_kl=_forward_kl, reverse_kl=_reverse_kl, tvd=_tvd)  # -> D, G, in the logs' units

@@ -1,8 +1,9 @@
 r"""A scalar loss of the log-probabilities that a linear head gives to some tokens, without its logits in memory.
 
     log p_tk = z_tk - lse_t,   z = (h·Wᵀ + b) / temperature            (of one class k a token, or of several)
-    loss     = Σ_groups fn(log p of the group's tokens)                (a group: a pair of sequences, one, a token)
-    dz_tv    = Σ_k g_tk·(1[v=k] - p_tv),   g = d loss / d log p
+    log R_t  = log Σ_{v ∉ S_t} p_tv                                    (if wanted: of all classes but some, S)
+    loss     = Σ_groups fn(log p, log R of the group's tokens)         (a group: a pair of sequences, one, a token)
+    dz_tv    = Σ_k g_tk·(1[v=k] - p_tv) + g_tR·(1[v ∉ S_t]/R_t - 1)·p_tv,   g = d loss / d log p
 
 A preference or policy loss depends on the tokens of one group at a time. So a chunk of whole groups asks ``fn`` for g
 and overwrites its logits with their gradient at once (`chunks`): three matmuls in all, as for cross entropy, and the
@@ -48,6 +49,7 @@ class _Options:
     memory: int = -1
     group: str | None = None
     few: int = 2
+    rest_of: int = 0
 
     @property
     def of_token(self):
@@ -68,6 +70,7 @@ class _Groups:
         self.autocast = devices.autocast_as_now(device)  # for fn: the head itself is computed without
         self.target = target.to(device)  # (tokens,) or (tokens, classes)
         self.top_k = target.dim() == 2
+        self.columns = (target.shape[1] + (options.rest_of > 0),) if self.top_k else ()  # of the log-probabilities
         self.count, self.tokens = lead[0] // options.parts, lead[1:].numel()  # tokens of one sequence
         self.loss, self.rest = torch.zeros((), device=device), []
         unit = options.parts * self.tokens  # ends[g + 1] - ends[g] is the length of group g
@@ -144,7 +147,7 @@ class _LogProbs:
         self.bias, self.groups, self.options, self.y = bias, groups, groups.options.of_token, groups.target
         fp32 = dict(dtype=torch.float32, device=self.y.device)
         self.norm, self.stats = torch.ones(4, **fp32), torch.zeros(rows, 2, **fp32)
-        self.log_probs = torch.zeros(self.y.shape, **fp32)
+        self.log_probs = torch.zeros(rows, *groups.columns, **fp32)
         self.entropies = torch.zeros(rows, **fp32) if groups.options.return_entropy else None
         self.given = self.log_probs, self.entropies
         self.g = [None if x is None else torch.zeros_like(x) for x in self.given] if learning else None
@@ -154,6 +157,10 @@ class _LogProbs:
 
     def read(self, i, x):
         """Fill in the log-probabilities and entropies of tokens i, with logits x."""
+        self.log_probs[i] = -self.sum_up(i, x)[0]
+
+    def sum_up(self, i, x):
+        """Compute the tokens' losses and statistics, and keep these and the entropies."""
         y, group = self.y[i], self.groups.options.group
         nll, stats = self.stats.new_empty(len(y)), self.stats.new_empty(len(y), 2)
         entropy = None if self.entropies is None else torch.empty_like(nll)
@@ -161,10 +168,7 @@ class _LogProbs:
         self.stats[i] = stats
         if entropy is not None:
             self.entropies[i] = entropy
-        self.log_probs[i] = self.of_classes(i, x, nll, stats)
-
-    def of_classes(self, i, x, nll, stats):
-        return -nll
+        return nll, stats
 
     def incoming(self, k, i):
         return self.g[k][i] if self.divisor is None else self.g[k][i] * self.divisor
@@ -178,11 +182,43 @@ class _LogProbs:
         )  # fmt: skip
 
 
+def _log_softmax_of_few(z, counted):
+    """z (T, K) minus the log-sum-exp of those that are ``counted``.
+
+    1 is not added to and subtracted from the others' share, so that both are exact: log p of a sure class is
+    -log(1 + the others), and its gradient is a sum over the others.
+    """
+    top, at = z.masked_fill(~counted, -torch.inf).max(1, keepdim=True)
+    z = (z - top).scatter(1, at, 0)
+    others = z.masked_fill(~counted, -torch.inf).exp().scatter(1, at, 0)
+    return z - others.sum(1, keepdim=True).log1p()
+
+
+def _equal(classes):
+    """-> which of a token's classes (T, K) are equal (T, K, K), and which are there for the first time (T, K)."""
+    equal = classes[:, :, None] == classes[:, None, :]
+    return equal, ~equal.tril(-1).any(2)
+
+
+def _counted(known, first, z):
+    """Which of z (T, K + 1) the log-sum-exp of all classes consists of: the known of the ``first``, and the rest."""
+    counted = torch.zeros_like(z, dtype=torch.bool)
+    counted[:, : first.shape[1]] = known & _equal(first)[1]
+    counted[:, -1] = True
+    return counted
+
+
 class _TopK(_LogProbs):
-    """The same with several classes a token. A class that is ignored is replaced by the token's first other one."""
+    """The same with several classes a token. A class that is ignored is replaced by the token's first other one.
+
+    The logits of the first ``rest_of`` classes are -inf while the others are summed, so that a rest keeps its digits
+    however small it is. The statistics are those of the rest. Without ``rest_of`` it is all classes.
+    """
 
     def __init__(self, groups, rows, classes, dtype, learning, bias):
         super().__init__(groups, rows, classes, dtype, learning, bias)
+        self.first = groups.options.rest_of
+        self.some = self.known[:, : self.first].any(1, keepdim=True)  # or a token's rest is all classes
         self.y = self.of_first(self.known, self.y).squeeze(1)
         of_token = groups.target.where(self.known, self.y[:, None])
         self.classes = of_token.where((of_token >= 0) & (of_token < classes), 0)
@@ -192,27 +228,46 @@ class _TopK(_LogProbs):
         """x (tokens, 1) of each token's first class that is not ignored."""
         return x.gather(1, known.int().argmax(1, keepdim=True))
 
-    def of_classes(self, i, x, nll, stats):
-        classes = self.classes[i]
-        x = _gathered(x, classes)
-        z = x.float() if self.bias is None else x.float() + self.bias[classes].to(x.dtype)
-        z = (z * self.options.logit_scale - stats[:, :1]) - stats[:, 1:]
-        known, inside = self.known[i], classes == self.groups.target[i]
-        return torch.where(known & inside, z, torch.where(known, torch.nan, 0.0))
+    def read(self, i, x):
+        classes, known, n = self.classes[i], self.known[i], self.first
+        z = _gathered(x, classes)
+        first, kept, some = classes[:, :n], z[:, :n], self.some[i]
+        if n:
+            _scatter(x, first, torch.where(some, -torch.inf, kept))
+        top, log_sum = self.sum_up(i, x)[1].split(1, 1)
+        if n:
+            _scatter(x, first, kept)
+            self.stats[i] = torch.cat((top, log_sum), 1).where(top != -torch.inf, 0)  # no rest, so no NaN of inf - inf
+        z = z.float() if self.bias is None else z.float() + self.bias[classes].to(z.dtype)
+        z = z * self.options.logit_scale
+        highest = torch.cat((z[:, :n], top), 1).amax(1, keepdim=True)
+        z = torch.cat((z - highest, (top - highest) + log_sum), 1)
+        z, rest = _log_softmax_of_few(z, _counted(some, first, z)).tensor_split((-1,), 1)
+        z = torch.where(known & (classes == self.groups.target[i]), z, torch.where(known, torch.nan, 0.0))
+        self.log_probs[i] = torch.cat((z, rest.where(known.any(1, keepdim=True), 0)), 1) if n else z
 
     def write(self, i, x):
-        known, classes = self.known[i], self.classes[i]
-        d = self.incoming(0, i).masked_fill(~known, 0)
-        total = d.sum(1)
+        known, classes, n, K = self.known[i], self.classes[i], self.first, self.classes.shape[1]
+        log_probs, g = self.log_probs[i], self.incoming(0, i)
+        d, log_p = g[:, :K].masked_fill(~known, 0), log_probs[:, :K]
+        log_p = log_p.where(known, self.of_first(known, log_p))
+        p = log_p.exp()
+        equal, new = _equal(classes)
+        inside = equal[:, :, :n].any(2) & self.some[i]
+        of_first = p[:, :n].where(new[:, :n] & self.some[i], 0)
+        # 1 - p and Σd - d are sums of the others, or a sure class would have the rounding of 1
+        log_rest, d_rest = (log_probs[:, K:], g[:, K:]) if n else (g.new_zeros(()), g.new_zeros(()))
+        g_rest = d_rest * of_first.sum(1, keepdim=True) - log_rest.exp() * d.sum(1, keepdim=True)
         token_gradient(
-            total.new_zeros(()), x, self.y[i], None, self.norm, self.stats[i], x, self.options, None, -total,
+            g.new_zeros(()), x, self.y[i], None, self.norm, self.stats[i], x, self.options, None, g_rest.squeeze(1),
             bias=self.bias,
         )  # fmt: skip
-        p = self.log_probs[i].exp()
-        p = p.where(known, self.of_first(known, p))
-        of_class = (classes[:, :, None] == classes[:, None, :]).to(d.dtype) @ d[:, :, None]  # summed over equal classes
-        dz = (of_class.squeeze(2) - p * total[:, None]) * self.options.logit_scale
-        _scatter(x, classes, dz.where(known.any(1, keepdim=True), 0))
+        equal, unequal = equal.to(d.dtype), (~equal).to(d.dtype)
+        of_class, of_others = (equal @ d[:, :, None]).squeeze(2), (unequal @ d[:, :, None]).squeeze(2) + d_rest
+        p_others = (unequal[:, :, :n] @ of_first[:, :, None]).squeeze(2) + log_rest.exp()
+        of_rest = (log_p - log_rest).exp()
+        dz = torch.where(inside, of_class * p_others - p * of_others, of_class + of_rest * g_rest)
+        _scatter(x, classes, (dz * self.options.logit_scale).where(known.any(1, keepdim=True), 0))
 
 
 def _gathered(x, classes):
@@ -293,11 +348,20 @@ def _log_probs(groups, h, w, b, y):
     if not groups.top_k:
         nll, _, entropy, *_ = token_reference(h, w, b, y, None, options.of_token, options.group)
         return -nll, entropy if options.return_entropy else None
-    dtype, known = compute_dtype(h, w), y != options.ignore_index
+    dtype, known, n = compute_dtype(h, w), y != options.ignore_index, options.rest_of
     z = F.linear(h.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
     z = (z if z.dtype == torch.float64 else z.float()) / options.temperature
     z = z.where(known.any(1, keepdim=True), 0)
-    return z.log_softmax(1).gather(1, y.where(known, 0)).where(known, 0), None
+    if not n:
+        return z.log_softmax(1).gather(1, y.where(known, 0)).where(known, 0), None
+    first, V = y[:, :n].where(known[:, :n], z.shape[1]), z.shape[1]
+    inside = torch.zeros(len(y), V + 1, dtype=torch.bool, device=z.device).scatter(1, first, True)[:, :V]
+    others = z.masked_fill(inside, -torch.inf)
+    nothing = (others == -torch.inf).all(1, keepdim=True)
+    rest = others.masked_fill(nothing, 0).logsumexp(1, keepdim=True).masked_fill(nothing, -torch.inf)
+    z = torch.cat((z.gather(1, y.where(known, 0)), rest), 1)
+    known = torch.cat((known, known.any(1, keepdim=True)), 1)
+    return _log_softmax_of_few(z, _counted(known[:, :n], first, z)).where(known, 0), None
 
 
 def _reference(groups, h, w, b):
@@ -334,7 +398,7 @@ def linear_loss(
     fn, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     parts: int = 1, temperature: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
     accum_dtype: torch.dtype | None = None, memory: int | str = "auto", drop_ignored: bool | None = None,
-    group: object = None, few: int = 2,
+    group: object = None, few: int = 2, rest_of: int = 0,
 ):  # fmt: skip
     """A scalar loss of token log-probabilities under a linear head, whose logits are never all in memory.
 
@@ -359,6 +423,8 @@ def linear_loss(
         memory: likewise. If the logits of a group are larger than that (for "auto": than those of 4,096 tokens or of
             twice the hidden size), they are computed twice, once for fn and once for the gradient.
         few: 2 or 3 chunks for "auto", unless it takes one or many. 3 need less memory and a little more time.
+        rest_of: how many of a token's K classes have a rest. fn gets one more column: the log-probability of all
+            classes but the first ``rest_of``. It is exact however small, unlike 1 - p. 0: no such column.
 
     Returns:
         The loss, 0-d, and fn's others without gradients: 0-d ones are added up, the rest concatenated.
@@ -386,7 +452,11 @@ def linear_loss(
     top_k = target.dim() > len(lead)
     if top_k and (return_entropy or group is not None):
         raise ValueError(f"{name}: target has several classes a token, give it without return_entropy and group")
+    if not isinstance(rest_of, int) or not 0 <= rest_of <= (target.shape[-1] if top_k else 0):
+        raise ValueError(f"{name}: rest_of is {rest_of!r}, give at most the number of classes of a token")
     h, weight, bias, group = local(name, matrix(hidden), weight, bias, group)
+    if top_k and group is not None:
+        raise ValueError(f"{name}: target has several classes a token, give weight.full_tensor()")
     y = target.long().reshape(h.shape[0], *target.shape[len(lead) :])
     check_head(name, h, weight, bias, y[:, 0] if top_k else y, None, group)
     check_targets(name, y.reshape(-1), weight.shape[0] * place(group)[0], ignore_index)
@@ -395,7 +465,7 @@ def linear_loss(
         valid = (y != ignore_index).any(1) if top_k else y != ignore_index
         valid = None if y.device.type == "cpu" and bool(valid.all()) else valid
     options = _Options(
-        parts, temperature, ignore_index, return_entropy, accum_dtype, budget(memory), group_name(group), few
+        parts, temperature, ignore_index, return_entropy, accum_dtype, budget(memory), group_name(group), few, rest_of
     )
     groups = _Groups(fn, y, lead, valid, h.device, options)
     run = partial(_with_kernels if devices.has_kernels(h) else _without_kernels, groups)

@@ -264,7 +264,7 @@ def liger_fused_linear_cross_entropy(
         else:  # filled on the device: nothing is copied there, and nothing waits
             num_items = torch.full((), num_items, dtype=torch.float32, device=input.device)
     rows, h, y = only_valid(input, target, ignore_index, drop_ignored)
-    run = LigerFusedLinearCrossEntropyFunction.apply
+    run = LigerFusedLinearCrossEntropyFunction.call
     if not devices.has_kernels(h):
         run = fused_linear_cross_entropy_in_chunks
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this

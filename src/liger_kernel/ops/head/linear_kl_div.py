@@ -7,6 +7,9 @@ r"""KL divergence of given probabilities p from a linear head's distribution, wi
 
 A row of p needs not add up to 1. This is one more divergence of `distillation`, which does the work: logits are rounded
 to the weight's dtype (or autocast's), everything after them is in fp32, and the gradients are computed in forward.
+
+Source: the soft loss of Hinton et al., Distilling the Knowledge in a Neural Network, arXiv:1503.02531; options and the
+least probability as in `torch.nn.functional.kl_div` and the published package.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def linear_token_loss(
     rows, h, y = only_valid(hidden, target, ignore_index, drop_ignored)
     numbers = [lse_square_scale, label_smoothing, (softcap or 0.0) / temperature, logit_scale / temperature]
     need_best = return_accuracy or return_predicted
-    run = LinearTokenLossFunction.apply
+    run = LinearTokenLossFunction.call
     if not devices.has_kernels(h):
         run = LinearTokenLossFunction.reference
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this

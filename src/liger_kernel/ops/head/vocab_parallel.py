@@ -206,7 +206,7 @@ def liger_vocab_parallel_cross_entropy(
     name = "liger_vocab_parallel_cross_entropy"
     _check(name, vocab_parallel_logits, target, tp_group, ignore_index, *smoothing)
     kernels = devices.has_kernels(vocab_parallel_logits)
-    run = LigerVocabParallelCEFunction.apply if kernels else LigerVocabParallelCEFunction.reference
+    run = LigerVocabParallelCEFunction.call if kernels else LigerVocabParallelCEFunction.reference
     return run(vocab_parallel_logits, target, group_name(tp_group), ignore_index, *smoothing)
 
 

@@ -147,7 +147,7 @@ def check_layer(name, a, b, weight, bias):
 def _linear(a, b, weight, bias, act, gm=1.0):
     if not fuses(a, b, weight, bias):
         return F.linear(_activated(a, b, act, gm), weight, bias)
-    return LigerGLULinearFunction.apply(a, b, weight, bias, act, gm)
+    return LigerGLULinearFunction.call(a, b, weight, bias, act, gm)
 
 
 def liger_glu_linear(
@@ -242,7 +242,7 @@ def gated_linear(a, b, act, linear, gate_multiplier=1.0):
     """
     if not fusible(a, b, linear):
         return linear(_activated(a, b, act, gate_multiplier))
-    return LigerGLULinearFunction.apply(a, b, linear.weight, linear.bias, act, gate_multiplier)
+    return LigerGLULinearFunction.call(a, b, linear.weight, linear.bias, act, gate_multiplier)
 
 
 def _inputs_linear(M, F, H):

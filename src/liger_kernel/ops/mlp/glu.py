@@ -181,7 +181,7 @@ def liger_swiglu(
     check.floats(name, dict(a=a))
     gate_multiplier = check.finite(name, "gate_multiplier", gate_multiplier)
     down_multiplier = check.finite(name, "down_multiplier", down_multiplier)
-    run = LigerSiLUMulFunction.apply if devices.has_kernels(a) else LigerSiLUMulFunction.reference
+    run = LigerSiLUMulFunction.call if devices.has_kernels(a) else LigerSiLUMulFunction.reference
     return run(a, b, gate_multiplier, down_multiplier)
 
 
@@ -204,7 +204,7 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
     if approximate not in ("tanh", "none"):
         raise ValueError(f"liger_geglu: approximate is {approximate!r}, give 'tanh' or 'none'")
     check.floats("liger_geglu", dict(a=a))
-    run = LigerGELUMulFunction.apply if devices.has_kernels(a) else LigerGELUMulFunction.reference
+    run = LigerGELUMulFunction.call if devices.has_kernels(a) else LigerGELUMulFunction.reference
     return run(a, b, approximate)
 
 
@@ -231,7 +231,7 @@ def liger_clamped_swiglu(
     check.floats(name, dict(a=a))
     limit, alpha = check.positive(name, "limit", limit), check.positive(name, "alpha", alpha)
     shift = check.finite(name, "shift", shift)
-    run = LigerClampedSiLUMulFunction.apply if devices.has_kernels(a) else LigerClampedSiLUMulFunction.reference
+    run = LigerClampedSiLUMulFunction.call if devices.has_kernels(a) else LigerClampedSiLUMulFunction.reference
     return run(a, b, limit, alpha, shift)
 
 

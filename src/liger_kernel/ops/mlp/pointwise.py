@@ -10,8 +10,8 @@ r"""What an MLP does between its matrices: the kernels of activations, gated or 
     relu_squared:   act(x) = max(x, 0)²,    act' = 2·max(x, 0)
 
 GELU's ½·(1 + tanh u) is σ(2u). Without b it is 1. With a limit, a is min(a, limit) and b is shift + b clamped between
--limit and limit; what is beyond a limit has no gradient, as with torch.clamp. Everything is computed in fp32 and
-rounded once.
+-limit and limit; what is beyond a limit has no gradient, and what is at a limit has the one that torch.clamp gives it
+here. Everything is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import Plans, kernel, prepared
-from liger_kernel.core.op import custom_op, matrix_rows
+from liger_kernel.core.op import custom_op, matrix_rows, rounded_number
 from liger_kernel.core.tile import cdiv, next_power_of_2, sigmoid, silu, tl, triton
 
 
@@ -60,6 +60,18 @@ ACTS = {  # two GELUs by torch's names
 }  # fmt: skip
 
 
+# The gradient of torch.clamp at a limit that is a number: 0 from PyTorch 2.14 on, 1 before.
+CLAMP_MOVES_AT_LIMIT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
+
+@triton.jit
+def moves(x, edge, AT_EDGE: tl.constexpr):
+    """Whether torch.clamp(x, max=limit) has a gradient. It compares x with edge, the limit rounded to x's dtype."""
+    if AT_EDGE:
+        return x <= edge
+    return x < edge
+
+
 @kernel
 def _fwd(
     a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, limit, shift, ACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -82,12 +94,12 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, stride_d, N, gm, dm, limit, shift,
-    ACT: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, stride_d, N, gm, dm, limit, edge,
+    shift, ACT: tl.constexpr, AT_EDGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """da, db and y (as in `_fwd`) may share the memory of a, b and dy: an element is read before it is written.
 
-    stride_d is that of the rows of da and db, if it is not N.
+    stride_d is that of the rows of da and db, if it is not N. edge is the limit in a's dtype.
     """
     blocks = tl.cdiv(N, BLOCK)
     m = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -99,7 +111,8 @@ def _bwd(
     if b_ptr is not None:
         b = tl.load(b_ptr + m * stride_b + n, mask=n < N).to(tl.float32)
     if limit is not None:
-        a_moves, b_moves = a <= limit, tl.abs(b) <= limit
+        a_moves = moves(a, edge, AT_EDGE)
+        b_moves = moves(tl.abs(b), edge, AT_EDGE)
         a = tl.where(a > limit, limit, a)
         b = tl.where(b > limit, limit, tl.where(b < -limit, -limit, b)) + shift
     act, slope = ACT(a * gm)
@@ -213,9 +226,11 @@ def launch_bwd(dy, a, b, da, db, y, act, gm=1.0, dm=1.0, limit=None, shift=0.0):
 
 def _prepared_bwd(a, M, N, stride_dy, stride_a, stride_b, stride_d, gm, dm, limit, shift, act, *_):
     columns, warps = _launch(a, min(N, ENOUGH), act, limit is not None, True)
-    numbers = stride_dy, stride_a, stride_b, stride_d, N, gm, dm, limit, shift
+    edge = rounded_number(limit, a.dtype)
+    numbers = stride_dy, stride_a, stride_b, stride_d, N, gm, dm, limit, edge, shift
+    constants = dict(ACT=ACTS[act], AT_EDGE=CLAMP_MOVES_AT_LIMIT, BLOCK=columns)
     grid, warps = (M * cdiv(N, columns),), devices.warps(warps, a)
-    return prepared(_bwd, grid, *numbers, ACT=ACTS[act], BLOCK=columns, num_warps=warps)
+    return prepared(_bwd, grid, *numbers, **constants, num_warps=warps)
 
 
 @custom_op("glu_backward", _gradients)

@@ -262,7 +262,7 @@ def liger_xielu(
     """
     name = "liger_xielu"
     beta, eps = checked(name, x, alpha_p, alpha_n, beta, eps)
-    run = LigerXIELUFunction.apply if devices.has_kernels(x) else xielu_reference
+    run = LigerXIELUFunction.call if devices.has_kernels(x) else xielu_reference
     return run(x, alpha_p, alpha_n, beta, eps)
 
 

@@ -107,14 +107,14 @@ def liger_xielu_linear(
     check_layer(name, x, None, weight, bias)
     if not fuses(x, None, weight, bias):
         return F.linear(liger_xielu(x, alpha_p, alpha_n, beta, eps), weight, bias)
-    return LigerXIELULinearFunction.apply(x, alpha_p, alpha_n, weight, bias, beta, eps)
+    return LigerXIELULinearFunction.call(x, alpha_p, alpha_n, weight, bias, beta, eps)
 
 
 def xielu_before(linear, x, alpha_p, alpha_n, beta, eps):
     """``linear(xIELU(x))`` of a module where there are kernels; in one node if `fusible`."""
     if not fusible(x, None, linear):
-        return linear(LigerXIELUFunction.apply(x, alpha_p, alpha_n, beta, eps))
-    return LigerXIELULinearFunction.apply(x, alpha_p, alpha_n, linear.weight, linear.bias, beta, eps)
+        return linear(LigerXIELUFunction.call(x, alpha_p, alpha_n, beta, eps))
+    return LigerXIELULinearFunction.call(x, alpha_p, alpha_n, linear.weight, linear.bias, beta, eps)
 
 
 def _inputs(M, N, H):

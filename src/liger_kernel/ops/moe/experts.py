@@ -203,7 +203,7 @@ def liger_experts(
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{name}: x is {x.dtype}, {argument} {t.dtype}, cast one of them")
     given = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-    run = LigerFusedMoEFunction.apply if devices.has_kernels(x) else experts_reference
+    run = LigerFusedMoEFunction.call if devices.has_kernels(x) else experts_reference
     out = run(*given, act, gate_up_bias, down_bias, limit, alpha, shift, transposed, interleaved)
     return rounded(out, dtype)
 

@@ -25,20 +25,21 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import custom_op, matrix_rows
+from liger_kernel.core.op import custom_op, matrix_rows, rounded_number
 from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl
-from liger_kernel.ops.mlp.pointwise import ACTS
+from liger_kernel.ops.mlp.pointwise import ACTS, CLAMP_MOVES_AT_LIMIT, moves
 from liger_kernel.ops.moe.products import gate, multiply_columns, multiply_rows
 
 
 @kernel
 def _gate_bwd(
     q_ptr, pre_ptr, weight_ptr, dpre_ptr, z_ptr, dweight_ptr, dout_ptr, bias_ptr, index_ptr, order_ptr, stride_dout,
-    TOP, H, F, limit, alpha, shift, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    TOP, H, F, limit, edge, alpha, shift, ACT: tl.constexpr, AT_EDGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a row of dpre, of w·z, and dw of its assignment. Each may be left out, and q with dpre and dw.
 
-    dpre may be in the memory of pre, and z in that of q.
+    dpre may be in the memory of pre, and z in that of q. edge is the limit in pre's dtype.
     """
     r = tl.program_id(0).to(tl.int64)
     s = tl.load(order_ptr + r).to(tl.int64)
@@ -55,7 +56,8 @@ def _gate_bwd(
         else:
             g, u = read(pre_ptr, r * 2 * F + n, n < F), read(pre_ptr, r * 2 * F + F + n, n < F)
         if limit is not None:
-            g_moves, u_moves = g <= limit, tl.abs(u) <= limit
+            g_moves = moves(g, edge, AT_EDGE)
+            u_moves = moves(tl.abs(u), edge, AT_EDGE)
         act, slope, u = gate(g, u, limit, alpha, shift, ACT)
         if q_ptr is not None:
             q = read(q_ptr, r * F + n, n < F)
@@ -240,7 +242,8 @@ def launch_bwd(
         block = min(next_power_of_2(max(F, 1)), 1024)  # no entry in two threads: z and dpre lie over q and pre
         _gate_bwd[(S,)](
             q, pre, weights, dpre, z, dweights, dout, _contiguous(down_bias), index, order, dout.stride(0), TOP, H, F,
-            limit, None if alpha == 1 else alpha, shift, ACT=ACTS[act], INTERLEAVED=interleaved, BLOCK=block,
+            limit, rounded_number(limit, pre.dtype), None if alpha == 1 else alpha, shift, ACT=ACTS[act],
+            AT_EDGE=CLAMP_MOVES_AT_LIMIT, INTERLEAVED=interleaved, BLOCK=block,
             num_warps=devices.warps(min(block // 32, 4), x),
         )  # fmt: skip
     if need_ddown:

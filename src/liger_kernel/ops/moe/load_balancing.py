@@ -188,7 +188,7 @@ def liger_load_balancing_loss(
         attention_mask = attention_mask.detach().reshape(-1).to(first.device, torch.float32)
     run = load_balancing_reference
     if devices.has_kernels(first) and E <= WIDEST:
-        run = LigerLoadBalancingFunction.apply
+        run = LigerLoadBalancingFunction.call
     sums = torch.stack([run(logits.to(first.device), attention_mask, top_k) for logits in gate_logits]).sum(0)
     n = len(gate_logits) * (T if attention_mask is None else attention_mask.sum())
     probabilities, chosen = (sums / n).unbind()

@@ -302,7 +302,7 @@ def liger_router(
     if not isinstance(normalize, bool):
         raise TypeError(f"{name}: normalize is {normalize!r}, give True or False")
     bias = None if bias is None else bias.detach()
-    run = LigerRouterFunction.apply if devices.has_kernels(logits) and E <= WIDEST else router_reference
+    run = LigerRouterFunction.call if devices.has_kernels(logits) and E <= WIDEST else router_reference
     return run(logits, top_k, score, bias, groups, top_groups, best_of_a_group, normalize, eps, scale, dtype)
 
 

@@ -229,7 +229,7 @@ def liger_dyt(
     _check("liger_dyt", x, alpha, gamma, beta)
     if not devices.has_kernels(x):
         return dyt_reference(x, alpha, gamma, beta)
-    return LigerDyTFunction.apply(x, alpha, gamma, beta)
+    return LigerDyTFunction.call(x, alpha, gamma, beta)
 
 
 class LigerDyT(torch.nn.Module):

@@ -96,7 +96,7 @@ def liger_fused_add_rms_norm(
         W: (H,), any floating dtype, or None for no weight (``offset`` is unused then).
         eps: added to the mean square.
         offset: added to the weight: 0 for Llama, 1 for Gemma.
-        casting_mode: where Hugging Face rounds: "llama", "gemma" or "none".
+        casting_mode: where Hugging Face rounds: "llama" or "gemma". "none" is computed as "gemma".
         in_place: no effect.
 
     Returns:
@@ -113,7 +113,7 @@ def liger_fused_add_rms_norm(
     _check_residual(name, X, R)
     if not devices.has_kernels(X):
         return fused_add_rms_norm_reference(X, R, W, eps, offset, casting_mode)
-    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+    return LigerFusedAddRMSNormFunction.call(X, R, W, eps, offset, casting_mode, in_place)
 
 
 class LigerFusedAddRMSNorm(LigerRMSNorm):

@@ -138,7 +138,7 @@ def liger_gated_rms_norm(
     options = _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
     if not devices.has_kernels(x):
         return gated_rms_norm_reference(x, gate, weight, eps, *options)
-    return LigerGatedRMSNormFunction.apply(x, gate, weight, eps, *options)
+    return LigerGatedRMSNormFunction.call(x, gate, weight, eps, *options)
 
 
 class LigerGatedRMSNorm(torch.nn.Module):

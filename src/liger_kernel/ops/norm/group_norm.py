@@ -114,7 +114,7 @@ def liger_group_norm(
     eps = check.not_negative(name, "eps", eps)
     if not devices.has_kernels(X):
         return group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
-    return LigerGroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
+    return LigerGroupNormFunction.call(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
 
 
 class LigerGroupNorm(torch.nn.Module):

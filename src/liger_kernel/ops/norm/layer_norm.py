@@ -80,7 +80,7 @@ def liger_layer_norm(
     eps = check.not_negative("liger_layer_norm", "eps", eps)
     if not devices.has_kernels(X):
         return layer_norm_reference(X, W, B, eps)
-    return LigerLayerNormFunction.apply(X, W, B, eps)
+    return LigerLayerNormFunction.call(X, W, B, eps)
 
 
 class LigerLayerNorm(torch.nn.Module):

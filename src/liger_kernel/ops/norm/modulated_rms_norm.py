@@ -132,7 +132,7 @@ def liger_modulated_rms_norm(
     _check_modulation(name, X, scale, shift)
     if not devices.has_kernels(X):
         return modulated_rms_norm_reference(X, W, scale, shift, eps, offset, casting_mode)
-    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
+    return LigerModulatedRMSNormFunction.call(X, W, scale, shift, eps, offset, casting_mode, in_place)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):

@@ -263,7 +263,7 @@ def liger_poly_norm(
     eps = check.not_negative(name, "eps", eps)
     if not devices.has_kernels(X):
         return poly_norm_reference(X, W, B, eps)
-    return LigerPolyNormFunction.apply(X, W, B, eps, in_place)
+    return LigerPolyNormFunction.call(X, W, B, eps, in_place)
 
 
 class LigerPolyNorm(torch.nn.Module):

@@ -5,8 +5,8 @@ r"""RMSNorm.
     with m = dy·(w + offset):   dx = rstd·(m - x̂·mean(m·x̂)),   dw = Σ_rows dy·x̂
 
 ``casting`` says where Hugging Face rounds to the input's dtype: "llama" rounds x̂, and dw sums the rounded x̂; "gemma"
-rounds only y; "none" computes everything in the input's dtype. The kernels compute in fp32, so with "none" their error
-is smaller.
+rounds only y. "none" does not ask for fp32: it is published as arithmetic in the input's dtype, in which the squares of
+fp16 are infinite from 256 on. Here it is computed in fp32 and rounded once, as "gemma" is, by kernels and reference.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; rounding as in the Llama and Gemma
 models of Hugging Face transformers.
@@ -25,13 +25,13 @@ CASTINGS = ("none", "llama", "gemma")
 
 
 def rms_norm_reference(x, w=None, eps=1e-6, offset=0.0, casting="llama"):
-    f = x if casting == "none" or x.dtype == torch.float64 else x.float()
+    f = x if x.dtype == torch.float64 else x.float()
     n = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
     if casting == "llama":
         n = n.to(x.dtype)
     if w is None:
         return n.to(x.dtype)
-    if casting == "gemma":
+    if casting != "llama":
         w = w.to(n.dtype)
     return (n * (w + offset)).to(x.dtype)
 
@@ -165,7 +165,7 @@ def liger_rms_norm(
         W: (H,), any floating dtype, or None for no weight (``offset`` is unused then).
         eps: added to the mean square.
         offset: added to the weight: 0 for Llama, 1 for Gemma.
-        casting_mode: where Hugging Face rounds: "llama", "gemma" or "none".
+        casting_mode: where Hugging Face rounds: "llama" or "gemma". "none" is computed as "gemma".
         in_place, row_mode: no effect.
 
     Returns:
@@ -180,7 +180,7 @@ def liger_rms_norm(
     eps, offset = checked("liger_rms_norm", X, W, eps, offset, casting_mode)
     if not devices.has_kernels(X):
         return rms_norm_reference(X, W, eps, offset, casting_mode)
-    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place, row_mode)
+    return LigerRMSNormFunction.call(X, W, eps, offset, casting_mode, in_place, row_mode)
 
 
 def check_module(name, hidden_size, eps, init_fn):

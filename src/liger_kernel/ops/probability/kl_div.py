@@ -5,6 +5,8 @@ r"""Kullback-Leibler divergence of given probabilities from given log-probabilit
     dx = -p
 
 Reductions, ignored rows and the kernel stand in `rows`.
+
+Source: `torch.nn.functional.kl_div`; as a loss of distillation Hinton et al., arXiv:1503.02531.
 """
 
 from __future__ import annotations

@@ -212,8 +212,9 @@ class LigerSparsemaxFunction(Function):
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        dx = sparsemax_bwd(*(matrix_rows(t.transpose(ctx.dim, -1)) for t in (y, dy)))
-        return _shaped(dx, dy.shape, ctx.dim), None
+        # no generator: Dynamo begins backward anew where a stride is asked for, and torch 2.14 cannot leave one by that
+        rows = [matrix_rows(t.transpose(ctx.dim, -1)) for t in (y, dy)]
+        return _shaped(sparsemax_bwd(*rows), dy.shape, ctx.dim), None
 
 
 def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -253,7 +253,7 @@ def liger_attn_res(
     V = _stacked(name, V)
     _check(name, V, w_query, w_norm)
     eps = check.not_negative(name, "eps", eps)
-    run = LigerAttnResFunction.apply if devices.has_kernels(V) else attn_res_reference
+    run = LigerAttnResFunction.call if devices.has_kernels(V) else attn_res_reference
     return run(V, w_query, w_norm, eps)
 
 

@@ -252,7 +252,7 @@ def liger_mhc_coeffs(
         for argument, value in dict(rms_eps=rms_eps, sinkhorn_eps=sinkhorn_eps).items()
     )
     numbers = check.finite(name, "pre_eps", pre_eps), sinkhorn_eps, check.finite(name, "post_mult", post_mult)
-    run = LigerMHCCoeffsFunction.apply if _has_kernels(x) else mhc_coeffs_reference
+    run = LigerMHCCoeffsFunction.call if _has_kernels(x) else mhc_coeffs_reference
     return run(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, *numbers)
 
 
@@ -274,7 +274,7 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
     name = "liger_mhc_pre"
     check.floats(name, dict(x=x))
     _check_pre(name, x, h_pre)
-    return (LigerMHCPreFunction.apply if _has_kernels(x) else mhc_pre_reference)(x, h_pre)
+    return (LigerMHCPreFunction.call if _has_kernels(x) else mhc_pre_reference)(x, h_pre)
 
 
 def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tenso
     """
     name = "liger_mhc_post_res"
     _check_post_res(name, x, f_out, h_post, h_res)
-    return (LigerMHCPostResFunction.apply if _has_kernels(x) else mhc_post_res_reference)(x, f_out, h_post, h_res)
+    return (LigerMHCPostResFunction.call if _has_kernels(x) else mhc_post_res_reference)(x, f_out, h_post, h_res)
 
 
 def liger_mhc_apply(

@@ -73,7 +73,7 @@ class LigerLlama4RopeFunction(Rotation):
 
 def _rotated(name, q, k, freqs):
     check.floats(name, dict(q=q))
-    run = LigerLlama4RopeFunction.apply if devices.has_kernels(q) else llama4_rope_reference
+    run = LigerLlama4RopeFunction.call if devices.has_kernels(q) else llama4_rope_reference
     return run(q, k, freqs, None, name)
 
 

@@ -90,7 +90,7 @@ def liger_multimodal_rotary_pos_emb(
         TypeError: q, k, cos or sin is not a floating point tensor, a section no int.
     """
     check.floats(NAME, dict(q=q))
-    run = LigerQwen2VLMRopeFunction.apply if devices.has_kernels(q) else mrope_reference
+    run = LigerQwen2VLMRopeFunction.call if devices.has_kernels(q) else mrope_reference
     return run(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
 

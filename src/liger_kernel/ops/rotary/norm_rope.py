@@ -443,7 +443,7 @@ def liger_norm_rope(
     for name, w, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if w is not None and w.shape != x.shape[-1:]:
             raise ValueError(f"{NAME}: {name} has shape {tuple(w.shape)}, head size is {x.shape[-1]}")
-    run = LigerNormRopeFunction.apply if devices.has_kernels(q) else norm_rope_reference
+    run = LigerNormRopeFunction.call if devices.has_kernels(q) else norm_rope_reference
     return run(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, interleaved)
 
 

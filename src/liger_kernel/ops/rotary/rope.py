@@ -462,7 +462,7 @@ def liger_rotary_pos_emb(
     """
     if not isinstance(q, torch.Tensor):  # the rest is checked in either
         check.floats("liger_rotary_pos_emb", dict(q=q))
-    run = LigerRopeFunction.apply if devices.has_kernels(q) else rope_reference
+    run = LigerRopeFunction.call if devices.has_kernels(q) else rope_reference
     return run(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, interleaved, halves)
 
 

@@ -1,0 +1,58 @@
+"""One tensor for two arguments, as tied weights are: in a graph as in eager."""
+
+import itertools
+
+import pytest
+import torch
+from cases import given, run
+from hardware import DEVICE
+
+from liger_kernel.core.op import CASES, distinct
+from liger_kernel.ops.mlp.glu import LigerSiLUMulFunction
+
+
+def pairs():
+    """Every two arguments of a `Case` that one tensor can be, alike in all but their values."""
+    for case in CASES:
+        tensors = given(case, case.shapes[1], {})
+        floats = [k for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        for first, second in itertools.combinations(floats, 2):
+            if tensors[first].shape == tensors[second].shape and tensors[first].requires_grad:
+                yield pytest.param(case, first, second, id=f"{case.name}-{first}-{second}")
+
+
+@pytest.mark.parametrize("case,first,second", pairs())
+def test_compiles_whole(case, first, second):
+    tensors = given(case, case.shapes[1], {})
+    del tensors[second]
+
+    def fn(**tensors):
+        return case.fn(**tensors, **{second: tensors[first]})
+
+    torch._dynamo.reset()
+    expected, *_ = run(fn, tensors)
+    outputs, *_ = run(torch.compile(fn, fullgraph=True, backend="aot_eager"), tensors)
+    for k in expected:
+        torch.testing.assert_close(outputs[k], expected[k], rtol=1e-6, atol=1e-6)
+
+
+def test_apply_has_a_graph_break():
+    """As an autograd Function of PyTorch's has where it gets one tensor twice: the result is that of eager."""
+    x = torch.randn(3, 8, device=DEVICE)
+
+    def fn(x):
+        y = x * 2
+        return LigerSiLUMulFunction.apply(y, y).sin()
+
+    torch._dynamo.reset()
+    expected, *_ = run(fn, dict(x=x.requires_grad_()))
+    outputs, *_ = run(torch.compile(fn, backend="aot_eager"), dict(x=x))
+    for k in expected:
+        torch.testing.assert_close(outputs[k], expected[k], rtol=1e-6, atol=1e-6)
+
+
+def test_distinct():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    a, b, c, d, e, f = distinct((x, y, 1.0, x, None, y))
+    assert (a, b, c, e) == (x, y, 1.0, None) and a is x and b is y
+    assert d is not x and d._base is x and d.requires_grad and f is not y and f._base is y
