@@ -330,7 +330,11 @@ def test_trusted_or_not_it_has_to_be_equal():
     assert report.left_alone["NoNorm", "it does not compute an RMSNorm or a LayerNorm"] == 2
 
 
-@pytest.mark.parametrize("trust", ["NoNorm", [NoNorm(8)], dict, lambda: NoNorm, [NoNorm, None]], ids=str)
+@pytest.mark.parametrize(
+    "trust",
+    ["NoNorm", [NoNorm(8)], dict, lambda: NoNorm, [NoNorm, None]],
+    ids=["a name", "a module", "dict", "a function", "and None"],
+)
 def test_only_classes_of_modules_are_trusted(trust):
     with pytest.raises(TypeError, match=r"^apply_liger_kernel: trust has .*, give classes of modules: trust="):
         liger.apply_liger_kernel(tiny.model("llama"), trust=trust)

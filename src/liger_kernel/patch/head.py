@@ -162,7 +162,12 @@ def is_quantised(leaf) -> bool:
 
 def _may_be_called(head) -> bool:
     """Whether it makes a row of its logits of each row, and the same ones every time: libraries' layers do."""
-    return type(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
+    return _home(head).__module__.startswith(CALLED) and "parametrizations" not in head._modules
+
+
+def _home(module) -> type:
+    """The class that has the module's forward: FSDP2 derives a class of its own, which may say that it is of abc."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 def mixes_rows(head) -> bool:
@@ -173,7 +178,7 @@ def mixes_rows(head) -> bool:
 
 
 def _mixes_rows(module) -> bool:
-    kind, state = type(module), getattr(module, "state", None)
+    kind, state = _home(module), getattr(module, "state", None)
     if kind.__name__ == "Linear8bitLt" and state is not None:  # bitsandbytes', not the adapter around it
         return getattr(state, "threshold", 1) > 0
     known = kind.__module__.startswith(CALLED) and not kind.__module__.startswith(TOGETHER)

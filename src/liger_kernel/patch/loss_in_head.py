@@ -27,7 +27,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_kernel.core.op import transformed
-from liger_kernel.patch import causal_lm
+from liger_kernel.patch import callers, causal_lm
 from liger_kernel.patch.arguments import SKIP, Arguments, with_skip_logits
 from liger_kernel.patch.causal_lm import METRICS, OPTIONS, is_causal
 from liger_kernel.patch.head import prepare, readers, who_looks
@@ -100,7 +100,7 @@ def fused_forward(cls, changed=lambda forward: forward):
         skip_logits = options.pop(SKIP, None)
         by_mode = skip_logits is None
         if by_mode:
-            skip_logits = self.training
+            skip_logits = self.training and not _caller_reads_logits(given)
         if not skip_logits:
             options = {k: v for k, v in options.items() if k not in METRICS}
         asked = _of_call(self, given, options)
@@ -186,6 +186,11 @@ def _learned(model):
     """What the last step has shown, while the config says what it said then."""
     learned = model._liger_learned
     return learned if learned is not None and learned[0] == declared_transform(model.config) else None
+
+
+def _caller_reads_logits(kwargs) -> bool:
+    """Whether the logits of a call with labels are for its caller: it hands in embeddings, prompts first."""
+    return kwargs.get("inputs_embeds") is not None and not is_compiling() and callers.reads_logits()
 
 
 def _why_logits(model) -> str | None:

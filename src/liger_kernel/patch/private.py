@@ -23,6 +23,7 @@ from types import MethodType
 
 import torch
 
+from liger_kernel.core.devices import within_a_mode
 from liger_kernel.patch import functions
 from liger_kernel.patch.deferred import is_the_compilers
 from liger_kernel.patch.parts import unchanged
@@ -175,11 +176,15 @@ def _guarded(cls, what, ours, parts, family, same):
     name, fusible, pays = what.method, what.fusible, what.pays
     _, first, *_ = inspect.signature(family).parameters.values()
 
+    def is_proved(self):
+        known = is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts)
+        return known and not within_a_mode()
+
     # `is_the_compilers` first: in a graph, whatever else is asked here costs guards in every step.
     def of_one(self, x):
         if fusible and is_the_compilers(x):
             return getattr(cls, name)(self, x)
-        if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
+        if is_proved(self):
             return ours(self, x)
         return getattr(cls, name)(self, x)
 
@@ -187,7 +192,7 @@ def _guarded(cls, what, ours, parts, family, same):
         x = args[0] if args else kwargs.get(first.name)
         if (fusible and is_the_compilers(x)) or (pays is not None and not pays(x)):
             return getattr(cls, name)(self, *args, **kwargs)
-        if is_ours(self) and getattr(cls, name) is family and (same is None or same()) and unchanged(self, parts):
+        if is_proved(self):
             return ours(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 

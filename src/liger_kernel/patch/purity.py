@@ -120,6 +120,8 @@ def why_not(
         if next(child.parameters(), None) is None and hooked(child, called=False):
             return f"there are hooks on its {name}"
         own = child.__dict__.get("forward")
+        if isinstance(child, torch.jit.ScriptModule):
+            return f"its {name} is TorchScript"
         if own is not None and getattr(own, "__func__", None) is not type(child).forward:
             return f"the forward of its {name} was replaced on the instance"
         why = why_not(child, trusted=trusted)

@@ -12,6 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_kernel.core.devices import within_a_mode
+from liger_kernel.core.op import run_eagerly
 from liger_kernel.patch.causal_lm import (
     METRICS,
     NOT_HUGGING_FACES,
@@ -135,6 +136,10 @@ class RandomState:
         random.setstate(self.python)
         if self.module:
             self.module.set_rng_state_all(self.devices)
+
+
+run_eagerly(RandomState.__init__)  # a graph that was broken before it would begin again here
+run_eagerly(RandomState.restore)
 
 
 class Request:
