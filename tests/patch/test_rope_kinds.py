@@ -75,6 +75,8 @@ def test_trains_as_before(family, ran, monkeypatch):
     """With the kernels, where Triton's interpreter runs them."""
     monkeypatch.setattr(zoo, "cast", lambda model, dtype: model)  # which would make complex buffers real
     home, replaced = MODELS[family]
+    if family in zoo_vision.FAILS:
+        pytest.skip("it fails without the patch, as test_zoo_vision shows")
     theirs = home.build(family)
     mine = copy.deepcopy(theirs)
     report = liger.apply_liger_kernel(mine, **ROPE_ALONE)
