@@ -13,7 +13,7 @@ from bench import models
 from liger_kernel.cli import build, main, memory, meta, parser, plan
 from liger_kernel.cli.presets import PRESETS
 from liger_kernel.core import devices, kernel
-from liger_kernel.patch import deferred
+from liger_kernel.patch import conditions
 from liger_kernel.transformers import apply_liger_kernel
 
 pytest.importorskip("transformers")
@@ -164,7 +164,7 @@ def as_large_on_a_gpu(monkeypatch):
     if not devices.INTERPRETED:
         pytest.skip("kernels run on CPU tensors in Triton's interpreter")
     monkeypatch.setattr(devices, "_properties", lambda kind, index: ("sm_90", 132, 32, 232448))
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,7 +213,7 @@ def test_fullest_moment(family):
 @pytest.mark.parametrize("patched", [False, True])
 def test_a_layer_of_llama_by_hand(patched, monkeypatch):
     """What one more layer keeps of T tokens, in bf16."""
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
     T, H, wide, heads, kv_heads, head = 3 * 128, 64, 96, 4, 2, 16
 
     def kept_by(layers):

@@ -423,10 +423,10 @@ def training_step(model, batch):
 @pytest.mark.parametrize("family,compiled", [*((f, False) for f in tiny.FAMILIES), ("llama", True), ("gemma2", True)])
 def test_families_train_as_before(family, compiled, monkeypatch):
     """With real kernels, those for large layers: loss and every gradient of the unpatched model, with no logits."""
-    from liger_kernel.patch import deferred
+    from liger_kernel.patch import conditions
     from liger_kernel.transformers import apply_liger_kernel
 
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
     model = tiny.model(family).cuda()
     batch = {k: v.cuda() for k, v in tiny.batch(3, 33).items()}
     want, gradients = training_step(model, batch)

@@ -6,13 +6,13 @@ import pytest
 import tiny
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import deferred, fan_out, head
+from liger_kernel.patch import conditions, fan_out, head
 
 
 @pytest.fixture(autouse=True)
 def ours_in_graphs(monkeypatch):
     """In a graph on a GPU small tensors, as tests have, would be the compiler's."""
-    monkeypatch.setattr(deferred, "IN_GRAPH", 0)
+    monkeypatch.setattr(conditions, "IN_GRAPH", 0)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def on_cpu_and_clean(reference_only):
 @pytest.fixture
 def everything_on(reference_only, monkeypatch):
     """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes several chunks."""
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
     monkeypatch.setattr(fan_out, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
     monkeypatch.setattr(head, "CHUNK", 7)
     yield

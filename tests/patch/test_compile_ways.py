@@ -371,9 +371,11 @@ def test_a_small_layer_is_guarded_as_the_familys_own(monkeypatch):
             compiled = torch.compile(model, backend="eager", fullgraph=True)
             compiled(**tiny.batch())
             found.append(guards(model))
-    each = 3 if torch.__version__.startswith("2.11") else 2  # lines for is_causal, which is read where there is no mask
-    mask = 2 * each  # of two more layers
-    assert found[3] - found[1] <= found[2] - found[0] + mask, found
+    # Lines a layer: for is_causal, which is read where there is no mask; from torch 2.14 on also for the attention's
+    # class, which a decorator of transformers reads, and which Dynamo compares with that of each other layer.
+    version = Version(torch.__version__)
+    each = 3 if version < Version("2.12") else 2 if version < Version("2.14") else 4
+    assert found[3] - found[1] <= found[2] - found[0] + 2 * each, found
     assert_same_steps(compiled, models[0], steps=1)
     for model in models:
         model.model.layers[1].mlp.act_fn = torch.nn.GELU()

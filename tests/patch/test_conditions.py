@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from liger_kernel.patch import deferred
+from liger_kernel.patch import conditions
 
 
 def test_small_tensors_are_the_compilers(monkeypatch):
     """In a graph, and on a GPU: there each operator of ours costs the host more than it saves."""
-    monkeypatch.setattr(deferred, "IN_GRAPH", 2**23)
+    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
     small, large = torch.empty(2**23 - 1, device="meta"), torch.empty(2**23, device="meta")
-    assert not deferred.is_the_compilers(small)
+    assert not conditions.is_the_compilers(small)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert deferred.is_the_compilers(small) and not deferred.is_the_compilers(large)
-    assert not deferred.is_the_compilers(torch.empty(1))
+    assert conditions.is_the_compilers(small) and not conditions.is_the_compilers(large)
+    assert not conditions.is_the_compilers(torch.empty(1))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
     found = []
 
     def note():
-        found.append(deferred.becomes_a_cuda_graph())
+        found.append(conditions.becomes_a_cuda_graph())
         return True
 
     note._dynamo_marked_constant = True
@@ -47,7 +47,7 @@ def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
     torch.compile(function, backend="eager")(x)
     torch.compile(function, **compiling)(x)
     assert found[0] is False and found[-1] is graphs
-    assert not deferred.becomes_a_cuda_graph()
+    assert not conditions.becomes_a_cuda_graph()
 
 
 def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **options: graph.forward)
 
     def function(x):
-        return x + 1 if deferred.becomes_a_cuda_graph() else x - 1
+        return x + 1 if conditions.becomes_a_cuda_graph() else x - 1
 
     x = torch.ones(3)
     torch._dynamo.reset()
@@ -68,6 +68,6 @@ def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
 
 def test_small_tensors_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(deferred, "IN_GRAPH", 2**23)
-    monkeypatch.setattr(deferred, "becomes_a_cuda_graph", lambda: True)
-    assert not deferred.is_the_compilers(torch.empty(5, device="meta"))
+    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
+    monkeypatch.setattr(conditions, "becomes_a_cuda_graph", lambda: True)
+    assert not conditions.is_the_compilers(torch.empty(5, device="meta"))

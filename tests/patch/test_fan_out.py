@@ -10,7 +10,7 @@ from patched import assert_same_step, step
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from liger_kernel.ops.mlp.swiglu_mlp import GatedMLP
-from liger_kernel.patch import deferred
+from liger_kernel.patch import conditions
 from liger_kernel.patch.fan_out import FanOut, Shared
 from liger_kernel.transformers import apply_liger_kernel
 
@@ -112,7 +112,7 @@ def small_ones_too(monkeypatch):
     """Calls of `FanOut.linear`, for inputs of any size."""
     calls = []
     linear = FanOut.linear
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
     monkeypatch.setattr(FanOut, "linear", lambda self, *args: (calls.append(1), linear(self, *args))[1])
     return calls
 
@@ -191,7 +191,7 @@ def test_only_where_it_pays_and_is_known(how, long_context, small_ones_too, monk
     batch = {k: v.to(DEVICE) for k, v in tiny.batch().items()}
     layers = mine.model.layers
     if how == "small":
-        monkeypatch.setattr(deferred, "LARGE", 2**23)
+        monkeypatch.setattr(conditions, "LARGE", 2**23)
     for layer in layers:
         if how == "hooked":
             for linear in (layer.self_attn.k_proj, layer.mlp.up_proj):
@@ -209,7 +209,7 @@ def test_a_small_mlp_is_one_node(how, monkeypatch):
     """That saves the host's time; a large one takes what saves memory, a layer that does more is called."""
     calls, apply = [], GatedMLP.apply
     monkeypatch.setattr(GatedMLP, "apply", lambda *args: calls.append(1) or apply(*args))
-    monkeypatch.setattr(deferred, "LARGE", 0 if how == "large" else 2**23)
+    monkeypatch.setattr(conditions, "LARGE", 0 if how == "large" else 2**23)
     theirs, mine = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
     apply_liger_kernel(mine)
     for model in (theirs, mine):

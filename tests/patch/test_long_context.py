@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import liger_kernel.transformers as liger
 from liger_kernel.cli import plan
 from liger_kernel.ops.attention import head_groups
-from liger_kernel.patch import class_level, deferred, families, offloading
+from liger_kernel.patch import class_level, conditions, families, offloading
 from liger_kernel.patch.offloading import CHOSEN, Offloaded
 from liger_kernel.patch.rewrite import known_as
 
@@ -27,7 +27,7 @@ LAYERS = 2
 @pytest.fixture
 def sent(monkeypatch):
     """Everything is worth sending, grouping and making again, however small."""
-    monkeypatch.setattr(deferred, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE", 0)
     monkeypatch.setattr(head_groups, "LEAST", 1)
     return host.takes_everything(monkeypatch)
 

@@ -40,6 +40,17 @@ CLAMPS = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pytorchs_rms_norm_without_an_eps(dtype):
+    """Its eps is that of fp32 then, whatever the dtype: rows are tried for which it counts."""
+    mine, theirs, report = holding(torch.nn.RMSNorm(32))
+    assert report.of("RMSNorm") == 1 and not report.left_alone
+    x = rows(3, 5, 32, dtype=dtype) * torch.tensor((1e-4, 1e-3, 1.0), dtype=dtype, device=DEVICE)[:, None, None]
+    y, want = (model[0].to(dtype)(x) for model in (mine, theirs))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, want, rtol=2 * eps, atol=2 * eps * want.abs().max().item())
+
+
 @pytest.mark.parametrize("clamp", CLAMPS)
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_a_norm_that_clamps_its_input(cls, clamp):

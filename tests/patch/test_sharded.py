@@ -26,9 +26,9 @@ class WithZLoss(transformers.LlamaForCausalLM):
 
 def compile_parts(model, parts):
     """Each of its layers, before it is sharded, or then the whole model. In the graph we are at any size."""
-    from liger_kernel.patch import deferred
+    from liger_kernel.patch import conditions
 
-    deferred.IN_GRAPH = 0
+    conditions.IN_GRAPH = 0
     backend = "aot_eager" if DEVICE == "cpu" else "inductor"
     for part in model.model.layers if parts == "layers" else [model]:
         part.compile(backend=backend, fullgraph=parts == "layers")

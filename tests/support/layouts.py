@@ -11,7 +11,7 @@ from hardware import DEVICE
 from ranks import SIZE
 
 from liger_kernel.core import devices
-from liger_kernel.patch import deferred
+from liger_kernel.patch import conditions
 
 LOW = torch.bfloat16
 
@@ -30,12 +30,12 @@ def mesh(*shape):
 @contextmanager
 def kernels(interpreted):
     """With them as on a GPU, where layers of one input share a node in the graph; or as on a CPU."""
-    before = devices.INTERPRETED, deferred.LARGE
-    devices.INTERPRETED, deferred.LARGE = interpreted and before[0], 0
+    before = devices.INTERPRETED, conditions.LARGE
+    devices.INTERPRETED, conditions.LARGE = interpreted and before[0], 0
     try:
         yield
     finally:
-        devices.INTERPRETED, deferred.LARGE = before
+        devices.INTERPRETED, conditions.LARGE = before
 
 
 # ---- FSDP2 ----

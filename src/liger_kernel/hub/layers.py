@@ -15,7 +15,7 @@ from liger_kernel.hub.loss import CausalLMLoss, prove_loss
 from liger_kernel.hub.ours import forward_of
 from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp
 from liger_kernel.patch import mlp, norm
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 
 
 @dataclass(frozen=True)

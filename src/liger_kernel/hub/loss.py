@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import call, close, close_in_rows, first_line, isolated, noise, shell
 

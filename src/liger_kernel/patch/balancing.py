@@ -19,7 +19,7 @@ from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.load_balancing import loss_reference
 from liger_kernel.patch import purity
-from liger_kernel.patch.deferred import is_the_compilers, plain
+from liger_kernel.patch.conditions import is_the_compilers, plain
 from liger_kernel.patch.functions import global_of, named_as, rebind, same_globals, used_by
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.private import become, own_forward, swap

@@ -20,7 +20,7 @@ from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.experts import ACTIVATIONS, experts_reference
 from liger_kernel.patch import functions, purity
-from liger_kernel.patch.deferred import is_the_compilers, plain, seen
+from liger_kernel.patch.conditions import is_the_compilers, plain, seen
 from liger_kernel.patch.experts_interface import NAME as OURS
 from liger_kernel.patch.mlp import Clamped, Gated, first_equal, gates, parted
 from liger_kernel.patch.norm import FLOATS

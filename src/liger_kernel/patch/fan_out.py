@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from liger_kernel.core import devices
 from liger_kernel.core.again import recipe
 from liger_kernel.core.op import transformed
-from liger_kernel.patch import deferred
+from liger_kernel.patch import conditions
 
 
 class _Box:
@@ -101,15 +101,15 @@ class FanOut:
 
 def may_fan_out(x, layers) -> bool:
     """Whether it pays, and these layers do nothing but multiply: PyTorch's own, with weights that are whole."""
-    if not deferred.plain(x) or x.numel() < deferred.LARGE or not x.requires_grad or torch.compiler.is_compiling():
+    if not conditions.plain(x) or x.numel() < conditions.LARGE or not x.requires_grad or torch.compiler.is_compiling():
         return False
     if torch.is_autocast_enabled(x.device.type) or not devices.has_kernels(x):
         return False
     if type(F.linear) is not types.BuiltinFunctionType:  # ZeRO-3 has put another one there, which wants a tensor
         return False
     layers = list(layers)
-    own = all(type(layer) is torch.nn.Linear and deferred.plain(layer.weight, layer.bias) for layer in layers)
-    return own and len(layers) > 1 and not deferred.seen(*layers)
+    own = all(type(layer) is torch.nn.Linear and conditions.plain(layer.weight, layer.bias) for layer in layers)
+    return own and len(layers) > 1 and not conditions.seen(*layers)
 
 
 def shared(x, layers):

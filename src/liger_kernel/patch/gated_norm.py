@@ -11,7 +11,7 @@ import torch
 
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.gated_rms_norm import ACTIVATIONS, gated_rms_norm_reference
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.norm import EPSILONS, FLOATS
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (

@@ -17,7 +17,7 @@ from liger_kernel.ops.functional import CrossEntropyOutput
 from liger_kernel.ops.head.token_log_probs import compute_dtype
 from liger_kernel.patch import causal_lm
 from liger_kernel.patch.causal_lm import liger_causal_lm_loss, over_items, unpack_cross_entropy_result
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.logits import current, is_of_a_library
 from liger_kernel.patch.parallel_head import Plan, is_linear, plan_of
 

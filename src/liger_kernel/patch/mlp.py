@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
-from liger_kernel.patch.deferred import is_the_compilers, large, plain
+from liger_kernel.patch.conditions import is_the_compilers, large, plain
 from liger_kernel.patch.fan_out import FanOut, may_fan_out
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.parts import Reads

@@ -14,7 +14,7 @@ from liger_kernel.core.parallel import by_rows
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.functions import mentions
 from liger_kernel.patch.parts import Reads, frozen
 from liger_kernel.patch.probe import (
@@ -37,7 +37,7 @@ from liger_kernel.patch.probe import (
 from liger_kernel.patch.rewrite import Kind, Rewrite
 
 NAMES = "weight", "bias"
-EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # of norms that have theirs in their code
+EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps  # of norms that have theirs in their code
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 

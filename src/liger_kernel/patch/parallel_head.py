@@ -26,7 +26,7 @@ from torch.nn.modules import module as module_hooks
 from liger_kernel.ops import functional
 from liger_kernel.ops.head.token_log_probs import compute_dtype
 from liger_kernel.patch import causal_lm
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.logits import is_of_a_library
 
 LINEAR_FORWARD, LINEAR = torch.nn.Linear.forward, F.linear  # what a head is known by

@@ -13,7 +13,7 @@ from liger_kernel.core import devices
 from liger_kernel.ops.mlp import activation_linear, xielu_linear
 from liger_kernel.ops.mlp.activation import quick_gelu_reference, relu_squared_reference
 from liger_kernel.patch import mlp
-from liger_kernel.patch.deferred import is_the_compilers
+from liger_kernel.patch.conditions import is_the_compilers
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.parts import Reads
 from liger_kernel.patch.probe import (

@@ -25,7 +25,7 @@ import torch
 
 from liger_kernel.core.devices import within_a_mode
 from liger_kernel.patch import functions
-from liger_kernel.patch.deferred import is_the_compilers
+from liger_kernel.patch.conditions import is_the_compilers
 from liger_kernel.patch.parts import unchanged
 from liger_kernel.patch.rewrite import Kind
 

@@ -21,7 +21,7 @@ from liger_kernel.patch.causal_lm import (
     shifted,
     unpack_cross_entropy_result,
 )
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.head import (
     dtype_of_logits,
     leaves,

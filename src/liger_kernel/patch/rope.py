@@ -19,7 +19,7 @@ from liger_kernel.core import again, devices
 from liger_kernel.ops import functional
 from liger_kernel.ops.rotary import llama4_rope
 from liger_kernel.patch import purity
-from liger_kernel.patch.deferred import is_the_compilers, plain
+from liger_kernel.patch.conditions import is_the_compilers, plain
 from liger_kernel.patch.fan_out import shared
 from liger_kernel.patch.functions import global_of, layers, overrides, rebind, used_by
 from liger_kernel.patch.norm import FLOATS, Norm

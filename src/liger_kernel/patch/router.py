@@ -13,7 +13,7 @@ import torch
 
 from liger_kernel.core.op import transformed
 from liger_kernel.ops import functional
-from liger_kernel.patch.deferred import plain, seen
+from liger_kernel.patch.conditions import plain, seen
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.norm import FLOATS
 from liger_kernel.patch.parts import Reads

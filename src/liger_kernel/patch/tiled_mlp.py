@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.tiled_mlp import LEAF, apply_tiled_mlp
-from liger_kernel.patch.deferred import plain
+from liger_kernel.patch.conditions import plain
 from liger_kernel.patch.experts import StackedExperts
 from liger_kernel.patch.mlp import GLU, Gated, GatedMLPs
 from liger_kernel.patch.plain_mlp import Plain, PlainMLPs

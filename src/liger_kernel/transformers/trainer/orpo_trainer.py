@@ -62,7 +62,7 @@ class _Pairs:
 
     def of_head(self, head, own_forward, args, kwargs):
         """The head's forward: the loss as (1, 1, 1), or logits where the weight alone does not make them."""
-        from liger_kernel.patch.deferred import plain
+        from liger_kernel.patch.conditions import plain
 
         if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
             return own_forward(head, *args, **kwargs)
