@@ -228,7 +228,7 @@ def as_one(rank, name):
 
 
 def as_near(rank, name):
-    """No gradient is farther than the farthest of the unpatched model's, up to one rounding; on average none at any step.
+    """No gradient is farther than the farthest of the unpatched one, up to a rounding; on average none at any step.
 
     The farthest of all steps: which small gradient it is, and at which step, is chance.
     """
