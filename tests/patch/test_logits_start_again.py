@@ -5,11 +5,14 @@ Whoever swallows exceptions in a forward, or in code around it, gets what he get
 
 import contextlib
 import random
+import sys
 
 import pytest
+import tiny
 import torch
 from forwards import Reversed, V, assert_same, between, kept, pair
 from patched import step
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,8 +23,8 @@ from liger_kernel.patch.logits import Logits, Source
 pytestmark = pytest.mark.usefixtures("reference_only")
 
 
-class Broken(Exception):
-    """No error that any code expects."""
+class Broken(TypeError):
+    """A mistake that any code might make."""
 
 
 def broken(*args, **kwargs):
@@ -218,3 +221,70 @@ def test_the_random_state_of_a_call_that_does_not_start_again_is_left_alone():
     step(mine)
     assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(moved, before)
     liger.revert(mine)
+
+
+# ---- what is nobody's failure ----
+
+
+def plain_pair():
+    """A Llama, and the same patched."""
+    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    liger.apply_liger_kernel(mine)
+    return theirs, mine
+
+
+def checkpointed(model, batch):
+    return checkpoint(lambda: model(**batch).loss, use_reentrant=False)
+
+
+def test_a_checkpoint_around_the_whole_model(caplog):
+    """It ends its recomputation by an exception, where the last tensor that it needs is saved: in the head."""
+    theirs, mine = plain_pair()
+    for _ in range(3):
+        losses = [checkpointed(model, tiny.batch()) for model in (theirs, mine)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_exception_of_somebody_elses(error):
+    """Of a signal's handler, say: it comes out, and the next step has its loss in the head."""
+    _, mine = plain_pair()
+    raised = []
+
+    def pack(x):
+        if not raised and _is_of_the_head(x):
+            raised.append(1)
+            raise error("not the head's")
+        return x
+
+    with pytest.raises(error), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        mine(**tiny.batch())
+    assert raised and mine._liger_logits_needed is None
+    assert mine(**tiny.batch()).logits is None
+
+
+def _is_of_the_head(x) -> bool:
+    return x.shape[-1] == 32 and "liger_fused_linear_cross_entropy" in {f.f_code.co_name for f in frames()}
+
+
+def frames():
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def test_labels_that_are_wrong_once():
+    """The family's error comes out, and nothing is learned of it."""
+    _, mine = plain_pair()
+    batch = tiny.batch()
+    wrong = batch | dict(labels=batch["labels"].clone().fill_(tiny.VOCABULARY + 5))
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        mine(**wrong)
+    assert mine._liger_logits_needed is None
+    assert mine(**batch).logits is None

@@ -495,3 +495,14 @@ def test_compiled():
     loss = theirs(**tiny.batch()).loss
     assert same(got[:2], (loss, (loss,))) and same(got[2][0], loss) and got[2][1:] == (None,)
     assert_same_places(torch.compile(mine, backend="eager", fullgraph=True)(**tiny.batch()), theirs(**tiny.batch()))
+
+
+def test_logits_that_are_filled_in_take_their_place():
+    model = tiny.model("llama")
+    liger.apply_liger_kernel(model)
+    for fill in (lambda out, x: setattr(out, "logits", x), lambda out, x: out.__setitem__("logits", x)):
+        out = model(**tiny.batch(), output_hidden_states=True)
+        logits = model.lm_head(out.hidden_states[-1])
+        fill(out, logits)
+        assert out[1] is logits and out.logits is logits and out[2] is out.hidden_states
+        assert list(out)[:3] == ["loss", "logits", "hidden_states"]

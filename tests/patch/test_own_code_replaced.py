@@ -338,3 +338,31 @@ def test_trusted_or_not_it_has_to_be_equal():
 def test_only_classes_of_modules_are_trusted(trust):
     with pytest.raises(TypeError, match=r"^apply_liger_kernel: trust has .*, give classes of modules: trust="):
         liger.apply_liger_kernel(tiny.model("llama"), trust=trust)
+
+
+class Reloaded(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def twice(self, x):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    return 2 * self.weight * h.to(x.dtype)
+
+
+def test_code_that_is_put_into_a_function(monkeypatch):
+    """As editors do that reload a file: the function stays the same object."""
+    mine, theirs = (torch.nn.Sequential(torch.nn.Identity(), Reloaded(8)) for _ in range(2))
+    assert liger.apply_liger_kernel(mine).of("Reloaded") == 1
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    before = mine(x)
+    monkeypatch.setattr(Reloaded.forward, "__code__", twice.__code__)
+    torch.testing.assert_close(mine(x), theirs(x))
+    torch.testing.assert_close(mine(x), 2 * before)

@@ -167,6 +167,22 @@ class _Places:
             raise RuntimeError(NO_LOGITS)
         return values[key]
 
+    def __setitem__(self, key, value):
+        place = _left_open(self) if key == "logits" else None
+        super().__setitem__(key, value)
+        self._put(place)
+
+    def __setattr__(self, name, value):
+        place = _left_open(self) if name == "logits" and value is not None else None
+        super().__setattr__(name, value)
+        self._put(place)
+
+    def _put(self, place):
+        """Move logits that somebody fills in to their place."""
+        if place is not None and "logits" in self:
+            for name in [*self][place:-1]:
+                self.move_to_end(name)
+
 
 def _left_open(output) -> int | None:
     """The place of the logits that an output has not got."""

@@ -44,6 +44,14 @@ def names_of(function) -> set[str]:
     return {name for code in codes for name in code.co_names}
 
 
+def variables_of(function) -> set[str]:
+    """The names that the function, and each that it wraps, uses: of variables, attributes and keywords."""
+    codes = [code for layer in layers(function) for code in (layer.__code__, *_inner(layer.__code__))]
+    constants = {c for code in codes for const in code.co_consts for c in (const if type(const) is tuple else (const,))}
+    variables = {name for code in codes for name in (*code.co_varnames, *code.co_freevars)}
+    return names_of(function) | variables | {c for c in constants if isinstance(c, str)}
+
+
 def global_of(function, name: str):
     """What the function, or one that it wraps, means by a global name; None if it does not use it as one."""
     using = (layer for layer in layers(function) if _reads_global(layer.__code__, name))

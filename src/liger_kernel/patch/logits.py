@@ -222,6 +222,7 @@ _KNOWN = {getattr(T, name).__get__ for name in _ATTRIBUTES} | {  # the same of w
 _MOVES = {T.to, T.cuda, T.cpu}
 _OF_GRADIENTS = {T.register_hook, T.retain_grad, T.requires_grad_, T.backward, torch.autograd.grad}
 _SAME_MEMORY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+OURS = __name__.partition(".")[0] + "."
 LIBRARIES = "torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "peft.", "transformers."
 
 
@@ -424,24 +425,36 @@ def _in_autograd_function() -> bool:
 
 
 def _frames():
-    """Those of the callers, from the innermost: the object that each has as its first argument, and its code."""
+    """Those of the callers, from the innermost."""
     frame = sys._getframe(2)
     while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        yield frame.f_code, frame.f_locals.get(*first) if first else None
+        yield frame
         frame = frame.f_back
 
 
+def _first_argument(frame):
+    first = frame.f_code.co_varnames[:1]
+    return frame.f_locals.get(*first) if first else None
+
+
 def _is_in_a_librarys_function() -> bool:
-    """Whether the autograd Function whose forward is running is a library's: DeepSpeed's only detach."""
-    classes = (getattr(type(ctx), "_forward_cls", None) for _, ctx in _frames())
-    function = next((cls for cls in classes if cls is not None), None)
-    return function is not None and is_of_a_library(function)
+    """Whether the autograd Function whose forward is running is a library's: DeepSpeed's only detach.
+
+    It is known by its ctx; a forward that has none (``setup_context``), by the file of the code that takes the logits.
+    """
+    for frame in _frames():
+        function = getattr(type(_first_argument(frame)), "_forward_cls", None)
+        if function is not None:
+            return is_of_a_library(function)
+        file = frame.f_globals.get("__name__", "")
+        if not file.startswith(("torch.", OURS)):
+            return file.startswith(LIBRARIES)
+    return False
 
 
 def _is_being_called(module) -> bool:
     call = torch.nn.Module._call_impl.__code__
-    return any(code is call and first is module for code, first in _frames())
+    return any(frame.f_code is call and _first_argument(frame) is module for frame in _frames())
 
 
 def _failure(error, args, kwargs) -> BaseException:

@@ -134,11 +134,14 @@ def fused_forward(cls, changed=lambda forward: forward):
             if request.needed is None:  # somebody else's
                 raise
         if request.needed is not None:  # not in the handler: the frames that it holds may be a checkpoint's, with hooks
-            _give_up(self, request.needed, given)
+            needed = request.needed
+            _check_cache(self, needed, given)
             if random_state is not None:
                 random_state.restore()
             request, why = Request(self, call, in_head=False), TOLD
             out = finish(request)
+            self._liger_logits_needed = readers(self.get_output_embeddings())  # until its hooks are others
+            tell(self, needed)
         if not is_compiling():
             _look_back(self, request, why)
             if by_mode and not skip_logits:
@@ -209,15 +212,13 @@ def _why_logits(model) -> str | None:
     return why
 
 
-def _give_up(model, why, kwargs):
-    """Real logits from now on, until the hooks of the head are others."""
+def _check_cache(model, why, kwargs):
+    """The call cannot start again where it has written to a cache of the caller's."""
     if any(kwargs.get(name) is not None for name in CACHES):
         raise RuntimeError(
             f"{type(model).__name__}.forward: {why}, which is known only now that its cache has been written to; call "
             "it with skip_logits=False"
         )
-    model._liger_logits_needed = readers(model.get_output_embeddings())
-    tell(model, why)
 
 
 def _look_back(model, request, why):

@@ -22,9 +22,10 @@ from collections.abc import Callable
 from types import MethodType
 
 import torch
+from torch.compiler import is_compiling
 
 from liger_kernel.core.devices import within_a_mode
-from liger_kernel.patch import functions
+from liger_kernel.patch import functions, purity
 from liger_kernel.patch.conditions import is_the_compilers
 from liger_kernel.patch.parts import unchanged
 from liger_kernel.patch.rewrite import Kind
@@ -82,9 +83,31 @@ def _subclass(cls, what, parts, family, used):
     members["_liger_read"] = family, used, parts
     if what.guarded:
         ours = members[what.method]
-        members[what.method] = _guarded(cls, what, ours, parts, family, functions.same_globals(used))
+        members[what.method] = _guarded(cls, what, ours, parts, family, _same(family, used))
     names = dict(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__, __reduce_ex__=_reduce)
     return _metaclass(type(cls))(cls.__name__, (cls,), {**names, **members, **members["_liger_state"]})
+
+
+def _same(family, used):
+    """Whether globals, and the code of functions in nobody's package, are what they are now; None if there are none.
+
+    Editors that reload a file put new code into the functions of the old one.
+    """
+    named = [held.value for _, found in used for _, held in found]
+    own = {f for f in (family, *(layer for layer, _ in used), *named) if isinstance(f, types.FunctionType)}
+    own = [(f, f.__code__, f.__defaults__) for f in own if not purity.is_released(f)]
+    same_globals = functions.same_globals(used)
+    if not own:
+        return same_globals
+
+    def same():
+        if is_compiling():  # which guards the code that it has traced
+            return same_globals is None or same_globals()
+        return all(f.__code__ is code and f.__defaults__ is defaults for f, code, defaults in own) and (
+            same_globals is None or same_globals()
+        )
+
+    return same
 
 
 # ---- pickle and copy ----

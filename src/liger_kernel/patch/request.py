@@ -117,6 +117,15 @@ class Misfit(ValueError):
     """Labels that are not one a token."""
 
 
+# What code of ours may raise by mistake. A checkpoint ends its recomputation, a signal or a hook ends a step by others.
+OWN = TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError, ArithmeticError
+
+
+def _may_be_own(error) -> bool:
+    kind = type(error)
+    return kind is RuntimeError or isinstance(error, OWN) or kind.__module__.startswith("torch._dynamo.")
+
+
 class RandomState:
     """The state of the generators of torch and of Python, to be put back. Reading it waits for no device."""
 
@@ -173,7 +182,7 @@ class Request:
 
     def failure(self, error) -> BaseException:
         """To be raised where code of the stand-in's own has failed: the family's result does not depend on it."""
-        if self.closed or isinstance(error, (Misfit, torch.OutOfMemoryError)):
+        if self.closed or isinstance(error, Misfit) or not _may_be_own(error):
             return error
         return self.needs(f"what stands for its logits failed ({type(error).__name__}: {error})")
 

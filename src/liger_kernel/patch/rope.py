@@ -21,7 +21,8 @@ from liger_kernel.ops.rotary import llama4_rope
 from liger_kernel.patch import purity
 from liger_kernel.patch.conditions import is_the_compilers, plain
 from liger_kernel.patch.fan_out import shared
-from liger_kernel.patch.functions import global_of, layers, overrides, rebind, used_by
+from liger_kernel.patch.functions import global_of, layers, overrides, rebind, used_by, variables_of
+from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.norm import FLOATS, Norm
 from liger_kernel.patch.private import own_forward
 from liger_kernel.patch.probe import SIZE, call, first_line, isolated, nearly_equal, noise, shell
@@ -29,6 +30,7 @@ from liger_kernel.patch.rewrite import Kind, Rewrite, known_as
 from liger_kernel.patch.rotation import keeps_dtype, rotates, same_rotation, shares_angles, stacked
 
 ROPE, INTERLEAVE = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
+TABLES = {"cos", "sin", "position_embeddings"}
 FUNCTIONS = (
     ROPE, INTERLEAVE, "apply_rotary_pos_emb_vision", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb",
     "vision_apply_rotary_emb",
@@ -455,10 +457,24 @@ def _of(walk, attention) -> Rotating | str:
     if not embeddings:
         return "there is no rotary embedding to learn the layout of cos and sin from"
     for embedding in embeddings:
+        if own_forward(embedding) or hooked(embedding, called=False):
+            return "its rotary embedding has hooks, or a forward on the instance"
         why = walk.why_not(embedding) or walk.once(prove_angles, embedding, what.interleaved)
         if why is not None:
             return why
-    return what
+    return _why_altered(walk, attention) or what
+
+
+def _why_altered(walk, attention) -> str | None:
+    """Why cos and sin may be others than those of the embedding, of which the operator reads half of the columns."""
+    path = walk.paths[attention]
+    for module, outer in walk.paths.items():
+        if outer and not (path == outer or path.startswith(f"{outer}.")) or isinstance(module, walk.trusted):
+            continue
+        forward = type(module).forward
+        if not purity.is_released(forward) and TABLES & variables_of(forward):
+            return f"{forward.__qualname__} has cos and sin in its hands, and may change them"
+    return None
 
 
 def _embeddings_of(walk, attention) -> list:
