@@ -184,7 +184,8 @@ class RemoteAttention(LlamaAttention):
         shape = *hidden_states.shape[:-1], -1, self.head_dim
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (projection(hidden_states).view(shape).transpose(1, 2) for projection in projections)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
         out, weights = modeling_llama.eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
         return self.o_proj(out.flatten(2)), weights
 

@@ -9,6 +9,8 @@ from patched import assert_same_step, step
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import liger_kernel.transformers as liger
+from liger_kernel.patch.functions import hands_on
+from liger_kernel.patch.rope import TABLES
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -68,3 +70,80 @@ def test_a_trusted_layer():
     model = tiny.model("llama")
     scaled(model)
     assert liger.apply_liger_kernel(model, trust=(Scaled,)).of("apply_rotary_pos_emb") == 2
+
+
+# ---- what an attention of one's own does with them ----
+
+
+def passes(q, k, position_embeddings):
+    cos, sin = position_embeddings
+    q, k = rotate(q, k, cos, sin)
+    return q, k
+
+
+def takes_both(q, k, cos, sin, **kwargs):
+    return rotate(q, k, cos, sin, unsqueeze_dim=2)
+
+
+def under_other_names(q, k, position_embeddings):
+    c, s = position_embeddings
+    return rotate(q, k, c, s)
+
+
+def scales(q, k, position_embeddings):
+    c, s = position_embeddings
+    c = c * 2
+    return rotate(q, k, c, s)
+
+
+def scales_within(q, k, cos, sin):
+    return rotate(q, k, cos * 2, sin)
+
+
+def writes(q, k, cos, sin):
+    cos[..., 3:] = 1
+    return rotate(q, k, cos, sin)
+
+
+def others(q, k, position_embeddings):
+    c, s = table(q)
+    return rotate(q, k, c, s)
+
+
+def asks_somebody(q, k, cos, sin):
+    cos = table(cos)
+    return rotate(q, k, cos, sin)
+
+
+def shows_them(q, k, cos, sin):
+    table(cos)
+    return rotate(q, k, cos, sin)
+
+
+def in_a_closure(q, k, cos, sin):
+    return (lambda: rotate(q, k, cos, sin))()
+
+
+def by_attribute(q, k, position_embeddings):
+    return rotate(q, k, position_embeddings.cos, position_embeddings.sin)
+
+
+@pytest.mark.parametrize("function", [passes, takes_both, under_other_names])
+def test_tables_that_are_handed_on(function):
+    assert hands_on(function, TABLES, "rotate")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [scales, scales_within, writes, others, asks_somebody, shows_them, in_a_closure, by_attribute],
+)
+def test_tables_in_other_hands(function):
+    assert not hands_on(function, TABLES, "rotate")
+
+
+def rotate(q, k, cos, sin, unsqueeze_dim=1):
+    return q, k
+
+
+def table(x):
+    return x, x

@@ -45,11 +45,60 @@ def names_of(function) -> set[str]:
 
 
 def variables_of(function) -> set[str]:
-    """The names that the function, and each that it wraps, uses: of variables, attributes and keywords."""
-    codes = [code for layer in layers(function) for code in (layer.__code__, *_inner(layer.__code__))]
+    """The names that the function uses by itself: of variables, attributes and keywords."""
+    codes = [function.__code__, *_inner(function.__code__)]
     constants = {c for code in codes for const in code.co_consts for c in (const if type(const) is tuple else (const,))}
-    variables = {name for code in codes for name in (*code.co_varnames, *code.co_freevars)}
-    return names_of(function) | variables | {c for c in constants if isinstance(c, str)}
+    variables = {name for code in codes for name in variables_of_code(code)}
+    return variables | {c for c in constants if isinstance(c, str)}
+
+
+def hands_on(function, names: set[str], to: str) -> bool:
+    """Whether local variables by these names are unpacked and given to the global function ``to``, and nothing else.
+
+    What is unpacked from one of them is another. Each call of ``to`` takes two of them or more.
+    """
+    names = set(names)
+    if any(names & variables_of_code(code) for code in _inner(function.__code__)):
+        return False
+    instructions = [i for i in dis.get_instructions(function) if i.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL")]
+    loaded, unpacked = None, False  # how many ``to`` has got by now, while its arguments are loaded
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        operation, value = instruction.opname, instruction.argval
+        variables = value if isinstance(value, tuple) else (value,)
+        if operation == "UNPACK_SEQUENCE":
+            continue  # `unpacked` says of what
+        if operation.startswith("STORE_FAST"):
+            if unpacked:
+                names.update(variables)
+            elif not names.isdisjoint(variables):
+                return False
+            continue
+        unpacked = False
+        if operation == "LOAD_GLOBAL" and value == to:
+            loaded = 0
+        elif operation.startswith("LOAD_FAST"):
+            found = sum(name in names for name in variables)
+            unpacked = found and following.opname == "UNPACK_SEQUENCE"
+            if found and not unpacked and loaded is None:
+                return False
+            loaded = loaded if loaded is None else loaded + found
+        elif operation.startswith("CALL") and loaded is not None:
+            if loaded < 2:
+                return False
+            loaded = None
+        elif operation not in ARGUMENTS:
+            if loaded:
+                return False
+            if value in names:  # an attribute, a global or a variable of a closure
+                return False
+    return True
+
+
+ARGUMENTS = "LOAD_CONST", "LOAD_SMALL_INT", "PUSH_NULL", "KW_NAMES"  # how others get onto the stack
+
+
+def variables_of_code(code: types.CodeType) -> set[str]:
+    return {*code.co_names, *code.co_varnames, *code.co_freevars}
 
 
 def global_of(function, name: str):

@@ -68,13 +68,18 @@ OPERATIONS = frozenset(  # of Python 3.10 to 3.14: what runs straight on, and st
 def is_released(value) -> bool:
     """Whether the function, with those that it wraps, or the class of another object is of one of the packages."""
     if isinstance(value, types.FunctionType):
-        return all(layer.__code__.co_filename.startswith(_folders()) for layer in layers(value))
+        return all(map(is_of_a_package, layers(value)))
     if isinstance(value, types.MethodType):
         return is_released(value.__func__)
     if isinstance(value, functools.partial):
         return is_released(value.func)
     of = value if isinstance(value, (type, types.BuiltinFunctionType)) else type(value)
     return (of.__module__ or "").partition(".")[0] in PACKAGES
+
+
+def is_of_a_package(function: types.FunctionType) -> bool:
+    """Whether the function's own code is of one of the packages, whatever it wraps."""
+    return function.__code__.co_filename.startswith(_folders())
 
 
 def _folders() -> tuple[str, ...]:

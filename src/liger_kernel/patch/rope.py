@@ -21,7 +21,7 @@ from liger_kernel.ops.rotary import llama4_rope
 from liger_kernel.patch import purity
 from liger_kernel.patch.conditions import is_the_compilers, plain
 from liger_kernel.patch.fan_out import shared
-from liger_kernel.patch.functions import global_of, layers, overrides, rebind, used_by, variables_of
+from liger_kernel.patch.functions import global_of, hands_on, layers, overrides, rebind, used_by, variables_of
 from liger_kernel.patch.hooks import hooked
 from liger_kernel.patch.norm import FLOATS, Norm
 from liger_kernel.patch.private import own_forward
@@ -471,9 +471,11 @@ def _why_altered(walk, attention) -> str | None:
     for module, outer in walk.paths.items():
         if outer and not (path == outer or path.startswith(f"{outer}.")) or isinstance(module, walk.trusted):
             continue
-        forward = type(module).forward
-        if not purity.is_released(forward) and TABLES & variables_of(forward):
-            return f"{forward.__qualname__} has cos and sin in its hands, and may change them"
+        for function in layers(type(module).forward):
+            if purity.is_of_a_package(function) or not TABLES & variables_of(function):
+                continue
+            if module is not attention or not hands_on(function, TABLES, function_of(attention)):
+                return f"{function.__qualname__} has cos and sin in its hands, and may change them"
     return None
 
 
