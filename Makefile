@@ -37,8 +37,8 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PYTEST = $(PYTHON) -m pytest $(if $(shell $(PYTHON) -c "import xdist" 2>&1),,-n $(WORKERS) --dist loadgroup)
 INSTALL = $(PYTHON) -m pip install --quiet --no-compile
 OLD := $(VENV)/transformers-$(OLDEST)
-FAMILIES := families* class_level loss_in_head* mask proofs zoo zoo_vision names deferred
-FAMILY_TESTS ?= $(wildcard $(FAMILIES:%=tests/patch/test_%.py))
+FAMILY_TESTS ?= $(filter-out %_gpu.py,$(wildcard tests/patch/families/test_*.py)) $(wildcard tests/patch/loss/test_loss_in_head*.py) \
+	tests/patch/layers/test_mask.py tests/patch/proof/test_proofs.py
 NEWEST_TESTS ?= tests/core tests/ops tests/losses $(FAMILY_TESTS)
 COMPILE_TESTS ?= -k compil tests/ops/test_ops.py tests/ops/test_double_backward.py tests/patch
 TRL_TESTS ?= $(wildcard tests/*/test_trl*.py)
@@ -156,7 +156,7 @@ $(VENV)/triton-xpu-%/.ready: $(READY)
 
 # The kernel for Hugging Face's hub, by the package kernels, with the transformers that takes this version of it.
 test-hub-kernel: $(VENV)/kernels-$(KERNELS)/.ready $(OLD)/.ready
-	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py tests/patch/test_proofs.py tests/patch/test_families.py
+	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py tests/patch/proof/test_proofs.py tests/patch/families/test_families.py
 
 $(VENV)/kernels-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) kernels==$* kernels-data==$* tomlkit

@@ -1,4 +1,5 @@
-"""Every operator against the ceilings of the machine it runs on, whole training steps, and launch sweeps.
+"""Every operator against the ceilings of the machine it runs on, whole training steps, and launch
+sweeps.
 
-Run from the repository's root: ``PYTHONPATH=src python -m bench.ops``; ``scripts/gpu-bench`` runs all of it.
-"""
+Run from the repository's root: ``PYTHONPATH=src python -m bench.ops``; ``scripts/gpu-bench`` runs
+all of it."""

@@ -1,10 +1,10 @@
 """What is timed, by the name of a `Case` and with its inputs: the line that a user writes.
 
-``LIGER`` runs in our process and in the published package's, whose public names are the same. ``PLAIN`` is PyTorch for
-it, where PyTorch has the operator or the case's reference computes more than that line asks for. A case that doesn't
-stand here is timed as its own ``fn`` and ``reference``, without a peer. ``CUTE`` and ``LINEAR_CROSS_ENTROPY`` are the
-lines of further contestants.
-"""
+``LIGER`` runs in our process and in the published package's, whose public names are the same.
+``PLAIN`` is PyTorch for it, where PyTorch has the operator or the case's reference computes more
+than that line asks for. A case that doesn't stand here is timed as its own ``fn`` and
+``reference``, without a peer. ``CUTE`` and ``LINEAR_CROSS_ENTROPY`` are the lines of further
+contestants."""
 
 from __future__ import annotations
 
@@ -73,22 +73,37 @@ LIGER = {
     "dyt": lambda x, alpha, gamma, beta: _liger("dyt", x, alpha, gamma, beta),
     "relu_squared": lambda x: _liger("relu_squared", x),
     "poly_norm": lambda x, w, b: _liger("poly_norm", x, w, b),
-    "modulated_rms_norm": lambda x, w, scale, shift: _liger("modulated_rms_norm", x, w, scale, shift),
-    "multi_token_attention": lambda scores, weight, bias: _liger("multi_token_attention", scores, weight, bias),
-    "neighborhood_attention": lambda query, key, value: _liger("fused_neighborhood_attention", query, key, value),
+    "modulated_rms_norm": lambda x, w, scale, shift: _liger(
+        "modulated_rms_norm", x, w, scale, shift
+    ),
+    "multi_token_attention": lambda scores, weight, bias: _liger(
+        "multi_token_attention", scores, weight, bias
+    ),
+    "neighborhood_attention": lambda query, key, value: _liger(
+        "fused_neighborhood_attention", query, key, value
+    ),
     "mhc_coeffs": lambda x, phi, b, alpha_pre, alpha_post, alpha_res: _liger(
         "mhc_coeffs", x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=True
     ),
     "mhc_pre": lambda x, h_pre: _liger("mhc_pre", x, h_pre),
     "mhc_post_res": lambda x, f_out, h_post, h_res: _liger("mhc_post_res", x, f_out, h_post, h_res),
     "attn_res": lambda V, w_query, w_norm: _liger("attn_res", V, w_query, w_norm),
-    "fused_linear_jsd": lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels: _liger(
-        "fused_linear_jsd", student_input, student_weight, teacher_input, teacher_weight, shift_labels
+    "fused_linear_jsd": lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels: (
+        _liger(
+            "fused_linear_jsd",
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+        )
     ),
     "fused_linear_kl_div": lambda student_input, student_weight, target, shift_labels: _liger(
         "fused_linear_kl_div", student_input, student_weight, target, shift_labels
     ),
-    "group_norm": lambda x, w, b: _liger("group_norm", x, w, b, x.shape[1], math.gcd(x.shape[1], 32), 1e-6),
+    "group_norm": lambda x, w, b: _liger(
+        "group_norm", x, w, b, x.shape[1], math.gcd(x.shape[1], 32), 1e-6
+    ),
     "cross_entropy": lambda x, target: _liger("cross_entropy", x, target),
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(
         "fused_linear_cross_entropy", input, weight, target
@@ -123,10 +138,13 @@ def _cute_rope(q, k, cos, sin):
 
 
 def _cute_head(input, weight, target):
-    """The Function behind `liger_fused_linear_cross_entropy` is for sm_100; for sm_90 there is another."""
+    """The Function behind `liger_fused_linear_cross_entropy` is for sm_100; for sm_90 there is
+    another."""
     if torch.cuda.get_device_capability() != (9, 0):
         return LIGER["fused_linear_cross_entropy"](input, weight, target)
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
 
     return liger_fused_linear_cross_entropy_sm90(input, weight, target)
 
@@ -141,7 +159,9 @@ DISPATCHED = (
     "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "kl_div", "jsd",
     "fused_linear_jsd", "cross_entropy", "fused_linear_cross_entropy",
 )  # fmt: skip
-CUTE = {  # LIGER_KERNEL_IMPL=cutedsl puts some of these kernels behind the public names; `functional` knows more
+# LIGER_KERNEL_IMPL=cutedsl puts some of these kernels behind the public names; `functional` knows
+# more
+CUTE = {
     "cute": {
         **{name: LIGER[name] for name in ("rms_norm", "swiglu", "cross_entropy")},
         "rope": _cute_rope,
@@ -162,7 +182,8 @@ def _linear_cross_entropy(input, weight, target, **options):
     return function(input, weight, target, options=Options(**options))
 
 
-LINEAR_CROSS_ENTROPY = {  # by its defaults, with as few chunks as can be, with a quarter of its default chunk
+# by its defaults, with as few chunks as can be, with a quarter of its default chunk
+LINEAR_CROSS_ENTROPY = {
     contestant: {"fused_linear_cross_entropy": partial(_linear_cross_entropy, **options)}
     for contestant, options in {
         "torch-lce": {},
@@ -198,13 +219,17 @@ def _fused_add_rms_norm(x, r, w):
 
 
 def _log_probs(logits, ids):
-    found = logits[:, :-1].float().log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
+    found = (
+        logits[:, :-1].float().log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
+    )
     return found.where(ids >= 0, 0)
 
 
 OURS = {  # without a peer: the case's own function makes the logits, too
     "selected_log_probs": lambda logits, ids: _liger("selected_log_probs", logits, ids),
-    "vocab_parallel_cross_entropy": lambda logits, target: _liger("vocab_parallel_cross_entropy", logits, target, None),
+    "vocab_parallel_cross_entropy": lambda logits, target: _liger(
+        "vocab_parallel_cross_entropy", logits, target, None
+    ),
 }
 PLAIN = {
     "selected_log_probs": _log_probs,

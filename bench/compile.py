@@ -1,12 +1,13 @@
-"""Time training steps under torch.compile and in CUDA graphs, beside eager ones: Hugging Face's models, and ours.
+"""Time training steps under torch.compile and in CUDA graphs, beside eager ones: Hugging Face's
+models, and ours.
 
     PYTHONPATH=src python -m bench.compile [--runs large|small|MODEL@SEQUENCExBATCH,...]
 
-As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its own. Those that say
-"graphs" are compiled with ``mode="reduce-overhead"``; "captured" is a whole step in CUDA graphs: one of forward and
-backward of a micro-batch, one of the optimizer. Of these another step, of 4 accumulated micro-batches, shows what
-gradients hold, and the profiler says how long the GPU had work in a replay.
-"""
+As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its
+own. Those that say "graphs" are compiled with ``mode="reduce-overhead"``; "captured" is a whole
+step in CUDA graphs: one of forward and backward of a micro-batch, one of the optimizer. Of these
+another step, of 4 accumulated micro-batches, shows what gradients hold, and the profiler says how
+long the GPU had work in a replay."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WARMUP = 3
 
 
 def captured(model, called, data: torch.Tensor):
-    """``step(*batches)``: replays of the captured step of a model that has done some, on copies of the batches."""
+    """``step(*batches)``: replays of the captured step of a model that has done some, on copies of
+    the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     ids = data[0].clone()
 
@@ -60,9 +62,21 @@ def captured(model, called, data: torch.Tensor):
     return replay
 
 
-def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str) -> dict:
+def work(
+    contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str
+) -> dict:
     make = captured if contestant.endswith("captured") else None
-    return train.work(contestant, name, sequence, batch, warmup, timed, device, make=make, accumulates=make is not None)
+    return train.work(
+        contestant,
+        name,
+        sequence,
+        batch,
+        warmup,
+        timed,
+        device,
+        make=make,
+        accumulates=make is not None,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

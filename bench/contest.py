@@ -1,4 +1,5 @@
-"""One operator at one shape: the implementations that this process has, timed against each other and the ceilings."""
+"""One operator at one shape: the implementations that this process has, timed against each other
+and the ceilings."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ KINDS = ("forward", "backward", "both")
 
 
 class Produced(torch.autograd.Function):
-    """A copy that only the graph holds, like a layer's output in training. Its backward costs nothing."""
+    """A copy that only the graph holds, like a layer's output in training. Its backward costs
+    nothing."""
 
     @staticmethod
     def forward(ctx, x):
@@ -24,21 +26,30 @@ class Produced(torch.autograd.Function):
 
 
 class Contestant:
-    """``fn`` on ``inputs``. Every sample has a graph of its own, freed by its backward, as in a training step.
+    """``fn`` on ``inputs``. Every sample has a graph of its own, freed by its backward, as in a
+    training step.
 
-    So an operator that reuses memory in backward may do so here: the inputs are `Produced` anew, and neither they nor
-    the graph is kept for a second time. What is called weight or bias is a parameter, which stays.
-    """
+    So an operator that reuses memory in backward may do so here: the inputs are `Produced` anew,
+    and neither they nor the graph is kept for a second time. What is called weight or bias is a
+    parameter, which stays."""
 
     def __init__(self, fn: Callable, inputs: dict):
         self.fn, self.inputs = fn, inputs
-        self.leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-        self.dys = [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in self.outputs()]
+        self.leaves = [
+            t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        self.dys = [
+            torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in self.outputs()
+        ]
 
     def produced(self) -> dict:
         def one(name, t):
             parameter = name == "w" or name.endswith(("weight", "bias"))
-            return Produced.apply(t) if isinstance(t, torch.Tensor) and t.requires_grad and not parameter else t
+            return (
+                Produced.apply(t)
+                if isinstance(t, torch.Tensor) and t.requires_grad and not parameter
+                else t
+            )
 
         return {name: one(name, t) for name, t in self.inputs.items()}
 
@@ -54,7 +65,9 @@ class Contestant:
         dys = [dy.clone() for dy in self.dys]  # one that may be overwritten, too
         if kind == "backward":
             return stopwatch(lambda given: self.gradients(given.pop(), dys), self.outputs)
-        return stopwatch(lambda given: self.gradients(differentiable(self.fn(**given.pop())), dys), self.produced)
+        return stopwatch(
+            lambda given: self.gradients(differentiable(self.fn(**given.pop())), dys), self.produced
+        )
 
     def kept(self) -> int:
         """Bytes that stay between forward and backward: what is saved, and what comes out."""
@@ -72,11 +85,18 @@ def untimed(work: Callable, prepare: Callable) -> None:
 
 
 def differentiable(out) -> list[torch.Tensor]:
-    return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor) and o.requires_grad]
+    return [
+        o
+        for o in (out if isinstance(out, tuple) else (out,))
+        if isinstance(o, torch.Tensor) and o.requires_grad
+    ]
 
 
-def contest(fns: dict[str, Callable], inputs: dict, kinds, ceilings: Ceilings, against: str, seconds: float) -> dict:
-    """Figures of each of ``fns``, or what stopped it, and the rate of the ceiling ``against`` in between."""
+def contest(
+    fns: dict[str, Callable], inputs: dict, kinds, ceilings: Ceilings, against: str, seconds: float
+) -> dict:
+    """Figures of each of ``fns``, or what stopped it, and the rate of the ceiling ``against`` in
+    between."""
     figures, entrants = {}, {}
     for name, fn in fns.items():
         try:
@@ -90,7 +110,10 @@ def contest(fns: dict[str, Callable], inputs: dict, kinds, ceilings: Ceilings, a
         torch.cuda.empty_cache()
     ceiling = []
     for kind in kinds:
-        turns = {n: lambda e=e, kind=kind: e.sample(kind, ceilings.stopwatch) for n, e in entrants.items()}
+        turns = {
+            n: lambda e=e, kind=kind: e.sample(kind, ceilings.stopwatch)
+            for n, e in entrants.items()
+        }
         samples = interleave(turns | {"ceiling": getattr(ceilings, against)}, seconds / len(kinds))
         ceiling += samples.pop("ceiling")
         for name, taken in samples.items():
@@ -110,7 +133,11 @@ def described(inputs: dict) -> dict:
     def one(t):
         if not isinstance(t, torch.Tensor):
             return t
-        d = {"shape": list(t.shape), "stride": list(t.stride()), "dtype": str(t.dtype).removeprefix("torch.")}
+        d = {
+            "shape": list(t.shape),
+            "stride": list(t.stride()),
+            "dtype": str(t.dtype).removeprefix("torch."),
+        }
         if t.is_floating_point() or t.is_complex():
             d["std"] = float(t.detach().abs().square().mean().sqrt())  # of one number, too
         else:
@@ -127,7 +154,9 @@ def drawn(description: dict, device: str = "cuda") -> dict:
         if not isinstance(d, dict):
             return d
         dtype = getattr(torch, d["dtype"])
-        shape = [1 if stride == 0 else size for size, stride in zip(d["shape"], d["stride"], strict=True)]
+        shape = [
+            1 if stride == 0 else size for size, stride in zip(d["shape"], d["stride"], strict=True)
+        ]
         t = torch.empty_strided(shape, d["stride"], dtype=dtype, device=device)
         t = t.random_(*d["range"]) if "range" in d else t.normal_(std=d["std"])
         return t.expand(d["shape"]).requires_grad_(d["requires_grad"])

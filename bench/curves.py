@@ -48,7 +48,8 @@ def smooth(curve: list[float], over: int) -> tuple[list[int], list[float]]:
 
 
 def draw(data: dict, path: pathlib.Path) -> None:
-    """Above the losses, below how far each run is from the first; ours over the Hugging Face runs."""
+    """Above the losses, below how far each run is from the first; ours over the Hugging Face
+    runs."""
     curves, over = data["curves"], width(data["steps"])
     with drawing(path, (8.5, 6.5), rows=2) as (_, (losses, apart)):
         for name in sorted(curves, key=lambda name: name == OURS):
@@ -57,7 +58,9 @@ def draw(data: dict, path: pathlib.Path) -> None:
             style |= dict(linestyle="--") if nudged else {}
             losses.plot(*smooth(curves[name], over), label=name, **style)
             if name != THEIRS:
-                differences = [abs(a - b) for a, b in zip(curves[name], curves[THEIRS], strict=True)]
+                differences = [
+                    abs(a - b) for a, b in zip(curves[name], curves[THEIRS], strict=True)
+                ]
                 apart.plot(*smooth(differences, over), **style)
         losses.set_ylabel("loss")
         losses.legend(frameon=False, fontsize=10)
@@ -66,5 +69,6 @@ def draw(data: dict, path: pathlib.Path) -> None:
         apart.set_xlabel(f"step; each point is the mean of {over} steps")
         losses.set_title(
             f"{data['model']}, {data['sequence']} × {data['batch']} tokens a step, bf16, {data['machine'].get('gpu')}",
-            fontsize=11, loc="left",
-        )  # fmt: skip
+            fontsize=11,
+            loc="left",
+        )

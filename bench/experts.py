@@ -1,10 +1,11 @@
-"""Measure a mixture's experts: one layer, forward and backward, beside Hugging Face's `grouped_mm` and its loop.
+"""Measure a mixture's experts: one layer, forward and backward, beside Hugging Face's `grouped_mm`
+and its loop.
 
     PYTHONPATH=src python -m bench.experts [--only Mixtral-8x7B,...] [--tokens 16384,...]
 
-bf16, and T tokens through K of E experts of H channels and I hidden ones. "skewed": the most popular expert has about
-20 times the tokens of the least popular. A row's operations are those of its matrix products, 18·T·K·H·I.
-"""
+bf16, and T tokens through K of E experts of H channels and I hidden ones. "skewed": the most
+popular expert has about 20 times the tokens of the least popular. A row's operations are those of
+its matrix products, 18·T·K·H·I."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def drawn(gpt_oss: bool, skew: float):
         shapes = ((E, H, 2 * I), (E, I, H)) if gpt_oss else ((E, 2 * I, H), (E, H, I))
 
         def randn(*shape, std=1.0):
-            return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std).requires_grad_()
+            return (
+                torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std).requires_grad_()
+            )
 
         given = {
             "x": randn(T, H), "gate_up_weight": randn(*shapes[0], std=H**-0.5),
@@ -55,15 +58,22 @@ def hugging_face(gpt_oss: bool, implementation: str, H: int, I: int, E: int, K: 
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     config = types.SimpleNamespace(
-        hidden_size=H, intermediate_size=I, num_local_experts=E, hidden_act="silu", swiglu_limit=7.0,
-        swiglu_alpha=1.702, _experts_implementation=implementation,
-    )  # fmt: skip
+        hidden_size=H,
+        intermediate_size=I,
+        num_local_experts=E,
+        hidden_act="silu",
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        _experts_implementation=implementation,
+    )
     with torch.device("meta"):
         experts = (GptOssExperts if gpt_oss else MixtralExperts)(config)
 
     def call(x, gate_up_weight, down_weight, index, routing, gate_up_bias=None, down_bias=None):
         tables = {"gate_up_proj": gate_up_weight, "down_proj": down_weight}
-        tables |= {"gate_up_proj_bias": gate_up_bias, "down_proj_bias": down_bias} if gpt_oss else {}
+        tables |= (
+            {"gate_up_proj_bias": gate_up_bias, "down_proj_bias": down_bias} if gpt_oss else {}
+        )
         return torch.func.functional_call(experts, tables, (x, index, routing))
 
     return call
@@ -88,7 +98,9 @@ def ways() -> dict[str, Way]:
             return theirs | {"ours": ours(gpt_oss)}
 
         for name, skew in (("balanced", 1.0), ("skewed", 20.0)):
-            found[f"{name}, gpt-oss" if gpt_oss else name] = Way(fns, ("both",), 18, drawn(gpt_oss, skew))
+            found[f"{name}, gpt-oss" if gpt_oss else name] = Way(
+                fns, ("both",), 18, drawn(gpt_oss, skew)
+            )
     return found
 
 
@@ -110,16 +122,26 @@ def plan(layers: list[str], counts: list[int], seconds: float) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--only", default=",".join(LAYERS), help=f"layers ({','.join(LAYERS)})")
-    p.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="other numbers of tokens, of the first two")
+    p.add_argument(
+        "--tokens",
+        default=",".join(map(str, COUNTS)),
+        help="other numbers of tokens, of the first two",
+    )
     p.add_argument("--seconds", type=float, default=1.0, help="of samples for a row (1)")
-    p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
+    p.add_argument(
+        "--limit", type=float, default=540, help="seconds after which nothing more is timed (540)"
+    )
     p.add_argument("--out", help="JSON file (bench/results/experts.json)")
     args = p.parse_args(argv)
     layers = [n for n in args.only.split(",") if n]
     if unknown := set(layers) - set(LAYERS):
-        raise SystemExit(f"bench.experts: no layer {', '.join(sorted(unknown))}; there are {', '.join(LAYERS)}")
+        raise SystemExit(
+            f"bench.experts: no layer {', '.join(sorted(unknown))}; there are {', '.join(LAYERS)}"
+        )
     machine.require_gpu()
     requests = plan(layers, [int(n) for n in args.tokens.split(",") if n], args.seconds)
     print("\n" + report.experts(measured("experts", requests, ways(), args, report.experts_line)))

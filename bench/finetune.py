@@ -1,19 +1,24 @@
-"""A full fine-tune by the Hugging Face Trainer: how large a batch fits, how fast, in how much memory, patched and not.
+"""A full fine-tune by the Hugging Face Trainer: how large a batch fits, how fast, in how much
+memory, patched and not.
 
-    PYTHONPATH=src python -m bench.finetune [--model llama-3-8b] [--layouts padded packed] [--gpus 1 2]
+    PYTHONPATH=src python -m bench.finetune [--model llama-3-8b] [--layouts padded packed] [--gpus 1
+    2]
         [--sides huggingface patched] [--peer DIR] [--resume]
 
-1. The data: instructions, inputs and answers with lengths like Alpaca's (bench/instructions.py), labels on the answers.
-   Padded: each micro-batch to its longest row. Packed: whole rows in sequences of ``--pack`` tokens, their positions
-   from 0, no row sees another.
-2. Training: random weights in bf16, fused AdamW, the Trainer's defaults otherwise; a patched side sets
-   ``use_liger_kernel=True`` and nothing else. Several GPUs: FSDP2 as the Trainer's ``fsdp_config`` asks accelerate for
-   it, by torchrun. accelerate shards on no CPU: there, ranks are wrapped by DDP.
-3. The largest micro-batch that fits: doubling, then bisection, or where the memory of two that fitted says that it
-   will end. Each try is a process of its own, and trains the longest row beside others, ordinary rows, and it again.
-4. Measured: every side at Hugging Face's largest micro-batch and at its own. The same batches come in the same order,
-   and all of them twice, since what a length needs is compiled once: speed is that of all steps of the second time
-   together. Memory is that of any step; before them the longest row comes without the optimizer's states and with them.
+1. The data: instructions, inputs and answers with lengths like Alpaca's (bench/instructions.py),
+   labels on the answers. Padded: each micro-batch to its longest row. Packed: whole rows in
+   sequences of ``--pack`` tokens, their positions from 0, no row sees another.
+2. Training: random weights in bf16, fused AdamW, the Trainer's defaults otherwise; a patched side
+   sets ``use_liger_kernel=True`` and nothing else. Several GPUs: FSDP2 as the Trainer's
+   ``fsdp_config`` asks accelerate for it, by torchrun. accelerate shards on no CPU: there, ranks
+   are wrapped by DDP.
+3. The largest micro-batch that fits: doubling, then bisection, or where the memory of two that
+   fitted says that it will end. Each try is a process of its own, and trains the longest row beside
+   others, ordinary rows, and it again.
+4. Measured: every side at Hugging Face's largest micro-batch and at its own. The same batches come
+   in the same order, and all of them twice, since what a length needs is compiled once: speed is
+   that of all steps of the second time together. Memory is that of any step; before them the
+   longest row comes without the optimizer's states and with them.
 
 Results are saved after each process; ``--resume`` goes on with what they lack.
 """
@@ -52,12 +57,23 @@ def arguments(spec: dict, folder: str, steps: int):
     cpu = spec["device"] == "cpu"
     sharded = dict(fsdp=True, fsdp_config=dict(version=2, reshard_after_forward=True))
     return TrainingArguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=spec["batch"], learning_rate=spec["lr"],
-        lr_scheduler_type="constant", optim="adamw_torch" if cpu else "adamw_torch_fused", use_cpu=cpu,
-        use_liger_kernel=spec["side"] != "huggingface", remove_unused_columns=False, logging_strategy="no",
-        logging_nan_inf_filter=False, save_strategy="no", report_to="none", disable_tqdm=True,
-        dataloader_pin_memory=not cpu, **(sharded if spec["gpus"] > 1 else {}),
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=spec["batch"],
+        learning_rate=spec["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch" if cpu else "adamw_torch_fused",
+        use_cpu=cpu,
+        use_liger_kernel=spec["side"] != "huggingface",
+        remove_unused_columns=False,
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=not cpu,
+        **(sharded if spec["gpus"] > 1 else {}),
+    )
 
 
 def trainer(spec: dict, model, items: list[dict], folder: str, steps: int):
@@ -86,14 +102,21 @@ def trainer(spec: dict, model, items: list[dict], folder: str, steps: int):
             return loss
 
     args = arguments(spec, folder, steps)
-    made = Measured(model=model, args=args, train_dataset=items, data_collator=collate, callbacks=[Measured.clock])
+    made = Measured(
+        model=model,
+        args=args,
+        train_dataset=items,
+        data_collator=collate,
+        callbacks=[Measured.clock],
+    )
     made.remove_callback(PrinterCallback)
     return made
 
 
 @contextlib.contextmanager
 def said():
-    """The list of what this package logs within ``with``: the Trainer patches a model without a word."""
+    """The list of what this package logs within ``with``: the Trainer patches a model without a
+    word."""
     logger, lines = logging.getLogger("liger_kernel"), []
     handler, level = logging.Handler(logging.INFO), logger.level
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -128,7 +151,9 @@ def work(spec: dict) -> dict:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     given = rows(spec["rows"], models.SIZES[spec["model"]]["vocab_size"], spec["length"])
-    items, steps, timed = course(spec, given if spec["layout"] == "padded" else packed(given, spec["pack"]))
+    items, steps, timed = course(
+        spec, given if spec["layout"] == "padded" else packed(given, spec["pack"])
+    )
     model = models.build(spec["model"], device, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder, said() as lines:
         training = trainer(spec, model, items, folder, steps)
@@ -158,7 +183,8 @@ def no_memory(error: Exception) -> bool:
 
 
 def worker(request: str, out: str, doing=None) -> None:
-    """A rank's side of `apart`; ``doing``: another `work`. Others would wait for one that fails: torchrun ends them."""
+    """A rank's side of `apart`; ``doing``: another `work`. Others would wait for one that fails:
+    torchrun ends them."""
     rank, code = os.environ.get("RANK", "0"), 0
     try:
         result = (doing or work)(json.loads(request))
@@ -176,12 +202,18 @@ def visible(gpus: int, device: str) -> dict[str, str]:
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": ",".join((seen.split(",") if seen else [*map(str, range(gpus))])[:gpus])}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            (seen.split(",") if seen else [*map(str, range(gpus))])[:gpus]
+        )
+    }
 
 
-def apart(spec: dict, peer: pathlib.Path | None, limit: float, module: str = "bench.finetune") -> dict:
-    """`work` of ``module`` in processes of its own, one for each GPU; the ranks' results as one, or the error and what
-    stands in the file ``progress`` beside them."""
+def apart(
+    spec: dict, peer: pathlib.Path | None, limit: float, module: str = "bench.finetune"
+) -> dict:
+    """`work` of ``module`` in processes of its own, one for each GPU; the ranks' results as one, or
+    the error and what stands in the file ``progress`` beside them."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(spec["gpus"])]
     own = {"PYTHONPATH": runs.import_path(peer if spec["side"] == "peer" else None)}
     own |= visible(spec["gpus"], spec["device"])
@@ -190,9 +222,11 @@ def apart(spec: dict, peer: pathlib.Path | None, limit: float, module: str = "be
         out = pathlib.Path(folder) / "figures"
         command = [sys.executable, *(launch if spec["gpus"] > 1 else ()), "-m", module]
         process = subprocess.Popen(
-            [*command, "--worker", json.dumps(spec), str(out)], cwd=runs.ROOT, start_new_session=True,
+            [*command, "--worker", json.dumps(spec), str(out)],
+            cwd=runs.ROOT,
+            start_new_session=True,
             env=inherited | own,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -201,7 +235,9 @@ def apart(spec: dict, peer: pathlib.Path | None, limit: float, module: str = "be
             if process.poll() is None:  # torchrun's processes, too
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        found = [json.loads(file.read_text()) for file in sorted(pathlib.Path(folder).glob("figures.*"))]
+        found = [
+            json.loads(file.read_text()) for file in sorted(pathlib.Path(folder).glob("figures.*"))
+        ]
         result = joined(found, spec["gpus"], code)
         return result | so_far(folder) if "error" in result else result
 
@@ -225,10 +261,11 @@ def joined(found: list[dict], gpus: int, code: int) -> dict:
 
 
 def following(tried: dict[str, int | None], most: int, room: float | None = None) -> int | None:
-    """The micro-batch to try next, of those that fitted (by their peak memory) or did not (None); None: it is found.
+    """The micro-batch to try next, of those that fitted (by their peak memory) or did not (None);
+    None: it is found.
 
-    ``room`` is the memory of a GPU in bytes: a line through the two largest peaks says what may just fit.
-    """
+    ``room`` is the memory of a GPU in bytes: a line through the two largest peaks says what may
+    just fit."""
     fits = sorted((int(batch), peak) for batch, peak in tried.items() if peak is not None)
     fails = sorted(int(batch) for batch, peak in tried.items() if peak is None)
     low, high = fits[-1][0] if fits else 0, fails[0] if fails else most + 1
@@ -259,7 +296,9 @@ def search(entry: dict, ask, most: int, room: float | None) -> None:
         if result.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY:
             entry["error"] = result["error"]
             return
-        entry["tried"][str(batch)] = result["figures"]["peak_bytes"] if "figures" in result else None
+        entry["tried"][str(batch)] = (
+            result["figures"]["peak_bytes"] if "figures" in result else None
+        )
         if batch == 1 and entry["tried"]["1"] is None:
             entry["error"] = f"{OUT_OF_MEMORY} with a micro-batch of 1"
             return
@@ -272,7 +311,8 @@ def measure(entry: dict, ask, batch: int) -> None:
 
 
 def complete(entries: list[dict], ask, most: int, room: float | None = None) -> None:
-    """Fill the entries of all sides at one place, Hugging Face's first; ``ask(entry, what, batch)`` runs a process."""
+    """Fill the entries of all sides at one place, Hugging Face's first; ``ask(entry, what, batch)``
+    runs a process."""
     common = None
     for entry in sorted(entries, key=lambda e: SIDES.index(e["side"])):
         entry.pop("error", None)
@@ -298,7 +338,9 @@ def entry_of(data: dict, gpus: int, layout: str, side: str) -> dict:
     found = next((e for e in data["runs"] if place.items() <= e.items()), None)
     if found is None:
         data["runs"].append(found := place | dict(tried={}, measured={}))
-    for batch in [b for b, f in found["measured"].items() if "error" in f and f["error"] != OUT_OF_MEMORY]:
+    for batch in [
+        b for b, f in found["measured"].items() if "error" in f and f["error"] != OUT_OF_MEMORY
+    ]:
         del found["measured"][batch]
     return found
 
@@ -308,7 +350,12 @@ def described() -> dict:
     code = "import json; from bench import runs; print(json.dumps(runs.described()))"
     env = os.environ | {"PYTHONPATH": runs.import_path(None)}
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=runs.ROOT, env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=runs.ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(ran.stdout.splitlines()[-1])
     found.pop("liger_kernel")
@@ -323,13 +370,23 @@ def model_name(given: str) -> str:
 
 
 def of_processes(p: argparse.ArgumentParser, kind: str, run_limit: float, limit: float) -> None:
-    """The options of a benchmark each of whose measurements is a process of its own, or one for each GPU."""
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
+    """The options of a benchmark each of whose measurements is a process of its own, or one for
+    each GPU."""
+    p.add_argument(
+        "--peer", type=pathlib.Path, help="directory that holds the published liger-kernel"
+    )
     p.add_argument("--resume", action="store_true", help="keep what the JSON file has")
-    p.add_argument("--run-limit", type=float, default=run_limit, help=f"seconds for one process ({run_limit})")
+    p.add_argument(
+        "--run-limit", type=float, default=run_limit, help=f"seconds for one process ({run_limit})"
+    )
     until = f"seconds after which no further process is started ({limit})"
     p.add_argument("--limit", type=float, default=limit, help=until)
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
+    p.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu tries the program out, no more",
+    )
     p.add_argument("--out", help=f"JSON file (bench/results/{kind}.json)")
 
 
@@ -342,16 +399,26 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, positive: tuple[
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=model_name, default="Llama-3-8B", help="one of bench.models (llama-3-8b)")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--model", type=model_name, default="Llama-3-8B", help="one of bench.models (llama-3-8b)"
+    )
     p.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     p.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="how many, in turn (1 2)")
-    p.add_argument("--sides", nargs="+", choices=SIDES, help="(huggingface patched; peer with --peer)")
+    p.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="(huggingface patched; peer with --peer)"
+    )
     p.add_argument("--pack", type=int, default=4096, help="tokens of a packed sequence (4096)")
     p.add_argument("--length", type=int, default=512, help="tokens at which a row is cut (512)")
     p.add_argument("--rows", type=int, default=8000, help="of the set (8000)")
-    p.add_argument("--steps", type=int, default=16, help="timed steps, each of which is done before, too (16)")
-    p.add_argument("--most", type=int, default=1024, help="the largest micro-batch that is tried (1024)")
+    p.add_argument(
+        "--steps", type=int, default=16, help="timed steps, each of which is done before, too (16)"
+    )
+    p.add_argument(
+        "--most", type=int, default=1024, help="the largest micro-batch that is tried (1024)"
+    )
     p.add_argument("--lr", type=float, default=2e-5)
     of_processes(p, "finetune", run_limit=150, limit=440)
     p.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
@@ -379,13 +446,21 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() > end:
             raise NoTime
         place = {key: entry[key] for key in ("gpus", "layout", "side")}
-        spec = place | {key: data[key] for key in SETTINGS} | dict(what=what, batch=batch, device=args.device)
+        spec = (
+            place
+            | {key: data[key] for key in SETTINGS}
+            | dict(what=what, batch=batch, device=args.device)
+        )
         result = apart(spec, args.peer, args.run_limit)
         if "figures" in result:
             data["lengths"] = result["figures"].pop("lengths")
             if entry["side"] == "peer":
                 data["peer"] = result["machine"]["liger_kernel"]
-        told = {k: v for k, v in result.get("figures", result).items() if k in ("tokens_per_s", "peak_bytes", "error")}
+        told = {
+            k: v
+            for k, v in result.get("figures", result).items()
+            if k in ("tokens_per_s", "peak_bytes", "error")
+        }
         print(f"{', '.join(map(str, place.values()))}, {what} {batch}: {told}", flush=True)
         return result
 

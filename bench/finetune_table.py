@@ -10,7 +10,9 @@ OUT_OF_MEMORY = "out of memory"
 
 def largest(entry: dict) -> int | None:
     """The largest micro-batch that fitted; None if none was tried that did."""
-    return max((int(batch) for batch, peak in entry["tried"].items() if peak is not None), default=None)
+    return max(
+        (int(batch) for batch, peak in entry["tried"].items() if peak is not None), default=None
+    )
 
 
 def figures(entry: dict, batch: int | None) -> dict:
@@ -51,7 +53,9 @@ def place(entry: dict) -> str:
 
 def huggingface(entries: list[dict], entry: dict) -> dict | None:
     """Hugging Face's at the same place."""
-    return next((e for e in entries if e["side"] == "huggingface" and place(e) == place(entry)), None)
+    return next(
+        (e for e in entries if e["side"] == "huggingface" and place(e) == place(entry)), None
+    )
 
 
 def row(entry: dict, theirs: dict | None) -> list[str]:
@@ -65,7 +69,9 @@ def row(entry: dict, theirs: dict | None) -> list[str]:
 
 
 def finetune(data: dict) -> str:
-    entries = sorted(data["runs"], key=lambda e: (e["gpus"], e["layout"] == "packed", [*NAMES].index(e["side"])))
+    entries = sorted(
+        data["runs"], key=lambda e: (e["gpus"], e["layout"] == "packed", [*NAMES].index(e["side"]))
+    )
     parts = [heading(data)]
     if "lengths" in data:
         a = data["lengths"]

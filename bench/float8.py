@@ -1,12 +1,13 @@
-"""Time training steps with linear layers in float8 (torchao), beside bf16 ones: Hugging Face's, and ours.
+"""Time training steps with linear layers in float8 (torchao), beside bf16 ones: Hugging Face's, and
+ours.
 
     PYTHONPATH=src python -m bench.float8 [--runs MODEL@SEQUENCExBATCH,...] [--contestants NAME,...]
 
-As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its own. In those that say
-"float8" torchao's `convert_to_float8_training` has replaced every linear layer but the head, with its default scaling
-(dynamic, a scale for each tensor), before this package has patched the model. torchao has no fast float8 layers without
-`torch.compile`, so all are measured eager and compiled. ``--device cpu`` emulates float8.
-"""
+As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its
+own. In those that say "float8" torchao's `convert_to_float8_training` has replaced every linear
+layer but the head, with its default scaling (dynamic, a scale for each tensor), before this package
+has patched the model. torchao has no fast float8 layers without `torch.compile`, so all are
+measured eager and compiled. ``--device cpu`` emulates float8."""
 
 from __future__ import annotations
 
@@ -30,11 +31,15 @@ def convert(model, device: str) -> int:
 
     head = model.get_output_embeddings()
     config = Float8LinearConfig(emulate=device == "cpu")
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module is not head)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: module is not head
+    )
     return sum(isinstance(module, Float8Linear) for module in model.modules())
 
 
-def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str) -> dict:
+def work(
+    contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str
+) -> dict:
     """One contestant, in this process."""
     described = runs.described() | {"torchao": machine.version("torchao")}
     model = models.build(name, device, torch.bfloat16)
@@ -56,9 +61,15 @@ def work(contestant: str, name: str, sequence: int, batch: int, warmup: int, tim
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = ["--runs", RUNS, *(sys.argv[1:] if argv is None else argv)]  # what is given after it replaces it
+    argv = [
+        "--runs",
+        RUNS,
+        *(sys.argv[1:] if argv is None else argv),
+    ]  # what is given after it replaces it
     shown = ("tokens_per_s", "step_ms", "peak_bytes", "losses")
-    runs.main("float8", work, __doc__, argv, usual=CONTESTANTS, steps=8, shown=shown, known=CONTESTANTS)
+    runs.main(
+        "float8", work, __doc__, argv, usual=CONTESTANTS, steps=8, shown=shown, known=CONTESTANTS
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Measure the linear head: its speed for the memory it may take, other ways of calling it, the error of dW.
+"""Measure the linear head: its speed for the memory it may take, other ways of calling it, the
+error of dW.
 
-    PYTHONPATH=src python -m bench.head [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--shape M,H,V ...]
+    PYTHONPATH=src python -m bench.head [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--shape
+    M,H,V ...]
 
-M tokens, H channels, V classes, in bf16, forward and backward together. PyTorch, the same compiled, and ours with its
-defaults and with budgets of memory take turns in this process, beside the ceiling. The ``--peer`` options name
-directories; what lies there runs right after them in a process of its own, beside the ceiling there (see `bench.ops`).
-At the first shape also: the loss without gradients, token log-probabilities, ignored rows, and dW against fp64.
-"""
+M tokens, H channels, V classes, in bf16, forward and backward together. PyTorch, the same compiled,
+and ours with its defaults and with budgets of memory take turns in this process, beside the
+ceiling. The ``--peer`` options name directories; what lies there runs right after them in a process
+of its own, beside the ceiling there (see `bench.ops`). At the first shape also: the loss without
+gradients, token log-probabilities, ignored rows, and dW against fp64."""
 
 from __future__ import annotations
 
@@ -39,8 +41,11 @@ def gradient_bytes(M: int, H: int, V: int) -> int:
     return 2 * H * (M + V)
 
 
-def drawn(M: int, H: int, V: int, targets: str = "uniform", ignored: int = 0, device: str = "cuda") -> dict:
-    """h ~ N(0, 1), W ~ N(0, 1/H); a Zipf-like target is below n with probability log(n + 1) / log(V + 1)."""
+def drawn(
+    M: int, H: int, V: int, targets: str = "uniform", ignored: int = 0, device: str = "cuda"
+) -> dict:
+    """h ~ N(0, 1), W ~ N(0, 1/H); a Zipf-like target is below n with probability log(n + 1) / log(V
+    + 1)."""
     torch.manual_seed(0)
     h, w = torch.randn(M, H, device=device), torch.randn(V, H, device=device) / H**0.5
     if targets == "uniform":
@@ -51,7 +56,11 @@ def drawn(M: int, H: int, V: int, targets: str = "uniform", ignored: int = 0, de
     if targets == TARGETS[2]:
         h += RAISED * w[target]
     target[torch.randperm(M, device=device)[:ignored]] = -100
-    return {"input": h.bfloat16().requires_grad_(), "weight": w.bfloat16().requires_grad_(), "target": target}
+    return {
+        "input": h.bfloat16().requires_grad_(),
+        "weight": w.bfloat16().requires_grad_(),
+        "target": target,
+    }
 
 
 def without_gradients(*shape: int, device: str = "cuda") -> dict:
@@ -71,12 +80,16 @@ def plain(fn: Callable) -> dict[str, Callable]:
 
 
 def training(*shape: int) -> dict[str, Callable]:
-    """The head in training, with every budget: what it may take beyond the gradients that it returns."""
+    """The head in training, with every budget: what it may take beyond the gradients that it
+    returns."""
     ours = functional.liger_fused_linear_cross_entropy
     return {
         **plain(calls.PLAIN[CASE]),
         "ours": ours,
-        **{f"ours {b:g}": partial(ours, memory=int((b - 1) * gradient_bytes(*shape))) for b in BUDGETS},
+        **{
+            f"ours {b:g}": partial(ours, memory=int((b - 1) * gradient_bytes(*shape)))
+            for b in BUDGETS
+        },
         "ours fp32": partial(ours, memory="auto", accum_dtype=torch.float32),
     }
 
@@ -103,7 +116,9 @@ def log_probabilities(*shape: int) -> dict[str, Callable]:
     return {
         **plain(reference),
         "ours": lambda input, weight, target: ours(input, weight, target),
-        "ours kept": lambda input, weight, target: ours(input, weight, target, memory=2 * V * (M + 64)),
+        "ours kept": lambda input, weight, target: ours(
+            input, weight, target, memory=2 * V * (M + 64)
+        ),
     }
 
 
@@ -111,15 +126,18 @@ def ignoring(*shape: int) -> dict[str, Callable]:
     ours = functional.liger_fused_linear_cross_entropy
     return {
         "none ignored": lambda input, weight, target, half: ours(input, weight, target),
-        "half ignored": lambda input, weight, target, half: ours(input, weight, half, drop_ignored=False),
-        "half dropped": lambda input, weight, target, half: ours(input, weight, half, drop_ignored=True),
+        "half ignored": lambda input, weight, target, half: ours(
+            input, weight, half, drop_ignored=False
+        ),
+        "half dropped": lambda input, weight, target, half: ours(
+            input, weight, half, drop_ignored=True
+        ),
     }
 
 
 class Way(NamedTuple):
-    """To call the head: contestants at a shape, what is timed, how many times M·H·V operations the first of that takes,
-    inputs, the name that peers have for it.
-    """
+    """To call the head: contestants at a shape, what is timed, how many times M·H·V operations the
+    first of that takes, inputs, the name that peers have for it."""
 
     fns: Callable[..., dict[str, Callable]]
     kinds: tuple[str, ...]
@@ -132,7 +150,9 @@ WAYS = {
     "training": Way(training, ("both",), 6, case=CASE),
     "loss alone": Way(loss_alone, ("forward",), 2, without_gradients),
     # the logits are made twice, but those that are kept
-    "log-probabilities": Way(log_probabilities, ("both", "forward", "backward"), 8, case="token_log_probs"),
+    "log-probabilities": Way(
+        log_probabilities, ("both", "forward", "backward"), 8, case="token_log_probs"
+    ),
     "ignoring": Way(ignoring, ("both",), 6, with_ignored),
 }
 
@@ -158,7 +178,9 @@ class Here:
                 request["against"],
                 request["seconds"],
             )
-            return reply | ({"inputs": contest.described(inputs)} if request["case"] in peers.CASES else {})
+            return reply | (
+                {"inputs": contest.described(inputs)} if request["case"] in peers.CASES else {}
+            )
         except Exception as e:  # it stands in the table
             return {"error": contest.summary(e)}
         finally:
@@ -167,7 +189,9 @@ class Here:
 
 def plan(shapes: list[tuple[int, int, int]], others: list[str], seconds: float) -> list[dict]:
     """A request for every shape in training, and for the first in every other way."""
-    asked = [("training", shape) for shape in shapes] + [(way, shapes[0]) for way in WAYS if way != "training"]
+    asked = [("training", shape) for shape in shapes] + [
+        (way, shapes[0]) for way in WAYS if way != "training"
+    ]
     return [
         {
             "case": WAYS[way].case or way,
@@ -176,7 +200,10 @@ def plan(shapes: list[tuple[int, int, int]], others: list[str], seconds: float) 
             "kinds": list(WAYS[way].kinds),
             "against": "matmul",
             "seconds": seconds,
-            "contestants": [*WAYS[way].fns(*shape), *(n for n in others if WAYS[way].case in peers.LINES[n])],
+            "contestants": [
+                *WAYS[way].fns(*shape),
+                *(n for n in others if WAYS[way].case in peers.LINES[n]),
+            ],
             "traffic": None,
             "flops": WAYS[way].operations * shape[0] * shape[1] * shape[2],
             "gradient_bytes": gradient_bytes(*shape),
@@ -185,7 +212,9 @@ def plan(shapes: list[tuple[int, int, int]], others: list[str], seconds: float) 
     ]
 
 
-def exact(input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, rows=1024) -> tuple[float, torch.Tensor]:
+def exact(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, rows=1024
+) -> tuple[float, torch.Tensor]:
     """The mean loss and dW in fp64, ``rows`` rows at a time."""
     h, w, loss = input.detach().double(), weight.detach().double().requires_grad_(), 0.0
     for part, y in zip(h.split(rows), target.split(rows), strict=True):
@@ -217,12 +246,16 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def measured(kind: str, requests: list[dict], ways: dict, args, line: Callable) -> dict:
-    """A row for each request, asked here and of the peers; every row is saved and printed when it is there."""
+    """A row for each request, asked here and of the peers; every row is saved and printed when it
+    is there."""
     end = time.monotonic() + args.limit
     left = lambda: end - time.monotonic()  # noqa: E731
     data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
     others, versions = ops.started(args, left)
-    workers, data = {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways)} | others, data | versions
+    workers, data = (
+        {"ours": Here(machine.Ceilings(machine.Stopwatch()), ways=ways)} | others,
+        data | versions,
+    )
     try:
         for request in requests:
             names = request.pop("contestants")
@@ -236,16 +269,35 @@ def measured(kind: str, requests: list[dict], ways: dict, args, line: Callable) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     peers.add_options(p)
-    p.add_argument("--shape", type=shape, nargs="+", metavar="M,H,V", default=SHAPES, help="tokens, channels, classes")
-    p.add_argument("--seconds", type=float, default=3.0, help="of samples for a shape or a way of calling (3)")
-    p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
+    p.add_argument(
+        "--shape",
+        type=shape,
+        nargs="+",
+        metavar="M,H,V",
+        default=SHAPES,
+        help="tokens, channels, classes",
+    )
+    p.add_argument(
+        "--seconds", type=float, default=3.0, help="of samples for a shape or a way of calling (3)"
+    )
+    p.add_argument(
+        "--limit", type=float, default=540, help="seconds after which nothing more is timed (540)"
+    )
     p.add_argument("--out", help="JSON file (bench/results/head.json)")
     args = p.parse_args(argv)
     machine.require_gpu()
 
-    data = measured("head", plan(args.shape, peers.contestants(args), args.seconds), WAYS, args, report.head_line)
+    data = measured(
+        "head",
+        plan(args.shape, peers.contestants(args), args.seconds),
+        WAYS,
+        args,
+        report.head_line,
+    )
     data["errors"] = errors(*args.shape[0])
     machine.save("head", data, args.out)
     print("\n" + report.head(data) + "\n\n" + report.behind(report.in_training(data)))

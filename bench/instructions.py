@@ -1,9 +1,9 @@
 """Instructions, inputs and answers as training data: rows of tokens, padded or packed.
 
-The texts are those of `examples/cluster/data.py`, a word is one token. Their lengths are about those of Stanford's
-Alpaca, of which arXiv:2306.04751 reports 28 tokens of a prompt and 65 of an answer on average. Answers of the example
-are shorter, so each goes on with those of the rows behind it, to a length drawn from a lognormal distribution.
-"""
+The texts are those of `examples/cluster/data.py`, a word is one token. Their lengths are about
+those of Stanford's Alpaca, of which arXiv:2306.04751 reports 28 tokens of a prompt and 65 of an
+answer on average. Answers of the example are shorter, so each goes on with those of the rows behind
+it, to a length drawn from a lognormal distribution."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ import torch
 
 from .runs import ROOT
 
-IGNORED, PAD, END, WORDS = -100, 0, 1, 2  # the label of what has none; tokens, and the first that is a word
+IGNORED, PAD, END, WORDS = (
+    -100,
+    0,
+    1,
+    2,
+)  # the label of what has none; tokens, and the first that is a word
 ANSWER = math.log(43), 0.9  # of the logarithm of an answer's length: its mean is 65
 PROMPT = (
     "What follows is a task, at times with a text that it is about. Read both with care, then write an answer that "
@@ -49,7 +54,11 @@ def rows(count: int, vocabulary: int, length: int, seed: int = 0) -> list[dict]:
 
     answers, found = [tokens(text["output"]) for text in texts], []
     for i, text in enumerate(texts):
-        before = tokens(PROMPT.format(**text) + (f"# Text\n{text['input']}\n\n" if text["input"] else "") + "# Answer")
+        before = tokens(
+            PROMPT.format(**text)
+            + (f"# Text\n{text['input']}\n\n" if text["input"] else "")
+            + "# Answer"
+        )
         size, answer, at = max(1, round(chance.lognormvariate(*ANSWER))), [], i
         while len(answer) < size:
             answer += answers[at % count]
@@ -61,7 +70,8 @@ def rows(count: int, vocabulary: int, length: int, seed: int = 0) -> list[dict]:
 
 
 def packed(given: list[dict], size: int) -> list[dict]:
-    """Sequences of ``size`` tokens, filled with whole rows in their order; what is left is padding."""
+    """Sequences of ``size`` tokens, filled with whole rows in their order; what is left is
+    padding."""
     found, room = [], 0
     for row in given:
         n = len(row["input_ids"])
@@ -87,10 +97,17 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
     size = max(len(item["input_ids"]) for item in items)
     empty = dict(input_ids=PAD, labels=IGNORED)
     if "position_ids" in items[0]:
-        batch = {name: torch.tensor([item[name] for item in items]) for name in (*empty, "position_ids")}
+        batch = {
+            name: torch.tensor([item[name] for item in items]) for name in (*empty, "position_ids")
+        }
         return batch  # no mask: that the positions begin anew is what keeps rows apart
-    filled = {name: [item[name] + [by] * (size - len(item[name])) for item in items] for name, by in empty.items()}
-    filled["attention_mask"] = [[1] * len(item["input_ids"]) + [0] * (size - len(item["input_ids"])) for item in items]
+    filled = {
+        name: [item[name] + [by] * (size - len(item[name])) for item in items]
+        for name, by in empty.items()
+    }
+    filled["attention_mask"] = [
+        [1] * len(item["input_ids"]) + [0] * (size - len(item["input_ids"])) for item in items
+    ]
     return {name: torch.tensor(values) for name, values in filled.items()}
 
 
@@ -100,9 +117,11 @@ def counts(items: list[dict]) -> tuple[int, int]:
     return tokens, sum(label != IGNORED for item in items for label in item["labels"][1:])
 
 
-def order(items: list[dict], batch: int, gpus: int, steps: int, hard: tuple[int, ...]) -> list[dict]:
-    """The items of ``steps`` steps, from the first again where they end; every micro-batch of a ``hard`` step has the
-    longest."""
+def order(
+    items: list[dict], batch: int, gpus: int, steps: int, hard: tuple[int, ...]
+) -> list[dict]:
+    """The items of ``steps`` steps, from the first again where they end; every micro-batch of a
+    ``hard`` step has the longest."""
     longest = max(items, key=lambda item: len(item["input_ids"]))
     found = [items[i % len(items)] for i in range(batch * gpus * steps)]
     for step in hard:

@@ -1,23 +1,25 @@
-"""Long sequences: LoRA on a 4-bit model under a cap, attention's share of a step, the longest on several GPUs.
+"""Long sequences: LoRA on a 4-bit model under a cap, attention's share of a step, the longest on
+several GPUs.
 
     PYTHONPATH=src python -m bench.longest --case lora4 [--memory 40] [--sequence 200000] [--weights nf4|bnb]
     PYTHONPATH=src python -m bench.longest --case attention [--sequence 65536 262144]
-    PYTHONPATH=src python -m bench.longest --case full --gpus 2 [--peer DIR] [--start 16384] [--most 262144]
+    PYTHONPATH=src python -m bench.longest --case full --gpus 2 [--peer DIR] [--start 16384] [--most
+    262144]
 
-Random weights and tokens, one sequence a GPU, AdamW with its states in the weights' dtype. A GPU's memory is capped at
-``--memory`` (GB = 10⁹ bytes): the allocator's, so the CUDA context comes on top.
+Random weights and tokens, one sequence a GPU, AdamW with its states in the weights' dtype. A GPU's
+memory is capped at ``--memory`` (GB = 10⁹ bytes): the allocator's, so the CUDA context comes on
+top.
 
-lora4: an 8B Llama in 4 bits (torchao's NF4, or bitsandbytes), PEFT's adapters in bf16 on all linear layers of its
-layers, ``long_context=True``. ``--host-memory`` GB is what its checkpoints may take of the host.
-attention: 8 layers, all weights trained. Beside a step: what causal attention alone takes, forward twice and backward
-once for each layer, as checkpoints have it.
-full: FSDP2, all weights trained, gradient checkpointing. The longest sequence: doubling from ``--start``, then
-bisection to an eighth; a try is a step with the optimizer's states there. The published liger-kernel has a module for
-tiled MLPs and no switch: it takes the place of each MLP.
+lora4: an 8B Llama in 4 bits (torchao's NF4, or bitsandbytes), PEFT's adapters in bf16 on all linear
+layers of its layers, ``long_context=True``. ``--host-memory`` GB is what its checkpoints may take
+of the host. attention: 8 layers, all weights trained. Beside a step: what causal attention alone
+takes, forward twice and backward once for each layer, as checkpoints have it. full: FSDP2, all
+weights trained, gradient checkpointing. The longest sequence: doubling from ``--start``, then
+bisection to an eighth; a try is a step with the optimizer's states there. The published
+liger-kernel has a module for tiled MLPs and no switch: it takes the place of each MLP.
 
-Each measurement is a process of its own (one for each GPU); results are saved after each, and ``--resume`` goes on with
-what the file lacks. What ends by its limit says how far it came.
-"""
+Each measurement is a process of its own (one for each GPU); results are saved after each, and
+``--resume`` goes on with what the file lacks. What ends by its limit says how far it came."""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ GRAIN = 8  # the longest sequence is found to one part in so many
 TOKENS = 256  # and to a multiple of these
 CASES = {  # their defaults
     "lora4": dict(sides=["long"], sequence=[200_000], steps=2, memory=40),
-    "attention": dict(sides=["long", "tiled"], sequence=[65_536, 262_144], layers=8, steps=2, memory=40),
+    "attention": dict(
+        sides=["long", "tiled"], sequence=[65_536, 262_144], layers=8, steps=2, memory=40
+    ),
     "full": dict(sides=["huggingface", "peer", "long"], gpus=2, steps=1),
 }
 
@@ -57,7 +61,11 @@ def build(spec: dict):
     if spec.get("layers"):
         sizes["num_hidden_layers"] = spec["layers"]
     config = AutoConfig.for_model(
-        sizes.pop("model_type"), **sizes, max_position_embeddings=8192, use_cache=False, pad_token_id=None
+        sizes.pop("model_type"),
+        **sizes,
+        max_position_embeddings=8192,
+        use_cache=False,
+        pad_token_id=None,
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -69,7 +77,9 @@ def to_nf4(weight):
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
     except ImportError:
         from torchao.dtypes.nf4tensor import to_nf4
-    return torch.nn.Parameter(to_nf4(weight, 64, min(256, weight.numel() // 64)), requires_grad=False)
+    return torch.nn.Parameter(
+        to_nf4(weight, 64, min(256, weight.numel() // 64)), requires_grad=False
+    )
 
 
 def in_4_bits(model, weights: str, device: str) -> None:
@@ -78,15 +88,21 @@ def in_4_bits(model, weights: str, device: str) -> None:
     for name, module in [*model.named_modules()]:
         if not isinstance(module, torch.nn.Linear) or module is head:
             continue
-        weight = torch.empty(module.weight.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        weight = torch.empty(module.weight.shape, dtype=torch.bfloat16, device=device).normal_(
+            std=0.02
+        )
         if weights == "nf4":
             module.weight = to_nf4(weight)
             continue
         import bitsandbytes
 
         how = dict(compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
-        made = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, bias=False, **how)
-        made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(device)
+        made = bitsandbytes.nn.Linear4bit(
+            module.in_features, module.out_features, bias=False, **how
+        )
+        made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(
+            device
+        )
         model.set_submodule(name, made)
     model.is_loaded_in_4bit = weights == "bnb"  # PEFT asks
 
@@ -101,7 +117,8 @@ def adapted(model, rank: int):
     for p in made.parameters():
         if p.requires_grad:
             p.data = p.data.to(torch.bfloat16)
-    made.enable_input_require_grads()  # as the Trainer does: else the first layer's input stays on the GPU
+    # as the Trainer does: else the first layer's input stays on the GPU
+    made.enable_input_require_grads()
     return made
 
 
@@ -128,7 +145,9 @@ def fill(model, device: str, sharded: bool) -> None:
         for prefix, module in model.named_modules():
             for name, p in module.named_parameters(prefix, recurse=False):
                 if p.is_meta:
-                    p = torch.nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                    p = torch.nn.Parameter(
+                        torch.empty_like(p, device=device), requires_grad=p.requires_grad
+                    )
                     setattr(module, name.rpartition(".")[2], p)
                     made.append((name, p))
     for name, p in made:
@@ -175,7 +194,9 @@ def prepared(spec: dict, device: str):
     """(model, report) as ``spec`` has it."""
     sharded, early = spec["gpus"] > 1, spec["side"] == "peer"
     model = build(spec)
-    report = patched(model, "peer", spec["checkpointing"]) if early else None  # its MLPs are modules of their own
+    report = (
+        patched(model, "peer", spec["checkpointing"]) if early else None
+    )  # its MLPs are modules of their own
     if spec.get("weights", "bf16") != "bf16":
         if sharded:
             raise ValueError("4-bit weights are not sharded here: --gpus 1")
@@ -208,7 +229,9 @@ class Progress:
 
     def told(self) -> dict:
         there = sum(p.grad is not None for p in self.trained) / max(len(self.trained), 1)
-        found = dict(stage=self.stage, seconds=dict(self.seconds), since_s=time.monotonic() - self.begun)
+        found = dict(
+            stage=self.stage, seconds=dict(self.seconds), since_s=time.monotonic() - self.begun
+        )
         return found | dict(gradients=there) | memory(self.device)
 
     def _write(self):
@@ -226,7 +249,10 @@ def synchronize(device: str) -> None:
 def memory(device: str) -> dict[str, int]:
     if device != "cuda":
         return dict(peak_bytes=0, reserved_bytes=0)
-    return dict(peak_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved())
+    return dict(
+        peak_bytes=torch.cuda.max_memory_allocated(),
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+    )
 
 
 def cap(spec: dict) -> None:
@@ -252,7 +278,9 @@ def train(spec: dict, progress: Progress) -> dict:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", 0)))
     shape = spec["steps"], spec.get("batch", 1), spec["sequence"]
-    data = torch.randint(models.SIZES[spec["model"]]["vocab_size"], shape, generator=generator).to(device)
+    data = torch.randint(models.SIZES[spec["model"]]["vocab_size"], shape, generator=generator).to(
+        device
+    )
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -268,8 +296,13 @@ def train(spec: dict, progress: Progress) -> dict:
         seconds.append(time.perf_counter() - begun)
         optimizer.zero_grad()
         losses.append(loss.item())
-    figures = dict(losses=losses, seconds=seconds, parts_s=progress.seconds, patched=report) | memory(device)
-    figures |= dict(parameters=sum(p.numel() for p in model.parameters()), attention=model.config._attn_implementation)
+    figures = dict(
+        losses=losses, seconds=seconds, parts_s=progress.seconds, patched=report
+    ) | memory(device)
+    figures |= dict(
+        parameters=sum(p.numel() for p in model.parameters()),
+        attention=model.config._attn_implementation,
+    )
     figures |= dict(trained=sum(p.numel() for p in trained), host_bytes=host_bytes(spec["side"]))
     if sharded and not all(hasattr(p, "full_tensor") for p in model.parameters()):
         raise RuntimeError("the model is not sharded")
@@ -286,7 +319,8 @@ def host_bytes(side: str) -> int:
 
 
 def attention(spec: dict, progress: Progress) -> dict:
-    """Causal attention alone: seconds of a layer's forward and backward, by PyTorch's choice and by cuDNN."""
+    """Causal attention alone: seconds of a layer's forward and backward, by PyTorch's choice and by
+    cuDNN."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     sizes, device, found = models.SIZES[spec["model"]], spec["device"], {}
@@ -295,15 +329,18 @@ def attention(spec: dict, progress: Progress) -> dict:
     q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes)
     dy = torch.randn_like(q)
     for name, chosen in (
-        ("chosen", contextlib.nullcontext()), ("cudnn", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])),
-    ):  # fmt: skip
+        ("chosen", contextlib.nullcontext()),
+        ("cudnn", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])),
+    ):
         times = []
         try:
             with chosen:
                 for n in range(3):  # the first is not counted
                     progress.enter(f"{name} {n}")
                     marks = [time.perf_counter()]
-                    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                    y = torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, enable_gqa=True
+                    )
                     synchronize(device)
                     marks.append(time.perf_counter())
                     torch.autograd.grad(y, (q, k, v), dy)
@@ -312,7 +349,9 @@ def attention(spec: dict, progress: Progress) -> dict:
                     times.append((marks[1] - marks[0], marks[2] - marks[1]))
             forward, backward = (min(column) for column in zip(*times[1:], strict=True))
             found[name] = dict(
-                forward_s=forward, backward_s=backward, seconds=spec["layers"] * (2 * forward + backward)
+                forward_s=forward,
+                backward_s=backward,
+                seconds=spec["layers"] * (2 * forward + backward),
             )
         except RuntimeError as error:
             if name == "chosen":
@@ -366,7 +405,8 @@ class Measuring:
         self.data = old or begin | dict(runs=[])
 
     def __call__(self, **spec) -> dict:
-        """The run of this ``spec``: that of an earlier call, or a new one. Raises `finetune.NoTime`."""
+        """The run of this ``spec``: that of an earlier call, or a new one. Raises
+        `finetune.NoTime`."""
         found = next((r for r in self.data["runs"] if r["spec"] == spec), None)
         if found is not None and ("figures" in found or found.get("error") == OUT_OF_MEMORY):
             return found
@@ -408,7 +448,9 @@ def search(measure, spec: dict, start: int, most: int) -> None:
 
 
 def measured(args, measure) -> None:
-    spec = dict(case=args.case, model=args.model, layers=args.layers, gpus=args.gpus, checkpointing=True)
+    spec = dict(
+        case=args.case, model=args.model, layers=args.layers, gpus=args.gpus, checkpointing=True
+    )
     spec |= dict(memory=args.memory, steps=args.steps)
     if args.case == "lora4":
         spec |= dict(weights=args.weights, lora=args.rank, host_memory=args.host_memory)
@@ -426,28 +468,57 @@ def measured(args, measure) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--case", choices=CASES, default="lora4", help="(lora4)")
-    p.add_argument("--model", type=finetune.model_name, default="Llama-3-8B", help="one of bench.models (llama-3-8b)")
+    p.add_argument(
+        "--model",
+        type=finetune.model_name,
+        default="Llama-3-8B",
+        help="one of bench.models (llama-3-8b)",
+    )
     p.add_argument("--layers", type=int, help="of them, if not all (attention: 8)")
-    p.add_argument("--sequence", nargs="+", type=int, help="tokens (lora4: 200000; attention: 65536 262144)")
-    p.add_argument("--memory", type=float, help="GB of a GPU that may be used (lora4, attention: 40)")
-    p.add_argument("--host-memory", type=float, help="GB of the host for checkpoints (half of what it has)")
-    p.add_argument("--weights", choices=("nf4", "bnb"), help="of lora4: torchao's, or bitsandbytes' (if there)")
+    p.add_argument(
+        "--sequence", nargs="+", type=int, help="tokens (lora4: 200000; attention: 65536 262144)"
+    )
+    p.add_argument(
+        "--memory", type=float, help="GB of a GPU that may be used (lora4, attention: 40)"
+    )
+    p.add_argument(
+        "--host-memory", type=float, help="GB of the host for checkpoints (half of what it has)"
+    )
+    p.add_argument(
+        "--weights", choices=("nf4", "bnb"), help="of lora4: torchao's, or bitsandbytes' (if there)"
+    )
     p.add_argument("--rank", type=int, default=32, help="of lora4's adapters (32)")
     p.add_argument("--gpus", type=int, help="of full (2)")
     p.add_argument(
-        "--sides", nargs="+", choices=NAMES, help="of attention (long tiled), of full (huggingface peer long)"
+        "--sides",
+        nargs="+",
+        choices=NAMES,
+        help="of attention (long tiled), of full (huggingface peer long)",
     )
-    p.add_argument("--start", type=int, default=16_384, help="of full: the first sequence that is tried (16384)")
-    p.add_argument("--most", type=int, default=262_144, help="of full: the longest that is tried (262144)")
+    p.add_argument(
+        "--start",
+        type=int,
+        default=16_384,
+        help="of full: the first sequence that is tried (16384)",
+    )
+    p.add_argument(
+        "--most", type=int, default=262_144, help="of full: the longest that is tried (262144)"
+    )
     p.add_argument("--steps", type=int, help="of a run (2; full: 1)")
     finetune.of_processes(p, "longest", run_limit=500, limit=60)
     p.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     for name, value in (dict(gpus=1, sequence=[]) | CASES[args.case]).items():
         if getattr(args, name) is None:
-            setattr(args, name, [s for s in value if s != "peer" or args.peer] if name == "sides" else value)
+            setattr(
+                args,
+                name,
+                [s for s in value if s != "peer" or args.peer] if name == "sides" else value,
+            )
     if args.case != "full" and args.gpus != 1:
         p.error(f"--case {args.case} runs on one GPU")
     if args.layers is None:

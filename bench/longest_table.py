@@ -17,7 +17,9 @@ def label(spec: dict) -> str:
     cap = f", {spec['memory']:g} GB" if spec.get("memory") else ""
     gpus = f", {spec['gpus']} GPUs" if spec["gpus"] > 1 else ""
     weights = f", {spec['weights']}" if spec.get("weights") else ""
-    return f"{spec['model']}, {spec['layers']} layers{weights}{gpus}{cap}, {spec['sequence']:,} tokens"
+    return (
+        f"{spec['model']}, {spec['layers']} layers{weights}{gpus}{cap}, {spec['sequence']:,} tokens"
+    )
 
 
 def step_s(figures: dict) -> float:
@@ -36,7 +38,11 @@ def failed(run: dict) -> str:
     if not so_far:
         return run["error"]
     peak = f", {so_far['peak_bytes'] / 1e9:.1f} GB until then" if so_far.get("peak_bytes") else ""
-    there = f", {so_far['gradients']:.0%} of the gradients there" if so_far["stage"].startswith("backward") else ""
+    there = (
+        f", {so_far['gradients']:.0%} of the gradients there"
+        if so_far["stage"].startswith("backward")
+        else ""
+    )
     return f"{run['error']} ({so_far['stage']}, {so_far['since_s']:.0f} s{there}{peak})"
 
 
@@ -52,7 +58,11 @@ def told(run: dict) -> str:
     """One run while others follow."""
     spec = run["spec"]
     if spec["side"] == "attention" and "figures" in run:
-        said = ", ".join(f"{name}: {found}" for name, found in run["figures"].items() if name in ("chosen", "cudnn"))
+        said = ", ".join(
+            f"{name}: {found}"
+            for name, found in run["figures"].items()
+            if name in ("chosen", "cudnn")
+        )
     elif "figures" in run:
         names = "step", "tokens/s", "allocated", "reserved", "host"
         said = ", ".join(f"{n} {c}" for n, c in zip(names, cells(run), strict=True))
@@ -78,7 +88,9 @@ def lora4(data: dict) -> list[str]:
 
 
 def same(a: dict, b: dict) -> bool:
-    return {k: v for k, v in a.items() if k != "side"} == {k: v for k, v in b.items() if k != "side"}
+    return {k: v for k, v in a.items() if k != "side"} == {
+        k: v for k, v in b.items() if k != "side"
+    }
 
 
 def attention(data: dict) -> list[str]:
@@ -86,8 +98,13 @@ def attention(data: dict) -> list[str]:
     for run in found:
         if run["spec"]["side"] == "attention":
             continue
-        alone = next((r for r in found if r["spec"]["side"] == "attention" and same(r["spec"], run["spec"])), {})
-        times = [alone.get("figures", {}).get(name, {}).get("seconds") for name in ("chosen", "cudnn")]
+        alone = next(
+            (r for r in found if r["spec"]["side"] == "attention" and same(r["spec"], run["spec"])),
+            {},
+        )
+        times = [
+            alone.get("figures", {}).get(name, {}).get("seconds") for name in ("chosen", "cudnn")
+        ]
         took = step_s(run["figures"]) if "figures" in run else None
         shares = [f"{s:.1f} s ({s / took:.0%})" if s and took else "–" for s in times]
         rows.append([label(run["spec"]), NAMES[run["spec"]["side"]], *cells(run)[:3], *shares])
@@ -96,7 +113,9 @@ def attention(data: dict) -> list[str]:
     return [
         "A step beside the time that its layers' causal attention takes alone, as a share of it: forward twice and "
         "backward once, by the kernel that PyTorch chooses, and by cuDNN's:",
-        table(["model, tokens", "", "step", "tokens/s", "allocated", "attention", "by cuDNN"], rows),
+        table(
+            ["model, tokens", "", "step", "tokens/s", "allocated", "attention", "by cuDNN"], rows
+        ),
     ]
 
 
@@ -108,17 +127,35 @@ def full(data: dict) -> list[str]:
         if not mine:
             continue
         longest = max(fits, key=lambda r: r["spec"]["sequence"], default=None)
-        shortest = min((r for r in mine if r not in fits), key=lambda r: r["spec"]["sequence"], default=None)
+        shortest = min(
+            (r for r in mine if r not in fits), key=lambda r: r["spec"]["sequence"], default=None
+        )
         why = "–" if shortest is None else f"{shortest['spec']['sequence']:,}: {failed(shortest)}"
         rows.append(
-            [NAMES[side], label(longest["spec"]) if longest else "none", *(cells(longest) if longest else "–" * 5)]
+            [
+                NAMES[side],
+                label(longest["spec"]) if longest else "none",
+                *(cells(longest) if longest else "–" * 5),
+            ]
         )
         rows[-1].append(why)
     if not rows:
         return []
     return [
         "The longest sequence of each GPU that fits, by FSDP2, all weights trained:",
-        table(["", "longest", "step", "tokens/s/GPU", "allocated", "reserved", "on the host", "does not fit"], rows),
+        table(
+            [
+                "",
+                "longest",
+                "step",
+                "tokens/s/GPU",
+                "allocated",
+                "reserved",
+                "on the host",
+                "does not fit",
+            ],
+            rows,
+        ),
     ]
 
 

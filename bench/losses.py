@@ -1,11 +1,12 @@
-"""Measure the post-training losses: each through its head, forward and backward, beside plain PyTorch and a peer.
+"""Measure the post-training losses: each through its head, forward and backward, beside plain
+PyTorch and a peer.
 
     PYTHONPATH=src python -m bench.losses [--peer DIR] [--only NAME;...] [--size H,V] [--errors]
 
-bf16. PyTorch with all its logits and ours take turns in this process beside the ceiling; ``--peer`` as in `bench.head`.
-A row's operations are its matrix products, none of them twice: 6·M·H·V for what learns, 2·M·H·V for a reference's or a
-teacher's head. ``--errors``: also how far from fp64 dW is, for GRPO and its variants, with a quarter of the classes.
-"""
+bf16. PyTorch with all its logits and ours take turns in this process beside the ceiling; ``--peer``
+as in `bench.head`. A row's operations are its matrix products, none of them twice: 6·M·H·V for what
+learns, 2·M·H·V for a reference's or a teacher's head. ``--errors``: also how far from fp64 dW is,
+for GRPO and its variants, with a quarter of the classes."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def odds_ratio(chosen, rejected):
 
 
 def grpo(hidden, weight, target, mask, advantages, ref_log_probs):
-    """The policy's ratio is 1 here, as in the first step on a batch; the variants differ in what costs nothing."""
+    """The policy's ratio is 1 here, as in the first step on a batch; the variants differ in what
+    costs nothing."""
     log_p = log_probs(hidden, weight, target)
     ratio, d = torch.exp(log_p - log_p.detach()), ref_log_probs - log_p
     a = advantages[:, None]
@@ -104,11 +106,15 @@ def jsd(z, teacher):
 
 
 def forward_kl(z, teacher):
-    return F.kl_div(z.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        z.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
+    )
 
 
 def reverse_kl(z, teacher):
-    return F.kl_div(teacher.log_softmax(-1), z.log_softmax(-1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        teacher.log_softmax(-1), z.log_softmax(-1), reduction="batchmean", log_target=True
+    )
 
 
 def cosine(z, teacher):
@@ -135,17 +141,27 @@ def drawn(name: str):
     def inputs(*shape: int, device: str = "cuda") -> dict:
         torch.manual_seed(0)
         *lead, H, V = shape
-        hidden, weight = (lambda: torch.randn(*lead, H, device=device)), (lambda: torch.randn(V, H, device=device))
+        hidden, weight = (
+            (lambda: torch.randn(*lead, H, device=device)),
+            (lambda: torch.randn(V, H, device=device)),
+        )
         given = {
             "hidden": hidden().bfloat16().requires_grad_(),
             "weight": (weight() / H**0.5).bfloat16().requires_grad_(),
             "target": torch.randint(V, lead, device=device),
         }
         if name in WITH_REFERENCE:
-            given |= {"ref_hidden": hidden().bfloat16(), "ref_weight": (weight() / H**0.5).bfloat16()}
+            given |= {
+                "ref_hidden": hidden().bfloat16(),
+                "ref_weight": (weight() / H**0.5).bfloat16(),
+            }
         if name.startswith("GRPO"):
             mask, advantages = torch.ones_like(given["target"]), torch.randn(lead[0], device=device)
-            given |= {"mask": mask, "advantages": advantages, "ref_log_probs": torch.randn(lead, device=device)}
+            given |= {
+                "mask": mask,
+                "advantages": advantages,
+                "ref_log_probs": torch.randn(lead, device=device),
+            }
         return given
 
     return inputs
@@ -161,8 +177,13 @@ def ways(names: list[str]) -> dict[str, Way]:
     }  # fmt: skip
 
 
-def plan(names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (4096, 128256)) -> list[dict]:
-    rows = [(name, (*SHAPES[name], *size), ["eager", "ours", *(["peer"] if peer else [])]) for name in names]
+def plan(
+    names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (4096, 128256)
+) -> list[dict]:
+    rows = [
+        (name, (*SHAPES[name], *size), ["eager", "ours", *(["peer"] if peer else [])])
+        for name in names
+    ]
     if LONG[0] in names:
         rows.append((LONG[0], (*LONG[1], *size), ["ours"]))
     requests = []
@@ -179,7 +200,9 @@ def plan(names: list[str], peer: bool, seconds: float, size: tuple[int, int] = (
     return requests
 
 
-def error_of_dw(kind: str, beta: float, zipf: bool, *shape: int, device: str = "cuda") -> tuple[float, float]:
+def error_of_dw(
+    kind: str, beta: float, zipf: bool, *shape: int, device: str = "cuda"
+) -> tuple[float, float]:
     """Of GRPO's variant, |dW - exact| / |exact|: PyTorch's, and ours as a multiple of it."""
     given = drawn(f"GRPO, {kind}")(*shape, device=device)
     if zipf:
@@ -196,36 +219,53 @@ def error_of_dw(kind: str, beta: float, zipf: bool, *shape: int, device: str = "
 
     exact = plain(torch.float64)
     error = lambda dw: ((dw.double() - exact).norm() / exact.norm()).item()  # noqa: E731
-    ours = LigerFusedLinearGRPOLoss(**options)(hidden, weight, target, mask, advantages, ref_per_token_logps=ref)[0]
+    ours = LigerFusedLinearGRPOLoss(**options)(
+        hidden, weight, target, mask, advantages, ref_per_token_logps=ref
+    )[0]
     pytorchs = error(plain(torch.bfloat16))
     return pytorchs, error(torch.autograd.grad(ours, weight)[0]) / pytorchs
 
 
 def errors_of_dw(kinds: list[str], *shape: int, device: str = "cuda") -> list[str]:
-    """A line for each of GRPO's variants: with and without a KL divergence, which hides what advantages alone round."""
+    """A line for each of GRPO's variants: with and without a KL divergence, which hides what
+    advantages alone round."""
     lines = [f"dW's error at {'×'.join(map(str, shape))}, PyTorch's, and ours as a multiple of it:"]
     for kind in kinds:
         found = []
         for beta, zipf in ((0.04, False), (0.04, True), (0.0, False), (0.0, True)):
             pytorchs, ours = error_of_dw(kind, beta, zipf, *shape, device=device)
-            found.append(f"{'Zipf' if zipf else 'uniform'}, beta {beta:g}: {pytorchs:.2e}, {ours:.3f}×")
+            found.append(
+                f"{'Zipf' if zipf else 'uniform'}, beta {beta:g}: {pytorchs:.2e}, {ours:.3f}×"
+            )
         lines.append(f"  {kind:8} " + "; ".join(found))
     return lines
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     peers.add_options(p, "peer")
-    p.add_argument("--only", default="", help=f"some of {'; '.join(SHAPES)}, separated by semicolons (all)")
-    p.add_argument("--size", default="4096,128256", metavar="H,V", help="channels, classes (4096,128256)")
+    p.add_argument(
+        "--only", default="", help=f"some of {'; '.join(SHAPES)}, separated by semicolons (all)"
+    )
+    p.add_argument(
+        "--size", default="4096,128256", metavar="H,V", help="channels, classes (4096,128256)"
+    )
     p.add_argument("--seconds", type=float, default=2.0, help="of samples for a loss (2)")
-    p.add_argument("--errors", action="store_true", help="dW's error against fp64, for GRPO and its variants")
-    p.add_argument("--limit", type=float, default=540, help="seconds after which nothing more is timed (540)")
+    p.add_argument(
+        "--errors", action="store_true", help="dW's error against fp64, for GRPO and its variants"
+    )
+    p.add_argument(
+        "--limit", type=float, default=540, help="seconds after which nothing more is timed (540)"
+    )
     p.add_argument("--out", help="JSON file (bench/results/losses.json)")
     args = p.parse_args(argv)
     names = [n.strip() for n in args.only.split(";") if n.strip()] or list(SHAPES)
     if unknown := set(names) - set(SHAPES):
-        raise SystemExit(f"bench.losses: no loss {', '.join(sorted(unknown))}; there are {'; '.join(SHAPES)}")
+        raise SystemExit(
+            f"bench.losses: no loss {', '.join(sorted(unknown))}; there are {'; '.join(SHAPES)}"
+        )
     machine.require_gpu()
 
     H, V = map(int, args.size.split(","))

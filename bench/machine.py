@@ -1,9 +1,9 @@
 """The machine: what it is, how fast a kernel could run on it at best, and how to time one there.
 
-A sample is GPU time between two events, with a cold cache and a full queue: before the first event the GPU overwrites
-a buffer larger than its L2 cache and spins for as long as Python takes to enqueue what is timed. Contestants take
-turns, and the ceilings are contestants: the card throttles as it warms, so only what ran side by side compares.
-"""
+A sample is GPU time between two events, with a cold cache and a full queue: before the first event
+the GPU overwrites a buffer larger than its L2 cache and spins for as long as Python takes to
+enqueue what is timed. Contestants take turns, and the ceilings are contestants: the card throttles
+as it warms, so only what ran side by side compares."""
 
 from __future__ import annotations
 
@@ -46,13 +46,20 @@ def describe() -> dict:
     }
     if torch.cuda.is_available():
         p = torch.cuda.get_device_properties(0)
-        described |= {"gpu": p.name, "memory": p.total_memory, "multiprocessors": p.multi_processor_count}
-        described["toolkit"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        described |= {
+            "gpu": p.name,
+            "memory": p.total_memory,
+            "multiprocessors": p.multi_processor_count,
+        }
+        described["toolkit"] = (
+            f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        )
     return described
 
 
 def save(name: str, figures: dict, out: str | None = None) -> pathlib.Path:
-    """Write ``figures`` as JSON, whole or not at all, to ``out`` or to ``bench/results/<name>.json``."""
+    """Write ``figures`` as JSON, whole or not at all, to ``out`` or to
+    ``bench/results/<name>.json``."""
     path = pathlib.Path(out) if out else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -61,7 +68,8 @@ def save(name: str, figures: dict, out: str | None = None) -> pathlib.Path:
 
 
 def resumed(name: str, settings: dict, out: str | None = None) -> dict | None:
-    """What an earlier call saved there, if it was of these ``settings``, among them the machine and its software."""
+    """What an earlier call saved there, if it was of these ``settings``, among them the machine and
+    its software."""
     path = pathlib.Path(out) if out else RESULTS / f"{name}.json"
     if not path.exists():
         return None
@@ -69,7 +77,9 @@ def resumed(name: str, settings: dict, out: str | None = None) -> dict | None:
 
     def comparable(values):
         found = {key: values.get(key) for key in settings}
-        return found | {"machine": {k: v for k, v in (found.get("machine") or {}).items() if k != "date"}}
+        return found | {
+            "machine": {k: v for k, v in (found.get("machine") or {}).items() if k != "date"}
+        }
 
     other = comparable(data) != comparable(settings) or data.get("kind") != name
     if other:
@@ -89,7 +99,9 @@ class Stopwatch:
 
     def __call__(self, work: Callable, prepare: Callable = lambda: None) -> float:
         while True:
-            given = [prepare()]  # handed over in a list: a tensor that nobody else holds may be overwritten
+            given = [
+                prepare()
+            ]  # handed over in a list: a tensor that nobody else holds may be overwritten
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.scratch.zero_()
             torch.cuda._sleep(self.cycles)
@@ -104,7 +116,9 @@ class Stopwatch:
         return start.elapsed_time(end)
 
 
-def interleave(contestants: dict[str, Callable[[], float]], seconds: float, least=5, most=60) -> dict[str, list[float]]:
+def interleave(
+    contestants: dict[str, Callable[[], float]], seconds: float, least=5, most=60
+) -> dict[str, list[float]]:
     """Samples of each contestant, taken in turns for about ``seconds`` in all.
 
     Each turn has an order of its own: a hot card is slower after work that was hard on it.
@@ -126,16 +140,21 @@ def median(samples: list[float]) -> float:
 
 
 class Ceilings:
-    """The two rates that no kernel exceeds, as contestants: milliseconds of a fixed amount of work."""
+    """The two rates that no kernel exceeds, as contestants: milliseconds of a fixed amount of
+    work."""
 
     COPY = 2 * 2**30  # bytes read and written
     N = 8192  # of a bf16 N×N×N matrix product
 
     def __init__(self, stopwatch: Stopwatch):
         self.stopwatch = stopwatch
-        self.src, self.dst = (torch.empty(self.COPY // 2, dtype=torch.int8, device="cuda") for _ in range(2))
+        self.src, self.dst = (
+            torch.empty(self.COPY // 2, dtype=torch.int8, device="cuda") for _ in range(2)
+        )
         self.src.random_()
-        self.a, self.b = (torch.randn(self.N, self.N, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        self.a, self.b = (
+            torch.randn(self.N, self.N, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+        )
         self.c = torch.empty_like(self.a)
 
     def copy(self) -> float:
@@ -143,12 +162,16 @@ class Ceilings:
 
     def matmul(self) -> float:
         """The mean of as many products as take about as long as a linear cross entropy."""
-        return self.stopwatch(lambda _: [torch.mm(self.a, self.b, out=self.c) for _ in range(20)]) / 20
+        return (
+            self.stopwatch(lambda _: [torch.mm(self.a, self.b, out=self.c) for _ in range(20)]) / 20
+        )
 
     def rates(self, samples: dict[str, list[float]]) -> dict[str, float]:
         """Bytes per second and operations per second, from the samples of `copy` and `matmul`."""
         work = {"copy": self.COPY, "matmul": 2 * self.N**3}
-        return {name: work[name] / (median(samples[name]) * 1e-3) for name in work if name in samples}
+        return {
+            name: work[name] / (median(samples[name]) * 1e-3) for name in work if name in samples
+        }
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -1,4 +1,5 @@
-"""The models whose training steps are timed: their published sizes (but for the two smallest), random weights."""
+"""The models whose training steps are timed: their published sizes (but for the two smallest),
+random weights."""
 
 from __future__ import annotations
 
@@ -57,13 +58,18 @@ SMALL = (
 
 
 def build(name: str, device: str, dtype):
-    """The model with the weights of seed 0, made on the device in ``dtype``; sdpa attention where the family has it."""
+    """The model with the weights of seed 0, made on the device in ``dtype``; sdpa attention where
+    the family has it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(SIZES[name])
     config = AutoConfig.for_model(
-        sizes.pop("model_type"), **sizes, max_position_embeddings=8192, use_cache=False, pad_token_id=None
+        sizes.pop("model_type"),
+        **sizes,
+        max_position_embeddings=8192,
+        use_cache=False,
+        pad_token_id=None,
     )
     torch.manual_seed(0)
     with torch.device(device):

@@ -1,12 +1,14 @@
-"""`torch.nn.functional.linear_cross_entropy`: PyTorch's own from 2.13 on, or its Python beside an older PyTorch.
+"""`torch.nn.functional.linear_cross_entropy`: PyTorch's own from 2.13 on, or its Python beside an
+older PyTorch.
 
 It is plain Python. For an older PyTorch a directory on the import path holds four files of 2.13:
 
     pip download --no-deps --dest wheel torch==2.13.0
-    unzip wheel/torch-*.whl torch/version.py torch/nn/functional.py 'torch/nn/modules/linear_cross_entropy*' -d DIR
+    unzip wheel/torch-*.whl torch/version.py torch/nn/functional.py
+    'torch/nn/modules/linear_cross_entropy*' -d DIR
 
-This is to measure it. Nothing of PyTorch is replaced: only modules that it lacks are found in the directory.
-"""
+This is to measure it. Nothing of PyTorch is replaced: only modules that it lacks are found in the
+directory."""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def directory() -> pathlib.Path:
     for path in map(pathlib.Path, sys.path):
         if (path / f"torch/nn/modules/{NAME}.py").exists():
             return path
-    raise ModuleNotFoundError(f"torch {torch.__version__} has no {NAME}, and --peer-torch names no directory with it")
+    raise ModuleNotFoundError(
+        f"torch {torch.__version__} has no {NAME}, and --peer-torch names no directory with it"
+    )
 
 
 def version() -> str:
@@ -53,7 +57,8 @@ def found() -> tuple[Callable, type]:
     torch.nn.modules.__path__.append(str(source / "modules"))
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
-    # The file as a whole cannot be loaded a second time: it writes the docstrings of PyTorch's built-in functions.
+    # The file as a whole cannot be loaded a second time: it writes the docstrings of PyTorch's
+    # built-in functions.
     tree = ast.parse((source / "functional.py").read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) == NAME]
     names = vars(F) | {module.__name__: module for module in (dataclasses, math, warnings)}

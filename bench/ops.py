@@ -1,12 +1,14 @@
-"""Time every operator's `Case` at its real shapes, in bf16, against PyTorch, torch.compile and other packages.
+"""Time every operator's `Case` at its real shapes, in bf16, against PyTorch, torch.compile and
+other packages.
 
-    PYTHONPATH=src python -m bench.ops [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--only NAME,...] [--quick]
+    PYTHONPATH=src python -m bench.ops [--peer DIR] [--peer-cute DIR] [--peer-torch DIR] [--only
+    NAME,...] [--quick]
 
-Forward and backward are timed apart, and together ("both"). A backward runs on a graph of its own without
-retain_graph, on inputs that only the graph holds: operators that reuse memory do. The ``--peer`` options name
-directories (``pip install --no-deps --target DIR liger-kernel==0.8.5``, and see `bench.peers`); what lies there runs in
-a process of its own, turn and turn about with ours, each beside the ceiling measured in its own process.
-"""
+Forward and backward are timed apart, and together ("both"). A backward runs on a graph of its own
+without retain_graph, on inputs that only the graph holds: operators that reuse memory do. The
+``--peer`` options name directories (``pip install --no-deps --target DIR liger-kernel==0.8.5``, and
+see `bench.peers`); what lies there runs in a process of its own, turn and turn about with ours,
+each beside the ceiling measured in its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ HERE = ("ours", "eager", "compile")
 
 
 class Worker:
-    """A `bench.worker` process. It is started when first asked, and again after it died or ran out of time."""
+    """A `bench.worker` process. It is started when first asked, and again after it died or ran out
+    of time."""
 
     def __init__(self, side: str, path: pathlib.Path):
         self.side, self.path, self.process = side, path, None
@@ -37,7 +40,9 @@ class Worker:
         if self.process is None:
             environment = peers.SIDES[self.side].environment if self.side in peers.SIDES else {}
             others = [
-                p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and pathlib.Path(p) != ROOT / "src"
+                p
+                for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                if p and pathlib.Path(p) != ROOT / "src"
             ]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bench.worker", self.side, str(self.path)], cwd=ROOT, text=True,
@@ -65,7 +70,8 @@ class Worker:
 
 
 def plan(only: list[str], quick: bool) -> list[dict]:
-    """What to measure: a request for each case and shape. The matrix units bound a case that counts operations."""
+    """What to measure: a request for each case and shape. The matrix units bound a case that counts
+    operations."""
     import liger_kernel.ops  # noqa: F401  (fills CASES)
     from liger_kernel.core.op import CASES
 
@@ -87,8 +93,11 @@ def plan(only: list[str], quick: bool) -> list[dict]:
     ]
 
 
-def measure(request: dict, contestants: list[str], workers: dict[str, Worker], rounds: int, limit) -> dict:
-    """One row: every contestant's figures, one entry a round. Of another side each is asked for by itself."""
+def measure(
+    request: dict, contestants: list[str], workers: dict[str, Worker], rounds: int, limit
+) -> dict:
+    """One row: every contestant's figures, one entry a round. Of another side each is asked for by
+    itself."""
     row = {**request, "contestants": {}}
     for turn in range(rounds):
         for side, worker in workers.items():
@@ -101,13 +110,19 @@ def measure(request: dict, contestants: list[str], workers: dict[str, Worker], r
             ]
             for names in [mine] if side == "ours" and mine else [[name] for name in mine]:
                 if side == "ours" or "inputs" in row:
-                    reply = worker.ask(request | {"contestants": names, "inputs": row.get("inputs")}, limit())
+                    reply = worker.ask(
+                        request | {"contestants": names, "inputs": row.get("inputs")}, limit()
+                    )
                 else:
                     reply = {"error": "no inputs from ours"}
                 row |= {k: reply[k] for k in ("inputs", "traffic", "flops") if k in reply}
                 for name in names:
-                    figures = reply["figures"][name] if "figures" in reply else {"error": reply["error"]}
-                    add_round(row["contestants"].setdefault(name, {}), figures, reply.get("ceiling"))
+                    figures = (
+                        reply["figures"][name] if "figures" in reply else {"error": reply["error"]}
+                    )
+                    add_round(
+                        row["contestants"].setdefault(name, {}), figures, reply.get("ceiling")
+                    )
     row.pop("inputs", None)
     return row
 
@@ -115,7 +130,10 @@ def measure(request: dict, contestants: list[str], workers: dict[str, Worker], r
 def started(args, limit) -> tuple[dict[str, Worker], dict[str, str]]:
     """A worker for every other side that takes part, and what it has."""
     workers = {side: Worker(side, path) for side, path in peers.directories(args).items()}
-    versions = {side: worker.ask({"describe": True}, limit()).get("version") for side, worker in workers.items()}
+    versions = {
+        side: worker.ask({"describe": True}, limit()).get("version")
+        for side, worker in workers.items()
+    }
     return workers, versions
 
 
@@ -130,21 +148,46 @@ def add_round(entry: dict, figures: dict, ceiling: float | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     peers.add_options(p)
     p.add_argument("--only", default="", help="names of cases, separated by commas")
-    p.add_argument("--contestants", default="", help=f"some of {','.join([*HERE, *peers.LINES])} (all)")
+    p.add_argument(
+        "--contestants", default="", help=f"some of {','.join([*HERE, *peers.LINES])} (all)"
+    )
     p.add_argument("--quick", action="store_true", help="each case's first shape, one round")
-    p.add_argument("--rounds", type=int, default=2, help="how often ours and the peers take turns (2)")
-    p.add_argument("--seconds", type=float, default=0.6, help="of samples for a case, a shape and a round (0.6)")
-    p.add_argument("--limit", type=float, default=480, help="seconds for everything; what is left is skipped (480)")
-    p.add_argument("--case-limit", type=float, default=120, help="seconds for one case, shape and process (120)")
+    p.add_argument(
+        "--rounds", type=int, default=2, help="how often ours and the peers take turns (2)"
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=0.6,
+        help="of samples for a case, a shape and a round (0.6)",
+    )
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=480,
+        help="seconds for everything; what is left is skipped (480)",
+    )
+    p.add_argument(
+        "--case-limit",
+        type=float,
+        default=120,
+        help="seconds for one case, shape and process (120)",
+    )
     p.add_argument("--out", help="JSON file (bench/results/ops.json)")
     args = p.parse_args(argv)
     known = [*HERE, *peers.contestants(args)]
     names = [n for n in args.contestants.split(",") if n] or known
     if missing := [n for n in names if n not in known]:
-        needed = [f"{n} with {peers.SIDES[peers.SIDE_OF[n]].option} DIR" for n in peers.LINES if n not in known]
+        needed = [
+            f"{n} with {peers.SIDES[peers.SIDE_OF[n]].option} DIR"
+            for n in peers.LINES
+            if n not in known
+        ]
         raise SystemExit(
             f"bench.ops: --contestants {','.join(missing)}: some of {','.join(known)}, and {', '.join(needed)}"
         )
@@ -154,13 +197,19 @@ def main(argv: list[str] | None = None) -> None:
     end = time.monotonic() + args.limit
     left = lambda: min(args.case_limit, end - time.monotonic())  # noqa: E731
     workers = {"ours": Worker("ours", ROOT / "src")}
-    data = {"machine": workers["ours"].ask({"describe": True}, left()), "dtype": "bfloat16", "rows": []}
+    data = {
+        "machine": workers["ours"].ask({"describe": True}, left()),
+        "dtype": "bfloat16",
+        "rows": [],
+    }
     others, versions = started(args, left)
     workers, data = workers | others, data | versions
     try:
         for request in requests:
             request["seconds"] = args.seconds
-            data["rows"].append(measure(request, names, workers, 1 if args.quick else args.rounds, left))
+            data["rows"].append(
+                measure(request, names, workers, 1 if args.quick else args.rounds, left)
+            )
             machine.save("ops", data, args.out)
             print(report.line(data["rows"][-1]), flush=True)
     finally:

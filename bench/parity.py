@@ -1,14 +1,16 @@
-"""Does ours train like Hugging Face? Losses of a model patched and not, against the spread of the unpatched one.
+"""Does ours train like Hugging Face? Losses of a model patched and not, against the spread of the
+unpatched one.
 
     PYTHONPATH=src python -m bench.parity [--model Llama-3.2-1B] [--steps 50] [--resume]
 
-bf16 training amplifies any rounding, so two runs that mean the same drift apart. How far is measured: Hugging Face runs
-from the same weights, in which one bf16 ulp was added to a few of them, by seed. Ours lies within the noise if its
-losses are no further from Hugging Face's, at most and on average, than those runs are from each other.
+bf16 training amplifies any rounding, so two runs that mean the same drift apart. How far is
+measured: Hugging Face runs from the same weights, in which one bf16 ulp was added to a few of them,
+by seed. Ours lies within the noise if its losses are no further from Hugging Face's, at most and on
+average, than those runs are from each other.
 
-The losses of every step of every run are in the results. More than 100 steps are a long run: its results are a file of
-their own (curves.json), of which `bench.report` makes docs/parity.md. ``--resume`` goes on with a file that lacks runs.
-"""
+The losses of every step of every run are in the results. More than 100 steps are a long run: its
+results are a file of their own (curves.json), of which `bench.report` makes docs/parity.md.
+``--resume`` goes on with a file that lacks runs."""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def difference(pair: str, a: list[float], b: list[float]) -> dict:
 def compared(found: dict[str, list[float]]) -> dict:
     """Every pair, and whether ours lies within the noise: None while runs are missing that tell."""
     theirs = {name: curve for name, curve in found.items() if name != curves.OURS}
-    pairs = [difference(f"{a} – {b}", theirs[a], theirs[b]) for a, b in itertools.combinations(theirs, 2)]
+    pairs = [
+        difference(f"{a} – {b}", theirs[a], theirs[b]) for a, b in itertools.combinations(theirs, 2)
+    ]
     if curves.OURS not in found or not pairs:
         return {"pairs": pairs, "within_noise": None}
     own = difference(f"{curves.OURS} – {curves.THEIRS}", found[curves.OURS], found[curves.THEIRS])
@@ -70,17 +74,31 @@ def compared(found: dict[str, list[float]]) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--model", default="Llama-3.2-1B", choices=models.SIZES)
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--sequence", type=int, default=1024)
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--seeds", type=int, default=3, help="nudged Hugging Face runs (3)")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
+    p.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu tries the program out, no more",
+    )
     p.add_argument("--resume", action="store_true", help="keep the runs that the JSON file has")
-    p.add_argument("--limit", type=float, default=570, help="seconds in which no run is begun that would not end (570)")
-    p.add_argument("--out", help="JSON file (bench/results/parity.json; curves.json for more than 100 steps)")
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=570,
+        help="seconds in which no run is begun that would not end (570)",
+    )
+    p.add_argument(
+        "--out", help="JSON file (bench/results/parity.json; curves.json for more than 100 steps)"
+    )
     args = p.parse_args(argv)
     if args.device == "cuda":
         machine.require_gpu()
@@ -89,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
     earlier = machine.resumed(kind, data, args.out) if args.resume else None
     found = earlier["curves"] if earlier else {}
     wanted = {"Hugging Face": {}}
-    wanted |= {f"Hugging Face, nudged ({seed})": dict(seed=seed) for seed in range(1, args.seeds + 1)}
+    wanted |= {
+        f"Hugging Face, nudged ({seed})": dict(seed=seed) for seed in range(1, args.seeds + 1)
+    }
     wanted |= {"ours": dict(patch=runs.ours)}
 
     begun, longest = time.monotonic(), 0.0

@@ -1,8 +1,8 @@
-"""Who is measured in a process of its own: packages with our import name, and functions that PyTorch may lack.
+"""Who is measured in a process of its own: packages with our import name, and functions that
+PyTorch may lack.
 
-A side is such a process. Its option names the directory that comes first on its import path; its contestants are
-lines of `calls`.
-"""
+A side is such a process. Its option names the directory that comes first on its import path; its
+contestants are lines of `calls`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ SIDES = {
 }
 LINES = {contestant: lines for side in SIDES.values() for contestant, lines in side.lines.items()}
 CASES = {case for lines in LINES.values() for case in lines}
-SIDE_OF = {contestant: name for name, side in SIDES.items() for contestant in side.lines}  # the others are "ours"
+SIDE_OF = {
+    contestant: name for name, side in SIDES.items() for contestant in side.lines
+}  # the others are "ours"
 
 
 def takes_part(contestant: str, case: str) -> bool:
@@ -58,12 +60,16 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """An option for the directory of each side, or of those named."""
     for side in [SIDES[name] for name in names] or SIDES.values():
         about = f"directory that holds {side.holds}"
-        parser.add_argument(side.option, type=pathlib.Path, metavar="DIR", default=side.default, help=about)
+        parser.add_argument(
+            side.option, type=pathlib.Path, metavar="DIR", default=side.default, help=about
+        )
 
 
 def directories(args: argparse.Namespace) -> dict[str, pathlib.Path]:
     """Of the sides that take part."""
-    given = {name: getattr(args, side.option[2:].replace("-", "_"), None) for name, side in SIDES.items()}
+    given = {
+        name: getattr(args, side.option[2:].replace("-", "_"), None) for name, side in SIDES.items()
+    }
     return {name: path.resolve() for name, path in given.items() if path}
 
 

@@ -1,14 +1,14 @@
-"""Turn the JSON files of `bench/results` into the tables and the charts that the README and the docs show.
+"""Turn the JSON files of `bench/results` into the tables and the charts that the README and the
+docs show.
 
     python -m bench.report [FILE ...] [--write docs/training.md] [--write docs/linear-head.md]
         [--write docs/operators.md] [--chart docs/linear-head.svg] [--operators docs/operators.svg]
         [--curves docs/parity.svg]
 
-``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->`` in each file given that has
-them. NAME is a file's ``kind``; what `bench.ops` measured also makes the short table NAME ``operators``. ``--chart``
-draws what `bench.head` measured, ``--operators`` what `bench.ops` did,
-``--curves`` what `bench.parity` did in long runs.
-"""
+``--write`` replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- bench:end -->`` in each
+file given that has them. NAME is a file's ``kind``; what `bench.ops` measured also makes the short
+table NAME ``operators``. ``--chart`` draws what `bench.head` measured, ``--operators`` what
+`bench.ops` did, ``--curves`` what `bench.parity` did in long runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ def rate(row: dict, entry: dict, kinds: tuple[str, ...]) -> str:
     """`TB/s (share)` of each kind of the fewest bytes, or TFLOP/s of the operations."""
     if "error" in entry:
         return entry["error"].split(":")[0]
-    work = {"forward": row["traffic"][0], "backward": row["traffic"][1]} if row["traffic"] else {"both": row["flops"]}
+    work = (
+        {"forward": row["traffic"][0], "backward": row["traffic"][1]}
+        if row["traffic"]
+        else {"both": row["flops"]}
+    )
     reached = [work[kind] / (mean(entry["ms"][kind]) * 1e-3) for kind in kinds]
     ceiling = mean(entry["ceiling"])
     digits = ".2f" if row["traffic"] else ".0f"
@@ -105,7 +109,10 @@ def bounded(rows: list[dict], kinds: tuple[str, ...], unit: str) -> str:
     names = contestants(rows)
     return table(
         ["operator, shape", f"ceiling, {unit}", *(NAMES[n] for n in names)],
-        [[label(r), ceiling_of(r), *(of(r, n, lambda e, r=r: rate(r, e, kinds)) for n in names)] for r in rows],
+        [
+            [label(r), ceiling_of(r), *(of(r, n, lambda e, r=r: rate(r, e, kinds)) for n in names)]
+            for r in rows
+        ],
     )
 
 
@@ -152,7 +159,11 @@ def speed(row: dict, entry: dict, kind: str) -> float:
 
 def timed(row: dict) -> dict[str, dict]:
     """The row's contestants that have figures."""
-    return {name: row["contestants"][name] for name in contestants([row]) if "ms" in row["contestants"][name]}
+    return {
+        name: row["contestants"][name]
+        for name in contestants([row])
+        if "ms" in row["contestants"][name]
+    }
 
 
 def operators(data: dict) -> str:
@@ -164,7 +175,12 @@ def operators(data: dict) -> str:
         if ours is None:
             continue
         kinds = [kind for kind in ("forward", "backward") if kind in ours["ms"]] or ["both"]
-        cells = [row["against"], " / ".join(f"{speed(row, ours, kind):.0%}" for kind in kinds), "–", "–"]
+        cells = [
+            row["against"],
+            " / ".join(f"{speed(row, ours, kind):.0%}" for kind in kinds),
+            "–",
+            "–",
+        ]
         if entries:
             cells[2:] = [against_fastest(row, ours, entries), least_memory(ours, entries)]
         rows.append([label(row), *cells])
@@ -177,7 +193,16 @@ def operators(data: dict) -> str:
             "bound them; the time of both together as a multiple of the fastest other's (below 1 ours is faster), "
             "each in units of the ceiling next to it; and peak memory beyond the inputs, ours / the least of the "
             "others:",
-            table(["operator, shape", "ceiling", "share of it", "time / fastest other's", "memory, GB"], rows),
+            table(
+                [
+                    "operator, shape",
+                    "ceiling",
+                    "share of it",
+                    "time / fastest other's",
+                    "memory, GB",
+                ],
+                rows,
+            ),
         ]
     )
 
@@ -190,12 +215,17 @@ def against_fastest(row: dict, ours: dict, others: dict[str, dict]) -> str:
 
 def least_memory(ours: dict, others: dict[str, dict]) -> str:
     least = min(others, key=lambda name: others[name]["peak_bytes"])
-    return f"{ours['peak_bytes'] / 1e9:.2f} / {others[least]['peak_bytes'] / 1e9:.2f}, {title(least)}"
+    return (
+        f"{ours['peak_bytes'] / 1e9:.2f} / {others[least]['peak_bytes'] / 1e9:.2f}, {title(least)}"
+    )
 
 
 def failures(rows: list[dict], name) -> list[str]:
     lines = [
-        f"- {name(r)}, {title(n)}: {e['error']}" for r in rows for n, e in r["contestants"].items() if "error" in e
+        f"- {name(r)}, {title(n)}: {e['error']}"
+        for r in rows
+        for n, e in r["contestants"].items()
+        if "error" in e
     ]
     return ["Not measured:\n" + "\n".join(lines)] if lines else []
 
@@ -206,7 +236,11 @@ def line(row: dict) -> str:
     def cell(entry):
         if "error" in entry:
             return entry["error"]
-        apart = " + ".join(f"{mean(entry['ms'][kind]):.3f}" for kind in ("forward", "backward") if kind in entry["ms"])
+        apart = " + ".join(
+            f"{mean(entry['ms'][kind]):.3f}"
+            for kind in ("forward", "backward")
+            if kind in entry["ms"]
+        )
         return f"{apart + ', ' if apart else ''}{mean(entry['ms']['both']):.3f} ms"
 
     return f"{label(row)}: " + "; ".join(f"{n}: {of(row, n, cell)}" for n in contestants([row]))
@@ -223,7 +257,9 @@ def behind(rows: list[dict]) -> str:
                 if name in entries:
                     a, b = (mean(e["ms"][kind]) * mean(e["ceiling"]) for e in (ours, entries[name]))
                     if a > b:
-                        found.append(f"{label(row)} {kind}: {mean(ms):.4f} ms, {title(name)} {b / a:.0%} of that")
+                        found.append(
+                            f"{label(row)} {kind}: {mean(ms):.4f} ms, {title(name)} {b / a:.0%} of that"
+                        )
     return f"Slower than another package: {'; '.join(found) or 'nowhere'}"
 
 
@@ -243,12 +279,19 @@ def train(data: dict) -> str:
         "Tokens per second (time of a step) and peak memory of whole training steps (of one with 4 accumulated "
         "micro-batches):",
     ]
-    parts += [table(["model, sequence × batch", *(NAMES[n] for n in names), "ours against eager"], rows)]
+    parts += [
+        table(["model, sequence × batch", *(NAMES[n] for n in names), "ours against eager"], rows)
+    ]
     parts += hot_ceilings(data["rows"])
     return "\n\n".join(parts + failures(data["rows"], train_label))
 
 
-WAYS = {"": "eager", "compile": "torch.compile", "graphs": "torch.compile, CUDA graphs", "captured": "captured step"}
+WAYS = {
+    "": "eager",
+    "compile": "torch.compile",
+    "graphs": "torch.compile, CUDA graphs",
+    "captured": "captured step",
+}
 
 
 def compiled(data: dict) -> str:
@@ -273,7 +316,10 @@ def compiled(data: dict) -> str:
         "ours compiled as a multiple of ours eager:",
         table(
             ["model, sequence × batch", *WAYS.values(), "compiled / eager"],
-            [[*line, ratio(r, "", "ours-compile", "ours")] for line, r in zip(against, data["rows"], strict=True)],
+            [
+                [*line, ratio(r, "", "ours-compile", "ours")]
+                for line, r in zip(against, data["rows"], strict=True)
+            ],
         ),
         *hot_ceilings(data["rows"]),
     ]
@@ -291,7 +337,9 @@ def ratio(row: dict, way: str, one: str | None = None, other: str | None = None)
     if b["peak_bytes"]:
         found.append(f"{a['peak_bytes'] / b['peak_bytes']:.2f}")
     if a.get("losses") and len(a["losses"]) == len(b.get("losses", ())):
-        found.append(f"losses within {max(abs(x - y) for x, y in zip(a['losses'], b['losses'], strict=True)):.1g}")
+        found.append(
+            f"losses within {max(abs(x - y) for x, y in zip(a['losses'], b['losses'], strict=True)):.1g}"
+        )
     return ", ".join(found)
 
 
@@ -437,7 +485,10 @@ def losses(data: dict) -> str:
 
     def cells(row):
         ours = row["contestants"].get("ours")
-        return [of(row, n, lambda e, n=n: losses_cell(row, e, None if n == "ours" else ours)) for n in names]
+        return [
+            of(row, n, lambda e, n=n: losses_cell(row, e, None if n == "ours" else ours))
+            for n in names
+        ]
 
     parts = [
         heading(data),
@@ -479,7 +530,11 @@ def experts(data: dict) -> str:
         table(
             ["layer", "ceiling, TFLOP/s", *map(title, names)],
             [
-                [experts_label(r), ceiling_of(r), *(of(r, n, lambda e, r=r: experts_cell(r, e)) for n in names)]
+                [
+                    experts_label(r),
+                    ceiling_of(r),
+                    *(of(r, n, lambda e, r=r: experts_cell(r, e)) for n in names),
+                ]
                 for r in rows
             ],
         ),
@@ -506,7 +561,11 @@ def head(data: dict) -> str:
 
     def fastest(row):
         others = {n: e for n, e in timed(row).items() if not n.startswith("ours")}
-        return against_fastest(row, row["contestants"]["ours"], others) if others and "ours" in timed(row) else "–"
+        return (
+            against_fastest(row, row["contestants"]["ours"], others)
+            if others and "ours" in timed(row)
+            else "–"
+        )
 
     parts = [
         heading(data),
@@ -527,7 +586,10 @@ def head(data: dict) -> str:
         measured = [r for r in rows if not r["contestants"].keys().isdisjoint(further)]
         parts += [
             "Others, each in a process of its own, by the same measures (the scaled loss makes its logits twice):",
-            table(["M×H×V", *map(title, further)], [[head_label(r), *cells(r, further)] for r in measured]),
+            table(
+                ["M×H×V", *map(title, further)],
+                [[head_label(r), *cells(r, further)] for r in measured],
+            ),
         ]
     parts += other_ways(data["rows"]) + head_errors(data.get("errors"))
     return "\n\n".join(parts + failures(data["rows"], lambda r: f"{r['way']} {head_label(r)}"))
@@ -547,7 +609,10 @@ def other_ways(rows: list[dict]) -> list[str]:
             table(
                 ["way, operations", *map(title, names)],
                 [
-                    [titles[r["way"]], *(of(r, n, lambda e, r=r, n=n: head_cell(r, e, n in again)) for n in names)]
+                    [
+                        titles[r["way"]],
+                        *(of(r, n, lambda e, r=r, n=n: head_cell(r, e, n in again)) for n in names),
+                    ]
                     for r in found
                 ],
             ),
@@ -580,7 +645,8 @@ def head_errors(found: dict | None) -> list[str]:
 
 
 def chart(data: dict, path: pathlib.Path) -> None:
-    """Share of the ceiling against peak memory at the first shape: ours over its budgets, the others as points."""
+    """Share of the ceiling against peak memory at the first shape: ours over its budgets, the
+    others as points."""
     row = in_training(data)[0]
     at = {n: (multiple(row, e), share(row, e)) for n, e in row["contestants"].items() if "ms" in e}
     line = [at[name] for name in budgets(row) if name in at]
@@ -590,7 +656,9 @@ def chart(data: dict, path: pathlib.Path) -> None:
         def label(point, text, offset, colour):
             behind = dict(facecolor="white", edgecolor="none", pad=1)
             side = dict(ha="left" if offset[0] else "center", va="center")
-            axes.annotate(text, point, offset, textcoords="offset points", color=colour, bbox=behind, **side)
+            axes.annotate(
+                text, point, offset, textcoords="offset points", color=colour, bbox=behind, **side
+            )
 
         if line:
             axes.plot(*zip(*line, strict=True), "o-", color=BLUE, markersize=5, linewidth=2)
@@ -618,20 +686,36 @@ def chart(data: dict, path: pathlib.Path) -> None:
         axes.set_ylabel("share of the rate of a bf16 8192³ product")
         axes.set_title(
             "Linear head and cross entropy, forward and backward, bf16\n"
-            "{:,} tokens, {:,} channels, {:,} classes, {gpu}".format(*row["shape"], gpu=data["machine"].get("gpu")),
-            fontsize=11, loc="left", linespacing=1.4,
-        )  # fmt: skip
+            "{:,} tokens, {:,} channels, {:,} classes, {gpu}".format(
+                *row["shape"], gpu=data["machine"].get("gpu")
+            ),
+            fontsize=11,
+            loc="left",
+            linespacing=1.4,
+        )
 
 
 def operators_chart(data: dict, path: pathlib.Path) -> None:
-    """Share of the ceiling, forward and backward together: a line for every operator and shape, a mark for each."""
+    """Share of the ceiling, forward and backward together: a line for every operator and shape, a
+    mark for each."""
     rows = [row for row in data["rows"] if "ours" in timed(row)]
     peer = f"{title('peer')} {data.get('peer') or ''}".strip()
     marks = (
-        ("eager", title("eager"), dict(marker="o", markerfacecolor="white", color=GREY, markersize=6)),
-        ("compile", title("compile"), dict(marker="D", markerfacecolor="white", color=GREY, markersize=5.5)),
+        (
+            "eager",
+            title("eager"),
+            dict(marker="o", markerfacecolor="white", color=GREY, markersize=6),
+        ),
+        (
+            "compile",
+            title("compile"),
+            dict(marker="D", markerfacecolor="white", color=GREY, markersize=5.5),
+        ),
         ("peer", peer, dict(marker="s", color=GREY, markersize=6)),
-        *((name, title(name), dict(marker=mark, color=GREY)) for name, mark in zip(FURTHER, "v<>^Pp", strict=True)),
+        *(
+            (name, title(name), dict(marker=mark, color=GREY))
+            for name, mark in zip(FURTHER, "v<>^Pp", strict=True)
+        ),
         ("ours", "ours", dict(marker="o", color=BLUE, markersize=8)),
     )
     with drawing(path, (8.5, 1.6 + 0.27 * len(rows))) as (figure, axes):
@@ -645,7 +729,9 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
             if lines[name]:
                 axes.plot(*zip(*lines[name], strict=True), linestyle="none", label=text, **style)
         axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
-        axes.set_xlim(0, max(1.05, 0.03 + max((x for line in lines.values() for x, _ in line), default=0)))
+        axes.set_xlim(
+            0, max(1.05, 0.03 + max((x for line in lines.values() for x, _ in line), default=0))
+        )
         axes.xaxis.set_major_locator(ticker.MultipleLocator(0.2))
         axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, 0))
         axes.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=9)
@@ -654,8 +740,11 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         figure.suptitle(
             "Share of the ceiling, forward and backward together, bf16: of the rate of a large copy,\n"
             f"or of a bf16 8192³ product where matrix products are the bound, {data['machine'].get('gpu')}",
-            fontsize=11, x=0.01, ha="left", linespacing=1.4,
-        )  # fmt: skip
+            fontsize=11,
+            x=0.01,
+            ha="left",
+            linespacing=1.4,
+        )
         figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=10)
 
 
@@ -694,7 +783,11 @@ def medusa(data: dict) -> str:
     names = contestants(data["rows"])
     others = [n for n in names if n != "ours"]
     rows = [
-        [medusa_label(r), *(of(r, n, medusa_cell) for n in names), *(medusa_gain(r, n) for n in others)]
+        [
+            medusa_label(r),
+            *(of(r, n, medusa_cell) for n in names),
+            *(medusa_gain(r, n) for n in others),
+        ]
         for r in data["rows"]
     ]
     parts = [
@@ -729,7 +822,9 @@ def float8(data: dict) -> str:
             theirs = {"ours": "eager", "ours-compile": "compile"}.get(way)
             against = gain(r, f"{way}-float8", f"{theirs}-float8") if theirs else "–"
             cells = [of(r, n, cell) for n in (way, f"{way}-float8")]
-            rows.append([train_label(r), NAMES[way], *cells, gain(r, f"{way}-float8", way), against])
+            rows.append(
+                [train_label(r), NAMES[way], *cells, gain(r, f"{way}-float8", way), against]
+            )
     version = data["machine"].get("torchao", "none")
     parts = [
         heading(data),
@@ -766,7 +861,9 @@ KINDS = {
     "medusa": medusa,
     "float8": float8,
 }
-BLOCKS = {kind: {kind: make} for kind, make in KINDS.items()}  # what a file's figures become, by the markers' name
+BLOCKS = {
+    kind: {kind: make} for kind, make in KINDS.items()
+}  # what a file's figures become, by the markers' name
 BLOCKS["ops"]["operators"] = operators
 PICTURES = {"head": chart, "ops": operators_chart, "curves": curves.draw}
 
@@ -780,21 +877,37 @@ def write(path: pathlib.Path, kind: str, text: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("files", nargs="*", type=pathlib.Path, help="JSON files (all of bench/results)")
     p.add_argument(
-        "--write", type=pathlib.Path, action="append", default=[], help="markdown file with markers; may be repeated"
+        "--write",
+        type=pathlib.Path,
+        action="append",
+        default=[],
+        help="markdown file with markers; may be repeated",
     )
-    p.add_argument("--chart", type=pathlib.Path, help="picture of the linear head's speed and memory (.svg, .png)")
-    p.add_argument("--operators", type=pathlib.Path, help="picture of every operator's speed (.svg, .png)")
-    p.add_argument("--curves", type=pathlib.Path, help="picture of the losses of long runs (.svg, .png)")
+    p.add_argument(
+        "--chart",
+        type=pathlib.Path,
+        help="picture of the linear head's speed and memory (.svg, .png)",
+    )
+    p.add_argument(
+        "--operators", type=pathlib.Path, help="picture of every operator's speed (.svg, .png)"
+    )
+    p.add_argument(
+        "--curves", type=pathlib.Path, help="picture of the losses of long runs (.svg, .png)"
+    )
     args = p.parse_args(argv)
     pictures = {"head": args.chart, "ops": args.operators, "curves": args.curves}
     for path in args.files or sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
         kind = data.get("kind")
         if kind not in KINDS:
-            raise SystemExit(f"bench.report: {path} is of kind {kind!r}, not one of {', '.join(KINDS)}")
+            raise SystemExit(
+                f"bench.report: {path} is of kind {kind!r}, not one of {', '.join(KINDS)}"
+            )
         texts = {name: make(data) for name, make in BLOCKS[kind].items()}
         print("\n\n".join(texts.values()) + "\n")
         written = [write(file, name, text) for file in args.write for name, text in texts.items()]

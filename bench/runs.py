@@ -1,4 +1,5 @@
-"""Contestants that train real models, each in a process of its own: what `bench.train` and `bench.breakdown` share."""
+"""Contestants that train real models, each in a process of its own: what `bench.train` and
+`bench.breakdown` share."""
 
 from __future__ import annotations
 
@@ -115,7 +116,14 @@ def run_apart(kind: str, contestant: str, run: tuple[str, int, int], args) -> di
     """One contestant in a process of its own, on the import path where its package lies."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "figures.json"
-        request = [contestant, *map(str, run), str(args.warmup), str(args.steps), args.device, str(out)]
+        request = [
+            contestant,
+            *map(str, run),
+            str(args.warmup),
+            str(args.steps),
+            args.device,
+            str(out),
+        ]
         try:
             ended = subprocess.run(
                 [sys.executable, "-m", f"bench.{kind}", "--worker", *request], cwd=ROOT, timeout=args.run_limit,
@@ -123,7 +131,11 @@ def run_apart(kind: str, contestant: str, run: tuple[str, int, int], args) -> di
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"no result within {args.run_limit:.0f} s"}
-        return json.loads(out.read_text()) if out.exists() else {"error": f"it died (exit code {ended.returncode})"}
+        return (
+            json.loads(out.read_text())
+            if out.exists()
+            else {"error": f"it died (exit code {ended.returncode})"}
+        )
 
 
 def worker(work: Callable[..., dict], request: list[str]) -> None:
@@ -136,30 +148,59 @@ def worker(work: Callable[..., dict], request: list[str]) -> None:
 
 
 def main(
-    kind: str, work, doc: str, argv, usual: Iterable[str], steps: int, shown: Iterable[str],
+    kind: str,
+    work,
+    doc: str,
+    argv,
+    usual: Iterable[str],
+    steps: int,
+    shown: Iterable[str],
     known: Iterable[str] = USUAL,
-) -> None:  # fmt: skip
-    """``python -m bench.<kind>``: what ``work`` finds of each contestant in each run, saved, told, made a table of.
+) -> None:
+    """``python -m bench.<kind>``: what ``work`` finds of each contestant in each run, saved, told,
+    made a table of.
 
-    ``work(contestant, model, sequence, batch, warmup, steps, device)`` returns {"machine": ..., "figures": ...}. The
-    ``usual`` contestants take part unless others are named; while it runs, the figures ``shown`` are printed.
-    """
+    ``work(contestant, model, sequence, batch, warmup, steps, device)`` returns {"machine": ...,
+    "figures": ...}. The ``usual`` contestants take part unless others are named; while it runs, the
+    figures ``shown`` are printed."""
     usual = list(usual)
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--peer", type=pathlib.Path, help="directory that holds the published liger-kernel")
-    p.add_argument("--runs", default="required", help="what to train (required: the two headline runs)")
-    p.add_argument("--contestants", default="", help=f"some of {','.join(known)} ({','.join(usual)})")
+    p = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--peer", type=pathlib.Path, help="directory that holds the published liger-kernel"
+    )
+    p.add_argument(
+        "--runs", default="required", help="what to train (required: the two headline runs)"
+    )
+    p.add_argument(
+        "--contestants", default="", help=f"some of {','.join(known)} ({','.join(usual)})"
+    )
     p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (3)")
     p.add_argument("--steps", type=int, default=steps, help=f"timed steps ({steps})")
-    p.add_argument("--run-limit", type=float, default=180, help="seconds for one contestant of one run (180)")
-    p.add_argument("--limit", type=float, default=570, help="seconds after which no further process is started (570)")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the program out, no more")
+    p.add_argument(
+        "--run-limit", type=float, default=180, help="seconds for one contestant of one run (180)"
+    )
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=570,
+        help="seconds after which no further process is started (570)",
+    )
+    p.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu tries the program out, no more",
+    )
     p.add_argument("--out", help=f"JSON file (bench/results/{kind}.json)")
     p.add_argument("--worker", nargs=8, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.worker:
         return worker(work, args.worker)
-    names = [n for n in args.contestants.split(",") if n] or [n for n in usual if n != "peer" or args.peer]
+    names = [n for n in args.contestants.split(",") if n] or [
+        n for n in usual if n != "peer" or args.peer
+    ]
     if set(names) - set(known) or ("peer" in names and args.peer is None):
         raise SystemExit(
             f"bench.{kind}: --contestants {args.contestants}: some of {','.join(known)}, and peer with --peer DIR"
@@ -174,10 +215,16 @@ def main(
         row = dict(zip(("model", "sequence", "batch"), run, strict=True), contestants={})
         data["rows"].append(row)
         for name in names:
-            result = run_apart(kind, name, run, args) if time.monotonic() < end else {"error": "no time left"}
+            result = (
+                run_apart(kind, name, run, args)
+                if time.monotonic() < end
+                else {"error": "no time left"}
+            )
             if "machine" in result:
                 version = result["machine"].pop("liger_kernel")
-                data |= {"machine": result["machine"]} | ({"peer": version} if name == "peer" else {})
+                data |= {"machine": result["machine"]} | (
+                    {"peer": version} if name == "peer" else {}
+                )
             row["contestants"][name] = result.get("figures", result)
             machine.save(kind, data, args.out)
             told = {k: v for k, v in row["contestants"][name].items() if k in (*shown, "error")}

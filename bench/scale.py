@@ -1,17 +1,19 @@
 """The same training on 1, 2, ... GPUs: Hugging Face, the published liger-kernel, ours, by FSDP2.
 
-    PYTHONPATH=src python -m bench.scale [--model llama-3-8b] [--gpus 1 2] [--batch 2] [--peer DIR] [--resume]
-    PYTHONPATH=src python -m bench.scale --model llama-3-70b --lora 16 --checkpointing --gpus 2 [--layers 40] [--resume]
+    PYTHONPATH=src python -m bench.scale [--model llama-3-8b] [--gpus 1 2] [--batch 2] [--peer DIR]
+    [--resume]
+    PYTHONPATH=src python -m bench.scale --model llama-3-70b --lora 16 --checkpointing --gpus 2
+    [--layers 40] [--resume]
     PYTHONPATH=src python -m bench.scale --plan 8 16 64
 
-Random weights and tokens in bf16, AdamW with its states in the weights' dtype, the same batch for each GPU however many
-there are; gradient checkpointing with ``--checkpointing``. One GPU's model is not wrapped. ``--lora RANK`` trains
-PEFT's adapters alone, in bf16. Each measurement is a process group of its own (`bench.longest`); results are saved
-after each, and ``--resume`` goes on with what the file lacks.
+Random weights and tokens in bf16, AdamW with its states in the weights' dtype, the same batch for
+each GPU however many there are; gradient checkpointing with ``--checkpointing``. One GPU's model is
+not wrapped. ``--lora RANK`` trains PEFT's adapters alone, in bf16. Each measurement is a process
+group of its own (`bench.longest`); results are saved after each, and ``--resume`` goes on with what
+the file lacks.
 
-``--plan`` measures nothing, and needs no GPU: to what the file has it adds what `liger-kernel plan` counts for other
-numbers of GPUs.
-"""
+``--plan`` measures nothing, and needs no GPU: to what the file has it adds what `liger-kernel plan`
+counts for other numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -28,16 +30,27 @@ from .scale_table import NAMES, scale, told
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=finetune.model_name, default="Llama-3-8B", help="one of bench.models (llama-3-8b)")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--model",
+        type=finetune.model_name,
+        default="Llama-3-8B",
+        help="one of bench.models (llama-3-8b)",
+    )
     p.add_argument("--layers", type=int, help="of them, if not all")
     p.add_argument("--lora", type=int, default=0, help="train adapters of this rank (all weights)")
     p.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="how many, in turn (1 2)")
-    p.add_argument("--plan", nargs="+", type=int, help="count memory for so many GPUs, and measure nothing")
+    p.add_argument(
+        "--plan", nargs="+", type=int, help="count memory for so many GPUs, and measure nothing"
+    )
     p.add_argument("--batch", type=int, default=2, help="sequences of a GPU (2)")
     p.add_argument("--sequence", type=int, default=4096, help="tokens (4096)")
     p.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
-    p.add_argument("--sides", nargs="+", choices=NAMES, help="(huggingface patched; peer with --peer)")
+    p.add_argument(
+        "--sides", nargs="+", choices=NAMES, help="(huggingface patched; peer with --peer)"
+    )
     p.add_argument("--steps", type=int, default=10, help="of a run, the first two not timed (10)")
     finetune.of_processes(p, "scale", run_limit=150, limit=420)
     args = p.parse_args(argv)
@@ -56,7 +69,8 @@ SIZES = {  # option of `liger-kernel plan` -> of bench.models
 
 
 def planned(spec: dict) -> dict[str, int]:
-    """Bytes of one GPU's peak, by side, as `liger-kernel plan` counts them; of Llamas, with adapters as here."""
+    """Bytes of one GPU's peak, by side, as `liger-kernel plan` counts them; of Llamas, with
+    adapters as here."""
     from liger_kernel.cli import plan
 
     given = {option: models.SIZES[spec["model"]][name] for option, name in SIZES.items()}
@@ -68,8 +82,13 @@ def planned(spec: dict) -> dict[str, int]:
     args = plan.checked(parser.parse_args(words + ["--checkpointing"] * spec["checkpointing"]))
     settings = plan.build.config(args.model, args.config, args.sizes)
     with mock.patch.object(plan, "with_adapters", adapted):
-        steps = {side: plan.prepared(settings, args, patched=side == "patched") for side in ("huggingface", "patched")}
-    return {side: sum(step.peak(args.batch, args.sequence).values()) for side, step in steps.items()}
+        steps = {
+            side: plan.prepared(settings, args, patched=side == "patched")
+            for side in ("huggingface", "patched")
+        }
+    return {
+        side: sum(step.peak(args.batch, args.sequence).values()) for side, step in steps.items()
+    }
 
 
 def plans(data: dict, numbers: list[int]) -> None:
@@ -94,8 +113,12 @@ def add_plans(args) -> None:
 
 
 def measured(args, measure) -> None:
-    spec = dict(case="scale", model=args.model, layers=args.layers, lora=args.lora, batch=args.batch)
-    spec |= dict(sequence=args.sequence, checkpointing=args.checkpointing, steps=args.steps, memory=None)
+    spec = dict(
+        case="scale", model=args.model, layers=args.layers, lora=args.lora, batch=args.batch
+    )
+    spec |= dict(
+        sequence=args.sequence, checkpointing=args.checkpointing, steps=args.steps, memory=None
+    )
     for gpus in args.gpus:
         if args.device == "cuda" and gpus > torch.cuda.device_count():
             print(f"{gpus} GPUs: there are {torch.cuda.device_count()}", flush=True)

@@ -58,7 +58,9 @@ def scale(data: dict) -> str:
         for each in data.get("plans", []):
             if place(each["spec"]) == name:
                 counted = each["peak_bytes"]
-                cells = [f"{counted[side] / 1e9:.1f} GB" if side in counted else "–" for side in sides]
+                cells = [
+                    f"{counted[side] / 1e9:.1f} GB" if side in counted else "–" for side in sides
+                ]
                 rows.append([name, f"{each['spec']['gpus']}, planned", *cells])
     return "\n\n".join(
         [

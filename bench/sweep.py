@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python -m bench.sweep rms_norm --grid "1,2,4 = 4,8,16" [--shape 8192x2048 ...]
 
-A grid has one word for each number that the function returns: the values to try, or ``=`` for what it returns now.
-All combinations take turns; the best of each shape are printed beside what the operator does today.
-"""
+A grid has one word for each number that the function returns: the values to try, or ``=`` for what
+it returns now. All combinations take turns; the best of each shape are printed beside what the
+operator does today."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def replaced(launch, candidate):
 
 
 def sweep(contestant: Contestant, use, tries: list, kinds: list[str], stopwatch, seconds: float):
-    """{kind: {candidate: ms}} of those that run, and {candidate: why not} of those that don't. ``use`` installs one."""
+    """{kind: {candidate: ms}} of those that run, and {candidate: why not} of those that don't.
+    ``use`` installs one."""
 
     def sample(candidate, kind, stopwatch=stopwatch):
         use(candidate)
@@ -56,30 +57,43 @@ def sweep(contestant: Contestant, use, tries: list, kinds: list[str], stopwatch,
     figures = {}
     for kind in kinds:
         turns = {c: lambda c=c, kind=kind: sample(c, kind) for c in running}
-        figures[kind] = {c: machine.median(s) for c, s in machine.interleave(turns, seconds).items()}
+        figures[kind] = {
+            c: machine.median(s) for c, s in machine.interleave(turns, seconds).items()
+        }
     return figures, failed
 
 
 def show(candidate) -> str:
-    return "as now" if candidate is None else " ".join("=" if v is None else str(v) for v in candidate)
+    return (
+        "as now" if candidate is None else " ".join("=" if v is None else str(v) for v in candidate)
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("case", help="name of the Case")
     p.add_argument("--grid", required=True, help="values to try, one word a number")
     p.add_argument("--module", help="module with the function (the operator's)")
     p.add_argument("--function", default="_launch")
-    p.add_argument("--shape", action="append", help="8192x2048; may be repeated (the case's bench shapes)")
+    p.add_argument(
+        "--shape", action="append", help="8192x2048; may be repeated (the case's bench shapes)"
+    )
     p.add_argument("--kinds", default="forward,backward", help="of forward, backward, both")
     p.add_argument("--seconds", type=float, default=2.0, help="of samples for a shape and kind (2)")
     p.add_argument("--best", type=int, default=5, help="how many to print (5)")
-    p.add_argument("--jobs", type=int, default=0, help="processes that compile ahead, each with inputs of its own (0)")
+    p.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        help="processes that compile ahead, each with inputs of its own (0)",
+    )
     p.add_argument("--slice", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     machine.require_gpu()
 
-    from liger_kernel.core.kernel import Plans
+    from liger_kernel.core.kernel import LaunchCache
 
     ours = worker.Ours()
     if args.case not in ours.cases:
@@ -92,12 +106,15 @@ def main(argv: list[str] | None = None) -> None:
         at, of = map(int, args.slice.split("/"))
         tries = tries[at::of]
     command = [sys.executable, "-m", "bench.sweep", *(argv or sys.argv[1:])]
-    ahead = [subprocess.Popen([*command, "--jobs", "0", "--slice", f"{i}/{args.jobs}"]) for i in range(args.jobs)]
+    ahead = [
+        subprocess.Popen([*command, "--jobs", "0", "--slice", f"{i}/{args.jobs}"])
+        for i in range(args.jobs)
+    ]
     for process in ahead:
         process.wait()
 
     def use(candidate):
-        Plans.forget()
+        LaunchCache.forget()
         setattr(module, args.function, launch if candidate is None else replaced(launch, candidate))
 
     stopwatch = machine.Stopwatch()
@@ -106,11 +123,17 @@ def main(argv: list[str] | None = None) -> None:
         request = {"case": args.case, "shape": list(shape)}
         inputs = ours.inputs(request)
         contestant = Contestant(calls.ours(case), inputs)
-        figures, failed = sweep(contestant, use, tries, kinds, stopwatch, 0 if args.slice else args.seconds)
+        figures, failed = sweep(
+            contestant, use, tries, kinds, stopwatch, 0 if args.slice else args.seconds
+        )
         use(None)
         if args.slice:
             continue
-        moved = dict(zip(("forward", "backward"), case.traffic(inputs), strict=True)) if case.traffic else {}
+        moved = (
+            dict(zip(("forward", "backward"), case.traffic(inputs), strict=True))
+            if case.traffic
+            else {}
+        )
         for kind, ms in figures.items():
             print(f"{args.case} {'×'.join(map(str, shape))} {kind}:")
             for c in [None, *sorted(ms.keys() - {None}, key=ms.get)[: args.best]]:

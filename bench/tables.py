@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import pathlib
 
-VERSIONS = {"peer": "liger-kernel {}", "cute": "CuTe: liger-kernel {}", "torch": "linear_cross_entropy of torch {}"}
+VERSIONS = {
+    "peer": "liger-kernel {}",
+    "cute": "CuTe: liger-kernel {}",
+    "torch": "linear_cross_entropy of torch {}",
+}
 BLUE, GREY = "#1f6feb", "#6b717a"
 
 
@@ -19,14 +23,16 @@ def heading(data: dict) -> str:
     if "error" in m:
         return f"{m['error']}."
     software = ", ".join(f"{k} {m[k]}" for k in ("torch", "triton", "transformers") if m.get(k))
-    sides = "".join(f", {text.format(data[side])}" for side, text in VERSIONS.items() if data.get(side))
+    sides = "".join(
+        f", {text.format(data[side])}" for side, text in VERSIONS.items() if data.get(side)
+    )
     return f"{m['gpu']}, {m.get('toolkit', '')}, {software}{sides}, {m['date']}, {data.get('dtype', 'bfloat16')}."
 
 
 @contextlib.contextmanager
 def drawing(path: pathlib.Path, size: tuple[float, float], rows: int = 1):
-    """(figure, axes) of a picture that is written to ``path``, the same bytes for the same figures; several axes, one
-    above the other, with ``rows``."""
+    """(figure, axes) of a picture that is written to ``path``, the same bytes for the same figures;
+    several axes, one above the other, with ``rows``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,6 +48,8 @@ def drawing(path: pathlib.Path, size: tuple[float, float], rows: int = 1):
                 each.spines[["top", "right"]].set_visible(False)
                 each.spines[["left", "bottom"]].set_color(GREY)
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
         finally:
             pyplot.close(figure)

@@ -10,7 +10,8 @@ import torch
 
 
 def tokens(count: int) -> torch.Tensor:
-    """The first ``count`` bytes of the standard library, from the start again where it ends; int64 on the CPU."""
+    """The first ``count`` bytes of the standard library, from the start again where it ends; int64
+    on the CPU."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     taken = bytearray()
     for path in itertools.cycle(files):

@@ -1,12 +1,13 @@
-"""Time whole training steps of real models: Hugging Face as shipped, compiled, with the published liger-kernel, ours.
+"""Time whole training steps of real models: Hugging Face as shipped, compiled, with the published
+liger-kernel, ours.
 
     PYTHONPATH=src python -m bench.train [--peer DIR] [--runs required|more|small|MODEL@SEQUENCExBATCH,...]
 
-Random weights in bf16, the attention that Hugging Face chooses (sdpa where a family has it), fused AdamW, the same
-seeds and the same text (bytes of the standard library). Each contestant runs in a process of its own. The step time is
-the median of what the GPU took from the end of one step to the end of the next; peak memory is that of any step, the
-first with its new optimizer state included. Another step, of 4 accumulated micro-batches, shows what gradients hold.
-"""
+Random weights in bf16, the attention that Hugging Face chooses (sdpa where a family has it), fused
+AdamW, the same seeds and the same text (bytes of the standard library). Each contestant runs in a
+process of its own. The step time is the median of what the GPU took from the end of one step to the
+end of the next; peak memory is that of any step, the first with its new optimizer state included.
+Another step, of 4 accumulated micro-batches, shows what gradients hold."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Marks:
 
 
 def stepping(model, called, lr: float = 1e-4):
-    """A function that trains ``model`` by one step, calling ``called`` on each batch, and returns the last loss."""
+    """A function that trains ``model`` by one step, calling ``called`` on each batch, and returns
+    the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def step(*batches: torch.Tensor) -> torch.Tensor:
@@ -75,10 +77,18 @@ def steps(model, called, data: torch.Tensor, lr: float = 1e-4) -> tuple[list[flo
 
 
 def work(
-    contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str,
-    make: Callable | None = None, accumulates: bool = True,
-) -> dict:  # fmt: skip
-    """One contestant, in this process. ``make(model, called, data)`` gives another step than `stepping`."""
+    contestant: str,
+    name: str,
+    sequence: int,
+    batch: int,
+    warmup: int,
+    timed: int,
+    device: str,
+    make: Callable | None = None,
+    accumulates: bool = True,
+) -> dict:
+    """One contestant, in this process. ``make(model, called, data)`` gives another step than
+    `stepping`."""
     described = runs.described()
     model = models.build(name, device, torch.bfloat16)
     called, patched = CONTESTANTS[contestant](model)
@@ -110,7 +120,8 @@ def peak_bytes(device: str) -> int:
 
 
 def peak_of_accumulating(step, data: torch.Tensor, device: str) -> int:
-    """Of one more step with the gradients of several batches: those of the first stay while the others are made."""
+    """Of one more step with the gradients of several batches: those of the first stay while the
+    others are made."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,9 +1,8 @@
 """A process that times operators on request: one JSON line in, one JSON line out.
 
-``ours`` holds this package, its references in plain PyTorch and those compiled; another side (`peers.SIDES`) what lies
-in its directory, the published liger-kernel for one, which has the same import name. All stay alive, so that their
-turns are seconds apart.
-"""
+``ours`` holds this package, its references in plain PyTorch and those compiled; another side
+(`peers.SIDES`) what lies in its directory, the published liger-kernel for one, which has the same
+import name. All stay alive, so that their turns are seconds apart."""
 
 from __future__ import annotations
 
@@ -33,8 +32,13 @@ class Ours:
         with torch.device("cuda"):
             given = case.inputs(*request["shape"])
         if case.name in calls.LIGER:  # which may leave an option out, as a head's bias
-            given = {name: given[name] for name in inspect.signature(calls.LIGER[case.name]).parameters}
-        return {name: as_in_training(t) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+            given = {
+                name: given[name] for name in inspect.signature(calls.LIGER[case.name]).parameters
+            }
+        return {
+            name: as_in_training(t) if isinstance(t, torch.Tensor) else t
+            for name, t in given.items()
+        }
 
     def fns(self, request):
         case = self.cases[request["case"]]
@@ -81,12 +85,18 @@ def as_in_training(t):
 def answer(implementations, request: dict, ceilings: machine.Ceilings) -> dict:
     inputs = implementations.inputs(request)
     return implementations.work(request, inputs) | contest.contest(
-        implementations.fns(request), inputs, request["kinds"], ceilings, request["against"], request["seconds"]
+        implementations.fns(request),
+        inputs,
+        request["kinds"],
+        ceilings,
+        request["against"],
+        request["seconds"],
     )
 
 
 def broken() -> bool:
-    """Whether the GPU's context is: some errors of a kernel stay for good. If not, memory is given back."""
+    """Whether the GPU's context is: some errors of a kernel stay for good. If not, memory is given
+    back."""
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -106,7 +116,11 @@ def main(side: str, directory: str) -> None:
         request = json.loads(line)
         try:
             if request.get("describe"):
-                reply = machine.describe() if side == "ours" else {"version": peers.SIDES[side].version()}
+                reply = (
+                    machine.describe()
+                    if side == "ours"
+                    else {"version": peers.SIDES[side].version()}
+                )
             else:
                 reply = answer(implementations, request, ceilings)
         except Exception as e:  # told to whoever asked

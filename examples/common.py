@@ -1,8 +1,8 @@
 """What the examples share: their arguments, a model, the texts beside this file, batches of tokens.
 
-Without ``--model`` the model is a small random Llama whose tokens are bytes: it learns on a CPU within a minute. With
-``--model`` it is any causal language model that transformers loads, and its tokenizer.
-"""
+Without ``--model`` the model is a small random Llama whose tokens are bytes: it learns on a CPU
+within a minute. With ``--model`` it is any causal language model that transformers loads, and its
+tokenizer."""
 
 import argparse
 import json
@@ -23,10 +23,15 @@ def arguments(description, batch_size=(4, "rows of a step"), **more):
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--model", help="name or folder; default: a small random one")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--learning-rate", type=float, help="default: 1e-3 for the random model, 1e-6 for another")
+    parser.add_argument(
+        "--learning-rate", type=float, help="default: 1e-3 for the random model, 1e-6 for another"
+    )
     for name, (default, text) in more.items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} (default: {default})"
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            help=f"{text} (default: {default})",
         )
     args = parser.parse_args()
     if args.learning_rate is None:
@@ -55,9 +60,15 @@ def load(name=None, hidden_size=128):
     else:
         tokenizer = Bytes()
         config = LlamaConfig(
-            vocab_size=260, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=2,
-            num_attention_heads=4, eos_token_id=Bytes.eos_token_id, pad_token_id=Bytes.pad_token_id, bos_token_id=None,
-        )  # fmt: skip
+            vocab_size=260,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            eos_token_id=Bytes.eos_token_id,
+            pad_token_id=Bytes.pad_token_id,
+            bos_token_id=None,
+        )
         model = AutoModelForCausalLM.from_config(config)
     apply_liger_kernel(model)
     return model.to(DEVICE), tokenizer
@@ -75,9 +86,13 @@ def some(rows, step, count):
 
 
 def batch(tokenizer, prompts, answers):
-    """-> ids, mask, labels (B, T): each answer after its prompt, padded; what is not an answer has no label."""
+    """-> ids, mask, labels (B, T): each answer after its prompt, padded; what is not an answer has
+    no label."""
     rows = [
-        (tokenizer.encode(p), tokenizer.encode(a, add_special_tokens=False) + [tokenizer.eos_token_id])
+        (
+            tokenizer.encode(p),
+            tokenizer.encode(a, add_special_tokens=False) + [tokenizer.eos_token_id],
+        )
         for p, a in zip(prompts, answers, strict=True)
     ]
     length = max(len(p) + len(a) for p, a in rows)
@@ -96,8 +111,11 @@ def autocast():
 
 
 def hidden_states(model, ids, mask):
-    """Of every token but the last, which predicts nothing: (B, T - 1, H). The head stays out: the losses have it."""
-    return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
+    """Of every token but the last, which predicts nothing: (B, T - 1, H). The head stays out: the
+    losses have it."""
+    return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[
+        :, :-1
+    ]
 
 
 def step(optimizer, loss):

@@ -12,10 +12,13 @@ from common import arguments, autocast, batch, hidden_states, load, preferences,
 from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
 args = arguments(
-    __doc__, teacher=("", "name or folder, of the same vocabulary"), teacher_steps=(40, "of a random teacher"),
+    __doc__,
+    teacher=("", "name or folder, of the same vocabulary"),
+    teacher_steps=(40, "of a random teacher"),
     beta=(0.5, "0: KL from the teacher, 1: KL from the student, between: Jensen-Shannon"),
-    temperature=(1.0, "of both"), hard=(0.1, "how much the text weighs"),
-)  # fmt: skip
+    temperature=(1.0, "of both"),
+    hard=(0.1, "how much the text weighs"),
+)
 model, tokenizer = load(args.model)
 teacher, _ = load(args.teacher, hidden_size=256)
 rows = preferences()
@@ -39,9 +42,12 @@ teacher.eval().requires_grad_(False)
 head, teacher_head = model.get_output_embeddings(), teacher.get_output_embeddings()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
 loss_fn = LigerFusedLinearJSDLoss(
-    weight_hard_loss=args.hard, weight_soft_loss=1 - args.hard, beta=args.beta, temperature=args.temperature,
+    weight_hard_loss=args.hard,
+    weight_soft_loss=1 - args.hard,
+    beta=args.beta,
+    temperature=args.temperature,
     return_soft_hard_loss=True,
-)  # fmt: skip
+)
 
 for i in range(args.steps):
     ids, mask, labels = texts(i)
@@ -49,7 +55,12 @@ for i in range(args.steps):
         with torch.no_grad():
             teacher_hidden = hidden_states(teacher, ids, mask)
         loss, soft, hard = loss_fn(
-            hidden_states(model, ids, mask), head.weight, teacher_hidden, teacher_head.weight, labels[:, 1:],
-            head.bias, teacher_head.bias,
-        )  # fmt: skip
+            hidden_states(model, ids, mask),
+            head.weight,
+            teacher_hidden,
+            teacher_head.weight,
+            labels[:, 1:],
+            head.bias,
+            teacher_head.bias,
+        )
     print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, divergence {soft:.4f}, text {hard:.4f}")

@@ -1,4 +1,5 @@
-"""Direct preference optimisation: prefer one answer to another, and stay near the model that there was.
+"""Direct preference optimisation: prefer one answer to another, and stay near the model that there
+was.
 
 python examples/dpo.py
 python examples/dpo.py --model Qwen/Qwen3-0.6B --beta 0.1
@@ -12,7 +13,9 @@ from common import arguments, autocast, batch, hidden_states, load, preferences,
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
 args = arguments(
-    __doc__, beta=(0.1, "how near to the reference"), loss_type=("sigmoid", "or hinge, ipo, apo_zero, robust, ...")
+    __doc__,
+    beta=(0.1, "how near to the reference"),
+    loss_type=("sigmoid", "or hinge, ipo, apo_zero, robust, ..."),
 )
 model, tokenizer = load(args.model)
 reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -24,14 +27,21 @@ rows = preferences()
 for i in range(args.steps):
     pairs = some(rows, i, args.batch_size)
     prompts = [pair["prompt"] + "\n" for pair in pairs] * 2
-    answers = [pair["chosen"] for pair in pairs] + [pair["rejected"] for pair in pairs]  # the chosen half first
+    answers = [pair["chosen"] for pair in pairs] + [
+        pair["rejected"] for pair in pairs
+    ]  # the chosen half first
     ids, mask, labels = batch(tokenizer, prompts, answers)
     with autocast():
         with torch.no_grad():
             reference_hidden = hidden_states(reference, ids, mask)
         loss, (*_, chosen_rewards, rejected_rewards) = loss_fn(
-            head.weight, hidden_states(model, ids, mask), labels[:, 1:], head.bias,
-            reference_hidden, reference_head.weight, reference_head.bias,
-        )  # fmt: skip
+            head.weight,
+            hidden_states(model, ids, mask),
+            labels[:, 1:],
+            head.bias,
+            reference_hidden,
+            reference_head.weight,
+            reference_head.bias,
+        )
     margin = (chosen_rewards - rejected_rewards).mean().item()
     print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, reward margin {margin:.4f}")

@@ -1,4 +1,5 @@
-"""Group relative policy optimisation: several answers to each prompt, and more of those that are better than the rest.
+"""Group relative policy optimisation: several answers to each prompt, and more of those that are
+better than the rest.
 
 The reward here is the share of small letters and spaces in an answer; put your own in its place.
 
@@ -13,17 +14,23 @@ from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from liger_kernel.ops.functional import token_log_probs
 
 args = arguments(
-    __doc__, batch_size=(8, "answers to a prompt, which are a step's"), tokens=(16, "of an answer"),
-    updates=(4, "of the model in a step"), temperature=(1.0, "of sampling"),
+    __doc__,
+    batch_size=(8, "answers to a prompt, which are a step's"),
+    tokens=(16, "of an answer"),
+    updates=(4, "of the model in a step"),
+    temperature=(1.0, "of sampling"),
     loss_type=("dapo", "or grpo, dr_grpo, bnpo, cispo, sapo, ..."),
-)  # fmt: skip
+)
 model, tokenizer = load(args.model)
 head = model.get_output_embeddings()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
 loss_fn = LigerFusedLinearGRPOLoss(
-    beta=0.0, use_ref_model=False, loss_type=args.loss_type, temperature=args.temperature,
+    beta=0.0,
+    use_ref_model=False,
+    loss_type=args.loss_type,
+    temperature=args.temperature,
     max_completion_length=args.tokens,
-)  # fmt: skip
+)
 rows = preferences()
 
 
@@ -32,12 +39,20 @@ def reward(text):
 
 
 def answers_to(prompt):
-    """-> ids (answers, T), answers' ids (answers, tokens) and mask: an answer ends with its first end token."""
+    """-> ids (answers, T), answers' ids (answers, tokens) and mask: an answer ends with its first
+    end token."""
     given = torch.tensor([tokenizer.encode(prompt)], device=model.device)
     ids = model.generate(
-        given, attention_mask=torch.ones_like(given), do_sample=True, temperature=args.temperature, top_k=0, top_p=1.0,
-        max_new_tokens=args.tokens, num_return_sequences=args.batch_size, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        given,
+        attention_mask=torch.ones_like(given),
+        do_sample=True,
+        temperature=args.temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=args.tokens,
+        num_return_sequences=args.batch_size,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     answers = ids[:, given.shape[1] :]
     ended = (answers == tokenizer.eos_token_id).cumsum(1)
     return ids, answers, (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))
@@ -51,19 +66,31 @@ def answer_states(ids, answers):
 for i in range(args.steps):
     with autocast():
         ids, answers, mask = answers_to(rows[i % len(rows)]["prompt"] + "\n")
-    texts = [tokenizer.decode(a[m].tolist(), skip_special_tokens=True) for a, m in zip(answers, mask, strict=True)]
+    texts = [
+        tokenizer.decode(a[m].tolist(), skip_special_tokens=True)
+        for a, m in zip(answers, mask, strict=True)
+    ]
     rewards = torch.tensor([reward(text) for text in texts], device=model.device)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     with torch.no_grad(), autocast():
         old = token_log_probs(
-            answer_states(ids, answers), head.weight, answers.masked_fill(~mask, IGNORED), head.bias,
+            answer_states(ids, answers),
+            head.weight,
+            answers.masked_fill(~mask, IGNORED),
+            head.bias,
             temperature=args.temperature,
-        )  # fmt: skip
+        )
     losses = []
     for _ in range(args.updates):
         with autocast():
             loss, _ = loss_fn(
-                answer_states(ids, answers), head.weight, answers, mask, advantages, head.bias, old_per_token_logps=old
+                answer_states(ids, answers),
+                head.weight,
+                answers,
+                mask,
+                advantages,
+                head.bias,
+                old_per_token_logps=old,
             )
         losses.append(step(optimizer, loss))
     print(f"step {i + 1}: reward {rewards.mean():.4f}, loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -1,7 +1,7 @@
 """Medusa: heads beside a model's own, each of which predicts a token further on (arXiv:2401.10774).
 
-The backbone is frozen (Medusa-1), or it learns with the heads: by LoRA or whole (Medusa-2). Without ``--model`` it is a
-random model that first learns the text for some steps.
+The backbone is frozen (Medusa-1), or it learns with the heads: by LoRA or whole (Medusa-2). Without
+``--model`` it is a random model that first learns the text for some steps.
 
 python examples/medusa.py
 python examples/medusa.py --model meta-llama/Llama-3.1-8B --heads 5 --batch-size 8 --out heads.pt
@@ -18,7 +18,8 @@ from liger_kernel.chunked_loss import liger_medusa_loss
 
 
 class Medusa(torch.nn.Module):
-    """A causal language model and its heads: a residual block each, which changes nothing yet, and a copy of lm_head.
+    """A causal language model and its heads: a residual block each, which changes nothing yet, and
+    a copy of lm_head.
 
     The loss is computed in forward: there FSDP and ZeRO have the weights.
     """
@@ -27,31 +28,49 @@ class Medusa(torch.nn.Module):
         super().__init__()
         self.model, head = model, model.get_output_embeddings()
         size = head.weight.shape[1]
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(heads)).to(head.weight)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(heads)).to(
+            head.weight
+        )
         self.projections = torch.nn.ModuleList(copy.deepcopy(head) for _ in range(heads))
         for block in self.blocks:
             torch.nn.init.zeros_(block.weight)
             torch.nn.init.zeros_(block.bias)
 
     def forward(self, ids, mask, labels, coefficients):
-        """-> the loss, each head's own, and each head's accuracy. One coefficient more than heads: the model's own."""
-        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        """-> the loss, each head's own, and each head's accuracy. One coefficient more than heads:
+        the model's own."""
+        hidden = self.model.base_model(
+            input_ids=ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
         states = [hidden + F.silu(block(hidden)) for block in self.blocks]
         projections, own = list(self.projections), len(coefficients) > len(states)
         if own:
-            states, projections = [hidden, *states], [self.model.get_output_embeddings(), *projections]
+            states, projections = (
+                [hidden, *states],
+                [self.model.get_output_embeddings(), *projections],
+            )
         return liger_medusa_loss(
-            states, [p.weight for p in projections], labels, [p.bias for p in projections], coefficients=coefficients,
-            first=0 if own else 1, return_token_accuracy=True,
-        )  # fmt: skip
+            states,
+            [p.weight for p in projections],
+            labels,
+            [p.bias for p in projections],
+            coefficients=coefficients,
+            first=0 if own else 1,
+            return_token_accuracy=True,
+        )
 
 
 args = arguments(
-    __doc__, backbone=("frozen", "or lora, full"), heads=(3, "besides the model's own"),
-    head_learning_rate=(1e-3, "of the heads"), share=(0.2, "of the heads in the loss of a backbone that learns"),
-    warmup=(10, "steps until the heads have that share"), lora_rank=(8, "of LoRA"),
-    backbone_steps=(40, "of a random backbone, alone"), out=("", "file for the heads"),
-)  # fmt: skip
+    __doc__,
+    backbone=("frozen", "or lora, full"),
+    heads=(3, "besides the model's own"),
+    head_learning_rate=(1e-3, "of the heads"),
+    share=(0.2, "of the heads in the loss of a backbone that learns"),
+    warmup=(10, "steps until the heads have that share"),
+    lora_rank=(8, "of LoRA"),
+    backbone_steps=(40, "of a random backbone, alone"),
+    out=("", "file for the heads"),
+)
 if args.backbone not in ("frozen", "lora", "full"):
     raise SystemExit(f"--backbone {args.backbone}: give frozen, lora or full")
 model, tokenizer = load(args.model)
@@ -78,7 +97,9 @@ model.requires_grad_(args.backbone == "full")
 if args.backbone == "lora":
     from peft import LoraConfig, inject_adapter_in_model
 
-    inject_adapter_in_model(LoraConfig(r=args.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"), model)
+    inject_adapter_in_model(
+        LoraConfig(r=args.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"), model
+    )
 if args.backbone == "frozen":
     model.eval()
 heads = [*medusa.blocks.parameters(), *medusa.projections.parameters()]
@@ -99,5 +120,7 @@ for i in range(args.steps):
     print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, heads (accuracy) {told}")
 
 if args.out:
-    torch.save({k: x for k, x in medusa.state_dict().items() if not k.startswith("model.")}, args.out)
+    torch.save(
+        {k: x for k, x in medusa.state_dict().items() if not k.startswith("model.")}, args.out
+    )
     print(f"heads: {args.out}")

@@ -1,4 +1,5 @@
-"""Odds ratio preference optimisation: learn the chosen answers, and prefer them, with no reference model.
+"""Odds ratio preference optimisation: learn the chosen answers, and prefer them, with no reference
+model.
 
 python examples/orpo.py
 python examples/orpo.py --model Qwen/Qwen3-0.6B --beta 0.1
@@ -9,7 +10,9 @@ from common import IGNORED, arguments, autocast, batch, hidden_states, load, pre
 
 from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
 
-args = arguments(__doc__, beta=(0.1, "how much the preference weighs beside learning the chosen answers"))
+args = arguments(
+    __doc__, beta=(0.1, "how much the preference weighs beside learning the chosen answers")
+)
 model, tokenizer = load(args.model)
 head = model.get_output_embeddings()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
@@ -19,11 +22,19 @@ rows = preferences()
 for i in range(args.steps):
     pairs = some(rows, i, args.batch_size)
     prompts = [pair["prompt"] + "\n" for pair in pairs] * 2
-    answers = [pair["chosen"] for pair in pairs] + [pair["rejected"] for pair in pairs]  # the chosen half first
+    answers = [pair["chosen"] for pair in pairs] + [
+        pair["rejected"] for pair in pairs
+    ]  # the chosen half first
     ids, mask, labels = batch(tokenizer, prompts, answers)
     learnt = ids.masked_fill(mask == 0, IGNORED)  # of the chosen half: the prompt, too
     with autocast():
         loss, (*_, nll, _, _, ratio, _) = loss_fn(
-            head.weight, hidden_states(model, ids, mask), labels[:, 1:], head.bias, nll_target=learnt[:, 1:]
+            head.weight,
+            hidden_states(model, ids, mask),
+            labels[:, 1:],
+            head.bias,
+            nll_target=learnt[:, 1:],
         )
-    print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, nll {nll:.4f}, log odds ratio {ratio:.4f}")
+    print(
+        f"step {i + 1}: loss {step(optimizer, loss):.4f}, nll {nll:.4f}, log odds ratio {ratio:.4f}"
+    )

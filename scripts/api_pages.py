@@ -1,8 +1,9 @@
-"""What `make docs` adds to the pages in docs: the API pages, from the names that the package publishes.
+"""What `make docs` adds to the pages in docs: the API pages, from the names that the package
+publishes.
 
-A hook of MkDocs. An object's docstring is looked up where the object says that it is defined, so nothing here needs an
-edit when a module moves. The examples are copied beside the pages that link to them.
-"""
+A hook of MkDocs. An object's docstring is looked up where the object says that it is defined, so
+nothing here needs an edit when a module moves. The examples are copied beside the pages that link
+to them."""
 
 import inspect
 from pathlib import Path
@@ -28,7 +29,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """A link to ../examples is right in the repository; in the site the examples lie beside the pages."""
+    """A link to ../examples is right in the repository; in the site the examples lie beside the
+    pages."""
     return markdown.replace("](../examples/", "](examples/")
 
 
@@ -36,10 +38,16 @@ def pages() -> dict[str, str]:
     """Name of a page -> its Markdown."""
     of_transformers = {name: getattr(transformers, name) for name in transformers.__all__}
     of_functional = {name: getattr(functional, name) for name in functional.__all__}
-    losses = {name: getattr(chunked_loss, name) for name in chunked_loss.__all__ if name.endswith(("Loss", "Base"))}
+    losses = {
+        name: getattr(chunked_loss, name)
+        for name in chunked_loss.__all__
+        if name.endswith(("Loss", "Base"))
+    }
     patches = {name: of_transformers[name] for name in PATCHES}
     modules = {name: thing for name, thing in of_transformers.items() if is_module(thing)}
-    of_families = {name: thing for name, thing in of_transformers.items() if name.startswith(FAMILY)}
+    of_families = {
+        name: thing for name, thing in of_transformers.items() if name.startswith(FAMILY)
+    }
     return {
         "patch": f"""# Patch models
 
@@ -82,7 +90,8 @@ def is_module(thing) -> bool:
 
 
 def documented(objects: dict[str, object]) -> str:
-    """A directive of mkdocstrings for each object, by the path of its definition, under its published name."""
+    """A directive of mkdocstrings for each object, by the path of its definition, under its
+    published name."""
     text = ""
     for name, thing in objects.items():
         alias = "" if thing.__name__ == name else f"`{name}` is another name of the following.\n\n"
@@ -100,7 +109,10 @@ def families(functions: dict[str, object]) -> str:
 
 
 def paths() -> str:
-    rows = [(f"`liger_kernel.{name}`", f"`liger_kernel.{home}`") for name, home in sorted(_public.HOMES.items())]
+    rows = [
+        (f"`liger_kernel.{name}`", f"`liger_kernel.{home}`")
+        for name, home in sorted(_public.HOMES.items())
+    ]
     return table([("path", "the same module as"), ("---", "---"), *rows])
 
 

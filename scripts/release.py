@@ -5,9 +5,9 @@
     scripts/release.py check TAG                             whether tag, package and CHANGELOG.md are of one release
     scripts/release.py notes                                 what CHANGELOG.md says of this version
 
-A nightly build is a development version of the minor version that comes next: newer than every release of today, for
-pip and for whatever asks for a least version. It exits with 1 where something is wrong.
-"""
+A nightly build is a development version of the minor version that comes next: newer than every
+release of today, for pip and for whatever asks for a least version. It exits with 1 where something
+is wrong."""
 
 import argparse
 import datetime
@@ -41,7 +41,9 @@ def problems(tag: str, version: str, changelog: str) -> list[str]:
     """Why this tag is no release."""
     found = []
     if tag != f"v{version}":
-        found.append(f"the tag is {tag}, the package's version {version}: the tag of this version is v{version}")
+        found.append(
+            f"the tag is {tag}, the package's version {version}: the tag of this version is v{version}"
+        )
     date, text = section(changelog, version)
     if not text:
         found.append(f"CHANGELOG.md says nothing of {version}")
@@ -54,7 +56,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     of_night = commands.add_parser("nightly")
-    of_night.add_argument("--date", type=lambda text: datetime.datetime.strptime(text, "%Y%m%d").date())
+    of_night.add_argument(
+        "--date", type=lambda text: datetime.datetime.strptime(text, "%Y%m%d").date()
+    )
     of_night.add_argument("--write", action="store_true")
     commands.add_parser("check").add_argument("tag")
     commands.add_parser("notes")

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Write what type checkers read of the names that are made or found when they are asked for: ``*.pyi``, as listed here.
+"""Write what type checkers read of the names that are made or found when they are asked for:
+``*.pyi``, as listed here.
 
     PYTHONPATH=src python scripts/stubs.py
 
-An alias module's stub hands its home on; the families' functions have the signatures of their rows in the table.
-"""
+An alias module's stub hands its home on; the families' functions have the signatures of their rows
+in the table."""
 
 import inspect
 from pathlib import Path
 
 from liger_kernel import _public, transformers
-from liger_kernel.patch import bound, families
+from liger_kernel.patch.families import bound
+from liger_kernel.patch.families import published as families
 
 PACKAGE = Path(_public.__file__).parent
 HEAD = "# Written by scripts/stubs.py.\n"
@@ -23,20 +25,23 @@ def stubs() -> dict[str, str]:
     made["transformers/__init__.pyi"] = lazy_names()
     made["ops/__init__.pyi"] = handed_on(_public.homes("ops") | {"GrpoLossFunction": "grpo_loss"})
     made["ops/functional.pyi"] = handed_on(_public.homes("functional"))
-    made["patch/families.pyi"] = functions()
+    made["patch/families/published.pyi"] = functions()
     return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
 
 
 def alias(home: str) -> str:
     text = f"from liger_kernel.{home} import *\n"
-    if home == "patch.families":  # a star leaves these out
+    if home == "patch.families.published":  # a star leaves these out
         for name in ("_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
             text += f"from liger_kernel.{home} import {name} as {name}\n"
     return text
 
 
 def handed_on(homes: dict[str, str]) -> str:
-    lines = [f"from liger_kernel.ops.{home} import {name} as {name}" for name, home in sorted(homes.items())]
+    lines = [
+        f"from liger_kernel.ops.{home} import {name} as {name}"
+        for name, home in sorted(homes.items())
+    ]
     return "\n".join([*lines, "", f"__all__ = {sorted(homes)!r}".replace("'", '"'), ""])
 
 
@@ -60,7 +65,7 @@ def functions() -> str:
         "",
         "import torch",
         "",
-        "from liger_kernel.patch.report import Report",
+        "from liger_kernel.patch.proof.report import Report",
         "",
         "FAMILIES: dict[str, dict[str, bool]]",
         "EVERYTHING: dict[str, bool]",
@@ -68,7 +73,12 @@ def functions() -> str:
         "NAMED: dict[str, Callable[..., Report]]",
         "",
     ]
-    for name in ("apply_liger_kernel", "revert", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
+    for name in (
+        "apply_liger_kernel",
+        "revert",
+        "_apply_liger_kernel",
+        "_apply_liger_kernel_to_instance",
+    ):
         lines.append(stub(name, inspect.signature(getattr(families, name))))
     for name, function in sorted(families.NAMED.items()):
         lines.append(stub(name, inspect.signature(function)))
@@ -80,7 +90,9 @@ def stub(name: str, signature: inspect.Signature) -> str:
     line = f"def {name}({', '.join(parameters)}) -> {signature.return_annotation}: ..."
     if len(line) <= 120:
         return line
-    return "\n".join([f"def {name}(", f"    {', '.join(parameters)}", f") -> {signature.return_annotation}: ..."])
+    return "\n".join(
+        [f"def {name}(", f"    {', '.join(parameters)}", f") -> {signature.return_annotation}: ..."]
+    )
 
 
 if __name__ == "__main__":

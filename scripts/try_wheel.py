@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Try the liger-kernel that is installed beside this interpreter, as somebody does who has PyTorch and nothing else.
+"""Try the liger-kernel that is installed beside this interpreter, as somebody does who has PyTorch
+and nothing else.
 
-It is imported from where pip has put it; operators and a loss give what PyTorch gives; `liger-kernel doctor` finds
-nothing to fix. Without transformers, what needs it says so. It ends with an error where one of these does not hold.
-"""
+It is imported from where pip has put it; operators and a loss give what PyTorch gives;
+`liger-kernel doctor` finds nothing to fix. Without transformers, what needs it says so. It ends
+with an error where one of these does not hold."""
 
 import importlib.metadata
 import importlib.util
@@ -23,7 +24,9 @@ NEEDS = "needs transformers: pip install 'liger-kernel[transformers]'"
 
 def installed():
     place, version = Path(liger_kernel.__file__), importlib.metadata.version("liger-kernel")
-    assert place.is_relative_to(sysconfig.get_path("purelib")), f"this is {place}, not what pip has installed"
+    assert place.is_relative_to(sysconfig.get_path("purelib")), (
+        f"this is {place}, not what pip has installed"
+    )
     assert liger_kernel.__version__ == version, (
         f"the distribution says {version}, the package {liger_kernel.__version__}"
     )
@@ -35,7 +38,9 @@ def computes():
     x = torch.randn(12, 32, requires_grad=True)
     weight = torch.randn(50, 32, requires_grad=True)
     labels = torch.randint(50, (12,))
-    torch.testing.assert_close(liger_rms_norm(x, torch.ones(32)), torch.nn.functional.rms_norm(x, (32,), eps=1e-6))
+    torch.testing.assert_close(
+        liger_rms_norm(x, torch.ones(32)), torch.nn.functional.rms_norm(x, (32,), eps=1e-6)
+    )
     found = LigerFusedLinearCrossEntropyLoss()(weight, x, labels)
     known = torch.nn.functional.cross_entropy(x @ weight.T, labels)
     torch.testing.assert_close(found, known)
@@ -58,6 +63,8 @@ if __name__ == "__main__":
     installed()
     computes()
     asks_for_transformers()
-    print(f"liger-kernel {liger_kernel.__version__} works with torch {torch.__version__}", flush=True)
+    print(
+        f"liger-kernel {liger_kernel.__version__} works with torch {torch.__version__}", flush=True
+    )
     command = Path(sysconfig.get_path("scripts")) / "liger-kernel"
     sys.exit(subprocess.run([command, "doctor"]).returncode)

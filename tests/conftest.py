@@ -1,4 +1,5 @@
-"""Fixtures of all tests. What tests share beside fixtures is in tests/support, which pytest has on its path."""
+"""Fixtures of all tests. What tests share beside fixtures is in tests/support, which pytest has on
+its path."""
 
 import gc
 import os
@@ -6,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
+pytest.register_assert_rewrite(
+    *(path.stem for path in (Path(__file__).parent / "support").glob("*.py"))
+)
 
 from hardware import DEVICE  # noqa: E402
 from selection import pytest_collection_modifyitems  # noqa: E402, F401
 
 
 def pytest_collection_finish():
-    """What was imported stays: for the garbage collector to look at it takes a third of a family's tests."""
+    """What was imported stays: for the garbage collector to look at it takes a third of a family's
+    tests."""
     if DEVICE == "cpu":
         gc.collect()
         gc.freeze()
@@ -61,5 +65,7 @@ def fused(monkeypatch):
 
     seen = []
     apply = LigerGLULinearFunction.apply
-    monkeypatch.setattr(LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args))
+    monkeypatch.setattr(
+        LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args)
+    )
     return seen

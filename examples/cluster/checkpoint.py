@@ -1,10 +1,9 @@
 """Checkpoints that are whole or not there, in a folder that all workers see.
 
-Each worker writes its part into ``step-00000020.part`` (`torch.distributed.checkpoint`, so another number of workers
-can read it). Then the first worker writes ``whole.json``, with the size of every file, and renames the folder to
-``step-00000020``. A worker that is killed leaves a ``.part``, or files that are shorter than ``whole.json`` says:
-neither is taken for a checkpoint.
-"""
+Each worker writes its part into ``step-00000020.part`` (`torch.distributed.checkpoint`, so another
+number of workers can read it). Then the first worker writes ``whole.json``, with the size of every
+file, and renames the folder to ``step-00000020``. A worker that is killed leaves a ``.part``, or
+files that are shorter than ``whole.json`` says: neither is taken for a checkpoint."""
 
 import json
 import os
@@ -18,7 +17,8 @@ WHOLE = "whole.json"
 
 
 def save(folder, step, state, about, keep=2):
-    """``state``: a state dict, DTensors included. ``about``: what `newest` gives back. All workers call it."""
+    """``state``: a state dict, DTensors included. ``about``: what `newest` gives back. All workers
+    call it."""
     path = Path(folder) / f"step-{step:08}"
     part = path.with_suffix(".part")
     first = dist.get_rank() == 0
@@ -42,7 +42,8 @@ def save(folder, step, state, about, keep=2):
 
 
 def newest(folder):
-    """-> (step, path, about) of the newest whole one, or None. All workers call it and get the same."""
+    """-> (step, path, about) of the newest whole one, or None. All workers call it and get the
+    same."""
     found = [next(_all(folder), None) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device="cpu")
     return found[0]
@@ -58,7 +59,9 @@ def _all(folder):
     for path in sorted(Path(folder).glob("step-????????"), reverse=True):
         try:
             about = json.loads((path / WHOLE).read_text())
-            if all((path / name).stat().st_size == size for name, size in about.pop("sizes").items()):
+            if all(
+                (path / name).stat().st_size == size for name, size in about.pop("sizes").items()
+            ):
                 yield int(path.name[5:]), path, about
         except (OSError, ValueError, KeyError):
             continue

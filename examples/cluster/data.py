@@ -1,8 +1,8 @@
 """Instructions, inputs and answers in Alpaca's shape, made here: nothing is downloaded.
 
-The tasks have one right answer, so a model can learn them: sort, reverse or count words, add numbers, repeat a text.
-Lengths are as such sets have them: most answers are short, some are ten times as long, and more than half of the rows
-have no input.
+The tasks have one right answer, so a model can learn them: sort, reverse or count words, add
+numbers, repeat a text. Lengths are as such sets have them: most answers are short, some are ten
+times as long, and more than half of the rows have no input.
 
 python data.py --out data.jsonl --rows 2000
 """
@@ -24,15 +24,21 @@ TASKS = {
 
 def row(chance):
     """A dict of three texts: instruction, input (often empty), output."""
-    count = min(200, max(2, round(chance.lognormvariate(2.5, 0.9))))  # words: half of the rows have less than 13
+    count = min(
+        200, max(2, round(chance.lognormvariate(2.5, 0.9)))
+    )  # words: half of the rows have less than 13
     task = chance.choice([*TASKS, "add", "repeat"])
     if task == "add":
         a, b = chance.randrange(1000), chance.randrange(1000)
-        return dict(instruction=f"What is {a} plus {b}?", input="", output=f"{a} plus {b} is {a + b}.")
+        return dict(
+            instruction=f"What is {a} plus {b}?", input="", output=f"{a} plus {b} is {a + b}."
+        )
     words = chance.choices(WORDS, k=count)
     if task == "repeat":
         word, times = words[0], min(count, 40)
-        return dict(instruction=f"Write {word} {times} times.", input="", output=" ".join([word] * times))
+        return dict(
+            instruction=f"Write {word} {times} times.", input="", output=" ".join([word] * times)
+        )
     answer = TASKS[task](words)
     if chance.random() < 0.4:
         return dict(instruction=f"{task}: {' '.join(words)}", input="", output=answer)

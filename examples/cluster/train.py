@@ -2,14 +2,16 @@
 
 ./torchrun.sh --data data.jsonl --out run
 
-Without ``--model`` the model is a small random Llama whose tokens are bytes. A run that was killed and started again
-ends as one that was not, bit by bit on the same number of workers:
+Without ``--model`` the model is a small random Llama whose tokens are bytes. A run that was killed
+and started again ends as one that was not, bit by bit on the same number of workers:
 
-1. The rows of a step, its learning rate and its random numbers follow from its number: nothing of them is saved.
-2. Every ``--save-every`` steps weights and optimizer are saved (checkpoint.py). A run begins at the newest whole
-   checkpoint in ``--out``.
-3. After SIGTERM (a preempted pod, the end of a SLURM job's time) all workers save behind the step they are in, and
-   exit with 143: not finished. Which step that is they agree on: one of them alone may have been told.
+1. The rows of a step, its learning rate and its random numbers follow from its number: nothing of
+   them is saved.
+2. Every ``--save-every`` steps weights and optimizer are saved (checkpoint.py). A run begins at the
+   newest whole checkpoint in ``--out``.
+3. After SIGTERM (a preempted pod, the end of a SLURM job's time) all workers save behind the step
+   they are in, and exit with 143: not finished. Which step that is they agree on: one of them alone
+   may have been told.
 4. losses.jsonl has one line a step, whatever was repeated.
 
 A step's loss is the mean over the tokens of all workers that count, not over workers.
@@ -53,7 +55,9 @@ class Settings:
     """Its fields are the program's options."""
 
     data: str = "data.jsonl"
-    out: str = "run"  # checkpoints, losses.jsonl, result.json and the model; all workers must see it
+    out: str = (
+        "run"  # checkpoints, losses.jsonl, result.json and the model; all workers must see it
+    )
     model: str = ""  # name or folder of a causal language model; none: a small random Llama
     patched: bool = True  # with liger-kernel's kernels
     strategy: str = "fsdp2"  # or ddp
@@ -105,16 +109,21 @@ class Rows:
     def tokens(self, row):
         prompt = "\n".join(filter(None, (row["instruction"], row["input"]))) + "\n"
         before = self.tokenizer.encode(prompt)
-        answer = self.tokenizer.encode(row["output"], add_special_tokens=False) + [self.tokenizer.eos_token_id]
+        answer = self.tokenizer.encode(row["output"], add_special_tokens=False) + [
+            self.tokenizer.eos_token_id
+        ]
         n = self.settings.length
         return (before + answer)[:n], ([IGNORED] * len(before) + answer)[:n]
 
     def batch(self, step, rank, size):
-        """A worker's part of a step: input_ids, attention_mask, labels. Padding and prompts have no label."""
+        """A worker's part of a step: input_ids, attention_mask, labels. Padding and prompts have no
+        label."""
         count = self.settings.batch // size
         first = step * self.settings.batch + rank * count
         rows = [self.tokens(self[first + i]) for i in range(count)]
-        ids = torch.full((count, max(len(ids) for ids, _ in rows)), self.tokenizer.pad_token_id or 0)
+        ids = torch.full(
+            (count, max(len(ids) for ids, _ in rows)), self.tokenizer.pad_token_id or 0
+        )
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
         for i, (its, answers) in enumerate(rows):
             ids[i, : len(its)] = torch.tensor(its)
@@ -127,10 +136,16 @@ def configuration(settings):
     if settings.model:
         return AutoConfig.from_pretrained(settings.model)
     return LlamaConfig(
-        vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        eos_token_id=Bytes.eos_token_id, pad_token_id=Bytes.pad_token_id, bos_token_id=None,
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        eos_token_id=Bytes.eos_token_id,
+        pad_token_id=Bytes.pad_token_id,
+        bos_token_id=None,
         max_position_embeddings=settings.length,
-    )  # fmt: skip
+    )
 
 
 def load(settings):
@@ -143,13 +158,20 @@ def load(settings):
 
 
 def spread(model, settings, device):
-    """Over the workers. On a GPU the arithmetic is in bf16, weights and sums of gradients are in fp32."""
+    """Over the workers. On a GPU the arithmetic is in bf16, weights and sums of gradients are in
+    fp32."""
     if settings.strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     if settings.strategy != "fsdp2":
-        raise ValueError(f"train.py: --strategy is {settings.strategy!r}; it must be 'fsdp2' or 'ddp'")
+        raise ValueError(
+            f"train.py: --strategy is {settings.strategy!r}; it must be 'fsdp2' or 'ddp'"
+        )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if device.type == "cuda"
+        else MixedPrecisionPolicy()
+    )
     for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -159,16 +181,23 @@ def spread(model, settings, device):
 def workers(settings):
     """The group that torchrun started, or a group of this process alone -> the device."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's store keeps what workers wrote that are gone: those that it starts again would look for them
-        raise RuntimeError("train.py: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as torchrun.sh does")
+        # torchrun's store keeps what workers wrote that are gone: those that it starts again would
+        # look for them
+        raise RuntimeError(
+            "train.py: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as torchrun.sh does"
+        )
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     # gloo, too: what the workers agree on before a step must not wait for the GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.collective_timeout), **alone)
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=settings.collective_timeout), **alone
+    )
     try:
         yield device
     finally:
@@ -218,7 +247,8 @@ def one_step(model, optimizer, batch, tokens, settings, device):
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     lowered = device.type == "cuda" and settings.strategy == "ddp"
     with torch.autocast(device.type, torch.bfloat16, enabled=lowered):
-        # DDP and FSDP take the mean of the workers' gradients: each worker's sum is divided by its share of the tokens
+        # DDP and FSDP take the mean of the workers' gradients: each worker's sum is divided by its
+        # share of the tokens
         loss = model(**batch, use_cache=False, num_items_in_batch=tokens / size).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -239,7 +269,9 @@ def resume(model, optimizer, settings, identity):
         print(f"train.py: goes on after step {begin}, from {path}", flush=True)
     other = {name: value for name, value in about["identity"].items() if identity[name] != value}
     if other:
-        raise ValueError(f"train.py: {path} is of another run, which had {other}; give it --out of its own")
+        raise ValueError(
+            f"train.py: {path} is of another run, which had {other}; give it --out of its own"
+        )
     weights, moments = get_state_dict(model, optimizer)
     checkpoint.load(path, dict(model=weights, optimizer=moments))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -248,7 +280,9 @@ def resume(model, optimizer, settings, identity):
 
 def export(model, tokenizer, settings, path):
     """The trained model as transformers loads it."""
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if dist.get_rank() == 0:
         with torch.device("meta"):
             plain = AutoModelForCausalLM.from_config(configuration(settings), dtype=torch.float32)
@@ -267,7 +301,9 @@ def train(settings):
     with workers(settings) as device:
         rank, size = dist.get_rank(), dist.get_world_size()
         if settings.batch % size:
-            raise ValueError(f"train.py: --batch is {settings.batch}; it must be a multiple of the {size} workers")
+            raise ValueError(
+                f"train.py: --batch is {settings.batch}; it must be a multiple of the {size} workers"
+            )
         out = Path(settings.out)
         out.mkdir(parents=True, exist_ok=True)
         model, tokenizer = load(settings)
@@ -296,8 +332,12 @@ def train(settings):
                     finished = False
                     break
                 for group in optimizer.param_groups:
-                    group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(settings.warmup, 1))
-                torch.manual_seed(settings.seed + 1 + step * size + rank)  # dropout, where a model has it
+                    group["lr"] = settings.learning_rate * min(
+                        1.0, (step + 1) / max(settings.warmup, 1)
+                    )
+                torch.manual_seed(
+                    settings.seed + 1 + step * size + rank
+                )  # dropout, where a model has it
                 losses.append(one_step(model, optimizer, batch, max(tokens, 1), settings, device))
                 if since is None:
                     since = time.perf_counter()  # the first step also compiles kernels

@@ -1,11 +1,12 @@
-"""A Flyte workflow: make the data, train on N workers with and without this package's kernels, compare.
+"""A Flyte workflow: make the data, train on N workers with and without this package's kernels,
+compare.
 
 pyflyte run workflow.py compare_kernels --out ./out --steps 30
 
-On one machine the training tasks run `WORKERS` processes here. With NODES=2 (or more) when the workflow is registered,
-each becomes a PyTorchJob of so many pods. ``out`` is then a folder that all pods see: `CLAIM` is mounted at /out.
-A task that fails, or whose pods are preempted, is tried again and goes on at its newest checkpoint.
-"""
+On one machine the training tasks run `WORKERS` processes here. With NODES=2 (or more) when the
+workflow is registered, each becomes a PyTorchJob of so many pods. ``out`` is then a folder that all
+pods see: `CLAIM` is mounted at /out. A task that fails, or whose pods are preempted, is tried again
+and goes on at its newest checkpoint."""
 
 import json
 import os
@@ -36,20 +37,27 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in torchrun.sh
 SHARED = PodTemplate(
     primary_container_name="primary",
     pod_spec=V1PodSpec(
-        containers=[V1Container(name="primary", volume_mounts=[V1VolumeMount(name="out", mount_path="/out")])],
+        containers=[
+            V1Container(
+                name="primary", volume_mounts=[V1VolumeMount(name="out", mount_path="/out")]
+            )
+        ],
         volumes=[
             V1Volume(
-                name="out", persistent_volume_claim=V1PersistentVolumeClaimVolumeSource(claim_name=CLAIM)
+                name="out",
+                persistent_volume_claim=V1PersistentVolumeClaimVolumeSource(claim_name=CLAIM),
             )
         ],
     ),
-)  # fmt: skip
+)
 
 
 @task(container_image=IMAGE, requests=Resources(cpu="1", mem="1Gi"))
 def prepare(rows: int, seed: int) -> FlyteFile:
     """The data, in Alpaca's shape."""
-    return FlyteFile(str(data.write(Path(current_context().working_directory) / "data.jsonl", rows, seed)))
+    return FlyteFile(
+        str(data.write(Path(current_context().working_directory) / "data.jsonl", rows, seed))
+    )
 
 
 @task(
@@ -68,11 +76,18 @@ def prepare(rows: int, seed: int) -> FlyteFile:
         rdzv_configs={"timeout": 1800, "join_timeout": 1800, "read_timeout": 900},
     ),
 )
-def train_model(rows: FlyteFile, out: str, patched: bool, steps: int, batch: int, model: str) -> FlyteFile:
+def train_model(
+    rows: FlyteFile, out: str, patched: bool, steps: int, batch: int, model: str
+) -> FlyteFile:
     """Every worker runs this. The first one's result is the task's: losses.jsonl."""
     folder = Path(out) / ("patched" if patched else "plain")
     settings = train.Settings(
-        data=rows.download(), out=str(folder), patched=patched, steps=steps, batch=batch, model=model
+        data=rows.download(),
+        out=str(folder),
+        patched=patched,
+        steps=steps,
+        batch=batch,
+        model=model,
     )
     if not train.train(settings)["finished"]:
         raise FlyteRecoverableException("sent SIGTERM: saved, and to be tried again")
@@ -82,8 +97,13 @@ def train_model(rows: FlyteFile, out: str, patched: bool, steps: int, batch: int
 @task(container_image=IMAGE, requests=Resources(cpu="1", mem="1Gi"))
 def compare(patched: FlyteFile, plain: FlyteFile, out: str) -> str:
     """A short text, also in ``out``/comparison.md: losses side by side, speed, memory."""
-    logs = [[json.loads(line) for line in Path(log.download()).read_text().splitlines()] for log in (patched, plain)]
-    results = [json.loads((Path(out) / name / "result.json").read_text()) for name in ("patched", "plain")]
+    logs = [
+        [json.loads(line) for line in Path(log.download()).read_text().splitlines()]
+        for log in (patched, plain)
+    ]
+    results = [
+        json.loads((Path(out) / name / "result.json").read_text()) for name in ("patched", "plain")
+    ]
     furthest = max(abs(a["loss"] - b["loss"]) for a, b in zip(*logs, strict=True))
     lines = ["| | patched | plain |", "| --- | ---: | ---: |"]
     for name in "loss", "tokens_per_second", "peak_memory":
@@ -97,7 +117,12 @@ def compare(patched: FlyteFile, plain: FlyteFile, out: str) -> str:
 
 @workflow
 def compare_kernels(
-    out: str = "/out", rows: int = 2000, seed: int = 0, steps: int = 100, batch: int = 8, model: str = ""
+    out: str = "/out",
+    rows: int = 2000,
+    seed: int = 0,
+    steps: int = 100,
+    batch: int = 8,
+    model: str = "",
 ) -> str:
     made = prepare(rows=rows, seed=seed)
     patched = train_model(rows=made, out=out, patched=True, steps=steps, batch=batch, model=model)

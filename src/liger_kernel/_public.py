@@ -1,4 +1,5 @@
-"""What is public, and where it lives. An alias is the same module object as its home: who patches one patches both."""
+"""What is public, and where it lives. An alias is the same module object as its home: who patches
+one patches both."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """What is published of one file of `liger_kernel.ops`: names of three packages, and further import paths."""
+    """What is published of one file of `liger_kernel.ops`: names of three packages, and further
+    import paths."""
 
     ops: str = ""  # `liger_kernel.ops`: autograd Functions
     functional: str = ""  # `liger_kernel.transformers.functional`
@@ -145,7 +147,11 @@ OPERATORS = {  # a line for each file
     "rotary.rope": Operator("LigerRopeFunction", "liger_rope", "liger_rotary_pos_emb", "ops.rope transformers.rope"),
 }  # fmt: skip
 HOMES = {  # published import path -> where the module is
-    **{path: f"ops.{home}" for home, operator in OPERATORS.items() for path in operator.paths.split()},
+    **{
+        path: f"ops.{home}"
+        for home, operator in OPERATORS.items()
+        for path in operator.paths.split()
+    },
     "chunked_loss.cosine_similarity_loss": "losses.distillation",
     "chunked_loss.cpo_loss": "losses.preference",
     "chunked_loss.dpo_loss": "losses.preference",
@@ -162,17 +168,19 @@ HOMES = {  # published import path -> where the module is
     "ops.grpo_loss": "losses.policy_on_logits",
     "transformers.functional": "ops.functional",
     "transformers.grpo_loss": "losses.policy_on_logits",
-    "transformers.model.loss_utils": "patch.causal_lm",
-    "transformers.model.output_classes": "patch.causal_lm",
-    "transformers.monkey_patch": "patch.families",
+    "transformers.model.loss_utils": "patch.loss.causal_lm",
+    "transformers.model.output_classes": "patch.loss.causal_lm",
+    "transformers.monkey_patch": "patch.families.published",
 }
 _LCE_FORWARD = (
     "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe gpt_oss internvl llama "
     "llava ministral mistral mixtral muse_glimmer nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 "
     "qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm"
 )
-FORWARDS_HOME = "patch.bound"
-FORWARDS = {  # modules of `liger_kernel.transformers.model`: a forward to bind, for which model types or their classes
+FORWARDS_HOME = "patch.families.bound"
+# modules of `liger_kernel.transformers.model`: a forward to bind, for which model types or their
+# classes
+FORWARDS = {
     **{family: {"lce_forward": (family,)} for family in _LCE_FORWARD.split()},
     "gemma3": {"causal_forward": ("gemma3_text",), "multimodal_forward": ("gemma3",)},
     "gemma4": {"causal_forward": ("gemma4_text",), "multimodal_forward": ("gemma4",)},
@@ -180,7 +188,10 @@ FORWARDS = {  # modules of `liger_kernel.transformers.model`: a forward to bind,
     "llama4": {"lce_forward": ("llama4_text",)},
     "mllama": {"lce_forward": ("mllama.MllamaForCausalLM",)},
     "qwen3_5": {"lce_forward": ("qwen3_5_text",), "lce_forward_for_multimodal": ("qwen3_5",)},
-    "qwen3_5_moe": {"lce_forward": ("qwen3_5_moe_text",), "lce_forward_conditional_generation": ("qwen3_5_moe",)},
+    "qwen3_5_moe": {
+        "lce_forward": ("qwen3_5_moe_text",),
+        "lce_forward_conditional_generation": ("qwen3_5_moe",),
+    },
 }
 PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
     "chunked_loss",
@@ -191,7 +202,11 @@ PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
 
 def homes(column: str) -> dict[str, str]:
     """Each name that a package hands on -> the file of `liger_kernel.ops` that has it."""
-    return {name: home for home, operator in OPERATORS.items() for name in getattr(operator, column).split()}
+    return {
+        name: home
+        for home, operator in OPERATORS.items()
+        for name in getattr(operator, column).split()
+    }
 
 
 def forwards_of(path: str) -> str | None:
@@ -218,8 +233,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         family = forwards_of(module.__name__.removeprefix("liger_kernel."))
         if family:
-            vars(module).update(importlib.import_module(f"liger_kernel.{FORWARDS_HOME}").forwards(family))
-        spec = module.__spec__  # the import system has just set the alias's: give the home its own back
+            vars(module).update(
+                importlib.import_module(f"liger_kernel.{FORWARDS_HOME}").forwards(family)
+            )
+        spec = (
+            module.__spec__
+        )  # the import system has just set the alias's: give the home its own back
         if spec.loader_state is not None:
             module.__spec__ = spec.loader_state
             module.__loader__ = spec.loader_state.loader

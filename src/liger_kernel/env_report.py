@@ -20,7 +20,9 @@ def print_env_report() -> None:
         "PyTorch": torch.__version__,
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
-        "XPU": getattr(torch.version, "xpu", None) if xpu is not None and xpu.is_available() else None,
+        "XPU": getattr(torch.version, "xpu", None)
+        if xpu is not None and xpu.is_available()
+        else None,
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "Triton": _version("triton"),
         "transformers": _version("transformers"),

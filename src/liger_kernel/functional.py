@@ -1,8 +1,9 @@
 """Operators as functions that can be asked for an implementation.
 
-They compute what the functions of `liger_kernel.transformers.functional` do. ``impl``, or ``backend``, names an
-implementation (`liger_kernel.available_impls`), ``mode`` has no effect. The cross entropies return (loss, z_loss,
-token_accuracy, predicted_tokens), with None for what was not asked for.
+They compute what the functions of `liger_kernel.transformers.functional` do. ``impl``, or
+``backend``, names an implementation (`liger_kernel.available_impls`), ``mode`` has no effect. The
+cross entropies return (loss, z_loss, token_accuracy, predicted_tokens), with None for what was not
+asked for.
 
 Raises:
     ValueError: an unknown implementation. What the operator raises.
@@ -20,94 +21,167 @@ __all__ = list(CHOOSABLE)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama",
-    in_place: bool = False, row_mode: bool | None = None, impl: str | None = None, mode: str | None = None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = False,
+    row_mode: bool | None = None,
+    impl: str | None = None,
+    mode: str | None = None,
     backend: str | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`liger_rms_norm`."""
     chosen("rms_norm", impl, backend)
     return functional.liger_rms_norm(x, weight, eps, offset, casting_mode, in_place, row_mode)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6, *, impl: str | None = None,
-    mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_layer_norm`; without a bias one of zeros is added."""
     chosen("layer_norm", impl, backend)
     return functional.liger_layer_norm(x, weight, bias, eps)
 
 
 def fused_add_rms_norm(
-    X: Tensor, R: Tensor, W: Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    in_place: bool = False, *, impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    X: Tensor,
+    R: Tensor,
+    W: Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """`liger_fused_add_rms_norm`."""
     chosen("fused_add_rms_norm", impl, backend)
     return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
 
 
 def softmax(
-    x: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_softmax`."""
     chosen("softmax", impl, backend)
     return functional.liger_softmax(x)
 
 
 def swiglu(
-    a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, *, impl: str | None = None,
-    mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_swiglu`."""
     chosen("swiglu", impl, backend)
     return functional.liger_swiglu(a, b, gate_multiplier, down_multiplier)
 
 
 def geglu(
-    a: Tensor, b: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_geglu`, with the tanh GELU."""
     chosen("geglu", impl, backend)
     return functional.liger_geglu(a, b)
 
 
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """`liger_rope`."""
     chosen("rope", impl, backend)
     return functional.liger_rope(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
 def kl_div(
-    y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    y_pred: Tensor,
+    y_true: Tensor,
+    reduction: str = "batchmean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_kl_div`."""
     chosen("kl_div", impl, backend)
-    return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
+    return functional.liger_kl_div(
+        y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps
+    )
 
 
 def jsd(
-    _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_jsd`."""
     chosen("jsd", impl, backend)
     return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
 def fused_linear_jsd(
-    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
     """`liger_fused_linear_jsd`."""
     chosen("fused_linear_jsd", impl, backend)
     student, teacher = (student_input, student_weight), (teacher_input, teacher_weight)
-    return functional.liger_fused_linear_jsd(*student, *teacher, shift_labels, jsd_beta, ignore_index, temperature)
+    return functional.liger_fused_linear_jsd(
+        *student, *teacher, shift_labels, jsd_beta, ignore_index, temperature
+    )
 
 
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -120,11 +194,22 @@ def _four(result) -> Losses:
 
 
 def cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
-    lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Losses:  # fmt: skip
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Losses:
     """`liger_cross_entropy`, as four results."""
     chosen("cross_entropy", impl, backend)
     return _four(
@@ -140,17 +225,31 @@ def cross_entropy(
             return_z_loss=return_z_loss,
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
+        )
     )
 
 
 def fused_linear_cross_entropy(
-    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
-    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False, *,
-    impl: str | None = None, mode: str | None = None, backend: str | None = None,
-) -> Losses:  # fmt: skip
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Losses:
     """`liger_fused_linear_cross_entropy`, as four results."""
     chosen("fused_linear_cross_entropy", impl, backend)
     return _four(
@@ -170,5 +269,5 @@ def fused_linear_cross_entropy(
             use_token_scaling,
             return_token_accuracy,
             return_predicted_tokens,
-        )  # fmt: skip
+        )
     )

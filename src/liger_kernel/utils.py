@@ -24,7 +24,8 @@ PEFT_AVAILABLE = is_peft_available()
 
 
 def infer_device() -> str:
-    """The kind of accelerator that torch has here: "cuda" (ROCm's, too), "xpu", "npu", or "cpu" without one."""
+    """The kind of accelerator that torch has here: "cuda" (ROCm's, too), "xpu", "npu", or "cpu"
+    without one."""
     for kind in COMM_BACKENDS:
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
@@ -39,9 +40,14 @@ def infer_comm_backend() -> str:
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The architecture of that accelerator, as its maker names it, such as "sm_90", "gfx942" or "xpu"; else "cpu"."""
+    """The architecture of that accelerator, as its maker names it, such as "sm_90", "gfx942" or
+    "xpu"; else "cpu"."""
     kind = infer_device()
-    return kind if kind in ("cpu", "npu") else devices.arch(torch.empty(0, device=torch.device(kind, device_id)))
+    return (
+        kind
+        if kind in ("cpu", "npu")
+        else devices.arch(torch.empty(0, device=torch.device(kind, device_id)))
+    )
 
 
 def is_npu_available() -> bool:
@@ -58,10 +64,16 @@ def get_total_gpu_memory() -> int:
 
 
 def transformers_version_dispatch(
-    required_version: str, before_fn: Callable, after_fn: Callable, before_args: tuple = (), after_args: tuple = (),
-    before_kwargs: dict | None = None, after_kwargs: dict | None = None,
-):  # fmt: skip
-    """Call ``before_fn`` if the installed transformers is older than ``required_version``, else ``after_fn``.
+    required_version: str,
+    before_fn: Callable,
+    after_fn: Callable,
+    before_args: tuple = (),
+    after_args: tuple = (),
+    before_kwargs: dict | None = None,
+    after_kwargs: dict | None = None,
+):
+    """Call ``before_fn`` if the installed transformers is older than ``required_version``, else
+    ``after_fn``.
 
     Raises:
         ImportError: transformers is not installed.

@@ -46,11 +46,14 @@ class HostClock:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_calls_compute_the_case(case):
-    """The lines that are timed are the case's operator, and their PyTorch is what they stand for."""
+    """The lines that are timed are the case's operator, and their PyTorch is what they stand
+    for."""
     torch.manual_seed(0)
     inputs = case.inputs(*case.shapes[1])
     if case.name in calls.LIGER:
-        inputs = {name: inputs[name] for name in inspect.signature(calls.LIGER[case.name]).parameters}
+        inputs = {
+            name: inputs[name] for name in inspect.signature(calls.LIGER[case.name]).parameters
+        }
     plain = calls.PLAIN.get(case.name, case.reference)
     ours = contest.differentiable(calls.ours(case)(**inputs))
     for got, want in zip(ours, contest.differentiable(plain(**inputs)), strict=True):
@@ -61,7 +64,9 @@ def test_calls_compute_the_case(case):
 def test_backward_may_overwrite():
     """A contestant's inputs are as nobody's but the graph's as a layer's output is in training."""
     case = next(c for c in CASES if c.name == "swiglu")
-    with torch.device(DEVICE):  # where the kernels are: PyTorch's code, which other tensors take, overwrites nothing
+    with torch.device(
+        DEVICE
+    ):  # where the kernels are: PyTorch's code, which other tensors take, overwrites nothing
         inputs = case.inputs(3, 64)
     before = {name: t.detach().clone() for name, t in inputs.items()}
     entrant = contest.Contestant(case.fn, inputs)
@@ -91,7 +96,9 @@ def test_inputs_for_another_process():
 
 def test_turns():
     order = []
-    samples = machine.interleave({n: lambda n=n: order.append(n) or 1.0 for n in "ab"}, seconds=0, least=3)
+    samples = machine.interleave(
+        {n: lambda n=n: order.append(n) or 1.0 for n in "ab"}, seconds=0, least=3
+    )
     assert len(order) == 6 and all({*order[i : i + 2]} == {"a", "b"} for i in (0, 2, 4))
     assert samples == {"a": [1.0] * 3, "b": [1.0] * 3}
 
@@ -105,7 +112,9 @@ class FakeWorker:
 
 
 def reply(name, ms, peak=10**9):
-    figures = {name: {"ms": {"forward": ms, "backward": 2 * ms, "both": 3 * ms}, "peak_bytes": peak}}
+    figures = {
+        name: {"ms": {"forward": ms, "backward": 2 * ms, "both": 3 * ms}, "peak_bytes": peak}
+    }
     return {"figures": figures, "ceiling": 4e12}
 
 
@@ -120,26 +129,43 @@ def test_rows_and_tables():
     }
     row = ops.measure(request, ["ours", "eager", "peer"], workers, 2, lambda: 1)
     assert row["contestants"]["ours"]["ms"]["forward"] == [1.0, 3.0]
-    assert row["contestants"]["peer"]["ms"]["forward"] == [1.5] and row["contestants"]["peer"]["error"] == "it died"
+    assert (
+        row["contestants"]["peer"]["ms"]["forward"] == [1.5]
+        and row["contestants"]["peer"]["error"] == "it died"
+    )
 
     row["contestants"]["peer"].pop("error")
-    table = report.ops({"machine": {"gpu": "GPU X", "date": "today", "torch": "2"}, "peer": "0.8.5", "rows": [row]})
+    table = report.ops(
+        {"machine": {"gpu": "GPU X", "date": "today", "torch": "2"}, "peer": "0.8.5", "rows": [row]}
+    )
     assert "GPU X" in table and "torch 2, liger-kernel 0.8.5, today" in table
     assert "1.00 / 1.00 (25% / 25%)" in table  # ours: 2 GB in 2 ms of 4 TB/s
     assert "6 ms, 1.00 GB" in table
     assert "PyTorch eager: OutOfMemoryError: tried to allocate" in table
     slower = report.behind([row]).removeprefix("Slower than another package: ").split("; ")
     kinds = "forward", "backward", "both"
-    assert [line.split(":")[0] for line in slower] == [f"rms_norm 8192×2048 {kind}" for kind in kinds]
+    assert [line.split(":")[0] for line in slower] == [
+        f"rms_norm 8192×2048 {kind}" for kind in kinds
+    ]
     assert "rms_norm 8192×2048: eager: OutOfMemoryError" in report.line(row)
 
 
 def test_training_table(tmp_path):
     def entry(speed, gigabytes):
-        return {"tokens_per_s": speed, "step_ms": 10.0, "peak_bytes": gigabytes * 10**9, "losses": [3.0, 2.0]}
+        return {
+            "tokens_per_s": speed,
+            "step_ms": 10.0,
+            "peak_bytes": gigabytes * 10**9,
+            "losses": [3.0, 2.0],
+        }
 
     ours = entry(1500, 4) | {"accumulated_peak_bytes": 6 * 10**9}
-    row = {"model": "M", "sequence": 8, "batch": 2, "contestants": {"eager": entry(1000, 10), "ours": ours}}
+    row = {
+        "model": "M",
+        "sequence": 8,
+        "batch": 2,
+        "contestants": {"eager": entry(1000, 10), "ours": ours},
+    }
     data = {"kind": "train", "machine": {"gpu": "X", "date": "today"}, "rows": [row]}
     assert "4.0 GB (6.0 GB)" in report.train(data) and "10.0 GB |" in report.train(data)
     assert "+50% speed, -60% memory" in report.train(data)
@@ -148,20 +174,32 @@ def test_training_table(tmp_path):
     figures.write_text(json.dumps(data))
     report.main([str(figures), "--write", str(readme)])
     assert "old" not in readme.read_text() and "| M, 8 × 2 |" in readme.read_text()
-    assert readme.read_text().startswith("before\n") and readme.read_text().endswith("<!-- bench:end -->\nafter\n")
+    assert readme.read_text().startswith("before\n") and readme.read_text().endswith(
+        "<!-- bench:end -->\nafter\n"
+    )
 
 
 def operator_figures():
-    """Ours at 80 % of the ceiling, liger-kernel at half of that, PyTorch at a tenth; with less and less memory."""
+    """Ours at 80 % of the ceiling, liger-kernel at half of that, PyTorch at a tenth; with less and
+    less memory."""
     wanted = {"ours": (0.8, 4), "eager": (0.08, 3), "peer": (0.4, 2)}
-    rows = [r for name in ("rms_norm", "fused_linear_cross_entropy") for r in ops.plan([name], quick=True)]
+    rows = [
+        r
+        for name in ("rms_norm", "fused_linear_cross_entropy")
+        for r in ops.plan([name], quick=True)
+    ]
     for row in rows:
         bound = row["against"] == "copy"
-        row |= {"traffic": [2 * 10**9, 4 * 10**9] if bound else None, "flops": None if bound else 6 * 10**12}
+        row |= {
+            "traffic": [2 * 10**9, 4 * 10**9] if bound else None,
+            "flops": None if bound else 6 * 10**12,
+        }
         work = {"forward": 2, "backward": 4, "both": 6}
         row["contestants"] = {
             name: {
-                "ms": {kind: [work[kind] / share] for kind in row["kinds"]},  # as 1 GB or 1 T operations in a ms
+                "ms": {
+                    kind: [work[kind] / share] for kind in row["kinds"]
+                },  # as 1 GB or 1 T operations in a ms
                 "peak_bytes": gigabytes * 10**9,
                 "ceiling": [1e12 if bound else 1e15],
             }
@@ -204,7 +242,10 @@ def test_a_chart_of_all_operators(tmp_path):
     for picture in (first, again):
         report.main([str(figures), "--operators", str(picture)])
     drawn = first.read_text()
-    assert all(name in drawn for name in ("rms_norm 8192×2048", "liger-kernel 0.8.5", "PyTorch eager", "GPU X"))
+    assert all(
+        name in drawn
+        for name in ("rms_norm 8192×2048", "liger-kernel 0.8.5", "PyTorch eager", "GPU X")
+    )
     assert "torch.compile" not in drawn and drawn == again.read_text()
 
 
@@ -234,7 +275,9 @@ def test_ways_to_call_the_head(way, on_the_host):
     first = next(iter(outs.values()))
     assert first.isfinite().all() and first.shape == ((M,) if way == "log-probabilities" else ())
     for name, out in outs.items():
-        torch.testing.assert_close(out, first, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            out, first, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
     request = next(r for r in head.plan([size], ["peer"], seconds=0) if r["way"] == way)
     names = request.pop("contestants")
@@ -257,7 +300,8 @@ def test_weight_gradient_against_fp64(on_the_host):
 
 
 def head_figures():
-    """Contestants at 73 TFLOP/s of 100, each with as many gradients' memory as it stands in the row."""
+    """Contestants at 73 TFLOP/s of 100, each with as many gradients' memory as it stands in the
+    row."""
     requests = head.plan([(8192, 4096, 128256), (512, 4096, 128256)], ["peer"], seconds=1.0)
     for request in requests:
         names = request.pop("contestants")
@@ -291,9 +335,14 @@ def test_head_tables(tmp_path):
     assert "old" not in table and readme.read_text() == "<!-- bench:ops -->\n<!-- bench:end -->\n"
     assert "| 8192×4096×128256 | 100 | 354 ms (73%), 1.00× | 354 ms (73%), 2.00× |" in table
     assert "| M×H×V | 1.05× | 1.15× | 1.3× | 1.5× | 2× | 3× |" in table
-    assert "| loss under `torch.no_grad`, 2·M·H·V | 118 ms, 1.00× | 118 ms, 2.00× | 118 ms (73%), 3.00× |" in table
+    assert (
+        "| loss under `torch.no_grad`, 2·M·H·V | 118 ms, 1.00× | 118 ms, 2.00× | 118 ms (73%), 3.00× |"
+        in table
+    )
     assert "forward + backward, 8·M·H·V | 472 = 472 + 472 ms, 1.00× |" in table
-    assert "it takes 100% of the 354 ms without ignored rows, with `drop_ignored=True` 100%" in table
+    assert (
+        "it takes 100% of the 354 ms without ignored rows, with `drop_ignored=True` 100%" in table
+    )
     assert "| Zipf, h + 6·W[target] | 12.30 | 2.00e-03 | 1.50 | 1.50 | 1.50 | 1.50 |" in table
     assert "training 512×4096×128256, ours, 1.15×: OutOfMemoryError: tried to allocate" in table
     with pytest.raises(SystemExit, match="README.md: no line <!-- bench:head -->"):
@@ -306,8 +355,17 @@ def test_head_chart(tmp_path):
     data, first, again = head_figures(), tmp_path / "first.svg", tmp_path / "again.svg"
     report.chart(data, first)
     report.chart(data, again)
-    labels = "PyTorch eager", "torch.compile", "liger-kernel 0.8.5", "ours, default", "ours, by budget"
-    assert all(label in first.read_text() for label in labels) and first.read_text() == again.read_text()
+    labels = (
+        "PyTorch eager",
+        "torch.compile",
+        "liger-kernel 0.8.5",
+        "ours, default",
+        "ours, by budget",
+    )
+    assert (
+        all(label in first.read_text() for label in labels)
+        and first.read_text() == again.read_text()
+    )
     data["rows"][0]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
     report.chart(data, again)
     assert [label for label in labels if label not in again.read_text()] == ["PyTorch eager"]
@@ -318,8 +376,17 @@ def test_shapes_of_the_head(capsys):
     with pytest.raises(SystemExit):
         head.main(["--shape", "8192,4096"])
     assert "--shape: invalid shape value: '8192,4096'" in capsys.readouterr().err
-    ways = [(request["way"], request["shape"][0]) for request in head.plan([(5, 8, 9), (3, 8, 9)], [], 1.0)]
-    assert ways == [("training", 5), ("training", 3), ("loss alone", 5), ("log-probabilities", 5), ("ignoring", 5)]
+    ways = [
+        (request["way"], request["shape"][0])
+        for request in head.plan([(5, 8, 9), (3, 8, 9)], [], 1.0)
+    ]
+    assert ways == [
+        ("training", 5),
+        ("training", 3),
+        ("loss alone", 5),
+        ("log-probabilities", 5),
+        ("ignoring", 5),
+    ]
 
 
 def test_launches_to_try():
@@ -346,7 +413,9 @@ def test_a_training_step_and_a_nudge():
     model = models.build("tiny", "cpu", torch.bfloat16)
     before = [p.detach().clone() for p in model.parameters()]
     parity.nudge(model, seed=1, count=2)
-    changed = torch.cat([((p - q) / q.abs())[p != q] for p, q in zip(model.parameters(), before, strict=True)]).abs()
+    changed = torch.cat(
+        [((p - q) / q.abs())[p != q] for p, q in zip(model.parameters(), before, strict=True)]
+    ).abs()
     assert 0 < len(changed) <= 2 * len(before) and changed.max() <= 2**-7  # one bf16 ulp each
     losses, ms = train.steps(model, model, text.batches(16, 2, 3))
     assert len(losses) == len(ms) == 3 and all(0 < loss < 10 for loss in losses)
@@ -404,7 +473,11 @@ def test_a_training_step_and_a_nudge():
             "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>()",
             "triton_poi_fused__to_copy_clone_12",
         ),
-        "rest": ("void at::native::indexSelectLargeIndex<c10::BFloat16>()", "some_device_properties", ""),
+        "rest": (
+            "void at::native::indexSelectLargeIndex<c10::BFloat16>()",
+            "some_device_properties",
+            "",
+        ),
     }.items(),
 )
 def test_kinds_by_name(kind, names):
@@ -413,7 +486,8 @@ def test_kinds_by_name(kind, names):
 
 
 def test_kinds_by_launch():
-    """Kernels of one name are told apart by the order of their launches, which need not be that of their start."""
+    """Kernels of one name are told apart by the order of their launches, which need not be that of
+    their start."""
     event = breakdown.Event
     events = [
         event("_fwd", 7, 50.0, 51.0),
@@ -424,7 +498,11 @@ def test_kinds_by_launch():
     ]
     noted = [("_fwd", "norm"), ("_turn", "RoPE"), ("_copy_rows", None), ("_fwd", "GLU")]
     assert breakdown.kinds(events, noted) == ["GLU", "norm", "matmul", "RoPE", "copies"]
-    lost = [("_fwd", "norm"), ("_fwd", "norm"), ("_fwd", "GLU")]  # two events, three launches: who knows
+    lost = [
+        ("_fwd", "norm"),
+        ("_fwd", "norm"),
+        ("_fwd", "GLU"),
+    ]  # two events, three launches: who knows
     assert breakdown.kinds(events, lost)[:2] == [None, None]
     assert breakdown.kinds(events, [("_fwd", "norm")] * 3)[:2] == ["norm", "norm"]
     assert breakdown.kinds([], noted) == []
@@ -432,14 +510,32 @@ def test_kinds_by_launch():
 
 def test_time_by_kind():
     event = breakdown.Event
-    events = [event("nvjet_tst", 1, 0.0, 4000.0), event("_fwd", 2, 3000.0, 5000.0), event("_fwd", 3, 7000.0, 8000.0)]
+    events = [
+        event("nvjet_tst", 1, 0.0, 4000.0),
+        event("_fwd", 2, 3000.0, 5000.0),
+        event("_fwd", 3, 7000.0, 8000.0),
+    ]
     found = breakdown.shares(events, [("_fwd", "norm"), ("_fwd", "GLU")], steps=2)
-    assert {kind: ms for kind, ms in found["kinds"].items() if ms} == {"matmul": 2.0, "norm": 1.0, "GLU": 0.5}
+    assert {kind: ms for kind, ms in found["kinds"].items() if ms} == {
+        "matmul": 2.0,
+        "norm": 1.0,
+        "GLU": 0.5,
+    }
     assert list(found["kinds"]) == list(breakdown.KINDS)
     assert found["sum_ms"] == 3.5 and found["busy_ms"] == 3.0 and found["unresolved_ms"] == 0
-    assert found["kernels"][0] == {"name": "nvjet_tst", "kind": "matmul", "ms": 2.0, "launches": 0.5}
-    unresolved = breakdown.shares(events, [("_fwd", "norm"), ("_fwd", "GLU"), ("_fwd", "GLU")], steps=1, most=1)
-    assert unresolved["unresolved_ms"] == unresolved["kinds"]["rest"] == 3.0 and len(unresolved["kernels"]) == 1
+    assert found["kernels"][0] == {
+        "name": "nvjet_tst",
+        "kind": "matmul",
+        "ms": 2.0,
+        "launches": 0.5,
+    }
+    unresolved = breakdown.shares(
+        events, [("_fwd", "norm"), ("_fwd", "GLU"), ("_fwd", "GLU")], steps=1, most=1
+    )
+    assert (
+        unresolved["unresolved_ms"] == unresolved["kinds"]["rest"] == 3.0
+        and len(unresolved["kernels"]) == 1
+    )
 
 
 def test_the_operator_that_launched():
@@ -480,7 +576,8 @@ print(json.dumps(found))
 
 @pytest.mark.thorough
 def test_launches_of_the_operators():
-    """Every launch is noted once, also where Triton's own is passed by, with the kind of who launched it."""
+    """Every launch is noted once, also where Triton's own is passed by, with the kind of who
+    launched it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     src = pathlib.Path(liger_kernel.__file__).parent.parent
     done = subprocess.run(
@@ -496,7 +593,9 @@ def test_launches_of_the_operators():
     for name, kind in wanted.items():
         noted = [tuple(launch) for launch in found[name]]
         assert noted and {kind for _, kind in noted} == {kind}
-        assert noted[: len(noted) // 2] == noted[len(noted) // 2 :]  # one way notes what the other does
+        assert (
+            noted[: len(noted) // 2] == noted[len(noted) // 2 :]
+        )  # one way notes what the other does
 
 
 def test_only_work_of_the_gpu_counts():
@@ -505,7 +604,12 @@ def test_only_work_of_the_gpu_counts():
     def event(name, device, annotation=False):
         span = SimpleNamespace(start=1.0, end=2.5)
         return SimpleNamespace(
-            name=name, id=9, device_type=device, is_user_annotation=annotation, time_range=span, device_index=0
+            name=name,
+            id=9,
+            device_type=device,
+            is_user_annotation=annotation,
+            time_range=span,
+            device_index=0,
         )
 
     events = [
@@ -520,17 +624,30 @@ def test_only_work_of_the_gpu_counts():
 def test_breakdown_without_a_gpu(monkeypatch):
     """It says so; the program itself can be tried on the CPU, where nothing runs on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="^bench: no CUDA or ROCm device here, and speed without one means nothing$"):
+    with pytest.raises(
+        SystemExit,
+        match="^bench: no CUDA or ROCm device here, and speed without one means nothing$",
+    ):
         breakdown.main([])
-    with pytest.raises(SystemExit, match="bench.breakdown: --contestants nobody: some of eager,compile,peer,ours"):
+    with pytest.raises(
+        SystemExit, match="bench.breakdown: --contestants nobody: some of eager,compile,peer,ours"
+    ):
         breakdown.main(["--contestants", "nobody"])
     figures = breakdown.work("eager", "tiny", 16, 1, 1, 1, "cpu")["figures"]
-    assert figures["step_ms"] > 0 and figures["sum_ms"] == 0 and list(figures["kinds"]) == list(breakdown.KINDS)
+    assert (
+        figures["step_ms"] > 0
+        and figures["sum_ms"] == 0
+        and list(figures["kinds"]) == list(breakdown.KINDS)
+    )
 
 
 def breakdown_figures():
     def entry(norm, unresolved=0.0):
-        kinds = dict.fromkeys(breakdown.KINDS, 0.0) | {"matmul": 30.0, "attention": 5.0, "norm": norm}
+        kinds = dict.fromkeys(breakdown.KINDS, 0.0) | {
+            "matmul": 30.0,
+            "attention": 5.0,
+            "norm": norm,
+        }
         return {
             "kinds": kinds,
             "sum_ms": 35.0 + norm,
@@ -540,9 +657,18 @@ def breakdown_figures():
             "kernels": [],
         }
 
-    entries = {"eager": {"error": "OutOfMemoryError: tried"}, "peer": entry(8.0), "ours": entry(4.0, 0.25)}
+    entries = {
+        "eager": {"error": "OutOfMemoryError: tried"},
+        "peer": entry(8.0),
+        "ours": entry(4.0, 0.25),
+    }
     row = {"model": "M", "sequence": 8, "batch": 2, "contestants": entries}
-    return {"kind": "breakdown", "machine": {"gpu": "X", "date": "today"}, "peer": "0.8.5", "rows": [row]}
+    return {
+        "kind": "breakdown",
+        "machine": {"gpu": "X", "date": "today"},
+        "peer": "0.8.5",
+        "rows": [row],
+    }
 
 
 def test_breakdown_table(tmp_path):
@@ -550,25 +676,35 @@ def test_breakdown_table(tmp_path):
     figures.write_text(json.dumps(breakdown_figures()))
     page.write_text("<!-- bench:breakdown -->\n<!-- bench:end -->\n")
     report.main([str(figures), "--write", str(page)])
-    header, _, peer, ours = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    assert header.endswith("| sum | GPU busy | step | neither matmul, attention nor optimizer | of liger-kernel's |")
+    header, _, peer, ours = [
+        line for line in page.read_text().splitlines() if line.startswith("| ")
+    ]
+    assert header.endswith(
+        "| sum | GPU busy | step | neither matmul, attention nor optimizer | of liger-kernel's |"
+    )
     assert len(header.split("|")) == len(ours.split("|")) == len(breakdown.KINDS) + 9
     assert peer.startswith("| M, 8 × 2 | liger-kernel | 30.0 | 5.00 | 0.00 | 0.00 | 8.00 |")
     assert peer.endswith("| 43.0 | 36.0 | 40.0 | 8.00 | – |")
     assert ours.endswith("| 39.0 | 36.0 | 40.0 | 4.00 | 50% |")
-    assert "M, 8 × 2, ours: 0.25 ms of rest are kernels that several operators launch" in page.read_text()
+    assert (
+        "M, 8 × 2, ours: 0.25 ms of rest are kernels that several operators launch"
+        in page.read_text()
+    )
     assert "M, 8 × 2, PyTorch eager: OutOfMemoryError: tried" in page.read_text()
 
 
 @pytest.mark.parametrize("name", losses.SHAPES)
 def test_losses_are_plain_pytorchs(name, on_the_host, reference_only):
-    """PyTorch and ours compute the same, and can be timed; GRPO's variants differ from the plain one where they do."""
+    """PyTorch and ours compute the same, and can be timed; GRPO's variants differ from the plain
+    one where they do."""
     size = *([4, 6] if len(losses.SHAPES[name]) == 2 else [24]), 16, 96
     way = losses.ways([name])[name]
     inputs = way.inputs(*size, device="cpu")
     outs = {who: fn(**inputs) for who, fn in way.fns(*size).items()}
     if name.removeprefix("GRPO, ") not in ("cispo", "sapo", "luspo", "vespo"):
-        torch.testing.assert_close(outs["ours"].float(), outs["eager"].float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            outs["ours"].float(), outs["eager"].float(), rtol=2e-2, atol=2e-2
+        )
     request = losses.plan([name], peer=True, seconds=0, size=size[-2:])[0] | {"shape": list(size)}
     names = request.pop("contestants")
     assert names == ["eager", "ours", "peer"] and name in calls.LIGER
@@ -582,7 +718,8 @@ def test_losses_are_plain_pytorchs(name, on_the_host, reference_only):
 
 
 def test_errors_of_the_losses(on_the_host, reference_only):
-    """Ours is as far from fp64 as PyTorch, where it is the same operations; vespo's weight is in it, too."""
+    """Ours is as far from fp64 as PyTorch, where it is the same operations; vespo's weight is in
+    it, too."""
     heading, *lines = losses.errors_of_dw(["bnpo", "vespo"], 4, 6, 16, 96, device="cpu")
     assert "4×6×16×96" in heading and [line.split()[0] for line in lines] == ["bnpo", "vespo"]
     multiples = [float(x) for line in lines for x in re.findall(r"([\d.]+)×", line)]
@@ -596,13 +733,22 @@ def test_table_of_losses(tmp_path):
     for row in rows:
         entry = {"ms": {"both": [100.0]}, "peak_bytes": 2 * 10**9, "ceiling": [row["flops"] / 0.08]}
         slower = entry | {"ms": {"both": [150.0]}, "peak_bytes": 10**10}
-        row["contestants"] = {name: entry if name == "ours" else slower for name in row["contestants"]}
+        row["contestants"] = {
+            name: entry if name == "ours" else slower for name in row["contestants"]
+        }
     rows[1]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
     figures, page = tmp_path / "losses.json", tmp_path / "page.md"
-    data = {"kind": "losses", "machine": {"gpu": "GPU X", "date": "today"}, "peer": "0.8.5", "rows": rows}
+    data = {
+        "kind": "losses",
+        "machine": {"gpu": "GPU X", "date": "today"},
+        "peer": "0.8.5",
+        "rows": rows,
+    }
     figures.write_text(json.dumps(data))
     page.write_text("<!-- bench:losses -->\n<!-- bench:end -->\n")
     report.main([str(figures), "--write", str(page)])
     table = page.read_text()
     assert "150.0 ms (53%), 10.00 GB: 1.50×, 5.0×" in table and "100.0 ms (80%), 2.00 GB" in table
-    assert "GRPO, dapo 8×2048×4096×128256, PyTorch eager: OutOfMemoryError: tried to allocate" in table
+    assert (
+        "GRPO, dapo 8×2048×4096×128256, PyTorch eager: OutOfMemoryError: tried to allocate" in table
+    )

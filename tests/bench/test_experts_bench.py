@@ -1,4 +1,5 @@
-"""`bench.experts` on small layers, on the host: contestants that compute the same, a row, the table."""
+"""`bench.experts` on small layers, on the host: contestants that compute the same, a row, the
+table."""
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ SIZE = 12, 16, 8, 4, 2
 def test_contestants_compute_the_same(way):
     it = experts.ways()[way]
     inputs = it.inputs(*SIZE, device="cpu")
-    inputs = {name: t.detach().float() if t.is_floating_point() else t for name, t in inputs.items()}
+    inputs = {
+        name: t.detach().float() if t.is_floating_point() else t for name, t in inputs.items()
+    }
     eager, ours = (it.fns(*SIZE)[name](**inputs) for name in ("eager", "ours"))
     assert ours.shape == (12, 16) and ours.abs().max() > 0
     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
@@ -29,7 +32,10 @@ def test_a_row_and_the_table(on_the_host, monkeypatch):  # noqa: F811
     monkeypatch.setitem(experts.LAYERS, "Mixtral-8x7B", SIZE[1:])
     monkeypatch.setattr(experts, "TOKENS", SIZE[0])
     request, skewed = experts.plan(["Mixtral-8x7B"], [], 0)
-    assert request["contestants"] == ["grouped_mm", "eager", "ours"] and skewed["contestants"] == ["grouped_mm", "ours"]
+    assert request["contestants"] == ["grouped_mm", "eager", "ours"] and skewed["contestants"] == [
+        "grouped_mm",
+        "ours",
+    ]
     request.pop("contestants")
     workers = {"ours": head.Here(Ceilings(), "cpu", experts.ways())}
     row = ops.measure(request, ["eager", "ours"], workers, 1, lambda: 1)

@@ -1,4 +1,5 @@
-"""`bench.finetune` and the long runs of `bench.parity`, on the host: data, search, what is kept, tables, a picture."""
+"""`bench.finetune` and the long runs of `bench.parity`, on the host: data, search, what is kept,
+tables, a picture."""
 
 import json
 import os
@@ -15,7 +16,9 @@ HERE = {"gpu": "GPU X", "torch": "2", "date": "today", "memory": 100}
 
 def test_rows_have_lengths_like_alpacas():
     rows = instructions.rows(1500, 1000, 512)
-    assert rows == instructions.rows(1500, 1000, 512) and rows != instructions.rows(1500, 1000, 512, seed=1)
+    assert rows == instructions.rows(1500, 1000, 512) and rows != instructions.rows(
+        1500, 1000, 512, seed=1
+    )
     answers = [sum(label != -100 for label in row["labels"]) for row in rows]
     assert 55 < sum(answers) / len(answers) < 75  # the mean of such a set strays by 5
     assert max(len(row["input_ids"]) for row in rows) == 512 and min(answers) >= 0
@@ -27,7 +30,8 @@ def test_rows_have_lengths_like_alpacas():
 
 
 def test_packed_rows_do_not_meet():
-    """Every row is there once, whole; nothing is predicted across a border; transformers sees the borders."""
+    """Every row is there once, whole; nothing is predicted across a border; transformers sees the
+    borders."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     rows = instructions.rows(40, 1000, 64)
@@ -53,7 +57,9 @@ def test_padded_rows():
     assert not batch["input_ids"][batch["attention_mask"] == 0].any()
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
     tokens, labels = instructions.counts(rows)
-    assert tokens == batch["attention_mask"].sum() and labels == (batch["labels"][:, 1:] != -100).sum()
+    assert (
+        tokens == batch["attention_mask"].sum() and labels == (batch["labels"][:, 1:] != -100).sum()
+    )
 
 
 def test_every_micro_batch_of_a_hard_step_has_the_longest():
@@ -67,7 +73,10 @@ def test_the_longest_meets_the_states_of_the_optimizer():
     """They are there from the second step on. What is timed was trained before."""
     items = [dict(input_ids=[0] * n, labels=[0] * n) for n in (1, 2, 9, 3, 4)]
     spec = dict(batch=2, gpus=1, steps=2)
-    for what, want in ("try", [9, 2, 9, 3, 9, 1]), ("measure", [9, 2, 9, 3, 4, 1, 2, 9, 4, 1, 2, 9]):
+    for what, want in (
+        ("try", [9, 2, 9, 3, 9, 1]),
+        ("measure", [9, 2, 9, 3, 4, 1, 2, 9, 4, 1, 2, 9]),
+    ):
         found, steps, timed = finetune.course(spec | dict(what=what), items)
         sizes = [len(item["input_ids"]) for item in found]
         assert sizes == want and len(sizes) == 2 * steps
@@ -96,17 +105,32 @@ def entries(*sides):
 def test_the_largest_is_found():
     """Whatever the limit, with or without figures of memory, with some that mislead."""
     for limit in [*range(1, 70), 300]:
-        for base, each, room in (0, 0, 0), (7, 10, 7 + 10 * limit + 5), (7, 10, 300), (7, 10, 9000), (50, 0, 40):
+        for base, each, room in (
+            (0, 0, 0),
+            (7, 10, 7 + 10 * limit + 5),
+            (7, 10, 300),
+            (7, 10, 9000),
+            (50, 0, 40),
+        ):
             memory = Memory(dict(patched=limit), base=base, each=each)
             (entry,) = entries("patched")
             finetune.search(entry, memory, 256, room)
             own = finetune_table.largest(entry)
-            assert own <= limit and (own == 256 if limit > 256 else limit - own < max(1, own // finetune.GRAIN)), limit
+            assert own <= limit and (
+                own == 256 if limit > 256 else limit - own < max(1, own // finetune.GRAIN)
+            ), limit
             batches = [batch for _, _, batch in memory.asked]
             assert len(batches) == len({*batches}) <= 20 and max(batches) <= 256
     memory = Memory(dict(patched=173), base=7, each=10)
     finetune.search(entries("patched")[0], memory, 1024, 7 + 10 * 173)
-    assert [batch for *_, batch in memory.asked] == [1, 2, 4, 32, 173, 183]  # the line through two of them is used
+    assert [batch for *_, batch in memory.asked] == [
+        1,
+        2,
+        4,
+        32,
+        173,
+        183,
+    ]  # the line through two of them is used
 
 
 def test_all_sides_at_both_batches():
@@ -126,7 +150,9 @@ def test_no_batch_fits_and_other_errors():
     memory = Memory(dict(huggingface=0, patched=3))
     huggingface, patched = given = entries("huggingface", "patched")
     finetune.complete(given, memory, 64)
-    assert huggingface["error"] == "out of memory with a micro-batch of 1" and {*patched["measured"]} == {"3"}
+    assert huggingface["error"] == "out of memory with a micro-batch of 1" and {
+        *patched["measured"]
+    } == {"3"}
     finetune.search(huggingface | dict(tried={}), lambda *_: {"error": "RuntimeError: no"}, 8, 0)
     failing = entries("huggingface")
     finetune.complete(failing, lambda *_: {"error": "RuntimeError: no"}, 8)
@@ -134,13 +160,15 @@ def test_no_batch_fits_and_other_errors():
 
 
 def test_memory_errors_of_a_worker(tmp_path, monkeypatch):
-    """A rank tells its own and ends at once; those of NCCL are of another type. One rank's is everybody's."""
+    """A rank tells its own and ends at once; those of NCCL are of another type. One rank's is
+    everybody's."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     for error, told in (
-        (torch.OutOfMemoryError("CUDA"), "out of memory"), (RuntimeError("ncclX: CUDA Out of memory"), "out of memory"),
+        (torch.OutOfMemoryError("CUDA"), "out of memory"),
+        (RuntimeError("ncclX: CUDA Out of memory"), "out of memory"),
         (ValueError("other"), "ValueError: other"),
-    ):  # fmt: skip
+    ):
 
         def work(spec, error=error):
             raise error
@@ -152,9 +180,13 @@ def test_memory_errors_of_a_worker(tmp_path, monkeypatch):
     assert codes == [1, 1, 1]
     good = {"machine": {}, "figures": {"losses": [1.0, 2.0], "peak_bytes": 5}}
     assert finetune.joined([good, {"error": "out of memory"}], 2, 1) == {"error": "out of memory"}
-    assert finetune.joined([{"error": "Z"}, {"error": "out of memory"}], 2, 1) == {"error": "out of memory"}
+    assert finetune.joined([{"error": "Z"}, {"error": "out of memory"}], 2, 1) == {
+        "error": "out of memory"
+    }
     assert finetune.joined([good], 2, -9) == {"error": "it died (exit code -9)"}
-    both = finetune.joined([good, {"machine": {}, "figures": {"losses": [3.0, 2.0], "peak_bytes": 7}}], 2, 0)
+    both = finetune.joined(
+        [good, {"machine": {}, "figures": {"losses": [3.0, 2.0], "peak_bytes": 7}}], 2, 0
+    )
     assert both["figures"] == {"losses": [2.0, 2.0], "peak_bytes": 7}
 
 
@@ -164,7 +196,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(finetune.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(
         finetune, "apart", lambda spec, *_: with_losses(memory(spec, spec["what"], spec["batch"]))
-    )  # fmt: skip
+    )
 
     def with_losses(result):
         if "figures" in result:
@@ -172,11 +204,24 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
         return result
 
     out = tmp_path / "finetune.json"
-    call = ["--device", "cpu", "--gpus", "1", "--layouts", "padded", "--limit", "4", "--out", str(out)]
+    call = [
+        "--device",
+        "cpu",
+        "--gpus",
+        "1",
+        "--layouts",
+        "padded",
+        "--limit",
+        "4",
+        "--out",
+        str(out),
+    ]
     for _ in range(6):
         finetune.main([*call, "--resume"])
     said = capsys.readouterr().out
-    assert "no time left" in said and len(memory.asked) == len({*memory.asked}), "nothing is asked for twice"
+    assert "no time left" in said and len(memory.asked) == len({*memory.asked}), (
+        "nothing is asked for twice"
+    )
     data = json.loads(out.read_text())
     assert [e["side"] for e in data["runs"]] == ["huggingface", "patched"]
     assert {*data["runs"][1]["measured"]} == {"2", "6"} and data["model"] == "Llama-3-8B"
@@ -211,7 +256,9 @@ def test_options(monkeypatch, capsys):
 
 
 def figures(speed, gigabytes, losses=(3.0, 2.0)):
-    return dict(tokens_per_s=speed, labels_per_s=speed / 2, peak_bytes=gigabytes * 10**9, losses=[*losses])
+    return dict(
+        tokens_per_s=speed, labels_per_s=speed / 2, peak_bytes=gigabytes * 10**9, losses=[*losses]
+    )
 
 
 def test_the_table(tmp_path):
@@ -237,7 +284,8 @@ def test_the_table(tmp_path):
 
 
 def test_a_long_run_of_parity(tmp_path, monkeypatch, capsys):
-    """Five runs over several calls; each of their losses is kept, drawn and written into the page."""
+    """Five runs over several calls; each of their losses is kept, drawn and written into the
+    page."""
     trained, chance = [], random.Random(0)
 
     def losses(args, seed=0, patch=runs.eager):
@@ -260,7 +308,9 @@ def test_a_long_run_of_parity(tmp_path, monkeypatch, capsys):
         parity.main([*call, "--resume"])
     assert ended.value.code == 0 and len(trained) == 5 and trained[-1] == (0, runs.ours)
     data = json.loads(out.read_text())
-    assert data["kind"] == "curves" and [len(curve) for curve in data["curves"].values()] == [120] * 5
+    assert (
+        data["kind"] == "curves" and [len(curve) for curve in data["curves"].values()] == [120] * 5
+    )
     page, picture = tmp_path / "parity.md", tmp_path / "parity.svg"
     page.write_text((ROOT / "docs" / "parity.md").read_text())
     report.main([str(out), "--write", str(page), "--curves", str(picture)])
@@ -273,7 +323,12 @@ def test_a_long_run_of_parity(tmp_path, monkeypatch, capsys):
 
 def test_within_the_spread():
     theirs = {"Hugging Face": [2.0, 1.0], "nudged": [2.0, 1.2]}
-    for ours, within in (([2.0, 1.1], True), ([2.0, 1.25], False), ([2.15, 1.15], False), ([2.0, float("nan")], False)):
+    for ours, within in (
+        ([2.0, 1.1], True),
+        ([2.0, 1.25], False),
+        ([2.15, 1.15], False),
+        ([2.0, float("nan")], False),
+    ):
         assert parity.compared(theirs | {"ours": ours})["within_noise"] is within, ours
     assert parity.compared(theirs)["within_noise"] is None and parity.compared({})["pairs"] == []
     assert curves.smooth([1.0, 3.0, 5.0], 2) == ([2], [2.0])
@@ -285,7 +340,9 @@ def test_the_pages_say_that_they_were_not_measured():
         text = (ROOT / "docs" / page).read_text()
         assert f"<!-- bench:{kind} -->" in text
         measured = (ROOT / "bench" / "results" / f"{kind}.json").exists()
-        assert measured == (f"<!-- bench:{kind} -->\nNot measured yet.\n<!-- bench:end -->" not in text)
+        assert measured == (
+            f"<!-- bench:{kind} -->\nNot measured yet.\n<!-- bench:end -->" not in text
+        )
 
 
 SMALL = dict(model="tiny", pack=96, length=64, rows=30, steps=2, lr=1e-3, device="cpu")
@@ -296,7 +353,9 @@ SMALL = dict(model="tiny", pack=96, length=64, rows=30, steps=2, lr=1e-3, device
 def test_the_trainer(layout, reference_only, monkeypatch):
     """Both sides see the same and compute the same: in fp32, to tell a mistake from a rounding."""
     build, found = finetune.models.build, {}
-    monkeypatch.setattr(finetune.models, "build", lambda name, device, _: build(name, device, torch.float32))
+    monkeypatch.setattr(
+        finetune.models, "build", lambda name, device, _: build(name, device, torch.float32)
+    )
     for side in "huggingface", "patched":
         spec = SMALL | dict(layout=layout, side=side, gpus=1, batch=2, what="measure")
         found[side] = finetune.work(spec)["figures"]
@@ -328,17 +387,22 @@ if "RANK" in os.environ:
 
 @pytest.mark.thorough
 def test_two_ranks_with_fsdp2(tmp_path, monkeypatch, reference_only):
-    """By torchrun, the Trainer and accelerate: a step's loss is that of one rank that has both micro-batches.
+    """By torchrun, the Trainer and accelerate: a step's loss is that of one rank that has both
+    micro-batches.
 
-    Nothing is learnt; of the last step, since each micro-batch of the first two has the longest row.
-    """
+    Nothing is learnt; of the last step, since each micro-batch of the first two has the longest
+    row."""
     (tmp_path / "sitecustomize.py").write_text(SHARDS_ON_A_CPU)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     spec = SMALL | dict(layout="padded", side="patched", what="measure", lr=0.0, steps=1)
     two = finetune.apart(spec | dict(gpus=2, batch=2), None, 120)
     alone = finetune.work(spec | dict(gpus=1, batch=4))
     assert two["machine"]["torch"] == torch.__version__
-    assert two["figures"]["sharded"] and two["figures"]["patched"] and not alone["figures"]["sharded"]
+    assert (
+        two["figures"]["sharded"] and two["figures"]["patched"] and not alone["figures"]["sharded"]
+    )
     (*_, a), (*_, b) = two["figures"]["losses"], alone["figures"]["losses"]
     assert abs(a - b) < 2**-7, "logits below 1 in bf16: a step of 2^-8 in each of two"
-    assert finetune.apart(spec | dict(gpus=1, batch=4), None, 0.01) == {"error": "no result within 0 s"}
+    assert finetune.apart(spec | dict(gpus=1, batch=4), None, 0.01) == {
+        "error": "no result within 0 s"
+    }

@@ -10,7 +10,9 @@ from bench import float8, models, report, runs
 
 def test_figures_without_a_gpu(monkeypatch, reference_only):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="bench.float8: --contestants nobody: some of compile-float8,"):
+    with pytest.raises(
+        SystemExit, match="bench.float8: --contestants nobody: some of compile-float8,"
+    ):
         float8.main(["--contestants", "nobody"])
     with pytest.raises(SystemExit, match="no CUDA or ROCm device here"):
         float8.main([])
@@ -21,16 +23,22 @@ def test_figures_without_a_gpu(monkeypatch, reference_only):
 
 
 def test_in_float8(reference_only):
-    """All linear layers but the head are converted, and this package's layers stand between them."""
+    """All linear layers but the head are converted, and this package's layers stand between
+    them."""
     pytest.importorskip("torchao", reason="torchao is not installed: make test-torchao installs it")
     runs = {
-        name: float8.work(name, "tiny", 16, 2, 1, 2, "cpu") for name in ("eager", "eager-float8", "ours", "ours-float8")
+        name: float8.work(name, "tiny", 16, 2, 1, 2, "cpu")
+        for name in ("eager", "eager-float8", "ours", "ours-float8")
     }
     assert runs["ours-float8"]["machine"]["torchao"]
     figures = {name: run["figures"] for name, run in runs.items()}
     model = models.build("tiny", "cpu", torch.bfloat16)
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    assert figures["eager-float8"]["float8_layers"] == figures["ours-float8"]["float8_layers"] == linear - 1
+    assert (
+        figures["eager-float8"]["float8_layers"]
+        == figures["ours-float8"]["float8_layers"]
+        == linear - 1
+    )
     assert "liger_fused_linear_cross_entropy" in figures["ours-float8"]["patched"]
     losses = {name: torch.tensor(it["losses"]) for name, it in figures.items()}
     by_float8 = (losses["eager-float8"] - losses["eager"]).abs()
@@ -47,7 +55,12 @@ def test_every_contestant_has_a_name_and_a_way():
 
 def test_the_table(tmp_path):
     def entry(speed, gigabytes, losses=(12.0, 11.5)):
-        return dict(tokens_per_s=speed, step_ms=8e5 / speed, losses=list(losses), peak_bytes=int(gigabytes * 1e9))
+        return dict(
+            tokens_per_s=speed,
+            step_ms=8e5 / speed,
+            losses=list(losses),
+            peak_bytes=int(gigabytes * 1e9),
+        )
 
     entries = {
         "eager": entry(10_000, 50), "eager-float8": {"error": "OutOfMemoryError: no"},
@@ -56,19 +69,34 @@ def test_the_table(tmp_path):
         "ours-compile": entry(12_500, 28), "ours-compile-float8": entry(16_500, 29.4, (12.0, 11.0)),
     }  # fmt: skip
     row = dict(model="M", sequence=8, batch=2, contestants=entries)
-    data = dict(kind="float8", machine=dict(gpu="GPU X", date="today", torchao="0.18.0"), rows=[row])
+    data = dict(
+        kind="float8", machine=dict(gpu="GPU X", date="today", torchao="0.18.0"), rows=[row]
+    )
     file, page = tmp_path / "float8.json", tmp_path / "page.md"
     file.write_text(json.dumps(data))
     page.write_text("<!-- bench:float8 -->\n<!-- bench:end -->\n")
     report.main([str(file), "--write", str(page)])
     text = page.read_text()
-    lines = [line.strip("| ").split(" | ")[1:] for line in text.splitlines() if line.startswith("| M")]
-    assert [line[0] for line in lines] == ["PyTorch eager", "torch.compile", "ours", "ours, torch.compile"]
+    lines = [
+        line.strip("| ").split(" | ")[1:] for line in text.splitlines() if line.startswith("| M")
+    ]
+    assert [line[0] for line in lines] == [
+        "PyTorch eager",
+        "torch.compile",
+        "ours",
+        "ours, torch.compile",
+    ]
     assert lines[0][1:] == ["10,000 (80.0 ms), 50.0 GB", "OutOfMemoryError", "–", "–"]
     assert lines[1][3:] == ["+20% speed, +5% memory, losses within 0.2", "–"]
     assert lines[2][3:] == ["-25% speed, +10% memory, losses within 0", "–"]
-    assert lines[3][3:] == ["+32% speed, +5% memory, losses within 0.5", "+25% speed, -30% memory, losses within 0.2"]
-    assert "torchao 0.18.0" in text and "- M, 8 × 2, PyTorch eager, float8: OutOfMemoryError: no" in text
+    assert lines[3][3:] == [
+        "+32% speed, +5% memory, losses within 0.5",
+        "+25% speed, -30% memory, losses within 0.2",
+    ]
+    assert (
+        "torchao 0.18.0" in text
+        and "- M, 8 × 2, PyTorch eager, float8: OutOfMemoryError: no" in text
+    )
 
 
 def test_a_way_that_was_run_in_float8_alone_has_a_row():
@@ -76,6 +104,12 @@ def test_a_way_that_was_run_in_float8_alone_has_a_row():
     names = "eager-float8", "ours-float8", "ours-compile"
     row = dict(model="M", sequence=8, batch=2, contestants=dict.fromkeys(names, entry))
     table = report.float8(dict(machine=dict(gpu="GPU X", date="today"), rows=[row]))
-    found = [line.strip("| ").split(" | ")[1:4] for line in table.splitlines() if line.startswith("| M")]
+    found = [
+        line.strip("| ").split(" | ")[1:4] for line in table.splitlines() if line.startswith("| M")
+    ]
     it = "10,000 (80.0 ms)"
-    assert found == [["PyTorch eager", "–", it], ["ours", "–", it], ["ours, torch.compile", it, "–"]]
+    assert found == [
+        ["PyTorch eager", "–", it],
+        ["ours", "–", it],
+        ["ours, torch.compile", it, "–"],
+    ]

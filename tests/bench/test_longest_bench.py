@@ -1,4 +1,5 @@
-"""`bench.longest` and `bench.scale` on small models, on the host: what is tried, how far a process came, the tables."""
+"""`bench.longest` and `bench.scale` on small models, on the host: what is tried, how far a process
+came, the tables."""
 
 import argparse
 import json
@@ -9,7 +10,16 @@ import torch
 
 from bench import finetune, longest, longest_table, machine, report, scale, scale_table
 
-SPEC = dict(case="full", model="tiny", layers=2, gpus=1, checkpointing=True, memory=None, steps=2, device="cpu")
+SPEC = dict(
+    case="full",
+    model="tiny",
+    layers=2,
+    gpus=1,
+    checkpointing=True,
+    memory=None,
+    steps=2,
+    device="cpu",
+)
 
 
 class NoProgress:
@@ -56,13 +66,24 @@ def test_the_longest_is_found(limit):
 
 
 def arguments(tmp_path, **others):
-    given = dict(limit=100, run_limit=9, device="cpu", peer=None, out=str(tmp_path / "found.json"), resume=True)
+    given = dict(
+        limit=100,
+        run_limit=9,
+        device="cpu",
+        peer=None,
+        out=str(tmp_path / "found.json"),
+        resume=True,
+    )
     return argparse.Namespace(**given | others)
 
 
 def test_results_are_kept(tmp_path, monkeypatch):
     """An error other than memory is tried again, the rest is not; no time left is said."""
-    answers = [{"error": "no result within 9 s"}, {"figures": {"seconds": [1.0]}}, {"error": "out of memory"}]
+    answers = [
+        {"error": "no result within 9 s"},
+        {"figures": {"seconds": [1.0]}},
+        {"error": "out of memory"},
+    ]
     monkeypatch.setattr(finetune, "apart", lambda *_: answers.pop(0))
     monkeypatch.setattr(finetune, "described", lambda: {"gpu": "X"})
     spec = dict(case="full", side="long", sequence=8)
@@ -70,8 +91,14 @@ def test_results_are_kept(tmp_path, monkeypatch):
     assert "error" in first(**spec)
     second = longest.Measuring(arguments(tmp_path), told=str)
     assert second(**spec)["figures"] == {"seconds": [1.0]} == second(**spec)["figures"]
-    assert second(**spec | dict(sequence=9))["error"] == "out of memory" == second(**spec | dict(sequence=9))["error"]
-    assert [run["spec"]["sequence"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]] == [8, 9]
+    assert (
+        second(**spec | dict(sequence=9))["error"]
+        == "out of memory"
+        == second(**spec | dict(sequence=9))["error"]
+    )
+    assert [
+        run["spec"]["sequence"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]
+    ] == [8, 9]
     with pytest.raises(finetune.NoTime):
         longest.Measuring(arguments(tmp_path, limit=-1), told=str)(**spec | dict(sequence=10))
 
@@ -83,10 +110,14 @@ def test_how_far_it_came(tmp_path):
     there.grad, progress.trained = torch.ones(2), [there, missing]
     progress.enter("backward 1")
     told = progress.told()
-    assert told["stage"] == "backward 1" and told["gradients"] == 0.5 and "building" in told["seconds"]
+    assert (
+        told["stage"] == "backward 1" and told["gradients"] == 0.5 and "building" in told["seconds"]
+    )
     (tmp_path / "progress").write_text(json.dumps(told | dict(peak_bytes=38 * 10**9, since_s=61.0)))
     run = {"error": "no result within 500 s"} | finetune.so_far(str(tmp_path))
-    said = "no result within 500 s (backward 1, 61 s, 50% of the gradients there, 38.0 GB until then)"
+    said = (
+        "no result within 500 s (backward 1, 61 s, 50% of the gradients there, 38.0 GB until then)"
+    )
     assert longest_table.failed(run) == said
     assert finetune.so_far(str(tmp_path / "none")) == {}
 
@@ -107,13 +138,19 @@ def test_arguments(monkeypatch, capsys):
             module.main(["--sides", "peer"])
         assert "--sides peer needs --peer DIR" in capsys.readouterr().err
     assert longest.parse(["--case", "full"]).sides == ["huggingface", "long"]
-    assert (a := longest.parse(["--case", "attention"])).layers == 8 and a.sequence == [65536, 262144]
+    assert (a := longest.parse(["--case", "attention"])).layers == 8 and a.sequence == [
+        65536,
+        262144,
+    ]
     with pytest.raises(SystemExit):
         longest.parse(["--case", "lora4", "--gpus", "2"])
 
 
 def figures(*seconds, **others):
-    return dict(seconds=[*seconds], losses=[1.0], peak_bytes=30 * 10**9, reserved_bytes=31 * 10**9) | others
+    return (
+        dict(seconds=[*seconds], losses=[1.0], peak_bytes=30 * 10**9, reserved_bytes=31 * 10**9)
+        | others
+    )
 
 
 def test_the_tables_of_longest():
@@ -122,21 +159,44 @@ def test_the_tables_of_longest():
     runs = [
         dict(spec=spec | dict(side="attention"), figures=alone),
         dict(spec=spec | dict(side="long"), figures=figures(9.0, 4.0, host_bytes=0)),
-        dict(spec=spec | dict(side="long", case="full", sequence=2000), figures=figures(5.0, host_bytes=0)),
+        dict(
+            spec=spec | dict(side="long", case="full", sequence=2000),
+            figures=figures(5.0, host_bytes=0),
+        ),
         dict(spec=spec | dict(side="long", case="full", sequence=4000), error="out of memory"),
-        dict(spec=spec | dict(side="huggingface", case="full", sequence=512), error="RuntimeError: no"),
+        dict(
+            spec=spec | dict(side="huggingface", case="full", sequence=512),
+            error="RuntimeError: no",
+        ),
     ]
     text = report.KINDS["longest"](dict(machine=dict(gpu="GPU X", date="today"), runs=runs))
-    assert "ours, long_context | 4.0 s | 250 | 30.0 GB | 2.0 s (50%) | – |" in text and "GPU X" in text
-    assert "2,000 tokens | 5.0 s | 400 | 30.0 GB | 31.0 GB | 0.0 GB | 4,000: out of memory |" in text
+    assert (
+        "ours, long_context | 4.0 s | 250 | 30.0 GB | 2.0 s (50%) | – |" in text and "GPU X" in text
+    )
+    assert (
+        "2,000 tokens | 5.0 s | 400 | 30.0 GB | 31.0 GB | 0.0 GB | 4,000: out of memory |" in text
+    )
     assert "| none | – | – | – | – | – | 512: RuntimeError: no |" in text
-    widths = {line.count("|") for line in text.splitlines() if "| none |" in line or line.startswith("|  | longest")}
+    widths = {
+        line.count("|")
+        for line in text.splitlines()
+        if "| none |" in line or line.startswith("|  | longest")
+    }
     assert widths == {9}
     assert "Nothing was measured" in longest_table.longest(dict(machine={"error": "no"}, runs=[]))
 
 
 def test_the_table_of_scale():
-    spec = dict(case="scale", model="tiny", layers=2, lora=0, batch=2, sequence=100, checkpointing=False, steps=4)
+    spec = dict(
+        case="scale",
+        model="tiny",
+        layers=2,
+        lora=0,
+        batch=2,
+        sequence=100,
+        checkpointing=False,
+        steps=4,
+    )
     runs = [
         dict(spec=spec | dict(gpus=1, side="patched"), figures=figures(9.0, 9.0, 1.0, 1.0)),
         dict(spec=spec | dict(gpus=2, side="patched"), figures=figures(9.0, 9.0, 1.0, 1.5)),
@@ -151,7 +211,16 @@ def test_the_table_of_scale():
 
 def test_what_is_planned(monkeypatch, tmp_path):
     """More GPUs hold less each."""
-    spec = dict(case="scale", model="tiny", layers=2, lora=0, batch=1, sequence=64, checkpointing=False, gpus=2)
+    spec = dict(
+        case="scale",
+        model="tiny",
+        layers=2,
+        lora=0,
+        batch=1,
+        sequence=64,
+        checkpointing=False,
+        gpus=2,
+    )
     two, eight = scale.planned(spec), scale.planned(spec | dict(gpus=8))
     assert 0 < eight["patched"] < two["patched"] <= two["huggingface"]
     data = dict(runs=[dict(spec=spec | dict(side=side)) for side in scale_table.NAMES])
@@ -165,7 +234,9 @@ def test_what_is_planned(monkeypatch, tmp_path):
 
 def test_one_gpu_is_capped(monkeypatch):
     given = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(total_memory=80 * 10**9)
+    )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
     longest.cap(dict(device="cuda", memory=40))
     longest.cap(dict(device="cuda", memory=None))
@@ -175,5 +246,7 @@ def test_one_gpu_is_capped(monkeypatch):
 
 
 def test_saved_as_its_kind(tmp_path):
-    path = machine.save("scale", dict(machine={"error": "no"}, runs=[]), str(tmp_path / "scale.json"))
+    path = machine.save(
+        "scale", dict(machine={"error": "no"}, runs=[]), str(tmp_path / "scale.json")
+    )
     assert json.loads(path.read_text())["kind"] in report.KINDS

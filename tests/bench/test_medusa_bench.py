@@ -1,4 +1,5 @@
-"""`bench.medusa` on a small model, on the host: contestants that compute the same, figures, the table."""
+"""`bench.medusa` on a small model, on the host: contestants that compute the same, figures, the
+table."""
 
 import pytest
 import torch
@@ -25,15 +26,21 @@ def test_contestants_compute_the_same(reference_only):
 
 def test_figures_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="bench.medusa: --contestants peer: some of eager,peer,ours, and peer with"):
+    with pytest.raises(
+        SystemExit, match="bench.medusa: --contestants peer: some of eager,peer,ours, and peer with"
+    ):
         medusa.main(["--contestants", "peer"])
     with pytest.raises(SystemExit, match="no CUDA or ROCm device here"):
         medusa.main([])
     figures = medusa.work("eager", "tiny", 16, 1, 3, 1, 2, "cpu")["figures"]
     model = models.build("tiny", "cpu", torch.bfloat16)
     own = sum(p.nbytes for p in medusa.Heads(model, 3).parameters())
-    assert figures["weights_bytes"] - own == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    assert 3 * own <= figures["learning_bytes"] < 3.01 * own  # gradients and two moments; the steps are numbers
+    assert figures["weights_bytes"] - own == sum(
+        x.nbytes for x in (*model.parameters(), *model.buffers())
+    )
+    assert (
+        3 * own <= figures["learning_bytes"] < 3.01 * own
+    )  # gradients and two moments; the steps are numbers
     assert len(figures["losses"]) == 3 and all(0 < loss < 20 for loss in figures["losses"])
     assert figures["tokens_per_s"] > 0 and len(figures["steps_ms"]) == 2
 
@@ -48,7 +55,15 @@ def test_the_table():
         "ours": entry(1500, 10, [3.0, 2.5]),
     }  # fmt: skip
     row = dict(model="M", sequence=8, batch=2, heads=5, contestants=entries)
-    assert report.medusa_line(row, "ours") == "M, 5 heads, 8 × 2, ours: 1,500 (10.0 ms), 10.0 GB (5.0 GB)"
-    table = report.medusa(dict(kind="medusa", machine=dict(gpu="GPU X", date="today"), peer="0.8.5", rows=[row]))
+    assert (
+        report.medusa_line(row, "ours")
+        == "M, 5 heads, 8 × 2, ours: 1,500 (10.0 ms), 10.0 GB (5.0 GB)"
+    )
+    table = report.medusa(
+        dict(kind="medusa", machine=dict(gpu="GPU X", date="today"), peer="0.8.5", rows=[row])
+    )
     assert "| 1.50× speed, -80% memory, losses within 0.5 | – |" in table and "GPU X" in table
-    assert "| OutOfMemoryError |" in table and "- M, 5 heads, 8 × 2, liger-kernel: OutOfMemoryError: no" in table
+    assert (
+        "| OutOfMemoryError |" in table
+        and "- M, 5 heads, 8 × 2, liger-kernel: OutOfMemoryError: no" in table
+    )

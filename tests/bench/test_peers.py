@@ -1,4 +1,5 @@
-"""Contestants in processes of their own: their lines, their directories, their places in the tables."""
+"""Contestants in processes of their own: their lines, their directories, their places in the
+tables."""
 
 import argparse
 import inspect
@@ -28,7 +29,10 @@ def small(name):
     torch.manual_seed(0)
     case = next(case for case in CASES if case.name == name)
     inputs = case.inputs(*case.shapes[1])
-    return {parameter: inputs[parameter] for parameter in inspect.signature(calls.LIGER[name]).parameters}
+    return {
+        parameter: inputs[parameter]
+        for parameter in inspect.signature(calls.LIGER[name]).parameters
+    }
 
 
 def compare(line, name):
@@ -41,7 +45,8 @@ def compare(line, name):
 
 @pytest.mark.parametrize("name", calls.DISPATCHED)
 def test_lines_by_functional(name, monkeypatch):
-    """Our `liger_kernel.functional` takes the same arguments, and refuses an implementation that it does not have."""
+    """Our `liger_kernel.functional` takes the same arguments, and refuses an implementation that it
+    does not have."""
     line = peers.LINES["cute-functional"][name]
     with pytest.raises(ValueError, match=calls.CUTEDSL):
         line(**small(name))
@@ -49,7 +54,9 @@ def test_lines_by_functional(name, monkeypatch):
     compare(line, name)
 
 
-@pytest.mark.parametrize("contestant, name", [("cute", "rope"), ("cute", HEAD), ("cute-scaled", HEAD)])
+@pytest.mark.parametrize(
+    "contestant, name", [("cute", "rope"), ("cute", HEAD), ("cute-scaled", HEAD)]
+)
 def test_lines_of_the_cute_package(contestant, name, monkeypatch):
     """On another GPU than Hopper's, the head is the Function behind the public name."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
@@ -58,8 +65,12 @@ def test_lines_of_the_cute_package(contestant, name, monkeypatch):
 
 def test_scaled_log_probabilities():
     inputs = small(HEAD)
-    want = -F.cross_entropy(F.linear(inputs["input"], inputs["weight"]), inputs["target"], reduction="none")
-    torch.testing.assert_close(peers.LINES["cute-scaled"]["token_log_probs"](**inputs), want, rtol=1e-4, atol=1e-4)
+    want = -F.cross_entropy(
+        F.linear(inputs["input"], inputs["weight"]), inputs["target"], reduction="none"
+    )
+    torch.testing.assert_close(
+        peers.LINES["cute-scaled"]["token_log_probs"](**inputs), want, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.skipif(not newer_torch.installed(), reason="PyTorch's linear_cross_entropy is of 2.13")
@@ -70,7 +81,11 @@ def test_linear_cross_entropy(contestant, beside, monkeypatch, tmp_path):
     newer_torch.found.cache_clear()
     own = F.linear_cross_entropy
     if beside:
-        for file in ("version.py", "nn/functional.py", *(f"nn/modules/{own.__name__}{x}.py" for x in ("", "_options"))):
+        for file in (
+            "version.py",
+            "nn/functional.py",
+            *(f"nn/modules/{own.__name__}{x}.py" for x in ("", "_options")),
+        ):
             (tmp_path / "torch" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(TORCH / "torch" / file, tmp_path / "torch" / file)
         monkeypatch.delattr(F, own.__name__)
@@ -101,7 +116,9 @@ def test_directories(monkeypatch, tmp_path):
     args = options("--peer", str(tmp_path / "a"), "--peer-cute", str(tmp_path / "b"))
     assert peers.directories(args) == {"peer": tmp_path / "a", "cute": tmp_path / "b"}
     assert peers.contestants(args) == ["peer", *calls.CUTE]
-    with pytest.raises(SystemExit, match="--contestants cute: some of .*peer, and .*cute with --peer-cute DIR"):
+    with pytest.raises(
+        SystemExit, match="--contestants cute: some of .*peer, and .*cute with --peer-cute DIR"
+    ):
         ops.main(["--peer", str(tmp_path), "--contestants", "cute"])
     assert set(peers.LINES) <= set(report.NAMES) and set(report.FURTHER) < set(peers.LINES)
     assert set(report.VERSIONS) == set(peers.SIDES)
@@ -125,15 +142,20 @@ worker.main(*sys.argv[1:])
 
 @pytest.fixture
 def cute(monkeypatch, tmp_path):
-    """A worker of the side "cute", whose directory has a .pth file as the CuTe DSL has one; without a GPU."""
+    """A worker of the side "cute", whose directory has a .pth file as the CuTe DSL has one; without
+    a GPU."""
     (tmp_path / "inner").mkdir()
-    (tmp_path / "any.pth").write_text("import os, sys; sys.path.insert(0, os.environ['INNER']); import elsewhere")
+    (tmp_path / "any.pth").write_text(
+        "import os, sys; sys.path.insert(0, os.environ['INNER']); import elsewhere"
+    )
     (tmp_path / "inner" / "elsewhere.py").write_text(
         "import os\ndef found(): return {'ms': os.environ['LIGER_KERNEL_IMPL'], 'path': os.environ['PYTHONPATH']}"
     )
     start = subprocess.Popen
     monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **given: start([command[0], "-c", WORKER, *command[3:]], **given)
+        subprocess,
+        "Popen",
+        lambda command, **given: start([command[0], "-c", WORKER, *command[3:]], **given),
     )
     monkeypatch.setenv("INNER", str(tmp_path / "inner"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
@@ -143,11 +165,20 @@ def cute(monkeypatch, tmp_path):
 
 
 def test_a_process_and_its_directory(cute):
-    """The side's directory and environment; an error that stays with the GPU ends the process, and another answers."""
+    """The side's directory and environment; an error that stays with the GPU ends the process, and
+    another answers."""
 
     def ask(case):
         return cute.ask(
-            dict(case=case, contestants=["cute"], inputs={}, kinds=["both"], against="copy", seconds=0), 60.0
+            dict(
+                case=case,
+                contestants=["cute"],
+                inputs={},
+                kinds=["both"],
+                against="copy",
+                seconds=0,
+            ),
+            60.0,
         )
 
     assert "with nvidia-cutlass-dsl" in cute.ask({"describe": True}, 60.0)["version"]
@@ -196,7 +227,10 @@ def test_each_of_another_side_by_itself():
 
     workers = {side: make() for side, make in SIDES.items()}
     row = ops.measure(ops.plan(["layer_norm"], quick=True)[0], names, workers, 1, lambda: 1)
-    assert set(row["contestants"]) == {"ours", "eager", "peer", "cute-functional"} and not workers["torch"].asked
+    assert (
+        set(row["contestants"]) == {"ours", "eager", "peer", "cute-functional"}
+        and not workers["torch"].asked
+    )
 
 
 def test_tables_name_who_is_faster(tmp_path):
@@ -207,19 +241,33 @@ def test_tables_name_who_is_faster(tmp_path):
     rows = [ops.measure(r, r.pop("contestants"), workers, 1, lambda: 1) for r in requests]
     data = {"kind": "head", "machine": machine, "rows": rows, **versions}
     table = report.head(data)
-    assert "CuTe: liger-kernel 0.8.5 with nvidia-cutlass-dsl 4.7.1, linear_cross_entropy of torch 2.13.0" in table
+    assert (
+        "CuTe: liger-kernel 0.8.5 with nvidia-cutlass-dsl 4.7.1, linear_cross_entropy of torch 2.13.0"
+        in table
+    )
     usual, _, further, other = (part for part in table.split("\n\n") if part.startswith("| "))
-    assert usual.splitlines()[0].endswith("| liger-kernel | ours | ours, fp32 dW | time / fastest other's |")
+    assert usual.splitlines()[0].endswith(
+        "| liger-kernel | ours | ours, fp32 dW | time / fastest other's |"
+    )
     assert usual.endswith("| 1.33, liger-kernel, CuTe |")
     header, _, line = further.splitlines()
-    assert header.count("linear_cross_entropy") == header.count("CuTe") == 3 and "| TypeError |" in line
+    assert (
+        header.count("linear_cross_entropy") == header.count("CuTe") == 3
+        and "| TypeError |" in line
+    )
     names, _, *lines = (line.split(" | ") for line in other.splitlines())
     at = names.index("liger-kernel, CuTe, scaled")
     assert [line[at].count("60 = 60 + 60 ms") for line in lines] == [0, 1]
     slower = report.behind(report.in_training(data)).split("; ")
-    assert len(slower) == 2 and "ms, liger-kernel, CuTe 75% of that" in slower[0] and "scaled 75%" in slower[1]
+    assert (
+        len(slower) == 2
+        and "ms, liger-kernel, CuTe 75% of that" in slower[0]
+        and "scaled 75%" in slower[1]
+    )
 
-    row = ops.measure(ops.plan([HEAD], quick=True)[0], ["ours", *peers.LINES], workers, 1, lambda: 1)
+    row = ops.measure(
+        ops.plan([HEAD], quick=True)[0], ["ours", *peers.LINES], workers, 1, lambda: 1
+    )
     row |= {"flops": 6 * 10**12, "traffic": None}
     figures = tmp_path / "ops.json"
     figures.write_text(json.dumps({"kind": "ops", "machine": machine, "rows": [row], **versions}))
@@ -228,6 +276,8 @@ def test_tables_name_who_is_faster(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.svg"
     report.main([str(figures), "--operators", str(picture)])
-    assert "liger-kernel, CuTe" in picture.read_text() and "by functional" not in picture.read_text()
+    assert (
+        "liger-kernel, CuTe" in picture.read_text() and "by functional" not in picture.read_text()
+    )
     report.chart(data, picture)
     assert "linear_cross_entropy, one chunk" in picture.read_text()

@@ -1,4 +1,5 @@
-"""The command line: what it answers to bad input, a comparison from end to end, the doctor, the tables."""
+"""The command line: what it answers to bad input, a comparison from end to end, the doctor, the
+tables."""
 
 import copy
 import dataclasses
@@ -28,7 +29,8 @@ TINY = "--hidden-size 32 --layers 1 --heads 2 --vocab-size 512 --steps 3 --batch
 
 @pytest.fixture
 def answer(capsys, monkeypatch):
-    """Run the command line; (exit code, stdout, stderr). pytest-xdist says how wide its own lines are."""
+    """Run the command line; (exit code, stdout, stderr). pytest-xdist says how wide its own lines
+    are."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*argv):
@@ -45,9 +47,20 @@ COMPARED = pytest.mark.xdist_group("compared")  # made once
 def compared(tmp_path_factory):
     """One real comparison: two processes, the Trainer, the patch engine."""
     folder = tmp_path_factory.mktemp("compare")
-    command = [sys.executable, "-m", "liger_kernel.cli", "compare", "llama", *TINY, "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "liger_kernel.cli",
+        "compare",
+        "llama",
+        *TINY,
+        "--device",
+        "cpu",
+    ]
     command += ["--gradient-accumulation", "2", "--json", "new/result.json", "--chart", "chart.png"]
-    done = subprocess.run(command, cwd=folder, env=_child._environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=_child._environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return folder, done, json.loads((folder / "new" / "result.json").read_text())
 
@@ -92,7 +105,12 @@ def compared(tmp_path_factory):
 def test_bad_input(answer, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    files = {"short.txt": "hello world", "broken.json": "{", "list.json": "[1]", "nameless.json": "{}"}
+    files = {
+        "short.txt": "hello world",
+        "broken.json": "{",
+        "list.json": "[1]",
+        "nameless.json": "{}",
+    }
     for name, content in (files | {"good.json": '{"model_type": "llama"}'}).items():
         (tmp_path / name).write_text(content)
     code, out, err = answer(*argv.split())
@@ -124,16 +142,34 @@ def test_bad_input_that_the_training_process_finds(answer):
 
 
 def test_too_large_a_model_is_refused_before_it_is_built():
-    with pytest.raises(BadInput, match="billion parameters need .* GB for weights, gradients and optimizer, cpu has"):
-        build.model(Training(model="llama-3-8b", sizes={"vocab_size": 10**9}), torch.float32, torch.device("cpu"))
+    with pytest.raises(
+        BadInput,
+        match="billion parameters need .* GB for weights, gradients and optimizer, cpu has",
+    ):
+        build.model(
+            Training(model="llama-3-8b", sizes={"vocab_size": 10**9}),
+            torch.float32,
+            torch.device("cpu"),
+        )
 
 
-@pytest.mark.parametrize("missing, argv", [("matplotlib", "--chart a.png"), ("transformers", ""), ("accelerate", "")])
+@pytest.mark.parametrize(
+    "missing, argv", [("matplotlib", "--chart a.png"), ("transformers", ""), ("accelerate", "")]
+)
 def test_missing_extras(answer, monkeypatch, missing, argv):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == missing else find(name, *rest),
+    )
     code, _, err = answer("compare", "llama", *argv.split())
-    assert code == 2 and missing in err and "pip install 'liger-kernel[" in err and err.count("\n") == 1
+    assert (
+        code == 2
+        and missing in err
+        and "pip install 'liger-kernel[" in err
+        and err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("command", ["", "compare", "doctor", "models", "plan"])
@@ -174,10 +210,18 @@ def test_a_reader_who_goes_away(argv):
     command = [sys.executable, "-m", "liger_kernel.cli", *argv.split()]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command, env=_child._environment(), stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=_child._environment(), stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
-    codes = (0, 141) if argv.split()[-1].endswith(("-h", "--help")) else (141,)  # argparse itself may have noticed
-    assert done.returncode in codes and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done.stderr
+    codes = (
+        (0, 141) if argv.split()[-1].endswith(("-h", "--help")) else (141,)
+    )  # argparse itself may have noticed
+    assert (
+        done.returncode in codes
+        and "Traceback" not in done.stderr
+        and "BrokenPipe" not in done.stderr
+    ), done.stderr
 
 
 def test_help_is_quick():
@@ -208,7 +252,9 @@ def test_compare_from_end_to_end(compared):
         assert all(math.isfinite(loss) for loss in run["losses"])
         assert min(run["seconds"][1:]) <= run["step_seconds"] <= max(run["seconds"][1:])
         assert run["tokens_per_second"] == pytest.approx(2 * 2 * 32 / run["step_seconds"])
-    assert abs(plain["losses"][0] - math.log(512)) < 0.5 and plain["losses"][-1] < plain["losses"][0]
+    assert (
+        abs(plain["losses"][0] - math.log(512)) < 0.5 and plain["losses"][-1] < plain["losses"][0]
+    )
     assert plain["patched"] == [] and "liger_rms_norm" in "".join(patched["patched"])
     logits = 2 * 31 * 512 * 4
     assert logits < plain["step_memory"] < 40 * logits
@@ -222,12 +268,25 @@ def test_compare_prints_the_table_alone(compared):
     _, done, result = compared
     lines = done.stdout.splitlines()
     assert lines[0].startswith("llama: 0.0 million parameters, vocabulary 512, float32, on CPU")
-    for words in ("loss, step 1 ", "tokens per second", "step time", "peak memory", "memory of one step"):
+    for words in (
+        "loss, step 1 ",
+        "tokens per second",
+        "step time",
+        "peak memory",
+        "memory of one step",
+    ):
         assert sum(line.startswith(words) for line in lines) == 1, words
-    assert "The losses agree:" in lines and "No GPU here" in done.stdout and lines[-1] == "Chart: chart.png"
+    assert (
+        "The losses agree:" in lines
+        and "No GPU here" in done.stdout
+        and lines[-1] == "Chart: chart.png"
+    )
     assert "liger_rms_norm" in done.stdout
     progress = done.stderr.splitlines()
-    assert progress[0].startswith("Hugging Face: step 1 of 3, loss 6.") and "patched: step 3 of 3" in progress[-1]
+    assert (
+        progress[0].startswith("Hugging Face: step 1 of 3, loss 6.")
+        and "patched: step 3 of 3" in progress[-1]
+    )
     assert table(result) in done.stdout
 
 
@@ -241,7 +300,9 @@ def shifted(result, by, step=1):
 @COMPARED
 def test_losses_that_part(compared, monkeypatch, answer):
     runs = shifted(compared[2], 0.01)
-    monkeypatch.setattr(compare, "in_process", lambda t, *_: runs["patched" if t.patched else "huggingface"])
+    monkeypatch.setattr(
+        compare, "in_process", lambda t, *_: runs["patched" if t.patched else "huggingface"]
+    )
     argv = ["compare", "llama", "--steps", "3", "--dtype", "float32"]
     code, out, _ = answer(*argv)
     assert code == 1 and "THE LOSSES PART" in out and "at step 2" in out
@@ -273,8 +334,13 @@ def test_the_noise_sets_the_tolerance(compared):
     runs["nudged"] = copy.deepcopy(runs["huggingface"])
     runs["nudged"]["losses"][2] -= 0.01
     said = verdict(runs)
-    assert said["noise"] == pytest.approx(0.01) and said["tolerance"] == pytest.approx(NOISE_FACTOR * 0.01)
-    assert said["parity"] and not verdict(shifted(compared[2], 0.05) | {"nudged": runs["nudged"]})["parity"]
+    assert said["noise"] == pytest.approx(0.01) and said["tolerance"] == pytest.approx(
+        NOISE_FACTOR * 0.01
+    )
+    assert (
+        said["parity"]
+        and not verdict(shifted(compared[2], 0.05) | {"nudged": runs["nudged"]})["parity"]
+    )
     assert not verdict(runs, 0.02)["parity"], "a number that is asked for goes before the noise"
 
 
@@ -307,10 +373,14 @@ def test_children_run_kernels_on_real_devices_only(monkeypatch):
 @pytest.mark.parametrize(
     "device, seen, want",
     [
-        ("auto", None, "0"), ("cuda", "3,5", "3"), ("cuda:1", "3,5", "5"), ("cuda:1", None, "1"),
-        ("cuda:2", "3,5", ""), ("cpu", "3", ""),
+        ("auto", None, "0"),
+        ("cuda", "3,5", "3"),
+        ("cuda:1", "3,5", "5"),
+        ("cuda:1", None, "1"),
+        ("cuda:2", "3,5", ""),
+        ("cpu", "3", ""),
     ],
-)  # fmt: skip
+)
 def test_one_gpu_is_seen(monkeypatch, device, seen, want):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
@@ -349,9 +419,14 @@ def test_ctrl_c_stops_the_training_process(tmp_path):
     command = [sys.executable, "-m", "liger_kernel.cli", "compare", "llama", *TINY]
     command += ["--steps", "100000", "--device", "cpu"]
     process = subprocess.Popen(
-        command, env=_child._environment(), stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
-    )  # fmt: skip
+        command,
+        env=_child._environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # tests in the background have it ignored
+    )
     try:
         assert "step 1 of" in process.stderr.readline()
         child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
@@ -372,12 +447,21 @@ def test_ctrl_c_stops_the_training_process(tmp_path):
 @pytest.mark.parametrize(
     "name, billions",
     [
-        ("llama-3.2-1b", 1.236), ("llama-3.2-3b", 3.213), ("llama-3-8b", 8.030), ("mistral-7b", 7.248),
-        ("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.616), ("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022),
-        ("qwen3-8b", 8.191), ("gemma-2-2b", 2.614), ("gemma-2-9b", 9.242), ("phi-3-mini", 3.821),
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.2-3b", 3.213),
+        ("llama-3-8b", 8.030),
+        ("mistral-7b", 7.248),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("gemma-2-2b", 2.614),
+        ("gemma-2-9b", 9.242),
+        ("phi-3-mini", 3.821),
         ("granite-3.1-2b", 2.534),
     ],
-)  # fmt: skip
+)
 def test_presets_have_the_sizes_of_the_models_they_name(name, billions):
     from transformers import AutoModelForCausalLM
 
@@ -388,11 +472,27 @@ def test_presets_have_the_sizes_of_the_models_they_name(name, billions):
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "mixtral", "gemma3", "deepseek_v3"],
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma",
+        "gemma2",
+        "granite",
+        "mixtral",
+        "gemma3",
+        "deepseek_v3",
+    ],
 )
 def test_tiny_models_of_every_family(family):
-    sizes = dict(hidden_size=64, layers=2, heads=4, kv_heads=2, vocab_size=300, intermediate_size=96)
-    model, tokenizer = build.model(Training(family, sizes=sizes), torch.float32, torch.device("cpu"))
+    sizes = dict(
+        hidden_size=64, layers=2, heads=4, kv_heads=2, vocab_size=300, intermediate_size=96
+    )
+    model, tokenizer = build.model(
+        Training(family, sizes=sizes), torch.float32, torch.device("cpu")
+    )
     config = model.config
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, 300)
     assert model.num_parameters() < 1e6 and tokenizer is None
@@ -408,18 +508,26 @@ def test_a_saved_model_is_loaded_and_a_bare_config_is_not(tmp_path):
     for name, same in (("whole", True), ("bare", False)):
         path = str(tmp_path / name)
         model, _ = build.model(Training(path), torch.float32, torch.device("cpu"))
-        assert build.is_loaded(path) == same == torch.equal(model.lm_head.weight, saved.lm_head.weight)
+        assert (
+            build.is_loaded(path) == same == torch.equal(model.lm_head.weight, saved.lm_head.weight)
+        )
         assert model.num_parameters() == saved.num_parameters()
 
 
 def test_text(tmp_path):
     rows, unit = text.blocks(None, None, 256, 100, 3)
-    assert unit == "bytes" and len(rows) == 3 and all(row.shape == (100,) and row.dtype == torch.int64 for row in rows)
+    assert (
+        unit == "bytes"
+        and len(rows) == 3
+        and all(row.shape == (100,) and row.dtype == torch.int64 for row in rows)
+    )
     assert bytes(torch.cat(rows).tolist()) == text.read(None, 300)[:300]
     (tmp_path / "short").write_bytes(b"abcdefg")
     rows, _ = text.blocks(str(tmp_path / "short"), None, 256, 3, 5)
     assert [bytes(row.tolist()) for row in rows] == [b"abc", b"def", b"abc", b"def", b"abc"]
-    rows, unit = text.blocks(str(tmp_path / "short"), lambda t, **_: {"input_ids": [ord(c) - 96 for c in t]}, 9, 3, 2)
+    rows, unit = text.blocks(
+        str(tmp_path / "short"), lambda t, **_: {"input_ids": [ord(c) - 96 for c in t]}, 9, 3, 2
+    )
     assert unit == "its tokenizer" and rows[1].tolist() == [4, 5, 6]
     with pytest.raises(BadInput, match="100 tokens, bytes need 256"):
         text.blocks(None, None, 100, 3, 5)
@@ -444,13 +552,25 @@ def test_doctor(answer, monkeypatch, examined):
     found = json.loads(out)
     torch_version = importlib.metadata.version("torch")  # torch.__version__ has a local part, too
     assert found["versions"]["torch"] == torch_version and "transformers" in found["versions"]
-    assert {"versions", "frameworks", "liger_kernel", "devices", "triton", "kernels", "problems"} <= set(found)
+    assert {
+        "versions",
+        "frameworks",
+        "liger_kernel",
+        "devices",
+        "triton",
+        "kernels",
+        "problems",
+    } <= set(found)
     assert code == (1 if found["problems"] else 0)
     assert bool(found["devices"]) == torch.cuda.is_available()
     if found["devices"]:
-        assert found["triton"]["works"] and {kernel["name"] for kernel in found["kernels"]} >= {"rms_norm"}
+        assert found["triton"]["works"] and {kernel["name"] for kernel in found["kernels"]} >= {
+            "rms_norm"
+        }
     code, out, _ = answer("doctor")
-    assert f"torch {torch_version}" in out and ("PyTorch reference" in out or "Triton: compiles" in out)
+    assert f"torch {torch_version}" in out and (
+        "PyTorch reference" in out or "Triton: compiles" in out
+    )
 
 
 def test_doctor_names_problems_and_remedies(monkeypatch):
@@ -461,11 +581,19 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
     )  # fmt: skip
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     conflict, old, interpreted, kernel = doctor._problems(found)
-    assert "liger-kernel 0.8.6 and liger-kernel-nightly 0.8" in conflict and "uninstall both" in conflict
-    assert "transformers 5.0.0 or newer, here is 4.57.1" in old and "pip install -U transformers" in old
+    assert (
+        "liger-kernel 0.8.6 and liger-kernel-nightly 0.8" in conflict
+        and "uninstall both" in conflict
+    )
+    assert (
+        "transformers 5.0.0 or newer, here is 4.57.1" in old
+        and "pip install -U transformers" in old
+    )
     assert "unset it" in interpreted and "The kernel rope does not work here (wrong)" in kernel
     monkeypatch.delenv("TRITON_INTERPRET")
-    fine = dict(versions={"torch": "2"}, devices=[{}], build={}, liger_kernel=dict(provided_by=["one 1"]))
+    fine = dict(
+        versions={"torch": "2"}, devices=[{}], build={}, liger_kernel=dict(provided_by=["one 1"])
+    )
     assert doctor._problems(fine | dict(triton=dict(works=True), kernels=[])) == []
     (broken,) = doctor._problems(fine | dict(triton=dict(works=False, problem="no"), kernels=[]))
     assert "Triton does not work here (no): pip install triton" in broken
@@ -490,21 +618,29 @@ def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
 
 
 def test_doctor_marks_versions_that_were_not_tested(answer, monkeypatch):
-    """Newer, older and between; a build's own suffix and a patch release make no other version. It is no problem."""
+    """Newer, older and between; a build's own suffix and a patch release make no other version. It
+    is no problem."""
     from liger_kernel._version import TESTED
 
     tested = {name: doctor.tested_minors(name) for name in TESTED}
     fine = {name: f"{minors[-1]}.1.post2+cpu" for name, minors in tested.items()}
     assert doctor.untested(fine | {"accelerate": "0.1"}) == []
     assert doctor.untested({name: minors[0] for name, minors in tested.items()}) == []
-    others = {"torch": "2.99.0.dev20261101+cu130", "triton": "3.60.0", "transformers": "5.0.1", "trl": "0.1"}
+    others = {
+        "torch": "2.99.0.dev20261101+cu130",
+        "triton": "3.60.0",
+        "transformers": "5.0.1",
+        "trl": "0.1",
+    }
     assert doctor.untested(fine | others) == list(others)
     monkeypatch.setattr(doctor, "_try_imports", lambda found: None)
     monkeypatch.setattr(doctor, "_try_out", lambda found: None)
     monkeypatch.setattr(doctor, "_problems", lambda found: [])
     for changes, marked in ((others, list(others)), ({}, [])):
         versions = fine | changes
-        monkeypatch.setattr(doctor, "installed", lambda *names, v=versions: {n: v[n] for n in names if n in v})
+        monkeypatch.setattr(
+            doctor, "installed", lambda *names, v=versions: {n: v[n] for n in names if n in v}
+        )
         monkeypatch.setattr("platform.python_version", lambda v=versions: v["python"])
         code, out, _ = answer("doctor")
         assert code == 0 and "Nothing to fix." in out
@@ -517,12 +653,15 @@ def test_doctor_marks_versions_that_were_not_tested(answer, monkeypatch):
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
-    """A package that is installed and fails to load, one that ends the process, and one that is not there."""
+    """A package that is installed and fails to load, one that ends the process, and one that is not
+    there."""
     from liger_kernel.cli import imports
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     versions = {"torch": "2.13.0", "triton": "3.9.0"}
-    monkeypatch.setattr(doctor, "installed", lambda *names: {n: v for n, v in versions.items() if n in names})
+    monkeypatch.setattr(
+        doctor, "installed", lambda *names: {n: v for n, v in versions.items() if n in names}
+    )
     monkeypatch.setattr(doctor, "_try_out", lambda found: None)
     for other in versions:
         (tmp_path / f"{other}.py").write_text("")  # quickly imported
@@ -540,15 +679,23 @@ def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
     problems = doctor.examine()["problems"]
     assert problems == (["PyTorch is missing: pip install torch."] if name == "torch" else [])
     events = []
-    imports.imports(dict(names=["json", "nonsense"]), lambda event, **values: events.append((event, *values.values())))
-    assert events[:2] == [("trying", "json"), ("trying", "nonsense")] and "ModuleNotFoundError" in events[2][1]
+    imports.imports(
+        dict(names=["json", "nonsense"]),
+        lambda event, **values: events.append((event, *values.values())),
+    )
+    assert (
+        events[:2] == [("trying", "json"), ("trying", "nonsense")]
+        and "ModuleNotFoundError" in events[2][1]
+    )
 
 
 def test_doctor_survives_a_kernel_that_takes_the_process_down(monkeypatch):
     def crashing(module, spec, on_event, title):
         if module == "liger_kernel.cli.imports":
             return {}
-        on_event(dict(event="devices", devices=[dict(name="a GPU", architecture="sm_90", memory=1)]))
+        on_event(
+            dict(event="devices", devices=[dict(name="a GPU", architecture="sm_90", memory=1)])
+        )
         on_event(dict(event="triton", works=True, problem=None))
         on_event(dict(event="trying", name="rope"))
         raise Crash("the check was killed by SIGSEGV")
@@ -556,7 +703,10 @@ def test_doctor_survives_a_kernel_that_takes_the_process_down(monkeypatch):
     monkeypatch.setattr(_child, "run", crashing)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     problems = doctor.examine()["problems"]
-    assert any("Trying rope brought the process down. the check was killed by SIGSEGV" in p for p in problems)
+    assert any(
+        "Trying rope brought the process down. the check was killed by SIGSEGV" in p
+        for p in problems
+    )
 
 
 def test_the_doctors_check_tells_right_from_wrong():
@@ -577,16 +727,26 @@ def test_the_doctors_check_tells_right_from_wrong():
 @COMPARED
 def test_tables_in_40_columns(answer, compared, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    tables = [answer("models", "--switches")[1], answer("models", "llama", "bloom")[1], table(compared[2])]
+    tables = [
+        answer("models", "--switches")[1],
+        answer("models", "llama", "bloom")[1],
+        table(compared[2]),
+    ]
     for text_ in tables:
         assert max(map(len, text_.splitlines())) <= 40, text_
-    assert "  on: rope, fused_linear_cross_entropy" in tables[0] and "tokens per second\n" in tables[2]
+    assert (
+        "  on: rope, fused_linear_cross_entropy" in tables[0] and "tokens per second\n" in tables[2]
+    )
 
 
 def test_models(answer):
     code, out, _ = answer("models", "--json")
     families = json.loads(out)
-    assert code == 0 and families["llama"]["rope"] is True and families["llama"]["cross_entropy"] is False
+    assert (
+        code == 0
+        and families["llama"]["rope"] is True
+        and families["llama"]["cross_entropy"] is False
+    )
     assert "geglu" in families["gemma"] and "swiglu" not in families["gemma"]
     code, out, _ = answer("models", "--switches")
     assert code == 0 and f"{len(families)} families" in out
@@ -598,9 +758,16 @@ def test_models_shows_what_is_replaced(answer):
     mixtral, gpt2, left = out.splitlines()
     assert code == 0 and mixtral.startswith("mixtral  ") and gpt2.startswith("gpt2  ")
     assert all(
-        kernel in mixtral for kernel in ("rms_norm (llama, offset 0)", "experts (SiLU)", "rotary_pos_emb", "no logits")
+        kernel in mixtral
+        for kernel in (
+            "rms_norm (llama, offset 0)",
+            "experts (SiLU)",
+            "rotary_pos_emb",
+            "no logits",
+        )
     )
-    why = "it could not be tried: ValueError: it does something else in training than in evaluation"  # dropout
+    # dropout
+    why = "it could not be tried: ValueError: it does something else in training than in evaluation"
     assert left == f"    GPT2MLP: {why}"
     code, out, error = answer("models", "mixtrall")
     assert code == 2 and not out and "mixtrall" in error

@@ -1,4 +1,5 @@
-"""`liger-kernel plan`: the counted memory beside measured peaks, beside what a CPU keeps, and by hand."""
+"""`liger-kernel plan`: the counted memory beside measured peaks, beside what a CPU keeps, and by
+hand."""
 
 import contextlib
 import json
@@ -13,7 +14,7 @@ from bench import models
 from liger_kernel.cli import build, main, memory, meta, parser, plan
 from liger_kernel.cli.presets import PRESETS
 from liger_kernel.core import devices, kernel
-from liger_kernel.patch import conditions
+from liger_kernel.patch.proof import conditions
 from liger_kernel.transformers import apply_liger_kernel
 
 pytest.importorskip("transformers")
@@ -27,7 +28,9 @@ def prepared(*argv, patched, attention=None):
     args.sequence = args.sequence or plan.SEQUENCE
     step = plan.prepared(build.config(args.model, args.config, args.sizes), args, patched)
     if attention == "sdpa" and not step.model._supports_sdpa:
-        pytest.skip("measured with SDPA, which this version of transformers does not use for this family")
+        pytest.skip(
+            "measured with SDPA, which this version of transformers does not use for this family"
+        )
     return step, args
 
 
@@ -40,7 +43,8 @@ def total(*argv, patched, attention=None):
 
 
 def measured():
-    """(model, sequence, batch, micro-batches, contestant, attention, bytes) of every eager run in bench/results."""
+    """(model, sequence, batch, micro-batches, contestant, attention, bytes) of every eager run in
+    bench/results."""
     found = {}
     for name in ("train", "compile"):
         for row in json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["rows"]:
@@ -59,7 +63,9 @@ def measured():
 @pytest.mark.parametrize("model, sequence, batch, count, who, attention, peak", measured())
 def test_measured_peaks(tmp_path, model, sequence, batch, count, who, attention, peak):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(models.SIZES[model] | {"max_position_embeddings": 8192, "pad_token_id": None}))
+    config.write_text(
+        json.dumps(models.SIZES[model] | {"max_position_embeddings": 8192, "pad_token_id": None})
+    )
     sizes = "--sequence", sequence, "--batch", batch, "--accumulation", count
     counted = total("--config", config, *sizes, patched=who == "ours", attention=attention)
     assert abs(counted / peak - 1) < WITHIN, f"{counted / GIB:.2f} GiB, measured {peak / GIB:.2f}"
@@ -129,7 +135,9 @@ def tiny(family, device, patched, attention, dtype=torch.float32, layers=2):
     args = plan.checked(parser().parse_args(["plan", family, *SIZES, "--layers", str(layers)]))
     with torch.device(device):
         settings = build.config(family, None, args.sizes)
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention).train()
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, attn_implementation=attention
+        ).train()
     if patched:
         apply_liger_kernel(model)
     return model
@@ -169,12 +177,16 @@ def as_large_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_without_the_patch(family):
-    there, counted = (kept(tiny(family, device, False, "eager"), device) for device in ("cpu", "meta"))
+    there, counted = (
+        kept(tiny(family, device, False, "eager"), device) for device in ("cpu", "meta")
+    )
     assert there == counted
 
 
 def test_kept_by_attention():
-    there, counted = (kept(tiny("llama", device, False, "sdpa"), device) for device in ("cpu", "meta"))
+    there, counted = (
+        kept(tiny("llama", device, False, "sdpa"), device) for device in ("cpu", "meta")
+    )
     assert there == counted
 
 
@@ -185,19 +197,24 @@ def test_kept_by_kernels(as_large_on_a_gpu, family):
     attention = "eager" if family == "gemma2" else "sdpa"
     # labels on the host are looked at: ignored tokens would be dropped
     there, counted = (
-        kept(tiny(family, device, True, attention), device, drop_ignored=False) for device in ("cpu", "meta")
+        kept(tiny(family, device, True, attention), device, drop_ignored=False)
+        for device in ("cpu", "meta")
     )
     assert there == counted
 
 
 def test_kept_under_autocast():
-    there, counted = (kept(tiny("llama", device, False, "eager"), device, autocast=True) for device in ("cpu", "meta"))
+    there, counted = (
+        kept(tiny("llama", device, False, "eager"), device, autocast=True)
+        for device in ("cpu", "meta")
+    )
     assert there == counted
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_fullest_moment(family):
-    """Of forward and backward, temporaries and gradients included: the same ledger, on a CPU and without data."""
+    """Of forward and backward, temporaries and gradients included: the same ledger, on a CPU and
+    without data."""
 
     def peak(device):
         model = tiny(family, device, False, "eager")
@@ -227,7 +244,9 @@ def test_a_layer_of_llama_by_hand(patched, monkeypatch):
         norms = 2 * (2 * T * H + 4 * T)  # of each its input, and 1 / rms in fp32
         mlp = 2 * 2 * T * wide  # gate, up
     else:
-        norms = 2 * (4 * T * H + 4 * T + 2 * T * H)  # its input in fp32, 1 / rms, and what the weight is multiplied by
+        norms = 2 * (
+            4 * T * H + 4 * T + 2 * T * H
+        )  # its input in fp32, 1 / rms, and what the weight is multiplied by
         mlp = 4 * 2 * T * wide  # gate, up, the activation, the product
     assert kept_by(3) - kept_by(2) == attention + inputs + norms + mlp
 
@@ -235,9 +254,11 @@ def test_a_layer_of_llama_by_hand(patched, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.thorough
 def test_experts(family):
-    """They run without data: of each token its experts' rows are kept, the patch keeps fewer tensors of them."""
+    """They run without data: of each token its experts' rows are kept, the patch keeps fewer
+    tensors of them."""
     theirs, ours = (
-        prepared(family, "--layers", 2, "--vocab-size", 512, patched=patched)[0].peak(1, 4096) for patched in (0, 1)
+        prepared(family, "--layers", 2, "--vocab-size", 512, patched=patched)[0].peak(1, 4096)
+        for patched in (0, 1)
     )
     assert 0 < ours["activations"] < theirs["activations"]
 
@@ -300,7 +321,9 @@ def test_gradients_after_backward(argv, ranks, nbytes):
     every = [p for unit in step.units for p in unit]
     assert run.end["gradients"] == rounded(p.numel() * nbytes / ranks for p in every)
     assert run.end["optimizer"] == step.held["optimizer"] + step.updating
-    assert run.end["activations"] + run.end["head"] < 4096 and run.ledger.total == sum(run.ledger.now.values())
+    assert run.end["activations"] + run.end["head"] < 4096 and run.ledger.total == sum(
+        run.ledger.now.values()
+    )
 
 
 def test_buckets():
@@ -311,7 +334,8 @@ def test_buckets():
 
 
 def test_gradients_from_before():
-    """Of accumulated micro-batches: one more set of gradients than the first has at its fullest moment in forward."""
+    """Of accumulated micro-batches: one more set of gradients than the first has at its fullest
+    moment in forward."""
     _, first, every = parts()
     _, later, _ = parts("--accumulation", 2)
     assert later["gradients"] == rounded(2 * p.numel() for p in every)
@@ -319,11 +343,14 @@ def test_gradients_from_before():
 
 
 def test_gathered_units():
-    """FSDP2 in forward's and backward's fullest moment: what is in no layer, and one or two times a layer."""
+    """FSDP2 in forward's and backward's fullest moment: what is in no layer, and one or two times a
+    layer."""
     step, args = prepared("llama", *SMALL, "--gpus", 4, patched=True)
     root, layer, _ = step.units
     whole = [rounded(2 * p.numel() for p in unit) for unit in (root, layer)]
-    assert len(step.units) == 3 and {id(p) for p in layer} == {id(p) for p in step.model.model.layers[0].parameters()}
+    assert len(step.units) == 3 and {id(p) for p in layer} == {
+        id(p) for p in step.model.model.layers[0].parameters()
+    }
     assert step.peak(1, 4096)["communication"] in (whole[0] + whole[1], whole[0] + 2 * whole[1])
 
 
@@ -331,7 +358,9 @@ def test_gathered_units():
 def test_adapters():
     step, _ = prepared("llama", *SMALL, "--lora", 8, patched=True)
     trained = [p for unit in step.units for p in unit if p.requires_grad]
-    linears = 2 * (4 * (64 + 64) - 2 * 32 + 2 * (64 + 96) + (96 + 64))  # in and out of each, of two layers
+    linears = 2 * (
+        4 * (64 + 64) - 2 * 32 + 2 * (64 + 96) + (96 + 64)
+    )  # in and out of each, of two layers
     assert sum(p.numel() for p in trained) == 8 * linears
     assert step.held["optimizer"] == rounded(p.numel() * 2 * p.element_size() for p in trained)
 
@@ -354,12 +383,19 @@ def test_quantised_weights():
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_tensor_parallel(patched):
-    """Two GPUs: half of each projection and of the head, of the embedding where the plan says so; norms are whole."""
+    """Two GPUs: half of each projection and of the head, of the embedding where the plan says so;
+    norms are whole."""
     from transformers import LlamaConfig
 
-    shared = ["proj", "lm_head", *(["embed"] if "embedding_rowwise" in LlamaConfig.base_model_tp_plan.values() else [])]
+    shared = [
+        "proj",
+        "lm_head",
+        *(["embed"] if "embedding_rowwise" in LlamaConfig.base_model_tp_plan.values() else []),
+    ]
     one, two = (
-        prepared("llama", *SMALL, "--gpus", n, "--strategy", "tp" if n > 1 else "none", patched=patched)[0]
+        prepared(
+            "llama", *SMALL, "--gpus", n, "--strategy", "tp" if n > 1 else "none", patched=patched
+        )[0]
         for n in (1, 2)
     )
     sizes = [{name: p.numel() for name, p in step.model.named_parameters()} for step in (one, two)]
@@ -398,7 +434,13 @@ def test_checkpoints():
 @pytest.mark.parametrize("limit", [0, 99, 100, 101, 157, 1_000, 123_456, 10**9])
 @pytest.mark.parametrize("guess", [1, 7, 5_000])
 @pytest.mark.parametrize(
-    "need", [lambda n: 90 + 10 * n, lambda n: max(100, 7 * n), lambda n: n * n, lambda n: 1000 * math.ceil(n / 64)]
+    "need",
+    [
+        lambda n: 90 + 10 * n,
+        lambda n: max(100, 7 * n),
+        lambda n: n * n,
+        lambda n: 1000 * math.ceil(n / 64),
+    ],
 )
 def test_largest(need, limit, guess):
     asked = []
@@ -435,16 +477,23 @@ def test_json_and_table(answer):
         assert side["largest_batch"] >= 2 and side["longest_sequence"] >= 256
         step, _ = prepared(*argv, patched=side is result["sides"]["patched"])
         for n in (side["largest_batch"], side["largest_batch"] + 1):
-            assert (sum(step.peak(n, 64).values()) <= result["usable"]) == (n == side["largest_batch"])
+            assert (sum(step.peak(n, 64).values()) <= result["usable"]) == (
+                n == side["largest_batch"]
+            )
     code, out, _ = answer(*argv, "--patch")
     assert code == 0 and "patched" in out and "Hugging Face" not in out
-    assert f"{result['sides']['patched']['longest_sequence']:,}" in out and "2 GPUs, fsdp2, 2 x 64 tokens" in out
+    assert (
+        f"{result['sides']['patched']['longest_sequence']:,}" in out
+        and "2 GPUs, fsdp2, 2 x 64 tokens" in out
+    )
 
 
 @pytest.mark.thorough
 def test_parameters_are_those_of_all_gpus(answer):
     argv = "llama", *SMALL, "--gpu-memory", "70MB", "--patch", "--json"
-    one, two = (json.loads(answer(*argv, *more)[1]) for more in ((), ("--gpus", 2, "--strategy", "tp")))
+    one, two = (
+        json.loads(answer(*argv, *more)[1]) for more in ((), ("--gpus", 2, "--strategy", "tp"))
+    )
     assert one["parameters"] == two["parameters"] == one["trained"]
 
 
@@ -487,20 +536,36 @@ def test_a_family_that_needs_data(answer, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     code, _, err = answer("llama", *SMALL, "--no-patch")
-    assert code == 2 and "without data" in err and "liger-kernel compare" in err and err.count("\n") == 1
+    assert (
+        code == 2
+        and "without data" in err
+        and "liger-kernel compare" in err
+        and err.count("\n") == 1
+    )
 
 
 # Heads, layers and widths by names of their own; a table of positions that ends.
 @pytest.mark.parametrize(
     "family, limit",
     [
-        ("bert", 512), ("codegen", 2048), ("gemma3n", 32768), ("mamba2", None), ("whisper", 448),
-        *(pytest.param(*row, marks=pytest.mark.thorough) for row in (
-            ("electra", 512), ("ernie", 512), ("gptj", 2048), ("kimi_linear", 2**20), ("plbart", 1024),
-            ("modernbert-decoder", 8192),
-        )),
+        ("bert", 512),
+        ("codegen", 2048),
+        ("gemma3n", 32768),
+        ("mamba2", None),
+        ("whisper", 448),
+        *(
+            pytest.param(*row, marks=pytest.mark.thorough)
+            for row in (
+                ("electra", 512),
+                ("ernie", 512),
+                ("gptj", 2048),
+                ("kimi_linear", 2**20),
+                ("plbart", 1024),
+                ("modernbert-decoder", 8192),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_families_of_another_kind(answer, family, limit):
     argv = "--layers", 2, "--vocab-size", 512, "--gpu-memory", "90MB", "--no-patch", "--json"
     code, out, err = answer(family, *argv)
@@ -519,7 +584,9 @@ def test_the_longest_sequence_of_a_model_whose_positions_end(answer, fits):
     memory = f"{(2 * whole if fits else (shorter + whole) / 2) / 0.95 / 1e6}MB"
     result = json.loads(answer(*argv, "--gpu-memory", memory, "--json")[1])
     assert result["sides"]["huggingface"]["longest_sequence"] == (512 if fits else 256)
-    assert ("that is longer than its 512 positions" in answer(*argv, "--gpu-memory", memory)[1]) == fits
+    assert (
+        "that is longer than its 512 positions" in answer(*argv, "--gpu-memory", memory)[1]
+    ) == fits
     code, out, err = answer(*argv, "--sequence", 513)
     assert code == 2 and not out and "512 positions" in err and "take at most 512" in err
 
@@ -572,23 +639,33 @@ def test_help(capsys, monkeypatch, columns):
 def test_presets_are_the_published_sizes():
     """What is planned for a preset is planned for the real model."""
     step, _ = prepared("llama-3-8b", patched=False)
-    assert sum(p.numel() for unit in step.units for p in unit) == 8_030_261_248 and "llama-3-8b" in PRESETS
+    assert (
+        sum(p.numel() for unit in step.units for p in unit) == 8_030_261_248
+        and "llama-3-8b" in PRESETS
+    )
 
 
 # ---- everything is as it was ----
 
 
 def test_nothing_stays_replaced():
-    replaced = [(devices, "has_kernels"), (devices, "_properties"), (torch, "autocast"), (torch, "is_autocast_enabled")]
+    replaced = [
+        (devices, "has_kernels"),
+        (devices, "_properties"),
+        (torch, "autocast"),
+        (torch, "is_autocast_enabled"),
+    ]
     replaced += [(launcher, "__getitem__") for launcher in meta.launchers()]
     before = [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
-    kernel.Plans.forget()
+    kernel.LaunchCache.forget()
     with pytest.raises(ZeroDivisionError), meta.as_on_a_gpu(), torch.autocast("meta"):
         assert torch.is_autocast_enabled("meta") and not torch.is_autocast_enabled("cpu")
         assert devices.has_kernels(torch.empty(1, device="meta"))
         raise ZeroDivisionError
     assert before == [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
-    assert not any(kernel.Plans.every) and not devices.has_kernels(torch.empty(1, device="meta"))
+    assert not any(kernel.LaunchCache.every) and not devices.has_kernels(
+        torch.empty(1, device="meta")
+    )
 
 
 def test_what_is_let_go_of():

@@ -22,7 +22,10 @@ def test_it_is_made_again():
         y, x, w = made()
         found = recipe(y)
     assert found.tensors == (x, w) and torch.equal(found(*found.tensors), y)
-    assert torch.equal(found.without_tensors()(x[1:], w), y[1:]) and not found.without_tensors().tensors
+    assert (
+        torch.equal(found.without_tensors()(x[1:], w), y[1:])
+        and not found.without_tensors().tensors
+    )
 
 
 def test_when_it_is_not():

@@ -1,4 +1,5 @@
-"""Checkpoints whose inputs wait in the host's memory: the same gradients, and little stays on the device."""
+"""Checkpoints whose inputs wait in the host's memory: the same gradients, and little stays on the
+device."""
 
 import contextlib
 import gc
@@ -50,7 +51,9 @@ def gradients(keeping, reentrant, seed=0):
 @REENTRANT
 def test_gradients(reentrant, sent):
     for seed in (0, 1):
-        want, got = (gradients(keeping, reentrant, seed) for keeping in (checkpoint, offloaded_checkpoint))
+        want, got = (
+            gradients(keeping, reentrant, seed) for keeping in (checkpoint, offloaded_checkpoint)
+        )
         assert all(map(torch.equal, got, want))
     assert len(sent) == 2 * LAYERS and not any(w() for w in sent)
 
@@ -97,7 +100,9 @@ def test_a_bound(sent, monkeypatch):
     assert len(sent) == 2 and host_memory._Pieces.taken == 2 * size
     for words in ("much", "-1", "nan"):
         monkeypatch.setenv(host_memory.VARIABLE, words)
-        with pytest.raises(ValueError, match=f"{host_memory.VARIABLE} is '{words}', give a number of bytes"):
+        with pytest.raises(
+            ValueError, match=f"{host_memory.VARIABLE} is '{words}', give a number of bytes"
+        ):
             host_memory.bound()
     monkeypatch.delenv(host_memory.VARIABLE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -121,7 +126,8 @@ def checkpoint_plain(function, h):
 
 
 def test_a_layer_that_writes_to_its_input(sent):
-    """Its copy may not be done by then: an error, as without the host's memory, and never another gradient."""
+    """Its copy may not be done by then: an error, as without the host's memory, and never another
+    gradient."""
     x, *weights = drawn()
     loss = through(offloaded_checkpoint, x, weights, lambda w: lambda h: torch.tanh(h.mul_(2) @ w))
     with pytest.raises(RuntimeError, match="written to while it was copied to the host"):
@@ -139,7 +145,8 @@ def test_an_input_that_stays_and_is_written_to(sent, monkeypatch):
 
 
 def test_what_is_not_sent(sent, monkeypatch):
-    """Parameters, what needs no gradient, what several layers in a row read, small and strided tensors."""
+    """Parameters, what needs no gradient, what several layers in a row read, small and strided
+    tensors."""
     x, *weights = drawn()
 
     def keep(function, *given):
@@ -148,7 +155,11 @@ def test_what_is_not_sent(sent, monkeypatch):
     keep(lambda w, y: w * y, torch.nn.Parameter(weights[0].detach()), weights[1].detach())
     assert not sent
     h = x * 1
-    out = keep(lambda h, m: h * m, h, torch.ones_like(h)) + keep(lambda h: h * 2, h) + keep(lambda h: h * 3, h)
+    out = (
+        keep(lambda h, m: h * m, h, torch.ones_like(h))
+        + keep(lambda h: h * 2, h)
+        + keep(lambda h: h * 3, h)
+    )
     assert len(sent) == 1
     keep(lambda h: h * 2, (x * 1).t())
     assert len(sent) == 1
@@ -176,7 +187,9 @@ def test_fetched_before_it_is_needed(sent, monkeypatch):
     want = gradients(checkpoint, False)
     monkeypatch.setattr(devices, "free_bytes", lambda x: 2**40)
     fetched, fetch = [], host_memory.Waiting.fetch
-    monkeypatch.setattr(host_memory.Waiting, "fetch", lambda self: (fetched.append(self), fetch(self)))
+    monkeypatch.setattr(
+        host_memory.Waiting, "fetch", lambda self: (fetched.append(self), fetch(self))
+    )
     assert all(map(torch.equal, gradients(offloaded_checkpoint, False), want))
     assert len(fetched) == LAYERS - 1  # all but the last, which was still there
 
@@ -197,13 +210,17 @@ class Stream:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the streams are made up")
 def test_two_streams_of_a_thread(sent, monkeypatch):
-    """The copies of what one of them has made are waited for on that one, whichever is the current one by then; and
-    whoever else reads what was fetched waits, too, and says so."""
+    """The copies of what one of them has made are waited for on that one, whichever is the current
+    one by then; and whoever else reads what was fetched waits, too, and says so."""
     one, other, recorded = Stream(), Stream(), []
-    module = types.SimpleNamespace(now=one, Stream=Stream, stream=lambda stream: contextlib.nullcontext())
+    module = types.SimpleNamespace(
+        now=one, Stream=Stream, stream=lambda stream: contextlib.nullcontext()
+    )
     module.current_stream = lambda device: module.now
     monkeypatch.setattr(torch, "cpu", module)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append(stream), raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: recorded.append(stream), raising=False
+    )
     waiting = [host_memory.send(torch.ones(3, 5) * i) for i in range(2)]
     copies = [w.there and w.there.copied for w in waiting]
     (beside,) = host_memory._beside.values()
@@ -237,7 +254,9 @@ def test_compiled(sent):
     """In a graph nothing is sent."""
     x, *weights = drawn()
     want = torch.autograd.grad(through(checkpoint_plain, x, weights), [x, *weights])
-    run = torch.compile(lambda x, *weights: through(offloaded_checkpoint, x, weights), backend="aot_eager")
+    run = torch.compile(
+        lambda x, *weights: through(offloaded_checkpoint, x, weights), backend="aot_eager"
+    )
     got = torch.autograd.grad(run(x, *weights), [x, *weights])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)

@@ -1,4 +1,5 @@
-"""Inductor writes over what a backward has saved, and keeps the code: not for a backward that is run again."""
+"""Inductor writes over what a backward has saved, and keeps the code: not for a backward that is
+run again."""
 
 import os
 import shutil
@@ -9,7 +10,9 @@ import pytest
 from hardware import DEVICE
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor"
+    ),
     pytest.mark.thorough,
 ]
 
@@ -62,7 +65,8 @@ def run(times, directory, whose="ours"):
 
 
 def test_a_second_backward_with_the_code_of_a_single_one(tmp_path):
-    """From another process, and from this one: with PyTorch alone (up to 2.13) the second gradient is multiplied twice.
+    """From another process, and from this one: with PyTorch alone (up to 2.13) the second gradient
+    is multiplied twice.
 
     Without ``whose="ours"`` the same program shows it.
     """

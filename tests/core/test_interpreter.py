@@ -21,7 +21,8 @@ torch.save(test_interpreter.results(), sys.argv[1])
 
 
 def results():
-    """Of every operator in fp32 and bf16, of these by turns without options and with the last of them."""
+    """Of every operator in fp32 and bf16, of these by turns without options and with the last of
+    them."""
     found = {}
     for i, case in enumerate(CASES):
         for j, dtype in enumerate((torch.float32, torch.bfloat16)):

@@ -3,14 +3,15 @@
 import pytest
 
 from liger_kernel.core.devices import AMD
-from liger_kernel.core.kernel import Plans
+from liger_kernel.core.kernel import LaunchCache
 
 pytestmark = pytest.mark.skipif(AMD, reason="kernels are Triton's own there")
 
 
 @pytest.mark.thorough
 def test_found_where_triton_would_find_the_same_kernel(run):
-    """As many compiled kernels as launches that were bound, and Triton itself would have compiled no fewer."""
+    """As many compiled kernels as launches that were bound, and Triton itself would have compiled
+    no fewer."""
     run("""
         calls = [
             dict(x=x, w=None, y=y, N=64), dict(x=x, w=None, y=y, N=32), dict(x=x, w=None, y=y, N=64, scale=2.0),
@@ -42,7 +43,8 @@ def test_every_launch_arrives(run):
 
 
 def test_a_prepared_launch(run):
-    """It arrives as any other, and what Triton specialises on is asked of the tensors alone; a hook sees it."""
+    """It arrives as any other, and what Triton specialises on is asked of the tensors alone; a hook
+    sees it."""
     run("""
         from liger_kernel.core.kernel import prepared
 
@@ -70,7 +72,7 @@ def test_a_prepared_launch(run):
 
 
 def test_plans_are_not_kept_for_ever():
-    plans = Plans()
+    plans = LaunchCache()
     plans.MOST = 3
     for n in range(5):
         assert plans.add(n, str(n)) == str(n) == plans.get(n)

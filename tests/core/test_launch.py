@@ -1,4 +1,5 @@
-"""Where kernels are launched, and how: on their tensors' device, by a launch that was checked; products in fp32.
+"""Where kernels are launched, and how: on their tensors' device, by a launch that was checked;
+products in fp32.
 
 `test_kernel.py` has what a launch is found by.
 """
@@ -82,7 +83,11 @@ def test_launches_are_only_found_with_a_driver_that_was_checked(run):
 def parameters(M=5, H=24, V=77, dtype=torch.float32):
     torch.manual_seed(0)
     h, w = torch.randn(M, H, device=DEVICE), torch.randn(V, H, device=DEVICE)
-    return h.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), torch.randint(V, (M,), device=DEVICE)
+    return (
+        h.to(dtype).requires_grad_(),
+        w.to(dtype).requires_grad_(),
+        torch.randint(V, (M,), device=DEVICE),
+    )
 
 
 def test_autocast_leaves_the_products_of_a_pass_alone():
@@ -91,10 +96,14 @@ def test_autocast_leaves_the_products_of_a_pass_alone():
     with torch.autocast(DEVICE, torch.bfloat16):
         (got,) = torch.autograd.grad(liger_fused_linear_cross_entropy(h, w, y), w)
     half = w.detach().bfloat16().requires_grad_()
-    loss = liger_fused_linear_cross_entropy(h.detach().bfloat16(), half, y, accum_dtype=torch.float32)
+    loss = liger_fused_linear_cross_entropy(
+        h.detach().bfloat16(), half, y, accum_dtype=torch.float32
+    )
     (want,) = torch.autograd.grad(loss, half)
     assert not torch.equal(got.bfloat16().float(), got)
-    torch.testing.assert_close(got, want.to(got.dtype), rtol=2**-8, atol=0)  # that one is rounded in the end
+    torch.testing.assert_close(
+        got, want.to(got.dtype), rtol=2**-8, atol=0
+    )  # that one is rounded in the end
 
 
 @ANYWHERE
@@ -170,9 +179,8 @@ def test_grids_within_the_limits(shape, columns, monkeypatch):
 class Operands(TorchDispatchMode):
     """Each row of a 16-bit operand with an odd number of elements to add up has a number behind it.
 
-    oneDNN reads one element past each such row of a strided matrix, where it has AMX: NaN in memory that nobody wrote
-    would be NaN in the product.
-    """
+    oneDNN reads one element past each such row of a strided matrix, where it has AMX: NaN in memory
+    that nobody wrote would be NaN in the product."""
 
     def __init__(self):
         super().__init__()
@@ -182,11 +190,19 @@ class Operands(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             a, b = args[-2:]
             for rows in (a, b.t()):  # (·, what is added up)
-                if rows.stride(1) == 1 and rows.stride(0) > rows.shape[1] and rows.element_size() == 2:
+                if (
+                    rows.stride(1) == 1
+                    and rows.stride(0) > rows.shape[1]
+                    and rows.element_size() == 2
+                ):
                     self.strided += 1
                     if rows.shape[1] % 2:
-                        wider = rows.as_strided((rows.shape[0] - 1, rows.shape[1] + 1), rows.stride())
-                        assert wider.isfinite().all(), f"{func}: NaN behind the rows of {tuple(rows.shape)}"
+                        wider = rows.as_strided(
+                            (rows.shape[0] - 1, rows.shape[1] + 1), rows.stride()
+                        )
+                        assert wider.isfinite().all(), (
+                            f"{func}: NaN behind the rows of {tuple(rows.shape)}"
+                        )
         return func(*args, **(kwargs or {}))
 
 

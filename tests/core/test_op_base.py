@@ -1,4 +1,5 @@
-"""What operators are built on: when memory may be reused, how an op is called, shared kernels and helpers."""
+"""What operators are built on: when memory may be reused, how an op is called, shared kernels and
+helpers."""
 
 import os
 import subprocess
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _public
 from liger_kernel.core import devices, op, reduce, tile
-from liger_kernel.core.kernel import Plans
+from liger_kernel.core.kernel import LaunchCache
 from liger_kernel.core.op import custom_op, may_overwrite
 from liger_kernel.ops.norm import rows
 from liger_kernel.ops.norm.rms_norm import LigerRMSNormFunction, liger_rms_norm, rms_norm_reference
@@ -36,14 +37,16 @@ def leaf():
 
 
 def test_overwrites_what_only_the_graph_holds(leaf, answers):
-    """If this build of torch counted differently, the answer would always be no, and memory would double unnoticed."""
+    """If this build of torch counted differently, the answer would always be no, and memory would
+    double unnoticed."""
     backward(Square.apply(leaf * 3))
     backward(Square.apply((leaf * 3).view(6, 4)))
     backward(Square.apply((leaf * 3)[1:, ::2]))
     assert answers == [True] * 3
     dx = 18 * leaf.detach()
     torch.testing.assert_close(
-        leaf.grad, 2 * dx + torch.nn.functional.pad(dx[1:, ::2, None], (0, 1, 0, 0, 1, 0)).flatten(1)
+        leaf.grad,
+        2 * dx + torch.nn.functional.pad(dx[1:, ::2, None], (0, 1, 0, 0, 1, 0)).flatten(1),
     )
 
 
@@ -69,7 +72,8 @@ print(*Square.answers)
 
 @pytest.mark.thorough
 def test_overwrites_after_a_compiled_function_that_raised():
-    """torch.compile then goes on to evaluate frames, in which a call keeps more references to its arguments."""
+    """torch.compile then goes on to evaluate frames, in which a call keeps more references to its
+    arguments."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", AFTER_AN_ERROR_OF_DYNAMOS], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -99,7 +103,9 @@ if DEVICE == "cpu":
     HOLDERS["numpy"] = lambda x: x.detach().numpy()
 
 
-@pytest.mark.parametrize("give", [lambda x: x, lambda x: x.view(6, 4)], ids=["itself", "a view of it"])
+@pytest.mark.parametrize(
+    "give", [lambda x: x, lambda x: x.view(6, 4)], ids=["itself", "a view of it"]
+)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_keeps_what_somebody_holds(holder, give, leaf, answers):
     x = leaf * 3
@@ -122,13 +128,19 @@ def test_keeps_the_base_of_a_view(leaf, answers):
 
 
 @pytest.mark.parametrize(
-    "second", [torch.square, lambda x: x * x, lambda x: x.view(-1).sin()], ids=["square", "mul", "sin"]
+    "second",
+    [torch.square, lambda x: x * x, lambda x: x.view(-1).sin()],
+    ids=["square", "mul", "sin"],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_keeps_what_another_node_saved(second, first, leaf, answers):
     """Whichever of the two nodes runs its backward first; the sum of both gradients is right."""
     x = leaf * 3
-    out = Square.apply(x).sum() + second(x).sum() if first else second(x).sum() + Square.apply(x).sum()
+    out = (
+        Square.apply(x).sum() + second(x).sum()
+        if first
+        else second(x).sum() + Square.apply(x).sum()
+    )
     del x
     backward(out)
     y = (leaf.detach() * 3).requires_grad_()
@@ -137,10 +149,19 @@ def test_keeps_what_another_node_saved(second, first, leaf, answers):
     assert len(answers) == 1
 
 
-PRODUCERS = [torch.exp, torch.tanh, torch.sigmoid, torch.relu, lambda x: x.softmax(-1), lambda x: x.exp().view(6, 4)]
+PRODUCERS = [
+    torch.exp,
+    torch.tanh,
+    torch.sigmoid,
+    torch.relu,
+    lambda x: x.softmax(-1),
+    lambda x: x.exp().view(6, 4),
+]
 
 
-@pytest.mark.parametrize("make", PRODUCERS, ids=["exp", "tanh", "sigmoid", "relu", "softmax", "a view of exp"])
+@pytest.mark.parametrize(
+    "make", PRODUCERS, ids=["exp", "tanh", "sigmoid", "relu", "softmax", "a view of exp"]
+)
 def test_keeps_what_its_maker_saved(make, leaf, answers):
     """Many a node saves its own output, and runs its backward after ours."""
     backward(Square.apply(make(leaf)))
@@ -195,17 +216,25 @@ def test_keeps_what_has_no_gradient(leaf, answers):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant, leaf):
-    """Recomputed in backward, where it may be overwritten or not, but never so that a gradient is wrong."""
-    backward(checkpoint(lambda x: Square.apply(Square.apply(x * 3) + 1), leaf * 1, use_reentrant=reentrant))
+    """Recomputed in backward, where it may be overwritten or not, but never so that a gradient is
+    wrong."""
+    backward(
+        checkpoint(
+            lambda x: Square.apply(Square.apply(x * 3) + 1), leaf * 1, use_reentrant=reentrant
+        )
+    )
     y = leaf.detach().clone().requires_grad_()
     backward(((y * 3) ** 2 + 1) ** 2)
     torch.testing.assert_close(leaf.grad, y.grad)
 
 
 def test_saved_tensor_hooks(leaf):
-    """What a hook gives back may be a copy or the very tensor that it keeps; then it is still the hook's."""
+    """What a hook gives back may be a copy or the very tensor that it keeps; then it is still the
+    hook's."""
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, lambda i: kept[i]):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or len(kept) - 1, lambda i: kept[i]
+    ):
         out = Square.apply(leaf * 3)
     before = [t.detach().clone() for t in kept]
     backward(out)
@@ -268,7 +297,8 @@ def test_an_eager_call_is_straight():
 
 
 def targets(fn, *args):
-    """The names of the nodes in the graphs that torch.compile makes of a call and of its backward."""
+    """The names of the nodes in the graphs that torch.compile makes of a call and of its
+    backward."""
     found = []
 
     def note(graph, inputs):
@@ -276,7 +306,9 @@ def targets(fn, *args):
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=note))(*args).sum().backward()
+    torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=note))(
+        *args
+    ).sum().backward()
     return found
 
 
@@ -284,7 +316,9 @@ def test_a_compiled_call_is_one_node():
     x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
     w = torch.randn(8, device=DEVICE, requires_grad=True)
     found = targets(liger_rms_norm, x, w)
-    assert found.count("liger.norm.default") == found.count("liger.norm_backward.default") == 1, found
+    assert found.count("liger.norm.default") == found.count("liger.norm_backward.default") == 1, (
+        found
+    )
 
 
 class Launches:
@@ -302,16 +336,24 @@ class Launches:
 
 
 def test_compiled_floats_stay_floats(monkeypatch):
-    """A float that torch.compile makes dynamic must not become an fp64 tensor that a kernel loads."""
+    """A float that torch.compile makes dynamic must not become an fp64 tensor that a kernel
+    loads."""
     kernel = Launches(rows._fwd)
     monkeypatch.setattr(rows, "_fwd", kernel)
-    monkeypatch.setattr(rows, "_forwards", Plans())
+    monkeypatch.setattr(rows, "_forwards", LaunchCache())
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, eps: liger_rms_norm(x, None, eps), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x, eps: liger_rms_norm(x, None, eps), backend="aot_eager", fullgraph=True
+    )
     x = torch.randn(3, 8, device=DEVICE)
     for eps in (1e-6, 1e-5, 1e-1, 0.5):
         torch.testing.assert_close(compiled(x, eps), rms_norm_reference(x, None, eps))
-    scalars = [a for args in kernel.arguments for a in args if not isinstance(a, torch.Tensor) and a is not None]
+    scalars = [
+        a
+        for args in kernel.arguments
+        for a in args
+        if not isinstance(a, torch.Tensor) and a is not None
+    ]
     assert {type(a) for a in scalars} == {int, float}
     assert {1e-6, 1e-5, 1e-1, 0.5} <= {a for a in scalars if isinstance(a, float)}
 
@@ -323,9 +365,13 @@ def test_without_kernels_an_operator_is_its_reference(reference_only, monkeypatc
     want = rms_norm_reference(x, w)
     for got in (LigerRMSNormFunction.apply(x, w, 1e-6), liger_rms_norm(x, w)):
         assert torch.equal(got, want)
-        got, expected = (torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True) for y in (got, want))
+        got, expected = (
+            torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True) for y in (got, want)
+        )
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    with pytest.raises(RuntimeError, match="LigerRMSNormFunction: no Triton kernels for a tensor on cpu"):
+    with pytest.raises(
+        RuntimeError, match="LigerRMSNormFunction: no Triton kernels for a tensor on cpu"
+    ):
         devices.require_kernels("LigerRMSNormFunction", x)
 
 
@@ -394,12 +440,15 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_accurate(name):
-    """Relative error of a few roundings over the whole range, where both tails underflow and where series meet.
+    """Relative error of a few roundings over the whole range, where both tails underflow and where
+    series meet.
 
     A GPU's exp rounds x·log2(e) first, so that its relative error grows with x.
     """
     mine, slope, exact = FUNCTIONS[name]
-    half = torch.cat((torch.logspace(-30, 1.6, 2000), torch.linspace(0, 12, 2000), torch.linspace(0.2, 0.5, 500)))
+    half = torch.cat(
+        (torch.logspace(-30, 1.6, 2000), torch.linspace(0, 12, 2000), torch.linspace(0.2, 0.5, 500))
+    )
     x = torch.cat((-half, half)).to(DEVICE)
     y = torch.empty_like(x)
     _apply[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), F=mine, SLOPE=slope, BLOCK=1024)
@@ -411,7 +460,9 @@ def test_functions_are_accurate(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_at_the_ends(name):
     mine, slope, exact = FUNCTIONS[name]
-    x = torch.tensor([0.0, -0.0, 200.0, -200.0, float("inf"), -float("inf"), float("nan")], device=DEVICE)
+    x = torch.tensor(
+        [0.0, -0.0, 200.0, -200.0, float("inf"), -float("inf"), float("nan")], device=DEVICE
+    )
     y = torch.empty_like(x)
     _apply[(1,)](x, y, x.numel(), F=mine, SLOPE=slope, BLOCK=8)
     torch.testing.assert_close(y, exact(x.double()).float(), rtol=0, atol=1e-37, equal_nan=True)

@@ -24,7 +24,8 @@ def test_every_allocation_is_poisoned(way, dtype):
 
 
 def test_nothing_stays():
-    """PyTorch looks up what `torch.empty` is at the first `torch.device(...)`, and then never again."""
+    """PyTorch looks up what `torch.empty` is at the first `torch.device(...)`, and then never
+    again."""
     run("""
 import torch
 from cases import PoisonedEmpty

@@ -18,7 +18,7 @@ from bench import tune
 from bench.contest import Contestant
 from liger_kernel.cli import meta
 from liger_kernel.core import devices, tuning
-from liger_kernel.core.kernel import Plans
+from liger_kernel.core.kernel import LaunchCache
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import logits
 from liger_kernel.ops.moe import products
@@ -26,7 +26,8 @@ from liger_kernel.ops.norm import rms_norm, rows
 
 BY_NAME = {case.name: case for case in CASES}
 KB = 1024
-GPUS = {  # name: architecture, processors, most warps, bytes of shared memory for asynchronous copies, TB/s
+# name: architecture, processors, most warps, bytes of shared memory for asynchronous copies, TB/s
+GPUS = {
     "NVIDIA A100-SXM4-80GB": ("sm_80", 108, 32, 163 * KB, 2.04),
     "NVIDIA L40S": ("sm_89", 142, 32, 99 * KB, 0.864),
     "NVIDIA GeForce RTX 4090": ("sm_89", 128, 32, 99 * KB, 1.01),
@@ -39,14 +40,17 @@ EVERY_GPU = pytest.mark.parametrize("gpu", GPUS)
 
 @pytest.fixture
 def pretend(monkeypatch, tmp_path):
-    """`pretend(name)`: from here on every tensor is on that device. No table of this machine's is read."""
+    """`pretend(name)`: from here on every tensor is on that device. No table of this machine's is
+    read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
 
     def call(name, *properties):
         if properties or name in GPUS:
             arch, processors, warps, shared = (properties or GPUS[name])[:4]
-            monkeypatch.setattr(devices, "_properties", lambda kind, index: (arch, processors, warps, shared))
+            monkeypatch.setattr(
+                devices, "_properties", lambda kind, index: (arch, processors, warps, shared)
+            )
         monkeypatch.setattr(devices, "model", lambda kind, index: (name, 0.0))
         tuning._traits.cache_clear()
         tuning.forget()
@@ -105,7 +109,8 @@ USUAL = Path(__file__).with_name("launches_h200.txt")
 
 
 def test_hoppers_defaults_are_those_that_were_measured(pretend):
-    """What was measured there changes only with a new measurement: of `Traits`, nothing may change it."""
+    """What was measured there changes only with a new measurement: of `Traits`, nothing may change
+    it."""
     wide = pretend("NVIDIA H200")
     tensors = {"16-bit": wide.bfloat16(), "32-bit": wide}
     words = {"False": False, "True": True}
@@ -133,7 +138,8 @@ def test_the_list_of_defaults_is_that_of_the_cases():
 
 @EVERY_GPU
 def test_defaults_fit(gpu, pretend):
-    """As many stages as the shared memory has room for, and no program of more threads than there are."""
+    """As many stages as the shared memory has room for, and no program of more threads than there
+    are."""
     wide = pretend(gpu)
     for x in wide.bfloat16(), wide:
         device, size = tuning.traits(x), x.element_size()
@@ -144,7 +150,9 @@ def test_defaults_fit(gpu, pretend):
                     one = streams * block * columns * size
                     stages = devices.stages(one, x)
                     assert stages == 1 or stages * one <= device.shared
-                    assert resident * device.warp * devices.warps(warps, x) <= 2048 and resident in (1, 2)
+                    assert resident * device.warp * devices.warps(
+                        warps, x
+                    ) <= 2048 and resident in (1, 2)
             block, columns, warps = rows._launch(x, N, False)
             assert device.warp * warps <= 1024 and block * columns <= 128 * device.warp * warps
         for tile in (16, 32, 64, 128)[: 4 if size == 2 else 3]:
@@ -155,12 +163,14 @@ def test_defaults_fit(gpu, pretend):
 
 
 def test_defaults_follow_the_device(pretend):
-    """Half the rows where three stages would not fit, more programs where nothing is prefetched, half the warps where
-    they have 64 threads, two stages of a product on AMD."""
+    """Half the rows where three stages would not fit, more programs where nothing is prefetched,
+    half the warps where they have 64 threads, two stages of a product on AMD."""
     backward = {}
     for gpu in GPUS:
         x = pretend(gpu)
-        backward[gpu] = [rows._launch_bwd(t, 2048, False, n) for t in (x.bfloat16(), x) for n in (2, 3)]
+        backward[gpu] = [
+            rows._launch_bwd(t, 2048, False, n) for t in (x.bfloat16(), x) for n in (2, 3)
+        ]
         assert rows._launch(x, 4096, False)[2] == (4 if "AMD" in gpu else 8)
     full, half, two = (4, 2048, 8, 1), (2, 2048, 8, 1), (4, 2048, 8, 2)
     assert backward == {
@@ -203,7 +213,8 @@ PROGRAM = """
 
 @pytest.mark.thorough
 def test_what_takes_most_shared_memory_fits_into_an_l40s(tmp_path):
-    """As compiled. `test_portability` compiles for A100, MI300X, B200 and Hopper, with their defaults."""
+    """As compiled. `test_portability` compiles for A100, MI300X, B200 and Hopper, with their
+    defaults."""
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PROGRAM))
     ran(["-W", "ignore", file], CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
@@ -214,7 +225,11 @@ def test_what_takes_most_shared_memory_fits_into_an_l40s(tmp_path):
 
 def written(path, numbers, **other):
     device = tuning.traits(torch.empty(1, device=DEVICE))
-    table = tuning.stamp(device) | dict(launches={k: dict(launch=list(v)) for k, v in numbers.items()}) | other
+    table = (
+        tuning.stamp(device)
+        | dict(launches={k: dict(launch=list(v)) for k, v in numbers.items()})
+        | other
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(table))
     tuning.forget()
@@ -225,13 +240,18 @@ def launched(monkeypatch, module):
     """The constants of each launch that the module prepares."""
     made, prepared = [], module.prepared
     with monkeypatch.context() as patch:
-        patch.setattr(module, "prepared", lambda *args, **kw: made.append(kw) or prepared(*args, **kw))
+        patch.setattr(
+            module, "prepared", lambda *args, **kw: made.append(kw) or prepared(*args, **kw)
+        )
         yield made
 
 
 def norm(shape=(5, 100), dtype=torch.float32):
     torch.manual_seed(0)
-    x, w = torch.randn(shape, device=DEVICE, dtype=dtype), torch.randn(shape[-1], device=DEVICE, dtype=dtype)
+    x, w = (
+        torch.randn(shape, device=DEVICE, dtype=dtype),
+        torch.randn(shape[-1], device=DEVICE, dtype=dtype),
+    )
     return rms_norm.liger_rms_norm(x, w, 1e-6)
 
 
@@ -239,7 +259,8 @@ KEY = "norm_forward 32-bit 128 False"
 
 
 def test_a_table_is_used(pretend, monkeypatch):
-    """By its key: one launch is another one, and its result the same up to rounding. Others are as they were."""
+    """By its key: one launch is another one, and its result the same up to rounding. Others are as
+    they were."""
     pretend("Some GPU (X-1)")
     usual = norm()
     path = tuning.folder() / "tuning-Some-GPU-X-1-.json"
@@ -257,7 +278,10 @@ def test_a_table_is_used(pretend, monkeypatch):
 
 def test_a_file_or_a_folder_may_be_given(pretend, monkeypatch, tmp_path):
     pretend("GPU")
-    for where, path in ((tmp_path / "mine.json",) * 2, (tmp_path / "here", tmp_path / "here" / "tuning-GPU.json")):
+    for where, path in (
+        (tmp_path / "mine.json",) * 2,
+        (tmp_path / "here", tmp_path / "here" / "tuning-GPU.json"),
+    ):
         written(path, {KEY: (2, 128, 1)})
         monkeypatch.setenv(tuning.VARIABLE, str(where))
         tuning.forget()
@@ -294,7 +318,10 @@ def test_a_table_that_is_of_no_use(content, why, pretend, monkeypatch, tmp_path)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     tuning.forget()
-    with launched(monkeypatch, rows) as made, pytest.warns(UserWarning, match="table of launches") as seen:
+    with (
+        launched(monkeypatch, rows) as made,
+        pytest.warns(UserWarning, match="table of launches") as seen,
+    ):
         norm(), norm((3, 100)), norm((3, 64))
     assert len(seen) == 1 and why in str(seen[0].message) and str(path) in str(seen[0].message)
     assert [m["BLOCK_M"] for m in made] == [8, 8, 16]
@@ -318,11 +345,16 @@ def test_a_user_without_a_home(pretend, monkeypatch):
         assert tuning._tables.idle
 
 
-@pytest.mark.parametrize("numbers", [(2, 64, 1), (3, 128, 1), (0, 128, 1), (2, 128), (8, 128, 64), (-1, 128, 2)])
+@pytest.mark.parametrize(
+    "numbers", [(2, 64, 1), (3, 128, 1), (0, 128, 1), (2, 128), (8, 128, 64), (-1, 128, 2)]
+)
 def test_a_launch_that_is_not_right_is_not_taken(numbers, pretend, monkeypatch):
     pretend("GPU")
     written(tuning.file("GPU"), {KEY: numbers})
-    with launched(monkeypatch, rows) as made, pytest.warns(UserWarning, match=f"{KEY} is .*no launch for"):
+    with (
+        launched(monkeypatch, rows) as made,
+        pytest.warns(UserWarning, match=f"{KEY} is .*no launch for"),
+    ):
         norm()
     assert made[0]["BLOCK_M"] == 8
 
@@ -335,7 +367,7 @@ def test_without_a_table_nobody_is_asked(pretend, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         norm()
-        Plans.forget()
+        LaunchCache.forget()
         norm(), norm((3, 64))
     assert len(looked) == 1 and tuning._tables.idle
 
@@ -345,7 +377,9 @@ def test_a_launch_is_looked_up_when_it_is_planned(pretend, monkeypatch):
     written(tuning.file("GPU"), {KEY: (2, 128, 1)})
     norm()
     found, asked = tuning._tables.find, []
-    monkeypatch.setattr(tuning._tables, "find", lambda *args: asked.append(args[0].name) or found(*args))
+    monkeypatch.setattr(
+        tuning._tables, "find", lambda *args: asked.append(args[0].name) or found(*args)
+    )
     norm(), norm()
     assert not asked
     norm((6, 100))
@@ -381,7 +415,8 @@ def every_launch(names, some):
 
 @pytest.mark.thorough
 def test_every_choice_of_launches_computes_the_same(pretend):
-    """Whatever a table may name. On a CPU as with Hopper's shared memory, and the first and the last one."""
+    """Whatever a table may name. On a CPU as with Hopper's shared memory, and the first and the
+    last one."""
     if DEVICE == "cpu":
         pretend("", "cpu", 4, 32, 227 * KB)
     some = (lambda others: others[:: max(len(others) - 1, 1)]) if DEVICE == "cpu" else list
@@ -389,7 +424,8 @@ def test_every_choice_of_launches_computes_the_same(pretend):
 
 
 def made_up(ms):
-    """A stopwatch: what each launch takes, by its numbers; the default 1 ms. Whoever is timed is in ``timed``."""
+    """A stopwatch: what each launch takes, by its numbers; the default 1 ms. Whoever is timed is in
+    ``timed``."""
 
     def stopwatch(work, prepare=lambda: None):
         numbers = next(iter(tuning._tables.tried.values()), None)
@@ -408,7 +444,8 @@ def forward_norm(others):
 
 
 def test_the_fastest_is_written(pretend, monkeypatch, capsys):
-    """And read: with what was there for other launches, if it is of this device and these versions."""
+    """And read: with what was there for other launches, if it is of this device and these
+    versions."""
     pretend("GPU")
     monkeypatch.setattr(tune, "SHAPES", {"rms_norm": ((5, 100),)})
     path, best = tuning.file("GPU"), {(4, 128, 2): 0.9, (2, 128, 2): 0.95}
@@ -416,11 +453,22 @@ def test_the_fastest_is_written(pretend, monkeypatch, capsys):
     written(path, {"rope 16-bit 1024": (8, 4)})
     tune.run(["rms_norm"], [torch.float32], None, stopwatch, 0.0, DEVICE)
     table = json.loads(path.read_text())["launches"]
-    assert set(table) == {KEY, "rope 16-bit 1024"} and [f.name for f in path.parent.iterdir()] == [path.name]
-    want = dict(launch=[4, 128, 2], default=[8, 128, 2], ms=0.9, default_ms=1.0, at="rms_norm 5×100 float32, forward")
+    assert set(table) == {KEY, "rope 16-bit 1024"} and [f.name for f in path.parent.iterdir()] == [
+        path.name
+    ]
+    want = dict(
+        launch=[4, 128, 2],
+        default=[8, 128, 2],
+        ms=0.9,
+        default_ms=1.0,
+        at="rms_norm 5×100 float32, forward",
+    )
     assert table[KEY] == want
     said = capsys.readouterr().out
-    assert f"{KEY}: 4 128 2 takes 0.9 ms, the default 8 128 2 1.0" in said and "1 of 2 launches" in said
+    assert (
+        f"{KEY}: 4 128 2 takes 0.9 ms, the default 8 128 2 1.0" in said
+        and "1 of 2 launches" in said
+    )
     assert "norm_backward 32-bit 128 False 2: the default" in said
     assert "other results" not in said and "Error" not in said
     device = tuning.traits(torch.empty(1, device=DEVICE))
@@ -435,7 +483,9 @@ def test_the_fastest_is_written(pretend, monkeypatch, capsys):
     "ms",
     [
         lambda numbers, n: 1.0 if numbers is None else 0.99,  # not by enough
-        lambda numbers, n: 1.0 if numbers is None else 0.5 if n < 14 else 1.1,  # only when it was one of many
+        lambda numbers, n: (
+            1.0 if numbers is None else 0.5 if n < 14 else 1.1
+        ),  # only when it was one of many
         lambda numbers, n: 1.0 if numbers is None or n % 2 else 0.5,  # by turns
     ],
 )
@@ -461,12 +511,16 @@ def test_a_launch_with_other_results_is_not_timed(pretend, monkeypatch):
 
     monkeypatch.setattr(rows, "prepared", mistaken)
     who, choice = forward_norm([wrong, bad, (4, 128, 2)])
-    assert all(numbers in launch.others(torch.empty(1), choice.usual, 100, False) for numbers in choice.others)
+    assert all(
+        numbers in launch.others(torch.empty(1), choice.usual, 100, False)
+        for numbers in choice.others
+    )
     stopwatch = made_up(lambda numbers, n: 1.0 if numbers is None else 0.5)
     entry, failed = tune.measured(who, choice, stopwatch, 0.0)
     assert failed == {
-        wrong: "other results than the default's", bad: "RuntimeError: out of resource: shared memory",
-    }  # fmt: skip
+        wrong: "other results than the default's",
+        bad: "RuntimeError: out of resource: shared memory",
+    }
     assert entry["launch"] == [4, 128, 2] and set(stopwatch.timed) == {None, (4, 128, 2)}
 
 
@@ -475,7 +529,7 @@ def test_trying_leaves_nothing(pretend):
     with pytest.raises(ZeroDivisionError), tuning.trying({KEY: (2, 128, 1)}):
         assert tuning._tables.tried
         raise ZeroDivisionError
-    assert not tuning._tables.tried and not any(Plans.every)
+    assert not tuning._tables.tried and not any(LaunchCache.every)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it would measure")
@@ -492,5 +546,8 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     if "TRITON_INTERPRET" in os.environ:
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # it is unset there
-    exec(compile(code, "tune", "exec"), {"__name__": "__main__", "__file__": str(ROOT / "scripts" / "tune")})
+    exec(
+        compile(code, "tune", "exec"),
+        {"__name__": "__main__", "__file__": str(ROOT / "scripts" / "tune")},
+    )
     assert ran_main

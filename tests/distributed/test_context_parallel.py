@@ -1,9 +1,10 @@
-"""PyTorch's context parallelism: two ranks, each with two quarters of every sequence, the first with the outer ones.
+"""PyTorch's context parallelism: two ranks, each with two quarters of every sequence, the first
+with the outer ones.
 
-Its ring of attentions has kernels for GPUs alone (on a CPU PyTorch says that there is "no sharding strategy"). There
-the keys and values of both ranks are gathered instead; all else is as on a GPU: the order of the tokens, the hooks of
-accelerate that drop the mask, `shift_labels`, and a loss over the tokens of all ranks.
-"""
+Its ring of attentions has kernels for GPUs alone (on a CPU PyTorch says that there is "no sharding
+strategy"). There the keys and values of both ranks are gathered instead; all else is as on a GPU:
+the order of the tokens, the hooks of accelerate that drop the mask, `shift_labels`, and a loss over
+the tokens of all ranks."""
 
 import contextlib
 from functools import partial
@@ -25,7 +26,8 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.patch import engine
 
-# Quarters of 32 tokens: to that attention on a GPU pads its log-sum-exp, and PyTorch's ring does not cut it.
+# Quarters of 32 tokens: to that attention on a GPU pads its log-sum-exp, and PyTorch's ring does
+# not cut it.
 STEPS, LENGTH = 3, 128
 
 
@@ -43,7 +45,9 @@ def gathered_attention(module, query, key, value, attention_mask, position_ids, 
     """Causal by the positions of all ranks."""
     assert attention_mask is None
     group = dist.group.WORLD
-    key, value = (collectives.all_gather_tensor_autograd(t.contiguous(), 2, group) for t in (key, value))
+    key, value = (
+        collectives.all_gather_tensor_autograd(t.contiguous(), 2, group) for t in (key, value)
+    )
     everywhere = collectives.all_gather_tensor(position_ids.contiguous(), 1, group)
     later = position_ids[:, None, :, None] < everywhere[:, None, None]
     scores = (query @ key.mT * scaling).masked_fill(later, -torch.inf)
@@ -69,7 +73,8 @@ def made(family):
 
 
 def check(rank, family, **switches):
-    """fp32 sums in another order, some 1e-7 of the largest term: in three steps not ten times that."""
+    """fp32 sums in another order, some 1e-7 of the largest term: in three steps not ten times
+    that."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     devices.INTERPRETED = False
@@ -79,7 +84,9 @@ def check(rank, family, **switches):
     assert not report.left_alone
     for model in models.values():
         _attach_context_parallel_hooks(model)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, *models.values())]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, *models.values())
+    ]
     for step in range(STEPS):
         given = batch(step)
         n = (given["shift_labels"] != -100).sum()
@@ -88,7 +95,9 @@ def check(rank, family, **switches):
         for name, model in models.items():
             given = batch(step)
             buffers = list(given.values())
-            how = dict(buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
+            how = dict(
+                buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers}
+            )
             with ring(), context_parallel(mesh, **how):
                 quarters = given["position_ids"][0].view(2, -1)[:, 0] // (LENGTH // 4)
                 assert quarters.tolist() == [rank, 3 - rank]
@@ -102,10 +111,16 @@ def check(rank, family, **switches):
             assert (out.logits is None) == (name == "mine")
             for (key, p), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
                 dist.all_reduce(p.grad)
-                assert (p.grad - whole.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), (name, step, key)
+                assert (p.grad - whole.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), (
+                    name,
+                    step,
+                    key,
+                )
         for optimizer in optimizers:
             optimizer.step(), optimizer.zero_grad()
-    assert all(m._liger_told is None for m in engine.causal_lms(models["mine"])), "logits without need"
+    assert all(m._liger_told is None for m in engine.causal_lms(models["mine"])), (
+        "logits without need"
+    )
 
 
 CHECKS = [partial(check, family="llama", tiled_mlp=5), partial(check, family="qwen3")]

@@ -26,7 +26,8 @@ ACCUMULATED, TOKENS = 2, 5  # TOKENS: of a tile
 
 
 def batches(step):
-    """Of one step; every row has its own number of tokens that count, in one batch the last rank has none."""
+    """Of one step; every row has its own number of tokens that count, in one batch the last rank
+    has none."""
     made = [tiny.batch(2 * SIZE, seed=10 * step + i) for i in range(ACCUMULATED)]
     for i, batch in enumerate(made):
         for row, labels in enumerate(batch["labels"]):
@@ -37,7 +38,8 @@ def batches(step):
 
 
 def train(model, rank=None, steps=3):
-    """(losses, gradients) of each step, and at last the weights. ``model`` is an engine where there is a ``rank``."""
+    """(losses, gradients) of each step, and at last the weights. ``model`` is an engine where there
+    is a ``rank``."""
     alone = rank is None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if alone else None
     seen = []
@@ -65,16 +67,23 @@ def train(model, rank=None, steps=3):
             gradients = zero.gradients(model)
             model.step()
         seen.append((losses, gradients))
-    weights = {name: p.detach() for name, p in model.named_parameters()} if alone else zero.weights(model)
+    weights = (
+        {name: p.detach() for name, p in model.named_parameters()} if alone else zero.weights(model)
+    )
     return seen, weights
 
 
 def engine(model, **options):
-    return zero.engine(model, torch.optim.SGD(model.parameters(), lr=0.1), **dict(accumulated=ACCUMULATED) | options)
+    return zero.engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        **dict(accumulated=ACCUMULATED) | options,
+    )
 
 
 def trained(rank, family, when, dtype=torch.float32, switches=None, **options):
-    """By DeepSpeed. ``when`` it is patched: "before" and "after" `initialize`, "sharded" before; None: it is not."""
+    """By DeepSpeed. ``when`` it is patched: "before" and "after" `initialize`, "sharded" before;
+    None: it is not."""
     devices.INTERPRETED = False
     model = tiny.model(family, dtype).to(DEVICE)
     if when == "sharded":
@@ -97,8 +106,12 @@ def trained(rank, family, when, dtype=torch.float32, switches=None, **options):
 
 
 def check(rank, family="llama", **options):
-    """fp32 sums in another order, some 1e-7 of the largest term: in three steps not ten times that."""
-    (got, weights), (want, want_weights) = trained(rank, family, **options), train(tiny.model(family).to(DEVICE))
+    """fp32 sums in another order, some 1e-7 of the largest term: in three steps not ten times
+    that."""
+    (got, weights), (want, want_weights) = (
+        trained(rank, family, **options),
+        train(tiny.model(family).to(DEVICE)),
+    )
     for (losses, gradients), (want_losses, want_gradients) in zip(got, want, strict=True):
         torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
         for name, g in want_gradients.items():
@@ -106,18 +119,22 @@ def check(rank, family="llama", **options):
     start = dict(tiny.model(family).to(DEVICE).named_parameters())
     for name, w in want_weights.items():
         moved = (w - start[name]).abs().max()
-        assert moved > 0 and (weights[name] - w).abs().max() <= 1e-5 * moved + 1e-6 * w.abs().max(), name
+        assert (
+            moved > 0 and (weights[name] - w).abs().max() <= 1e-5 * moved + 1e-6 * w.abs().max()
+        ), name
 
 
 def check_bf16(rank, family="llama", **options):
-    """As far from fp32 as the unpatched model in the same engine: of either, roundings of bf16 make the distance."""
+    """As far from fp32 as the unpatched model in the same engine: of either, roundings of bf16 make
+    the distance."""
     exact = tiny.model(family, torch.bfloat16).float().to(DEVICE)
     want, _ = train(exact)
     far = []
     for when in ("before", None):
         got, _ = trained(rank, family, when, torch.bfloat16, **options)
         losses = max(
-            ((g[0] - w[0]).abs() / w[0].abs().clamp(min=1e-3)).max().item() for g, w in zip(got, want, strict=True)
+            ((g[0] - w[0]).abs() / w[0].abs().clamp(min=1e-3)).max().item()
+            for g, w in zip(got, want, strict=True)
         )
         gradients = [
             {name: ((g[1][name].float() - x).norm() / x.norm()).item() for name, x in w[1].items()}
@@ -146,7 +163,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            tensors = [
+                x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)
+            ]
             self.calls[function._opname] += 1
             self.elements[function._opname] += sum(x.numel() for x in tensors)
         return function(*args, **kwargs or {})
@@ -182,14 +201,24 @@ def check_collectives(rank, family, whens):
     assert all(step.calls[GATHER] and step.calls[REDUCE] for step in theirs), theirs[0].calls
     for when in whens:
         for mine, want in zip(collectives(family, when), theirs, strict=True):
-            assert mine.calls <= want.calls and mine.elements <= want.elements, (when, mine.calls, want.calls)
+            assert mine.calls <= want.calls and mine.elements <= want.elements, (
+                when,
+                mine.calls,
+                want.calls,
+            )
 
 
 def check_collectives_of_tiles(rank):
-    """The three weights of an MLP come at once, for all tiles: nothing is gathered for a tile, or reduced twice."""
-    for mine, want in zip(collectives("llama", "before", tiled_mlp=TOKENS), collectives("llama", None), strict=True):
+    """The three weights of an MLP come at once, for all tiles: nothing is gathered for a tile, or
+    reduced twice."""
+    for mine, want in zip(
+        collectives("llama", "before", tiled_mlp=TOKENS), collectives("llama", None), strict=True
+    ):
         assert 0 < mine.calls[GATHER] < want.calls[GATHER], (mine.calls, want.calls)
-        assert mine.calls <= want.calls and mine.elements <= want.elements, (mine.elements, want.elements)
+        assert mine.calls <= want.calls and mine.elements <= want.elements, (
+            mine.elements,
+            want.elements,
+        )
 
 
 def check_operators(rank, family, when):
@@ -203,7 +232,9 @@ def check_operators(rank, family, when):
         liger.apply_liger_kernel(ran.module)
     batch = {name: t[:2] for name, t in batches(0)[0].items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # an earlier engine's own is still there
+        patch.setattr(
+            torch.nn.functional, "linear", torch._C._nn.linear
+        )  # an earlier engine's own is still there
         with patched.counted(patch) as calls:
             ran.backward(ran(**batch).loss)
         assert calls == patched.expected(family)
@@ -243,7 +274,9 @@ def check_tiles(rank):
     ran.destroy()
     x = torch.randn(1, 6, 8, device=DEVICE, requires_grad=True)
     ran = engine(Tiles().to(DEVICE))
-    with pytest.raises(RuntimeError, match="ZeRO-3 has not gathered Linear.weight; call .*set_z3_leaf_modules"):
+    with pytest.raises(
+        RuntimeError, match="ZeRO-3 has not gathered Linear.weight; call .*set_z3_leaf_modules"
+    ):
         ran(x)
     ran.destroy()
     from deepspeed.utils import set_z3_leaf_modules
@@ -263,7 +296,10 @@ def check_tiles(rank):
         ran.destroy()
 
 
-CASES = [dict(stage=stage, when=when) for stage, when in ((1, "before"), (2, "after"), (3, "before"), (3, "after"))]
+CASES = [
+    dict(stage=stage, when=when)
+    for stage, when in ((1, "before"), (2, "after"), (3, "before"), (3, "after"))
+]
 CASES += [
     dict(stage=3, when="before", family="qwen3"), dict(stage=3, when="sharded", family="qwen3"),
     dict(stage=3, when="after", family="mixtral"), dict(stage=2, when="before", family="mixtral"),

@@ -18,18 +18,26 @@ import zoo_vision
 import liger_kernel.transformers as liger
 
 STEPS = 4
-LAYERS = dict(liger_rope=True, liger_rms_norm=True, liger_glu_activation=True, liger_layer_norm=True)
+LAYERS = dict(
+    liger_rope=True, liger_rms_norm=True, liger_glu_activation=True, liger_layer_norm=True
+)
 FUSED = dict(LAYERS, liger_fused_linear_cross_entropy=True)
 PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 FAMILIES = "llama mixtral mistral gemma gemma2 qwen2 qwen3 granite phi3".split()
 SIZES = {
-    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8, query_pre_attn_scalar=8),
+    "gemma3_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+        query_pre_attn_scalar=8,
+    ),
     "olmo2": {},
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "ministral3": {},  # the plugin replaces its classes itself
     "starcoder2": {},
 }
-GENERIC = "starcoder2"  # the plugin does not know it: its generic forward, with the loss in the head
+GENERIC = (
+    "starcoder2"  # the plugin does not know it: its generic forward, with the loss in the head
+)
 SWITCHES = {
     "cross_entropy": dict(LAYERS, liger_cross_entropy=True),
     "rms_norm": dict(liger_rms_norm=True),
@@ -38,11 +46,18 @@ SWITCHES = {
     "loss": dict(liger_fused_linear_cross_entropy=True),
 }
 MORE = dict(
-    lora=dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_modules=["q_proj", "down_proj"], lora_dropout=0.0),
+    lora=dict(
+        adapter="lora",
+        lora_r=4,
+        lora_alpha=8,
+        lora_target_modules=["q_proj", "down_proj"],
+        lora_dropout=0.0,
+    ),
     packed=dict(sample_packing=True, pad_to_sequence_len=True),
 )
 
-# A plugin of Axolotl with the loss that liger_use_token_scaling stands for: each token's, times its probability.
+# A plugin of Axolotl with the loss that liger_use_token_scaling stands for: each token's, times its
+# probability.
 SCALED = """
 from axolotl.integrations.base import BasePlugin
 from torch.nn import functional as F
@@ -81,14 +96,19 @@ def runs(tmp_path_factory):
     plans = {}
     for family in [*FAMILIES, *SIZES]:
         trl_tiny.folder(folder / "models" / family, family=family, **SIZES.get(family, {}))
-        more = dict(remove_unused_columns=False) if family == GENERIC else {}  # its forward names no arguments
+        more = (
+            dict(remove_unused_columns=False) if family == GENERIC else {}
+        )  # its forward names no arguments
         plans[family], plans[f"{family}+"] = (family, more), (family, FUSED | more)
     for name, switches in SWITCHES.items():
         plans[f"llama+{name}"] = "llama", switches
     for name, more in MORE.items():
         plans[name], plans[f"{name}+"] = ("llama", more), ("llama", more | FUSED)
     scaled = dict(FUSED, liger_use_token_scaling=True)
-    plans["scaled"], plans["scaled+"] = ("llama", dict(plugins=["scaled_by_hand.Plugin"])), ("llama", scaled)
+    plans["scaled"], plans["scaled+"] = (
+        ("llama", dict(plugins=["scaled_by_hand.Plugin"])),
+        ("llama", scaled),
+    )
     (folder / "scaled_by_hand.py").write_text(SCALED)
     jobs = {}
     for job, (family, switches) in plans.items():
@@ -100,11 +120,15 @@ def runs(tmp_path_factory):
     first = "axolotl.cli.config axolotl.cli.checks axolotl.train axolotl.common.datasets axolotl.core.builders".split()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)])
     environment = dict(AXOLOTL_DO_NOT_TRACK="1", PYTHONPATH=path)
-    return framework_runs.run("axolotl.cli.train", jobs, folder, first=first, environment=environment, limit=900)
+    return framework_runs.run(
+        "axolotl.cli.train", jobs, folder, first=first, environment=environment, limit=900
+    )
 
 
 LAYER_OPERATORS = dict(
-    liger_rope="liger_rotary_pos_emb", liger_rms_norm="liger_rms_norm", liger_glu_activation="liger_swiglu"
+    liger_rope="liger_rotary_pos_emb",
+    liger_rms_norm="liger_rms_norm",
+    liger_glu_activation="liger_swiglu",
 )
 GEGLU, EXPERTS = {"liger_swiglu": "liger_geglu"}, {"liger_swiglu": "liger_experts"}
 OTHERS = dict(gemma=GEGLU, gemma2=GEGLU, gemma3_text=GEGLU, mixtral=EXPERTS, qwen3_moe=EXPERTS)
@@ -121,7 +145,9 @@ def test_trains_as_before(job, runs):
     assert wanted <= set(mine.calls) and not theirs.calls
     # a row of packed samples is a batch, and the last step of an epoch has one batch
     batches = 2 * STEPS - (job == "packed")
-    assert mine.calls[FUSED_HEAD] == (0 if job == "ministral3" else batches)  # there Axolotl leaves it out, and warns
+    assert mine.calls[FUSED_HEAD] == (
+        0 if job == "ministral3" else batches
+    )  # there Axolotl leaves it out, and warns
 
 
 def test_the_scaled_loss_is_another(runs):
@@ -152,12 +178,18 @@ def test_layer_norm(reference_only):
         finally:
             sys.setprofile(None)
         loss.backward()
-        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, calls
+        return (
+            loss.item(),
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            calls,
+        )
 
     theirs, gradients, calls = step(zoo_vision.build("qwen2_vl"))
     assert not calls
     try:
-        LigerPlugin().pre_model_load(DictDefault(model_config_type="qwen2_vl", liger_layer_norm=True, liger_rope=False))
+        LigerPlugin().pre_model_load(
+            DictDefault(model_config_type="qwen2_vl", liger_layer_norm=True, liger_rope=False)
+        )
         mine, got, calls = step(zoo_vision.build("qwen2_vl"))
     finally:
         liger.revert("qwen2_vl")

@@ -1,8 +1,11 @@
-"""bitsandbytes: weights in 4 and 8 bits below a LoRA, AdamW with its state in 8 bits, on whatever device there is."""
+"""bitsandbytes: weights in 4 and 8 bits below a LoRA, AdamW with its state in 8 bits, on whatever
+device there is."""
 
 import pytest
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-bitsandbytes installs it")
+pytest.importorskip(
+    "bitsandbytes", reason="bitsandbytes is not installed: make test-bitsandbytes installs it"
+)
 
 import bitsandbytes as bnb
 import peft
@@ -14,7 +17,8 @@ from patched import assert_same_step, step
 from rounded import STEPS, assert_reverted, same_weights, trained, within
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import engine, head
+from liger_kernel.patch import engine
+from liger_kernel.patch.loss import head
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 LAYERS = dict(hidden_size=64, intermediate_size=128, head_dim=16)  # of whole blocks of 64
@@ -28,17 +32,29 @@ def few_rows(reference_only, monkeypatch):
 
 def four_bits(linear, quant_type):
     made = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, quant_type=quant_type, compute_dtype=torch.float32
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        quant_type=quant_type,
+        compute_dtype=torch.float32,
     )
-    made.weight = bnb.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type)
+    made.weight = bnb.nn.Params4bit(
+        linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type
+    )
     return made
 
 
 def eight_bits(linear, threshold):
     made = bnb.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=threshold
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        has_fp16_weights=False,
+        threshold=threshold,
     )
-    made.weight = bnb.nn.Int8Params(linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(
+        linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False
+    )
     return made
 
 
@@ -75,7 +91,9 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
     theirs, mine = pair("llama", with_lora(quantised(kind, with_head), adapted), when, **LAYERS)
     base = mine.base_model.model.model.layers[0].mlp.down_proj.base_layer
     assert base.weight.dtype is (torch.int8 if "int8" in kind else torch.uint8)
-    fine = with_lora(lambda model: model.requires_grad_(False), adapted)(tiny.model("llama", **LAYERS))
+    fine = with_lora(lambda model: model.requires_grad_(False), adapted)(
+        tiny.model("llama", **LAYERS)
+    )
 
     def exact():
         same_weights(theirs, fine)
@@ -83,13 +101,16 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
 
     trained(theirs, mine, within(0.1, exact) if "int8" in kind else assert_same_step)
     (model,) = engine.causal_lms(mine)
-    assert head.mixes_rows(model.get_output_embeddings()) == (with_head and kind == "int8 with outliers")
+    assert head.mixes_rows(model.get_output_embeddings()) == (
+        with_head and kind == "int8 with outliers"
+    )
     assert_reverted(theirs, mine)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
 def test_adamw_in_eight_bits(optimizer):
-    """Its state of 8 bits is of tensors with 4,096 elements and more; the same gradients give the same weights."""
+    """Its state of 8 bits is of tensors with 4,096 elements and more; the same gradients give the
+    same weights."""
     theirs, mine = (model.to(DEVICE) for model in pair("llama", **LAYERS))
     made = [getattr(bnb.optim, optimizer)(model.parameters(), lr=1e-2) for model in (theirs, mine)]
     losses = []
@@ -124,7 +145,9 @@ def test_trains_by_adamw_in_eight_bits():
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "int8 with outliers"])
 def test_the_report(kind):
-    report = liger.apply_liger_kernel(quantised(kind, with_head=True)(tiny.model("llama", **LAYERS)))
+    report = liger.apply_liger_kernel(
+        quantised(kind, with_head=True)(tiny.model("llama", **LAYERS))
+    )
     made = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
     way = "once" if "outliers" in kind else "7 rows at a time"
     assert f"liger_cross_entropy, bitsandbytes's {made} called {way}" in str(report)

@@ -1,8 +1,7 @@
 """The calls of verl, VeOmni, OpenRLHF and Oumi, made by their own modules.
 
-What these packages import before (Ray, vLLM, FlashAttention, a tracker) is not here: only the modules that call this
-package are loaded, their packages' own ``__init__`` are not.
-"""
+What these packages import before (Ray, vLLM, FlashAttention, a tracker) is not here: only the
+modules that call this package are loaded, their packages' own ``__init__`` are not."""
 
 import importlib
 import importlib.util
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("openrlhf", reason="verl, VeOmni, OpenRLHF and Oumi: make test-callers installs them")
+pytest.importorskip(
+    "openrlhf", reason="verl, VeOmni, OpenRLHF and Oumi: make test-callers installs them"
+)
 
 import tiny
 import torch
@@ -23,7 +24,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
 
-FOLDERS = {name: Path(importlib.util.find_spec(name).origin).parent for name in ("verl", "veomni", "openrlhf", "oumi")}
+FOLDERS = {
+    name: Path(importlib.util.find_spec(name).origin).parent
+    for name in ("verl", "veomni", "openrlhf", "oumi")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,8 @@ def on_cpu(reference_only):
 
 @pytest.fixture
 def module(monkeypatch):
-    """``module(name, *inits)``: a module of an installed package; of the packages ``inits`` no ``__init__`` runs."""
+    """``module(name, *inits)``: a module of an installed package; of the packages ``inits`` no
+    ``__init__`` runs."""
 
     def load(name, *inits):
         for package in inits:
@@ -57,16 +62,24 @@ def path(tmp_path_factory):
 
 def leaves(*shapes):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(*shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes
+    ]
 
 
 def assert_same_with_gradients(mine, theirs, inputs, roundings=64):
-    """Outputs, and gradients for one random weighting: within some fp32 roundings of sums of so many terms."""
-    near = dict(rtol=roundings * torch.finfo(torch.float32).eps, atol=roundings * torch.finfo(torch.float32).eps)
+    """Outputs, and gradients for one random weighting: within some fp32 roundings of sums of so
+    many terms."""
+    near = dict(
+        rtol=roundings * torch.finfo(torch.float32).eps,
+        atol=roundings * torch.finfo(torch.float32).eps,
+    )
     found = []
     for run in (mine, theirs):
         outputs = run()
-        weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out) for out in outputs]
+        weights = [
+            torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out) for out in outputs
+        ]
         loss = sum((w * out).sum() for w, out in zip(weights, outputs, strict=True))
         found.append([*(out.detach() for out in outputs), *torch.autograd.grad(loss, inputs)])
     for a, b in zip(*found, strict=True):
@@ -86,7 +99,9 @@ def test_verl_log_probs(shape, module, monkeypatch):
     ids = torch.randint(0, 29, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def run(backend):
-        return functions.FusedLinearForPPO(chunk_size=5, impl_backend=backend)(hidden, weight, ids, temperature=0.7)
+        return functions.FusedLinearForPPO(chunk_size=5, impl_backend=backend)(
+            hidden, weight, ids, temperature=0.7
+        )
 
     calls, theirs = [], functions._LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY
     counted = types.SimpleNamespace(apply=lambda *args: calls.append(1) or theirs.apply(*args))
@@ -98,7 +113,9 @@ def test_verl_log_probs(shape, module, monkeypatch):
 def test_verl_model(module, monkeypatch):
     """``use_liger: true`` as its FSDP engine does it, then its own forward over the class."""
     patching = module("verl.models.transformers.monkey_patch", *VERL)
-    monkeypatch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)  # verl replaces the class's
+    monkeypatch.setattr(
+        LlamaForCausalLM, "forward", LlamaForCausalLM.forward
+    )  # verl replaces the class's
     given = {name: value.to(DEVICE) for name, value in tiny.batch().items() if name != "labels"}
 
     def run(use_liger, backend):
@@ -106,9 +123,13 @@ def test_verl_model(module, monkeypatch):
         if use_liger:
             from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
+            _apply_liger_kernel_to_instance(
+                model=model, fused_linear_cross_entropy=False, swiglu=True
+            )
             assert type(model.model.norm) is not type(tiny.model("llama").model.norm)
-        patching.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+        patching.patch_forward_with_backends(
+            model, use_fused_kernels=True, fused_kernels_backend=backend
+        )
         out = model(**given, temperature=0.9, return_dict=True)
         (out.log_probs.sum() + out.entropy.square().sum()).backward()
         return [out.log_probs, out.entropy, *(p.grad for p in model.parameters())]
@@ -119,12 +140,19 @@ def test_verl_model(module, monkeypatch):
 
 # ---- VeOmni ----
 
-VEOMNI = "veomni", "veomni.utils", "veomni.ops", "veomni.ops.kernels", "veomni.ops.kernels.cross_entropy"
+VEOMNI = (
+    "veomni",
+    "veomni.utils",
+    "veomni.ops",
+    "veomni.ops.kernels",
+    "veomni.ops.kernels.cross_entropy",
+)
 
 
 @pytest.fixture
 def kernel(module):
-    """``kernel(op, variant)``: what ``..._implementation: liger_kernel`` selects in its registry."""
+    """``kernel(op, variant)``: what ``..._implementation: liger_kernel`` selects in its
+    registry."""
     module("veomni.ops.liger", *VEOMNI)
     specs = sys.modules["veomni.ops.kernel_registry"].KERNEL_REGISTRY._specs
     return lambda op, variant: specs[op, variant]["liger_kernel"].factory()
@@ -137,7 +165,9 @@ def test_veomni_norm(variant, offset, kernel):
     def plain():
         return [torch.nn.functional.rms_norm(x, (48,), eps=1e-6) * (weight + offset)]
 
-    assert_same_with_gradients(lambda: [kernel("rms_norm", variant)(x, weight, 1e-6)], plain, [x, weight])
+    assert_same_with_gradients(
+        lambda: [kernel("rms_norm", variant)(x, weight, 1e-6)], plain, [x, weight]
+    )
 
 
 def test_veomni_mlp_and_rope(kernel):
@@ -149,14 +179,20 @@ def test_veomni_mlp_and_rope(kernel):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k = leaves((2, 4, 7, 8), (2, 2, 7, 8))
-    angles = torch.arange(7.0, device=DEVICE)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], device=DEVICE)
+    angles = torch.arange(7.0, device=DEVICE)[:, None] * torch.tensor(
+        [1.0, 0.3, 0.1, 0.03], device=DEVICE
+    )
     cos, sin = (f(torch.cat([angles, angles], -1))[None] for f in (torch.cos, torch.sin))
     rope = kernel("rotary_pos_emb", "full")
-    assert_same_with_gradients(lambda: rope(q, k, cos, sin), lambda: apply_rotary_pos_emb(q, k, cos, sin), [q, k])
+    assert_same_with_gradients(
+        lambda: rope(q, k, cos, sin), lambda: apply_rotary_pos_emb(q, k, cos, sin), [q, k]
+    )
 
 
 def test_veomni_cross_entropy(module):
-    loss = module("veomni.ops.kernels.cross_entropy.liger", *VEOMNI).fused_liger_kernel_cross_entropy
+    loss = module(
+        "veomni.ops.kernels.cross_entropy.liger", *VEOMNI
+    ).fused_liger_kernel_cross_entropy
     hidden, weight = leaves((11, 16), (29, 16))
     labels = torch.randint(0, 29, (11,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     labels[:3] = -100
@@ -165,7 +201,9 @@ def test_veomni_cross_entropy(module):
         return [torch.nn.functional.cross_entropy(hidden @ weight.T, labels)]
 
     assert_same_with_gradients(
-        lambda: loss(labels=labels, hidden_states=hidden, weights=weight)[:1], plain, [hidden, weight]
+        lambda: loss(labels=labels, hidden_states=hidden, weights=weight)[:1],
+        plain,
+        [hidden, weight],
     )
 
 
@@ -175,7 +213,12 @@ def test_veomni_cross_entropy(module):
 @pytest.fixture
 def actor(module, monkeypatch):
     functions = "index_first_axis", "pad_input", "rearrange", "unpad_input", "all_gather"
-    for name in ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"):
+    for name in (
+        "flash_attn",
+        "flash_attn.bert_padding",
+        "flash_attn.utils",
+        "flash_attn.utils.distributed",
+    ):
         absent = types.ModuleType(name)  # imported for packed samples, which nobody asks for here
         absent.__dict__.update(dict.fromkeys(functions))
         monkeypatch.setitem(sys.modules, name, absent)
@@ -204,15 +247,27 @@ def test_openrlhf_actor(actor, path):
 
 
 def test_oumi_builds_a_model(module, path, monkeypatch):
-    """``model.enable_liger_kernel: true``: Oumi loads the model first and patches its family then."""
+    """``model.enable_liger_kernel: true``: Oumi loads the model first and patches its family
+    then."""
     builders = module("oumi.builders.models", "oumi.builders", "oumi.launcher", "oumi.datasets")
     params = importlib.import_module("oumi.core.configs").ModelParams
     calls, op = [], functional.liger_fused_linear_cross_entropy
-    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", lambda *a, **k: calls.append(1) or op(*a, **k))
+    monkeypatch.setattr(
+        functional,
+        "liger_fused_linear_cross_entropy",
+        lambda *a, **k: calls.append(1) or op(*a, **k),
+    )
 
     def build(use_liger):
-        given = dict(model_name=path, load_pretrained_weights=True, torch_dtype_str="float32", device_map=None)
-        return builders.build_model(params(**given, enable_liger_kernel=use_liger)).to(DEVICE).train()
+        given = dict(
+            model_name=path,
+            load_pretrained_weights=True,
+            torch_dtype_str="float32",
+            device_map=None,
+        )
+        return (
+            builders.build_model(params(**given, enable_liger_kernel=use_liger)).to(DEVICE).train()
+        )
 
     given = {name: value.to(DEVICE) for name, value in tiny.batch().items()}
     theirs = build(False)

@@ -1,4 +1,5 @@
-"""examples/cluster: a run whose workers are killed ends as one that was left alone, and its scripts start it."""
+"""examples/cluster: a run whose workers are killed ends as one that was left alone, and its scripts
+start it."""
 
 import importlib.util
 import json
@@ -57,13 +58,20 @@ class Runs:
         self.folder, self.context = folder, launches.context()
         module("data").write(folder / "data.jsonl", rows=24)
         for name, text in dict(unlucky=UNLUCKY, plain=PLAIN).items():
-            (folder / f"{name}.py").write_text(text.format(folder=str(CLUSTER), heartbeat=str(folder / "beat")))
+            (folder / f"{name}.py").write_text(
+                text.format(folder=str(CLUSTER), heartbeat=str(folder / "beat"))
+            )
 
     def __call__(self, out, *options, script="plain", workers=2):
         """-> (exit status, what was printed)"""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
-        arguments = [f"--data={self.folder}/data.jsonl", f"--out={self.folder / out}", *OPTIONS, *options]
+        arguments = [
+            f"--data={self.folder}/data.jsonl",
+            f"--out={self.folder / out}",
+            *OPTIONS,
+            *options,
+        ]
         arguments.append(f"--heartbeat={self.folder}/beat")
         torchrun = [f"--nproc-per-node={workers}", "--max-restarts=1", "--monitor-interval=0.05"]
         given = torchrun, self.folder / f"{script}.py", arguments, log
@@ -74,7 +82,10 @@ class Runs:
         return process.exitcode, log.read_text()
 
     def losses(self, out):
-        return [json.loads(line) for line in (self.folder / out / "losses.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / out / "losses.jsonl").read_text().splitlines()
+        ]
 
     def result(self, out):
         return json.loads((self.folder / out / "result.json").read_text())
@@ -109,7 +120,9 @@ def test_killed_workers_go_on_where_they_were(tmp_path):
     status, printed = run("broken")
     assert status == 0 and run.result("broken")["begun_after"] == 7, printed
     assert run.losses("broken") == run.losses("whole")
-    trained = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "broken")]
+    trained = [
+        (tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "broken")
+    ]
     assert trained[0] == trained[1]
     assert not list((tmp_path / "broken").glob("*.part"))
 
@@ -127,5 +140,8 @@ def test_torchruns_own_store_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setitem(sys.modules, "checkpoint", module("checkpoint"))
     train = module("train")
-    with pytest.raises(RuntimeError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"), train.workers(train.Settings()):
+    with (
+        pytest.raises(RuntimeError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        train.workers(train.Settings()),
+    ):
         pass

@@ -1,5 +1,5 @@
-"""DeepSpeed's loss of a vocabulary that is spread over two ranks (``vocab_parallel_ce_backend: liger``), by its own
-modules and by its engine: as one process with all classes.
+"""DeepSpeed's loss of a vocabulary that is spread over two ranks (``vocab_parallel_ce_backend:
+liger``), by its own modules and by its engine: as one process with all classes.
 
 `make test-deepspeed` installs DeepSpeed and runs this. Without it these tests skip.
 """
@@ -26,12 +26,17 @@ STEPS, LR = 3, 0.1
 
 
 def counted(patch):
-    """The forwards of this package's operator. On a CPU the interpreter runs it: DeepSpeed is told so."""
+    """The forwards of this package's operator. On a CPU the interpreter runs it: DeepSpeed is told
+    so."""
     zero.prepare()
     from deepspeed.accelerator import get_accelerator
 
     calls, op = [], vocab_parallel.vocab_parallel_cross_entropy_fwd
-    patch.setattr(vocab_parallel, "vocab_parallel_cross_entropy_fwd", lambda *args: calls.append(1) or op(*args))
+    patch.setattr(
+        vocab_parallel,
+        "vocab_parallel_cross_entropy_fwd",
+        lambda *args: calls.append(1) or op(*args),
+    )
     patch.setattr(get_accelerator(), "is_triton_supported", lambda: True)
     return calls
 
@@ -40,7 +45,8 @@ def counted(patch):
 
 
 def module(rank, backend):
-    """The loss of tokens, their sum and mean, and that of a causal language model, with its division or without."""
+    """The loss of tokens, their sum and mean, and that of a causal language model, with its
+    division or without."""
     from deepspeed.sequence import VocabParallelCausalLMLoss, VocabParallelCrossEntropyLoss
 
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +60,9 @@ def module(rank, backend):
         for how in ("none", "sum", "mean")
     }  # fmt: skip
     causal = VocabParallelCausalLMLoss(group, backend=backend)
-    following = F.cross_entropy(full[:, :-1].reshape(-1, V), target[:, 1:].reshape(-1), reduction="sum")
+    following = F.cross_entropy(
+        full[:, :-1].reshape(-1, V), target[:, 1:].reshape(-1), reduction="sum"
+    )
     losses["causal"] = causal, following / (target[:, 1:] != -100).sum()
     losses["causal, counted"] = partial(causal, num_items_in_batch=11), following / 11
     with pytest.MonkeyPatch.context() as patch:
@@ -64,8 +72,13 @@ def module(rank, backend):
             got = loss(mine, target)
             torch.testing.assert_close(got, want.view(got.shape), rtol=1e-5, atol=1e-5, msg=how)
             g = torch.linspace(1, 2, got.numel(), device=DEVICE).view(got.shape)
-            (dx,), (of_all,) = torch.autograd.grad(got, mine, g), torch.autograd.grad(want, full, g.view_as(want), True)
-            torch.testing.assert_close(dx, of_all.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6, msg=how)
+            (dx,), (of_all,) = (
+                torch.autograd.grad(got, mine, g),
+                torch.autograd.grad(want, full, g.view_as(want), True),
+            )
+            torch.testing.assert_close(
+                dx, of_all.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6, msg=how
+            )
             assert len(calls) == (i + 1 if backend == "liger" else 0), how
 
 
@@ -91,9 +104,13 @@ def alone():
 
 
 def trains(rank, backend, patched):
-    """Automatic tensor parallelism with a head whose logits stay on their ranks. fp32 sums in another order."""
+    """Automatic tensor parallelism with a head whose logits stay on their ranks. fp32 sums in
+    another order."""
     model = tiny.model("llama").to(DEVICE)
-    start, (want, trained) = {name: w.detach().clone() for name, w in model.named_parameters()}, alone()
+    start, (want, trained) = (
+        {name: w.detach().clone() for name, w in model.named_parameters()},
+        alone(),
+    )
     with pytest.MonkeyPatch.context() as patch:
         calls = counted(patch)
         import deepspeed
@@ -103,7 +120,9 @@ def trains(rank, backend, patched):
         if patched:
             assert not liger.apply_liger_kernel(model).left_alone
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config | dict(tensor_parallel=how))[0]
+        engine = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config | dict(tensor_parallel=how)
+        )[0]
         losses = []
         for batch in batches():
             loss = engine(**batch).loss
@@ -113,10 +132,16 @@ def trains(rank, backend, patched):
         assert len(calls) == (STEPS if backend == "liger" else 0)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(want), rtol=1e-5, atol=0)
     weights, now = dict(engine.module.named_parameters()), dict(trained.named_parameters())
-    for name, cut in (("lm_head.weight", lambda w: w.chunk(SIZE)[rank]), ("model.norm.weight", lambda w: w)):
+    for name, cut in (
+        ("lm_head.weight", lambda w: w.chunk(SIZE)[rank]),
+        ("model.norm.weight", lambda w: w),
+    ):
         before, after = cut(start[name]), cut(now[name])
         moved = (after - before).abs().max()
-        assert moved > 0 and (weights[name] - after).abs().max() <= 1e-5 * moved + 1e-6 * after.abs().max(), name
+        assert (
+            moved > 0
+            and (weights[name] - after).abs().max() <= 1e-5 * moved + 1e-6 * after.abs().max()
+        ), name
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,8 +1,8 @@
-"""The kernel for Hugging Face's hub: what `scripts/build-hub-kernel` writes, loaded by the package `kernels`.
+"""The kernel for Hugging Face's hub: what `scripts/build-hub-kernel` writes, loaded by the package
+`kernels`.
 
-`make test-hub-kernel` has `kernels`, and a transformers that takes it. Without it the layers are bound by hand, as
-`kernels` does it.
-"""
+`make test-hub-kernel` has `kernels`, and a transformers that takes it. Without it the layers are
+bound by hand, as `kernels` does it."""
 
 import ast
 import collections
@@ -73,7 +73,11 @@ def test_no_other_folder_is_replaced(tmp_path):
 
 def test_an_import_that_cannot_be_made_relative_is_refused():
     script = SourceFileLoader("build_hub_kernel", str(SCRIPT)).load_module()
-    for text in ("import liger_kernel.core", "from liger_kernel.ops.mlp import LigerMLPFunction", "from . import x"):
+    for text in (
+        "import liger_kernel.core",
+        "from liger_kernel.ops.mlp import LigerMLPFunction",
+        "from . import x",
+    ):
         with pytest.raises(SystemExit):
             script.imported(ast.parse(text).body, "a.py")
 
@@ -90,7 +94,11 @@ def test_imports_are_relative_or_of_torch_and_triton(repository):
             elif isinstance(node, ast.ImportFrom):
                 base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 for alias in node.names:
-                    there = [base.with_suffix(".py"), base / f"{alias.name}.py", base / alias.name / "__init__.py"]
+                    there = [
+                        base.with_suffix(".py"),
+                        base / f"{alias.name}.py",
+                        base / alias.name / "__init__.py",
+                    ]
                     assert any(p.exists() for p in there), f"{path}:{node.lineno}"
     assert {"torch", "triton"} <= seen <= {"torch", "triton", *sys.stdlib_module_names}
 
@@ -147,11 +155,14 @@ def runs_ours(module) -> bool:
 
 
 def gradients(module, x, second=False):
-    """The output, and the gradients of the input and of every parameter; ``second``: of a gradient's square, too."""
+    """The output, and the gradients of the input and of every parameter; ``second``: of a
+    gradient's square, too."""
     module.zero_grad()
     x = x.detach().requires_grad_()
     y = module(x)
-    loss = y.sin().flatten() @ torch.linspace(0.5, 2, y.numel(), device=y.device)  # a norm's own square is constant
+    loss = y.sin().flatten() @ torch.linspace(
+        0.5, 2, y.numel(), device=y.device
+    )  # a norm's own square is constant
     (dx,) = torch.autograd.grad(loss, x, create_graph=True) if second else (y.new_zeros(()),)
     (loss + dx.square().sum()).backward()
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
@@ -207,8 +218,16 @@ MODULES = {  # layer, module, whether it is of that kind
     "in tiles": ("TiledSwiGLUMLP", llama_mlp, True),
     "a clamp, in tiles": ("TiledSwiGLUMLP", lambda: Clipped(CONFIG), False),
     "exact GELU": ("GEGLUMLP", lambda: llama_mlp(hidden_act="gelu"), True),
-    "tanh GELU": ("GEGLUMLP", lambda: GemmaMLP(tiny.config("gemma", hidden_size=16, intermediate_size=24)), True),
-    "tanh GELU, in tiles": ("TiledGEGLUMLP", lambda: llama_mlp(hidden_act="gelu_pytorch_tanh"), True),
+    "tanh GELU": (
+        "GEGLUMLP",
+        lambda: GemmaMLP(tiny.config("gemma", hidden_size=16, intermediate_size=24)),
+        True,
+    ),
+    "tanh GELU, in tiles": (
+        "TiledGEGLUMLP",
+        lambda: llama_mlp(hidden_act="gelu_pytorch_tanh"),
+        True,
+    ),
     "SiLU for GELU": ("GEGLUMLP", llama_mlp, False),
 }
 
@@ -252,7 +271,9 @@ def test_a_forward_that_is_replaced_later_runs(monkeypatch):
     assert torch.equal(norm(x), 2 * x)
 
 
-@pytest.mark.parametrize("where", ["no_grad", "inference_mode", "autocast", "saved_tensors_hooks", "meta"])
+@pytest.mark.parametrize(
+    "where", ["no_grad", "inference_mode", "autocast", "saved_tensors_hooks", "meta"]
+)
 @pytest.mark.parametrize("layer", ["RMSNorm", "SwiGLUMLP"])
 def test_the_first_call_may_be_anywhere(layer, where):
     theirs = MODULES["Llama's" if layer == "RMSNorm" else "SwiGLU"][1]().to(DEVICE)
@@ -262,7 +283,9 @@ def test_the_first_call_may_be_anywhere(layer, where):
         "no_grad": torch.no_grad,
         "inference_mode": torch.inference_mode,
         "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
-        "saved_tensors_hooks": lambda: saved_tensors_hooks(lambda t: sizes.add(t.numel()) or t, lambda t: t),
+        "saved_tensors_hooks": lambda: saved_tensors_hooks(
+            lambda t: sizes.add(t.numel()) or t, lambda t: t
+        ),
         "meta": lambda: torch.device("meta"),
     }[where]
     ours._proofs.clear()
@@ -300,7 +323,9 @@ class Hub:
 
     def __init__(self, kernels, repository):
         self.kernels, self.repository = kernels, repository
-        self.by_name = transformers.utils.is_kernels_available()  # transformers takes this version of kernels
+        self.by_name = (
+            transformers.utils.is_kernels_available()
+        )  # transformers takes this version of kernels
 
     def layer(self, name):
         return self.kernels.LocalLayerRepository(self.repository, layer_name=f"Liger{name}")
@@ -310,7 +335,12 @@ class Hub:
         mode = self.kernels.Mode
         return self.kernels.use_kernel_mapping(
             {
-                name: {DEVICE: {mode.TRAINING: self.layer(training), mode.INFERENCE: self.layer(inference)}}
+                name: {
+                    DEVICE: {
+                        mode.TRAINING: self.layer(training),
+                        mode.INFERENCE: self.layer(inference),
+                    }
+                }
                 for name, (training, inference) in names.items()
             }
         )
@@ -334,7 +364,10 @@ class Hub:
 
     def count(self, monkeypatch):
         """How often its norms, its tiled MLPs and its losses run."""
-        package, calls = next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules)), collections.Counter()
+        package, calls = (
+            next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules)),
+            collections.Counter(),
+        )
         for module, name in (
             ("ops.functional", "liger_rms_norm"),
             ("hub.layers", "apply_tiled_mlp"),
@@ -343,7 +376,9 @@ class Hub:
             module = sys.modules[f"{package}.{module}"]
             function = getattr(module, name)
             monkeypatch.setattr(
-                module, name, lambda *args, f=function, n=name, **given: calls.update([n]) or f(*args, **given)
+                module,
+                name,
+                lambda *args, f=function, n=name, **given: calls.update([n]) or f(*args, **given),
             )
         return calls
 
@@ -354,7 +389,9 @@ def hub(repository, monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "kernel_layer_name", "RMSNorm", raising=False)
     monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "SwiGLUMLP", raising=False)
     found = Hub(kernels, repository)
-    with found.mapped({"RMSNorm": ("RMSNorm", "RMSNorm"), "SwiGLUMLP": ("TiledSwiGLUMLP", "SwiGLUMLP")}):
+    with found.mapped(
+        {"RMSNorm": ("RMSNorm", "RMSNorm"), "SwiGLUMLP": ("TiledSwiGLUMLP", "SwiGLUMLP")}
+    ):
         yield found
 
 
@@ -397,7 +434,9 @@ def test_evaluates_and_generates_as_before(pair, hub, monkeypatch):
     calls, ids = hub.count(monkeypatch), BATCH["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(mine(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
-    tiled = 2 if hub.by_name and DEVICE != "cpu" else 0  # by a `KernelConfig` it is in evaluation as in training
+    tiled = (
+        2 if hub.by_name and DEVICE != "cpu" else 0
+    )  # by a `KernelConfig` it is in evaluation as in training
     assert calls == collections.Counter(liger_rms_norm=5, apply_tiled_mlp=tiled)
     new = dict(max_new_tokens=5, do_sample=False, use_cache=True)
     assert torch.equal(mine.generate(ids, **new), theirs.generate(ids, **new))
@@ -415,7 +454,11 @@ def test_beside_the_package(pair):
     report = liger.apply_liger_kernel(both)
     assert any("replaced on the instance" in why for _, why in report.left_alone)
     assert_same_step(step(both, **BATCH), want)
-    spaces = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names() if name.endswith("::norm")}
+    spaces = {
+        name.partition("::")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.endswith("::norm")
+    }
     assert "liger" in spaces and any(re.fullmatch(r"liger_kernels_\w{16}", name) for name in spaces)
 
 
@@ -423,7 +466,9 @@ def test_on_a_patched_model(hub, tmp_path):
     theirs = tiny.model("llama").to(DEVICE)
     mine = copy.deepcopy(theirs)
     report = liger.apply_liger_kernel(mine)
-    rotated = [what for what, _ in report.replaced if what == "apply_rotary_pos_emb"]  # a module, where kernels is
+    rotated = [
+        what for what, _ in report.replaced if what == "apply_rotary_pos_emb"
+    ]  # a module, where kernels is
     assert rotated and not report.left_alone
     hub.kernelize(mine)
     assert_same_step(step(mine, **BATCH), step(theirs, **BATCH))
@@ -440,9 +485,13 @@ def test_a_function_that_is_replaced_later(hub, monkeypatch):
     assert_same_step(step(mine, run, **BATCH), want)
     function = modeling_llama.apply_rotary_pos_emb
     usual = function.forward
-    monkeypatch.setitem(vars(function), "forward", usual)  # `kernelize` does this, too, where it finds no kernel
+    monkeypatch.setitem(
+        vars(function), "forward", usual
+    )  # `kernelize` does this, too, where it finds no kernel
     calls, rope = [], functional.liger_rope
-    monkeypatch.setattr(functional, "liger_rope", lambda *given, **how: calls.append(1) or rope(*given, **how))
+    monkeypatch.setattr(
+        functional, "liger_rope", lambda *given, **how: calls.append(1) or rope(*given, **how)
+    )
     assert_same_step(step(mine, **BATCH), want)
     assert calls
     assert_same_step(step(mine, run, **BATCH), want)
@@ -455,7 +504,8 @@ def test_a_function_that_is_replaced_later(hub, monkeypatch):
 
 
 def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monkeypatch):
-    """By kernels' LOCAL_KERNELS. The versions of that repository come from a cache here, not from the hub."""
+    """By kernels' LOCAL_KERNELS. The versions of that repository come from a cache here, not from
+    the hub."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
@@ -465,7 +515,9 @@ def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monk
     (refs / "v3").write_text("0" * 40)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
     monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/liger-kernels={hub.repository}")
-    there = hub.kernels.LayerRepository("kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3)
+    there = hub.kernels.LayerRepository(
+        "kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3
+    )
     norm, x = LlamaRMSNorm(16).to(DEVICE), torch.randn(3, 16, device=DEVICE)
     want = norm(x)
     with hub.kernels.use_kernel_mapping({"RMSNorm": {DEVICE: there}}):
@@ -477,7 +529,9 @@ def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monk
 
 def test_the_examples_of_the_page(hub, tmp_path, monkeypatch):
     if not hub.by_name or DEVICE != "cpu":
-        pytest.skip("its example is for a CPU, and for a transformers that takes this version of kernels")
+        pytest.skip(
+            "its example is for a CPU, and for a transformers that takes this version of kernels"
+        )
     page = (SCRIPT.parents[1] / "docs/hub-kernel.md").read_text()
     examples = re.findall(r"```py\n(.*?)```", page, re.S)
     monkeypatch.chdir(tmp_path)
@@ -492,7 +546,10 @@ def test_is_copied_and_pickled(pair):
     theirs, mine = pair
     want = step(theirs, **BATCH)
     assert_same_step(step(copy.deepcopy(mine), **BATCH), want)
-    norm, x = mine.model.norm, torch.randn(3, 32, device=DEVICE)  # kernels' functions, which a model holds, are not
+    norm, x = (
+        mine.model.norm,
+        torch.randn(3, 32, device=DEVICE),
+    )  # kernels' functions, which a model holds, are not
     torch.testing.assert_close(pickle.loads(pickle.dumps(norm))(x), norm(x))
 
 
@@ -522,7 +579,13 @@ def test_the_loss(hub, monkeypatch):
 
 def test_another_loss_by_that_name(hub):
     def ForCausalLMLoss(
-        logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        **kwargs,
     ):
         return logits.float().square().mean()
 
@@ -531,7 +594,9 @@ def test_another_loss_by_that_name(hub):
         hub.kernelize(loss.train())
     logits = torch.randn(2, 5, 11, device=DEVICE)
     labels = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
-    assert type(loss.forward.__func__) is not None and "LigerForCausalLMLossLayer" in repr(loss.forward.__func__)
+    assert type(loss.forward.__func__) is not None and "LigerForCausalLMLossLayer" in repr(
+        loss.forward.__func__
+    )
     assert torch.equal(loss(logits, labels, 11), logits.square().mean())
 
 

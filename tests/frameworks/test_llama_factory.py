@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed: make test-llama-factory installs it")
+pytest.importorskip(
+    "llamafactory", reason="LLaMA-Factory is not installed: make test-llama-factory installs it"
+)
 
 import framework_runs
 import trl_tiny
@@ -14,19 +16,33 @@ STEPS = 4
 CASES = {
     "sft": dict(stage="sft", finetuning_type="full", dataset="asked"),
     "sft_packed": dict(stage="sft", finetuning_type="full", dataset="asked", packing=True),
-    "sft_lora": dict(stage="sft", finetuning_type="lora", lora_target="q_proj,down_proj", dataset="asked"),
+    "sft_lora": dict(
+        stage="sft", finetuning_type="lora", lora_target="q_proj,down_proj", dataset="asked"
+    ),
     "pt": dict(stage="pt", finetuning_type="full", dataset="said"),
     "dpo": dict(stage="dpo", finetuning_type="full", dataset="ranked", pref_loss="sigmoid"),
 }
-LOSS_IN_HEAD = {"sft", "sft_packed", "sft_lora", "pt"}  # LLaMA-Factory asks for the logits in the other stages
+LOSS_IN_HEAD = {
+    "sft",
+    "sft_packed",
+    "sft_lora",
+    "pt",
+}  # LLaMA-Factory asks for the logits in the other stages
 
 
 def data(folder):
     words = trl_tiny.words
-    asked = [dict(instruction=words(i, 3), input="", output=words(i + 1, 4 + i % 3)) for i in range(24)]
+    asked = [
+        dict(instruction=words(i, 3), input="", output=words(i + 1, 4 + i % 3)) for i in range(24)
+    ]
     said = [dict(text=words(i, 9)) for i in range(24)]
     ranked = [
-        dict(instruction=words(i, 3), input="", chosen=words(i + 1, 3 + i % 3), rejected=words(i + 2, 5 - i % 3))
+        dict(
+            instruction=words(i, 3),
+            input="",
+            chosen=words(i + 1, 3 + i % 3),
+            rejected=words(i + 2, 5 - i % 3),
+        )
         for i in range(24)
     ]
     columns = dict(prompt="instruction", query="input", chosen="chosen", rejected="rejected")
@@ -54,11 +70,15 @@ def runs(tmp_path_factory):
     for name, case in CASES.items():
         for liger in (False, True):
             job = f"{name}_liger" if liger else name
-            given = dict(common, **case, enable_liger_kernel=liger, output_dir=str(folder / job / "saved"))
+            given = dict(
+                common, **case, enable_liger_kernel=liger, output_dir=str(folder / job / "saved")
+            )
             path = folder / f"{job}.yaml"
             path.write_text(yaml.safe_dump({k: v for k, v in given.items() if v is not None}))
             jobs[job] = ["train", path]
-    return framework_runs.run("llamafactory.cli:main", jobs, folder, first=["llamafactory.train.tuner"])
+    return framework_runs.run(
+        "llamafactory.cli:main", jobs, folder, first=["llamafactory.train.tuner"]
+    )
 
 
 LAYERS = {"liger_rms_norm", "liger_swiglu", "liger_rotary_pos_emb"}

@@ -1,10 +1,11 @@
-"""TRL 0.24 on transformers 5.6, the versions of LLaMA-Factory: its trainers, with this package and without.
+"""TRL 0.24 on transformers 5.6, the versions of LLaMA-Factory: its trainers, with this package and
+without.
 
-Its switches are two: ``use_liger_kernel`` for the model's layers, and for the losses of DPO, KTO and GRPO
-``use_liger_loss``. Most of this TRL does not run on transformers 5: it asks what is installed by a function that now
-answers with a pair, and its trainers write to ``model.warnings_issued``. LLaMA-Factory avoids both; here both are put
-right. SFT and GKD need neither.
-"""
+Its switches are two: ``use_liger_kernel`` for the model's layers, and for the losses of DPO, KTO
+and GRPO ``use_liger_loss``. Most of this TRL does not run on transformers 5: it asks what is
+installed by a function that now answers with a pair, and its trainers write to
+``model.warnings_issued``. LLaMA-Factory avoids both; here both are put right. SFT and GKD need
+neither."""
 
 import pytest
 
@@ -47,21 +48,38 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def both(policy, tmp_path):
-    """Train with the switches and without: every number of every step is the same, but for ``except_``."""
+    """Train with the switches and without: every number of every step is the same, but for
+    ``except_``."""
 
     def train(cls, config, data, liger, further, **arguments):
         args = config(
-            output_dir=str(tmp_path / str(len(liger))), max_steps=STEPS, logging_steps=1, learning_rate=1e-2,
-            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-            use_cpu=DEVICE == "cpu", bf16=False, gradient_checkpointing=False, per_device_train_batch_size=4,
-            **liger, **arguments,
-        )  # fmt: skip
+            output_dir=str(tmp_path / str(len(liger))),
+            max_steps=STEPS,
+            logging_steps=1,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=0,
+            use_cpu=DEVICE == "cpu",
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=4,
+            **liger,
+            **arguments,
+        )
         given = further() if further else {}
         trainer = cls(
-            model=AutoModelForCausalLM.from_pretrained(policy), args=args, train_dataset=data,
-            processing_class=trl_tiny.tokenizer(), **given,
-        )  # fmt: skip
-        losses = [m for m in vars(trainer).values() if type(m).__module__.startswith("liger_kernel.")]
+            model=AutoModelForCausalLM.from_pretrained(policy),
+            args=args,
+            train_dataset=data,
+            processing_class=trl_tiny.tokenizer(),
+            **given,
+        )
+        losses = [
+            m for m in vars(trainer).values() if type(m).__module__.startswith("liger_kernel.")
+        ]
         calls = []
         for loss in losses:
             loss.register_forward_hook(lambda *_: calls.append(1))
@@ -69,18 +87,32 @@ def both(policy, tmp_path):
         return steps(trainer), len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
 
     def run(
-        cls, config, data, switches=("use_liger_kernel",), except_=(), calls=0, further=None, by=None, **arguments
-    ):  # fmt: skip
+        cls,
+        config,
+        data,
+        switches=("use_liger_kernel",),
+        except_=(),
+        calls=0,
+        further=None,
+        by=None,
+        **arguments,
+    ):
         theirs, none, plain = train(by or cls, config, data, {}, further, **arguments)
-        mine, seen, patched = train(cls, config, data, dict.fromkeys(switches, True), further, **arguments)
-        assert (none, seen) == (0, calls) and (patched is not plain) == ("use_liger_kernel" in switches)
+        mine, seen, patched = train(
+            cls, config, data, dict.fromkeys(switches, True), further, **arguments
+        )
+        assert (none, seen) == (0, calls) and (patched is not plain) == (
+            "use_liger_kernel" in switches
+        )
         compare(mine, theirs, except_)
 
     return run
 
 
 BOTH = "use_liger_kernel", "use_liger_loss"
-CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+CLIPS = {
+    f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+}
 
 
 @pytest.mark.parametrize("case", ["nll", "completion", "packing"])
@@ -91,15 +123,28 @@ def test_sft(case, both):
     if case == "packing":
         options["packing_strategy"] = "wrapped"
     without_logits = {"entropy", "mean_token_accuracy"}
-    both(trl.SFTTrainer, trl.SFTConfig, data, except_=without_logits, gradient_accumulation_steps=2, **options)
+    both(
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        data,
+        except_=without_logits,
+        gradient_accumulation_steps=2,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"])
 def test_dpo(loss_type, both):
     both(
-        trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), BOTH, {"logits/chosen", "logits/rejected"}, STEPS,
-        loss_type=loss_type, beta=0.2,
-    )  # fmt: skip
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        trl_tiny.pairs(),
+        BOTH,
+        {"logits/chosen", "logits/rejected"},
+        STEPS,
+        loss_type=loss_type,
+        beta=0.2,
+    )
 
 
 def test_dpo_with_layers_alone(both):
@@ -108,7 +153,13 @@ def test_dpo_with_layers_alone(both):
 
 def test_kto(both):
     both(
-        trl.KTOTrainer, trl.KTOConfig, trl_tiny.unpaired(), BOTH, {"logits/chosen", "logits/rejected"}, STEPS, beta=0.3
+        trl.KTOTrainer,
+        trl.KTOConfig,
+        trl_tiny.unpaired(),
+        BOTH,
+        {"logits/chosen", "logits/rejected"},
+        STEPS,
+        beta=0.3,
     )
 
 
@@ -120,22 +171,40 @@ def reward(completions, **_):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 def test_grpo(loss_type, both):
     both(
-        trl.GRPOTrainer, trl.GRPOConfig, trl_tiny.prompts(), BOTH, {"entropy", "clip_ratio"} | CLIPS, STEPS,
-        lambda: dict(reward_funcs=reward), loss_type=loss_type, beta=0.1, num_iterations=2, num_generations=4,
-        max_completion_length=6, temperature=0.8,
-    )  # fmt: skip
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        trl_tiny.prompts(),
+        BOTH,
+        {"entropy", "clip_ratio"} | CLIPS,
+        STEPS,
+        lambda: dict(reward_funcs=reward),
+        loss_type=loss_type,
+        beta=0.1,
+        num_iterations=2,
+        num_generations=4,
+        max_completion_length=6,
+        temperature=0.8,
+    )
 
 
 def test_rloo(both):
     """Its layers."""
     both(
-        trl.RLOOTrainer, trl.RLOOConfig, trl_tiny.prompts(), further=lambda: dict(reward_funcs=reward), beta=0.1,
-        num_iterations=2, num_generations=4, max_completion_length=6, temperature=0.8,
-    )  # fmt: skip
+        trl.RLOOTrainer,
+        trl.RLOOConfig,
+        trl_tiny.prompts(),
+        further=lambda: dict(reward_funcs=reward),
+        beta=0.1,
+        num_iterations=2,
+        num_generations=4,
+        max_completion_length=6,
+        temperature=0.8,
+    )
 
 
 class GKDTrainer(trl.GKDTrainer):
-    """What TRL 0.24 asks this package for is half the divergence and half the cross entropy, which it is without."""
+    """What TRL 0.24 asks this package for is half the divergence and half the cross entropy, which
+    it is without."""
 
     @staticmethod
     def generalized_jsd_loss(student_logits, teacher_logits, labels, beta):
@@ -148,10 +217,18 @@ def test_gkd(beta, both, tmp_path):
     """At a temperature of 1, which is the only one that its plain loss has."""
     path = trl_tiny.folder(tmp_path / "teacher", seed=7, hidden_size=48, head_dim=12)
     both(
-        trl.GKDTrainer, trl.GKDConfig, trl_tiny.chats(), calls=STEPS, beta=beta, lmbda=0.0, max_new_tokens=6,
-        except_={"entropy", "mean_token_accuracy"}, by=GKDTrainer, temperature=1.0,
+        trl.GKDTrainer,
+        trl.GKDConfig,
+        trl_tiny.chats(),
+        calls=STEPS,
+        beta=beta,
+        lmbda=0.0,
+        max_new_tokens=6,
+        except_={"entropy", "mean_token_accuracy"},
+        by=GKDTrainer,
+        temperature=1.0,
         further=lambda: dict(teacher_model=AutoModelForCausalLM.from_pretrained(path)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("trainer", ["ORPO", "CPO"])

@@ -1,13 +1,18 @@
-"""torchtitan's own Llama with this package's operators in the place of its layers, as docs/frameworks.md says; that of
-NeMo AutoModel, which is patched as a whole."""
+"""torchtitan's own Llama with this package's operators in the place of its layers, as
+docs/frameworks.md says; that of NeMo AutoModel, which is patched as a whole."""
 
 import copy
 import re
 
 import pytest
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-single-operators installs it")
-pytest.importorskip("nemo_automodel", reason="NeMo AutoModel is not installed: make test-single-operators installs it")
+pytest.importorskip(
+    "torchtitan", reason="torchtitan is not installed: make test-single-operators installs it"
+)
+pytest.importorskip(
+    "nemo_automodel",
+    reason="NeMo AutoModel is not installed: make test-single-operators installs it",
+)
 
 import tiny
 import torch
@@ -35,22 +40,33 @@ def layer(dim):
         attention_norm=RMSNorm.Config(normalized_shape=dim, param_init=ONES),
         ffn_norm=RMSNorm.Config(normalized_shape=dim, param_init=ONES),
         attention=make_gqa_config(
-            dim=dim, n_heads=4, n_kv_heads=2, fuse_qkv=True, wqkv_param_init=NORMAL, wo_param_init=NORMAL,
+            dim=dim,
+            n_heads=4,
+            n_kv_heads=2,
+            fuse_qkv=True,
+            wqkv_param_init=NORMAL,
+            wo_param_init=NORMAL,
             inner_attention=ScaledDotProductAttention.Config(),
             rope=ComplexRoPE.Config(dim=dim // 4, max_seq_len=32, theta=500000, scaling="llama"),
         ),
-        feed_forward=make_ffn_config(dim=dim, hidden_dim=48, w1_param_init=NORMAL, w2w3_param_init=NORMAL),
-    )  # fmt: skip
+        feed_forward=make_ffn_config(
+            dim=dim, hidden_dim=48, w1_param_init=NORMAL, w2w3_param_init=NORMAL
+        ),
+    )
 
 
 def llama(dim=32):
     torch.manual_seed(0)
     config = Llama3Model.Config(
-        dim=dim, vocab_size=CLASSES, layers=[layer(dim) for _ in range(2)],
-        tok_embeddings=Embedding.Config(num_embeddings=CLASSES, embedding_dim=dim, param_init=NORMAL),
+        dim=dim,
+        vocab_size=CLASSES,
+        layers=[layer(dim) for _ in range(2)],
+        tok_embeddings=Embedding.Config(
+            num_embeddings=CLASSES, embedding_dim=dim, param_init=NORMAL
+        ),
         norm=RMSNorm.Config(normalized_shape=dim, param_init=ONES),
         lm_head=Linear.Config(in_features=dim, out_features=CLASSES, param_init=NORMAL),
-    )  # fmt: skip
+    )
     model = config.build()
     model.init_states()
     return model.to(DEVICE).train()
@@ -127,7 +143,9 @@ def test_bf16(page, reference_only):
     exact = llama()
     theirs = copy.deepcopy(exact).bfloat16()
     for module, fine in zip(theirs.modules(), exact.modules(), strict=True):
-        if isinstance(module, ComplexRoPE):  # a cast of a complex buffer would lose its imaginary part
+        if isinstance(
+            module, ComplexRoPE
+        ):  # a cast of a complex buffer would lose its imaginary part
             module.cache = fine.cache
     mine = page["with_operators"](copy.deepcopy(theirs))
     exact.load_state_dict({name: t.float() for name, t in theirs.state_dict().items()})
@@ -135,14 +153,19 @@ def test_bf16(page, reference_only):
     fine = gradients(exact, cross_entropy_loss(exact(ids), labels))
     with_theirs = gradients(theirs, cross_entropy_loss(theirs(ids), labels))
     with_mine = gradients(mine, page["loss_of"](mine, mine(ids), labels))
-    far = [sum(((of[n].float() - g).norm() / g.norm()) for n, g in fine.items()) for of in (with_mine, with_theirs)]
+    far = [
+        sum(((of[n].float() - g).norm() / g.norm()) for n, g in fine.items())
+        for of in (with_mine, with_theirs)
+    ]
     assert 0 < far[0] <= 1.1 * far[1], far
 
 
 # ---- NeMo ----
 
 
-@pytest.mark.parametrize("patch", [liger.apply_liger_kernel, _patch_liger_kernel], ids=["ours", "NeMo's call"])
+@pytest.mark.parametrize(
+    "patch", [liger.apply_liger_kernel, _patch_liger_kernel], ids=["ours", "NeMo's call"]
+)
 def test_nemo(patch, reference_only, monkeypatch):
     """A Hugging Face model, though its layers are others."""
     monkeypatch.setattr(torch._dynamo.config, "disable", True)  # its norms are compiled
@@ -158,6 +181,8 @@ def test_nemo(patch, reference_only, monkeypatch):
                 a -= 0.01 * a.grad
                 b.copy_(a)
     if patch is liger.apply_liger_kernel:
-        assert {name: report.of(name) for name in ("LlamaMLP", "Float32RMSNorm")} == dict(LlamaMLP=2, Float32RMSNorm=5)
+        assert {name: report.of(name) for name in ("LlamaMLP", "Float32RMSNorm")} == dict(
+            LlamaMLP=2, Float32RMSNorm=5
+        )
         ((name, why),) = report.left_alone
         assert name == "LlamaAttention" and "its rotary embedding could not be tried" in why

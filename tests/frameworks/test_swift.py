@@ -16,8 +16,14 @@ CASES = {
     "sft_lora": ("sft", dict(dataset="said", tuner_type="lora", target_modules="all-linear")),
     "dpo": ("rlhf", dict(dataset="ranked", tuner_type="full", rlhf_type="dpo")),
     "gkd": ("rlhf", dict(dataset="said", tuner_type="full", rlhf_type="gkd", lmbda=0, beta=0.5)),
-    "gkd_own": ("rlhf", dict(dataset="said", tuner_type="full", rlhf_type="gkd", lmbda=1, beta=0.1)),  # its own answers
-    "grpo": ("rlhf", dict(dataset="asked", tuner_type="full", rlhf_type="grpo", beta=0.1, num_iterations=2)),
+    "gkd_own": (
+        "rlhf",
+        dict(dataset="said", tuner_type="full", rlhf_type="gkd", lmbda=1, beta=0.1),
+    ),  # its own answers
+    "grpo": (
+        "rlhf",
+        dict(dataset="asked", tuner_type="full", rlhf_type="grpo", beta=0.1, num_iterations=2),
+    ),
 }
 OF = dict(
     gkd=dict(teacher_model="teacher", teacher_model_type="llama", max_completion_length=6, temperature=0.9),
@@ -64,27 +70,44 @@ def runs(tmp_path_factory):
     for name, (command, case) in CASES.items():
         for liger in ("false", "true"):
             job = name + "_liger" * (liger == "true")
-            given = common | case | dict(dataset=str(folder / f"{case['dataset']}.jsonl"), use_liger_kernel=liger)
-            given |= {k: folder / v if k in FILES else v for k, v in OF.get(case.get("rlhf_type"), {}).items()}
+            given = (
+                common
+                | case
+                | dict(dataset=str(folder / f"{case['dataset']}.jsonl"), use_liger_kernel=liger)
+            )
+            given |= {
+                k: folder / v if k in FILES else v
+                for k, v in OF.get(case.get("rlhf_type"), {}).items()
+            }
             given |= dict(output_dir=str(folder / job / "saved"))
-            jobs[command][job] = [word for key, value in given.items() for word in (f"--{key}", value)]
+            jobs[command][job] = [
+                word for key, value in given.items() for word in (f"--{key}", value)
+            ]
     found = {}
     for command, given in jobs.items():
         found |= framework_runs.run(
-            f"swift.pipelines:{command}_main", given, folder, first=["swift.pipelines.train.rlhf"],
-            environment=dict(USE_HF="1"), limit=900,
-        )  # fmt: skip
+            f"swift.pipelines:{command}_main",
+            given,
+            folder,
+            first=["swift.pipelines.train.rlhf"],
+            environment=dict(USE_HF="1"),
+            limit=900,
+        )
     return found
 
 
 LAYERS = {"liger_rms_norm", "liger_swiglu", "liger_rotary_pos_emb"}
-LOSSES = dict(sft="liger_fused_linear_cross_entropy", gkd="distillation.forward", grpo="policy.forward")
+LOSSES = dict(
+    sft="liger_fused_linear_cross_entropy", gkd="distillation.forward", grpo="policy.forward"
+)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_before(case, runs):
     theirs, mine = runs[case], runs[f"{case}_liger"]
-    framework_runs.assert_same_losses(mine, theirs, STEPS, cancelled=case == "grpo")  # a group's advantages
+    framework_runs.assert_same_losses(
+        mine, theirs, STEPS, cancelled=case == "grpo"
+    )  # a group's advantages
     assert LAYERS <= set(mine.calls) and not theirs.calls
     loss = LOSSES.get(case.partition("_")[0])
     if loss:

@@ -1,4 +1,5 @@
-"""The two worked examples of docs/contributing.md: written into files, imported, and treated as the house's own."""
+"""The two worked examples of docs/contributing.md: written into files, imported, and treated as the
+house's own."""
 
 import importlib.util
 import re
@@ -34,7 +35,9 @@ def as_file(name, code, folder):
 @pytest.fixture(scope="module")
 def operator(tmp_path_factory):
     before = list(CASES)
-    module = as_file("liger_kernel.ops.mlp.soft_cap", example("operator"), tmp_path_factory.mktemp("operator"))
+    module = as_file(
+        "liger_kernel.ops.mlp.soft_cap", example("operator"), tmp_path_factory.mktemp("operator")
+    )
     (case,) = [case for case in CASES if case not in before]
     yield module, case
     CASES[:] = before
@@ -108,9 +111,13 @@ def test_the_rewrite(rewrite, operator, monkeypatch):
     monkeypatch.setattr(engine, "FLAGS", ("soft_cap",))
     calls = []
     monkeypatch.setattr(
-        rewrite, "liger_soft_cap", lambda x, cap: calls.append(cap) or operator[0].liger_soft_cap(x, cap)
+        rewrite,
+        "liger_soft_cap",
+        lambda x, cap: calls.append(cap) or operator[0].liger_soft_cap(x, cap),
     )
-    model = torch.nn.ModuleDict(dict(a=Capped(), b=Capped(1.0), clamped=Clamped(), twice=RoundedTwice()))
+    model = torch.nn.ModuleDict(
+        dict(a=Capped(), b=Capped(1.0), clamped=Clamped(), twice=RoundedTwice())
+    )
     x = torch.randn(3, 8)
     want = {name: module(x) for name, module in model.items()}
     report = engine.patch(model, {"soft_cap": True})

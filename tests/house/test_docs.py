@@ -1,4 +1,5 @@
-"""The pages in docs: their examples run as they stand, and what they say of the head's passes is what it does."""
+"""The pages in docs: their examples run as they stand, and what they say of the head's passes is
+what it does."""
 
 import gc
 import re
@@ -15,20 +16,29 @@ from liger_kernel.ops.head import chunks as head_chunks
 from liger_kernel.ops.head import planning
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-EXAMPLES = [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+EXAMPLES = [
+    (page.name, code)
+    for page in PAGES
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+]
 HEAD = (ROOT / "docs" / "linear-head.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
-PASSES = re.findall(r"^\| ([\d,]+) \| (\d+) \| (bf16|fp32) \| ([\d.]+)× \| ([\d.]+)× \| ([\d.]+)× \|$", HEAD, re.M)
+PASSES = re.findall(
+    r"^\| ([\d,]+) \| (\d+) \| (bf16|fp32) \| ([\d.]+)× \| ([\d.]+)× \| ([\d.]+)× \|$", HEAD, re.M
+)
 
 
-@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page} {i}" for i, (page, _) in enumerate(EXAMPLES, 1)])
+@pytest.mark.parametrize(
+    "page, code", EXAMPLES, ids=[f"{page} {i}" for i, (page, _) in enumerate(EXAMPLES, 1)]
+)
 def test_example(page, code, reference_only):
     names = {"__name__": "__main__"}
     try:
         exec(compile(code, page, "exec"), names)
     finally:
         if torch.distributed.is_initialized():
-            names.clear()  # a DDP that outlives its group waits for the group's threads, and they for the GIL
+            # a DDP that outlives its group waits for the group's threads, and they for the GIL
+            names.clear()
             gc.collect()
             torch.distributed.destroy_process_group()
 
@@ -38,7 +48,8 @@ def test_there_are_examples():
 
 
 def taken(M, H, V, memory):
-    """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in units of dX and dW."""
+    """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in
+    units of dX and dW."""
     dtype = torch.bfloat16
     plan = planning.plan(M, H, V, dtype, dtype, memory=memory)
     held = head_chunks._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
@@ -55,7 +66,9 @@ def test_the_table_of_passes_is_what_plan_does():
         shape = int(tokens.replace(",", "")), 4096, 128256
         *chosen, peak, logits = taken(*shape, -1)
         assert [int(passes), dtype] == chosen
-        assert [float(x) for x in multiples] == pytest.approx([peak, taken(*shape, 0)[2], logits], abs=0.03), tokens
+        assert [float(x) for x in multiples] == pytest.approx(
+            [peak, taken(*shape, 0)[2], logits], abs=0.03
+        ), tokens
 
 
 def test_the_readme_counts_the_families():

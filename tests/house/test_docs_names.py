@@ -13,13 +13,18 @@ EXAMPLES = {"liger_kernel.ops.mlp.soft_cap"}  # the operator that contributing.m
 
 
 def names_of(page):
-    """The dotted names on a page that begin with the package, or with one of its own packages, in full."""
+    """The dotted names on a page that begin with the package, or with one of its own packages, in
+    full."""
     found = {name for name in DOTTED.findall(page.read_text()) if name.split(".")[-1] not in FILES}
-    return sorted({name if name.startswith("liger_kernel.") else f"liger_kernel.{name}" for name in found} - EXAMPLES)
+    return sorted(
+        {name if name.startswith("liger_kernel.") else f"liger_kernel.{name}" for name in found}
+        - EXAMPLES
+    )
 
 
 def is_there(name):
-    """Whether a dotted name is a module or something in one. It may need a package that is not installed here."""
+    """Whether a dotted name is a module or something in one. It may need a package that is not
+    installed here."""
     parts, rest = name.split("."), []
     while True:
         module = ".".join(parts)
@@ -47,5 +52,7 @@ def test_names(page):
 
 def test_what_is_there():
     assert is_there("liger_kernel.losses.policy.linear_ppo_loss")
-    assert not is_there("liger_kernel.losses.policy.no_such_loss") and not is_there("liger_kernel.no_such_module.loss")
+    assert not is_there("liger_kernel.losses.policy.no_such_loss") and not is_there(
+        "liger_kernel.no_such_module.loss"
+    )
     assert sum(len(names_of(page)) for page in PAGES) > 20

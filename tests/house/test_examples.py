@@ -28,7 +28,11 @@ def test_there_is_a_test_of_each():
 def ran(name, *options):
     """Its three steps, a line each."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= dict(PYTHONPATH=str(Path(liger_kernel.__file__).parents[1]), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    env |= dict(
+        PYTHONPATH=str(Path(liger_kernel.__file__).parents[1]),
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
     options = ["--steps=3", "--batch-size=4", *SCRIPTS[name], *options]
     script = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
     done = subprocess.run(script, env=env, capture_output=True, text=True)
@@ -54,9 +58,17 @@ def test_loss_falls(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("backbone", ["lora", "full"])
 def test_medusas_backbone_learns_with_the_heads(backbone, tmp_path):
-    """Their sum grows, as the heads get more weight from step to step: the loss of the model and of each head falls."""
+    """Their sum grows, as the heads get more weight from step to step: the loss of the model and of
+    each head falls."""
     steps = ran("medusa", f"--backbone={backbone}", f"--out={tmp_path}/heads.pt")
-    first, *_, last = [[float(loss) for loss in re.findall(r"([-\d.]+) \(\d+%\)", line)] for line in steps]
+    first, *_, last = [
+        [float(loss) for loss in re.findall(r"([-\d.]+) \(\d+%\)", line)] for line in steps
+    ]
     assert len(first) == len(last) == 1 + 3  # NaN is no number here
-    assert last[0] < first[0] and all(b < a - 0.2 for a, b in zip(first[1:], last[1:], strict=True)), steps
-    assert {name.split(".")[0] for name in torch.load(tmp_path / "heads.pt")} == {"blocks", "projections"}
+    assert last[0] < first[0] and all(
+        b < a - 0.2 for a, b in zip(first[1:], last[1:], strict=True)
+    ), steps
+    assert {name.split(".")[0] for name in torch.load(tmp_path / "heads.pt")} == {
+        "blocks",
+        "projections",
+    }

@@ -37,7 +37,10 @@ def arguments():
         "swiglu": ((x, x, 0.5, 2.0), ours.liger_swiglu),
         "geglu": ((x, x), ours.liger_geglu),
         "rope": ((q, k, angles.cos(), angles.sin()), ours.liger_rope),
-        "kl_div": ((log_q, log_p.exp()), lambda y, t: ours.liger_kl_div(y, t, reduction="batchmean")),
+        "kl_div": (
+            (log_q, log_p.exp()),
+            lambda y, t: ours.liger_kl_div(y, t, reduction="batchmean"),
+        ),
         "jsd": ((log_q, log_p, labels, 0.3), ours.liger_jsd),
         "fused_linear_jsd": ((x, head, x, 2 * head, labels, 0.3), ours.liger_fused_linear_jsd),
         "cross_entropy": ((logits, labels), ours.liger_cross_entropy),
@@ -54,21 +57,31 @@ def test_is_the_operator(name):
         assert got[1:] == (None, None, None)
         got = got[0]
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-    torch.testing.assert_close(function(*given, impl="triton"), function(*given, backend="nvidia-triton"))
-    torch.testing.assert_close(function(*given, impl="nvidia-triton", backend="triton"), function(*given))
+    torch.testing.assert_close(
+        function(*given, impl="triton"), function(*given, backend="nvidia-triton")
+    )
+    torch.testing.assert_close(
+        function(*given, impl="nvidia-triton", backend="triton"), function(*given)
+    )
     for wrong in (dict(impl="cutile"), dict(impl="triton", backend="cutile")):
         with pytest.raises(ValueError, match=name):
             function(*given, **wrong)
     kinds = inspect.signature(function).parameters
-    assert [kinds[key].kind for key in ("impl", "mode", "backend")] == [inspect.Parameter.KEYWORD_ONLY] * 3
+    assert [kinds[key].kind for key in ("impl", "mode", "backend")] == [
+        inspect.Parameter.KEYWORD_ONLY
+    ] * 3
 
 
 def test_cross_entropies_have_four_results():
     (logits, labels), _ = arguments()["cross_entropy"]
     loss, z_loss, accuracy, tokens = functional.cross_entropy(
-        logits, labels, lse_square_scale=0.1, return_z_loss=True, return_token_accuracy=True,
+        logits,
+        labels,
+        lse_square_scale=0.1,
+        return_z_loss=True,
+        return_token_accuracy=True,
         return_predicted_tokens=True,
-    )  # fmt: skip
+    )
     assert 0 < z_loss < loss and 0 <= accuracy <= 1 and torch.equal(tokens, logits.argmax(-1))
 
 
@@ -85,13 +98,20 @@ def test_the_default(default):
     with pytest.raises(ValueError, match="'cutile'"):
         liger_kernel.set_impl("cutile")
     assert liger_kernel.get_impl() == "triton"
-    assert liger_kernel.available_impls("rms_norm") == liger_kernel.available_backends("rope", DEVICE) == ["triton"]
+    assert (
+        liger_kernel.available_impls("rms_norm")
+        == liger_kernel.available_backends("rope", DEVICE)
+        == ["triton"]
+    )
     assert liger_kernel.available_impls("no such operator") == []
 
 
 def test_environment(capsys):
     env_report.print_env_report()
-    assert f"liger-kernel: {liger_kernel.__version__}\nPyTorch: {torch.__version__}" in capsys.readouterr().out
+    assert (
+        f"liger-kernel: {liger_kernel.__version__}\nPyTorch: {torch.__version__}"
+        in capsys.readouterr().out
+    )
     assert (utils.infer_device_arch() == "cpu") == (DEVICE == "cpu")
     with device_context(draw(1)), device_context("cpu"):
         pass
@@ -109,13 +129,18 @@ def test_by_transformers_version():
 
 def test_configure():
     assert configure() is False
-    head = FusedLinearCrossEntropyConfig(max_tokens=8, hidden_size=H, local_vocab_size=V, group="tp")
+    head = FusedLinearCrossEntropyConfig(
+        max_tokens=8, hidden_size=H, local_vocab_size=V, group="tp"
+    )
     assert configure(flsce=head, process_groups={"tp": None}) is False
     with pytest.raises(ValueError, match="flsce names the group 'tp'"):
         configure(flsce=head)
     with pytest.raises(TypeError, match="moe is a FusedLinear.*give a MoEConfig"):
         configure(moe=head)
-    assert configure(moe=MoEConfig(8, H, num_experts=4, top_k=2, num_hosts=1, gpus_per_host=1)) is False
+    assert (
+        configure(moe=MoEConfig(8, H, num_experts=4, top_k=2, num_hosts=1, gpus_per_host=1))
+        is False
+    )
 
 
 def test_cache_of_kernels(tmp_path, monkeypatch):
@@ -128,7 +153,10 @@ def test_cache_of_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     apply_liger_triton_cache_manager()
     module, _, name = os.environ["TRITON_CACHE_MANAGER"].partition(":")
-    assert name == LigerTritonFileCacheManager.__name__ and module == LigerTritonFileCacheManager.__module__
+    assert (
+        name == LigerTritonFileCacheManager.__name__
+        and module == LigerTritonFileCacheManager.__module__
+    )
     text, wrong = "x" * 100_000, []
 
     def write():

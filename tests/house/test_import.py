@@ -30,7 +30,11 @@ def test_operators_load_nothing_slow(module):
 
 @pytest.mark.thorough
 def test_the_package_loads_nothing_until_it_is_asked():
-    run(LOADED.format(module="liger_kernel.transformers", slow=SLOW | {"triton", "liger_kernel.ops"}))
+    run(
+        LOADED.format(
+            module="liger_kernel.transformers", slow=SLOW | {"triton", "liger_kernel.ops"}
+        )
+    )
     run("""
 import liger_kernel.transformers
 assert liger_kernel.ops.LigerRMSNormFunction and "transformers" not in sys.modules
@@ -42,8 +46,19 @@ from liger_kernel.transformers import *
 missing = [name for name in {names} if name not in globals()]
 assert not missing, missing
 """
-LAYERS = "is_transformers_available", "LigerRMSNorm", "LigerSwiGLUMLP", "LigerCrossEntropyLoss", "liger_rotary_pos_emb"
-PATCHES = "apply_liger_kernel_to_llama", "AutoLigerKernelForCausalLM", "_apply_liger_kernel_to_instance", "revert"
+LAYERS = (
+    "is_transformers_available",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "LigerCrossEntropyLoss",
+    "liger_rotary_pos_emb",
+)
+PATCHES = (
+    "apply_liger_kernel_to_llama",
+    "AutoLigerKernelForCausalLM",
+    "_apply_liger_kernel_to_instance",
+    "revert",
+)
 
 
 @pytest.mark.thorough
@@ -55,6 +70,10 @@ def test_star():
 def test_every_name_can_be_had():
     import liger_kernel.transformers as package
 
-    assert set(package.__all__) <= set(dir(package)) and len(set(package.__all__)) == len(package.__all__)
+    assert set(package.__all__) <= set(dir(package)) and len(set(package.__all__)) == len(
+        package.__all__
+    )
     assert all(getattr(package, name) is not None for name in package.__all__)
-    assert not hasattr(package, "apply_liger_kernel_to_lama") and not hasattr(package, "__wrapped__")
+    assert not hasattr(package, "apply_liger_kernel_to_lama") and not hasattr(
+        package, "__wrapped__"
+    )

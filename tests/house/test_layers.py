@@ -1,4 +1,5 @@
-"""The house rules that a reader would otherwise have to trust: who imports whom, and what no operator does."""
+"""The house rules that a reader would otherwise have to trust: who imports whom, and what no
+operator does."""
 
 import ast
 import importlib
@@ -11,7 +12,9 @@ from triton.runtime.jit import KernelInterface
 import liger_kernel
 
 ROOT = Path(liger_kernel.__file__).parent
-SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in sorted(ROOT.rglob("*.py"))}
+SOURCES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in sorted(ROOT.rglob("*.py"))
+}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 EVERY = pytest.mark.parametrize("name", TREES)
 
@@ -46,14 +49,19 @@ SHARED = {  # by the operators of a folder
     "ops.residual.coefficients", "ops.residual.streams", "ops.moe.routing", "ops.moe.grouped",
     "ops.moe.products", "ops.moe.choice", "ops.norm.group_rows", "ops.head.hopper", "ops.head.hopper_kernels",
 }  # fmt: skip
-ONE_ARCHITECTURE = {"ops.head.hopper_kernels"}  # in Gluon; imported where that architecture and its Triton are found
-OPERATORS = [n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED]
+ONE_ARCHITECTURE = {
+    "ops.head.hopper_kernels"
+}  # in Gluon; imported where that architecture and its Triton are found
+OPERATORS = [
+    n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED
+]
 OPS = [name for name in TREES if layer(name) in ("core", "ops")]
 EVERY_OP_FILE = pytest.mark.parametrize("name", OPS)
 
 
 def imports(name):
-    """(absolute module, names taken from it or None, line) of every import statement and import_module("...")."""
+    """(absolute module, names taken from it or None, line) of every import statement and
+    import_module("...")."""
     package = ["liger_kernel", *name.split(".")[:-1]]
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
@@ -66,7 +74,11 @@ def imports(name):
             yield from ((f"{module}.{n}", None, node.lineno) for n in modules)
             if len(modules) < len(names):
                 yield module, [n for n in names if n not in modules], node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and node.args
+        ):
             if isinstance(node.args[0], ast.Constant):
                 yield node.args[0].value, None, node.lineno
 
@@ -87,7 +99,9 @@ def ours(module):
 
 def test_every_file_has_its_layer():
     assert {layer(name) for name in TREES} <= set(LAYERS)
-    assert {"norm.rms_norm"} <= {name.removeprefix("ops.") for name in OPERATORS}, "the walk found no operators"
+    assert {"norm.rms_norm"} <= {name.removeprefix("ops.") for name in OPERATORS}, (
+        "the walk found no operators"
+    )
 
 
 @EVERY
@@ -108,7 +122,8 @@ def test_imports_go_down(name):
 
 @EVERY
 def test_nobody_takes_an_operators_kernels(name):
-    """From an operator others take its functions and its reference, nothing private and nothing jitted."""
+    """From an operator others take its functions and its reference, nothing private and nothing
+    jitted."""
     for module, names, line in imports(name):
         other = ours(module)
         if other in OPERATORS and other != name:
@@ -120,7 +135,8 @@ def test_nobody_takes_an_operators_kernels(name):
 
 @EVERY
 def test_no_assert_and_no_swallowed_error(name):
-    """A user's mistake is a ValueError or TypeError that says what to do; python -O must not change what happens."""
+    """A user's mistake is a ValueError or TypeError that says what to do; python -O must not change
+    what happens."""
     for node in ast.walk(TREES[name]):
         where = f"{SOURCES[name]}:{getattr(node, 'lineno', 0)}"
         assert not isinstance(node, ast.Assert), f"{where}: assert"
@@ -130,15 +146,36 @@ def test_no_assert_and_no_swallowed_error(name):
             assert not (anything and silent), f"{where}: any error disappears"
 
 
-HOST = {"item", "cpu", "tolist", "numpy", "nonzero", "argwhere", "synchronize", "equal", "masked_select", "unique"}
+HOST = {
+    "item",
+    "cpu",
+    "tolist",
+    "numpy",
+    "nonzero",
+    "argwhere",
+    "synchronize",
+    "equal",
+    "masked_select",
+    "unique",
+}
 WAITS = {  # (file, attribute) -> why the host may wait for the device there
-    ("ops.head.cross_entropy", "nonzero"): "to name a target out of range: on the CPU or in debug mode",
-    ("ops.head.token_log_probs", "nonzero"): "drop_ignored was asked for, or the targets are on the host",
+    (
+        "ops.head.cross_entropy",
+        "nonzero",
+    ): "to name a target out of range: on the CPU or in debug mode",
+    (
+        "ops.head.token_log_probs",
+        "nonzero",
+    ): "drop_ignored was asked for, or the targets are on the host",
     ("ops.head.grouped_loss", "tolist"): "the same",
     ("ops.moe.expert_parallel", "tolist"): "a collective's sizes are on the host",
     ("core.op", "item"): "a number on the host is rounded there",
 }
-PLAIN = "linear_token_loss", "token_log_probs", "linear_distillation"  # functions that no published package has
+PLAIN = (
+    "linear_token_loss",
+    "token_log_probs",
+    "linear_distillation",
+)  # functions that no published package has
 NAMES = "Liger", "LinearTokenLoss"
 TAKEN = {"ops.head.distillation"}  # whose Function is `forward_gradients.GradientInForward`
 COMPOSED = {  # of other operators: no kernels of their own
@@ -159,7 +196,9 @@ def test_operators_do_not_wait_for_the_device(name):
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Attribute) and node.attr in HOST:
             where = f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)}"
-            assert (name, node.attr) in WAITS, f"{where} waits for the device, or its shape depends on values"
+            assert (name, node.attr) in WAITS, (
+                f"{where} waits for the device, or its shape depends on values"
+            )
 
 
 @pytest.mark.parametrize("name", [n for n in OPS if n != "core.devices"])
@@ -167,12 +206,15 @@ def test_only_one_file_knows_the_devices(name):
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Attribute):
             vendor = node.attr in ("is_cuda", "is_xpu", "cuda", "xpu", "hip")
-            assert not vendor, f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)} belongs into core/devices.py"
+            assert not vendor, (
+                f"{SOURCES[name]}:{node.lineno}: {ast.unparse(node)} belongs into core/devices.py"
+            )
 
 
 @EVERY_OP_FILE
 def test_kernels_are_portable(name):
-    """No assembly, no vendor library, and no autotuning: it stalls first steps and picks differently on each rank."""
+    """No assembly, no vendor library, and no autotuning: it stalls first steps and picks
+    differently on each rank."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, (ast.Attribute, ast.Name)):
             word = node.attr if isinstance(node, ast.Attribute) else node.id
@@ -190,13 +232,21 @@ def test_an_operators_file_has_its_parts(name):
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_reference"):
             part = "reference"
-        elif isinstance(node, ast.ClassDef) and node.name.endswith("Function") and node.name.startswith(NAMES):
+        elif (
+            isinstance(node, ast.ClassDef)
+            and node.name.endswith("Function")
+            and node.name.startswith(NAMES)
+        ):
             part = "Function"
             methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             methods |= {t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets}
             inherits = any(ast.unparse(base) != "Function" for base in node.bases)
-            assert inherits or {"reference", "forward", "backward"} <= methods, f"{node.name} lacks a method"
-        elif isinstance(node, ast.FunctionDef) and (node.name.startswith("liger_") or node.name in PLAIN):
+            assert inherits or {"reference", "forward", "backward"} <= methods, (
+                f"{node.name} lacks a method"
+            )
+        elif isinstance(node, ast.FunctionDef) and (
+            node.name.startswith("liger_") or node.name in PLAIN
+        ):
             part = "liger_ function"
             assert ast.get_docstring(node), f"{node.name} has no docstring"
         elif isinstance(node, ast.Expr) and ast.unparse(node).startswith(

@@ -1,4 +1,5 @@
-"""Names, signatures and import behaviour that frameworks rely on, against the frozen list in public_api.txt."""
+"""Names, signatures and import behaviour that frameworks rely on, against the frozen list in
+public_api.txt."""
 
 import ast
 import importlib
@@ -45,7 +46,8 @@ def parameters(text):
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition("(")[0])
 def test_signature(line):
-    """The contract's parameters come first, by the same name, order, kind and default; then ours, each with a default.
+    """The contract's parameters come first, by the same name, order, kind and default; then ours,
+    each with a default.
 
     A parameter that the contract requires may have a default here.
     """
@@ -57,21 +59,35 @@ def test_signature(line):
     contract, added = parameters(contract), parameters(added.strip().removeprefix("+"))
     wanted = sorted([*contract, *added], key=lambda p: p.kind is p.VAR_KEYWORD)
     mine = list(inspect.signature(value).parameters.values())
-    assert [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in wanted], f"{path}{inspect.signature(value)}"
+    assert [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in wanted], (
+        f"{path}{inspect.signature(value)}"
+    )
     for p, w in zip(mine, wanted, strict=True):
-        assert p.default == w.default or (w in contract and w.default is w.empty), f"{path}: {p}, in the list {w}"
+        assert p.default == w.default or (w in contract and w.default is w.empty), (
+            f"{path}: {p}, in the list {w}"
+        )
     assert all(p.default is not p.empty for p in added), f"{path}: frameworks don't give {added}"
 
 
-SCOPES = ("chunked_loss", "chunked_loss.functional", "ops", "transformers", "transformers.functional")
+SCOPES = (
+    "chunked_loss",
+    "chunked_loss.functional",
+    "ops",
+    "transformers",
+    "transformers.functional",
+)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_every_public_name_is_in_the_list(scope):
-    listed = {line.partition("(")[0].removesuffix(".forward").removesuffix(".apply") for line in LINES}
+    listed = {
+        line.partition("(")[0].removesuffix(".forward").removesuffix(".apply") for line in LINES
+    }
     module = resolve(scope)
     names = {name for name in {*dir(module), *getattr(module, "__all__", ())} if PUBLIC.match(name)}
-    assert {f"{scope}.{name}" for name in names} <= listed | OURS, "add it to public_api.txt, and keep it for good"
+    assert {f"{scope}.{name}" for name in names} <= listed | OURS, (
+        "add it to public_api.txt, and keep it for good"
+    )
 
 
 OURS = {  # no framework knows these; test_families and test_norm_rope hold what they do
@@ -95,7 +111,8 @@ OURS = {  # no framework knows these; test_families and test_norm_rope hold what
 
 @pytest.mark.parametrize("alias,home", _public.HOMES.items())
 def test_an_alias_is_its_home(alias, home):
-    """The same module object, so that patching one patches the other, and still a module that says where it lives."""
+    """The same module object, so that patching one patches the other, and still a module that says
+    where it lives."""
     module = importlib.import_module(f"liger_kernel.{alias}")
     assert module is importlib.import_module(f"liger_kernel.{home}") is resolve(alias)
     assert module.__name__ == module.__spec__.name == f"liger_kernel.{home}"
@@ -121,7 +138,10 @@ def test_globals_are_looked_up_when_called(monkeypatch):
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
-    x, w = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.randn(5, 8, device=DEVICE, requires_grad=True)
+    x, w = (
+        torch.randn(3, 8, device=DEVICE, requires_grad=True),
+        torch.randn(5, 8, device=DEVICE, requires_grad=True),
+    )
     module.liger_fused_linear_cross_entropy(x, w, torch.tensor([1, 0, 4], device=DEVICE)).backward()
     assert called == ["fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"]
 
@@ -158,7 +178,9 @@ def test_import_loads_nothing_optional_and_touches_no_device():
     run(IMPORTS)
 
 
-@pytest.mark.parametrize("without", [("transformers", "peft", "accelerate"), ("triton",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "without", [("transformers", "peft", "accelerate"), ("triton",)], ids=" ".join
+)
 @pytest.mark.thorough
 def test_import_without(without):
     run(ABSENT, without=without)
@@ -176,11 +198,12 @@ def test_an_unknown_name_is_an_import_error():
 
 
 def test_version():
-    """Newer than the published one whose names it has; that is more than any framework's least version, TRL's 0.8.2.
+    """Newer than the published one whose names it has; that is more than any framework's least
+    version, TRL's 0.8.2.
 
-    Two frameworks have an upper bound: Axolotl pins 0.8.1, and the extra `gpu` of Oumi 0.9 asks for <0.9. Releases are
-    held below that; a nightly build is of the next minor version, and not for that extra.
-    """
+    Two frameworks have an upper bound: Axolotl pins 0.8.1, and the extra `gpu` of Oumi 0.9 asks for
+    <0.9. Releases are held below that; a nightly build is of the next minor version, and not for
+    that extra."""
     mine = Version(liger_kernel.__version__)
     assert mine > Version("0.8.5")
     assert mine.is_devrelease or mine in SpecifierSet("<0.9"), "Oumi's extra gpu refuses it"

@@ -1,4 +1,5 @@
-"""What frameworks import beside the operators: helpers of the published package, called here as they call them."""
+"""What frameworks import beside the operators: helpers of the published package, called here as
+they call them."""
 
 import importlib.util
 import operator
@@ -13,7 +14,12 @@ from liger_kernel import utils
 from liger_kernel.ops.backends.registry import IMPL_REGISTRY
 from liger_kernel.ops.norm import rms_norm
 from liger_kernel.ops.rotary import rope
-from liger_kernel.ops.utils import calculate_settings, compare_version, ensure_contiguous, torch_to_triton_dtype
+from liger_kernel.ops.utils import (
+    calculate_settings,
+    compare_version,
+    ensure_contiguous,
+    torch_to_triton_dtype,
+)
 
 F64 = torch.float64
 
@@ -22,7 +28,8 @@ F64 = torch.float64
 
 
 class Norm(torch.autograd.Function):
-    """As sequence parallelism does it: what forward returns is kept and handed to backward, in this order."""
+    """As sequence parallelism does it: what forward returns is kept and handed to backward, in this
+    order."""
 
     @staticmethod
     def forward(ctx, x, w, offset, casting_mode):
@@ -34,7 +41,9 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         settings = ctx.casting_mode, ctx.block_size, ctx.num_warps
-        dx, dw = rms_norm.rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, *settings, False, None)
+        dx, dw = rms_norm.rms_norm_backward(
+            dy, *ctx.saved_tensors, ctx.offset, *settings, False, None
+        )
         return dx, dw, None, None
 
 
@@ -56,11 +65,15 @@ def test_rms_norm(casting, offset, layout):
     before = x.clone(), dy.clone()
     got = results(lambda x, w: Norm.apply(x, w, offset, casting), (x, w), dy)
     for mine, ours in zip(
-        got, results(lambda *t: rms_norm.liger_rms_norm(*t, 1e-6, offset, casting), (x, w), dy), strict=True
+        got,
+        results(lambda *t: rms_norm.liger_rms_norm(*t, 1e-6, offset, casting), (x, w), dy),
+        strict=True,
     ):
         assert torch.equal(mine, ours)
     want = results(
-        lambda *t: rms_norm.rms_norm_reference(*t, 1e-6, offset, casting), (x.to(F64), w.to(F64)), dy.to(F64)
+        lambda *t: rms_norm.rms_norm_reference(*t, 1e-6, offset, casting),
+        (x.to(F64), w.to(F64)),
+        dy.to(F64),
     )
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact.float())
@@ -69,28 +82,39 @@ def test_rms_norm(casting, offset, layout):
 
 def test_rms_norm_without_a_weight():
     x, dy = torch.randn(3, 40, device=DEVICE), torch.randn(3, 40, device=DEVICE)
-    y, rows, rstd, block_size, num_warps, casting = rms_norm.rms_norm_forward(x, None, 1e-6, 0.0, "llama", None)
-    dx, dw = rms_norm.rms_norm_backward(dy, rows, None, rstd, 0.0, casting, block_size, num_warps, True, None)
+    y, rows, rstd, block_size, num_warps, casting = rms_norm.rms_norm_forward(
+        x, None, 1e-6, 0.0, "llama", None
+    )
+    dx, dw = rms_norm.rms_norm_backward(
+        dy, rows, None, rstd, 0.0, casting, block_size, num_warps, True, None
+    )
     want = results(lambda x: rms_norm.liger_rms_norm(x, None), (x,), dy)
     assert torch.equal(y, want[0]) and torch.equal(dx, want[1]) and dw is None
 
 
 def test_rms_norm_is_told_what_fits():
     x, w = torch.randn(3, 40, device=DEVICE), torch.randn(40, device=DEVICE)
-    with pytest.raises(ValueError, match="rms_norm_forward: casting_mode is 0, give one of none, llama, gemma"):
+    with pytest.raises(
+        ValueError, match="rms_norm_forward: casting_mode is 0, give one of none, llama, gemma"
+    ):
         rms_norm.rms_norm_forward(x, w, 1e-6, 0.0, 0, None)
     _, rows, rstd, *rest = rms_norm.rms_norm_forward(x, w, 1e-6, 0.0, "gemma", None)
     with pytest.raises(ValueError, match="rms_norm_backward: casting_mode is 7"):
         rms_norm.rms_norm_backward(x, rows, w, rstd, 0.0, 7, *rest[:2], False, None)
-    with pytest.raises(ValueError, match=r"dY, X and RSTD have shapes \(2, 40\), \(3, 40\) and \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"dY, X and RSTD have shapes \(2, 40\), \(3, 40\) and \(3,\)"
+    ):
         rms_norm.rms_norm_backward(x[:2], rows, w, rstd, 0.0, rest[2], *rest[:2], False, None)
-    with pytest.raises(RuntimeError, match="rms_norm_forward: no Triton kernels for a tensor on cpu"):
+    with pytest.raises(
+        RuntimeError, match="rms_norm_forward: no Triton kernels for a tensor on cpu"
+    ):
         rms_norm.rms_norm_forward(x.cpu().double(), w.cpu().double(), 1e-6, 0.0, "llama", None)
 
 
 @pytest.mark.parametrize("width", [8, 4])
 def test_rope(width):
-    """A single tensor beside a key of one head that nobody reads, its gradient by the inverse rotation."""
+    """A single tensor beside a key of one head that nobody reads, its gradient by the inverse
+    rotation."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 5, 8, device=DEVICE), torch.randn(1, 1, 5, 8, device=DEVICE)
     angles = torch.randn(1, 5, width, device=DEVICE)
@@ -128,7 +152,9 @@ class Double(torch.autograd.Function):
         y = torch.empty_like(x)
         block_size, num_warps = calculate_settings(x.shape[-1])
         dtype = torch_to_triton_dtype[x.dtype]
-        _double[(x.shape[0],)](x, y, x.shape[-1], DTYPE=dtype, BLOCK_SIZE=block_size, num_warps=num_warps)
+        _double[(x.shape[0],)](
+            x, y, x.shape[-1], DTYPE=dtype, BLOCK_SIZE=block_size, num_warps=num_warps
+        )
         return y
 
     @staticmethod
@@ -158,10 +184,16 @@ def test_settings():
 
 def test_versions_are_ordered_as_versions(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.10.0")
-    assert compare_version("triton", operator.ge, "3.9.0") and not compare_version("triton", operator.lt, "3.9.0")
+    assert compare_version("triton", operator.ge, "3.9.0") and not compare_version(
+        "triton", operator.lt, "3.9.0"
+    )
     monkeypatch.setattr(triton, "__version__", "3.6.0+rocm7.1")
-    assert compare_version("triton", operator.lt, "3.10") and compare_version("triton", operator.ge, "3.6.0")
-    assert compare_version("torch", operator.ge, "2.0") and not compare_version("no_such_package", operator.ge, "0")
+    assert compare_version("triton", operator.lt, "3.10") and compare_version(
+        "triton", operator.ge, "3.6.0"
+    )
+    assert compare_version("torch", operator.ge, "2.0") and not compare_version(
+        "no_such_package", operator.ge, "0"
+    )
 
 
 def test_other_implementations():
@@ -172,7 +204,9 @@ def test_other_implementations():
 # ---- what is installed, and where ----
 
 
-@pytest.mark.parametrize("kind,backend", [("cuda", "nccl"), ("xpu", "xccl"), ("npu", "hccl"), (None, "gloo")])
+@pytest.mark.parametrize(
+    "kind,backend", [("cuda", "nccl"), ("xpu", "xccl"), ("npu", "hccl"), (None, "gloo")]
+)
 def test_devices(kind, backend, monkeypatch):
     """As torch says it, whatever machine this is."""
 
@@ -192,7 +226,10 @@ def test_this_device():
         with pytest.raises(RuntimeError, match="get_total_gpu_memory: torch has no accelerator"):
             utils.get_total_gpu_memory()
     else:
-        assert utils.get_total_gpu_memory() == torch.cuda.get_device_properties(0).total_memory // 2**30
+        assert (
+            utils.get_total_gpu_memory()
+            == torch.cuda.get_device_properties(0).total_memory // 2**30
+        )
 
 
 def test_peft(monkeypatch):

@@ -10,7 +10,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 LINKS = re.findall(r"\]\((?!https?:)([^)#]+)", README)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=[f"example {i}" for i in range(1, len(EXAMPLES) + 1)])
+@pytest.mark.parametrize(
+    "code", EXAMPLES, ids=[f"example {i}" for i in range(1, len(EXAMPLES) + 1)]
+)
 def test_example(code, reference_only):
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 

@@ -1,4 +1,5 @@
-"""sdist and wheel: what is in them, that the wheel works beside PyTorch alone, and which versions they have."""
+"""sdist and wheel: what is in them, that the wheel works beside PyTorch alone, and which versions
+they have."""
 
 import datetime
 import importlib.metadata
@@ -22,13 +23,16 @@ from liger_kernel._version import __version__
 FOLDERS = "src", "bench", "docs", "examples", "scripts", "tests"
 BUILT = f"liger_kernel-{__version__}"
 LEFT_OVER = "__pycache__", "*.egg-info"
-NO_PIP = not [*importlib.metadata.distributions(name="pip")]  # to look for the module takes setuptools its distutils
+NO_PIP = not [
+    *importlib.metadata.distributions(name="pip")
+]  # to look for the module takes setuptools its distutils
 together = pytest.mark.xdist_group("release")  # what they share is built once
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """What `python -m build` makes of a checkout in which things lie about: the sdist, and of this the wheel."""
+    """What `python -m build` makes of a checkout in which things lie about: the sdist, and of this
+    the wheel."""
     pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
@@ -45,14 +49,20 @@ def dist(tmp_path_factory):
 
 def build(tree, to, *what):
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, *what, tree], capture_output=True, text=True
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, *what, tree],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def packaged():
     """The package's files, as they lie in src."""
-    paths = [path for path in (ROOT / "src" / "liger_kernel").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    paths = [
+        path
+        for path in (ROOT / "src" / "liger_kernel").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    ]
     return {path.relative_to(ROOT / "src").as_posix() for path in paths}
 
 
@@ -64,10 +74,17 @@ def members(wheel):
 @together
 @pytest.mark.thorough
 def test_wheel_has_the_package_and_nothing_else(dist):
-    assert sorted(path.name for path in dist.iterdir()) == [f"{BUILT}-py3-none-any.whl", f"{BUILT}.tar.gz"]
+    assert sorted(path.name for path in dist.iterdir()) == [
+        f"{BUILT}-py3-none-any.whl",
+        f"{BUILT}.tar.gz",
+    ]
     found = members(dist / f"{BUILT}-py3-none-any.whl")
     inside = {name for name in found if not name.startswith(f"{BUILT}.dist-info/")}
-    assert inside == packaged() and "liger_kernel/py.typed" in inside and "liger_kernel/ops/__init__.pyi" in inside
+    assert (
+        inside == packaged()
+        and "liger_kernel/py.typed" in inside
+        and "liger_kernel/ops/__init__.pyi" in inside
+    )
     assert found[f"{BUILT}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     head = HeaderParser().parsestr(found[f"{BUILT}.dist-info/METADATA"].decode())
     assert (head["Name"], head["Version"]) == ("liger-kernel", __version__)
@@ -84,9 +101,20 @@ def needed(head):
 @pytest.mark.thorough
 def test_sdist_has_what_the_wheel_is_made_of(dist):
     with tarfile.open(dist / f"{BUILT}.tar.gz") as opened:
-        inside = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
+        inside = {
+            name.partition("/")[2]
+            for name in opened.getnames()
+            if not opened.getmember(name).isdir()
+        }
     package = {f"src/{name}" for name in packaged()}
-    about = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml"}
+    about = {
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "MANIFEST.in",
+        "pyproject.toml",
+    }
     made = {name for name in inside if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
     assert inside - made == package | about
 
@@ -107,22 +135,40 @@ def test_wheel_works_beside_torch_alone(dist, tmp_path):
     place = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = next(place.glob("*/python"))
-    packages = Path(ran([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
+    packages = Path(
+        ran(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path
+        ).strip()
+    )
     for name in sorted(with_requirements("torch", "triton")):
         link(importlib.metadata.distribution(name), packages)
-    pip = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "--isolated",
+        "--disable-pip-version-check",
+    ]
     ran([*pip, "install", "--no-index", "--no-compile", *dist.glob("*.whl")], tmp_path)
     printed = ran([python, ROOT / "scripts" / "try_wheel.py"], tmp_path)
-    assert f"liger-kernel {__version__} works with torch" in printed and "Nothing to fix." in printed
+    assert (
+        f"liger-kernel {__version__} works with torch" in printed and "Nothing to fix." in printed
+    )
     assert f"from liger-kernel {__version__}\n" in printed and "  transformers " not in printed
     assert str(packages) in printed.replace("\n", "").replace("    ", "")
-    models = subprocess.run([python.with_name("liger-kernel"), "models", "llama"], capture_output=True, text=True)
+    models = subprocess.run(
+        [python.with_name("liger-kernel"), "models", "llama"], capture_output=True, text=True
+    )
     assert models.returncode == 2 and "pip install 'liger-kernel[transformers]'" in models.stderr
 
 
 def ran(command, folder):
     """What it printed, as somebody calls it who has set nothing."""
-    mine = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON", "LIGER_"))}
+    mine = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON", "LIGER_"))
+    }
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=mine)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -141,7 +187,9 @@ def with_requirements(*names):
         if name not in found:
             found.add(name)
             asked = map(Requirement, asked)
-            waiting += [one.name for one in asked if not one.marker or one.marker.evaluate({"extra": ""})]
+            waiting += [
+                one.name for one in asked if not one.marker or one.marker.evaluate({"extra": ""})
+            ]
     return found
 
 
@@ -159,7 +207,12 @@ def test_nightly_version():
     nightly = RELEASE["nightly"]
     made = nightly("0.8.6", TODAY)
     assert made == "0.9.0.dev20261123" and nightly("1.12.3", TODAY) == "1.13.0.dev20261123"
-    assert Version("0.8.99") < Version(made) < Version(nightly("0.8.6", datetime.date(2026, 11, 24))) < Version("0.9.0")
+    assert (
+        Version("0.8.99")
+        < Version(made)
+        < Version(nightly("0.8.6", datetime.date(2026, 11, 24)))
+        < Version("0.9.0")
+    )
     with pytest.raises(SystemExit, match="this is 0.9.0.dev20261123"):
         nightly(made, TODAY)
     assert RELEASE["version"]() == __version__
@@ -175,7 +228,10 @@ def test_the_script_writes_and_checks(tmp_path):
     written = (tmp_path / "src/liger_kernel/_version.py").read_text()
     assert written == (ROOT / "src/liger_kernel/_version.py").read_text().replace(__version__, made)
     checked = subprocess.run([*script, "check", f"v{made}"], capture_output=True, text=True)
-    assert checked.returncode == 1 and checked.stderr == f"release: CHANGELOG.md says nothing of {made}\n"
+    assert (
+        checked.returncode == 1
+        and checked.stderr == f"release: CHANGELOG.md says nothing of {made}\n"
+    )
 
 
 def test_transformers_accepts_a_nightly_build(tmp_path, monkeypatch):
@@ -221,7 +277,9 @@ CHANGES = """# Changelog
 )
 def test_tag(tag, version, found):
     problems = RELEASE["problems"](tag, version, CHANGES)
-    assert len(problems) == len(found) and all(part in problem for part, problem in zip(found, problems, strict=True))
+    assert len(problems) == len(found) and all(
+        part in problem for part, problem in zip(found, problems, strict=True)
+    )
 
 
 def test_notes():

@@ -1,4 +1,5 @@
-"""The Makefile's targets: what `make test-frameworks` and CI run is what the pages say, and is prepared."""
+"""The Makefile's targets: what `make test-frameworks` and CI run is what the pages say, and is
+prepared."""
 
 import os
 import re
@@ -13,7 +14,9 @@ CI = re.findall(r"^make (test[\w-]*)$", (ROOT / ".ci" / "run").read_text(encodin
 FRAMEWORKS = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
 TARGET = re.compile(r"`(?:make )?(test-[\w-]+)`")
-WEEKLY = set(re.findall(r"make (test-[\w-]+)", (ROOT / ".github" / "workflows" / "weekly.yml").read_text()))
+WEEKLY = set(
+    re.findall(r"make (test-[\w-]+)", (ROOT / ".github" / "workflows" / "weekly.yml").read_text())
+)
 (LEFT_OUT,) = re.findall(r"\.ci/run` runs all but (.*?), which take", " ".join(FRAMEWORKS.split()))
 LEFT_OUT = set(TARGET.findall(LEFT_OUT))
 
@@ -50,7 +53,9 @@ def test_every_target_is_in_a_table():
 def made(*targets):
     """The environments that make would make, were there none."""
     command = ["make", "--dry-run", "--always-make", "VENV=none", *targets]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHON" and not k.startswith("MAKE")}  # a make's around this
+    env = {
+        k: v for k, v in os.environ.items() if k != "PYTHON" and not k.startswith("MAKE")
+    }  # a make's around this
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"^touch (\S+)$", done.stdout, re.M))
@@ -58,6 +63,7 @@ def made(*targets):
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
 def test_what_ci_runs_is_prepared():
-    """`make environments`, which .ci/run calls beside the docs, makes those of its targets and no other."""
+    """`make environments`, which .ci/run calls beside the docs, makes those of its targets and no
+    other."""
     wanted = made(*CI)
     assert len(wanted) > 10 and made("environments") == wanted

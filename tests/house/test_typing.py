@@ -1,4 +1,5 @@
-"""What type checkers see: a user's script that is right passes, one that is wrong does not; no public name is Any."""
+"""What type checkers see: a user's script that is right passes, one that is wrong does not; no
+public name is Any."""
 
 import importlib.util
 import inspect
@@ -84,7 +85,9 @@ def public():
                         yield f"{package.__name__}.{name}.{method.__name__}", method
 
 
-@pytest.mark.parametrize("function", [pytest.param(function, id=name) for name, function in public()])
+@pytest.mark.parametrize(
+    "function", [pytest.param(function, id=name) for name, function in public()]
+)
 def test_parameters_have_types(function):
     parameters = inspect.signature(function).parameters.values()
     untyped = [p.name for p in parameters if p.annotation is p.empty and p.name != "self"]
@@ -110,14 +113,18 @@ def checked(tmp_path_factory):
     for name, text in {"right.py": textwrap.dedent(RIGHT), **wrong}.items():
         (folder / name).write_text(text)
     options = "--strict --follow-imports=silent --no-error-summary --hide-error-context --cache-dir=.cache".split()
-    # what is asked is what *this* package's names are; torch and transformers are Any, which is much faster
+    # what is asked is what *this* package's names are; torch and transformers are Any, which is
+    # much faster
     (folder / "mypy.ini").write_text("[mypy]\n[mypy-transformers.*]\nfollow_imports = skip\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "right.py", *wrong], cwd=folder, capture_output=True, text=True,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": ""},
     )  # fmt: skip
     assert not done.stderr, done.stderr
-    return {name: [x for x in done.stdout.splitlines() if x.startswith(f"{name}:")] for name in ("right.py", *wrong)}
+    return {
+        name: [x for x in done.stdout.splitlines() if x.startswith(f"{name}:")]
+        for name in ("right.py", *wrong)
+    }
 
 
 ONCE = pytest.mark.xdist_group("mypy")  # `checked` is made in one process

@@ -1,4 +1,5 @@
-"""The workflows: what starts them, what they may do, and that what they name is there. They run elsewhere."""
+"""The workflows: what starts them, what they may do, and that what they name is there. They run
+elsewhere."""
 
 import os
 import re
@@ -56,7 +57,9 @@ def test_permissions_are_least():
     assert all(flow["permissions"] == {"contents": "read"} for flow in FLOWS.values())
     assert {at: job["permissions"] for at, job in JOBS.items() if "permissions" in job} == MAY
     for name, job, step in STEPS:
-        if (name, job) in MAY and "id-token" in MAY[name, job]:  # no code of the repository with these
+        if (name, job) in MAY and "id-token" in MAY[
+            name, job
+        ]:  # no code of the repository with these
             assert "run" not in step and not step["uses"].startswith("actions/checkout")
         if step.get("uses", "").startswith("actions/checkout"):
             assert step["with"]["persist-credentials"] is False, (name, job)
@@ -64,7 +67,8 @@ def test_permissions_are_least():
 
 
 def test_a_machine_of_ours_runs_no_stranger():
-    """What a pull request brings runs there only after the label, and that is each time for what was there then."""
+    """What a pull request brings runs there only after the label, and that is each time for what
+    was there then."""
     ours = [at for at, job in JOBS.items() if "self-hosted" in job.get("runs-on", ())]
     assert ours == [("gpu", "gpu")] == [at for at in JOBS if at[0] == "gpu"]
     condition = " ".join(JOBS["gpu", "gpu"]["if"].split())
@@ -72,7 +76,11 @@ def test_a_machine_of_ours_runs_no_stranger():
         "(github.event_name == 'pull_request' && github.event.label.name == 'run-gpu-tests') || "
     )
     assert JOBS["gpu", "gpu"]["environment"] == "gpu"
-    assert not any(trigger in TEXTS[name] for name in TEXTS for trigger in ("pull_request_target", "workflow_run"))
+    assert not any(
+        trigger in TEXTS[name]
+        for name in TEXTS
+        for trigger in ("pull_request_target", "workflow_run")
+    )
 
 
 def test_what_others_wrote_is_in_no_program():
@@ -112,7 +120,11 @@ def test_what_they_call_is_there():
     assert all((ROOT / file).is_file() for file in files)
     assert os.access(ROOT / "scripts" / "gpu-tests", os.X_OK)
     for name, job, step in STEPS:  # a variable that a program reads is given to it
-        given = {**FLOWS[name].get("env", {}), **JOBS[name, job].get("env", {}), **step.get("env", {})}
+        given = {
+            **FLOWS[name].get("env", {}),
+            **JOBS[name, job].get("env", {}),
+            **step.get("env", {}),
+        }
         for variable in re.findall(r"\$\{?([A-Z][A-Z_]+)", step.get("run", "")):
             assert variable in given or variable.startswith("GITHUB_"), (name, job, variable)
 
@@ -127,17 +139,23 @@ def test_needed_jobs_are_there():
 
 def test_each_make_test_of_ci_is_a_job():
     """By the program of the job that lists them."""
-    (program,) = [step["run"] for name, job, step in STEPS if (name, job) == ("tests", "list") and "run" in step]
+    (program,) = [
+        step["run"]
+        for name, job, step in STEPS
+        if (name, job) == ("tests", "list") and "run" in step
+    ]
     script = re.search(r"sed -n '(.*?)' \.ci/run", program)[1]
-    listed = subprocess.run(["sed", "-n", script, ROOT / ".ci" / "run"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["sed", "-n", script, ROOT / ".ci" / "run"], capture_output=True, text=True, check=True
+    )
     targets = listed.stdout.split()
     assert "test-rest" in targets and "test-isa" in targets
     called = {target for target in re.findall(r"^make (\S+)", CI, re.M)}
     assert called == {*targets, "test", "lint", "docs"}
 
 
-# torch's wheels with CUDA ask for exactly one Triton: 2.11.0 for 3.6.0, 2.12.0 for 3.7.0, 2.12.1 and 2.13.0 for 3.7.1.
-# Those without CUDA ask for none.
+# torch's wheels with CUDA ask for exactly one Triton: 2.11.0 for 3.6.0, 2.12.0 for 3.7.0, 2.12.1
+# and 2.13.0 for 3.7.1. Those without CUDA ask for none.
 ASKED_FOR = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
 
 
@@ -155,12 +173,17 @@ def test_matrix_is_what_is_claimed():
     assert in_matrix["python"] == set(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
     oldest = re.search(r'requires-python = ">=(3\.\d+)"', PYPROJECT)[1]
     assert min(in_matrix["python"], key=minor) == oldest
-    assert tritons(matrix) == listed(TESTED["triton"]) and in_matrix["transformers"] == listed(TESTED["transformers"])
+    assert tritons(matrix) == listed(TESTED["triton"]) and in_matrix["transformers"] == listed(
+        TESTED["transformers"]
+    )
     first, *_, last = sorted(listed(TESTED["torch"]), key=minor)
     between = range(minor(first)[1], minor(last)[1] + 1)
     assert in_matrix["torch"] == {f"{minor(first)[0]}.{each}" for each in between}
     older = JOBS["tests", "older-transformers"]
-    assert OLDEST_TRANSFORMERS in older["strategy"]["matrix"]["transformers"] and older["continue-on-error"]
+    assert (
+        OLDEST_TRANSFORMERS in older["strategy"]["matrix"]["transformers"]
+        and older["continue-on-error"]
+    )
     compiled = JOBS["portability", "nvidia-and-amd"]["strategy"]["matrix"]["include"]
     assert tritons(compiled) == listed(TESTED["triton"])
     assert {entry["torch"] for entry in compiled} == listed(TESTED["torch"])
@@ -168,9 +191,12 @@ def test_matrix_is_what_is_claimed():
     assert tried == [oldest, max(in_matrix["python"], key=minor)]
 
 
-@pytest.mark.parametrize("job", [("tests", "versions"), ("portability", "nvidia-and-amd")], ids="/".join)
+@pytest.mark.parametrize(
+    "job", [("tests", "versions"), ("portability", "nvidia-and-amd")], ids="/".join
+)
 def test_pip_can_install_what_the_matrix_names(job):
-    """torch together with the Triton that it asks for, and another one afterwards, which asks nobody."""
+    """torch together with the Triton that it asks for, and another one afterwards, which asks
+    nobody."""
     job = JOBS[job]
     matrix = job["strategy"]["matrix"]["include"]
     for entry in matrix:
@@ -185,7 +211,12 @@ def test_pip_can_install_what_the_matrix_names(job):
 def test_the_page_of_versions_says_the_same():
     page_of_versions = (ROOT / "docs" / "index.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| ([\d., ]+) \|", page_of_versions, re.M))
-    names = {"torch": "torch", "Triton": "triton", "transformers": "transformers", "Python": "python"}
+    names = {
+        "torch": "torch",
+        "Triton": "triton",
+        "transformers": "transformers",
+        "Python": "python",
+    }
     for page, key in (names | {"TRL": "trl"}).items():
         assert set(rows[page].split(", ")) == listed(TESTED[key]), page
     pairs = set(re.findall(r"^\| (\d\.\d+), (\d\.\d+) \|", page_of_versions, re.M))
@@ -199,16 +230,24 @@ def test_a_release_is_built_tried_and_attested_before_it_is_published():
     jobs, nightly = FLOWS["release"]["jobs"], FLOWS["nightly"]["jobs"]
     assert jobs["build"] == {"needs": "check", "uses": "./.github/workflows/build.yml"}
     assert jobs["attest"]["needs"] == "build" and jobs["publish"]["needs"] == "attest"
-    assert nightly["build"]["uses"] == jobs["build"]["uses"] and nightly["build"]["with"] == {"nightly": True}
+    assert nightly["build"]["uses"] == jobs["build"]["uses"] and nightly["build"]["with"] == {
+        "nightly": True
+    }
     assert nightly["publish"]["needs"] == "build" and nightly["build"]["needs"] == "changed"
     assert FLOWS["build"]["jobs"]["wheel"]["needs"] == "build"
     for flow, variable in ((jobs, "RELEASE_URL"), (nightly, "NIGHTLY_URL")):
         assert flow["publish"]["if"] == f"vars.{variable} != ''" and flow["publish"]["environment"]
         *_, upload = flow["publish"]["steps"]
-        assert upload["with"]["repository-url"] == f"${{{{ vars.{variable} }}}}" and "password" not in upload["with"]
+        assert (
+            upload["with"]["repository-url"] == f"${{{{ vars.{variable} }}}}"
+            and "password" not in upload["with"]
+        )
 
 
-FORMS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+FORMS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMS) - {"config", "idea"}))
@@ -217,7 +256,10 @@ def test_forms_ask_for_the_doctor(name):
     assert form["name"] and form["description"]
     asked = {entry["id"]: entry for entry in form["body"]}
     doctor = asked["doctor"]
-    assert "liger-kernel doctor" in doctor["attributes"]["label"] and doctor["attributes"]["render"] == "text"
+    assert (
+        "liger-kernel doctor" in doctor["attributes"]["label"]
+        and doctor["attributes"]["render"] == "text"
+    )
     assert doctor["validations"]["required"] and len(asked) == len(form["body"])
 
 
@@ -227,7 +269,11 @@ def test_nothing_is_reported_past_the_forms():
 
 def test_what_stands_beside_the_readme():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == __version__ and cited["license"] in PYPROJECT and cited["title"] == "liger-kernel"
+    assert (
+        cited["version"] == __version__
+        and cited["license"] in PYPROJECT
+        and cited["title"] == "liger-kernel"
+    )
     for name in (
         "CONTRIBUTING.md",
         "SECURITY.md",

@@ -1,4 +1,5 @@
-"""The distillation losses that frameworks call, their subclasses, and those of a teacher's top k."""
+"""The distillation losses that frameworks call, their subclasses, and those of a teacher's top
+k."""
 
 import itertools
 
@@ -29,7 +30,15 @@ LOSSES = dict(
     jsd=(LigerFusedLinearJSDLoss, liger_fused_linear_jsd),
     cosine=(LigerFusedLinearCosineSimilarityLoss, liger_fused_linear_cosine),
 )
-IN_ORDER = "student", "student_weight", "teacher", "teacher_weight", "target", "student_bias", "teacher_bias"
+IN_ORDER = (
+    "student",
+    "student_weight",
+    "teacher",
+    "teacher_weight",
+    "target",
+    "student_bias",
+    "teacher_bias",
+)
 
 
 def in_three_dimensions(x, *lead):
@@ -81,9 +90,14 @@ class KL(LigerFusedLinearDistillationBase):
     seen = []
 
     @staticmethod
-    def distillation_loss_fn(student_logits, teacher_logits, target, ignore_index, sharpness=1.0, **loss_kwargs):
+    def distillation_loss_fn(
+        student_logits, teacher_logits, target, ignore_index, sharpness=1.0, **loss_kwargs
+    ):
         KL.seen.append(len(student_logits))
-        d = kl((teacher_logits * sharpness).log_softmax(-1), (student_logits * sharpness).log_softmax(-1))
+        d = kl(
+            (teacher_logits * sharpness).log_softmax(-1),
+            (student_logits * sharpness).log_softmax(-1),
+        )
         return d[target != ignore_index].sum()
 
     @classmethod
@@ -109,13 +123,16 @@ class Short(LigerFusedLinearDistillationBase):
 
     @classmethod
     def forward(cls, ctx, si, sw, ti, tw, y):
-        return super().forward(cls, ctx, si, sw, ti, tw, y, compute_ce_loss=False, return_soft_hard_loss=True)
+        return super().forward(
+            cls, ctx, si, sw, ti, tw, y, compute_ce_loss=False, return_soft_hard_loss=True
+        )
 
 
 @ANYWHERE
 @pytest.mark.parametrize("how", ["keywords", "positions"])
 def test_subclasses(how, monkeypatch):
-    """In chunks; the hook has the tempered logits; a larger teacher; a weight that changes before backward."""
+    """In chunks; the hook has the tempered logits; a larger teacher; a weight that changes before
+    backward."""
     monkeypatch.setattr(distillation, "ROWS", 5)
     KL.seen.clear()
     tensors = cast(drawn(12, W=80), F32)
@@ -144,7 +161,9 @@ def test_a_subclass_with_fewer_arguments():
     got = run(lambda **given: Short.apply(*(given[k] for k in IN_ORDER[:5])), tensors)[0]
     same(got, want)
     with pytest.raises(NotImplementedError, match="distillation_loss_fn"):
-        LigerFusedLinearDistillationBase.forward(LigerFusedLinearDistillationBase, _Nothing(), *_five(tensors))
+        LigerFusedLinearDistillationBase.forward(
+            LigerFusedLinearDistillationBase, _Nothing(), *_five(tensors)
+        )
 
 
 class _Nothing:
@@ -163,13 +182,20 @@ def test_compiles_whole():
         compiled = torch.compile(called("module", divergence), fullgraph=True, backend="aot_eager")
         for dtype in F32, F16:
             tensors = cast(drawn(12), dtype)
-            same(run(compiled, tensors)[0], run(called("module", divergence), tensors)[0], rtol=1e-3, atol=1e-3)
+            same(
+                run(compiled, tensors)[0],
+                run(called("module", divergence), tensors)[0],
+                rtol=1e-3,
+                atol=1e-3,
+            )
 
 
 # ---- a teacher's top k ----
 
 
-def of_top_k(ids, log_p, tail, divergence, beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5):
+def of_top_k(
+    ids, log_p, tail, divergence, beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5
+):
     """Row by row, over the classes that are there."""
 
     def call(student, student_weight, student_bias, target):
@@ -179,7 +205,9 @@ def of_top_k(ids, log_p, tail, divergence, beta=0.5, temperature=1.0, weight_har
             if y != -100:
                 lp, lq = lp[k != -100], (z / temperature).log_softmax(-1)[k[k != -100]]
                 if tail:
-                    lp, lq = (torch.cat((a, (1 - a.exp().sum(0, keepdim=True)).log())) for a in (lp, lq))
+                    lp, lq = (
+                        torch.cat((a, (1 - a.exp().sum(0, keepdim=True)).log())) for a in (lp, lq)
+                    )
                 soft = soft + divergence_of(lp, lq, divergence, beta) / n
         hard = F.cross_entropy(x, target, reduction="sum") / n
         return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
@@ -189,7 +217,8 @@ def of_top_k(ids, log_p, tail, divergence, beta=0.5, temperature=1.0, weight_har
 
 def top_k(tensors, K, temperature):
     z = torch.addmm(
-        *(tensors.pop(f"teacher{k}").double() for k in ("_bias", "")), tensors.pop("teacher_weight").double().t()
+        *(tensors.pop(f"teacher{k}").double() for k in ("_bias", "")),
+        tensors.pop("teacher_weight").double().t(),
     )
     log_p, ids = (z / temperature).log_softmax(-1).float().topk(K)
     gone = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % 7 == 6
@@ -207,7 +236,12 @@ def test_top_k(divergence, tail, temperature):
     want = run(of_top_k(ids, log_p, tail, **option), cast(tensors, F64))[0]
 
     def loss(student, target, three=False, **given):
-        given |= dict(student_input=student, target=target, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p)
+        given |= dict(
+            student_input=student,
+            target=target,
+            teacher_top_k_ids=ids,
+            teacher_top_k_log_probs=log_p,
+        )
         if three:
             rows = "student_input", "target", "teacher_top_k_ids", "teacher_top_k_log_probs"
             given |= {k: in_three_dimensions(given[k], 3, 4) for k in rows}
@@ -224,14 +258,22 @@ def test_top_k_of_all_classes(divergence, tail):
     """Is the whole distribution; the tail is empty then."""
     tensors = cast(drawn(6, 24, 20), F32)
     want = run(textbook(dict(divergence=divergence, weight_hard=0.0)), cast(tensors, F64))[0]
-    z = torch.addmm(tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t())
+    z = torch.addmm(
+        tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t()
+    )
     log_p, ids = z.log_softmax(-1).sort(-1, descending=True)
 
     def loss(student, target, **given):
-        given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, divergence=divergence)
+        given |= dict(
+            teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, divergence=divergence
+        )
         return distillation_loss(student, target=target, **given, weight_hard_loss=0.0)
 
-    same(run(loss, tensors)[0], {k: x for k, x in want.items() if k not in ("output 1", "output 2")}, atol=1e-5)
+    same(
+        run(loss, tensors)[0],
+        {k: x for k, x in want.items() if k not in ("output 1", "output 2")},
+        atol=1e-5,
+    )
 
 
 def with_exact_tail(z, ids, log_p, divergence):
@@ -246,7 +288,9 @@ def with_exact_tail(z, ids, log_p, divergence):
 @ANYWHERE
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
 @pytest.mark.parametrize("lead", [5.0, 15.0, 22.0])
-@pytest.mark.parametrize("outside", [False, True], ids=["of a class of the teacher's", "of another"])
+@pytest.mark.parametrize(
+    "outside", [False, True], ids=["of a class of the teacher's", "of another"]
+)
 @pytest.mark.parametrize("hard", [0.0, 0.5])
 def test_the_tail_of_a_sure_student(lead, divergence, outside, hard):
     """1 - p of fp32 has no digits of it: the loss and its gradient are those of fp64."""
@@ -257,11 +301,22 @@ def test_the_tail_of_a_sure_student(lead, divergence, outside, hard):
     sure = next_class_outside(ids, classes) if outside else ids[:, :1]
     z = torch.zeros(N, classes).scatter(1, sure, lead).to(DEVICE)
     ids, log_p = ids.to(DEVICE), log_p.to(DEVICE)
-    h, w, wide = z.clone().requires_grad_(), torch.eye(classes, device=DEVICE), z.double().requires_grad_()
+    h, w, wide = (
+        z.clone().requires_grad_(),
+        torch.eye(classes, device=DEVICE),
+        z.double().requires_grad_(),
+    )
     loss = distillation_loss(
-        h, w, y, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence,
-        weight_hard_loss=hard, weight_soft_loss=1.0,
-    )  # fmt: skip
+        h,
+        w,
+        y,
+        teacher_top_k_ids=ids,
+        teacher_top_k_log_probs=log_p,
+        tail=True,
+        divergence=divergence,
+        weight_hard_loss=hard,
+        weight_soft_loss=1.0,
+    )
     exact = with_exact_tail(wide, ids, log_p.double(), divergence) + hard * F.cross_entropy(wide, y)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
     loss.backward()
@@ -279,14 +334,26 @@ def next_class_outside(ids, classes):
 @pytest.mark.parametrize("lead", [40.0, 100.0])
 def test_the_tail_of_a_student_that_is_surer_still(lead):
     """forward_kl's gradient does not vanish there."""
-    log_p, ids = torch.randn(6, 23, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(4, -1)
-    y, z = torch.zeros(6, dtype=torch.long, device=DEVICE), torch.zeros(6, 23).scatter(1, ids[:, :1], lead).to(DEVICE)
+    log_p, ids = (
+        torch.randn(6, 23, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(4, -1)
+    )
+    y, z = (
+        torch.zeros(6, dtype=torch.long, device=DEVICE),
+        torch.zeros(6, 23).scatter(1, ids[:, :1], lead).to(DEVICE),
+    )
     ids, log_p = ids.to(DEVICE), log_p.to(DEVICE)
     h, wide = z.clone().requires_grad_(), z.double().requires_grad_()
     loss = distillation_loss(
-        h, torch.eye(23, device=DEVICE), y, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True,
-        divergence="forward_kl", weight_hard_loss=0.0, weight_soft_loss=1.0,
-    )  # fmt: skip
+        h,
+        torch.eye(23, device=DEVICE),
+        y,
+        teacher_top_k_ids=ids,
+        teacher_top_k_log_probs=log_p,
+        tail=True,
+        divergence="forward_kl",
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+    )
     exact = with_exact_tail(wide, ids, log_p.double(), "forward_kl")
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
     loss.backward()
@@ -300,7 +367,9 @@ def test_the_tail_of_a_sure_teacher():
     log_p = z.log_softmax(-1)
     log_p, at = log_p.topk(4, -1)
     exact = torch.log_softmax(z, -1).scatter(1, at, -torch.inf).logsumexp(1)
-    torch.testing.assert_close(distillation.with_tail(log_p.float())[:, -1].double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        distillation.with_tail(log_p.float())[:, -1].double(), exact, rtol=1e-5, atol=1e-5
+    )
     sure = distillation.with_tail(torch.tensor([[0.0, -torch.inf], [0.0, -20.0]]))
     assert sure[:, -1].isfinite().all() and (sure[:, -1] < -15).all()
 
@@ -317,7 +386,9 @@ def test_a_row_without_classes_of_the_teacher(divergence):
     want = run(of_top_k(ids, log_p, True, **option), cast(tensors, F64))[0]
 
     def loss(student, target, **given):
-        given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence)
+        given |= dict(
+            teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence
+        )
         return distillation_loss(student, target=target, **given, return_soft_hard_loss=True)
 
     same(run(loss, tensors)[0], want, atol=3e-6)
@@ -354,11 +425,20 @@ def test_tvd_of_a_student_that_equals_its_teacher(shape, teacher, dtype):
     """No gradient, though the logits of the two may come from different matmuls."""
     M, H, V = shape
     torch.manual_seed(0)
-    h, w = torch.randn(M, H).to(dtype).to(DEVICE), (torch.randn(V, H) * 2 / H**0.5).to(dtype).to(DEVICE)
-    given = dict(teacher_logits=h @ w.t()) if teacher == "logits" else dict(teacher_input=h, teacher_weight=w)
+    h, w = (
+        torch.randn(M, H).to(dtype).to(DEVICE),
+        (torch.randn(V, H) * 2 / H**0.5).to(dtype).to(DEVICE),
+    )
+    given = (
+        dict(teacher_logits=h @ w.t())
+        if teacher == "logits"
+        else dict(teacher_input=h, teacher_weight=w)
+    )
     student = h.clone().requires_grad_(), w.clone().requires_grad_()
     y = torch.zeros(M, dtype=torch.long, device=DEVICE)
-    loss = distillation_loss(*student, y, **given, divergence="tvd", weight_hard_loss=0.0, weight_soft_loss=1.0)
+    loss = distillation_loss(
+        *student, y, **given, divergence="tvd", weight_hard_loss=0.0, weight_soft_loss=1.0
+    )
     loss.backward()
     assert loss.abs() <= 64 * torch.finfo(F32).eps
     assert not any(x.grad.any() for x in student)
@@ -374,14 +454,21 @@ def test_top_k_without_rows_that_count(temperature):
     given = {names.get(k, k): x for k, x in tensors.items()}
     for tail in False, True:
         loss = distillation_loss(
-            **given, teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, temperature=temperature
+            **given,
+            teacher_top_k_ids=ids,
+            teacher_top_k_log_probs=log_p,
+            tail=tail,
+            temperature=temperature,
         )
         loss.backward()
         assert loss == 0 and not any(t.grad.any() for t in given.values() if t.requires_grad)
 
 
 OTHERS = {
-    "rows": (dict(true_labels=torch.zeros(3, dtype=torch.long)), r"labels have shape \(3,\).*\(4,\)"),
+    "rows": (
+        dict(true_labels=torch.zeros(3, dtype=torch.long)),
+        r"labels have shape \(3,\).*\(4,\)",
+    ),
     "teacher": (dict(teacher_input=torch.zeros(5, 5)), r"teacher_input has shape \(5, 5\)"),
     "no teacher": (dict(teacher_input=None, teacher_weight=None), "give"),
 }
@@ -397,7 +484,9 @@ def test_errors_of_the_losses(changed, words):
 
 
 def test_errors_when_made():
-    for kind, changed in itertools.product((LOSSES["jsd"][0], LOSSES["cosine"][0]), (dict(temperature=0),)):
+    for kind, changed in itertools.product(
+        (LOSSES["jsd"][0], LOSSES["cosine"][0]), (dict(temperature=0),)
+    ):
         for error in (ValueError, AssertionError):
             with pytest.raises(error, match=f"{kind.__name__}: temperature is 0"):
                 kind(**changed)
@@ -405,15 +494,41 @@ def test_errors_when_made():
         LigerFusedLinearJSDLoss(beta=-1)
 
 
-TOP = dict(teacher_top_k_ids=torch.zeros(4, 2, dtype=torch.long), teacher_top_k_log_probs=torch.zeros(4, 2))
+TOP = dict(
+    teacher_top_k_ids=torch.zeros(4, 2, dtype=torch.long), teacher_top_k_log_probs=torch.zeros(4, 2)
+)
 WRONG_TOP = {
-    "one of two": (dict(teacher_top_k_ids=None), ValueError, r"shapes None and \(4, 2\), give both alike"),
-    "another k": (dict(teacher_top_k_log_probs=torch.zeros(4, 3)), ValueError, r"\(4, 2\) and \(4, 3\)"),
-    "rows": (dict(teacher_top_k_ids=torch.zeros(3, 2)), ValueError, r"teacher_top_k_ids has shape \(3, 2\)"),
-    "dtype": (dict(teacher_top_k_ids=torch.zeros(4, 2)), TypeError, "teacher_top_k_ids is torch.float32"),
-    "cosine": (dict(divergence="cosine"), ValueError, "divergence 'cosine' is of logits; for a top k give"),
+    "one of two": (
+        dict(teacher_top_k_ids=None),
+        ValueError,
+        r"shapes None and \(4, 2\), give both alike",
+    ),
+    "another k": (
+        dict(teacher_top_k_log_probs=torch.zeros(4, 3)),
+        ValueError,
+        r"\(4, 2\) and \(4, 3\)",
+    ),
+    "rows": (
+        dict(teacher_top_k_ids=torch.zeros(3, 2)),
+        ValueError,
+        r"teacher_top_k_ids has shape \(3, 2\)",
+    ),
+    "dtype": (
+        dict(teacher_top_k_ids=torch.zeros(4, 2)),
+        TypeError,
+        "teacher_top_k_ids is torch.float32",
+    ),
+    "cosine": (
+        dict(divergence="cosine"),
+        ValueError,
+        "divergence 'cosine' is of logits; for a top k give",
+    ),
     "two teachers": (dict(teacher_logits=torch.zeros(4, 7)), ValueError, "give one teacher"),
-    "tail": (dict(teacher_top_k_ids=None, teacher_top_k_log_probs=None, tail=True), ValueError, "tail is for"),
+    "tail": (
+        dict(teacher_top_k_ids=None, teacher_top_k_log_probs=None, tail=True),
+        ValueError,
+        "tail is for",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""GRPO and its variants on given logits: the losses of the papers, padding, and whose memory is whose."""
+"""GRPO and its variants on given logits: the losses of the papers, padding, and whose memory is
+whose."""
 
 import math
 
@@ -9,7 +10,12 @@ from hardware import DEVICE
 from memory import Source, collect, reused
 from policies import CLIPPED, F32, F64, B, T, V, assert_equal, drawn, outcome, token_logps, whole
 
-from liger_kernel.chunked_loss.grpo_loss import clip_coef_fn, get_gamma_weights, k3_loss_fn, sapo_loss_fn
+from liger_kernel.chunked_loss.grpo_loss import (
+    clip_coef_fn,
+    get_gamma_weights,
+    k3_loss_fn,
+    sapo_loss_fn,
+)
 from liger_kernel.losses.policy_on_logits import fused_selective_log_softmax, triton_grpo_loss
 from liger_kernel.ops import GrpoLossFunction
 from liger_kernel.ops.functional import liger_selected_log_probs
@@ -27,15 +33,27 @@ def logits_of(hidden, weight, bias=None):
 
 
 def on_logits(
-    hidden, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
-    old_per_token_logps=None, **options,
-):  # fmt: skip
+    hidden,
+    weight,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    bias=None,
+    ref_per_token_logps=None,
+    old_per_token_logps=None,
+    **options,
+):
     """With the arguments of `whole`."""
     options = {k.replace("epsilon", "eps"): x for k, x in options.items()}
     return triton_grpo_loss(
-        logits_of(hidden, weight, bias), old_per_token_logps, ref_per_token_logps, selected_token_ids, advantages,
-        attention_mask, **dict(reduce=True) | options,
-    )  # fmt: skip
+        logits_of(hidden, weight, bias),
+        old_per_token_logps,
+        ref_per_token_logps,
+        selected_token_ids,
+        advantages,
+        attention_mask,
+        **dict(reduce=True) | options,
+    )
 
 
 SMALL = dict(B=2, T=3)  # for the kernels
@@ -43,7 +61,13 @@ SMALL = dict(B=2, T=3)  # for the kernels
 
 def assert_right(seed, dtype, tolerance, v, old, size, **options):
     learnt, rest = drawn(seed, dtype, v=v, old=old, **size)
-    options |= dict(temperature=1.3, epsilon_low=0.2, epsilon_high=0.3, sapo_temperature_pos=0.8, vespo_k_pos=1.5)
+    options |= dict(
+        temperature=1.3,
+        epsilon_low=0.2,
+        epsilon_high=0.3,
+        sapo_temperature_pos=0.8,
+        vespo_k_pos=1.5,
+    )
     got = outcome(on_logits, learnt, rest, **options)
     given = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
     learnt = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
@@ -58,14 +82,35 @@ def test_every_loss(loss_type, level):
         delta = (0.9, 3.0, None, 1.25)[seed] if loss_type in CLIPPED else None
         for beta in (0.0, 0.3):
             assert_right(
-                seed, F64, 1e-10, v, seed != 1, {}, loss_type=loss_type, importance_sampling_level=level, beta=beta,
-                delta=delta, use_bias_correction_kl=seed % 2 == 0,
-            )  # fmt: skip
+                seed,
+                F64,
+                1e-10,
+                v,
+                seed != 1,
+                {},
+                loss_type=loss_type,
+                importance_sampling_level=level,
+                beta=beta,
+                delta=delta,
+                use_bias_correction_kl=seed % 2 == 0,
+            )
 
 
-@pytest.mark.parametrize("loss_type, level", [("dapo", "token"), ("grpo", "sequence"), ("vespo", "token")])
+@pytest.mark.parametrize(
+    "loss_type, level", [("dapo", "token"), ("grpo", "sequence"), ("vespo", "token")]
+)
 def test_through_kernels(loss_type, level):
-    assert_right(2, F32, 2e-4, "B", True, SMALL, loss_type=loss_type, importance_sampling_level=level, beta=0.1)
+    assert_right(
+        2,
+        F32,
+        2e-4,
+        "B",
+        True,
+        SMALL,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.1,
+    )
 
 
 # ---- per token ----
@@ -81,9 +126,12 @@ REDUCED = {  # from the tokens' losses, their mask and num_items_in_batch
 
 @EVERY
 def test_the_tokens_losses(loss_type, level):
-    """They are 0 where masked, whatever stands there, and their reduction is the reduced loss, its gradient too."""
+    """They are 0 where masked, whatever stands there, and their reduction is the reduced loss, its
+    gradient too."""
     learnt, rest = drawn(5, v="BT", advantages="BT")
-    options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.3, num_items_in_batch=9)
+    options = dict(
+        loss_type=loss_type, importance_sampling_level=level, beta=0.3, num_items_in_batch=9
+    )
     padding = rest["attention_mask"] == 0
     assert padding.any()
     want = outcome(on_logits, learnt, rest, **options)
@@ -121,24 +169,47 @@ def test_without_a_mask_and_without_a_reference():
 def test_the_function(phi, reduce):
     """By position. vespo's weights are those that `get_gamma_weights` gives."""
     learnt, rest = drawn(3, v="BT")
-    logits, ids, mask = logits_of(**learnt).detach(), rest["selected_token_ids"], rest["attention_mask"]
-    old, ref, A, ratio = (
-        rest[k] for k in ("old_per_token_logps", "ref_per_token_logps", "advantages", "vllm_is_ratio")
+    logits, ids, mask = (
+        logits_of(**learnt).detach(),
+        rest["selected_token_ids"],
+        rest["attention_mask"],
     )
-    log_ratio = (token_logps(logits[:, :-1], torch.eye(V, dtype=F64, device=DEVICE), ids=ids)[0] - old) * mask
+    old, ref, A, ratio = (
+        rest[k]
+        for k in ("old_per_token_logps", "ref_per_token_logps", "advantages", "vllm_is_ratio")
+    )
+    log_ratio = (
+        token_logps(logits[:, :-1], torch.eye(V, dtype=F64, device=DEVICE), ids=ids)[0] - old
+    ) * mask
     weights = get_gamma_weights(A, log_ratio, mask, ratio)
     assert weights.shape == (B, 1)
     weights = weights if phi == "B1" else weights[:, 0]
     got = GrpoLossFunction.apply(
-        logits, old, ref, ids, A, mask, 1.0, 0.04, 0.2, 0.4, False, "vespo", None, reduce, phi_seq=weights
+        logits,
+        old,
+        ref,
+        ids,
+        A,
+        mask,
+        1.0,
+        0.04,
+        0.2,
+        0.4,
+        False,
+        "vespo",
+        None,
+        reduce,
+        phi_seq=weights,
     )
     want = triton_grpo_loss(
         logits, old, ref, ids, A, mask, 1.0, reduce=reduce, loss_type="vespo", vllm_is_ratio=ratio
-    )  # fmt: skip
+    )
     torch.testing.assert_close(got, (want[0], *want[1]) if reduce else want)
     plain = GrpoLossFunction.apply(logits, old, ref, ids, A, mask, 1.0, 0.04, 0.2, 0.4, True)
     grpo = dict(temperature=1.0, eps_high=0.4, loss_type="grpo", reduce=True)
-    torch.testing.assert_close(plain[0], triton_grpo_loss(logits, old, ref, ids, A, mask, **grpo)[0])
+    torch.testing.assert_close(
+        plain[0], triton_grpo_loss(logits, old, ref, ids, A, mask, **grpo)[0]
+    )
 
 
 def test_gamma_weights_of_a_masked_nan():
@@ -153,10 +224,15 @@ def test_gamma_weights_of_a_masked_nan():
 
 def test_gamma_weights_without_a_token():
     """Of a sequence with nothing but NaN: those of a ratio of 1."""
-    A, mask = torch.tensor([math.nan, 1.0], device=DEVICE), torch.tensor([[0, 0], [1, 1]], device=DEVICE)
+    A, mask = (
+        torch.tensor([math.nan, 1.0], device=DEVICE),
+        torch.tensor([[0, 0], [1, 1]], device=DEVICE),
+    )
     nothing = torch.full((2, 2), math.nan, device=DEVICE)
     nothing[1] = 0.1
-    want = get_gamma_weights(A.nan_to_num(), nothing.nan_to_num(), mask, torch.ones(2, 1, device=DEVICE))
+    want = get_gamma_weights(
+        A.nan_to_num(), nothing.nan_to_num(), mask, torch.ones(2, 1, device=DEVICE)
+    )
     for ratio in (None, torch.tensor([[math.nan], [1.0]], device=DEVICE)):
         torch.testing.assert_close(get_gamma_weights(A, nothing, mask, ratio), want)
 
@@ -166,7 +242,13 @@ def test_gamma_weights_without_a_token():
 
 def batch(dtype=F32):
     learnt, rest = drawn(2, dtype, **SMALL)
-    given = "old_per_token_logps", "ref_per_token_logps", "selected_token_ids", "advantages", "attention_mask"
+    given = (
+        "old_per_token_logps",
+        "ref_per_token_logps",
+        "selected_token_ids",
+        "advantages",
+        "attention_mask",
+    )
     return logits_of(**learnt).detach().requires_grad_(), [rest[k] for k in given]
 
 
@@ -194,7 +276,9 @@ def test_a_caller_that_still_has_the_logits_keeps_them():
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("part", [slice(1, None), slice(None, None, 2)], ids=["later tokens", "every other token"])
+@pytest.mark.parametrize(
+    "part", [slice(1, None), slice(None, None, 2)], ids=["later tokens", "every other token"]
+)
 def test_logits_that_are_not_contiguous(part):
     x, given = batch()
     given = [t if t.dim() == 1 else t[:, part][:, : x[:, part].shape[1] - 1] for t in given]
@@ -202,7 +286,9 @@ def test_logits_that_are_not_contiguous(part):
     for of in (lambda x: x[:, part], lambda x: x[:, part].contiguous()):
         loss = triton_grpo_loss(of(x * 1), *given, reduce=True)[0]
         outcomes.append((loss.detach(), *torch.autograd.grad(loss, x)))
-    assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(outcomes[0][1], outcomes[1][1])
+    assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(
+        outcomes[0][1], outcomes[1][1]
+    )
 
 
 # ---- log-probabilities ----
@@ -212,19 +298,25 @@ def test_selective_log_softmax():
     """Of the last tokens of a longer prompt; without a gradient, and 0 where masked."""
     x, given = batch()
     ids, mask = given[2], given[4]
-    want = token_logps(x[:, :-1].double(), torch.eye(V, dtype=F64, device=DEVICE), ids=ids, temperature=0.9)[0]
+    want = token_logps(
+        x[:, :-1].double(), torch.eye(V, dtype=F64, device=DEVICE), ids=ids, temperature=0.9
+    )[0]
     prompt = torch.full((2, 3), -7, device=DEVICE)
     for more in ids, torch.cat((prompt, ids), 1):
         got = fused_selective_log_softmax(x, more)
         assert got.dtype == F32 and not got.requires_grad
         torch.testing.assert_close(got.double(), want)
-    got = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=torch.cat((prompt, mask), 1))
+    got = fused_selective_log_softmax(
+        x, torch.cat((prompt, ids), 1), mask=torch.cat((prompt, mask), 1)
+    )
     torch.testing.assert_close(got.double(), want * mask)
     got = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=mask)
     torch.testing.assert_close(got.double(), want * mask)
     assert fused_selective_log_softmax(x[:, :1].contiguous(), ids).shape == (2, 0)
     assert fused_selective_log_softmax(x[:, :1].contiguous(), ids, mask=mask).shape == (2, 0)
-    with pytest.raises(AssertionError, match="fused_selective_log_softmax: logits are not contiguous, give"):
+    with pytest.raises(
+        AssertionError, match="fused_selective_log_softmax: logits are not contiguous, give"
+    ):
         fused_selective_log_softmax(x.transpose(0, 1).contiguous().transpose(0, 1), ids)
     with pytest.raises(ValueError, match="ids"):
         fused_selective_log_softmax(x, ids[:, 1:])
@@ -244,7 +336,9 @@ def test_an_id_of_minus_100_is_out_of_range(masked, anywhere):
         assert liger_selected_log_probs(x, ids, mask)[1, 1] == 0
     elif DEVICE == "cpu":
         for some in (None, mask):
-            with pytest.raises(ValueError, match="row 4 is -100, give a class from 0 to .*, or mask the token"):
+            with pytest.raises(
+                ValueError, match="row 4 is -100, give a class from 0 to .*, or mask the token"
+            ):
                 liger_selected_log_probs(x, ids, some)
     else:
         assert liger_selected_log_probs(x, ids).isnan().nonzero().tolist() == [[1, 1]]
@@ -276,11 +370,19 @@ def test_what_does_not_fit():
         (AssertionError, "beta is 0.04 without a reference, give ref_logp", dict(ref_logp=None)),
         (ValueError, "delta is 2.0, but sapo has no such bound", dict(delta=2.0, loss_type="sapo")),
         (ValueError, "loss_type is 'ppo', give one of grpo", dict(loss_type="ppo")),
-        (ValueError, "'sequence', give 'token' for", dict(loss_type="cispo", importance_sampling_level="sequence")),
+        (
+            ValueError,
+            "'sequence', give 'token' for",
+            dict(loss_type="cispo", importance_sampling_level="sequence"),
+        ),
         (ValueError, r"completion_ids \(2, 2\), give", dict(completion_ids=given[2][:, 1:])),
         (ValueError, r"completion_mask has shape \(2, 2\)", dict(completion_mask=given[4][:, 1:])),
         (ValueError, r"old_logp has shape \(2,\)", dict(old_logp=given[3])),
-        (ValueError, r"max_completion_length is 0", dict(loss_type="dr_grpo", max_completion_length=0)),
+        (
+            ValueError,
+            r"max_completion_length is 0",
+            dict(loss_type="dr_grpo", max_completion_length=0),
+        ),
         (TypeError, "completion_ids is torch.float32", dict(completion_ids=given[0])),
     ):
         with pytest.raises(error, match=f"triton_grpo_loss: .*{said}"):

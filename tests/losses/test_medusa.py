@@ -1,4 +1,5 @@
-"""`liger_medusa_loss`: beside plain logits in fp64, labels shifted by hand, what is in memory, frozen parts, graphs.
+"""`liger_medusa_loss`: beside plain logits in fp64, labels shifted by hand, what is in memory,
+frozen parts, graphs.
 
 Under DDP and FSDP: `medusa_ranks`, in the processes of tests/patch/test_layouts.py.
 """
@@ -31,7 +32,9 @@ def drawn(N=3, seed=0, shared=False, bias=True, T=T):
     tensors["labels"][0, : T // 2] = -100
     for k in range(N):
         tensors[f"hidden{k}"] = torch.randn(B, T, H)
-        tensors["weight" if k == 0 else f"weight{k}"] = torch.randn(V, H) * 2 / H**0.5  # `measured` asks for "weight"
+        tensors["weight" if k == 0 else f"weight{k}"] = (
+            torch.randn(V, H) * 2 / H**0.5
+        )  # `measured` asks for "weight"
         if bias:
             tensors[f"bias{k}"] = torch.randn(V)
     return {k: t.requires_grad_(t.is_floating_point()) for k, t in tensors.items()}
@@ -39,7 +42,10 @@ def drawn(N=3, seed=0, shared=False, bias=True, T=T):
 
 def parts(tensors):
     """-> hidden states, weights, biases, labels."""
-    of = [[t for k, t in tensors.items() if k.startswith(name)] for name in ("hidden", "weight", "bias")]
+    of = [
+        [t for k, t in tensors.items() if k.startswith(name)]
+        for name in ("hidden", "weight", "bias")
+    ]
     return *of, tensors["labels"]
 
 
@@ -50,14 +56,26 @@ def rows(name):
 
 def ours(coefficients=COEFFICIENTS, **option):
     def call(**tensors):
-        h, w, b, labels = (x[0] if isinstance(x, list) and len(x) == 1 else x for x in parts(tensors))
-        return liger_medusa_loss(h, w, labels, b if len(b) else None, coefficients=coefficients, **option)
+        h, w, b, labels = (
+            x[0] if isinstance(x, list) and len(x) == 1 else x for x in parts(tensors)
+        )
+        return liger_medusa_loss(
+            h, w, labels, b if len(b) else None, coefficients=coefficients, **option
+        )
 
     return call
 
 
-def plain(coefficients=COEFFICIENTS, first=1, num_items=None, softcap=None, logit_scale=1.0, label_smoothing=0.0):
-    """As Medusa's script has it: logits of all tokens but the last ones, labels of all but the first ones."""
+def plain(
+    coefficients=COEFFICIENTS,
+    first=1,
+    num_items=None,
+    softcap=None,
+    logit_scale=1.0,
+    label_smoothing=0.0,
+):
+    """As Medusa's script has it: logits of all tokens but the last ones, labels of all but the
+    first ones."""
 
     def call(**tensors):
         *of, labels = parts(tensors)
@@ -69,9 +87,15 @@ def plain(coefficients=COEFFICIENTS, first=1, num_items=None, softcap=None, logi
             z = z.to(torch.promote_types(z.dtype, F32)) * logit_scale
             z = softcap * torch.tanh(z / softcap) if softcap else z
             target = labels[:, shift:].flatten()
-            total = F.cross_entropy(z.flatten(0, 1), target, reduction="sum", label_smoothing=label_smoothing)
-            losses.append(total / ((target != -100).sum().clamp(min=1) if num_items is None else num_items))
-        return sum(c * loss for c, loss in zip(coefficients, losses, strict=True)), torch.stack(losses).detach()
+            total = F.cross_entropy(
+                z.flatten(0, 1), target, reduction="sum", label_smoothing=label_smoothing
+            )
+            losses.append(
+                total / ((target != -100).sum().clamp(min=1) if num_items is None else num_items)
+            )
+        return sum(c * loss for c, loss in zip(coefficients, losses, strict=True)), torch.stack(
+            losses
+        ).detach()
 
     return call
 
@@ -91,7 +115,8 @@ DRAWS = (
 
 @pytest.mark.parametrize("option, shared, dtype", DRAWS, ids=str)
 def test_as_exact_as_pytorch(option, shared, dtype):
-    """Every gradient; a second backward; inputs are not written to (`measured`). One head has coefficient 0."""
+    """Every gradient; a second backward; inputs are not written to (`measured`). One head has
+    coefficient 0."""
     draws = []
     for seed in range(2):
         tensors = drawn(seed=seed, shared=shared, bias=option != "plain")
@@ -111,7 +136,8 @@ def test_with_kernels_and_without(shared):
 
 
 def test_labels_by_hand():
-    """Four heads of sequences of four tokens. What each token of each head should say is written out."""
+    """Four heads of sequences of four tokens. What each token of each head should say is written
+    out."""
     x = -100
     labels = torch.tensor([[1, 2, 3, 4], [5, x, 7, 8]])
     targets = {1: [3, 4, x, x, 7, 8, x, x], 2: [4, x, x, x, 8, x, x, x], 3: [x] * 8, 4: [x] * 8}
@@ -128,7 +154,9 @@ def test_labels_by_hand():
         torch.testing.assert_close(accuracies[k - 1], right.float(), equal_nan=True)
     want = torch.stack(want)
     torch.testing.assert_close(losses.double(), want.detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(loss.double(), (want * want.new_tensor([0.8, 0.64, 0.512, 0.4096])).sum())
+    torch.testing.assert_close(
+        loss.double(), (want * want.new_tensor([0.8, 0.64, 0.512, 0.4096])).sum()
+    )
     grads = torch.autograd.grad(loss, [*h, *w, *b])
     assert all(g.isfinite().all() for g in grads)
     assert [bool(g.any()) for g in grads] == [True, True, False, False] * 3
@@ -145,7 +173,9 @@ def test_gradient_accumulation(form):
 
     def of_row(i):
         def call(**tensors):
-            return ours(num_items_in_batch=given)(**{k: t[i : i + 1] if rows(k) else t for k, t in tensors.items()})
+            return ours(num_items_in_batch=given)(
+                **{k: t[i : i + 1] if rows(k) else t for k, t in tensors.items()}
+            )
 
         return run(call, tensors)[0]
 
@@ -164,8 +194,15 @@ def test_packed_sequences():
         )
 
     want = run(ours(), tensors)[0]
-    same(run(packed(position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=DEVICE)), tensors)[0], want)
-    assert not torch.allclose(packed()(**tensors)[0], want["output 0"])  # without them, across the border
+    same(
+        run(packed(position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=DEVICE)), tensors)[
+            0
+        ],
+        want,
+    )
+    assert not torch.allclose(
+        packed()(**tensors)[0], want["output 0"]
+    )  # without them, across the border
 
 
 @ANYWHERE
@@ -176,7 +213,10 @@ def test_what_no_label_needs_is_dropped():
     same(got, want)
     nothing = dict(labels=torch.full_like(tensors["labels"], -100))
     for drop, dtype in (True, F32), (False, F32), (False, F16):
-        assert not any(x.any() for x in run(ours(drop_ignored=drop), cast(tensors, dtype) | nothing)[0].values())
+        assert not any(
+            x.any()
+            for x in run(ours(drop_ignored=drop), cast(tensors, dtype) | nothing)[0].values()
+        )
 
 
 # ---- what learns ----
@@ -194,7 +234,9 @@ def test_frozen_parts(learns):
         assert not loss.requires_grad
         return torch.testing.assert_close(loss.double(), want["output 0"], rtol=1e-5, atol=0)
     got = run(ours(), tensors)[0]
-    assert {k for k in got if k.startswith("d")} == {f"d{k}" for k in tensors if k.startswith(learns)}
+    assert {k for k in got if k.startswith("d")} == {
+        f"d{k}" for k in tensors if k.startswith(learns)
+    }
     same(got, {k: want[k] for k in got})
 
 
@@ -203,7 +245,9 @@ def test_a_frozen_backbone_and_its_heads():
     """The heads learn, with their residual blocks; the backbone has no gradient."""
     torch.manual_seed(0)
     backbone = torch.nn.Embedding(V, H, device=DEVICE).requires_grad_(False)
-    blocks, heads = (torch.nn.ModuleList(torch.nn.Linear(H, n, device=DEVICE) for _ in range(2)) for n in (H, V))
+    blocks, heads = (
+        torch.nn.ModuleList(torch.nn.Linear(H, n, device=DEVICE) for _ in range(2)) for n in (H, V)
+    )
     optimizer = torch.optim.SGD([*blocks.parameters(), *heads.parameters()], lr=0.5)
     ids, losses = torch.randint(V, (B, T), device=DEVICE), []
     for _ in range(4):
@@ -211,7 +255,9 @@ def test_a_frozen_backbone_and_its_heads():
         states = (h + F.silu(block(h)) for block in blocks)
         loss, _ = liger_medusa_loss(states, [p.weight for p in heads], ids, [p.bias for p in heads])
         loss.backward()
-        assert backbone.weight.grad is None and all(p.grad.any() for p in [*blocks.parameters(), *heads.parameters()])
+        assert backbone.weight.grad is None and all(
+            p.grad.any() for p in [*blocks.parameters(), *heads.parameters()]
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -220,7 +266,8 @@ def test_a_frozen_backbone_and_its_heads():
 
 @pytest.mark.thorough
 def test_autocast():
-    """As with everything in bf16; the gradients are in the parameters' fp32, so without that last rounding."""
+    """As with everything in bf16; the gradients are in the parameters' fp32, so without that last
+    rounding."""
     tensors = cast(drawn(), F32)
     with torch.autocast(DEVICE, B16):
         loss, _ = ours()(**tensors)
@@ -252,7 +299,9 @@ def test_a_graph_of_the_gradients():
 
 
 @pytest.mark.parametrize(
-    "need_w", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["all", "frozen projections"]
+    "need_w",
+    [True, pytest.param(False, marks=pytest.mark.thorough)],
+    ids=["all", "frozen projections"],
 )
 def test_no_logits_in_memory(need_w, monkeypatch):
     """No tensor is larger than a head's budget and a gradient, which is less than its logits."""
@@ -264,7 +313,11 @@ def test_no_logits_in_memory(need_w, monkeypatch):
     class Largest(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            largest.extend(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            largest.extend(
+                x.untyped_storage().nbytes()
+                for x in tree_leaves(out)
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     tensors = cast(drawn(T=length), F32)
@@ -280,7 +333,8 @@ def test_no_logits_in_memory(need_w, monkeypatch):
 
 
 def test_gradients_add_up_in_place(monkeypatch):
-    """Of tensors that heads share there is one gradient: when a head begins, those of the others are gone."""
+    """Of tensors that heads share there is one gradient: when a head begins, those of the others
+    are gone."""
     made, alive = [], []
     fused = medusa.fused_linear_cross_entropy_forward
 
@@ -307,9 +361,10 @@ def test_compiled_steps():
     """A whole step, and further ones in which the heads' share grows; without gradients, too."""
     tensors = cast(drawn(2), F32)
     compiled = torch.compile(
-        lambda share, **tensors: ours([share * c for c in (0.8, 0.64)])(**tensors), fullgraph=True,
+        lambda share, **tensors: ours([share * c for c in (0.8, 0.64)])(**tensors),
+        fullgraph=True,
         backend="aot_eager",
-    )  # fmt: skip
+    )
     for share in (0.1, 0.2):
         want = run(ours([share * c for c in (0.8, 0.64)], drop_ignored=False), tensors)[0]
         same(run(partial(compiled, share), tensors)[0], want)
@@ -347,7 +402,9 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_errors(case):
     args, options, match = WRONG[case]
-    on_device = lambda t: t.to(DEVICE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
+    on_device = lambda t: (
+        t.to(DEVICE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+    )  # noqa: E731
     args = [[on_device(t) for t in a] if isinstance(a, list) else on_device(a) for a in args]
     with pytest.raises((ValueError, TypeError), match=f"^liger_medusa_loss.*{match}"):
         liger_medusa_loss(*args, **options)

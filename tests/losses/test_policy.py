@@ -1,4 +1,5 @@
-"""GRPO and its variants, PPO, RLOO: against plain PyTorch on whole logits, transcribed from the papers once more here.
+"""GRPO and its variants, PPO, RLOO: against plain PyTorch on whole logits, transcribed from the
+papers once more here.
 
 In fp64 they are to be equal, metrics and gradients too; through the kernels as exact as fp32 is.
 """
@@ -11,10 +12,28 @@ import torch
 from hardware import DEVICE
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from policies import B16, CLIPPED, F32, F64, B, H, T, assert_equal, drawn, outcome, token_logps, whole
+from policies import (
+    B16,
+    CLIPPED,
+    F32,
+    F64,
+    B,
+    H,
+    T,
+    assert_equal,
+    drawn,
+    outcome,
+    token_logps,
+    whole,
+)
 
 from liger_kernel.losses import policy
-from liger_kernel.losses.policy import LigerFusedLinearGRPOLoss, grpo_loss, liger_fused_linear_grpo, linear_grpo_loss
+from liger_kernel.losses.policy import (
+    LigerFusedLinearGRPOLoss,
+    grpo_loss,
+    liger_fused_linear_grpo,
+    linear_grpo_loss,
+)
 from liger_kernel.ops.head import grouped_loss, planning
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -37,15 +56,25 @@ def assert_right(learnt, rest, tolerance=1e-10, head=None, **options):
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_every_loss(loss_type, level, beta):
     grid = itertools.product(
-        (None, 1.1, 3.0), (False, True), (None, "B", ("B", "one"), "BT"), (True, False), "BT", (None, 5, 31.0)
+        (None, 1.1, 3.0),
+        (False, True),
+        (None, "B", ("B", "one"), "BT"),
+        (True, False),
+        "BT",
+        (None, 5, 31.0),
     )
     for i, (delta, corrected, v, old, advantages, num_items) in enumerate(list(grid)[::7]):
         learnt, rest = drawn(i, v=v, old=old, advantages=advantages)
         rest["num_items_in_batch"] = torch.tensor(num_items) if num_items == 5 else num_items
         assert_right(
-            learnt, rest, loss_type=loss_type, importance_sampling_level=level, beta=beta, delta=delta,
+            learnt,
+            rest,
+            loss_type=loss_type,
+            importance_sampling_level=level,
+            beta=beta,
+            delta=delta,
             use_bias_correction_kl=corrected,
-        )  # fmt: skip
+        )
 
 
 OPTIONS = dict(
@@ -67,19 +96,31 @@ def choices(of):
 
 def examples(n):
     return settings(
-        max_examples=n, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=n,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
-    )  # fmt: skip
+    )
 
 
-@given(choices(OPTIONS), choices(BATCHES), st.integers(0, 2**16), st.sampled_from([None, 3, 17.0]), st.data())
+@given(
+    choices(OPTIONS),
+    choices(BATCHES),
+    st.integers(0, 2**16),
+    st.sampled_from([None, 3, 17.0]),
+    st.data(),
+)
 @examples(400)
 @pytest.mark.thorough
 def test_any_options(options, batch, seed, num_items, data):
     if options["loss_type"] not in CLIPPED:
         options["importance_sampling_level"] = "token"
     kind = data.draw(st.sampled_from([torch.int64, torch.bool, F32, F64]))
-    mask = torch.rand(batch["B"], batch["T"], generator=torch.Generator().manual_seed(seed)) < 0.7  # holes, too
+    mask = (
+        torch.rand(batch["B"], batch["T"], generator=torch.Generator().manual_seed(seed)) < 0.7
+    )  # holes, too
     learnt, rest = drawn(seed, **batch, mask=mask.to(kind).to(DEVICE))
     for frozen in data.draw(st.sets(st.sampled_from(sorted(learnt)))):
         learnt[frozen].requires_grad_(False)
@@ -90,16 +131,26 @@ def test_any_options(options, batch, seed, num_items, data):
 def test_of_given_log_probabilities(loss_type, level):
     """The pure function is the same loss, and takes no notice of padding either."""
     learnt, rest = drawn(3, v="BT")
-    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, entropy_coef=0.1)
+    options = dict(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        max_completion_length=9,
+        entropy_coef=0.1,
+    )
 
     def pure(hidden, weight, selected_token_ids, bias, **rest):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids)
-        logp, entropy = (x.masked_fill(rest["attention_mask"] == 0, math.nan) for x in (logp, entropy))
+        logp, entropy = (
+            x.masked_fill(rest["attention_mask"] == 0, math.nan) for x in (logp, entropy)
+        )
         return grpo_loss(logp, entropy=entropy, **rest, **options)
 
     loss, metrics = pure(**learnt, **rest)
     expected = outcome(whole, learnt, rest, **options)
-    assert_equal({"loss": loss} | {f"metric {i}": x for i, x in enumerate(metrics)}, dict(list(expected.items())[:4]))
+    assert_equal(
+        {"loss": loss} | {f"metric {i}": x for i, x in enumerate(metrics)},
+        dict(list(expected.items())[:4]),
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
@@ -118,11 +169,14 @@ def test_a_head_without_channels(loss_type, dtype, tolerance):
 @pytest.mark.parametrize("of_sequences", [False, True])
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_padding_has_no_influence(loss_type, level, of_sequences, what):
-    """Whatever stands there, also for a sequence without a token that counts; and tokens out of range."""
+    """Whatever stands there, also for a sequence without a token that counts; and tokens out of
+    range."""
     shapes = dict(v="B", advantages="B") if of_sequences else dict(v="BT", advantages="BT")
     learnt, rest = drawn(5, ref="input", **shapes)
     rest["attention_mask"][1] = 0
-    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3)
+    options = dict(
+        loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3
+    )
     options["entropy_coef"] = 0.1
     padding = rest["attention_mask"] == 0
     assert padding.any(1).sum() > 1
@@ -142,11 +196,16 @@ def test_padding_has_no_influence(loss_type, level, of_sequences, what):
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_reference_log_probabilities_of_padding_have_no_influence(loss_type, level):
     learnt, rest = drawn(5)
-    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3)
+    options = dict(
+        loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3
+    )
     expected = outcome(linear_grpo_loss, learnt, rest, **options)
     for what in (math.nan, math.inf, -math.inf, 1e30):
         dirty = rest["ref_per_token_logps"].masked_fill(rest["attention_mask"] == 0, what)
-        assert_equal(outcome(linear_grpo_loss, learnt, rest | dict(ref_per_token_logps=dirty), **options), expected)
+        assert_equal(
+            outcome(linear_grpo_loss, learnt, rest | dict(ref_per_token_logps=dirty), **options),
+            expected,
+        )
 
 
 # ---- ratios that fp32 cannot hold ----
@@ -162,14 +221,17 @@ def in_fp64(learnt, rest, **options):
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_a_ratio_too_large_for_fp32(loss_type, level, kernels, request):
-    """It is clipped, bounded or saturated, so that the loss does not depend on it; or the advantage is 0."""
+    """It is clipped, bounded or saturated, so that the loss does not depend on it; or the advantage
+    is 0."""
     if not kernels:
         request.getfixturevalue("reference_only")
     for seed, (advantage, delta) in enumerate(((1.0, None), (0.0, None), (-1.0, 4.0))):
         learnt, rest = drawn(seed, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
         rest["advantages"] = torch.tensor([advantage, 0.5], device=DEVICE)
         rest["old_per_token_logps"][0] -= 100.0
-        options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.0, max_completion_length=9)
+        options = dict(
+            loss_type=loss_type, importance_sampling_level=level, beta=0.0, max_completion_length=9
+        )
         options["delta"] = delta
         exact = in_fp64(learnt, rest, **options)
         assert all(x.isfinite().all() for x in exact.values())
@@ -180,7 +242,9 @@ def test_a_ratio_too_large_for_fp32(loss_type, level, kernels, request):
 def test_ppo_of_a_ratio_too_large_for_fp32(loss):
     learnt, rest = drawn(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
     rest["old_per_token_logps"][0] -= 100.0
-    ids, mask, old = (rest[k] for k in ("selected_token_ids", "attention_mask", "old_per_token_logps"))
+    ids, mask, old = (
+        rest[k] for k in ("selected_token_ids", "attention_mask", "old_per_token_logps")
+    )
     A = torch.tensor([[1.0], [-1.0]], device=DEVICE)  # also RLOO's of these rewards
     rewards = torch.tensor([2.0, 1.0], device=DEVICE)
 
@@ -195,7 +259,9 @@ def test_ppo_of_a_ratio_too_large_for_fp32(loss):
         return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean(), ()
 
     given = dict(selected_token_ids=ids, attention_mask=mask, old_per_token_logps=old)
-    exact = outcome(definition, {k: x.detach().double().requires_grad_() for k, x in learnt.items()}, {})
+    exact = outcome(
+        definition, {k: x.detach().double().requires_grad_() for k, x in learnt.items()}, {}
+    )
     got = outcome(fused, learnt, {})
     assert_equal({k: got[k] for k in exact}, exact, 1e-5)
 
@@ -207,7 +273,10 @@ def test_a_corrected_kl_of_0_for_any_ratio():
     head = learnt["hidden"], learnt["weight"], rest["selected_token_ids"], learnt["bias"]
     with torch.no_grad():
         now = policy.token_log_probs(*head)
-    rest |= dict(ref_per_token_logps=now, old_per_token_logps=now - torch.tensor([[100.0], [0.0]], device=DEVICE))
+    rest |= dict(
+        ref_per_token_logps=now,
+        old_per_token_logps=now - torch.tensor([[100.0], [0.0]], device=DEVICE),
+    )
     exact = in_fp64(learnt, rest, beta=0.0)
     got = outcome(linear_grpo_loss, learnt, rest, beta=0.1, use_bias_correction_kl=True)
     assert got.pop("metric 0") == 0
@@ -218,23 +287,35 @@ def test_a_corrected_kl_of_0_for_any_ratio():
 def test_all_masked(loss_type, level):
     learnt, rest = drawn(mask=torch.zeros(B, T, dtype=torch.long, device=DEVICE))
     got = outcome(
-        linear_grpo_loss, learnt, rest, loss_type=loss_type, importance_sampling_level=level, max_completion_length=9
+        linear_grpo_loss,
+        learnt,
+        rest,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        max_completion_length=9,
     )
     assert all(x.abs().sum() == 0 for x in got.values()), got
 
 
 @pytest.mark.parametrize(
-    "loss_type, level", [("dapo", "token"), ("luspo", "token"), ("grpo", "sequence"), ("vespo", "token")]
+    "loss_type, level",
+    [("dapo", "token"), ("luspo", "token"), ("grpo", "sequence"), ("vespo", "token")],
 )
 @pytest.mark.parametrize("dtype", [F32, B16], ids=str)
 @pytest.mark.thorough
 def test_through_kernels(loss_type, level, dtype):
-    """About as close to fp64 as whole logits in that dtype; the budget changes nothing but the rounding.
+    """About as close to fp64 as whole logits in that dtype; the budget changes nothing but the
+    rounding.
 
-    Root mean squares and the largest over some draws: one is luck, above all for vespo, which has the exponential of a
-    sum.
-    """
-    options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.01, temperature=4.0)
+    Root mean squares and the largest over some draws: one is luck, above all for vespo, which has
+    the exponential of a sum."""
+    options = dict(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.1,
+        entropy_coef=0.01,
+        temperature=4.0,
+    )
     mine, theirs = {}, {}
     for seed in range(8):
         torch.manual_seed(seed)
@@ -245,7 +326,10 @@ def test_through_kernels(loss_type, level, dtype):
         for name in ("old_per_token_logps", "ref_per_token_logps"):
             rest[name] = (now + 0.05 * torch.randn_like(now)).float()
         exact = outcome(
-            whole, wide, {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}, **options
+            whole,
+            wide,
+            {k: x.double() if x.is_floating_point() else x for k, x in rest.items()},
+            **options,
         )
         plain = outcome(whole, learnt, rest, **options)
         for k, x in exact.items():
@@ -258,7 +342,9 @@ def test_through_kernels(loss_type, level, dtype):
                 assert got[k].dtype == (dtype if k.startswith("d ") else F32)
                 mine.setdefault(k, []).append((got[k].double() - x).norm())
     for k in mine:
-        ours, pytorchs = (torch.stack(errors).square().mean().sqrt() for errors in (mine[k], theirs[k]))
+        ours, pytorchs = (
+            torch.stack(errors).square().mean().sqrt() for errors in (mine[k], theirs[k])
+        )
         assert ours <= 1.5 * pytorchs + 1e-6, k
         assert max(mine[k]) <= 2 * max(theirs[k]) + 1e-6, (k, mine[k], theirs[k])
 
@@ -266,18 +352,29 @@ def test_through_kernels(loss_type, level, dtype):
 @pytest.mark.parametrize("loss_type", ["bnpo", "vespo"])
 @pytest.mark.parametrize("advantage", [None, 1.0])
 def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monkeypatch):
-    """Four times the tokens that dW holds, or whole sequences. If all advantages are 1, its sum grows with each chunk.
+    """Four times the tokens that dW holds, or whole sequences. If all advantages are 1, its sum
+    grows with each chunk.
 
     Logits of size 1 and no KL divergence, so that little else rounds.
     """
     for name, value in dict(FREE=0, ROWS=64, waves=lambda *args: 32).items():
         monkeypatch.setattr(planning, name, value)
     passes, run_ = [], grouped_loss.run_chunks
-    monkeypatch.setattr(grouped_loss, "run_chunks", lambda *args: (passes.append(args[-1]), run_(*args))[1])
+    monkeypatch.setattr(
+        grouped_loss, "run_chunks", lambda *args: (passes.append(args[-1]), run_(*args))[1]
+    )
     errors = []
     for seed in range(3):
         learnt, rest = drawn(
-            seed, F64, B=4, T=64, H=64, V=500, bias=False, old=False, mask=torch.ones(4, 64, device=DEVICE).long()
+            seed,
+            F64,
+            B=4,
+            T=64,
+            H=64,
+            V=500,
+            bias=False,
+            old=False,
+            mask=torch.ones(4, 64, device=DEVICE).long(),
         )
         if advantage is not None:
             rest["advantages"].fill_(advantage)
@@ -291,7 +388,9 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
             return torch.autograd.grad(loss, given["weight"])[0].double()
 
         exact = dw(whole, F64)
-        errors.append([(x - exact).norm() / exact.norm() for x in (dw(linear_grpo_loss, B16), dw(whole, B16))])
+        errors.append(
+            [(x - exact).norm() / exact.norm() for x in (dw(linear_grpo_loss, B16), dw(whole, B16))]
+        )
         assert [i.stop - i.start for i in passes.pop()] == [128, 64, 64]
     mine, theirs = torch.tensor(errors).square().mean(0).sqrt()
     assert mine <= 1.25 * theirs, f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
@@ -301,7 +400,12 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
 def test_passes_change_nothing(loss_type, level, monkeypatch):
     """Passes of any size, whole sequences where a loss needs them."""
     learnt, rest = drawn(9, v="BT")
-    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, entropy_coef=0.1)
+    options = dict(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        max_completion_length=9,
+        entropy_coef=0.1,
+    )
     results = []
     for rows in (1, 3, T, 1000):
         monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", rows)
@@ -315,14 +419,47 @@ def test_the_module_and_the_function_are_the_same_loss():
     expected = outcome(whole, learnt, rest, **options)
 
     def module(hidden, weight, **others):
-        return LigerFusedLinearGRPOLoss(**options, compiled=False, chunk_size=3)(hidden, weight, **others)
+        return LigerFusedLinearGRPOLoss(**options, compiled=False, chunk_size=3)(
+            hidden, weight, **others
+        )
 
-    def function(hidden, weight, selected_token_ids, attention_mask, advantages, bias, vllm_is_ratio, **others):
+    def function(
+        hidden,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias,
+        vllm_is_ratio,
+        **others,
+    ):
         return liger_fused_linear_grpo(
-            hidden, weight, selected_token_ids, attention_mask, advantages, bias, others["ref_per_token_logps"],
-            others["old_per_token_logps"], None, None, None, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, True,
-            True, 1, vllm_is_ratio, 1.5,
-        )  # fmt: skip
+            hidden,
+            weight,
+            selected_token_ids,
+            attention_mask,
+            advantages,
+            bias,
+            others["ref_per_token_logps"],
+            others["old_per_token_logps"],
+            None,
+            None,
+            None,
+            0.1,
+            0.2,
+            0.3,
+            "grpo",
+            None,
+            "token",
+            1.0,
+            1.05,
+            0.9,
+            True,
+            True,
+            1,
+            vllm_is_ratio,
+            1.5,
+        )
 
     assert_equal(outcome(module, learnt, rest), expected)
     assert_equal(outcome(function, learnt, rest), expected)
@@ -339,26 +476,38 @@ def test_the_weight_may_be_gone_in_backward_and_inputs_stay():
     learnt, rest = drawn(2)
     expected = outcome(linear_grpo_loss, learnt, rest)
     before = {k: x.clone() for k, x in (learnt | rest).items()}
-    for run in (linear_grpo_loss, lambda **x: LigerFusedLinearGRPOLoss()(x.pop("hidden"), x.pop("weight"), **x)):
+    for run in (
+        linear_grpo_loss,
+        lambda **x: LigerFusedLinearGRPOLoss()(x.pop("hidden"), x.pop("weight"), **x),
+    ):
         given = {k: x.detach().clone().requires_grad_() for k, x in learnt.items()}
         loss, _ = run(**given, **rest)
         assert all(torch.equal(x, before[k]) for k, x in (given | rest).items())
         given["weight"].data.fill_(math.nan)
         (2 * loss).backward(retain_graph=True)
         loss.backward()
-        assert_equal({f"d {k}": x.grad for k, x in given.items()}, {k: v for k, v in expected.items() if k[0] == "d"})
+        assert_equal(
+            {f"d {k}": x.grad for k, x in given.items()},
+            {k: v for k, v in expected.items() if k[0] == "d"},
+        )
 
 
 def test_hidden_states_that_are_a_slice():
     learnt, rest = drawn(2)
-    wide = torch.cat([learnt["hidden"].detach(), torch.full((B, 1, H), math.nan, dtype=F64, device=DEVICE)], 1)
+    wide = torch.cat(
+        [learnt["hidden"].detach(), torch.full((B, 1, H), math.nan, dtype=F64, device=DEVICE)], 1
+    )
     wide.requires_grad_()
     for level in ("token", "sequence"):
         expected = outcome(linear_grpo_loss, learnt, rest, importance_sampling_level=level)
         wide.grad = None
-        loss, _ = linear_grpo_loss(**(learnt | dict(hidden=wide[:, :-1])), **rest, importance_sampling_level=level)
+        loss, _ = linear_grpo_loss(
+            **(learnt | dict(hidden=wide[:, :-1])), **rest, importance_sampling_level=level
+        )
         (3 * loss).backward()
-        assert torch.allclose(wide.grad[:, :-1], expected["d hidden"]) and not wide.grad[:, -1].any()
+        assert (
+            torch.allclose(wide.grad[:, :-1], expected["d hidden"]) and not wide.grad[:, -1].any()
+        )
 
 
 def test_the_reference(monkeypatch):
@@ -374,7 +523,9 @@ def test_the_reference(monkeypatch):
     off = outcome(linear_grpo_loss, learnt, rest, use_ref_model=False)
     assert_equal(off, outcome(linear_grpo_loss, learnt, neither, use_ref_model=False))
     assert off["metric 0"] == 0
-    assert_equal(off | {"metric 0": 0 * off["loss"]}, outcome(whole, learnt, neither, use_ref_model=False))
+    assert_equal(
+        off | {"metric 0": 0 * off["loss"]}, outcome(whole, learnt, neither, use_ref_model=False)
+    )
     monkeypatch.setattr(policy, "token_log_probs", None)  # not called
     linear_grpo_loss(**learnt, **rest, beta=0.0)
 
@@ -394,11 +545,20 @@ def test_ranks_share_the_tokens(monkeypatch):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(loss_type="reinforce"), "linear_grpo_loss: loss_type is 'reinforce', give one of grpo"),
-        (dict(importance_sampling_level="word"), "importance_sampling_level is 'word', give 'token' or 'sequence'"),
+        (
+            dict(loss_type="reinforce"),
+            "linear_grpo_loss: loss_type is 'reinforce', give one of grpo",
+        ),
+        (
+            dict(importance_sampling_level="word"),
+            "importance_sampling_level is 'word', give 'token' or 'sequence'",
+        ),
         (dict(loss_type="sapo", importance_sampling_level="sequence"), "give 'token' for sapo"),
         (dict(loss_type="dr_grpo"), "max_completion_length is None"),
-        (dict(advantages=torch.zeros(B, 1)), r"advantages has shape \(4, 1\), give \(4,\) or \(4, 7\)"),
+        (
+            dict(advantages=torch.zeros(B, 1)),
+            r"advantages has shape \(4, 1\), give \(4,\) or \(4, 7\)",
+        ),
         (dict(attention_mask=torch.ones(B, T + 1)), r"attention_mask has shape \(4, 8\)"),
         (dict(attention_mask=None), "attention_mask has shape None"),
         (
@@ -431,7 +591,9 @@ def test_what_existing_code_expects_an_assertion_of():
             linear_grpo_loss(**learnt, **changed)
 
 
-@pytest.mark.parametrize("wrong", [dict(delta=-1.0), dict(sapo_temperature_pos=0.0), dict(sapo_temperature_neg=-1.0)])
+@pytest.mark.parametrize(
+    "wrong", [dict(delta=-1.0), dict(sapo_temperature_pos=0.0), dict(sapo_temperature_neg=-1.0)]
+)
 def test_errors_at_construction(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
         LigerFusedLinearGRPOLoss(**wrong)

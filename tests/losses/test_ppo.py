@@ -26,7 +26,10 @@ class Reinforce(LigerFusedLinearPPOBase):
     def ppo_loss_fn(per_token_logps, attention_mask, advantages, full_attention_mask, **options):
         Reinforce.calls += 1
         assert options["temperature"] == 0.5 if "temperature" in options else True
-        value = -(advantages[:, None] * per_token_logps * attention_mask).sum() / full_attention_mask.sum()
+        value = (
+            -(advantages[:, None] * per_token_logps * attention_mask).sum()
+            / full_attention_mask.sum()
+        )
         return value, [attention_mask.sum(), per_token_logps.sum(1)]
 
 
@@ -36,9 +39,16 @@ class Named(Reinforce):
     @classmethod
     def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None, scale=1.0):
         return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=ids, attention_mask=mask,
-            advantages=advantages * scale, bias=bias, temperature=0.5,
-        )  # fmt: skip
+            cls=cls,
+            ctx=ctx,
+            _input=_input,
+            weight=weight,
+            selected_token_ids=ids,
+            attention_mask=mask,
+            advantages=advantages * scale,
+            bias=bias,
+            temperature=0.5,
+        )
 
     @staticmethod
     def backward(ctx, grad_output, *grad_metrics):
@@ -51,7 +61,9 @@ class Short(Reinforce):
 
     @classmethod
     def forward(cls, ctx, _input, weight, ids, mask):
-        return super().forward(cls, ctx, _input, weight, ids, mask, _input.new_ones(mask.shape[0]), temperature=0.5)
+        return super().forward(
+            cls, ctx, _input, weight, ids, mask, _input.new_ones(mask.shape[0]), temperature=0.5
+        )
 
 
 def test_a_subclass():
@@ -67,11 +79,17 @@ def test_a_subclass():
     by_place = [None] * 5 + [0.2, 0.2, 0.04, "own", None, "token", 0.5]
     Reinforce.calls = 0
     whole = outcome(
-        lambda hidden, weight, bias: Reinforce.apply(hidden, weight, ids, mask, A, bias, *by_place), learnt, {}
+        lambda hidden, weight, bias: Reinforce.apply(hidden, weight, ids, mask, A, bias, *by_place),
+        learnt,
+        {},
     )
     assert Reinforce.calls > 1, "in several passes"
     assert_equal(whole, expected)
-    scaled = outcome(lambda hidden, weight, bias: Named.apply(hidden, weight, ids, mask, A / 2, bias, 2.0), learnt, {})
+    scaled = outcome(
+        lambda hidden, weight, bias: Named.apply(hidden, weight, ids, mask, A / 2, bias, 2.0),
+        learnt,
+        {},
+    )
     assert_equal(scaled, expected)
     del learnt["bias"]
     ones = torch.ones_like(A)
@@ -86,7 +104,15 @@ def test_a_subclass():
 
 
 def whole_ppo(
-    hidden, weight, bias, selected_token_ids, attention_mask, advantages, old_per_token_logps, reduction, coef
+    hidden,
+    weight,
+    bias,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    old_per_token_logps,
+    reduction,
+    coef,
 ):
     logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
     m, r = attention_mask.to(logp.dtype), (logp - old_per_token_logps).exp()
@@ -98,7 +124,9 @@ def whole_ppo(
     loss = each.sum() / divisor if divisor is not None else sequences
     mean = (m * entropy).sum() / n
     kl = (m * (r - 1 - r.log())).sum() / n
-    return loss - coef * mean, dict(approx_kl=kl, clip_fraction=(m * (second < first)).sum() / n, entropy=mean)
+    return loss - coef * mean, dict(
+        approx_kl=kl, clip_fraction=(m * (second < first)).sum() / n, entropy=mean
+    )
 
 
 @pytest.mark.parametrize("advantages", ["B", "BT"])
@@ -106,7 +134,11 @@ def whole_ppo(
 def test_ppo(reduction, advantages):
     learnt, rest = drawn(6, ref=None, advantages=advantages)
     options = dict(
-        reduction=reduction, epsilon_low=0.1, epsilon_high=0.3, max_completion_length=9, num_items_in_batch=12
+        reduction=reduction,
+        epsilon_low=0.1,
+        epsilon_high=0.3,
+        max_completion_length=9,
+        num_items_in_batch=12,
     )
     expected = outcome(whole_ppo, learnt, rest, reduction=reduction, coef=0.1)
 
@@ -114,14 +146,25 @@ def test_ppo(reduction, advantages):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
         return ppo_loss(logp, **rest, entropy=entropy, entropy_coef=0.1, **options)
 
-    assert_equal(outcome(linear_ppo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options), expected)
+    assert_equal(
+        outcome(linear_ppo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
+        expected,
+    )
     assert_equal(outcome(pure, learnt, rest), expected)
     _, metrics = linear_ppo_loss(**learnt, **rest, **options)
     assert list(metrics) == ["approx_kl", "clip_fraction"]
 
 
 def whole_rloo(
-    hidden, weight, bias, selected_token_ids, attention_mask, rewards, level, old_per_token_logps=None, coef=0.1
+    hidden,
+    weight,
+    bias,
+    selected_token_ids,
+    attention_mask,
+    rewards,
+    level,
+    old_per_token_logps=None,
+    coef=0.1,
 ):
     logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
     m, n, losses = attention_mask.to(logp.dtype), attention_mask.sum(), []
@@ -139,7 +182,9 @@ def whole_rloo(
         r = rho.sum().exp() if level == "sequence" else rho.exp()
         losses.append(-torch.minimum(r * A, r.clamp(0.8, 1.2) * A))
         clipped = clipped + ((r.clamp(0.8, 1.2) * A < r * A) * torch.ones_like(x)).sum()
-    metrics = {} if old_per_token_logps is None else dict(approx_kl=kl / n, clip_fraction=clipped / n)
+    metrics = (
+        {} if old_per_token_logps is None else dict(approx_kl=kl / n, clip_fraction=clipped / n)
+    )
     loss = sum(x.sum() for x in losses) / (B if level == "sequence" else n)
     return loss - coef * mean, metrics | dict(entropy=mean)
 
@@ -156,7 +201,10 @@ def test_rloo(level, old):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
         return rloo_loss(logp, **rest, entropy=entropy, entropy_coef=0.1, **options)
 
-    assert_equal(outcome(linear_rloo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options), expected)
+    assert_equal(
+        outcome(linear_rloo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
+        expected,
+    )
     assert_equal(outcome(pure, learnt, rest), expected)
     assert "entropy" not in linear_rloo_loss(**learnt, **rest, **options)[1]
 
@@ -173,7 +221,10 @@ def test_errors_of_ppo_and_rloo():
     rest["rewards"] = rest.pop("advantages")
     for wrong, message in (
         (dict(samples_per_prompt=1), "samples_per_prompt is 1"),
-        (dict(samples_per_prompt=3), "samples_per_prompt is 3, give a number from 2 on that divides 4"),
+        (
+            dict(samples_per_prompt=3),
+            "samples_per_prompt is 3, give a number from 2 on that divides 4",
+        ),
         (dict(level="prompt"), "level is 'prompt'"),
         (dict(rewards=torch.ones(2)), "rewards has shape"),
     ):

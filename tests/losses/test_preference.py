@@ -20,10 +20,14 @@ LEARNT = NAMES[:3]
 
 
 def drawn(dtype=F64, sequences=2 * B, seed=0):
-    """Chosen and rejected answers of different length after a prompt that is ignored; a reference of another width."""
+    """Chosen and rejected answers of different length after a prompt that is ignored; a reference
+    of another width."""
     g = torch.Generator().manual_seed(seed)
     sizes = (sequences, T, H), (V, H), (V,), (sequences, T, H + 4), (V, H + 4), (V,)
-    tensors = {k: torch.randn(size, generator=g, dtype=F64) * 0.7 for k, size in zip(NAMES, sizes, strict=True)}
+    tensors = {
+        k: torch.randn(size, generator=g, dtype=F64) * 0.7
+        for k, size in zip(NAMES, sizes, strict=True)
+    }
     tensors = {k: x.to(DEVICE, dtype).requires_grad_() for k, x in tensors.items()}
     target = torch.randint(V, (sequences, T), generator=g)
     nll_target = target.clone()
@@ -39,7 +43,9 @@ def drawn(dtype=F64, sequences=2 * B, seed=0):
 def log_probs_of(h, w, b, y):
     z = h @ w.T if b is None else h @ w.T + b
     log_p = z.log_softmax(-1)
-    per_token = [[log_p[i, t, y[i, t]] for t in range(y.shape[1]) if y[i, t] != -100] for i in range(len(y))]
+    per_token = [
+        [log_p[i, t, y[i, t]] for t in range(y.shape[1]) if y[i, t] != -100] for i in range(len(y))
+    ]
     return z, per_token
 
 
@@ -60,7 +66,9 @@ def of_pair(kind, a, d, c, r, beta, eps=0.0, tau=0.05, gamma=0.5):
         "sigmoid": lambda: -sg(D).log(),
         "hinge": lambda: (1 - D).clamp(min=0),
         "ipo": lambda: (D / beta - 1 / (2 * beta)) ** 2,
-        "exo_pair": lambda: sg(D) * (sg(D).log() - math.log(1 - eps)) + sg(-D) * (sg(-D).log() - math.log(eps)),
+        "exo_pair": lambda: (
+            sg(D) * (sg(D).log() - math.log(1 - eps)) + sg(-D) * (sg(-D).log() - math.log(eps))
+        ),
         "nca_pair": lambda: -sg(beta * a).log() - sg(-beta * a).log() / 2 - sg(-beta * d).log() / 2,
         "robust": lambda: (-(1 - eps) * sg(D).log() + eps * sg(-D).log()) / (1 - 2 * eps),
         "bco_pair": lambda: -sg(beta * a).log() - sg(-beta * d).log(),
@@ -69,25 +77,52 @@ def of_pair(kind, a, d, c, r, beta, eps=0.0, tau=0.05, gamma=0.5):
         "apo_down": lambda: sg(beta * a) + 1 - sg(D),
         "discopop": lambda: -sg(D).log() * (1 - sg(D / tau)) + (-D).exp() * sg(D / tau),
         "cpo": lambda: -(1 - eps) * sg(beta * (c - r)).log() - eps * sg(-beta * (c - r)).log(),
-        "simpo": lambda: -(1 - eps) * sg(beta * (c - r) - gamma).log() - eps * sg(-(beta * (c - r) - gamma)).log(),
+        "simpo": lambda: (
+            -(1 - eps) * sg(beta * (c - r) - gamma).log()
+            - eps * sg(-(beta * (c - r) - gamma)).log()
+        ),
     }[kind]()
 
 
-def paired(kind, tensors, target, nll_target=None, *, ref=True, average=False, nll=False, alpha=1.0, beta=0.1, **more):
+def paired(
+    kind,
+    tensors,
+    target,
+    nll_target=None,
+    *,
+    ref=True,
+    average=False,
+    nll=False,
+    alpha=1.0,
+    beta=0.1,
+    **more,
+):
     h, w, b, *reference = (tensors[k] for k in NAMES)
     z, per_token = log_probs_of(h, w, b, target)
     s = sums(per_token, average)
-    ref_s = sums(log_probs_of(*reference, target)[1], average).detach() if ref else torch.zeros_like(s)
+    ref_s = (
+        sums(log_probs_of(*reference, target)[1], average).detach() if ref else torch.zeros_like(s)
+    )
     c, r, a, d = s[:B], s[B:], (s - ref_s)[:B], (s - ref_s)[B:]
     others = []
     if kind == "orpo":
-        pairs = [i for i in range(B) if per_token[i] and per_token[B + i]]  # others have no odds ratio
+        pairs = [
+            i for i in range(B) if per_token[i] and per_token[B + i]
+        ]  # others have no odds ratio
         odds = (c - r)[pairs] - ((1 - c[pairs].exp()).log() - (1 - r[pairs].exp()).log())
         others = [sg(odds).log().sum() / B, odds.sum() / B]
         loss = -beta * others[0]
     else:
-        n = [max(len(x), 1) if kind == "ipo" and not average else 1 for x in per_token]  # a mean in any case
-        loss = sum(of_pair(kind, a[i] / n[i], d[i] / n[B + i], c[i], r[i], beta, **more) for i in range(B)) / B
+        n = [
+            max(len(x), 1) if kind == "ipo" and not average else 1 for x in per_token
+        ]  # a mean in any case
+        loss = (
+            sum(
+                of_pair(kind, a[i] / n[i], d[i] / n[B + i], c[i], r[i], beta, **more)
+                for i in range(B)
+            )
+            / B
+        )
     total = loss * 0
     if nll:
         tokens = per_token if nll_target is None else log_probs_of(h, w, b, nll_target)[1]
@@ -102,7 +137,10 @@ def kto(tensors, target, labels, *, ref=True, average=False, beta=0.1, kl=None):
     s = sums(per_token, average)
     R = s - sums(log_probs_of(*reference, target)[1], average).detach() if ref else s
     kl = torch.zeros_like(s) if kl is None else kl.expand_as(s)
-    terms = [1 - sg(beta * (1 if good else -1) * (R[i] - kl[i])) for i, good in enumerate(labels.tolist())]
+    terms = [
+        1 - sg(beta * (1 if good else -1) * (R[i] - kl[i]))
+        for i, good in enumerate(labels.tolist())
+    ]
     rest = [x[which].sum() for x in (s, z.sum((1, 2)), beta * R) for which in (labels, ~labels)]
     return sum(terms) / len(terms), [x.detach() for x in rest]
 
@@ -127,7 +165,9 @@ def same(got, want, dtype):
 
 DTYPE = pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "kernels"])
 SMOOTHING = {"exo_pair": [0.01, 0.3], "robust": [0.0, 0.3]}
-DPO_OPTIONS = [dict(loss_type=kind, label_smoothing=eps) for kind in DPO for eps in SMOOTHING.get(kind, [0.0])] + [
+DPO_OPTIONS = [
+    dict(loss_type=kind, label_smoothing=eps) for kind in DPO for eps in SMOOTHING.get(kind, [0.0])
+] + [
     dict(loss_type="discopop", discopop_tau=0.5),
     dict(loss_type="sigmoid", beta=1.5),
 ]
@@ -149,7 +189,11 @@ def test_dpo(option, reference, dtype):
         exact, *_ = drawn(F64)
         want = results(paired(option["loss_type"], exact, target, **kept, **more), exact)
         loss = chunked_loss.LigerFusedLinearDPOLoss(
-            **option, use_ref_model=reference == "model", average_log_prob=average, compute_nll_loss=nll, alpha=0.7
+            **option,
+            use_ref_model=reference == "model",
+            average_log_prob=average,
+            compute_nll_loss=nll,
+            alpha=0.7,
         )
         h, w, b, *ref = (tensors[k] for k in NAMES)
         refs = dict(zip(NAMES[3:], ref, strict=True)) if reference == "model" else {}
@@ -162,7 +206,11 @@ def test_dpo(option, reference, dtype):
 
 OTHERS = {
     "cpo": (chunked_loss.LigerFusedLinearCPOLoss, dict(label_smoothing=0.2), dict(eps=0.2)),
-    "simpo": (chunked_loss.LigerFusedLinearSimPOLoss, dict(label_smoothing=0.1, gamma=0.8), dict(eps=0.1, gamma=0.8)),
+    "simpo": (
+        chunked_loss.LigerFusedLinearSimPOLoss,
+        dict(label_smoothing=0.1, gamma=0.8),
+        dict(eps=0.1, gamma=0.8),
+    ),
     "orpo": (chunked_loss.LigerFusedLinearORPOLoss, {}, {}),
 }
 
@@ -173,12 +221,20 @@ OTHERS = {
 def test_without_a_reference(kind, nll, dtype):
     cls, mine, theirs = OTHERS[kind]
     averages = (False, True) if kind == "cpo" else (True,)
-    for average, other in itertools.product(averages, (False, True) if kind == "orpo" else (False,)):
+    for average, other in itertools.product(
+        averages, (False, True) if kind == "orpo" else (False,)
+    ):
         tensors, target, nll_target = drawn(dtype)
         exact, *_ = drawn(F64)
         kept = dict(ref=False, average=average, nll=nll)
-        want = results(paired(kind, exact, target, nll_target if other else None, **kept, **theirs), exact)
-        loss = cls(compute_nll_loss=nll, **mine, **(dict(average_log_prob=average) if kind == "cpo" else {}))
+        want = results(
+            paired(kind, exact, target, nll_target if other else None, **kept, **theirs), exact
+        )
+        loss = cls(
+            compute_nll_loss=nll,
+            **mine,
+            **(dict(average_log_prob=average) if kind == "cpo" else {}),
+        )
         given = dict(nll_target=nll_target) if other else {}
         h, w, b = (tensors[k] for k in LEARNT)
         same(results(loss(w, h, target, b, **given), tensors), want, dtype)
@@ -194,8 +250,12 @@ def test_kto(ref, kl, dtype):
         exact, *_ = drawn(F64, sequences=5)
         point = {"none": None, "one": torch.tensor(0.3), "each": torch.linspace(0, 0.8, 5)}[kl]
         point = None if point is None else point.to(DEVICE, F64)
-        want = results(kto(exact, target, labels, ref=ref != "none", average=average, kl=point), exact)
-        loss = chunked_loss.LigerFusedLinearKTOLoss(use_ref_model=ref == "model", average_log_prob=average)
+        want = results(
+            kto(exact, target, labels, ref=ref != "none", average=average, kl=point), exact
+        )
+        loss = chunked_loss.LigerFusedLinearKTOLoss(
+            use_ref_model=ref == "model", average_log_prob=average
+        )
         h, w, b, *reference = (tensors[k] for k in NAMES)
         refs = dict(zip(NAMES[3:], reference, strict=True)) if ref == "model" else {}
         if ref == "given":
@@ -215,20 +275,26 @@ def functions():
             loss.LigerFusedLinearDPOFunction.apply(
                 h, w, y, b, rh, rw, rb, -100, 0.2, True, False, True, True, 3, "hinge"
             ),
-            loss.LigerFusedLinearDPOLoss(-100, 0.2, 1.0, True, False, True, True, 3, "hinge")(w, h, y, b, rh, rw, rb),
+            loss.LigerFusedLinearDPOLoss(-100, 0.2, 1.0, True, False, True, True, 3, "hinge")(
+                w, h, y, b, rh, rw, rb
+            ),
         ),
     )
     yield (
         "cpo",
         lambda h, w, b, y, *_: (
-            loss.LigerFusedLinearCPOFunction.apply(h, w, y, b, -100, 0.2, 0.5, 0.1, True, False, True),
+            loss.LigerFusedLinearCPOFunction.apply(
+                h, w, y, b, -100, 0.2, 0.5, 0.1, True, False, True
+            ),
             loss.LigerFusedLinearCPOLoss(-100, 0.2, 0.5, 0.1, True, False, True)(w, h, y, b),
         ),
     )
     yield (
         "simpo",
         lambda h, w, b, y, *_: (
-            loss.LigerFusedLinearSimPOFunction.apply(h, w, y, b, -100, 0.2, 0.5, 0.1, True, False, 0.7),
+            loss.LigerFusedLinearSimPOFunction.apply(
+                h, w, y, b, -100, 0.2, 0.5, 0.1, True, False, 0.7
+            ),
             loss.LigerFusedLinearSimPOLoss(-100, 0.2, 0.5, 0.1, True, False, 0.7)(w, h, y, b),
         ),
     )
@@ -242,7 +308,9 @@ def functions():
     yield (
         "kto",
         lambda h, w, b, y, rh, rw, rb: (
-            loss.LigerFusedLinearKTOFunction.apply(h, w, y, labels, b, rh, rw, rb, torch.tensor(0.1), -100, 0.2),
+            loss.LigerFusedLinearKTOFunction.apply(
+                h, w, y, labels, b, rh, rw, rb, torch.tensor(0.1), -100, 0.2
+            ),
             loss.LigerFusedLinearKTOLoss(-100, 0.2, use_ref_model=True)(
                 h, w, y, b, labels, rh, rw, rb, torch.tensor(0.1)
             ),
@@ -277,22 +345,34 @@ def test_a_subclass_of_the_paired_base():
     class Function(chunked_loss.LigerFusedLinearPreferenceBase):
         @staticmethod
         def preference_loss_fn(chosen_logps, rejected_logps, full_target, beta=0.1, margin=0.0):
-            loss = F.relu(margin - beta * (chosen_logps - rejected_logps)).sum() / (full_target.shape[0] // 2)
+            loss = F.relu(margin - beta * (chosen_logps - rejected_logps)).sum() / (
+                full_target.shape[0] // 2
+            )
             return loss, chosen_logps, rejected_logps
 
         @classmethod
         def forward(cls, ctx, _input, weight, target, bias=None, margin=1.0):
             return super().forward(
-                cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, margin=margin, beta=0.5,
-                compute_nll_loss=False, average_log_prob=False,
-            )  # fmt: skip
+                cls=cls,
+                ctx=ctx,
+                _input=_input,
+                weight=weight,
+                target=target,
+                bias=bias,
+                margin=margin,
+                beta=0.5,
+                compute_nll_loss=False,
+                average_log_prob=False,
+            )
 
     tensors, target, _ = drawn(F64)
     h, w, b = (tensors[k] for k in LEARNT)
     loss, rest = Function.apply(h, w, target, b, 2.0)
     s = sums(log_probs_of(h, w, b, target)[1], False)
     want = F.relu(2 - 0.5 * (s[:B] - s[B:])).mean()
-    for x, y in zip(torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True
+    ):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(rest[0], s[:B].detach())
 
@@ -312,14 +392,17 @@ def test_a_subclass_of_the_unpaired_base():
     labels = torch.tensor([True, False] * B, device=DEVICE)
     loss, _ = Function.apply(h, w, target, labels, b)
     want = -(sums(log_probs_of(h, w, b, target)[1], False) * labels).mean()
-    for x, y in zip(torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True
+    ):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("memory", [0, "auto"])
 def test_low_precision(dtype, memory):
-    """No further from fp64 than PyTorch in that dtype, and a rounding; the loss and log-probabilities are fp32."""
+    """No further from fp64 than PyTorch in that dtype, and a rounding; the loss and
+    log-probabilities are fp32."""
     tensors, target, _ = drawn(dtype)
     loss = chunked_loss.LigerFusedLinearDPOLoss(use_ref_model=False, memory=memory)
     h, w, b = (tensors[k] for k in LEARNT)
@@ -332,7 +415,12 @@ def test_low_precision(dtype, memory):
         given = [x.detach().to(dtype).requires_grad_() for x in (h, w, b)]
         z = F.linear(*given)
         log_p = (z if dtype == F64 else z.float()).log_softmax(-1)
-        s = log_p.gather(-1, target.clamp(min=0)[..., None]).squeeze(-1).where(target != -100, 0).sum(-1)
+        s = (
+            log_p.gather(-1, target.clamp(min=0)[..., None])
+            .squeeze(-1)
+            .where(target != -100, 0)
+            .sum(-1)
+        )
         loss = -F.logsigmoid(0.1 * (s[:B] - s[B:])).mean()
         return torch.autograd.grad(loss, given)
 
@@ -344,10 +432,18 @@ def test_low_precision(dtype, memory):
 
 EMPTY = {
     "dpo": (chunked_loss.LigerFusedLinearDPOLoss, {}, {}),
-    "dpo of means": (chunked_loss.LigerFusedLinearDPOLoss, dict(average_log_prob=True), dict(average=True)),
+    "dpo of means": (
+        chunked_loss.LigerFusedLinearDPOLoss,
+        dict(average_log_prob=True),
+        dict(average=True),
+    ),
     "ipo": (chunked_loss.LigerFusedLinearDPOLoss, dict(loss_type="ipo"), {}),
     "cpo": (chunked_loss.LigerFusedLinearCPOLoss, {}, {}),
-    "cpo of means": (chunked_loss.LigerFusedLinearCPOLoss, dict(average_log_prob=True), dict(average=True)),
+    "cpo of means": (
+        chunked_loss.LigerFusedLinearCPOLoss,
+        dict(average_log_prob=True),
+        dict(average=True),
+    ),
     "simpo": (chunked_loss.LigerFusedLinearSimPOLoss, {}, dict(average=True)),
     "orpo": (chunked_loss.LigerFusedLinearORPOLoss, {}, dict(average=True)),
 }
@@ -357,7 +453,8 @@ EMPTY = {
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("empty", [[1], [B + 1], [1, B + 1]], ids=["chosen", "rejected", "both"])
 def test_an_answer_without_a_valid_token(name, empty, dtype):
-    """Its log-probability is 0, whatever is given as the reference's, and everything else is as ever."""
+    """Its log-probability is 0, whatever is given as the reference's, and everything else is as
+    ever."""
     cls, mine, theirs = EMPTY[name]
     kind = name.split()[0].replace("dpo", "sigmoid")
     tensors, target, _ = drawn(dtype)
@@ -395,8 +492,17 @@ def test_a_single_answer_without_a_valid_token(average, dtype):
 
 
 def test_no_pairs():
-    h, w, y = torch.zeros(0, T, H, device=DEVICE), torch.ones(V, H, device=DEVICE), torch.zeros(0, T, device=DEVICE)
-    for loss in (preference.cpo_loss, preference.dpo_loss, preference.orpo_loss, preference.simpo_loss):
+    h, w, y = (
+        torch.zeros(0, T, H, device=DEVICE),
+        torch.ones(V, H, device=DEVICE),
+        torch.zeros(0, T, device=DEVICE),
+    )
+    for loss in (
+        preference.cpo_loss,
+        preference.dpo_loss,
+        preference.orpo_loss,
+        preference.simpo_loss,
+    ):
         assert paired_preference(loss, h, w, y.long())[0] == 0
     labels = torch.zeros(0, dtype=torch.bool, device=DEVICE)
     assert unpaired_preference(preference.kto_loss, h, w, y.long(), labels)[0] == 0
@@ -406,7 +512,8 @@ def test_no_pairs():
 
 
 def orpo_of_logits(z, y, beta=0.1):
-    """ORPO's odds ratio term, from what is left for the other classes: no 1 - p, which fp64 has no digits of either."""
+    """ORPO's odds ratio term, from what is left for the other classes: no 1 - p, which fp64 has no
+    digits of either."""
     at = y.clamp(min=0)[..., None]
     rest = z.scatter(-1, at, -torch.inf).logsumexp(-1)
     nll = F.softplus(rest - z.gather(-1, at)[..., 0], threshold=100)
@@ -445,7 +552,10 @@ def test_the_odds_of_a_sure_answer(sure, lead, tokens, anywhere):
 def test_log_odds_of_log_probabilities():
     log_p = torch.tensor([-1e-6, -1e-3, -0.5, -5.0, -40.0], dtype=F64)
     torch.testing.assert_close(
-        preference.log_odds(log_p.float()).double(), log_p - (1 - log_p.exp()).log(), rtol=1e-5, atol=0
+        preference.log_odds(log_p.float()).double(),
+        log_p - (1 - log_p.exp()).log(),
+        rtol=1e-5,
+        atol=0,
     )
     log_p = torch.tensor([0.0, -1e-6, -300.0], requires_grad=True)  # the first was rounded
     odds = preference.log_odds(log_p)
@@ -460,9 +570,13 @@ def test_large_margins(kind, tau):
     margins = [-6000.0, -900.0, -100.0, -1.0, 0.0, 1.0, 100.0, 900.0, 6000.0]
     found = []
     for dtype in F32, F64:
-        a, d = (torch.tensor(margins, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(2))
+        a, d = (
+            torch.tensor(margins, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(2)
+        )
         loss = DPO[kind](a[:, None], d[None, ::2], 0.1, label_smoothing=0.1, discopop_tau=tau)
-        found.append([loss.detach().double(), *(x.double() for x in torch.autograd.grad(loss.sum(), (a, d)))])
+        found.append(
+            [loss.detach().double(), *(x.double() for x in torch.autograd.grad(loss.sum(), (a, d)))]
+        )
     for x, y in zip(*found, strict=True):
         assert y.isfinite().all()
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
@@ -473,7 +587,9 @@ def test_large_margins(kind, tau):
         )
         x, q = 0.1 * x, (0.1 * x / tau).sigmoid()
         want = -F.logsigmoid(x) * (1 - q) + (-x).exp() * q
-        torch.testing.assert_close(found[1][0], want.where(x > -700, found[1][0]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            found[1][0], want.where(x > -700, found[1][0]), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_frozen_reference_and_tied_heads():
@@ -536,7 +652,9 @@ def test_labels_raise_what_existing_code_expects():
     with pytest.raises(AssertionError, match="preference_labels is None"):
         chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b)
     with pytest.raises(RuntimeError, match="preference_labels are torch.int32"):
-        chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b, torch.ones(len(target), dtype=torch.int32))
+        chunked_loss.LigerFusedLinearKTOLoss()(
+            h, w, target, b, torch.ones(len(target), dtype=torch.int32)
+        )
 
 
 def test_a_loss_of_ones_own():
@@ -550,7 +668,12 @@ def test_a_loss_of_ones_own():
     value, rest = paired_preference(margin, h, w, target, b, beta=2.0)
     torch.testing.assert_close(value.detach(), 2 * (rest[1] - rest[0]).sum())
     value, sums_ = unpaired_preference(
-        lambda s, labels, target, beta: (-(s * labels).sum(), s), h, w, target, torch.ones(2 * B, dtype=torch.bool), b
+        lambda s, labels, target, beta: (-(s * labels).sum(), s),
+        h,
+        w,
+        target,
+        torch.ones(2 * B, dtype=torch.bool),
+        b,
     )
     torch.testing.assert_close(value.detach(), -sums_[0])
 
@@ -563,7 +686,9 @@ def test_a_head_without_channels(dtype):
     for channels in (0, 1):
         h, w = (torch.zeros_like(tensors[k][..., :channels]).requires_grad_() for k in LEARNT[:2])
         of_pairs, _ = paired_preference(preference.simpo_loss, h, w, target, tensors["bias"])
-        of_answers, _ = unpaired_preference(preference.kto_loss, h, w, target, labels, tensors["bias"])
+        of_answers, _ = unpaired_preference(
+            preference.kto_loss, h, w, target, labels, tensors["bias"]
+        )
         dh, dw, db = torch.autograd.grad(of_pairs + of_answers, (h, w, tensors["bias"]))
         assert dh.shape == h.shape and dw.shape == w.shape and not dh.any() and not dw.any()
         found.append((of_pairs, of_answers, db))

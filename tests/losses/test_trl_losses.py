@@ -1,8 +1,9 @@
-"""An outside judge: the chunked losses against TRL's own plain code, called from the installed package.
+"""An outside judge: the chunked losses against TRL's own plain code, called from the installed
+package.
 
-Its trainers' loss methods run on stand-ins that give them the logits of random hidden states and heads; loss, gradients
-and metrics must be those of this package's losses on the same hidden states, in fp64.
-"""
+Its trainers' loss methods run on stand-ins that give them the logits of random hidden states and
+heads; loss, gradients and metrics must be those of this package's losses on the same hidden states,
+in fp64."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -38,20 +39,28 @@ class Model(torch.nn.Module):
         def normal(*shape):
             return torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
 
-        self.hidden, self.weight, self.bias = normal(ROWS, TOKENS, HIDDEN), normal(CLASSES, HIDDEN), normal(CLASSES)
+        self.hidden, self.weight, self.bias = (
+            normal(ROWS, TOKENS, HIDDEN),
+            normal(CLASSES, HIDDEN),
+            normal(CLASSES),
+        )
 
     def logits(self):
         return torch.nn.functional.linear(self.hidden, self.weight, self.bias)
 
     def forward(self, *_, **__):
-        """What TRL's trainers ask a model for: logits, or since 1.14 what its own fused head makes of them."""
+        """What TRL's trainers ask a model for: logits, or since 1.14 what its own fused head makes
+        of them."""
         logits, ids = self.logits(), IDS[:, 1:]
         log_p = logits.log_softmax(-1)
         return SimpleNamespace(
-            logits=torch.cat([logits, logits.new_zeros(ROWS, 1, CLASSES)], 1), aux_loss=None,
-            log_probs=log_p.gather(-1, ids[..., None])[..., 0] * MASK, entropy=-(log_p.exp() * log_p).sum(-1),
-            mean_logits=logits.mean(-1), is_top1=logits.argmax(-1) == ids,
-        )  # fmt: skip
+            logits=torch.cat([logits, logits.new_zeros(ROWS, 1, CLASSES)], 1),
+            aux_loss=None,
+            log_probs=log_p.gather(-1, ids[..., None])[..., 0] * MASK,
+            entropy=-(log_p.exp() * log_p).sum(-1),
+            mean_logits=logits.mean(-1),
+            is_top1=logits.argmax(-1) == ids,
+        )
 
 
 IDS = torch.randint(1, CLASSES, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(3))
@@ -82,12 +91,16 @@ def stand_in(cls, model, **attributes):
 
 
 def logged(trainer, *names):
-    return [torch.tensor(trainer._metrics["train"][name][-1], dtype=torch.float64) for name in names]
+    return [
+        torch.tensor(trainer._metrics["train"][name][-1], dtype=torch.float64) for name in names
+    ]
 
 
 def assert_same(mine, theirs):
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-6, atol=1e-8, msg=lambda m, i=i: f"{i}: {m}")
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=1e-6, atol=1e-8, msg=lambda m, i=i: f"{i}: {m}"
+        )
 
 
 def judge(head, mine, theirs, metrics=(), theirs_metrics=()):
@@ -110,17 +123,30 @@ DPO = {
 def test_dpo(loss_type):
     policy, reference, options = Model(0), Model(1), DPO[loss_type]
     trainer = stand_in(
-        trl.DPOTrainer, policy, beta=0.3, loss_types=[loss_type], loss_weights=[1.0], ld_alpha=None,
-        use_weighting=False, f_divergence_type="reverse_kl", label_smoothing=options.get("label_smoothing", 0.0),
+        trl.DPOTrainer,
+        policy,
+        beta=0.3,
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        ld_alpha=None,
+        use_weighting=False,
+        f_divergence_type="reverse_kl",
+        label_smoothing=options.get("label_smoothing", 0.0),
         ref_model=reference,
-    )  # fmt: skip
+    )
     trainer.args.discopop_tau = options.get("discopop_tau", 0.05)
     inputs = dict(input_ids=IDS, completion_mask=FULL_MASK, attention_mask=torch.ones_like(IDS))
     theirs = trainer._compute_loss(policy, inputs, False)
 
     loss = chunked_loss.LigerFusedLinearDPOLoss(beta=0.3, loss_type=loss_type, **options)
     mine, (chosen, rejected, _, _, _, chosen_rewards, rejected_rewards) = loss(
-        policy.weight, policy.hidden, TARGET, policy.bias, reference.hidden, reference.weight, reference.bias
+        policy.weight,
+        policy.hidden,
+        TARGET,
+        policy.bias,
+        reference.hidden,
+        reference.weight,
+        reference.bias,
     )
     metrics = [x.mean() for x in (chosen, rejected, chosen_rewards, rejected_rewards)]
     names = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected"
@@ -132,8 +158,11 @@ PREFERENCE += "rewards/chosen", "rewards/rejected"
 
 
 def paired(head, cls, **attributes):
-    """The plain loss of TRL's trainers without a reference -> loss, its metrics in the order of ours."""
-    trainer = stand_in(cls, head, is_encoder_decoder=False, padding_value=PAD, pad_token_id=PAD, **attributes)
+    """The plain loss of TRL's trainers without a reference -> loss, its metrics in the order of
+    ours."""
+    trainer = stand_in(
+        cls, head, is_encoder_decoder=False, padding_value=PAD, pad_token_id=PAD, **attributes
+    )
     half = ROWS // 2
     labels = torch.cat([torch.full((ROWS, 1), -100), TARGET], 1)
     batch = {}
@@ -154,27 +183,42 @@ def test_orpo():
     loss = chunked_loss.LigerFusedLinearORPOLoss(beta=0.3)
     mine, aux = loss(head.weight, head.hidden, TARGET, head.bias, nll_target=IDS[:, 1:])
     names = (*PREFERENCE, "log_odds_ratio", "log_odds_chosen")
-    judge(head, mine, theirs, [x.mean() for x in aux], [torch.tensor(metrics[name]) for name in names])
+    judge(
+        head, mine, theirs, [x.mean() for x in aux], [torch.tensor(metrics[name]) for name in names]
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
 @pytest.mark.parametrize("alpha, label_smoothing", [(1.0, 0.0), (0.0, 0.1), (0.5, 0.1)])
 def test_cpo_and_simpo(loss_type, alpha, label_smoothing):
-    """But for the means of the logits: TRL's are over the last position, too, which predicts nothing."""
+    """But for the means of the logits: TRL's are over the last position, too, which predicts
+    nothing."""
     from trl.experimental.cpo import CPOTrainer
 
     head = Model(0)
     theirs, metrics = paired(
-        head, CPOTrainer, beta=0.3, cpo_alpha=alpha, alpha=0.0, label_smoothing=label_smoothing, loss_type=loss_type,
+        head,
+        CPOTrainer,
+        beta=0.3,
+        cpo_alpha=alpha,
+        alpha=0.0,
+        label_smoothing=label_smoothing,
+        loss_type=loss_type,
         simpo_gamma=0.4,
-    )  # fmt: skip
-    options = dict(beta=0.3, alpha=alpha, label_smoothing=label_smoothing, compute_nll_loss=alpha != 0)
+    )
+    options = dict(
+        beta=0.3, alpha=alpha, label_smoothing=label_smoothing, compute_nll_loss=alpha != 0
+    )
     if loss_type == "simpo":
         loss = chunked_loss.LigerFusedLinearSimPOLoss(gamma=0.4, **options)
     else:
         loss = chunked_loss.LigerFusedLinearCPOLoss(**options)
     mine, aux = loss(head.weight, head.hidden, TARGET, head.bias)
-    aux = {name: x.mean() for name, x in zip(PREFERENCE, aux, strict=True) if not name.startswith("logits/")}
+    aux = {
+        name: x.mean()
+        for name, x in zip(PREFERENCE, aux, strict=True)
+        if not name.startswith("logits/")
+    }
     judge(head, mine, theirs, aux.values(), [torch.tensor(metrics[name]) for name in aux])
 
 
@@ -186,19 +230,34 @@ def test_kto(kl):
     policy, reference = Model(0), Model(1)
     labels = torch.tensor([True, False, True, True, False, True])
     trainer = stand_in(
-        trl.KTOTrainer, policy, beta=0.3, loss_type="kto", calculate_KL=True, desirable_weight=1.0,
-        undesirable_weight=1.0, ref_model=reference,
-    )  # fmt: skip
+        trl.KTOTrainer,
+        policy,
+        beta=0.3,
+        loss_type="kto",
+        calculate_KL=True,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        ref_model=reference,
+    )
     of_policy = torch.full((ROWS,), kl, dtype=torch.float64)
     trainer._compute_kl_logps = lambda model, batch: of_policy * (model == policy)
-    inputs = dict(input_ids=IDS, completion_mask=FULL_MASK, attention_mask=torch.ones_like(IDS), label=labels)
+    inputs = dict(
+        input_ids=IDS, completion_mask=FULL_MASK, attention_mask=torch.ones_like(IDS), label=labels
+    )
     theirs = trainer._compute_loss(policy, inputs, False)
 
     loss = chunked_loss.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)
     mine, (chosen, rejected, _, _, chosen_rewards, rejected_rewards) = loss(
-        policy.hidden, policy.weight, TARGET, policy.bias, labels, reference.hidden, reference.weight, reference.bias,
+        policy.hidden,
+        policy.weight,
+        TARGET,
+        policy.bias,
+        labels,
+        reference.hidden,
+        reference.weight,
+        reference.bias,
         kl=torch.tensor(kl, dtype=torch.float64),
-    )  # fmt: skip
+    )
     good, bad = labels.sum(), (~labels).sum()
     metrics = [chosen / good, rejected / bad, chosen_rewards / good, rejected_rewards / bad]
     names = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected"
@@ -230,12 +289,26 @@ def test_grpo(loss_type, level, case):
     policy, options = Model(0), GRPO[case]
     generator = torch.Generator().manual_seed(5)
     epsilon_high = 1.3 if loss_type == "cispo" else 0.3
-    shared = dict(beta=0.0, epsilon_low=0.2, loss_type=loss_type, importance_sampling_level=level, temperature=1.0)
-    shared |= dict(max_completion_length=9, delta=None, use_bias_correction_kl=False, epsilon_high=epsilon_high)
-    shared |= dict(sapo_temperature_pos=0.9, sapo_temperature_neg=1.2, vespo_k_pos=1.5, vespo_lambda_pos=2.5)
+    shared = dict(
+        beta=0.0,
+        epsilon_low=0.2,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        temperature=1.0,
+    )
+    shared |= dict(
+        max_completion_length=9, delta=None, use_bias_correction_kl=False, epsilon_high=epsilon_high
+    )
+    shared |= dict(
+        sapo_temperature_pos=0.9, sapo_temperature_neg=1.2, vespo_k_pos=1.5, vespo_lambda_pos=2.5
+    )
     shared |= dict(vespo_k_neg=2.0, vespo_lambda_neg=1.5) | options
 
-    log_p = (policy.logits() / shared["temperature"]).log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    log_p = (
+        (policy.logits() / shared["temperature"])
+        .log_softmax(-1)
+        .gather(-1, IDS[:, 1:, None])[..., 0]
+    )
     near = torch.randn(2, ROWS, TOKENS, generator=generator, dtype=torch.float64) * 0.3
     inputs = dict(
         prompt_ids=IDS[:, :1], prompt_mask=torch.ones(ROWS, 1), completion_ids=IDS[:, 1:], completion_mask=MASK,
@@ -248,23 +321,41 @@ def test_grpo(loss_type, level, case):
     if case == "vllm":
         inputs["importance_sampling_ratio"] = (near[1] * MASK).exp()  # 1 where there is padding
     trainer = stand_in(
-        trl.GRPOTrainer, policy, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=case == "vllm",
-        vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        trl.GRPOTrainer,
+        policy,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=case == "vllm",
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
         **shared,
-    )  # fmt: skip
+    )
     trainer.args = SimpleNamespace(steps_per_generation=1, **shared)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_p, torch.zeros_like(log_p), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        log_p,
+        torch.zeros_like(log_p),
+        None,
+    )
     theirs = trainer._compute_loss(None, inputs)
 
     loss = chunked_loss.LigerFusedLinearGRPOLoss(use_ref_model=shared["beta"] != 0, **shared)
     mine, metrics = loss(
-        _input=policy.hidden, lin_weight=policy.weight, selected_token_ids=IDS[:, 1:], attention_mask=MASK,
-        advantages=inputs["advantages"], bias=policy.bias, old_per_token_logps=inputs["old_per_token_logps"],
-        ref_per_token_logps=inputs["ref_per_token_logps"], vllm_is_ratio=inputs.get("importance_sampling_ratio"),
+        _input=policy.hidden,
+        lin_weight=policy.weight,
+        selected_token_ids=IDS[:, 1:],
+        attention_mask=MASK,
+        advantages=inputs["advantages"],
+        bias=policy.bias,
+        old_per_token_logps=inputs["old_per_token_logps"],
+        ref_per_token_logps=inputs["ref_per_token_logps"],
+        vllm_is_ratio=inputs.get("importance_sampling_ratio"),
         num_items_in_batch=inputs["num_items_in_batch"],
-    )  # fmt: skip
+    )
     names = ["kl"] if shared["beta"] != 0 else []
-    if level == "token" and loss_type in CLIPPED:  # of sequences TRL counts the sequences, not their tokens
+    if (
+        level == "token" and loss_type in CLIPPED
+    ):  # of sequences TRL counts the sequences, not their tokens
         names.append("clip_ratio/region_mean")
     elif loss_type == "cispo":
         names.append("cispo_clip_ratio")
@@ -286,12 +377,24 @@ def test_rloo():
         advantages=rewards - of_others.flatten(), old_logps=(old * MASK).sum(1),
     )  # fmt: skip
     trainer = stand_in(trl.RLOOTrainer, policy, epsilon_low=0.2, epsilon_high=0.3)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_p, torch.zeros_like(log_p), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        log_p,
+        torch.zeros_like(log_p),
+        None,
+    )
     theirs = trainer._compute_loss(None, inputs)
     mine, _ = linear_rloo_loss(
-        policy.hidden, policy.weight, IDS[:, 1:], MASK, rewards, policy.bias, samples_per_prompt=3,
-        old_per_token_logps=old, epsilon_low=0.2, epsilon_high=0.3,
-    )  # fmt: skip
+        policy.hidden,
+        policy.weight,
+        IDS[:, 1:],
+        MASK,
+        rewards,
+        policy.bias,
+        samples_per_prompt=3,
+        old_per_token_logps=old,
+        epsilon_low=0.2,
+        epsilon_high=0.3,
+    )
     judge(policy, mine, theirs)
 
 
@@ -309,11 +412,20 @@ def test_jsd(beta, temperature, flat):
         student.logits(), teacher.logits().detach(), TARGET, beta=beta, temperature=temperature
     )
     loss = chunked_loss.LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, temperature=temperature, compiled=False
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        beta=beta,
+        temperature=temperature,
+        compiled=False,
     )
     hidden = [h.hidden.flatten(0, 1) if flat else h.hidden for h in (student, teacher)]
     mine = loss(
-        hidden[0], student.weight, hidden[1], teacher.weight.detach(), TARGET.flatten() if flat else TARGET,
-        student.bias, teacher.bias.detach(),
-    )  # fmt: skip
+        hidden[0],
+        student.weight,
+        hidden[1],
+        teacher.weight.detach(),
+        TARGET.flatten() if flat else TARGET,
+        student.bias,
+        teacher.bias.detach(),
+    )
     judge(student, mine, theirs)

@@ -1,4 +1,5 @@
-"""Megatron-Core's GPT, cut over two ranks by tensor parallelism: with its own operators and with ours.
+"""Megatron-Core's GPT, cut over two ranks by tensor parallelism: with its own operators and with
+ours.
 
 `make test-megatron` installs Megatron-Core and runs this. Without it these tests skip.
 """
@@ -25,7 +26,9 @@ V, T, B = 64, 8, 2
 
 def test_norm():
     """The config's options; equal to PyTorch's RMSNorm, which Megatron has."""
-    config = SimpleNamespace(normalization="RMSNorm", sequence_parallel=True, layernorm_zero_centered_gamma=True)
+    config = SimpleNamespace(
+        normalization="RMSNorm", sequence_parallel=True, layernorm_zero_centered_gamma=True
+    )
     norm, plain = LigerMegatronRMSNorm(config, 12, eps=1e-3), torch.nn.RMSNorm(12, eps=1e-3)
     assert norm.weight.sequence_parallel and torch.equal(norm.weight, torch.zeros(12))
     x = torch.randn(3, 12)
@@ -53,7 +56,11 @@ def megatron(patch, **names):
     """Modules in the place of Megatron-Core's, with these names in them."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         patch.delitem(sys.modules, name)
-    for name in ("megatron", "megatron.core", *(f"megatron.core.{n.rpartition('.')[0]}" for n in names)):
+    for name in (
+        "megatron",
+        "megatron.core",
+        *(f"megatron.core.{n.rpartition('.')[0]}" for n in names),
+    ):
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
             name = ".".join(parts[:i])
@@ -67,8 +74,12 @@ def megatron(patch, **names):
 
 
 CROSS_ENTROPIES = {
-    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": lambda logits, target, label_smoothing=0.0: 1,
-    "fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy": lambda logits, target, tp_group: 2,
+    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": lambda logits, target, label_smoothing=0.0: (
+        1
+    ),
+    "fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy": lambda logits, target, tp_group: (
+        2
+    ),
     "parallel_state.get_tensor_model_parallel_group": lambda: None,
 }
 
@@ -78,7 +89,9 @@ def test_cross_entropies(monkeypatch):
     megatron(monkeypatch, **CROSS_ENTROPIES)
     apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
     plain = sys.modules["megatron.core.tensor_parallel.cross_entropy"].vocab_parallel_cross_entropy
-    fused = sys.modules["megatron.core.fusions.fused_cross_entropy"].fused_vocab_parallel_cross_entropy
+    fused = sys.modules[
+        "megatron.core.fusions.fused_cross_entropy"
+    ].fused_vocab_parallel_cross_entropy
     logits = torch.randn(3, 2, 10, device=DEVICE, requires_grad=True)
     target = torch.tensor([[1, -1], [10, 2], [9, -100]], device=DEVICE)
     inside = (target >= 0) & (target < 10)
@@ -90,9 +103,15 @@ def test_cross_entropies(monkeypatch):
     (dx,) = torch.autograd.grad(plain(logits, target).sum(), logits)
     assert not dx[~inside].any() and dx[inside].any(-1).all()
     given = []
-    monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, *args: given.append(args[2]))
+    monkeypatch.setattr(
+        LigerMegatronCrossEntropy, "forward", lambda self, *args: given.append(args[2])
+    )
     group = object()
-    plain(logits, target, 0.1, group), plain(logits, target, tp_group=group), fused(logits, target, group)
+    (
+        plain(logits, target, 0.1, group),
+        plain(logits, target, tp_group=group),
+        fused(logits, target, group),
+    )
     assert given == [group] * 3
 
 
@@ -101,10 +120,14 @@ def test_what_cannot_be_replaced(monkeypatch):
     norm = type("WrappedTorchNorm", (), {})
     megatron(monkeypatch, **{"transformer.torch_norm.WrappedTorchNorm": norm}, **CROSS_ENTROPIES)
     module = sys.modules["megatron.core.transformer.torch_norm"]
-    with pytest.raises(ImportError, match="fused_bias_swiglu.*cannot be imported.*give swiglu=False"):
+    with pytest.raises(
+        ImportError, match="fused_bias_swiglu.*cannot be imported.*give swiglu=False"
+    ):
         apply_liger_kernel_to_megatron(swiglu=True)
     del sys.modules["megatron.core.fusions.fused_cross_entropy"].fused_vocab_parallel_cross_entropy
-    with pytest.raises(ImportError, match="fused_cross_entropy.*cannot be imported.*give cross_entropy=False"):
+    with pytest.raises(
+        ImportError, match="fused_cross_entropy.*cannot be imported.*give cross_entropy=False"
+    ):
         apply_liger_kernel_to_megatron(cross_entropy=True)
     assert module.WrappedTorchNorm is norm
     monkeypatch.setitem(sys.modules, "megatron.core", None)
@@ -121,7 +144,9 @@ def without_gpu(patch):
     from megatron.core.tensor_parallel import random
 
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
+    patch.setattr(
+        random.CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext()
+    )
 
 
 def trained(fused):
@@ -132,15 +157,33 @@ def trained(fused):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, use_cpu_initialization=True,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=ranks.SIZE, pipeline_dtype=torch.float32, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, cross_entropy_loss_fusion=fused,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=ranks.SIZE,
+        pipeline_dtype=torch.float32,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=fused,
         cross_entropy_fusion_impl="native",
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
-    model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=V, max_sequence_length=T)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=V,
+        max_sequence_length=T,
+    )
     model.to(DEVICE)
     tokens = torch.randint(0, V, (B, T + 1), device=DEVICE)
     mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=DEVICE).triu(1)
@@ -161,7 +204,10 @@ def check_gpt(rank):
     pytest.importorskip("megatron.core")
     from megatron.core import parallel_state, tensor_parallel
 
-    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):  # what Megatron compiles
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.compiler.set_stance("force_eager"),
+    ):  # what Megatron compiles
         if DEVICE == "cpu":
             without_gpu(patch)
         parallel_state.initialize_model_parallel(ranks.SIZE)

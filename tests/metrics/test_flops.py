@@ -31,7 +31,9 @@ FAMILIES = {
 }
 
 
-def of_convolutions(dy, x, weight, _bias, _stride, _pad, _dilation, transposed, _out, _groups, mask, **kwargs):
+def of_convolutions(
+    dy, x, weight, _bias, _stride, _pad, _dilation, transposed, _out, _groups, mask, **kwargs
+):
     """The profiler's own formula takes each group of a grouped convolution for the whole."""
     return sum(mask[:2]) * 2 * math.prod(weight[1:]) * math.prod(x if transposed else dy)
 
@@ -40,7 +42,9 @@ def profiled(model, length, rows=1, labels=None):
     """A real forward and backward."""
     mine = {
         torch.ops.aten.convolution_backward: of_convolutions,
-        torch.ops.aten.linalg_solve_triangular: lambda a, b, **kwargs: math.prod(a) * b[-1],  # it has none
+        torch.ops.aten.linalg_solve_triangular: lambda a, b, **kwargs: (
+            math.prod(a) * b[-1]
+        ),  # it has none
     }
     ids = torch.randint(3, 90, (rows, length))
     with FlopCounterMode(display=False, custom_mapping=mine) as counter:
@@ -67,11 +71,15 @@ def length_of(model):
 
 
 # On transformers 5.17, rotary angles are a product, made once for all rows of a batch.
-ANGLES = pytest.mark.skipif(not zoo.NEW, reason="a product that is neither a token's nor a weight's")
+ANGLES = pytest.mark.skipif(
+    not zoo.NEW, reason="a product that is neither a token's nor a weight's"
+)
 
 
 def some(names, quick=()):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.thorough]) for name in names]
+    return [
+        pytest.param(name, marks=[] if name in quick else [pytest.mark.thorough]) for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, ("gemma2", "mixtral")))
@@ -95,7 +103,11 @@ def test_of_any_length_and_batch(name):
 @pytest.mark.thorough
 def test_no_weight_no_mode_and_no_random_number_changes():
     model = zoo.build("llama")
-    before, state, rng = model.state_dict(), copy.deepcopy(model.config.to_dict()), torch.get_rng_state()
+    before, state, rng = (
+        model.state_dict(),
+        copy.deepcopy(model.config.to_dict()),
+        torch.get_rng_state(),
+    )
     with torch.no_grad():
         flops = flops_of(model)
     assert flops == flops_of(model.eval()) and not model.training
@@ -116,7 +128,9 @@ def test_frozen_weights_and_adapters():
     part, length = flops_of(model), length_of(model)
     assert full(part, length) == profiled(model, length) < full(whole, length)
     model = tiny.model("llama")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     flops = flops_of(adapted)
     assert full(flops, length) == profiled(adapted, length) < 0.9 * full(whole, length)
 
@@ -149,8 +163,12 @@ def test_recomputation_counts_in_hardware_alone():
     flops = flops_of(model.train())
     assert full(flops, length) == full(plain, length)
     forward = flops.token / 3 + sum(flops.pairs.values()) / 3 * length
-    assert full(flops, length, hardware=True) == pytest.approx(full(flops, length) + forward * length)
-    last = 2 * model.model.layers[0].mlp.down_proj.weight.numel() * length  # where PyTorch stops: it saves no output
+    assert full(flops, length, hardware=True) == pytest.approx(
+        full(flops, length) + forward * length
+    )
+    last = (
+        2 * model.model.layers[0].mlp.down_proj.weight.numel() * length
+    )  # where PyTorch stops: it saves no output
     measured = profiled(model, length)
     assert measured == full(flops, length, hardware=True) - 2 * last
     model.model.layers[1].gradient_checkpointing = False
@@ -187,7 +205,9 @@ def masks(model, ids):
         found.append(int((mask == 0).sum()) if mask.dtype.is_floating_point else int(mask.sum()))
 
     hooks = [
-        m.register_forward_pre_hook(note, with_kwargs=True) for n, m in model.named_modules() if n.endswith("self_attn")
+        m.register_forward_pre_hook(note, with_kwargs=True)
+        for n, m in model.named_modules()
+        if n.endswith("self_attn")
     ]
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
@@ -204,11 +224,19 @@ def test_pairs_are_those_that_the_masks_let_through(name):
     flops, length = flops_of(model), 20
     seen = masks(model, torch.randint(3, 90, (1, length)))
     price = sum(flops.pairs.values()) / model.config.num_hidden_layers  # all layers are alike
-    assert sum(f * pairs_of(length, reach) for reach, f in flops.pairs.items()) == pytest.approx(price * sum(seen))
+    assert sum(f * pairs_of(length, reach) for reach, f in flops.pairs.items()) == pytest.approx(
+        price * sum(seen)
+    )
 
 
 def test_sums():
-    flops = Flops(token=10, head=3, pairs={CAUSAL: 2, Reach("sliding", 4): 1}, token_again=4, pairs_again={CAUSAL: 1})
+    flops = Flops(
+        token=10,
+        head=3,
+        pairs={CAUSAL: 2, Reach("sliding", 4): 1},
+        token_again=4,
+        pairs_again={CAUSAL: 1},
+    )
     pairs = {CAUSAL: 100, Reach("sliding", 4): 7}
     assert flops.model(5, 2, pairs) == 50 + 6 + 200 + 7
     assert flops.hardware(5, 2, pairs) == 263 + 20 + 100

@@ -16,7 +16,14 @@ from liger_kernel.metrics.flops import flops_of
 from liger_kernel.metrics.lightning import LigerMetrics, dtype_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = {"tokens_per_second", "label_tokens_per_second", "tflops_per_device", "mfu", "peak_memory_gib", "total_tokens"}
+NAMES = {
+    "tokens_per_second",
+    "label_tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_gib",
+    "total_tokens",
+}
 
 
 class Module(pl.LightningModule):
@@ -55,22 +62,29 @@ def fit(folder, metrics, data, module=None, val=None, path=None, **arguments):
         enable_checkpointing=False, accumulate_grad_batches=2, num_sanity_val_steps=1,
     )  # fmt: skip
     log = Log(folder)
-    trainer = pl.Trainer(default_root_dir=folder, callbacks=[metrics], logger=log, **given | arguments)
+    trainer = pl.Trainer(
+        default_root_dir=folder, callbacks=[metrics], logger=log, **given | arguments
+    )
     trainer.fit(module or Module(), loader(data), val and loader(val), ckpt_path=path)
     return trainer, [seen for seen in log.seen if "tokens_per_second" in seen]
 
 
 def test_what_is_logged(tmp_path):
-    """Six steps of two batches; every second one is logged. Validation comes in between and is not counted."""
+    """Six steps of two batches; every second one is logged. Validation comes in between and is not
+    counted."""
     data, metrics = rows(24), LigerMetrics(peak_flops=1e12)
     trainer, logs = fit(tmp_path, metrics, data, val=rows(4, 1), val_check_interval=4)
     assert len(logs) == 3 and all(set(log) > NAMES for log in logs)
-    assert logs[-1]["total_tokens"] == tokens(data) and logs[-1]["total_label_tokens"] == targets(data)
+    assert logs[-1]["total_tokens"] == tokens(data) and logs[-1]["total_label_tokens"] == targets(
+        data
+    )
     assert trainer.callback_metrics["mfu"] == pytest.approx(logs[-1]["mfu"])
     flops = flops_of(tiny.model("llama"))
     lengths = [int(row["attention_mask"].sum()) for row in data]
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(n * (n + 1) // 2 for n in lengths)
+    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+        n * (n + 1) // 2 for n in lengths
+    )
     assert metrics.totals["model_flops"] == pytest.approx(want)
 
 
@@ -89,7 +103,9 @@ def test_batches_that_are_no_mappings(tmp_path):
     data = [(row["input_ids"], row["labels"]) for row in rows(8)]
     with pytest.raises(TypeError, match="LigerMetrics: a batch is a .*give inputs_of"):
         fit(tmp_path, LigerMetrics(), data, Module(as_tuple=True))
-    named = LigerMetrics(inputs_of=lambda batch: dict(input_ids=batch[0], labels=batch[1]), prefix="train/")
+    named = LigerMetrics(
+        inputs_of=lambda batch: dict(input_ids=batch[0], labels=batch[1]), prefix="train/"
+    )
     trainer, _ = fit(tmp_path, named, data, Module(as_tuple=True))
     assert trainer.callback_metrics["train/total_tokens"] == 8 * LENGTH
 
@@ -100,10 +116,14 @@ def test_prometheus(tmp_path):
     class Scraped(Module):
         def on_train_batch_start(self, batch, index):
             if index == 8:
-                pages.append(urllib.request.urlopen(metrics.endpoint.url, timeout=10).read().decode())
+                pages.append(
+                    urllib.request.urlopen(metrics.endpoint.url, timeout=10).read().decode()
+                )
 
     fit(tmp_path, metrics, rows(24), Scraped())
-    assert f"\nliger_tokens_total {float(tokens(rows(16)))}\n" in pages[0] and metrics.endpoint is None
+    assert (
+        f"\nliger_tokens_total {float(tokens(rows(16)))}\n" in pages[0] and metrics.endpoint is None
+    )
 
 
 def test_precisions():

@@ -1,4 +1,5 @@
-"""`LigerMetrics` through the Trainer's own integrations: TensorBoard, W&B and MLflow have stored what was logged."""
+"""`LigerMetrics` through the Trainer's own integrations: TensorBoard, W&B and MLflow have stored
+what was logged."""
 
 import json
 import os
@@ -31,7 +32,8 @@ def tensorboard(folder):
 
 
 def wandb(folder):
-    """As `tensorboard`, of an offline run's file: 7 bytes, then records behind 7 bytes each, as in LevelDB's log."""
+    """As `tensorboard`, of an offline run's file: 7 bytes, then records behind 7 bytes each, as in
+    LevelDB's log."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -42,7 +44,9 @@ def wandb(folder):
     while at < len(data):
         (length,) = struct.unpack_from("<H", data, at + 4)
         record = Record.FromString(data[at + 7 : at + 7 + length])
-        line = {"".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        line = {
+            "".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+        }
         for name, value in line.items():
             yield name.removeprefix("train/"), line["train/global_step"], value
         at += 7 + length

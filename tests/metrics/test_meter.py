@@ -13,7 +13,12 @@ from liger_kernel.metrics.meter import Meter, Totals, pairs_of, seen_from
 from liger_kernel.metrics.peaks import peak_flops
 from liger_kernel.metrics.prometheus import CONTENT_TYPE, Endpoint, exposition, values_of
 
-CAUSAL, SLIDING, CHUNKED, ALL = Reach("causal"), Reach("sliding", 3), Reach("chunked", 4), Reach("all")
+CAUSAL, SLIDING, CHUNKED, ALL = (
+    Reach("causal"),
+    Reach("sliding", 3),
+    Reach("chunked", 4),
+    Reach("all"),
+)
 EVERY = CAUSAL, SLIDING, CHUNKED, ALL
 IDS = torch.zeros(2, 6, dtype=torch.long)
 
@@ -63,8 +68,12 @@ def test_tokens():
     assert counted(dict(input_ids=IDS))["tokens"] == 12
     assert counted(dict(input_ids=IDS, attention_mask=mask))["tokens"] == 8
     assert counted(dict(inputs_embeds=torch.zeros(2, 6, 32), attention_mask=mask))["tokens"] == 8
-    assert counted(dict(input_ids=IDS, attention_mask=torch.ones(2, 1, 6, 6)))["tokens"] == 12  # not one of tokens
-    policy = dict(prompt_ids=IDS, completion_ids=IDS[:, :3], prompt_mask=mask, completion_mask=mask[:, 2:5])
+    assert (
+        counted(dict(input_ids=IDS, attention_mask=torch.ones(2, 1, 6, 6)))["tokens"] == 12
+    )  # not one of tokens
+    policy = dict(
+        prompt_ids=IDS, completion_ids=IDS[:, :3], prompt_mask=mask, completion_mask=mask[:, 2:5]
+    )
     assert counted(policy)["tokens"] == 8 + 5
     assert counted(policy)["labels"] == 5
 
@@ -94,7 +103,9 @@ def test_nothing_is_made_up():
     meter.count(dict(input_ids=IDS, labels=IDS))
     meter.tick()
     report = meter.take().report()
-    assert {"tokens_per_second", "label_tokens_per_second", "mfu", "tflops_per_device"} < set(report)
+    assert {"tokens_per_second", "label_tokens_per_second", "mfu", "tflops_per_device"} < set(
+        report
+    )
     meter.count(dict(input_ids=IDS, labels=None))
     assert "label_tokens_per_second" not in meter.take().report()
     meter.count(dict(input_ids=IDS, labels=IDS))
@@ -134,7 +145,12 @@ def test_counting_does_not_look_at_the_device():
     meter = Meter("meta", Flops(token=1.0, pairs=dict.fromkeys(EVERY, 1.0)))
     with torch.device("meta"):
         ids = torch.zeros(2, 6, dtype=torch.long)
-        for more in ({}, dict(attention_mask=ids), dict(position_ids=ids), dict(completion_mask=ids)):
+        for more in (
+            {},
+            dict(attention_mask=ids),
+            dict(position_ids=ids),
+            dict(completion_mask=ids),
+        ):
             for _ in range(2):
                 meter.count(dict(input_ids=ids, labels=ids) | more)
     assert meter.on_device[torch.device("meta")].shape == (len(meter.names),)
@@ -148,11 +164,22 @@ def test_published_peaks():
         "AMD Instinct MI300X": 1307, "AMD Instinct MI250X/MI250": 191.5, "AMD Instinct MI325X": 1307,
     }  # fmt: skip
     for name, peak in bf16.items():
-        assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == peak * 1e12, name
-    others = "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A10G", "Some B2000", ""
+        assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == peak * 1e12, (
+            name
+        )
+    others = (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA A10G",
+        "Some B2000",
+        "",
+    )
     assert [peak_flops(name, torch.bfloat16) for name in others] == [None] * len(others)
     a100 = "NVIDIA A100-SXM4-80GB"
-    assert peak_flops(a100, torch.float32) == 19.5e12 and peak_flops(a100, torch.float32, tf32=True) == 156e12
+    assert (
+        peak_flops(a100, torch.float32) == 19.5e12
+        and peak_flops(a100, torch.float32, tf32=True) == 156e12
+    )
     assert peak_flops(a100, torch.float64) is None
 
 
@@ -163,7 +190,9 @@ def test_an_unknown_peak_is_told(monkeypatch, caplog):
     assert known_peak(None, device, torch.bfloat16, True) == 989e12
     assert known_peak(1e12, device, torch.bfloat16, True) == 1e12
     assert known_peak(None, torch.device("cpu"), torch.float32, True) is None and not caplog.records
-    assert known_peak(None, device, torch.bfloat16, True) is None and "give peak_flops" in caplog.text
+    assert (
+        known_peak(None, device, torch.bfloat16, True) is None and "give peak_flops" in caplog.text
+    )
 
 
 # ---- Prometheus ----
@@ -201,7 +230,9 @@ def test_endpoint():
     endpoint = Endpoint(0)
     try:
         assert scrape(f"http://127.0.0.1:{endpoint.port}/metrics") == {}
-        endpoint.update(values_of(report, totals, dict(loss=2.0, step=3, epoch=0.5, unknown=1, text="no")))
+        endpoint.update(
+            values_of(report, totals, dict(loss=2.0, step=3, epoch=0.5, unknown=1, text="no"))
+        )
         found = scrape(endpoint.url)
         assert found == {
             "liger_tokens_per_second": ("gauge", 48.0),

@@ -20,13 +20,28 @@ pytestmark = pytest.mark.thorough
 
 
 def sums(rank):
-    """Of the Trainer: both ranks' tokens, in both ranks' logs, though one rank logs more than the other."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    """Of the Trainer: both ranks' tokens, in both ranks' logs, though one rank logs more than the
+    other."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
+    )
     data, seen, metrics = rows(24), Seen(), LigerMetrics(peak_flops=1e12, prometheus_port=0)
     args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", seed=0,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        seed=0,
+    )
 
     class Talks(Trainer):
         def training_step(self, *args, **kwargs):
@@ -35,7 +50,9 @@ def sums(rank):
                 self.log(dict(extra=1.0))
             return super().training_step(*args, **kwargs)
 
-    made = Talks(model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen, metrics])
+    made = Talks(
+        model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen, metrics]
+    )
     made.seen = seen.logs
     made.train()
     logs = trained(made)
@@ -45,10 +62,14 @@ def sums(rank):
     flops = flops_of(tiny.model("llama"))
     lengths = [int(row["attention_mask"].sum()) for row in data]
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(n * (n + 1) // 2 for n in lengths)
+    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+        n * (n + 1) // 2 for n in lengths
+    )
     assert metrics.totals["model_flops"] == pytest.approx(want)
     shared = [None, None]
-    torch.distributed.all_gather_object(shared, {k: v for k, v in logs[-1].items() if "loss" not in k})
+    torch.distributed.all_gather_object(
+        shared, {k: v for k, v in logs[-1].items() if "loss" not in k}
+    )
     assert shared[0] == shared[1]
 
 
@@ -60,7 +81,12 @@ def large_sums(rank):
     found = meter.take()
     assert found.capacity == 2e22 and found.devices == 2 and found.rated
     meter = Meter(DEVICE, ranks=True, peak=1e12 if rank else None)
-    meter.count(dict(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=None if rank else torch.zeros(1, 4).long()))
+    meter.count(
+        dict(
+            input_ids=torch.zeros(1, 4, dtype=torch.long),
+            labels=None if rank else torch.zeros(1, 4).long(),
+        )
+    )
     found = meter.take()
     assert not found.rated and not found.labelled and found.tokens == 8
     doubled = Meter(DEVICE, ranks=True, replicas=2)  # both have the same batch
@@ -75,10 +101,15 @@ def spread(rank, name):
 
 
 def test_on_two_ranks(tmp_path):
-    """On a CPU the processes are forked: importing all of this again would take most of the time."""
+    """On a CPU the processes are forked: importing all of this again would take most of the
+    time."""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks.SIZE:
         pytest.skip("not two GPUs, but one")
-    checks = [sums, large_sums, *(functools.partial(spread, name=name) for name in ("DDP", "FSDP1", "FSDP2"))]
+    checks = [
+        sums,
+        large_sums,
+        *(functools.partial(spread, name=name) for name in ("DDP", "FSDP1", "FSDP2")),
+    ]
     torch.multiprocessing.start_processes(
         ranks.process,
         (str(tmp_path / "store"), list(map(functools.partial, checks)), ranks.reached()),

@@ -1,4 +1,5 @@
-"""`LigerMetrics` on the tests' device: speed, memory and operations of a run, against what the device itself tells."""
+"""`LigerMetrics` on the tests' device: speed, memory and operations of a run, against what the
+device itself tells."""
 
 import time
 
@@ -36,9 +37,16 @@ def test_a_short_run(tmp_path, patched):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, tiny.VOCABULARY, (ROWS * 6, LENGTH), generator=generator)
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=ROWS, logging_steps=2, save_strategy="no",
-        report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=ROWS,
+        logging_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        use_liger_kernel=patched,
+    )
     known = DEVICE == "cuda" and peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
     metrics, clock = LigerMetrics(peak_flops=None if known else PEAK), Clock()
     flops, rows = flops_of(model), [dict(input_ids=row, labels=row) for row in ids]
@@ -48,7 +56,10 @@ def test_a_short_run(tmp_path, patched):
     begun = time.perf_counter()
     made.train()
     outside = time.perf_counter() - begun
-    logs, whole = [log for log in made.state.log_history if "loss" in log], made.state.log_history[-1]
+    logs, whole = (
+        [log for log in made.state.log_history if "loss" in log],
+        made.state.log_history[-1],
+    )
 
     assert len(logs) == 3 and logs[-1]["total_tokens"] == ids.numel()
     seconds = ids.numel() / whole["train_tokens_per_second"]
@@ -57,7 +68,10 @@ def test_a_short_run(tmp_path, patched):
     want = (flops.token + flops.head) * ids.numel() + pair * len(ids) * LENGTH * (LENGTH + 1) // 2
     assert metrics.totals["model_flops"] == pytest.approx(want)
     assert whole["train_tflops_per_device"] == pytest.approx(want / seconds / 1e12)
-    assert whole["train_mfu"] == pytest.approx(want / seconds / (known or PEAK)) and 0 < whole["train_mfu"] < 1
+    assert (
+        whole["train_mfu"] == pytest.approx(want / seconds / (known or PEAK))
+        and 0 < whole["train_mfu"] < 1
+    )
     assert 0 < logs[0]["peak_memory_gib"] <= whole["peak_memory_gib"]
     if DEVICE == "cuda":
         assert whole["peak_memory_gib"] <= torch.cuda.max_memory_allocated() / 2**30
@@ -69,11 +83,19 @@ def test_operations_of_real_kernels():
     model = tiny.model("llama", torch.bfloat16).to(DEVICE)
     ids = torch.randint(3, tiny.VOCABULARY, (2, LENGTH), device=DEVICE)
     flops = flops_of(model)
-    mine = flops.model(ids.numel(), ids.numel(), {reach: len(ids) * LENGTH**2 for reach in flops.pairs})
+    mine = flops.model(
+        ids.numel(), ids.numel(), {reach: len(ids) * LENGTH**2 for reach in flops.pairs}
+    )
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     with torch.profiler.profile(with_flops=True, record_shapes=True) as profiler:
         model(input_ids=ids, labels=ids).loss.backward()
-    profiled = sum(event.flops or 0 for event in profiler.key_averages() if event.key in OF_PRODUCTS)
-    angles = LENGTH * model.config.head_dim if DEVICE == "cuda" else 0  # RoPE's, which a GPU's PyTorch need not count
-    assert mine - counter.get_total_flops() in (0, angles) and profiled == pytest.approx(mine, rel=1e-3)
+    profiled = sum(
+        event.flops or 0 for event in profiler.key_averages() if event.key in OF_PRODUCTS
+    )
+    angles = (
+        LENGTH * model.config.head_dim if DEVICE == "cuda" else 0
+    )  # RoPE's, which a GPU's PyTorch need not count
+    assert mine - counter.get_total_flops() in (0, angles) and profiled == pytest.approx(
+        mine, rel=1e-3
+    )

@@ -16,7 +16,14 @@ from liger_kernel.transformers import LigerMetrics
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 LENGTH = 12
-OURS = "tokens_per_second", "label_tokens_per_second", "tflops_per_device", "mfu", "peak_memory_gib", "total_tokens"
+OURS = (
+    "tokens_per_second",
+    "label_tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_gib",
+    "total_tokens",
+)
 
 
 def rows(count, seed=0):
@@ -60,9 +67,12 @@ def trainer(folder, metrics, model=None, data=None, kind=Trainer, **arguments):
     args = TrainingArguments(**given | arguments)
     seen = Seen()
     made = kind(
-        model=model or tiny.model("llama"), args=args, train_dataset=data or rows(24), eval_dataset=rows(5, 1),
+        model=model or tiny.model("llama"),
+        args=args,
+        train_dataset=data or rows(24),
+        eval_dataset=rows(5, 1),
         callbacks=[seen, *([metrics] if metrics else [])],
-    )  # fmt: skip
+    )
     made.seen = seen.logs
     return made
 
@@ -79,16 +89,22 @@ def test_what_is_logged(tmp_path):
     logs = trained(made)
     assert len(logs) == 3 and all(set(OURS) < set(log) for log in logs)
     assert all(log[name] > 0 for log in logs for name in OURS)
-    assert logs[-1]["total_tokens"] == tokens(data) and logs[-1]["total_label_tokens"] == targets(data)
+    assert logs[-1]["total_tokens"] == tokens(data) and logs[-1]["total_label_tokens"] == targets(
+        data
+    )
     assert [log["mfu"] / log["tflops_per_device"] for log in logs] == pytest.approx([1.0] * 3)
     lengths = [int(row["attention_mask"].sum()) for row in data]
     flops = flops_of(tiny.model("llama"))
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(n * (n + 1) // 2 for n in lengths)
+    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+        n * (n + 1) // 2 for n in lengths
+    )
     assert metrics.totals["model_flops"] == pytest.approx(want)
     whole = made.seen[-1]
     seconds = tokens(data) / whole["train_tokens_per_second"]
-    assert seconds < whole["train_runtime"] and whole["train_mfu"] == pytest.approx(want / seconds / 1e12)
+    assert seconds < whole["train_runtime"] and whole["train_mfu"] == pytest.approx(
+        want / seconds / 1e12
+    )
     assert [log for log in made.state.log_history if "mfu" in log][0]["mfu"] == logs[0]["mfu"]
     assert "compute_loss" not in vars(made) and "log" not in vars(made)
 
@@ -103,7 +119,9 @@ def test_training_is_the_same(tmp_path):
         runs.append(([log["loss"] for log in trained(made)], made.model))
     (losses, model), (others, mine) = runs
     assert losses == others
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True)
+    )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in mine.modules())
 
 
@@ -121,25 +139,34 @@ class Slow(Trainer):
 def test_evaluation_and_saving_are_not_counted(tmp_path):
     """Neither its tokens nor its time."""
     data, metrics = rows(24), LigerMetrics()
-    arguments = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3, eval_on_start=True)
+    arguments = dict(
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3, eval_on_start=True
+    )
     made = trainer(tmp_path, metrics, data=data, kind=Slow, **arguments)
     start = time.perf_counter()
     made.train()
     taken = time.perf_counter() - start
     assert metrics.totals["tokens"] == tokens(data)
-    assert metrics.totals["seconds"] < taken - 7 * 0.15 - 2 * 0.3  # seven evaluations of one batch at least
+    assert (
+        metrics.totals["seconds"] < taken - 7 * 0.15 - 2 * 0.3
+    )  # seven evaluations of one batch at least
     assert not any(set(OURS) & set(log) for log in made.seen if "eval_loss" in log)
 
 
 @pytest.mark.thorough
 def test_uneven_end_and_epochs(tmp_path):
-    """7 rows by 2, by 2: the last micro-batch has one row, the last step one micro-batch less. Two epochs."""
+    """7 rows by 2, by 2: the last micro-batch has one row, the last step one micro-batch less. Two
+    epochs."""
     data, metrics = rows(7), LigerMetrics()
     made = trainer(tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_steps=3)
     made.train()
-    assert metrics.totals["tokens"] == 2 * tokens(data) and metrics.totals["label_tokens"] == 2 * targets(data)
+    assert metrics.totals["tokens"] == 2 * tokens(data) and metrics.totals[
+        "label_tokens"
+    ] == 2 * targets(data)
     assert made.state.global_step == 4 and len(trained(made)) == 1
-    made = trainer(tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+    made = trainer(
+        tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_strategy="epoch"
+    )
     made.train()
     assert [log["total_tokens"] for log in trained(made)] == [tokens(data), 2 * tokens(data)]
 
@@ -149,10 +176,14 @@ def test_uneven_end_and_epochs(tmp_path):
 def test_totals_survive_a_resume(tmp_path, restored):
     data = rows(24)
     first = LigerMetrics(peak_flops=1e12)
-    arguments = dict(save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restored)
+    arguments = dict(
+        save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restored
+    )
     made = trainer(tmp_path, first, data=data, **arguments)
     made.train()
-    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())[
+        "stateful_callbacks"
+    ]
     at = saved["LigerMetrics"]["attributes"]["totals"]["tokens"]
     assert 0 < at < tokens(data)
     again = trainer(tmp_path, LigerMetrics(peak_flops=1e12), data=data, **arguments)
@@ -182,13 +213,16 @@ def test_packed_rows(tmp_path):
 
 @pytest.mark.thorough
 def test_no_labels_of_that_name(tmp_path):
-    """A model with a loss of its own, of which nobody knows what counts; and one whose labels have another name."""
+    """A model with a loss of its own, of which nobody knows what counts; and one whose labels have
+    another name."""
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             ids = inputs["input_ids"]
             out = model(input_ids=ids)
-            loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(
+                out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
             return (loss, out) if return_outputs else loss
 
     data = [dict(input_ids=row["input_ids"]) for row in rows(8)]
@@ -198,7 +232,9 @@ def test_no_labels_of_that_name(tmp_path):
         assert log["tokens_per_second"] > 0 and "label_tokens_per_second" not in log
         assert "total_label_tokens" not in log
     data = [dict(input_ids=row["input_ids"], targets=row["labels"]) for row in rows(8)]
-    arguments = dict(label_names=["targets"], remove_unused_columns=False, max_steps=2, logging_steps=1)
+    arguments = dict(
+        label_names=["targets"], remove_unused_columns=False, max_steps=2, logging_steps=1
+    )
     made = trainer(tmp_path, LigerMetrics(), data=data, kind=Own, **arguments)
     made.train()
     assert trained(made)[-1]["total_label_tokens"] == targets(rows(8))
@@ -206,14 +242,17 @@ def test_no_labels_of_that_name(tmp_path):
 
 @pytest.mark.thorough
 def test_label_smoothing_patch_and_checkpointing(tmp_path):
-    """The Trainer takes the labels out of the inputs for it; the patched model counts as the unpatched one."""
+    """The Trainer takes the labels out of the inputs for it; the patched model counts as the
+    unpatched one."""
     data, metrics = rows(24), LigerMetrics(peak_flops=1e12)
     arguments = dict(label_smoothing_factor=0.1, gradient_checkpointing=True, use_liger_kernel=True)
     made = trainer(tmp_path, metrics, data=data, **arguments)
     made.train()
     logs = trained(made)
     assert logs[-1]["total_label_tokens"] == targets(data)
-    assert all(log["mfu"] < log["hfu"] < 4 / 3 * log["mfu"] for log in logs)  # of the layers, not of the head
+    assert all(
+        log["mfu"] < log["hfu"] < 4 / 3 * log["mfu"] for log in logs
+    )  # of the layers, not of the head
 
 
 @pytest.mark.thorough
@@ -226,7 +265,9 @@ def test_compiled(tmp_path, monkeypatch):
         torch._dynamo.reset()
         counters.clear()
         model = tiny.model("llama", num_hidden_layers=1)
-        arguments = dict(torch_compile=True, torch_compile_backend="eager", max_steps=2, logging_steps=1)
+        arguments = dict(
+            torch_compile=True, torch_compile_backend="eager", max_steps=2, logging_steps=1
+        )
         made = trainer(tmp_path, metrics, model, data, **arguments)
         made.train()
         graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
@@ -241,7 +282,9 @@ def test_prometheus(tmp_path):
     class Scrape(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 4:
-                pages.append(urllib.request.urlopen(metrics.endpoint.url, timeout=10).read().decode())
+                pages.append(
+                    urllib.request.urlopen(metrics.endpoint.url, timeout=10).read().decode()
+                )
 
     made = trainer(tmp_path, metrics)
     made.add_callback(Scrape())
@@ -285,7 +328,9 @@ def test_a_model_that_cannot_be_counted(tmp_path, caplog):
         made = trainer(tmp_path, LigerMetrics(peak_flops=1e12), model)
         made.train()
     assert "other weights" in caplog.text and "flops_per_token" in caplog.text
-    assert not any("mfu" in log for log in trained(made)) and trained(made)[0]["tokens_per_second"] > 0
+    assert (
+        not any("mfu" in log for log in trained(made)) and trained(made)[0]["tokens_per_second"] > 0
+    )
     made = trainer(tmp_path, LigerMetrics(peak_flops=1e12, flops_per_token=1e6), model)
     made.train()
     for log in trained(made):
@@ -293,7 +338,12 @@ def test_a_model_that_cannot_be_counted(tmp_path, caplog):
 
 
 def test_arguments():
-    for bad in (dict(prometheus_port=-1), dict(prometheus_port="80"), dict(peak_flops=0), dict(attention="half")):
+    for bad in (
+        dict(prometheus_port=-1),
+        dict(prometheus_port="80"),
+        dict(peak_flops=0),
+        dict(attention="half"),
+    ):
         with pytest.raises(ValueError, match=f"LigerMetrics: {next(iter(bad))} is"):
             LigerMetrics(**bad)
     with pytest.raises(RuntimeError, match="no Trainer"):

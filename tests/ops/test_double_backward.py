@@ -1,4 +1,5 @@
-"""A graph of the gradients: what differentiates them once more finds what PyTorch's code gives, or an error."""
+"""A graph of the gradients: what differentiates them once more finds what PyTorch's code gives, or
+an error."""
 
 import pytest
 import tiny
@@ -37,23 +38,34 @@ F32, F64 = torch.float32, torch.float64
 
 
 def of_penalty(fn, tensors, of_incoming=True):
-    """The gradients, and those of their sum of squares: also of the outputs' gradients, unless these need none."""
-    ys, wanted = [y for y in run_forward(fn, tensors) if y.requires_grad], list(leaves(tensors).values())
+    """The gradients, and those of their sum of squares: also of the outputs' gradients, unless
+    these need none."""
+    ys, wanted = (
+        [y for y in run_forward(fn, tensors) if y.requires_grad],
+        list(leaves(tensors).values()),
+    )
     generator = torch.Generator().manual_seed(0)
     dys = [torch.randn(y.shape, generator=generator, dtype=F64).to(y.device, y.dtype) for y in ys]
-    once = torch.autograd.grad(ys, wanted, [dy.requires_grad_(of_incoming) for dy in dys], create_graph=True)
+    once = torch.autograd.grad(
+        ys, wanted, [dy.requires_grad_(of_incoming) for dy in dys], create_graph=True
+    )
     penalty = sum(d.square().sum() for d in once)
     if not penalty.requires_grad:  # of what is linear
         return once, [None]
-    return once, torch.autograd.grad(penalty, [*wanted, *(dys if of_incoming else ())], allow_unused=True)
+    return once, torch.autograd.grad(
+        penalty, [*wanted, *(dys if of_incoming else ())], allow_unused=True
+    )
 
 
 def assert_as_exact(got, plain, exact, roundings=4):
-    """Off from fp64 by no more than PyTorch's code in fp32, and a few roundings of the largest entry."""
+    """Off from fp64 by no more than PyTorch's code in fp32, and a few roundings of the largest
+    entry."""
     for mine, theirs, e in zip(got, plain, exact, strict=True):
         assert (mine is None) == (theirs is None) == (e is None)
         if e is not None and e.numel():
-            bound = (theirs.double() - e).abs().max() + roundings * torch.finfo(F32).eps * e.abs().max()
+            bound = (theirs.double() - e).abs().max() + roundings * torch.finfo(
+                F32
+            ).eps * e.abs().max()
             assert (mine.double() - e).abs().max() <= bound
 
 
@@ -67,11 +79,16 @@ EVERY = [
 @pytest.mark.parametrize("of_incoming", [True, False], ids=["incoming", "alone"])
 @pytest.mark.parametrize("case,option", EVERY)
 def test_gradient_penalty(case, option, of_incoming):
-    """A loss of the gradients: no part of it is missing. loss.backward(create_graph=True) is the one that is alone."""
+    """A loss of the gradients: no part of it is missing. loss.backward(create_graph=True) is the
+    one that is alone."""
     tensors = given(case, case.shapes[1], option)
     exact, plain, got = (
         of_penalty(fn, t, of_incoming)
-        for fn, t in ((case.reference, cast(tensors, F64)), (case.reference, tensors), (case.fn, tensors))
+        for fn, t in (
+            (case.reference, cast(tensors, F64)),
+            (case.reference, tensors),
+            (case.fn, tensors),
+        )
     )
     for of in zip(got, plain, exact, strict=True):
         assert_as_exact(*of)
@@ -81,14 +98,20 @@ def test_gradient_penalty(case, option, of_incoming):
 def test_non_contiguous(case):
     """What is saved belongs to the graph, where a kernel reads a copy of it, too."""
     tensors = given(case, case.shapes[1], case.options[0])
-    strided = {k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()}
+    strided = {
+        k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()
+    }
     exact, plain = (of_penalty(case.reference, t) for t in (cast(tensors, F64), tensors))
     for of in zip(of_penalty(case.fn, strided), plain, exact, strict=True):
         assert_as_exact(*of)
 
 
 def tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        .to(DEVICE)
+        .requires_grad_()
+    )
 
 
 def test_arguments_that_depend_on_each_other():
@@ -96,7 +119,9 @@ def test_arguments_that_depend_on_each_other():
     x = tensor(3, 16)
 
     def outcome(swiglu):
-        once = torch.autograd.grad(swiglu(x, x).sum() + swiglu(x * 2, x.sin()).sum(), x, create_graph=True)
+        once = torch.autograd.grad(
+            swiglu(x, x).sum() + swiglu(x * 2, x.sin()).sum(), x, create_graph=True
+        )
         return *once, *torch.autograd.grad(once[0].square().sum(), x)
 
     for a, b in zip(outcome(liger_swiglu), outcome(swiglu_reference), strict=True):
@@ -128,13 +153,20 @@ def test_either_output_of_the_residual_norm(residual, used):
 
 def test_a_linear_layers_bias_alone():
     """Nothing else is saved then, and nothing else is needed."""
-    a, b, weight, bias = tensor(3, 8).detach(), tensor(3, 8, seed=1).detach(), tensor(4, 8, seed=2).detach(), tensor(4)
+    a, b, weight, bias = (
+        tensor(3, 8).detach(),
+        tensor(3, 8, seed=1).detach(),
+        tensor(4, 8, seed=2).detach(),
+        tensor(4),
+    )
     got, want = (
         torch.autograd.grad(fn(a, b, weight, bias).square().sum(), bias, create_graph=True)[0]
         for fn in (LigerGLULinearFunction.apply, glu_linear_reference)
     )
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(*(torch.autograd.grad(g.square().sum(), bias)[0] for g in (got, want)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(g.square().sum(), bias)[0] for g in (got, want))
+    )
 
 
 def head(M=6, H=16, V=40):
@@ -173,7 +205,10 @@ def test_a_loss_of_log_probabilities(kind):
     t = {k: x.detach().to(DEVICE).requires_grad_(x.is_floating_point()) for k, x in t.items()}
     exact = {k: x.detach().to(F64 if x.is_floating_point() else None) for k, x in t.items()}
     exact = {k: x.requires_grad_(x.is_floating_point()) for k, x in exact.items()}
-    got, want = (penalised(ours(kind)(**x)[0], [x[k] for k in ("hidden", "weight", "bias")]) for x in (t, exact))
+    got, want = (
+        penalised(ours(kind)(**x)[0], [x[k] for k in ("hidden", "weight", "bias")])
+        for x in (t, exact)
+    )
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
@@ -188,7 +223,9 @@ def test_losses_that_frameworks_subclass():
 
     def dpo(h):
         pairs = [x.view(2, 3, 16) for x in (h, ref_h)]
-        return LigerFusedLinearDPOLoss()(w, pairs[0], y.view(2, 3), ref_input=pairs[1], ref_weight=ref_w)[0]
+        return LigerFusedLinearDPOLoss()(
+            w, pairs[0], y.view(2, 3), ref_input=pairs[1], ref_weight=ref_w
+        )[0]
 
     def plain_dpo(h):
         s, r = (log_probs(*of, y).view(2, 3).sum(1) for of in ((h, w), (ref_h, ref_w)))
@@ -204,7 +241,9 @@ def test_losses_that_frameworks_subclass():
     for k, sign in enumerate((1, -1)):
         moved = (h + sign * step).detach().requires_grad_()
         expected[k] = torch.autograd.grad(jsd(moved, w, ref_h, ref_w, y), moved)[0].square().sum()
-    torch.testing.assert_close((second * step).sum(), (expected[0] - expected[1]) / 2, rtol=1e-2, atol=1e-7)
+    torch.testing.assert_close(
+        (second * step).sum(), (expected[0] - expected[1]) / 2, rtol=1e-2, atol=1e-7
+    )
 
 
 # ---- the graph ----
@@ -215,7 +254,9 @@ def test_nothing_is_written_over(monkeypatch):
     x, y = tensor(5, 40), head()[2][:5]
     asked = []
     monkeypatch.setattr(cross_entropy, "may_overwrite", lambda *args: asked.append(args) or False)
-    (dx,) = torch.autograd.grad(liger_cross_entropy(x * 1, y), x, create_graph=True, retain_graph=False)
+    (dx,) = torch.autograd.grad(
+        liger_cross_entropy(x * 1, y), x, create_graph=True, retain_graph=False
+    )
     assert not asked
     same([dx], torch.autograd.grad(cross_entropy_reference(x, y)[0], x))
 
@@ -259,7 +300,9 @@ def test_in_a_checkpoint():
         def fn(x):
             return norm(norm(x, w).sin(), w)
 
-        return penalised((fn(x) if keep else checkpoint(fn, x, use_reentrant=False)).sin().sum(), (x, w))
+        return penalised(
+            (fn(x) if keep else checkpoint(fn, x, use_reentrant=False)).sin().sum(), (x, w)
+        )
 
     same(outcome(liger_rms_norm, False), outcome(rms_norm_reference, True))
 
@@ -277,12 +320,14 @@ def test_compiled_raises():
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.thorough
 def test_compiled_without_aot_autograd(case):
-    """There backward runs as it was traced, without a graph: that raises, and a graph that is only kept does not."""
+    """There backward runs as it was traced, without a graph: that raises, and a graph that is only
+    kept does not."""
     tensors = given(case, case.shapes[1], case.options[0])
     torch._dynamo.reset()
     compiled, wanted = torch.compile(case.fn, backend="eager"), list(leaves(tensors).values())
     loss, plain = (
-        sum(y.square().sum() for y in run_forward(fn, tensors) if y.requires_grad) for fn in (compiled, case.fn)
+        sum(y.square().sum() for y in run_forward(fn, tensors) if y.requires_grad)
+        for fn in (compiled, case.fn)
     )
     want = torch.autograd.grad(plain, wanted, allow_unused=True)
     for _ in range(2):
@@ -314,7 +359,9 @@ def test_penalty_with_a_compiled_head(inside, kept, monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("norm", [liger_rms_norm, lambda x, w: liger_fused_add_rms_norm(x, None, w)[0]])
+@pytest.mark.parametrize(
+    "norm", [liger_rms_norm, lambda x, w: liger_fused_add_rms_norm(x, None, w)[0]]
+)
 def test_penalty_beside_what_is_compiled(norm, inside):
     """A gradient with a graph, of what is not compiled, in a function that is."""
     x, w = tensor(4, 16), tensor(16, seed=1)
@@ -341,7 +388,9 @@ TRANSFORMS = {
     "hessian": lambda f, x: hessian(f)(x),
     "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),))[1],
     "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack((x, 2 * x))),
-    "hessian-vector product": lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x))[1],
+    "hessian-vector product": lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x))[
+        1
+    ],
 }
 
 
@@ -349,14 +398,18 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_transforms(name, transform):
     x = tensor(2, 8).detach()
-    got, want = (TRANSFORMS[transform](lambda x, fn=fn: fn(x).sin().sum(), x) for fn in OF_ROWS[name])
+    got, want = (
+        TRANSFORMS[transform](lambda x, fn=fn: fn(x).sin().sum(), x) for fn in OF_ROWS[name]
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("transform", ["grad of grad", "hessian", "jvp", "hessian-vector product"])
 def test_transforms_of_losses(transform):
     h, w, y = head(3, 8, 12)
-    got = TRANSFORMS[transform](lambda h: liger_fused_linear_cross_entropy(h, w.detach(), y), h.detach())
+    got = TRANSFORMS[transform](
+        lambda h: liger_fused_linear_cross_entropy(h, w.detach(), y), h.detach()
+    )
     want = TRANSFORMS[transform](lambda h: F.cross_entropy(h @ w.detach().t(), y), h.detach())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -389,13 +442,16 @@ def of_sines(fn, tensors):
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_grad_in_a_graph(case):
-    """There torch.func would see no more of a Function than its forward: a gradient of 0, and no error.
+    """There torch.func would see no more of a Function than its forward: a gradient of 0, and no
+    error.
 
     PyTorch 2.11 traces no `torch.where` of one argument there, which experts have; then it says so.
     """
     torch._dynamo.reset()
     tensors = given(case, case.shapes[1], case.options[0])
-    fullgraph = case.name != "fused_gate_up_silu_mul"  # a Function by itself, at which the graph breaks
+    fullgraph = (
+        case.name != "fused_gate_up_silu_mul"
+    )  # a Function by itself, at which the graph breaks
     mine, theirs = (
         torch.compile(lambda f=f: of_sines(f, tensors), backend="aot_eager", fullgraph=fullgraph)
         for f in (case.fn, case.reference)
@@ -415,7 +471,9 @@ def test_grad_in_a_graph(case):
 def test_transforms_in_a_graph(transform):
     torch._dynamo.reset()
     x, (mine, theirs) = tensor(2, 8).detach(), OF_ROWS["rms_norm"]
-    compiled = torch.compile(lambda x: TRANSFORMS[transform](lambda x: mine(x).sin().sum(), x), backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: TRANSFORMS[transform](lambda x: mine(x).sin().sum(), x), backend="aot_eager"
+    )
     same([compiled(x)], [TRANSFORMS[transform](lambda x: theirs(x).sin().sum(), x)])
 
 
@@ -424,7 +482,9 @@ def test_a_function_by_itself_within_grad_in_a_graph():
     x, alpha, gamma = tensor(2, 8).detach(), tensor(1).detach(), tensor(8).detach()
     run = grad(lambda x: LigerDyTFunction.apply(x, alpha, gamma, None).sum())
     run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="LigerDyTFunction: no Triton kernels within torch.func in a graph"):
+    with pytest.raises(
+        RuntimeError, match="LigerDyTFunction: no Triton kernels within torch.func in a graph"
+    ):
         run(x)
 
 
@@ -436,8 +496,12 @@ def test_forward_mode(learning):
     pairs = {
         lambda x: liger_rms_norm(x, None): lambda x: rms_norm_reference(x, None),
         lambda x: liger_cross_entropy(x, y): lambda x: F.cross_entropy(x, y),
-        lambda x: liger_fused_linear_cross_entropy(x, w, y): lambda x: F.cross_entropy(x @ w.t(), y),
-        lambda x: linear_loss(lambda part, x, entropy: x.sum(), x, w, y)[0]: lambda x: log_probs(x, w, y).sum(),
+        lambda x: liger_fused_linear_cross_entropy(x, w, y): lambda x: F.cross_entropy(
+            x @ w.t(), y
+        ),
+        lambda x: linear_loss(lambda part, x, entropy: x.sum(), x, w, y)[0]: lambda x: log_probs(
+            x, w, y
+        ).sum(),
     }
     with forward_ad.dual_level(), torch.set_grad_enabled(learning):
         dual = forward_ad.make_dual(x, torch.ones_like(x))
@@ -457,7 +521,9 @@ def pair(family):
 
 def assert_same_gradients(mine, theirs):
     for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4 * b.grad.abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            a.grad, b.grad, rtol=1e-3, atol=1e-4 * b.grad.abs().max().item(), msg=name
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
@@ -478,5 +544,7 @@ def test_learning_to_learn():
         loss = model(**batch).loss
         steps = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
         moved = {k: p - 0.05 * d for (k, p), d in zip(parameters.items(), steps, strict=True)}
-        functional_call(model, moved, kwargs=tiny.batch(seed=2) if DEVICE == "cpu" else batch).loss.backward()
+        functional_call(
+            model, moved, kwargs=tiny.batch(seed=2) if DEVICE == "cpu" else batch
+        ).loss.backward()
     assert_same_gradients(mine, theirs)

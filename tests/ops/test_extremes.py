@@ -1,4 +1,5 @@
-"""Extreme inputs mean the same with kernels and, on a CPU, without: infinite, huge, not a number, of no weight."""
+"""Extreme inputs mean the same with kernels and, on a CPU, without: infinite, huge, not a number,
+of no weight."""
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 
 INF, NAN = float("inf"), float("nan")
-VALUES = {"inf": INF, "-inf": -INF, "nan": NAN, "huge": 1e30, "-huge": -1e30, "denormal": 1e-40, "zero": 0.0}
+VALUES = {
+    "inf": INF,
+    "-inf": -INF,
+    "nan": NAN,
+    "huge": 1e30,
+    "-huge": -1e30,
+    "denormal": 1e-40,
+    "zero": 0.0,
+}
 # where PyTorch on a CPU differs from its own formula, or nothing is defined
 UNDEFINED = {
     ("geglu", "inf"): "its exact GELU of inf is NaN",
@@ -20,7 +29,9 @@ UNDEFINED = {
 if DEVICE != "cpu":  # in the interpreter a maximum that is not a number is NumPy's
     UNDEFINED["fused_linear_cross_entropy", "nan"] = UNDEFINED["cross_entropy", "nan"]
     for value in ("inf", "huge"):
-        UNDEFINED["jsd", value] = "no logarithm of a probability: infinite or NaN, as the terms are added"
+        UNDEFINED["jsd", value] = (
+            "no logarithm of a probability: infinite or NaN, as the terms are added"
+        )
 
 
 def agree(monkeypatch, fn, arguments, gradients=False):
@@ -29,7 +40,9 @@ def agree(monkeypatch, fn, arguments, gradients=False):
     for device, interpreted in ((DEVICE, devices.INTERPRETED), ("cpu", False)):
         monkeypatch.setattr(devices, "INTERPRETED", interpreted)
         mine = {
-            name: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            name: x.detach().to(device).requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor)
+            else x
             for name, x in arguments.items()
         }
         found = fn(**mine)
@@ -38,7 +51,9 @@ def agree(monkeypatch, fn, arguments, gradients=False):
             wanted = [x for x in mine.values() if isinstance(x, torch.Tensor) and x.requires_grad]
             found += torch.autograd.grad(found[0].sum(), wanted)
         results.append([x.detach().cpu() for x in found])
-    for got, want in zip(*results, strict=True):  # what is infinite or NaN: the digits are test_ops's
+    for got, want in zip(
+        *results, strict=True
+    ):  # what is infinite or NaN: the digits are test_ops's
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True)
     return results[0]
 
@@ -69,11 +84,17 @@ def test_no_rows(case, monkeypatch):
         agree(monkeypatch, case.fn, drawn(case, (0, *shape[1:]), option))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "norm" in case.name and "rope" not in case.name])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "norm" in case.name and "rope" not in case.name]
+)
 def test_rows_of_zeros(case, monkeypatch):
     for option in case.options:
         arguments = drawn(case, case.shapes[1], option)
-        agree(monkeypatch, case.fn, arguments | dict(x=torch.zeros_like(arguments["x"]).requires_grad_()))
+        agree(
+            monkeypatch,
+            case.fn,
+            arguments | dict(x=torch.zeros_like(arguments["x"]).requires_grad_()),
+        )
 
 
 # ---- cross entropy ----
@@ -88,7 +109,9 @@ def of_logits(x, **given):
 def of_head(x, **given):
     """The same logits: those of a head that is the unit matrix."""
     given["ce_weight"] = given.pop("weight", None)
-    return liger_fused_linear_cross_entropy(x, torch.eye(V, device=x.device), drop_ignored=False, **given)
+    return liger_fused_linear_cross_entropy(
+        x, torch.eye(V, device=x.device), drop_ignored=False, **given
+    )
 
 
 def rows(**entries):
@@ -104,14 +127,18 @@ def loss(request):
     return request.param
 
 
-@pytest.mark.parametrize("option", [dict(), dict(lse_square_scale=1e-4), dict(reduction="none")], ids=str)
+@pytest.mark.parametrize(
+    "option", [dict(), dict(lse_square_scale=1e-4), dict(reduction="none")], ids=str
+)
 @pytest.mark.parametrize("at", ["target", "elsewhere"])
 def test_a_logit_of_1e30(loss, option, at, monkeypatch):
     """An infinite square of its log-sum-exp was multiplied by a scale of zero."""
     y = torch.arange(M)
     x = rows(_1=1e30) if at == "target" else rows(_7=1e30)
     value, dx = agree(monkeypatch, loss, dict(x=x, target=y, **option), gradients=True)
-    want = torch.nn.functional.cross_entropy(x.detach(), y, reduction=option.get("reduction", "mean"))
+    want = torch.nn.functional.cross_entropy(
+        x.detach(), y, reduction=option.get("reduction", "mean")
+    )
     if "lse_square_scale" not in option:
         torch.testing.assert_close(value, want)
     assert dx.isfinite().all()
@@ -132,7 +159,9 @@ def test_masked_classes(head, smoothing, monkeypatch):
     assert value == INF if smoothing else value.isfinite() and gradients[0].isfinite().all()
 
 
-@pytest.mark.parametrize("option", [dict(), dict(label_smoothing=0.1), dict(lse_square_scale=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "option", [dict(), dict(label_smoothing=0.1), dict(lse_square_scale=0.1)], ids=str
+)
 def test_class_weights_of_zero(loss, option, monkeypatch):
     """A mean over nothing is 0, where PyTorch has NaN: what is left is that of other terms."""
     arguments = dict(x=rows(), target=torch.arange(M), weight=torch.zeros(V), **option)
@@ -145,11 +174,17 @@ def test_class_weights_of_zero(loss, option, monkeypatch):
 def test_class_weights_of_zero_for_some(loss, monkeypatch):
     weight = torch.ones(V)
     weight[:2] = 0
-    value, _ = agree(monkeypatch, loss, dict(x=rows(), target=torch.arange(M), weight=weight), gradients=True)
-    torch.testing.assert_close(value, torch.nn.functional.cross_entropy(rows().detach(), torch.arange(M), weight))
+    value, _ = agree(
+        monkeypatch, loss, dict(x=rows(), target=torch.arange(M), weight=weight), gradients=True
+    )
+    torch.testing.assert_close(
+        value, torch.nn.functional.cross_entropy(rows().detach(), torch.arange(M), weight)
+    )
 
 
-@pytest.mark.parametrize("option", [dict(), dict(lse_square_scale=0.1), dict(weight=torch.ones(V))], ids=list)
+@pytest.mark.parametrize(
+    "option", [dict(), dict(lse_square_scale=0.1), dict(weight=torch.ones(V))], ids=list
+)
 def test_all_ignored(loss, option, monkeypatch):
     option = dict(option, return_z_loss=True)
 
@@ -157,7 +192,9 @@ def test_all_ignored(loss, option, monkeypatch):
         out = loss(**given)
         return out.loss, out.z_loss
 
-    value, z_loss, dx = agree(monkeypatch, parts, dict(x=rows(), target=torch.full((M,), -100), **option), True)
+    value, z_loss, dx = agree(
+        monkeypatch, parts, dict(x=rows(), target=torch.full((M,), -100), **option), True
+    )
     assert value == 0 and z_loss == 0 and not dx.any()
 
 
@@ -171,7 +208,9 @@ def test_no_items_at_all(monkeypatch):
 
 def test_one_class(monkeypatch):
     """Its probability is 1."""
-    arguments = dict(x=torch.randn(M, 1, requires_grad=True), target=torch.zeros(M, dtype=torch.long))
+    arguments = dict(
+        x=torch.randn(M, 1, requires_grad=True), target=torch.zeros(M, dtype=torch.long)
+    )
     for option in (dict(), dict(label_smoothing=0.5), dict(reduction="sum", softcap=3.0)):
         value, dx = agree(monkeypatch, of_logits, arguments | option, gradients=True)
         assert value == 0 and not dx.any()

@@ -1,7 +1,7 @@
 """Gradients exactly where a formula has a kink: as the installed PyTorch has them.
 
-PyTorch itself changes there: of `torch.clamp` with a number it is 1 at the limit up to 2.13, and 0 from 2.14 on.
-"""
+PyTorch itself changes there: of `torch.clamp` with a number it is 1 at the limit up to 2.13, and 0
+from 2.14 on."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ from liger_kernel.ops.functional import (
 
 pytestmark = ANYWHERE
 
-IN_EVERY_DTYPE = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+IN_EVERY_DTYPE = pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str
+)
 LIMITS = 7.0, 0.1, 3.3  # in 16 bits the others than 7 are rounded, up or down
 GPT_OSS = dict(alpha=1.702, shift=1.0)
 
@@ -34,9 +36,12 @@ def gradients(fn, tensors):
 
 
 def assert_same_gradients(fn, reference, *tensors, roundings=8):
-    """0 just where PyTorch has 0; elsewhere the same but for some roundings, far less than a jump at a kink."""
+    """0 just where PyTorch has 0; elsewhere the same but for some roundings, far less than a jump
+    at a kink."""
     for d, expected in zip(gradients(fn, tensors), gradients(reference, tensors), strict=True):
-        assert torch.equal(d == 0, expected == 0), f"0 at {(d == 0).tolist()}, PyTorch at {(expected == 0).tolist()}"
+        assert torch.equal(d == 0, expected == 0), (
+            f"0 at {(d == 0).tolist()}, PyTorch at {(expected == 0).tolist()}"
+        )
         bound = roundings * torch.finfo(d.dtype).eps * expected.abs().max()
         assert ((d - expected).abs() <= bound).all(), f"{d.tolist()}, PyTorch {expected.tolist()}"
 
@@ -44,7 +49,9 @@ def assert_same_gradients(fn, reference, *tensors, roundings=8):
 def around(*kinks, dtype):
     """Each kink, and its neighbours in this dtype."""
     at = torch.tensor(kinks, device=DEVICE, dtype=dtype)
-    neighbours = [torch.nextafter(at, torch.full_like(at, end)) for end in (-float("inf"), float("inf"))]
+    neighbours = [
+        torch.nextafter(at, torch.full_like(at, end)) for end in (-float("inf"), float("inf"))
+    ]
     return torch.cat((at, *neighbours))
 
 
@@ -56,7 +63,9 @@ def clamped_swiglu(gate, up, limit):
 @pytest.mark.parametrize("limit", LIMITS)
 @IN_EVERY_DTYPE
 def test_clamped_swiglu(dtype, limit):
-    gate, up = torch.meshgrid(around(limit, 0.5, dtype=dtype), around(limit, -limit, dtype=dtype), indexing="ij")
+    gate, up = torch.meshgrid(
+        around(limit, 0.5, dtype=dtype), around(limit, -limit, dtype=dtype), indexing="ij"
+    )
     assert_same_gradients(
         lambda gate, up: liger_clamped_swiglu(gate, up, limit, **GPT_OSS),
         lambda gate, up: clamped_swiglu(gate, up, limit),
@@ -68,7 +77,8 @@ def test_clamped_swiglu(dtype, limit):
 @pytest.mark.parametrize("limit", LIMITS)
 @IN_EVERY_DTYPE
 def test_experts_with_a_limit(dtype, limit):
-    """The first projection passes its input on, so that a gate and its partner lie at the limits."""
+    """The first projection passes its input on, so that a gate and its partner lie at the
+    limits."""
     pre = torch.cat((around(limit, 0.5, dtype=dtype), around(-limit, limit, dtype=dtype)))
     N = len(pre)
     gate_up = torch.eye(N, device=DEVICE, dtype=dtype)[None]
@@ -84,24 +94,31 @@ def test_experts_with_a_limit(dtype, limit):
 
 @IN_EVERY_DTYPE
 def test_relu_squared(dtype):
-    x = torch.cat((around(0.0, -0.0, dtype=dtype), torch.tensor([-1.0, 1.0], device=DEVICE, dtype=dtype)))
+    x = torch.cat(
+        (around(0.0, -0.0, dtype=dtype), torch.tensor([-1.0, 1.0], device=DEVICE, dtype=dtype))
+    )
     assert_same_gradients(liger_relu_squared, lambda x: F.relu(x).square(), x)
 
 
 @pytest.mark.parametrize("act", ["relu", "relu_squared"])
 @IN_EVERY_DTYPE
 def test_activation_linear(dtype, act):
-    x = torch.cat((around(0.0, -0.0, dtype=dtype), torch.tensor([-1.0, 1.0], device=DEVICE, dtype=dtype)))[None]
+    x = torch.cat(
+        (around(0.0, -0.0, dtype=dtype), torch.tensor([-1.0, 1.0], device=DEVICE, dtype=dtype))
+    )[None]
     weight = torch.ones(3, x.shape[1], device=DEVICE, dtype=dtype)
     power = 2 if act == "relu_squared" else 1
     assert_same_gradients(
-        lambda x: liger_activation_linear(x, weight, act=act), lambda x: F.linear(F.relu(x) ** power, weight), x
+        lambda x: liger_activation_linear(x, weight, act=act),
+        lambda x: F.linear(F.relu(x) ** power, weight),
+        x,
     )
 
 
 @pytest.mark.parametrize("eps", [-1e-6, -0.25])
 def test_xielu(eps):
-    """At 0, and at eps, where `torch.min` gives each of two equal arguments half of the gradient."""
+    """At 0, and at eps, where `torch.min` gives each of two equal arguments half of the
+    gradient."""
     alpha_p, alpha_n = torch.tensor([0.3], device=DEVICE), torch.tensor([0.7], device=DEVICE)
 
     def reference(x, alpha_p, alpha_n):
@@ -110,12 +127,16 @@ def test_xielu(eps):
         return torch.where(x > 0, above, (0.5 + F.softplus(alpha_n)) * below) + 0.5 * x
 
     x = around(0.0, eps, dtype=torch.float32)
-    assert_same_gradients(lambda x, p, n: liger_xielu(x, p, n, beta=0.5, eps=eps), reference, x, alpha_p, alpha_n)
+    assert_same_gradients(
+        lambda x, p, n: liger_xielu(x, p, n, beta=0.5, eps=eps), reference, x, alpha_p, alpha_n
+    )
 
 
 def test_sparsemax():
     """Ties: of the largest, at the edge of the support, all of them."""
-    x = torch.tensor([[1.0, 1.0, 0.5, -3.0], [1.0, 0.0, -1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    x = torch.tensor(
+        [[1.0, 1.0, 0.5, -3.0], [1.0, 0.0, -1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE
+    )
     steps = torch.arange(1.0, 5.0, device=DEVICE)
 
     def reference(x):
@@ -131,7 +152,9 @@ def test_sparsemax():
 def test_tvd():
     p = torch.tensor([[0.5, 0.3, 0.2], [0.25, 0.5, 0.25]], device=DEVICE)
     q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]], device=DEVICE)
-    assert_same_gradients(lambda p: liger_tvd(p, q, reduction="sum"), lambda p: 0.5 * (p - q).abs().sum(), p)
+    assert_same_gradients(
+        lambda p: liger_tvd(p, q, reduction="sum"), lambda p: 0.5 * (p - q).abs().sum(), p
+    )
 
 
 def test_ce_tvd():

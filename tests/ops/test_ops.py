@@ -1,4 +1,5 @@
-"""Every operator's `Case`: against float64 in three dtypes, error bounded by that of the PyTorch code it replaces."""
+"""Every operator's `Case`: against float64 in three dtypes, error bounded by that of the PyTorch
+code it replaces."""
 
 import itertools
 import math
@@ -30,7 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def of_tanh(softcap=0.0, temperature=1.0, **_):
-    """Roundings that a GPU leaves in a logit: our tanh is within 2e-7 there, and a softcap multiplies that."""
+    """Roundings that a GPU leaves in a logit: our tanh is within 2e-7 there, and a softcap
+    multiplies that."""
     return 2 * softcap / temperature if DEVICE == "cuda" else 0
 
 
@@ -43,10 +45,14 @@ WIDE = 2**14  # entries: seconds in the interpreter
 
 
 def every():
-    """(case, shape, option, dtype). A GPU has all. The interpreter has some pairs of shape and option, in which every
-    one of both is, each in one dtype, one after the other. Wide rows are in `make test-rest`.
-    """
-    pairs = ((c, *pair) for c in CASES for pair in itertools.product(enumerate(c.shapes), enumerate(c.options)))
+    """(case, shape, option, dtype). A GPU has all. The interpreter has some pairs of shape and
+    option, in which every one of both is, each in one dtype, one after the other. Wide rows are in
+    `make test-rest`."""
+    pairs = (
+        (c, *pair)
+        for c in CASES
+        for pair in itertools.product(enumerate(c.shapes), enumerate(c.options))
+    )
     for n, (c, (i, s), (j, o)) in enumerate(pairs):
         some = (i - j) % min(len(c.shapes), len(c.options)) == 0
         option = "-".join(f"{k}={v}" for k, v in o.items()) or "plain"
@@ -56,7 +62,12 @@ def every():
                 continue
             name = f"{str(dtype).removeprefix('torch.')}-{c.name}-{'x'.join(map(str, s))}-{option}"
             yield pytest.param(
-                c, s, o, dtype, id=name, marks=() if quick and math.prod(s) < WIDE else pytest.mark.thorough
+                c,
+                s,
+                o,
+                dtype,
+                id=name,
+                marks=() if quick and math.prod(s) < WIDE else pytest.mark.thorough,
             )
 
 
@@ -64,7 +75,9 @@ def every():
 def test_against_float64(case, shape, option, dtype):
     draws = []
     count = 2 if math.prod(shape) > 1024 else 16 if dtype == torch.float32 else 4
-    first = 1 if math.prod(shape) < 16 else 0  # of few entries 0 draws the incoming gradient's, and gradients cancel
+    first = (
+        1 if math.prod(shape) < 16 else 0
+    )  # of few entries 0 draws the incoming gradient's, and gradients cancel
     for seed in range(first, first + count):
         tensors = given(case, shape, option, dtype, seed)
         before = {k: t.detach().clone() for k, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -76,7 +89,9 @@ def test_against_float64(case, shape, option, dtype):
         if is_head(case):
             roundings += of_logarithms(shape[-1]) + of_a_logit(dtype, tokens=shape[0])
         draws.append(errors(got, plain, exact, before, roundings))
-        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
+            "a second backward differs"
+        )
         for k, t in before.items():
             assert torch.equal(tensors[k], t), f"{k} was written to"
     assert_as_exact_as(draws)
@@ -89,9 +104,12 @@ def is_head(case):
 @pytest.mark.thorough
 @BY_CASE
 def test_non_contiguous(case):
-    """Every input as a strided view, the incoming gradient too: the same result as for contiguous ones."""
+    """Every input as a strided view, the incoming gradient too: the same result as for contiguous
+    ones."""
     tensors = given(case, case.shapes[-2], {})
-    strided = {k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()}
+    strided = {
+        k: spread(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()
+    }
     for option in some_options(case):
         with as_on_any_processor():  # BLAS adds up a strided matrix in another order
             got, *_ = run(case.fn, strided | option, strided=True)
@@ -140,13 +158,19 @@ def test_gradients_for_exactly_what_requires_them(case):
     for option in some_options(case):
         want, *_ = run(case.fn, given(case, case.shapes[1], option))
         leaves = [k.removeprefix("d") for k in want if not k.startswith("output")]
-        for n in range(1, len(leaves)) if DEVICE != "cpu" else sorted({1, len(leaves) - 1} - {0, len(leaves)}):
+        for n in (
+            range(1, len(leaves))
+            if DEVICE != "cpu"
+            else sorted({1, len(leaves) - 1} - {0, len(leaves)})
+        ):
             for some in itertools.combinations(leaves, n):
                 tensors = given(case, case.shapes[1], option)
                 for k in set(leaves) - set(some):
                     tensors[k].requires_grad_(False)
                 got, *_ = run(case.fn, tensors)
-                assert got.keys() == {k for k in want if k.startswith("output")} | {f"d{k}" for k in some}
+                assert got.keys() == {k for k in want if k.startswith("output")} | {
+                    f"d{k}" for k in some
+                }
                 for k in got:
                     torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
 
@@ -155,8 +179,8 @@ def test_gradients_for_exactly_what_requires_them(case):
 def test_without_gradients(case):
     """The same outputs, bit for bit, and they require no gradient.
 
-    But for a head's, whose sums over the classes are of other strips where its logits lie in two parts.
-    """
+    But for a head's, whose sums over the classes are of other strips where its logits lie in two
+    parts."""
     eps = 4 * torch.finfo(torch.float32).eps if is_head(case) else 0
     for option in case.options:
         tensors = given(case, case.shapes[1], option)
@@ -164,7 +188,9 @@ def test_without_gradients(case):
             want = case.fn(**tensors)
             with torch.no_grad():
                 got = case.fn(**tensors)
-            constant = case.fn(**{k: t.detach() if isinstance(t, torch.Tensor) else t for k, t in tensors.items()})
+            constant = case.fn(
+                **{k: t.detach() if isinstance(t, torch.Tensor) else t for k, t in tensors.items()}
+            )
         for outs in (got, constant):
             pairs = zip(outs, want, strict=True) if isinstance(outs, tuple) else [(outs, want)]
             for a, b in pairs:
@@ -208,20 +234,29 @@ def calls():
             run(case.fn, given(case, case.shapes[1], {}))
             for option in case.options:
                 run(case.fn, given(case, case.shapes[0], option))
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)  # in a graph, a backward may call other ops
+        patch.setattr(
+            torch.compiler, "is_compiling", lambda: True
+        )  # in a graph, a backward may call other ops
         for case in CASES:
             run(case.fn, given(case, case.shapes[1], {}))
     return found
 
 
 OF_A_GROUP = "liger::all_reduced"  # a Case has one rank, and nothing to reduce
-OPCHECKS = ["test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic"]
+OPCHECKS = [
+    "test_schema",
+    "test_faketensor",
+    "test_autograd_registration",
+    "test_aot_dispatch_dynamic",
+]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["SUM", "MAX"])
 def test_opcheck_of_a_group(kind):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         args = torch.randn(3, 5), kind, torch.distributed.group.WORLD.group_name
         torch.library.opcheck(custom_ops()[OF_A_GROUP].op, args, test_utils=OPCHECKS)
@@ -233,7 +268,8 @@ def test_opcheck_of_a_group(kind):
 @pytest.mark.xdist_group("opcheck")  # `calls` is made once
 @pytest.mark.parametrize("name", sorted(custom_ops().keys() - {OF_A_GROUP}))
 def test_opcheck(name, calls):
-    """Schema, aliasing and fake kernel of every custom op, with real arguments, and with the first dynamic shapes."""
+    """Schema, aliasing and fake kernel of every custom op, with real arguments, and with the first
+    dynamic shapes."""
     assert calls[name], f"no Case calls {name}"
     tests = OPCHECKS
     for args in calls[name].values():

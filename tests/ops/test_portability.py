@@ -1,4 +1,5 @@
-"""Every kernel compiles for every target, and asks for no more than the target has. No hardware is needed."""
+"""Every kernel compiles for every target, and asks for no more than the target has. No hardware is
+needed."""
 
 import ast
 import contextlib
@@ -27,7 +28,9 @@ LIMITS = {  # bytes of shared memory that one program may have
     "gfx942": 64 * 1024,
     "gfx1100": 64 * 1024,
 }
-XPU = os.environ.get("XPU_COMPILER")  # a folder with a Triton that compiles for Intel's GPUs, and for no other here
+XPU = os.environ.get(
+    "XPU_COMPILER"
+)  # a folder with a Triton that compiles for Intel's GPUs, and for no other here
 if XPU:
     LIMITS = {"xpu": 128 * 1024}
 VERSION = tuple(triton.__version__.split(".")[:2])
@@ -58,7 +61,9 @@ def kernels():
     called = set()
     for fn in functions.values():
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(fn)))):
-            if isinstance(node, ast.Name):  # one is called, or given to Gluon as a part of its warps
+            if isinstance(
+                node, ast.Name
+            ):  # one is called, or given to Gluon as a part of its warps
                 called.add(fn.__globals__.get(node.id))
     called = {getattr(value, "fn", None) for value in called if isinstance(value, KernelInterface)}
     return [
@@ -78,7 +83,11 @@ def compiled(tmp_path_factory):
     @functools.cache
     def results(target):
         path = folder / f"{target}.json"
-        for name in (target, *LIMITS, None):  # while another worker is at this target, help with the next; then wait
+        for name in (
+            target,
+            *LIMITS,
+            None,
+        ):  # while another worker is at this target, help with the next; then wait
             if path.exists():
                 break
             one = folder / f"{name or target}.json"
@@ -96,21 +105,27 @@ def compile_all(target, path):
     cache.mkdir(exist_ok=True)
     ran(
         ["-m", "portability", target, unfinished],
-        TRITON_CACHE_DIR=str(cache), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",
+        TRITON_CACHE_DIR=str(cache),
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
         PYTHONPATH=os.pathsep.join(filter(None, [XPU, *sys.path])),
-    )  # fmt: skip
+    )
     unfinished.rename(path)
 
 
 def on_every_target(what, names):
-    """One list of pairs: of two lists, a machine without a GPU would run a third of the pairs (selection.py)."""
+    """One list of pairs: of two lists, a machine without a GPU would run a third of the pairs
+    (selection.py)."""
     pairs = [(name, target) for target in LIMITS for name in names]
-    return pytest.mark.parametrize((what, "target"), pairs, ids=[f"{name}-{target}" for name, target in pairs])
+    return pytest.mark.parametrize(
+        (what, "target"), pairs, ids=[f"{name}-{target}" for name, target in pairs]
+    )
 
 
 @on_every_target("case", [case.name for case in CASES])
 def test_case_launches_kernels(case, target, compiled):
-    """On meta tensors, as if on the target: an operator reads no value on the host, and takes its kernels."""
+    """On meta tensors, as if on the target: an operator reads no value on the host, and takes its
+    kernels."""
     found = compiled(target)
     assert case not in found["failed"], "\n".join(found["failed"][case])
     assert any(by.split(" ")[0] == case for launch in found["launches"] for by in launch["by"])
@@ -147,7 +162,8 @@ def faults(launch, target):
 
 
 SPILLED = 256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
-KNOWN = {  # Triton -> what its assembler spills of a kernel on a target. Triton 3.9's spills none of these
+# Triton -> what its assembler spills of a kernel on a target. Triton 3.9's spills none of these
+KNOWN = {
     ("3", "6"): {
         ("load_balancing._bwd", "sm_90"): 8,
         ("coefficients._product", "sm_90"): 8,

@@ -1,4 +1,5 @@
-"""A framework may put our operators in the place of `torch.nn.functional`'s: no reference calls itself."""
+"""A framework may put our operators in the place of `torch.nn.functional`'s: no reference calls
+itself."""
 
 import pytest
 import torch
@@ -10,14 +11,18 @@ from liger_kernel.ops import functional
 
 REPLACED = {
     "cross_entropy": functional.liger_cross_entropy,
-    "layer_norm": lambda x, shape, weight=None, bias=None, eps=1e-5: functional.liger_layer_norm(x, weight, bias, eps),
+    "layer_norm": lambda x, shape, weight=None, bias=None, eps=1e-5: functional.liger_layer_norm(
+        x, weight, bias, eps
+    ),
     "rms_norm": lambda x, shape, weight=None, eps=1e-6: functional.liger_rms_norm(x, weight, eps),
     "group_norm": lambda x, groups, weight, bias, eps=1e-5: functional.liger_group_norm(
         x, weight, bias, x.shape[1], groups, eps
     ),
     "softmax": lambda x, dim=-1: functional.liger_softmax(x),
     "silu": lambda x: functional.liger_swiglu(x, torch.ones_like(x)),
-    "gelu": lambda x, approximate="none": functional.liger_geglu(x, torch.ones_like(x), approximate),
+    "gelu": lambda x, approximate="none": functional.liger_geglu(
+        x, torch.ones_like(x), approximate
+    ),
     "linear": lambda x, weight, bias=None: (_ for _ in ()).throw(AssertionError("called")),
 }
 
@@ -35,7 +40,9 @@ def replaced(request, monkeypatch):
 
 def outcome(fn, tensors):
     out = fn(**tensors)
-    ys = [y for y in (out if isinstance(out, tuple) else (out,)) if y is not None and y.requires_grad]
+    ys = [
+        y for y in (out if isinstance(out, tuple) else (out,)) if y is not None and y.requires_grad
+    ]
     leaves = [t for t in tensors.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     return [y.detach() for y in ys], torch.autograd.grad(sum(y.sum() for y in ys), leaves)
 
@@ -46,9 +53,14 @@ def test_every_operator(case, replaced):
     made = case.inputs(*case.shapes[1])
     tensors = {k: t for k, t in made.items() if isinstance(t, torch.Tensor)}
     others, grad = made.keys() - tensors.keys(), {k: t.requires_grad for k, t in tensors.items()}
-    tensors = {k: t.detach().to(DEVICE, replaced if t.is_floating_point() else None) for k, t in tensors.items()}
+    tensors = {
+        k: t.detach().to(DEVICE, replaced if t.is_floating_point() else None)
+        for k, t in tensors.items()
+    }
     for option in case.options:
-        given = {k: t.clone().requires_grad_(grad[k]) for k, t in tensors.items()} | {k: made[k] for k in others}
+        given = {k: t.clone().requires_grad_(grad[k]) for k, t in tensors.items()} | {
+            k: made[k] for k in others
+        }
         given |= option
         for a, b in zip(outcome(case.fn, given), outcome(case.reference, given), strict=True):
             for x, y in zip(a, b, strict=True):
@@ -63,4 +75,6 @@ def test_the_functions_themselves(replaced):
     torch.testing.assert_close(F.layer_norm(x, (8,), w), torch.layer_norm(x, (8,), w))
     torch.testing.assert_close(F.softmax(x, -1), torch.softmax(x, -1))
     torch.testing.assert_close(F.silu(x), x * x.sigmoid())
-    torch.testing.assert_close(torch.nn.LayerNorm(8, device=DEVICE, dtype=replaced)(x), torch.layer_norm(x, (8,)))
+    torch.testing.assert_close(
+        torch.nn.LayerNorm(8, device=DEVICE, dtype=replaced)(x), torch.layer_norm(x, (8,))
+    )

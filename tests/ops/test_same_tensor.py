@@ -15,7 +15,9 @@ def pairs():
     """Every two arguments of a `Case` that one tensor can be, alike in all but their values."""
     for case in CASES:
         tensors = given(case, case.shapes[1], {})
-        floats = [k for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        floats = [
+            k for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+        ]
         for first, second in itertools.combinations(floats, 2):
             if tensors[first].shape == tensors[second].shape and tensors[first].requires_grad:
                 yield pytest.param(case, first, second, id=f"{case.name}-{first}-{second}")
@@ -57,10 +59,13 @@ def loses_a_gradient() -> bool:
 
 
 def test_apply_has_a_graph_break():
-    """As an autograd Function of PyTorch's has where it gets one tensor twice: the result is that of eager."""
+    """As an autograd Function of PyTorch's has where it gets one tensor twice: the result is that
+    of eager."""
     x = torch.randn(3, 8, device=DEVICE)
     if loses_a_gradient():
-        pytest.skip("in a graph of this torch any Function loses a gradient of a tensor that it is given twice")
+        pytest.skip(
+            "in a graph of this torch any Function loses a gradient of a tensor that it is given twice"
+        )
 
     def fn(x):
         y = x * 2

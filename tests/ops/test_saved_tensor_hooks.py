@@ -1,4 +1,5 @@
-"""Saved-tensor hooks (offloading, checkpoints, caches): what they keep stays theirs, and they see no gradients."""
+"""Saved-tensor hooks (offloading, checkpoints, caches): what they keep stays theirs, and they see
+no gradients."""
 
 import gc
 import time
@@ -22,7 +23,9 @@ M, H, V = 6, 16, 40
 
 def drawn():
     generator = torch.Generator().manual_seed(0)
-    h, w, b = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((M, H), (V, H), (V,)))
+    h, w, b = (
+        torch.randn(shape, generator=generator).to(DEVICE) for shape in ((M, H), (V, H), (V,))
+    )
     y = torch.randint(V, (M,), generator=generator).to(DEVICE)
     return dict(h=h.requires_grad_(), w=w.requires_grad_(), b=b.requires_grad_()), y
 
@@ -32,12 +35,16 @@ def dpo(h, w, b, y):
 
 
 def distilled(h, w, b, y):
-    return linear_distillation(h, w, y, student_bias=b, teacher=h.flip(0), teacher_weight=w.flip(0))[0]
+    return linear_distillation(
+        h, w, y, student_bias=b, teacher=h.flip(0), teacher_weight=w.flip(0)
+    )[0]
 
 
 IN_FORWARD = {  # losses that take their gradients in forward
     "cross entropy": lambda h, w, b, y: liger_fused_linear_cross_entropy(h, w, y, b),
-    "log-probabilities": lambda h, w, b, y: linear_loss(lambda part, x, entropy: -x.sum(), h, w, y, b)[0],
+    "log-probabilities": lambda h, w, b, y: linear_loss(
+        lambda part, x, entropy: -x.sum(), h, w, y, b
+    )[0],
     "distillation": distilled,
     "preference": dpo,
 }
@@ -55,15 +62,20 @@ def _memory(t):
 
 
 class Cache:
-    """Keeps what is saved, or a copy of it, in one form or another, and hands the same out every time."""
+    """Keeps what is saved, or a copy of it, in one form or another, and hands the same out every
+    time."""
 
     FORMS = {
         "itself": (lambda t: t, lambda t: t),
         "detached": (lambda t: t.detach(), lambda t: t),
         "a copy": (lambda t: t.detach().clone(), lambda t: t),
         "a copy's storage": (
-            lambda t: _memory(t.detach().clone()),  # laid out alike, so that a matmul adds in the same order
-            lambda kept: torch.empty(0, dtype=kept[1], device=kept[0].device).set_(kept[0], 0, *kept[2:]),
+            lambda t: _memory(
+                t.detach().clone()
+            ),  # laid out alike, so that a matmul adds in the same order
+            lambda kept: torch.empty(0, dtype=kept[1], device=kept[0].device).set_(
+                kept[0], 0, *kept[2:]
+            ),
         ),
         "dlpack": (lambda t: t.detach().clone(), torch.from_dlpack),
     }
@@ -90,17 +102,27 @@ FORM = pytest.mark.parametrize("form", Cache.FORMS)
 @BY_CASE
 @FORM
 def test_what_a_hook_keeps_is_not_written_to(form, case):
-    """Nor are the gradients other ones. What is saved comes from operations, and nobody else holds it."""
+    """Nor are the gradients other ones. What is saved comes from operations, and nobody else holds
+    it."""
     for option in case.options[: 1 if DEVICE == "cpu" else 2]:
         tensors = given(case, case.shapes[1], option)
         want, *_ = run(case.fn, tensors)
-        leaves = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+        leaves = {
+            k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad
+        }
         cache = Cache(form)
         with cache.hooks:
-            outs = [o for o in run_forward(case.fn, tensors | {k: t * 1 for k, t in leaves.items()}) if o.requires_grad]
+            outs = [
+                o
+                for o in run_forward(case.fn, tensors | {k: t * 1 for k, t in leaves.items()})
+                if o.requires_grad
+            ]
         before = cache.contents()
         generator = torch.Generator().manual_seed(0)
-        dys = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outs]
+        dys = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype)
+            for o in outs
+        ]
         got = torch.autograd.grad(outs, list(leaves.values()), dys)
         for k, d in zip(leaves, got, strict=True):
             assert torch.equal(d, want[f"d{k}"]), k
@@ -149,7 +171,8 @@ def test_in_a_checkpoint(keep, loss):
 @LOSS
 @pytest.mark.parametrize("run_backward", [True, False])
 def test_gradients_are_freed(run_backward, loss):
-    """After backward, though the loss lives on; without one, with the loss: they are in no reference cycle."""
+    """After backward, though the loss lives on; without one, with the loss: they are in no
+    reference cycle."""
     tensors, y = drawn()
     gc.collect()
     gc.disable()
@@ -161,7 +184,9 @@ def test_gradients_are_freed(run_backward, loss):
             torch.autograd.grad(value, list(tensors.values()))
         else:
             del value
-        end = time.monotonic() + 5  # a GPU's backward runs in a thread, which lets go of them when it has returned
+        end = (
+            time.monotonic() + 5
+        )  # a GPU's backward runs in a thread, which lets go of them when it has returned
         while any(t() is not None for t in held) and time.monotonic() < end:
             time.sleep(0.01)
         assert not [t for t in held if t() is not None]
@@ -171,7 +196,8 @@ def test_gradients_are_freed(run_backward, loss):
 
 @LOSS
 def test_a_changed_weight_changes_nothing(loss):
-    """The gradients are those of forward, as ZeRO-3 needs it, and nothing that is kept for their graph is looked at."""
+    """The gradients are those of forward, as ZeRO-3 needs it, and nothing that is kept for their
+    graph is looked at."""
     _, want = plain(loss)
     tensors, y = drawn()
     value = loss(**tensors, y=y)
@@ -182,7 +208,8 @@ def test_a_changed_weight_changes_nothing(loss):
 
 
 def test_what_a_checkpoint_makes_is_written_over():
-    """A step with checkpoints needs no more memory than without hooks: nobody else has what they recompute."""
+    """A step with checkpoints needs no more memory than without hooks: nobody else has what they
+    recompute."""
     x = torch.randn(M, V, device=DEVICE, requires_grad=True)
     Square.answers.clear()
     checkpoint(lambda x: Square.apply(x * 3), x, use_reentrant=False).sum().backward()

@@ -17,8 +17,20 @@ from liger_kernel.chunked_loss import (
 )
 from liger_kernel.core import devices
 from liger_kernel.losses.distillation import distillation_loss
-from liger_kernel.losses.policy import grpo_loss, linear_grpo_loss, linear_ppo_loss, linear_rloo_loss, ppo_loss
-from liger_kernel.losses.preference import cpo_loss, dpo_loss, kto_loss, paired_preference, unpaired_preference
+from liger_kernel.losses.policy import (
+    grpo_loss,
+    linear_grpo_loss,
+    linear_ppo_loss,
+    linear_rloo_loss,
+    ppo_loss,
+)
+from liger_kernel.losses.preference import (
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    paired_preference,
+    unpaired_preference,
+)
 from liger_kernel.ops.attention.multi_token import liger_multi_token_attention
 from liger_kernel.ops.attention.neighborhood import liger_fused_neighborhood_attention
 from liger_kernel.ops.embedding.embedding import liger_embedding
@@ -59,7 +71,11 @@ from liger_kernel.ops.probability.softmax import liger_softmax
 from liger_kernel.ops.probability.sparsemax import liger_sparsemax
 from liger_kernel.ops.probability.tvd import liger_tvd
 from liger_kernel.ops.residual.attention_residuals import liger_attn_res
-from liger_kernel.ops.residual.hyper_connections import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
+from liger_kernel.ops.residual.hyper_connections import (
+    liger_mhc_coeffs,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
 from liger_kernel.ops.rotary.multimodal_rope import liger_multimodal_rotary_pos_emb
 from liger_kernel.ops.rotary.norm_rope import liger_norm_rope
 from liger_kernel.ops.rotary.rope import liger_rotary_pos_emb
@@ -86,10 +102,15 @@ def given():
     log_probs, mask = randn(B, T), torch.ones(B, T, device=DEVICE)
     labels = torch.tensor([True, False] * (B // 2), device=DEVICE)
     policy = dict(hidden=hidden, weight=w, selected_token_ids=ids, attention_mask=mask)
-    scored = dict(log_probs=log_probs, attention_mask=mask, advantages=randn(B), old_per_token_logps=log_probs)
+    scored = dict(
+        log_probs=log_probs, attention_mask=mask, advantages=randn(B), old_per_token_logps=log_probs
+    )
     pairs = dict(hidden=hidden, weight=w, target=ids, bias=randn(V))
     student = dict(student_weight=w, target=y, teacher_weight=randn(V, H))
-    likely, labelled = randn(T, V).log_softmax(-1), dict(target=randn(T, V).log_softmax(-1), shift_labels=y)
+    likely, labelled = (
+        randn(T, V).log_softmax(-1),
+        dict(target=randn(T, V).log_softmax(-1), shift_labels=y),
+    )
     choice = dict(top_k_weights=randn(T, 2), top_k_index=torch.randint(E, (T, 2), device=DEVICE))
     experts = dict(x=x, gate_up_proj=randn(E, 10, H), down_proj=randn(E, H, 5)) | choice
     biases = dict(gate_up_bias=randn(E, 10), down_bias=randn(E, H))
@@ -178,7 +199,11 @@ TENSORS = {
     if isinstance(value, torch.Tensor)
 }
 HEADS = {liger_fused_linear_jsd, liger_fused_linear_kl_div}
-ON_ANY = {"target", "selected_token_ids", "preference_labels"}  # may be on the host if they are integers
+ON_ANY = {
+    "target",
+    "selected_token_ids",
+    "preference_labels",
+}  # may be on the host if they are integers
 REAL = {"attention_mask", "advantages", "rewards", "mask"}  # whatever their dtype
 NUMBERS = {  # an argument's name: values that are out of its range
     "eps": (-1e-6, NAN, INF),
@@ -225,7 +250,12 @@ def parameters(fn):
 
 def numbers(of):
     own = {*TENSORS, (liger_xielu, "eps")}  # no number, or one of another range
-    return [(fn, name) for fn in given() for name in sorted(parameters(fn) & set(of)) if (fn, name) not in own]
+    return [
+        (fn, name)
+        for fn in given()
+        for name in sorted(parameters(fn) & set(of))
+        if (fn, name) not in own
+    ]
 
 
 def named(value):
@@ -310,17 +340,23 @@ def test_ints(fn, name):
 @pytest.mark.parametrize("fn,name", numbers(DTYPES), ids=named)
 def test_dtypes(fn, name):
     for value in ("fp32", torch.int32, 32):
-        assert f"{name} is {value!r}, give a floating point dtype" in raises(fn, TypeError, **{name: value})
+        assert f"{name} is {value!r}, give a floating point dtype" in raises(
+            fn, TypeError, **{name: value}
+        )
 
 
 def test_numpy_numbers_are_numbers():
     np = pytest.importorskip("numpy")
     for number in (np.float64, np.float32):
         x = given()[liger_rms_norm]
-        assert torch.equal(liger_rms_norm(**x | dict(eps=number(0.5))), liger_rms_norm(**x | dict(eps=0.5)))
+        assert torch.equal(
+            liger_rms_norm(**x | dict(eps=number(0.5))), liger_rms_norm(**x | dict(eps=0.5))
+        )
     x = given()[linear_token_loss]
     want = linear_token_loss(**x, temperature=0.5, ignore_index=3).loss
-    assert torch.equal(linear_token_loss(**x, temperature=np.float64(0.5), ignore_index=np.int64(3)).loss, want)
+    assert torch.equal(
+        linear_token_loss(**x, temperature=np.float64(0.5), ignore_index=np.int64(3)).loss, want
+    )
 
 
 def test_a_function_by_itself():  # an int32 in must not be an int32 out
@@ -344,7 +380,12 @@ FUNCTIONS = {  # what each is applied to: the first arguments of a function
     ops.LigerMHCPreFunction: liger_mhc_pre,
     ops.LigerMHCPostResFunction: liger_mhc_post_res,
 }
-BY_ITSELF = [(function, name) for function, fn in FUNCTIONS.items() for name in given()[fn] if (fn, name) in TENSORS]
+BY_ITSELF = [
+    (function, name)
+    for function, fn in FUNCTIONS.items()
+    for name in given()[fn]
+    if (fn, name) in TENSORS
+]
 
 
 def narrow(x):
@@ -358,18 +399,28 @@ def test_tensors_of_a_function_by_itself(function, name, either):
         pytest.skip("PyTorch's own operations have their own errors")
     fn = FUNCTIONS[function]
     arguments = given()[fn]
-    if fn in (liger_gated_rms_norm, liger_fused_neighborhood_attention):  # whose options have another order
+    if fn in (
+        liger_gated_rms_norm,
+        liger_fused_neighborhood_attention,
+    ):  # whose options have another order
         arguments = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
     function.apply(*arguments.values())
     x, first = arguments[name], name == next(iter(arguments))
     for wrong in (x.to(torch.int32), *(() if first else (narrow(x), x.to("meta")))):
-        with pytest.raises((ValueError, TypeError, AssertionError), match=f"^{function.__name__}: "):
+        with pytest.raises(
+            (ValueError, TypeError, AssertionError), match=f"^{function.__name__}: "
+        ):
             function.apply(*(arguments | {name: wrong}).values())
 
 
 def test_every_function_is_here():
-    """Beside those with tests of their own: a loss over ranks, and those made of functions that are here."""
-    elsewhere = {"liger_fused_linear_scaled_cross_entropy_tp", "liger_mhc_apply", "liger_mhc_forward"}
+    """Beside those with tests of their own: a loss over ranks, and those made of functions that are
+    here."""
+    elsewhere = {
+        "liger_fused_linear_scaled_cross_entropy_tp",
+        "liger_mhc_apply",
+        "liger_mhc_forward",
+    }
     public = {name: getattr(functional, name) for name in homes("functional") if name[0].islower()}
     assert {name for name, fn in public.items() if fn not in given()} == elsewhere
 
@@ -467,19 +518,24 @@ def test_shapes(fn, name, change):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: raises(liger_jsd, AssertionError, shift_labels=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
+        lambda: raises(
+            liger_jsd, AssertionError, shift_labels=torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        ),
         lambda: raises(liger_mhc_coeffs, AssertionError, phi=torch.randn(3, 8, device=DEVICE)),
         lambda: raises(liger_mhc_coeffs, AssertionError, allow_fp32=False),
         lambda: raises(liger_rms_norm, AssertionError, casting_mode="bf16"),
         lambda: raises(liger_rms_norm, AssertionError, W=torch.ones(1, device=DEVICE)),
-        lambda: raises(liger_modulated_rms_norm, AssertionError, scale=torch.ones(2, H, device=DEVICE)),
+        lambda: raises(
+            liger_modulated_rms_norm, AssertionError, scale=torch.ones(2, H, device=DEVICE)
+        ),
         lambda: raises(liger_poly_norm, AssertionError, W=torch.ones(2, device=DEVICE)),
         lambda: raises(liger_group_norm, AssertionError, num_groups=4),
         lambda: raises(liger_group_norm, AssertionError, X=torch.ones(6, 5, device=DEVICE)),
     ],
 )
 def test_what_existing_code_expects(call):
-    """An AssertionError; where PyTorch or Hugging Face would raise a ValueError, it is that, too."""
+    """An AssertionError; where PyTorch or Hugging Face would raise a ValueError, it is that,
+    too."""
     call()
 
 
@@ -505,10 +561,17 @@ def test_positions():
     positions = torch.arange(T, device=DEVICE)
     liger_rotary_pos_emb(**given()[liger_rotary_pos_emb] | tables, position_ids=positions)
     for wrong in (positions.float(), positions.bool(), positions.tolist()):
-        assert "position_ids is" in raises(liger_rotary_pos_emb, TypeError, **tables, position_ids=wrong)
+        assert "position_ids is" in raises(
+            liger_rotary_pos_emb, TypeError, **tables, position_ids=wrong
+        )
 
 
-ITEMS = [torch.ones(2), torch.ones(0), torch.ones(1, dtype=torch.bool), torch.ones(1, dtype=torch.complex64)]
+ITEMS = [
+    torch.ones(2),
+    torch.ones(0),
+    torch.ones(1, dtype=torch.bool),
+    torch.ones(1, dtype=torch.complex64),
+]
 
 
 @pytest.mark.parametrize("items", ITEMS, ids=lambda x: f"{x.dtype}{tuple(x.shape)}")
@@ -523,21 +586,33 @@ def test_items(items):
 def test_references_of_pairs():
     """One log-probability a pair: of (2B,) the first ones were taken, and (B, 1) made a square."""
     for wrong in ((B,), (B // 2, 1), ()):
-        refs = dict.fromkeys(("ref_chosen_logps", "ref_rejected_logps"), torch.zeros(wrong, device=DEVICE))
+        refs = dict.fromkeys(
+            ("ref_chosen_logps", "ref_rejected_logps"), torch.zeros(wrong, device=DEVICE)
+        )
         assert "ref_chosen_logps has shape" in raises(paired_preference, ValueError, **refs)
-    assert "ref_logps has shape" in raises(unpaired_preference, ValueError, ref_logps=torch.zeros(B, 1, device=DEVICE))
+    assert "ref_logps has shape" in raises(
+        unpaired_preference, ValueError, ref_logps=torch.zeros(B, 1, device=DEVICE)
+    )
     ids = given()[paired_preference]["target"]
-    assert "nll_target" in raises(paired_preference, ValueError, nll_target=ids[:1], compute_nll_loss=True)
-    assert "nll_target" in raises(paired_preference, TypeError, nll_target=ids.float(), compute_nll_loss=True)
+    assert "nll_target" in raises(
+        paired_preference, ValueError, nll_target=ids[:1], compute_nll_loss=True
+    )
+    assert "nll_target" in raises(
+        paired_preference, TypeError, nll_target=ids.float(), compute_nll_loss=True
+    )
     assert "kl is" in raises(unpaired_preference, ValueError, kl=NAN)
-    assert "label_smoothing is 2" in raises(paired_preference, ValueError, loss=cpo_loss, label_smoothing=2)
+    assert "label_smoothing is 2" in raises(
+        paired_preference, ValueError, loss=cpo_loss, label_smoothing=2
+    )
 
 
 def test_a_teachers_top_k():
     rows = given()[distillation_loss]
     ids = torch.zeros(T, 2, dtype=torch.long, device=DEVICE)
     base = dict(teacher_input=None, teacher_weight=None)
-    base |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=torch.full((T, 2), -2.0, device=DEVICE))
+    base |= dict(
+        teacher_top_k_ids=ids, teacher_top_k_log_probs=torch.full((T, 2), -2.0, device=DEVICE)
+    )
     distillation_loss(**rows | base)
     for wrong in (
         dict(teacher_top_k_ids=ids.bool()),
@@ -573,25 +648,53 @@ def test_norm_modules(module):
         (lambda: LigerGroupNorm(6, 2.0), TypeError, "LigerGroupNorm: num_groups is 2.0"),
         (lambda: LigerGroupNorm(6, 2, eps=NAN), ValueError, "LigerGroupNorm: eps is nan"),
         (lambda: LigerRMSNorm(8, offset="1"), TypeError, "LigerRMSNorm: offset is '1'"),
-        (lambda: LigerCrossEntropyLoss(ignore_index=None), TypeError, "LigerCrossEntropyLoss: ignore_index is None"),
-        (lambda: LigerCrossEntropyLoss(label_smoothing=NAN), ValueError, "LigerCrossEntropyLoss: label_smoothing is n"),
+        (
+            lambda: LigerCrossEntropyLoss(ignore_index=None),
+            TypeError,
+            "LigerCrossEntropyLoss: ignore_index is None",
+        ),
+        (
+            lambda: LigerCrossEntropyLoss(label_smoothing=NAN),
+            ValueError,
+            "LigerCrossEntropyLoss: label_smoothing is n",
+        ),
         (
             lambda: LigerFusedLinearCrossEntropyLoss(accum_dtype="fp32"),
             TypeError,
             "LigerFusedLinearCrossEntropyLoss: accum_dtype is 'fp32'",
         ),
-        (lambda: LigerFusedLinearDPOLoss(beta=NAN), ValueError, "LigerFusedLinearDPOLoss: beta is nan"),
-        (lambda: LigerFusedLinearCPOLoss(label_smoothing=-1), ValueError, "LigerFusedLinearCPOLoss: label_smoothing"),
+        (
+            lambda: LigerFusedLinearDPOLoss(beta=NAN),
+            ValueError,
+            "LigerFusedLinearDPOLoss: beta is nan",
+        ),
+        (
+            lambda: LigerFusedLinearCPOLoss(label_smoothing=-1),
+            ValueError,
+            "LigerFusedLinearCPOLoss: label_smoothing",
+        ),
         (
             lambda: LigerFusedLinearKTOLoss(ignore_index=None),
             TypeError,
             "LigerFusedLinearKTOLoss: ignore_index is N",
         ),
-        (lambda: LigerFusedLinearJSDLoss(weight_hard_loss="1"), TypeError, "LigerFusedLinearJSDLoss: weight_hard_loss"),
-        (lambda: LigerFusedLinearJSDLoss(temperature=INF), ValueError, "LigerFusedLinearJSDLoss: temperature is inf"),
+        (
+            lambda: LigerFusedLinearJSDLoss(weight_hard_loss="1"),
+            TypeError,
+            "LigerFusedLinearJSDLoss: weight_hard_loss",
+        ),
+        (
+            lambda: LigerFusedLinearJSDLoss(temperature=INF),
+            ValueError,
+            "LigerFusedLinearJSDLoss: temperature is inf",
+        ),
         (lambda: LigerFusedLinearGRPOLoss(beta=NAN), ValueError, "beta is nan"),
         (lambda: LigerFusedLinearGRPOLoss(epsilon_low="0.2"), TypeError, "epsilon_low is '0.2'"),
-        (lambda: LigerFusedLinearGRPOLoss(max_completion_length=1.5), TypeError, "max_completion_length is 1.5"),
+        (
+            lambda: LigerFusedLinearGRPOLoss(max_completion_length=1.5),
+            TypeError,
+            "max_completion_length is 1.5",
+        ),
     ],
 )
 def test_modules(make, error, words):

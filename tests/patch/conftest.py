@@ -6,7 +6,9 @@ import pytest
 import tiny
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import conditions, fan_out, head
+from liger_kernel.patch.layers import fan_out
+from liger_kernel.patch.loss import head
+from liger_kernel.patch.proof import conditions
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,8 @@ def on_cpu_and_clean(reference_only):
 
 @pytest.fixture
 def everything_on(reference_only, monkeypatch):
-    """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes several chunks."""
+    """What waits for large inputs on a GPU (`FanOut`) runs here, too; a head that is called makes
+    several chunks."""
     monkeypatch.setattr(conditions, "LARGE", 0)
     monkeypatch.setattr(fan_out, "devices", types.SimpleNamespace(has_kernels=lambda x: True))
     monkeypatch.setattr(head, "CHUNK", 7)

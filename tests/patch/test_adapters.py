@@ -1,4 +1,5 @@
-"""Adapters, quantised and offloaded weights, patched before and after: what the unpatched model computes."""
+"""Adapters, quantised and offloaded weights, patched before and after: what the unpatched model
+computes."""
 
 import itertools
 
@@ -25,14 +26,26 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 PROMPT = dict(task_type="CAUSAL_LM", num_virtual_tokens=3)
 ADAPTERS = {
     "lora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=False),
-    "dora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True, init_lora_weights=False),
-    "dora of the head": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], use_dora=True),
-    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[5, 9, 11], target_modules=["embed_tokens"]),
-    "lora and tokens": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, trainable_token_indices=[5, 9, 11]),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    "dora": lambda: peft.LoraConfig(
+        r=4, target_modules=LINEAR, use_dora=True, init_lora_weights=False
     ),
-    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm", "norm"]),
+    "dora of the head": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "lm_head"], use_dora=True
+    ),
+    "tokens": lambda: peft.TrainableTokensConfig(
+        token_indices=[5, 9, 11], target_modules=["embed_tokens"]
+    ),
+    "lora and tokens": lambda: peft.LoraConfig(
+        r=4, target_modules=LINEAR, trainable_token_indices=[5, 9, 11]
+    ),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    ),
+    "norms": lambda: peft.LNTuningConfig(
+        target_modules=["input_layernorm", "post_attention_layernorm", "norm"]
+    ),
     "prompt": lambda: peft.PromptTuningConfig(**PROMPT),
     "p-tuning": lambda: peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=16),
     "prefix": lambda: peft.PrefixTuningConfig(**PROMPT),
@@ -63,8 +76,12 @@ def test_trained_tokens_of_a_tied_head(adapter, when):
 
 @WHEN
 def test_lora_of_stacked_experts(when):
-    config = peft.LoraConfig(r=4, target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
-    assert_same(*pair("mixtral", lambda model: peft.get_peft_model(model, config), when, **ONE_LAYER))
+    config = peft.LoraConfig(
+        r=4, target_parameters=["experts.gate_up_proj"], init_lora_weights=False
+    )
+    assert_same(
+        *pair("mixtral", lambda model: peft.get_peft_model(model, config), when, **ONE_LAYER)
+    )
 
 
 @WHEN
@@ -92,7 +109,8 @@ class Packed(torch.nn.Parameter):
 
 
 class Quantised(torch.nn.Linear):
-    """Values of four bits, one or (`Packed`) two in a byte, and a scale for each row: for its own forward alone."""
+    """Values of four bits, one or (`Packed`) two in a byte, and a scale for each row: for its own
+    forward alone."""
 
     __module__ = "bitsandbytes.nn.modules"  # layers of libraries are known to work row by row
 
@@ -110,7 +128,9 @@ class Quantised(torch.nn.Linear):
     def forward(self, x):
         values = self.weight.detach().int()
         if values.shape[1] == 1:
-            values = torch.stack(((values + 128) // 16, (values + 128) % 16), -1).reshape(self.out_features, -1)
+            values = torch.stack(((values + 128) // 16, (values + 128) % 16), -1).reshape(
+                self.out_features, -1
+            )
         return F.linear(x, (values - 8).to(x.dtype) * self.scale)
 
 
@@ -137,7 +157,9 @@ def quantised(names, parameter=Packed):
 @pytest.mark.parametrize("names", QUANTISED)
 def test_quantised_layers_are_called(names, parameter, family, when, monkeypatch):
     calls, forward = [], Quantised.forward
-    monkeypatch.setattr(Quantised, "forward", lambda self, x: calls.append(self) or forward(self, x))
+    monkeypatch.setattr(
+        Quantised, "forward", lambda self, x: calls.append(self) or forward(self, x)
+    )
     theirs, mine = pair(family, quantised(QUANTISED[names], parameter), when)
     assert_same(theirs, mine)
     calls.clear()
@@ -215,7 +237,8 @@ def test_an_adapter_on_quantised_weights(family):
 @WHEN
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_offloaded_layers(family, when, tmp_path):
-    """accelerate's hooks bring a weight for the length of a call. Those that stay get their gradients."""
+    """accelerate's hooks bring a weight for the length of a call. Those that stay get their
+    gradients."""
     from accelerate import dispatch_model
 
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
@@ -224,7 +247,9 @@ def test_offloaded_layers(family, when, tmp_path):
 
     def change(model):
         folder = tmp_path / str(next(number))
-        return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+        return dispatch_model(
+            model, places, main_device="cpu", offload_dir=folder, force_hooks=True
+        )
 
     theirs, mine = pair(family, change, when)
     assert mine.lm_head.weight.is_meta and mine.model.layers[1].mlp.up_proj.weight.is_meta
@@ -249,5 +274,7 @@ def test_compiles_whole(companion):
 
     theirs, mine = pair("qwen3", change, **ONE_LAYER)
     out, gradients = step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
-    assert_same_step((out, {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}), step(theirs))
+    assert_same_step(
+        (out, {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}), step(theirs)
+    )
     assert out.logits is None

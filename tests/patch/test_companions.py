@@ -1,7 +1,8 @@
-"""What is done to a model before and after the patch: adapters, quantisation, offloading, copies, hooks, generation.
+"""What is done to a model before and after the patch: adapters, quantisation, offloading, copies,
+hooks, generation.
 
-Whatever it is, the patched model computes what the unpatched one does. `test_families` has the forward itself.
-"""
+Whatever it is, the patched model computes what the unpatched one does. `test_families` has the
+forward itself."""
 
 import contextlib
 import copy
@@ -15,7 +16,7 @@ from patched import assert_same_step, llama_with, step
 from transformers import AutoModelForCausalLM
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import logits
+from liger_kernel.patch.loss import placeholder as logits
 
 pytestmark = [
     pytest.mark.usefixtures("everything_on"),
@@ -53,7 +54,9 @@ def test_generation_after_training(how, family):
     for model in (theirs, mine):
         model.eval()
         torch.manual_seed(0)
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **kind))
+        found.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **kind)
+        )
     assert torch.equal(*found) and found[0].shape[1] > ids.shape[1]
     theirs.train(), mine.train()
     assert_same(theirs, mine)
@@ -79,7 +82,9 @@ def test_patched_in_inference_mode():
     theirs, mine = tiny.model("qwen3"), tiny.model("qwen3")
     with torch.inference_mode():
         liger.apply_liger_kernel(mine)
-        torch.testing.assert_close(mine(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            mine(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0
+        )
     assert_same(theirs, mine)
 
 
@@ -114,13 +119,17 @@ def test_saved_and_loaded(family, tmp_path):
         model.save_pretrained(tmp_path / name)
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "mine" / name).read_text() == (tmp_path / "theirs" / name).read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mine", attn_implementation="eager").train()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "mine", attn_implementation="eager"
+    ).train()
     assert type(loaded) is type(theirs) and list(loaded.state_dict()) == list(mine.state_dict())
     assert all(map(torch.equal, loaded.state_dict().values(), mine.state_dict().values()))
     assert_same(loaded, mine)
     getattr(liger, f"apply_liger_kernel_to_{family}")()
     try:
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager").train()
+        again = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "theirs", attn_implementation="eager"
+        ).train()
     finally:
         liger.revert(family)
     assert_same(theirs, again)
@@ -158,7 +167,8 @@ def test_a_copy_stands_alone(family):
 
 
 def replica(model):
-    """As `torch.nn.parallel.replicate` makes one, on the CPU: weights are copies within the graph, hooks are shared."""
+    """As `torch.nn.parallel.replicate` makes one, on the CPU: weights are copies within the graph,
+    hooks are shared."""
     modules = list(model.modules())
     made = {module: module._replicate_for_data_parallel() for module in modules}
     for module, copied in made.items():
@@ -186,12 +196,15 @@ def test_data_parallel(when, family):
 
     out, gradients = both(mine)
     assert_same_step((out, gradients), both(theirs))
-    gathered = type(out)((k, v.unsqueeze(0)) for k, v in out.items())  # what DataParallel makes of the outputs
+    gathered = type(out)(
+        (k, v.unsqueeze(0)) for k, v in out.items()
+    )  # what DataParallel makes of the outputs
     assert gathered.loss.shape == (1,) and gathered.logits is None
 
 
 def test_replicas_do_not_see_each_other():
-    """One calls its head between the head of another and its loss; their hooks are in one dictionary."""
+    """One calls its head between the head of another and its loss; their hooks are in one
+    dictionary."""
     other = []
 
     def tail(logits):
@@ -205,7 +218,9 @@ def test_replicas_do_not_see_each_other():
     first, second = replica(mine), replica(mine)
     for _ in range(2):
         other.append((second, tiny.batch(rows=3, seed=5)))
-        torch.testing.assert_close(first(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            first(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0
+        )
         assert not other
 
 
@@ -272,7 +287,13 @@ def hooked(model, kind):
         if kind == "forward":
 
             def hook(module, args, kwargs, out, name=name):
-                out = out.to_tuple() if hasattr(out, "to_tuple") else out if isinstance(out, tuple) else (out,)
+                out = (
+                    out.to_tuple()
+                    if hasattr(out, "to_tuple")
+                    else out
+                    if isinstance(out, tuple)
+                    else (out,)
+                )
                 seen[name] = [*args, *kwargs.values()] if name else [], list(out)
 
             handles.append(module.register_forward_hook(hook, with_kwargs=True))

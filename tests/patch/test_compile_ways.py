@@ -1,4 +1,5 @@
-"""Every way to compile a patched model: the steps of the unpatched one, in as few graphs, whichever came first."""
+"""Every way to compile a patched model: the steps of the unpatched one, in as few graphs, whichever
+came first."""
 
 import copy
 import threading
@@ -14,10 +15,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import liger_kernel.transformers as liger
-from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
 from liger_kernel.losses.policy import linear_ppo_loss
-from liger_kernel.patch import private
-from liger_kernel.patch.logits import ask
+from liger_kernel.patch.loss.placeholder import ask
+from liger_kernel.patch.proof import private
 
 pytestmark = pytest.mark.usefixtures("reference_only", "fresh")
 
@@ -47,7 +52,9 @@ def assert_same_steps(mine, theirs, run=None, steps=3, batches=tiny.batch, rtol=
     for i in range(steps):
         batch = batches(seed=i) | given
         (out, grads), want = step(mine, run, **batch), step(theirs, **batch)
-        assert_same_step((out, {k.replace("_orig_mod.", ""): g for k, g in grads.items()}), want, rtol)
+        assert_same_step(
+            (out, {k.replace("_orig_mod.", ""): g for k, g in grads.items()}), want, rtol
+        )
         with torch.no_grad():
             for p in (*mine.parameters(), *theirs.parameters()):
                 p.grad is None or p.sub_(p.grad, alpha=0.01)
@@ -88,13 +95,18 @@ def each_layers(change):
 
 WHOLE = {"the model": the_model, "its method": its_method, "its forward": its_forward}
 LAYERS = {"each layer": each_layer}
-LAYERS |= {"each layer's method": each_layers(its_method), "each layer's forward": each_layers(its_forward)}
+LAYERS |= {
+    "each layer's method": each_layers(its_method),
+    "each layer's forward": each_layers(its_forward),
+}
 WAYS = WHOLE | LAYERS
 STAYS = {"its forward": ["LlamaForCausalLM's loss"]}  # of a layer's forward nothing is replaced
 
 
 def ways(quick, *slow):
-    return pytest.mark.parametrize("way", [quick, *(pytest.param(way, marks=pytest.mark.thorough) for way in slow)])
+    return pytest.mark.parametrize(
+        "way", [quick, *(pytest.param(way, marks=pytest.mark.thorough) for way in slow)]
+    )
 
 
 def config_of(way):
@@ -103,7 +115,8 @@ def config_of(way):
 
 @ways("the model", "its forward", "each layer's method", "each layer's forward")
 def test_patched_and_then_compiled(way):
-    """In one graph, which all layers share where each is compiled. It is compiled anew when the patch goes."""
+    """In one graph, which all layers share where each is compiled. It is compiled anew when the
+    patch goes."""
     graphs = CompileCounterWithBackend("aot_eager" if way == "the model" else "eager")
     theirs, mine = patched("llama" if way in WHOLE else "qwen3", **config_of(way))
     run = WAYS[way](mine, graphs)
@@ -116,7 +129,8 @@ def test_patched_and_then_compiled(way):
 
 @ways("each layer's method", *(way for way in WAYS if way != "each layer's method"))
 def test_compiled_and_then_patched(way):
-    """What was compiled is compiled anew. A forward that was compiled by itself stays, and the report says so."""
+    """What was compiled is compiled anew. A forward that was compiled by itself stays, and the
+    report says so."""
     graphs = CompileCounterWithBackend("eager")
     theirs, mine = pair("gemma2" if way == "each layer" else "llama", **config_of(way))
     run = WAYS[way](mine, graphs)
@@ -124,7 +138,11 @@ def test_compiled_and_then_patched(way):
     report = liger.apply_liger_kernel(run)
     assert_same_steps(mine, theirs, run)
     assert graphs.frame_count == 2
-    left = [name for name, why in report.left_alone if why.endswith("forward was replaced on the instance")]
+    left = [
+        name
+        for name, why in report.left_alone
+        if why.endswith("forward was replaced on the instance")
+    ]
     assert left == STAYS.get(way, [])
     assert (run(**tiny.batch()).logits is None) == (way != "its forward")
 
@@ -165,7 +183,9 @@ def test_a_wrapper_around_the_forward_outlives_the_patch():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("way, reentrant", [("the model", True), ("each layer's method", True), ("each layer", False)])
+@pytest.mark.parametrize(
+    "way, reentrant", [("the model", True), ("each layer's method", True), ("each layer", False)]
+)
 @pytest.mark.thorough
 def test_gradient_checkpointing(way, reentrant):
     theirs, mine = patched(**config_of(way))
@@ -177,7 +197,8 @@ def test_gradient_checkpointing(way, reentrant):
 
 @pytest.mark.thorough
 def test_compiled_autograd():
-    """Of the loss in the head: what it stands for has one way back. (The layers of a model take Dynamo a minute.)"""
+    """Of the loss in the head: what it stands for has one way back. (The layers of a model take
+    Dynamo a minute.)"""
     theirs, mine = patched(**ONE_LAYER)
     for model in (theirs, mine):
         model.model.requires_grad_(False)
@@ -204,7 +225,8 @@ def test_autocast():
 
 @pytest.mark.thorough
 def test_lengths_and_numbers_of_items():
-    """With padding. What has changed once is dynamic: every other length and number is the same graph."""
+    """With padding. What has changed once is dynamic: every other length and number is the same
+    graph."""
     graphs = CompileCounterWithBackend("eager")
     theirs, mine = patched(**ONE_LAYER)
     run = torch.compile(mine, backend=graphs, fullgraph=True)
@@ -288,7 +310,10 @@ def test_export():
     length = torch.export.Dim("length", min=4, max=60)
     lengths = dict(input_ids={1: length}, labels={1: length})
     exported = torch.export.export(mine, (), tiny.batch(), dynamic_shapes=lengths).module()
-    (out, grads), want = step(exported, **tiny.batch(tokens=21)), step(theirs, **tiny.batch(tokens=21))
+    (out, grads), want = (
+        step(exported, **tiny.batch(tokens=21)),
+        step(theirs, **tiny.batch(tokens=21)),
+    )
     assert out.logits is None
     assert_same_step((out, grads), want)
 
@@ -301,7 +326,11 @@ def normal(*shape, seed):
 
 
 B, T, H, V = 4, 6, 16, 41
-GOOD, ADVANTAGES, OLD = torch.tensor([True, False, True, False]), normal(B, seed=1), normal(B, T, seed=2) - 3.5
+GOOD, ADVANTAGES, OLD = (
+    torch.tensor([True, False, True, False]),
+    normal(B, seed=1),
+    normal(B, T, seed=2) - 3.5,
+)
 
 
 def dpo():
@@ -328,8 +357,8 @@ def of_policy(loss, h, w, y, *old):
 @pytest.mark.parametrize("loss", [dpo, kto, grpo, ppo])
 @pytest.mark.thorough
 def test_a_loss_in_a_compiled_step(loss, within):
-    """One graph before it and one behind: it runs by itself, in chunks that depend on the memory. (PyTorch 2.11 has
-    more graphs where a module is made.)"""
+    """One graph before it and one behind: it runs by itself, in chunks that depend on the memory.
+    (PyTorch 2.11 has more graphs where a module is made.)"""
     y = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
     y[:, :2] = -100
 
@@ -342,7 +371,10 @@ def test_a_loss_in_a_compiled_step(loss, within):
     compiled = torch.compile(training_step, backend="aot_eager")
     for i in range(3):
         given = [t.requires_grad_() for t in (normal(B, T, H, seed=i), normal(V, H, seed=i + 7))]
-        got, want = ((out, *torch.autograd.grad(out, given)) for out in (f(*given) for f in (compiled, training_step)))
+        got, want = (
+            (out, *torch.autograd.grad(out, given))
+            for out in (f(*given) for f in (compiled, training_step))
+        )
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     *others, why = sorted(counters["graph_break"], key=lambda why: "`linear_loss`" in why)
@@ -361,7 +393,8 @@ def guards(model):
 
 @pytest.mark.thorough
 def test_a_small_layer_is_guarded_as_the_familys_own(monkeypatch):
-    """Nothing that is asked of a patched module costs the host time in every step; what is changed later is seen."""
+    """Nothing that is asked of a patched module costs the host time in every step; what is changed
+    later is seen."""
     monkeypatch.setattr(private, "is_the_compilers", lambda x: torch.compiler.is_compiling())
     found = []
     for layers in 1, 3:
@@ -371,8 +404,9 @@ def test_a_small_layer_is_guarded_as_the_familys_own(monkeypatch):
             compiled = torch.compile(model, backend="eager", fullgraph=True)
             compiled(**tiny.batch())
             found.append(guards(model))
-    # Lines a layer: for is_causal, which is read where there is no mask; from torch 2.14 on also for the attention's
-    # class, which a decorator of transformers reads, and which Dynamo compares with that of each other layer.
+    # Lines a layer: for is_causal, which is read where there is no mask; from torch 2.14 on also
+    # for the attention's class, which a decorator of transformers reads, and which Dynamo compares
+    # with that of each other layer.
     version = Version(torch.__version__)
     each = 3 if version < Version("2.12") else 2 if version < Version("2.14") else 4
     assert found[3] - found[1] <= found[2] - found[0] + 2 * each, found

@@ -1,4 +1,5 @@
-"""Patched models in CUDA graphs: whole captured steps, with accumulated micro-batches, and `make_graphed_callables`."""
+"""Patched models in CUDA graphs: whole captured steps, with accumulated micro-batches, and
+`make_graphed_callables`."""
 
 import copy
 
@@ -16,8 +17,11 @@ MICRO = 3  # micro-batches of a step
 
 
 def pair(family):
-    """With SDPA: transformers' masks for its other attention are copied from the host, which no graph can hold."""
-    theirs = tiny.model(family, attn_implementation="sdpa", **({"sliding_window": 32} if family == "gemma2" else {}))
+    """With SDPA: transformers' masks for its other attention are copied from the host, which no
+    graph can hold."""
+    theirs = tiny.model(
+        family, attn_implementation="sdpa", **({"sliding_window": 32} if family == "gemma2" else {})
+    )
     theirs = theirs.cuda()
     mine = copy.deepcopy(theirs)
     assert apply_liger_kernel(mine).replaced
@@ -116,7 +120,9 @@ def test_a_captured_step_with_accumulation(family, whole):
         wanted.zero_grad()
         torch.testing.assert_close(replayed(batch), want, rtol=1e-5, atol=1e-5)
     for (name, got), want in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()), msg=name)
+        torch.testing.assert_close(
+            got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()), msg=name
+        )
 
 
 def test_a_number_of_items_neither_waits_nor_is_copied():
@@ -186,11 +192,15 @@ def test_graphed_callables(family, part):
             tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in given(seed)]
             out = run(*tensors)
             out.square().sum().backward()
-            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            grads = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
             found.append((out.detach().clone(), tensors[0].grad, grads))
         (want, dx, grads), (got, mine_dx, mine_grads) = found
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert grads.keys() == mine_grads.keys() and (dx is None) == (mine_dx is None)
         for name, g in {**grads, **({} if dx is None else {"x": dx})}.items():
             got = mine_dx if name == "x" else mine_grads[name]
-            torch.testing.assert_close(got, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=name)
+            torch.testing.assert_close(
+                got, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=name
+            )

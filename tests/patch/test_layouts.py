@@ -1,8 +1,7 @@
 """Patched models in the layouts of data parallelism and pipelines, for three steps of an optimizer.
 
-Without mixed precision: the losses, gradients and weights of the unpatched model in one process. With it: as near to
-those of fp64 as the unpatched model is in the same layout.
-"""
+Without mixed precision: the losses, gradients and weights of the unpatched model in one process.
+With it: as near to those of fp64 as the unpatched model is in the same layout."""
 
 import copy
 import functools
@@ -20,7 +19,17 @@ import tiny
 import torch
 import torch.distributed as dist
 from hardware import DEVICE
-from layouts import accelerate, ddp, fsdp1, fsdp2, hugging_faces, kernels, reduced, torchtitan, whole
+from layouts import (
+    accelerate,
+    ddp,
+    fsdp1,
+    fsdp2,
+    hugging_faces,
+    kernels,
+    reduced,
+    torchtitan,
+    whole,
+)
 from ranks import SIZE
 from torch import nn
 from torch.distributed import pipelining
@@ -43,7 +52,9 @@ def lora(*more):
     def change(model):
         torch.manual_seed(0)
         targets = ["q_proj", "v_proj", "down_proj", *more]
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        )
 
     return change
 
@@ -64,7 +75,11 @@ MODELS = {
     "tied": ("llama", dict(tie_word_embeddings=True), None),
     "lora": ("llama", {}, lora()),
     "lora of the head": ("llama", {}, lora("lm_head")),
-    "frozen body": ("llama", {}, freeze("model.embed_tokens", "model.layers.0", "model.layers.1.mlp")),
+    "frozen body": (
+        "llama",
+        {},
+        freeze("model.embed_tokens", "model.layers.0", "model.layers.1.mlp"),
+    ),
     "frozen head": ("llama", {}, freeze("lm_head", "model.layers.1")),
 }
 
@@ -91,7 +106,9 @@ def trained(model, accumulated=False, rank=None, in_head=False):
     """Of each step, loss and gradients; then the weights."""
     mine, size = (slice(None), 1) if rank is None else (slice(2 * rank, 2 * rank + 2), SIZE)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    flat = any(isinstance(p, FlatParameter) for p in model.parameters())  # its gradient has no names
+    flat = any(
+        isinstance(p, FlatParameter) for p in model.parameters()
+    )  # its gradient has no names
     found = []
     for step in range(STEPS):
         before = whole(model) if flat else None
@@ -105,7 +122,9 @@ def trained(model, accumulated=False, rank=None, in_head=False):
                 loss.backward()
             if in_head:
                 assert out.logits is None, "the loss is not in the head"
-                assert all(m._liger_told is None for m in engine.causal_lms(model)), "logits without need"
+                assert all(m._liger_told is None for m in engine.causal_lms(model)), (
+                    "logits without need"
+                )
             total = total + loss.detach().double()
         if rank is not None:
             dist.all_reduce(total)
@@ -169,7 +188,9 @@ LAYOUTS = {
     "FSDP2, root alone": Layout(fsdp2(layers=False)),
     "FSDP2, head alone": Layout(fsdp2(["lm_head"]), "qwen3", kernels=True),
     "FSDP2, norm and head, no resharding": Layout(fsdp2(TAIL, reshard_after_forward=False)),
-    "FSDP2, norm and head, patched after": Layout(fsdp2(TAIL, reshard_after_forward=True), when="patch after"),
+    "FSDP2, norm and head, patched after": Layout(
+        fsdp2(TAIL, reshard_after_forward=True), when="patch after"
+    ),
     "FSDP2, tied, at the root": Layout(fsdp2(), "tied"),
     "FSDP2, tied, a group": Layout(fsdp2(TIED), "tied", accumulated=True),
     "FSDP2, bf16": Layout(fsdp2(["lm_head"], low=True), low=True),
@@ -187,7 +208,9 @@ LAYOUTS = {
     "accelerate, bf16": Layout(accelerate(low=True), "qwen3", low=True, when="patch after"),
     "transformers": Layout(hugging_faces(**HALVES), when="patch after"),
     "transformers, tied": Layout(hugging_faces(**HALVES), "tied", when="patch after"),
-    "transformers, bf16": Layout(hugging_faces(**HALVES, fsdp_mixed_precision=True), low=True, when="patch after"),
+    "transformers, bf16": Layout(
+        hugging_faces(**HALVES, fsdp_mixed_precision=True), low=True, when="patch after"
+    ),
     "FSDP1, original parameters": Layout(fsdp1(), accumulated=True, kernels=True),
     "FSDP1, flat parameters": Layout(fsdp1(use_orig_params=False), accumulated=True),
     "FSDP1, gradients sharded": Layout(fsdp1(sharding_strategy=strategy("SHARD_GRAD_OP")), "tied"),
@@ -195,10 +218,14 @@ LAYOUTS = {
     "FSDP1, bf16": Layout(fsdp1(low=True), low=True),
     "FSDP1, frozen body": Layout(fsdp1(), "frozen body"),
     "FSDP1, LoRA": Layout(fsdp1(), "lora of the head"),
-    "FSDP1, LoRA, flat parameters": Layout(fsdp1(use_orig_params=False, policy=peft_policy), "lora"),
+    "FSDP1, LoRA, flat parameters": Layout(
+        fsdp1(use_orig_params=False, policy=peft_policy), "lora"
+    ),
     "DDP, static graph": Layout(ddp(static_graph=True), "tied"),
     "DDP, buckets": Layout(ddp(gradient_as_bucket_view=True), "tied", accumulated=True),
-    "DDP, static graph, buckets": Layout(ddp(static_graph=True, gradient_as_bucket_view=True), kernels=True),
+    "DDP, static graph, buckets": Layout(
+        ddp(static_graph=True, gradient_as_bucket_view=True), kernels=True
+    ),
     "DDP, unused parameters": Layout(ddp(find_unused_parameters=True), "frozen body"),
     "DDP, autocast": Layout(ddp(low=True), low=True),
     "DDP, LoRA": Layout(ddp(gradient_as_bucket_view=True), "lora of the head", accumulated=True),
@@ -212,14 +239,16 @@ def near(name, got, want, more=0.0):
 
 
 def as_one(rank, name):
-    """A gradient of flat parameters is a difference of weights, of which each was rounded. What is frozen has none, or
-    zeros where FSDP1 has it in one parameter with others."""
+    """A gradient of flat parameters is a difference of weights, of which each was rounded. What is
+    frozen has none, or zeros where FSDP1 has it in one parameter with others."""
     layout = LAYOUTS[name]
     steps, weights = alone(layout.model, layout.accumulated)
     got, got_weights = layout.trained(rank, patched=True)
     for (loss, gradients), (want, want_gradients) in zip(got, steps, strict=True):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
-        assert not any(gradients[key].any() for key in gradients.keys() - want_gradients.keys()), "something learns"
+        assert not any(gradients[key].any() for key in gradients.keys() - want_gradients.keys()), (
+            "something learns"
+        )
         for key, g in want_gradients.items():
             rounding = EPS / LR * float(weights[key].abs().max()) if "flat" in name else 0
             near(key, gradients[key], g, rounding)
@@ -228,7 +257,8 @@ def as_one(rank, name):
 
 
 def as_near(rank, name):
-    """No gradient is farther than the farthest of the unpatched one, up to a rounding; on average none at any step.
+    """No gradient is farther than the farthest of the unpatched one, up to a rounding; on average
+    none at any step.
 
     The farthest of all steps: which small gradient it is, and at which step, is chance.
     """
@@ -236,9 +266,10 @@ def as_near(rank, name):
     exact, _ = alone(layout.model, layout.accumulated, torch.float64)
     (reference, _), (patched, _) = (layout.trained(rank, patched) for patched in (False, True))
     farthest, limits = [], []
-    for (loss, gradients), (reference_loss, reference_gradients), (patched_loss, patched_gradients) in zip(
-        exact, reference, patched, strict=True
-    ):
+    for (loss, gradients), (reference_loss, reference_gradients), (
+        patched_loss,
+        patched_gradients,
+    ) in zip(exact, reference, patched, strict=True):
         assert (patched_loss - loss).abs() <= (reference_loss - loss).abs() + eps * loss
         limit, far = (
             torch.stack([(of[key] - g).norm() / g.norm() for key, g in gradients.items()])
@@ -343,11 +374,14 @@ def loss_of(way, stage):
             logits.flatten(0, 1).float(), shifted(labels[:, 1:]).flatten()
         )
     in_head, weight = LigerFusedLinearCrossEntropyLoss(), stage.model.lm_head.weight
-    return lambda hidden, labels: in_head(weight, hidden.flatten(0, 1), shifted(labels[:, 1:]).flatten())
+    return lambda hidden, labels: in_head(
+        weight, hidden.flatten(0, 1), shifted(labels[:, 1:]).flatten()
+    )
 
 
 def of_pipeline(step, micro_batches, over_all):
-    """Tokens and labels. ``over_all``: some labels do not count, and the loss is divided by how many do."""
+    """Tokens and labels. ``over_all``: some labels do not count, and the loss is divided by how
+    many do."""
     given = {name: t.to(DEVICE) for name, t in tiny.batch(2 * micro_batches, 9, seed=step).items()}
     if not over_all:
         return given | dict(labels=given["input_ids"]), {}
@@ -398,10 +432,15 @@ def _pipelined(rank, schedule, way, family, first):
         whole = patched(layered(family, count))
         cut = [Stage(copy.deepcopy(whole), index, count, way) for index in mine]
     device = torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
-    staged = [pipelining.PipelineStage(part, index, count, device) for part, index in zip(cut, mine, strict=True)]
+    staged = [
+        pipelining.PipelineStage(part, index, count, device)
+        for part, index in zip(cut, mine, strict=True)
+    ]
     last = next((part for part in cut if part.last), None)
     loss_fn = loss_of(way, last) if last is not None else (lambda *_: None)
-    runner = schedule(staged if several else staged[0], count, loss_fn=loss_fn, scale_grads=not over_all)
+    runner = schedule(
+        staged if several else staged[0], count, loss_fn=loss_fn, scale_grads=not over_all
+    )
     optimizer = torch.optim.SGD([p for part in cut for p in part.parameters()], lr=LR)
     for step, (want, gradients) in enumerate(steps):
         optimizer.zero_grad()
@@ -443,17 +482,31 @@ PIPELINES = [
     partial(pipelined, schedule="ScheduleLoopedBFS", way="hidden states"),
     partial(hugging_faces_pipeline),
 ]
-if TorchVersion(torch.__version__) >= (2, 13):  # PyTorch 2.11 cannot split the backward of an autograd Function
-    PIPELINES += [  # gradients of a stage's input before those of its weights; with or without the patch, labels must
+if TorchVersion(torch.__version__) >= (
+    2,
+    13,
+):  # PyTorch 2.11 cannot split the backward of an autograd Function
+    # gradients of a stage's input before those of its weights; with or without the patch, labels
+    # must
+    PIPELINES += [
         # not be an argument of a stage then
-        partial(pipelined, schedule="ScheduleInterleavedZeroBubble", way="hidden states", interpreted=True),
+        partial(
+            pipelined,
+            schedule="ScheduleInterleavedZeroBubble",
+            way="hidden states",
+            interpreted=True,
+        ),
         partial(pipelined, schedule="ScheduleZBVZeroBubble", way="logits"),
     ]
 
 
 @pytest.mark.thorough
 def test_layouts(tmp_path):
-    checks = [partial(as_near if layout.low else as_one, name=name) for name, layout in LAYOUTS.items()]
+    checks = [
+        partial(as_near if layout.low else as_one, name=name) for name, layout in LAYOUTS.items()
+    ]
     checks += [partial(no_more_collectives, name=name) for name in COUNTED]
     checks += medusa_ranks.CHECKS
-    ranks.run(checks + PIPELINES, tmp_path)  # in one group of processes: to start one takes longer than most checks
+    ranks.run(
+        checks + PIPELINES, tmp_path
+    )  # in one group of processes: to start one takes longer than most checks

@@ -1,4 +1,5 @@
-"""`liger_kernel.transformers.trainer` without TRL, which test_trl.py has: in the head of a model that is spread out."""
+"""`liger_kernel.transformers.trainer` without TRL, which test_trl.py has: in the head of a model
+that is spread out."""
 
 from functools import partial
 
@@ -65,7 +66,9 @@ def test_redirection(wrap):
         return inner.forward(x) * scale
 
     x = torch.randn(4, 3)
-    torch.testing.assert_close(_FSDPForwardRedirection()(outer, method, x, scale=2.0), inner.forward(x) * 2)
+    torch.testing.assert_close(
+        _FSDPForwardRedirection()(outer, method, x, scale=2.0), inner.forward(x) * 2
+    )
     assert seen == ["hook"] * len({inner, outer})
 
     def failing(module, args):
@@ -100,8 +103,12 @@ class LogitsTrainer:
 
     def concatenated_forward(self, model, batch):
         ids, labels = batch["concatenated_input_ids"], batch["concatenated_labels"][:, 1:]
-        logits = model(ids, attention_mask=batch["concatenated_attention_mask"]).logits[:, :-1].float()
-        log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        logits = (
+            model(ids, attention_mask=batch["concatenated_attention_mask"]).logits[:, :-1].float()
+        )
+        log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (
+            labels != -100
+        )
         chosen, rejected = (log_p.sum(1) / (labels != -100).sum(1)).chunk(2)
         of_chosen = len(ids) // 2
         nll = F.cross_entropy(logits[:of_chosen].flatten(0, 1), ids[:of_chosen, 1:].flatten())
@@ -125,14 +132,19 @@ def batch(rank=0):
     labels[:, :3] = -100
     ids = given["input_ids"].to(DEVICE)
     return dict(
-        concatenated_input_ids=ids, concatenated_labels=labels.to(DEVICE), concatenated_attention_mask=ids * 0 + 1
+        concatenated_input_ids=ids,
+        concatenated_labels=labels.to(DEVICE),
+        concatenated_attention_mask=ids * 0 + 1,
     )
 
 
 def of_one(rank):
-    """Each rank's batch, in one process, with logits: this one's loss and metrics, and the mean of the gradients."""
+    """Each rank's batch, in one process, with logits: this one's loss and metrics, and the mean of
+    the gradients."""
     model = tiny.model("llama").to(DEVICE)
-    results = [LogitsTrainer(model).get_batch_loss_metrics(model, batch(r)) for r in range(ranks.SIZE)]
+    results = [
+        LogitsTrainer(model).get_batch_loss_metrics(model, batch(r)) for r in range(ranks.SIZE)
+    ]
     (sum(loss for loss, _ in results) / ranks.SIZE).backward()
     return *results[rank], {n: p.grad for n, p in model.named_parameters()}
 
@@ -157,11 +169,17 @@ def check_redirected(name, rank):
     model = tiny.model("llama").to(DEVICE)
     weight = model.lm_head.weight.detach().clone()
     wrapped = WRAPPERS[name](model)
-    seen = _FSDPForwardRedirection()(wrapped, lambda x: model.lm_head.weight.detach().clone() + 0 * x, weight * 0)
+    seen = _FSDPForwardRedirection()(
+        wrapped, lambda x: model.lm_head.weight.detach().clone() + 0 * x, weight * 0
+    )
     torch.testing.assert_close(seen, weight)
 
 
 @pytest.mark.thorough
 def test_sharded(tmp_path):
-    redirected = [partial(check_redirected, name) for name in ("DDP", "FSDP1", "FSDP2")]  # the head at the root
-    ranks.run([*(partial(check, name) for name in WRAPPERS if name != "ZeRO-3"), *redirected], tmp_path)
+    redirected = [
+        partial(check_redirected, name) for name in ("DDP", "FSDP1", "FSDP2")
+    ]  # the head at the root
+    ranks.run(
+        [*(partial(check, name) for name in WRAPPERS if name != "ZeRO-3"), *redirected], tmp_path
+    )

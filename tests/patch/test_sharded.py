@@ -1,4 +1,5 @@
-"""Patched models spread over two processes: loss and gradients of one process, over two steps and an evaluation.
+"""Patched models spread over two processes: loss and gradients of one process, over two steps and
+an evaluation.
 
 DeepSpeed's ZeRO-3 takes part where DeepSpeed is installed.
 """
@@ -25,8 +26,9 @@ class WithZLoss(transformers.LlamaForCausalLM):
 
 
 def compile_parts(model, parts):
-    """Each of its layers, before it is sharded, or then the whole model. In the graph we are at any size."""
-    from liger_kernel.patch import conditions
+    """Each of its layers, before it is sharded, or then the whole model. In the graph we are at any
+    size."""
+    from liger_kernel.patch.proof import conditions
 
     conditions.IN_GRAPH = 0
     backend = "aot_eager" if DEVICE == "cpu" else "inductor"
@@ -61,7 +63,9 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
         out = model(input_ids=mine, labels=mine)
         getattr(model, "backward", torch.Tensor.backward)(out.loss)
         assert out.logits is None, "the loss is not in the head"
-        assert [m._liger_told is not None for m in engine.causal_lms(model)] == [z_loss], "logits without need, or none"
+        assert [m._liger_told is not None for m in engine.causal_lms(model)] == [z_loss], (
+            "logits without need, or none"
+        )
         mean = out.loss.detach().clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / SIZE, want.loss.detach(), rtol=1e-5, atol=1e-6)
@@ -78,12 +82,19 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
 CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]
 CASES += [("FSDP2", family, "before") for family in ("qwen3", "gemma2")]
 CASES += [
-    (name, "mixtral", "before") for name in (WRAPPERS if DEVICE == "cuda" else ("DDP", "FSDP2")) if "head" not in name
+    (name, "mixtral", "before")
+    for name in (WRAPPERS if DEVICE == "cuda" else ("DDP", "FSDP2"))
+    if "head" not in name
 ]
-CHECKS = [partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES]
-CHECKS += [partial(check, name=name, family="llama", patched="before", z_loss=True) for name in WRAPPERS]
+CHECKS = [
+    partial(check, name=name, family=family, patched=patched) for name, family, patched in CASES
+]
 CHECKS += [
-    partial(check, name="FSDP2", family=family, patched="before", checkpointing=True) for family in ("qwen3", "mixtral")
+    partial(check, name=name, family="llama", patched="before", z_loss=True) for name in WRAPPERS
+]
+CHECKS += [
+    partial(check, name="FSDP2", family=family, patched="before", checkpointing=True)
+    for family in ("qwen3", "mixtral")
 ]
 
 
@@ -92,8 +103,13 @@ def test_sharded_models_train_as_one(tmp_path):
     ranks.run(CHECKS, tmp_path)
 
 
-WAYS = (("qwen3", "layers"), ("llama", "model"))[: 1 if DEVICE == "cpu" else 2]  # one takes half a minute there
-COMPILED = [partial(check, name="FSDP2", family=family, patched="before", compiled=parts) for family, parts in WAYS]
+WAYS = (("qwen3", "layers"), ("llama", "model"))[
+    : 1 if DEVICE == "cpu" else 2
+]  # one takes half a minute there
+COMPILED = [
+    partial(check, name="FSDP2", family=family, patched="before", compiled=parts)
+    for family, parts in WAYS
+]
 
 
 @pytest.mark.thorough

@@ -1,4 +1,5 @@
-"""Tensor parallelism on two ranks: patched models train as one process does, with the loss over the head's shards.
+"""Tensor parallelism on two ranks: patched models train as one process does, with the loss over the
+head's shards.
 
 By transformers' own plans (and its expert parallelism), and by PyTorch's `parallelize_module`.
 """
@@ -25,15 +26,22 @@ from liger_kernel.core import devices, parallel
 from liger_kernel.ops import functional
 from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_llama, revert
 
-RECENT = TorchVersion(torch.__version__) >= (2, 13)  # older ones have fewer ways from shards to shards
+RECENT = TorchVersion(torch.__version__) >= (
+    2,
+    13,
+)  # older ones have fewer ways from shards to shards
 ROWS, TOKENS, STEPS = 4, 31 if RECENT else 32, 3  # 31: shards of a sequence are uneven
 WHOLE = ROWS * TOKENS * tiny.VOCABULARY  # logits
-ROUNDING = tiny.VOCABULARY * torch.finfo(torch.float32).eps  # of the longest sum, relative to its largest term
+ROUNDING = (
+    tiny.VOCABULARY * torch.finfo(torch.float32).eps
+)  # of the longest sum, relative to its largest term
 
 
 def batch(seed=0, **more):
     given = {name: t.to(DEVICE) for name, t in tiny.batch(ROWS, TOKENS, seed=seed).items()}
-    return given | {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in more.items()}
+    return given | {
+        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in more.items()
+    }
 
 
 def whole(t):
@@ -64,8 +72,12 @@ def loaded(path, by_expert=False, **plan):
         rank = str(dist.get_rank())
         os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks.SIZE))
     if by_expert:
-        inside = "tp_plan" in inspect.signature(DistributedConfig).parameters  # in older transformers beside it
-        of = DistributedConfig(enable_expert_parallel=True, **(dict(tp_size=ranks.SIZE, **plan) if inside else {}))
+        inside = (
+            "tp_plan" in inspect.signature(DistributedConfig).parameters
+        )  # in older transformers beside it
+        of = DistributedConfig(
+            enable_expert_parallel=True, **(dict(tp_size=ranks.SIZE, **plan) if inside else {})
+        )
         plan = dict(distributed_config=of, **({} if inside else plan))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plan)
     return model.to(DEVICE).train()
@@ -74,14 +86,21 @@ def loaded(path, by_expert=False, **plan):
 def colwise(model, mesh, **head):
     """PyTorch's plan of a Llama: hidden states are plain and whole between the layers."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     plan = {
         "lm_head": ColwiseParallel(**{"output_layouts": Replicate(), **head}),
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     }
     for i in range(len(model.model.layers)):
-        into, out = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj", "self_attn.o_proj"
+        into, out = (
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+            "self_attn.o_proj",
+        )
         plan |= {f"model.layers.{i}.{name}": ColwiseParallel() for name in into.split()}
         plan |= {f"model.layers.{i}.{name}": RowwiseParallel() for name in (out, "mlp.down_proj")}
     return parallelize_module(model, mesh, plan)
@@ -113,23 +132,32 @@ def by_sequence(model, mesh):
         "model.norm": SequenceParallel(),
     }
     for i, layer in enumerate(model.model.layers):
-        of_layer = {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        of_layer = {
+            name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")
+        }
         gathered = dict(hidden_states=Shard(1)), dict(hidden_states=Replicate())
         of_layer["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts=gathered[0], desired_input_kwarg_layouts=gathered[1]
         )
-        of_layer["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        into = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()
+        of_layer["mlp"] = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        into = (
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()
+        )
         of_layer |= {name: ColwiseParallel() for name in into}
         of_layer |= {name: sequence() for name in ("self_attn.o_proj", "mlp.down_proj")}
         norms = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
-        of_layer |= {f"self_attn.{n}": SequenceParallel(sequence_dim=2, use_local_output=True) for n in norms}
+        of_layer |= {
+            f"self_attn.{n}": SequenceParallel(sequence_dim=2, use_local_output=True) for n in norms
+        }
         plan |= {f"model.layers.{i}.{name}": style for name, style in of_layer.items()}
     return parallelize_module(model, mesh, plan)
 
 
 def with_fsdp(model, _, shape):
-    """FSDP2 over one dimension of a mesh, the plan over the other. All ranks have the same batch."""
+    """FSDP2 over one dimension of a mesh, the plan over the other. All ranks have the same
+    batch."""
     from torch.distributed.fsdp import fully_shard
 
     both = dist.init_device_mesh(DEVICE, shape, mesh_dim_names=("fsdp", "tp"))
@@ -164,7 +192,13 @@ def trained(model, in_head=False, **more):
         out.loss.backward()
         assert (out.logits is None) == in_head
         losses.append(whole(out.loss.detach()))
-        gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {
+                name: whole(p.grad).clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+        )
         optimizer.step()
     return torch.stack(losses), gradients
 
@@ -175,11 +209,14 @@ def same(got, want):
         assert mine.keys() == theirs.keys()
         for name, gradient in theirs.items():
             bound = ROUNDING * float(gradient.abs().max())
-            torch.testing.assert_close(mine[name], gradient, rtol=0, atol=bound, msg=f"step {step}: {name}")
+            torch.testing.assert_close(
+                mine[name], gradient, rtol=0, atol=bound, msg=f"step {step}: {name}"
+            )
 
 
 class Watch(TorchDispatchMode):
-    """Collectives, the bytes that they are given, and the most elements that a tensor has memory for."""
+    """Collectives, the bytes that they are given, and the most elements that a tensor has memory
+    for."""
 
     counts_alone = True  # so the kernels run
 
@@ -194,9 +231,14 @@ class Watch(TorchDispatchMode):
         tensors = [t for t in tree_leaves(out) if type(t) is torch.Tensor]
         self.most = max([self.most, *(t.untyped_storage().nbytes() // t.itemsize for t in tensors)])
         name = function.__name__.split(".")[0]
-        if function.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if function.namespace in ("c10d", "_c10d_functional") and name not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             self.collectives[name] += 1
-            self.bytes += max(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
+            self.bytes += max(
+                t.nbytes for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)
+            )
         return out
 
 
@@ -224,12 +266,16 @@ def evaluated(model, one, unpatched):
         if unpatched is None:
             return
         ids = batch()["input_ids"][:, :7]
-        new = (m.eval().generate(ids, max_new_tokens=4, do_sample=False, use_cache=True) for m in (model, unpatched))
+        new = (
+            m.eval().generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
+            for m in (model, unpatched)
+        )
         assert torch.equal(*new)
 
 
 def check(rank, name, make, kernels=False, size=ranks.SIZE, experts=False, generates=False, **more):
-    """``make(sharded)``: a model, sharded over so many ranks, or whole. Experts have larger tensors than logits."""
+    """``make(sharded)``: a model, sharded over so many ranks, or whole. Experts have larger tensors
+    than logits."""
     before, devices.INTERPRETED = devices.INTERPRETED, kernels
     try:
         one, unpatched, mine = make(False), make(True), make(True)
@@ -239,12 +285,18 @@ def check(rank, name, make, kernels=False, size=ranks.SIZE, experts=False, gener
         size = size if sharded else 1
         assert sharded or experts
         theirs, ours = watched(unpatched), watched(mine)
-        by_kernels = devices.has_kernels(mine.lm_head.weight)  # whose buffer is larger than so few logits
+        by_kernels = devices.has_kernels(
+            mine.lm_head.weight
+        )  # whose buffer is larger than so few logits
         most = ours.most if not by_kernels and not experts else 0
         assert most <= WHOLE // size and theirs.most >= WHOLE, (ours.most, theirs.most)
-        # instead of the logits, the kernels gather statistics once, and PyTorch's reference has three sums
+        # instead of the logits, the kernels gather statistics once, and PyTorch's reference has
+        # three sums
         added = 0 if by_kernels or size == 1 else 2
-        assert ours.collectives.total() == theirs.collectives.total() + added, (ours.collectives, theirs.collectives)
+        assert ours.collectives.total() == theirs.collectives.total() + added, (
+            ours.collectives,
+            theirs.collectives,
+        )
         assert ours.bytes < theirs.bytes or size == 1, (ours.bytes, theirs.bytes)
         want = trained(one, **more)
         same(trained(unpatched, **more), want)
@@ -274,7 +326,8 @@ def saved(folder, name, family, **over):
     return path
 
 
-WAYS = (  # by transformers: family, what is other than usual in its config, how it is loaded, and trained
+# by transformers: family, what is other than usual in its config, how it is loaded, and trained
+WAYS = (
     ("llama", {}, {}, dict(num_items_in_batch=37)),
     ("llama", dict(tie_word_embeddings=True), {}, dict(generates=True)),
     ("qwen3", {}, {}, {}),
@@ -308,7 +361,9 @@ def check_left_alone(rank):
     from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 
     def rowwise(model, mesh):
-        return parallelize_module(model, mesh, {"lm_head": RowwiseParallel(input_layouts=Replicate())})
+        return parallelize_module(
+            model, mesh, {"lm_head": RowwiseParallel(input_layouts=Replicate())}
+        )
 
     def gathered(model, mesh):
         return with_head(model, mesh, output_layouts=Replicate())
@@ -318,7 +373,11 @@ def check_left_alone(rank):
 
     for shard, over, why in (
         (rowwise, {}, "sharded over its input"),
-        (gathered, dict(vocab_size=tiny.VOCABULARY + 1), "97 classes make no equal shards for 2 ranks"),
+        (
+            gathered,
+            dict(vocab_size=tiny.VOCABULARY + 1),
+            "97 classes make no equal shards for 2 ranks",
+        ),
         (left_sharded, {}, "stay sharded"),
     ):
         mine = made("llama", shard, **over)
@@ -380,11 +439,15 @@ def check_given_back(rank, path):
 
 
 def check_rows(rank):
-    """A norm of the ranks' own rows: values, gradients, second gradients; not where ranks share rows."""
+    """A norm of the ranks' own rows: values, gradients, second gradients; not where ranks share
+    rows."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     torch.manual_seed(0)
-    x, w, b, g = (torch.randn(shape, device=DEVICE, dtype=torch.float64) for shape in ((2, 5, 8), 8, 8, (2, 5, 8)))
+    x, w, b, g = (
+        torch.randn(shape, device=DEVICE, dtype=torch.float64)
+        for shape in ((2, 5, 8), 8, 8, (2, 5, 8))
+    )
 
     def gradients(x, w, b, g, norm):
         x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
@@ -403,7 +466,11 @@ def check_rows(rank):
         shards = [placed(t, placements=[place]) for t in (x, g)]
         torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), want)
         assert by_rows(shards[0], *parameters).placements == (place,)
-    swapped = by_rows(placed(x[:, :4], placements=[Shard(1)]).transpose(0, 1), *parameters).contiguous().view(-1, 8)
+    swapped = (
+        by_rows(placed(x[:, :4], placements=[Shard(1)]).transpose(0, 1), *parameters)
+        .contiguous()
+        .view(-1, 8)
+    )
     torch.testing.assert_close(whole(swapped), want[0][:, :4].transpose(0, 1).reshape(-1, 8))
     assert by_rows(placed(x, placements=[Shard(2)]), *parameters) is None
     assert by_rows(DTensor.from_local(x, mesh(), [Partial()]), *parameters) is None
@@ -417,8 +484,14 @@ def test_models_train_as_one(tmp_path):
         path = saved(tmp_path, str(i), family, **over)
         make = partial(by_transformers, path=path, **load)
         checks.append(partial(check, name=f"{family} {over} {load}", make=make, **how))
-    checks = [*map(partial, checks), *(partial(c, path=tmp_path / "0") for c in (check_class_level, check_given_back))]
+    checks = [
+        *map(partial, checks),
+        *(partial(c, path=tmp_path / "0") for c in (check_class_level, check_given_back)),
+    ]
     for name, family, shard, over in SHARDED:
-        make, size = partial(by_pytorch, family=family, shard=shard, **over), over.get("shape", (1, ranks.SIZE))[1]
+        make, size = (
+            partial(by_pytorch, family=family, shard=shard, **over),
+            over.get("shape", (1, ranks.SIZE))[1],
+        )
         checks.append(partial(check, name=name, make=make, size=size, generates=shard is colwise))
     ranks.run(checks, tmp_path)

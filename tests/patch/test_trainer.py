@@ -14,9 +14,15 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
 
-TEXT = (inspect.getdoc(inspect) + inspect.getsource(inspect.signature) + inspect.getsource(inspect.getdoc)) * 2
+TEXT = (
+    inspect.getdoc(inspect)
+    + inspect.getsource(inspect.signature)
+    + inspect.getsource(inspect.getdoc)
+) * 2
 LENGTH = 24
-SKIPS = "skip_logits" in inspect.getsource(Trainer.prediction_step)  # it says so itself where it wants the loss alone
+SKIPS = "skip_logits" in inspect.getsource(
+    Trainer.prediction_step
+)  # it says so itself where it wants the loss alone
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +31,18 @@ def by_itself(reference_only, monkeypatch):
     torch._dynamo.reset()
     with monkeypatch.context() as own:
         own.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
-        own.setattr(os, "environ", os.environ.copy())  # TrainingArguments(torch_compile=True) writes to it
+        own.setattr(
+            os, "environ", os.environ.copy()
+        )  # TrainingArguments(torch_compile=True) writes to it
         yield
-    torch.set_float32_matmul_precision("highest")  # accelerate switches TF32 on where a model is compiled
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # accelerate switches TF32 on where a model is compiled
 
 
 def texts(first, count):
-    """Bytes; of each text another share counts, so that gradient accumulation must weigh by tokens."""
+    """Bytes; of each text another share counts, so that gradient accumulation must weigh by
+    tokens."""
     data = torch.tensor(list(TEXT.encode()))
     items = []
     for i in range(first, first + count):
@@ -49,17 +60,32 @@ def byte_model(family="llama", **config):
 
 def trainer(folder, model, patched, steps=8, compute_metrics=None, collator=None, **arguments):
     args = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        per_device_eval_batch_size=3, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=1, seed=0,
-        report_to="none", disable_tqdm=True, use_cpu=DEVICE == "cpu", use_liger_kernel=patched,
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=3,
+        learning_rate=5e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        seed=0,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        use_liger_kernel=patched,
         tf32=False,  # which torch_compile would switch on, for good
         **{"bf16": False, "save_strategy": "no", **arguments},
-    )  # fmt: skip
+    )
     losses = Losses()
     made = Trainer(
-        model=model, args=args, train_dataset=texts(0, 32), eval_dataset=texts(32, 7), callbacks=[losses],
-        compute_metrics=compute_metrics, data_collator=collator,
-    )  # fmt: skip
+        model=model,
+        args=args,
+        train_dataset=texts(0, 32),
+        eval_dataset=texts(32, 7),
+        callbacks=[losses],
+        compute_metrics=compute_metrics,
+        data_collator=collator,
+    )
     made.losses = losses.seen
     return made
 
@@ -89,7 +115,8 @@ def both(tmp_path, make=byte_model, patched_only=(), **arguments):
 
 
 def assert_same(mine, theirs):
-    """Eight steps of Adam from the same start: the differences of single steps, some 1e-7, have not grown past 1e-4."""
+    """Eight steps of Adam from the same start: the differences of single steps, some 1e-7, have not
+    grown past 1e-4."""
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=0)
 
 
@@ -111,7 +138,9 @@ def test_learns_as_before(family, tmp_path, fused):
 def test_the_configuration_is_honoured(tmp_path, fused):
     config = dict(rope=False, swiglu=False, geglu=True, layer_norm=True)
     config |= dict(fused_linear_cross_entropy=False, cross_entropy=True)
-    mine, theirs, run = both(tmp_path, liger_kernel_config=config, steps=4, patched_only=["liger_kernel_config"])
+    mine, theirs, run = both(
+        tmp_path, liger_kernel_config=config, steps=4, patched_only=["liger_kernel_config"]
+    )
     assert_same(mine, theirs)
     llama = tiny.model("llama")
     model = run.model
@@ -132,9 +161,13 @@ def test_training_twice(tmp_path):
 
 
 def test_evaluation(tmp_path, fused):
-    """The loss alone is computed without logits; metrics get the logits that they got before, and nothing else."""
+    """The loss alone is computed without logits; metrics get the logits that they got before, and
+    nothing else."""
     model = byte_model()
-    theirs, mine = trainer(tmp_path / "a", byte_model(), False, steps=2), trainer(tmp_path / "b", model, True, steps=2)
+    theirs, mine = (
+        trainer(tmp_path / "a", byte_model(), False, steps=2),
+        trainer(tmp_path / "b", model, True, steps=2),
+    )
     theirs.train(), mine.train()
     fused.clear()
     want, got = theirs.evaluate()["eval_loss"], mine.evaluate()["eval_loss"]
@@ -143,7 +176,9 @@ def test_evaluation(tmp_path, fused):
 
     def metrics(predictions):
         seen.append(torch.from_numpy(predictions.predictions))
-        return dict(accuracy=float((predictions.predictions.argmax(-1) == predictions.label_ids).mean()))
+        return dict(
+            accuracy=float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())
+        )
 
     theirs.compute_metrics = mine.compute_metrics = metrics
     want, got = theirs.evaluate(), mine.evaluate()
@@ -158,7 +193,9 @@ def test_evaluation(tmp_path, fused):
 def test_evaluation_before_training(tmp_path):
     """skip_logits then reaches a model that nobody has patched yet."""
     want = trainer(tmp_path, byte_model(), False).evaluate()["eval_loss"]
-    assert trainer(tmp_path, byte_model(), True).evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
+    assert trainer(tmp_path, byte_model(), True).evaluate()["eval_loss"] == pytest.approx(
+        want, rel=1e-5
+    )
 
 
 @pytest.mark.thorough
@@ -170,7 +207,9 @@ def test_evaluation_during_training(tmp_path):
 
 @pytest.mark.thorough
 def test_gradient_checkpointing(tmp_path):
-    checkpointing = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    checkpointing = dict(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False)
+    )
     mine, theirs, _ = both(tmp_path, steps=4, **checkpointing)
     assert_same(mine, theirs)
 
@@ -213,14 +252,16 @@ def test_label_smoothing(tmp_path, fused):
 
 
 def test_packing(tmp_path, fused):
-    """A batch is one row, with positions that begin anew with each text, and no text's first label counts."""
+    """A batch is one row, with positions that begin anew with each text, and no text's first label
+    counts."""
     mine, theirs, _ = both(tmp_path, steps=4, collator=DataCollatorWithFlattening())
     assert_same(mine, theirs)
     assert len(fused) == 8 and set(fused) == {(2 * LENGTH, 32)}
 
 
 def test_resuming(tmp_path, fused):
-    """From a checkpoint after two steps of four, by another Trainer with another model: as without a break."""
+    """From a checkpoint after two steps of four, by another Trainer with another model: as without
+    a break."""
     mine, theirs, _ = both(tmp_path, steps=4)
     saving = dict(save_strategy="steps", save_steps=2)
     first = trainer(tmp_path / "resumed", byte_model(), True, steps=2, **saving)

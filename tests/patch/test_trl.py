@@ -1,8 +1,8 @@
 """TRL's trainers, unmodified: with ``use_liger_kernel=True`` they train as without it.
 
-TRL up to 1.12 computes the losses of DPO, KTO, GRPO and the distillation trainers with this package's chunked losses;
-later ones only have the model's layers replaced. ``make test-trl`` runs this for one of each kind.
-"""
+TRL up to 1.12 computes the losses of DPO, KTO, GRPO and the distillation trainers with this
+package's chunked losses; later ones only have the model's layers replaced. ``make test-trl`` runs
+this for one of each kind."""
 
 import sys
 
@@ -19,13 +19,25 @@ from logged import compare, steps
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-CHUNKED = Version(trl.__version__) < Version("1.13")  # its trainers compute their losses with this package's
-chunked_only = pytest.mark.skipif(not CHUNKED, reason=f"TRL {trl.__version__} does not use this package's losses")
+CHUNKED = Version(trl.__version__) < Version(
+    "1.13"
+)  # its trainers compute their losses with this package's
+chunked_only = pytest.mark.skipif(
+    not CHUNKED, reason=f"TRL {trl.__version__} does not use this package's losses"
+)
 
 # What only one of two runs logs, or logs by another definition.
-WITHOUT_LOGITS = {"entropy", "mean_token_accuracy"}  # the chunked losses make no logits to take them from
-ALL_POSITIONS = {"logits/chosen", "logits/rejected"}  # plain: of completion tokens; chunked: prompt and padding, too
-CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max")}  # chunked: the region's
+WITHOUT_LOGITS = {
+    "entropy",
+    "mean_token_accuracy",
+}  # the chunked losses make no logits to take them from
+ALL_POSITIONS = {
+    "logits/chosen",
+    "logits/rejected",
+}  # plain: of completion tokens; chunked: prompt and padding, too
+CLIPS = {
+    f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max")
+}  # chunked: the region's
 PHI = {"vespo/phi_seq_mean"}  # the chunked loss does not return it
 
 
@@ -49,18 +61,38 @@ def teacher(tmp_path_factory):
 
 @pytest.fixture
 def trained(policy, tmp_path):
-    """``trained(trainer, config, data, liger, **arguments of the config)`` -> the trainer, after its steps."""
+    """``trained(trainer, config, data, liger, **arguments of the config)`` -> the trainer, after
+    its steps."""
 
     def run(cls, config, data, liger, steps=3, further=None, **arguments):
         args = config(
-            output_dir=str(tmp_path / str(liger)), max_steps=steps, logging_steps=1, learning_rate=1e-2,
-            lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-            use_cpu=DEVICE == "cpu", use_liger_kernel=liger,
-            **{"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4, **arguments},
-        )  # fmt: skip
+            output_dir=str(tmp_path / str(liger)),
+            max_steps=steps,
+            logging_steps=1,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=0,
+            use_cpu=DEVICE == "cpu",
+            use_liger_kernel=liger,
+            **{
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "per_device_train_batch_size": 4,
+                **arguments,
+            },
+        )
         further = further() if further is not None else {}
         model = further.pop("model", policy)
-        trainer = cls(model=model, args=args, train_dataset=data, processing_class=trl_tiny.tokenizer(), **further)
+        trainer = cls(
+            model=model,
+            args=args,
+            train_dataset=data,
+            processing_class=trl_tiny.tokenizer(),
+            **further,
+        )
         trainer.calls = []
         if hasattr(trainer, "liger_loss"):
             assert type(trainer.liger_loss).__module__.startswith("liger_kernel.")
@@ -73,17 +105,21 @@ def trained(policy, tmp_path):
 
 
 def replaced(trainer):
-    """``{True}`` if every norm of its model, with or without PEFT's wrapper, was replaced, ``{False}`` if none was.
+    """``{True}`` if every norm of its model, with or without PEFT's wrapper, was replaced,
+    ``{False}`` if none was.
 
     What replaces a class has the same name, but is not in the family's module.
     """
-    norms = [type(module) for path, module in trainer.model.named_modules() if path.endswith("norm")]
+    norms = [
+        type(module) for path, module in trainer.model.named_modules() if path.endswith("norm")
+    ]
     return {cls is not getattr(sys.modules[cls.__module__], cls.__name__) for cls in norms}
 
 
 @pytest.fixture
 def both(trained):
-    """Train with and without; what is logged at each step has to be the same, but for ``except_``."""
+    """Train with and without; what is logged at each step has to be the same, but for
+    ``except_``."""
 
     def run(cls, config, data, except_=(), calls=0, renamed=None, **arguments):
         theirs = trained(cls, config, data, False, **arguments)
@@ -101,7 +137,9 @@ def both(trained):
 @pytest.mark.parametrize("case", ["nll", "dft", "completion", "packing", "mixtral"])
 def test_sft(case, both, tmp_path):
     further = None
-    options = dict(loss_type="dft" if case == "dft" else "nll", packing=case == "packing", max_length=12)
+    options = dict(
+        loss_type="dft" if case == "dft" else "nll", packing=case == "packing", max_length=12
+    )
     data = trl_tiny.chats()
     if case == "completion":
         data = trl_tiny.pairs().rename_column("chosen", "completion").remove_columns("rejected")
@@ -111,19 +149,37 @@ def test_sft(case, both, tmp_path):
         path = trl_tiny.folder(tmp_path / "mixtral", family="mixtral")
         further = lambda: dict(model=path)  # noqa: E731
     except_ = {"entropy"} if CHUNKED else ()  # from logits, which there are none of
-    both(trl.SFTTrainer, trl.SFTConfig, data, except_, gradient_accumulation_steps=2, further=further, **options)
+    both(
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        data,
+        except_,
+        gradient_accumulation_steps=2,
+        further=further,
+        **options,
+    )
 
 
 # ---- DPO ----
 
 
-DPO_TYPES = "sigmoid hinge ipo nca_pair robust bco_pair sppo_hard apo_zero apo_down discopop".split()
+DPO_TYPES = (
+    "sigmoid hinge ipo nca_pair robust bco_pair sppo_hard apo_zero apo_down discopop".split()
+)
 PREFERENCE = WITHOUT_LOGITS | ALL_POSITIONS if CHUNKED else set()
 
 
 @pytest.mark.parametrize("loss_type", DPO_TYPES if CHUNKED else DPO_TYPES[:1])
 def test_dpo(loss_type, both):
-    both(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), PREFERENCE, calls=3 * CHUNKED, loss_type=loss_type, beta=0.2)
+    both(
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        trl_tiny.pairs(),
+        PREFERENCE,
+        calls=3 * CHUNKED,
+        loss_type=loss_type,
+        beta=0.2,
+    )
 
 
 def lora(policy, targets=("q_proj", "down_proj")):
@@ -135,7 +191,8 @@ def lora(policy, targets=("q_proj", "down_proj")):
 
 @pytest.mark.parametrize("case", ["lora", "ref_model", "accumulation"])
 def test_dpo_with(case, both, policy, teacher):
-    """Not with a trained copy of the head (``modules_to_save``): TRL's chunked path makes it the reference's, too."""
+    """Not with a trained copy of the head (``modules_to_save``): TRL's chunked path makes it the
+    reference's, too."""
     options, calls = {}, 3
     if case == "lora":
         options["further"] = lambda: dict(model=lora(policy))
@@ -143,7 +200,14 @@ def test_dpo_with(case, both, policy, teacher):
         options["further"] = lambda: dict(ref_model=AutoModelForCausalLM.from_pretrained(teacher))
     else:
         options, calls = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2), 6
-    both(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), PREFERENCE, calls=calls * CHUNKED, **options)
+    both(
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        trl_tiny.pairs(),
+        PREFERENCE,
+        calls=calls * CHUNKED,
+        **options,
+    )
 
 
 @chunked_only
@@ -151,10 +215,20 @@ def test_dpo_evaluates(trained):
     def further():
         return dict(eval_dataset=trl_tiny.pairs(6))
 
-    options = dict(further=further, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, steps=2)
-    runs = [trained(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), liger, **options) for liger in (True, False)]
+    options = dict(
+        further=further, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, steps=2
+    )
+    runs = [
+        trained(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), liger, **options)
+        for liger in (True, False)
+    ]
     mine, theirs = ([log for log in run.state.log_history if "eval_loss" in log][0] for run in runs)
-    for name in ("eval_loss", "eval_rewards/margins", "eval_rewards/accuracies", "eval_logps/chosen"):
+    for name in (
+        "eval_loss",
+        "eval_rewards/margins",
+        "eval_rewards/accuracies",
+        "eval_logps/chosen",
+    ):
         assert mine[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), name
 
 
@@ -165,7 +239,15 @@ def test_dpo_evaluates(trained):
 def test_kto(case, both, policy):
     """With adapters TRL's chunked path gives the reference, but says ``use_ref_model=False``."""
     options = dict(further=lambda: dict(model=lora(policy))) if case == "lora" else {}
-    both(trl.KTOTrainer, trl.KTOConfig, trl_tiny.unpaired(), PREFERENCE, calls=3 * CHUNKED, beta=0.3, **options)
+    both(
+        trl.KTOTrainer,
+        trl.KTOConfig,
+        trl_tiny.unpaired(),
+        PREFERENCE,
+        calls=3 * CHUNKED,
+        beta=0.3,
+        **options,
+    )
 
 
 # ---- GRPO ----
@@ -183,7 +265,9 @@ GRPO_CASES = {
     "dapo, off policy": dict(num_iterations=2, beta=0.1),
     "dapo, accumulated": dict(gradient_accumulation_steps=2, per_device_train_batch_size=4),
     "grpo": dict(loss_type="grpo", num_iterations=2),
-    "grpo, sequence": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, beta=0.05),
+    "grpo, sequence": dict(
+        loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, beta=0.05
+    ),
     "bnpo": dict(loss_type="bnpo", num_iterations=2, delta=2.0),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.05, num_iterations=2, use_bias_correction_kl=True),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0, num_iterations=2),
@@ -200,31 +284,48 @@ def test_grpo(case, both):
     except_ = CLIPS | {"entropy"} if CHUNKED else set()
     if case in ("sapo", "vespo"):  # nothing is clipped there, and the plain one says nothing of it
         except_ |= {clipped} | PHI
-    if "importance_sampling_level" in options:  # plain: the share of sequences; chunked: of their tokens
+    if (
+        "importance_sampling_level" in options
+    ):  # plain: the share of sequences; chunked: of their tokens
         except_ |= {clipped}
     calls = 3 * options.get("gradient_accumulation_steps", 1) * CHUNKED
     both(
-        trl.GRPOTrainer, trl.GRPOConfig, trl_tiny.prompts(), except_, calls, renamed={"clip_ratio": clipped},
-        further=lambda: dict(reward_funcs=reward), **options,
-    )  # fmt: skip
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        trl_tiny.prompts(),
+        except_,
+        calls,
+        renamed={"clip_ratio": clipped},
+        further=lambda: dict(reward_funcs=reward),
+        **options,
+    )
 
 
 # ---- RLOO and CPO: their layers ----
 
 
-@pytest.mark.parametrize("case", [{}, dict(num_iterations=2, normalize_advantages=True)], ids=["plain", "off policy"])
+@pytest.mark.parametrize(
+    "case", [{}, dict(num_iterations=2, normalize_advantages=True)], ids=["plain", "off policy"]
+)
 def test_rloo(case, both):
     both(
-        trl.RLOOTrainer, trl.RLOOConfig, trl_tiny.prompts(), beta=0.1, further=lambda: dict(reward_funcs=reward),
-        **GENERATE, **case,
-    )  # fmt: skip
+        trl.RLOOTrainer,
+        trl.RLOOConfig,
+        trl_tiny.prompts(),
+        beta=0.1,
+        further=lambda: dict(reward_funcs=reward),
+        **GENERATE,
+        **case,
+    )
 
 
 @pytest.mark.parametrize("case", ["sigmoid", "simpo", "lora"])
 def test_cpo(case, both, policy):
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    options = dict(further=lambda: dict(model=lora(policy))) if case == "lora" else dict(loss_type=case)
+    options = (
+        dict(further=lambda: dict(model=lora(policy))) if case == "lora" else dict(loss_type=case)
+    )
     both(CPOTrainer, CPOConfig, trl_tiny.pairs(), beta=0.2, max_length=16, **options)
 
 
@@ -257,14 +358,20 @@ def test_gkd(beta, lmbda, taught):
 def test_distillation(beta, temperature, taught):
     options = dict(beta=beta, temperature=temperature, max_completion_length=6)
     taught(
-        trl.DistillationTrainer, trl.DistillationConfig, trl_tiny.prompts(), {"entropy"} if CHUNKED else (), **options
+        trl.DistillationTrainer,
+        trl.DistillationConfig,
+        trl_tiny.prompts(),
+        {"entropy"} if CHUNKED else (),
+        **options,
     )
 
 
 # ---- ORPO: this package's trainer ----
 
 
-@pytest.mark.parametrize("case", ["llama", "mixtral", "lora", "patched", "gemma2", "lora on the head"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mixtral", "lora", "patched", "gemma2", "lora on the head"]
+)
 def test_orpo(case, trained, policy, tmp_path, caplog):
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 

@@ -1,4 +1,5 @@
-"""How an operator is compared: its `Case` drawn, run, and measured against float64 and against PyTorch's own code."""
+"""How an operator is compared: its `Case` drawn, run, and measured against float64 and against
+PyTorch's own code."""
 
 import contextlib
 import importlib
@@ -39,7 +40,10 @@ def run(fn, tensors, strided=False):
     wanted = leaves(tensors)
     differentiable = [o for o in outs if o.requires_grad]
     g = torch.Generator().manual_seed(0)
-    dys = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.device, o.dtype) for o in differentiable]
+    dys = [
+        torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.device, o.dtype)
+        for o in differentiable
+    ]
     dys = [spread(dy) for dy in dys] if strided else dys
     once = torch.autograd.grad(differentiable, list(wanted.values()), dys, retain_graph=True)
     twice = torch.autograd.grad(differentiable, list(wanted.values()), dys)
@@ -54,29 +58,33 @@ PRODUCTS = aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm
 class ExactProducts(TorchDispatchMode):
     """Every matrix product of fp32 made in fp64 and rounded once, ours and PyTorch's own.
 
-    BLAS adds up in an order that depends on the processor, on its threads and on where a matrix lies in memory: the
-    same two products may differ by several roundings. That order is not the operator's; whatever else it adds is.
-    """
+    BLAS adds up in an order that depends on the processor, on its threads and on where a matrix
+    lies in memory: the same two products may differ by several roundings. That order is not the
+    operator's; whatever else it adds is."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
         if packet not in PRODUCTS or args[-1].dtype != torch.float32:
             return func(*args, **kwargs)
         out = args[0] if packet is aten.addmm_ else kwargs.pop("out", None)
-        exact = (aten.addmm if packet is aten.addmm_ else packet)(*(a.double() for a in args), **kwargs)
+        exact = (aten.addmm if packet is aten.addmm_ else packet)(
+            *(a.double() for a in args), **kwargs
+        )
         return exact.float() if out is None else out.copy_(exact)
 
 
 def as_on_any_processor():
-    """On a GPU nothing is replaced: there the operators are tested with the products that they get."""
+    """On a GPU nothing is replaced: there the operators are tested with the products that they
+    get."""
     return ExactProducts() if DEVICE == "cpu" else contextlib.nullcontext()
 
 
 class LikeTheHead(TorchFunctionMode):
-    """Has a linear's result, and the gradient that comes back to it, in the memory layout of our head: column-major.
+    """Has a linear's result, and the gradient that comes back to it, in the memory layout of our
+    head: column-major.
 
-    A bias is added in fp32 to the rounded product, as our head adds it. cuBLAS rounds the product, too, in this layout.
-    """
+    A bias is added in fp32 to the rounded product, as our head adds it. cuBLAS rounds the product,
+    too, in this layout."""
 
     calls = 0
 
@@ -95,12 +103,13 @@ class LikeTheHead(TorchFunctionMode):
 
 
 def run_plain(reference, tensors, dtype, products=True):
-    """PyTorch's results in that dtype, in a list: of matrix ``products`` also those in our head's memory layout.
+    """PyTorch's results in that dtype, in a list: of matrix ``products`` also those in our head's
+    memory layout.
 
-    cuBLAS takes another kernel for another layout, which adds in another order: on an H200 the same dX·W was off by up
-    to 5e-7 of the largest in autograd's layout and by up to 1e-6 with an operand in the other. In 16 bits some logits
-    are rounded to the other neighbour, and a loss in fp32 shows it.
-    """
+    cuBLAS takes another kernel for another layout, which adds in another order: on an H200 the same
+    dX·W was off by up to 5e-7 of the largest in autograd's layout and by up to 1e-6 with an operand
+    in the other. In 16 bits some logits are rounded to the other neighbour, and a loss in fp32
+    shows it."""
     with as_on_any_processor():
         found = [run(reference, cast(tensors, dtype))[0]]
     if products:
@@ -111,12 +120,12 @@ def run_plain(reference, tensors, dtype, products=True):
 
 
 def errors(got, plain, exact, inputs, fp32_roundings=1):
-    """For each result its error against fp64, PyTorch's own, what may be added as a share of the largest, and that.
+    """For each result its error against fp64, PyTorch's own, what may be added as a share of the
+    largest, and that.
 
-    PyTorch's own is the worst of those in ``plain``: see `run_plain`. What may be added is one rounding, or
-    ``fp32_roundings`` where the result is in fp32. An output's largest value is at least the largest input: a loss is a
-    difference of logits, each of which was rounded.
-    """
+    PyTorch's own is the worst of those in ``plain``: see `run_plain`. What may be added is one
+    rounding, or ``fp32_roundings`` where the result is in fp32. An output's largest value is at
+    least the largest input: a loss is a difference of logits, each of which was rounded."""
     found = {}
     largest_input = max(t.abs().max() for t in inputs.values() if t.is_floating_point())
     for k, e in exact.items():
@@ -127,13 +136,18 @@ def errors(got, plain, exact, inputs, fp32_roundings=1):
         largest = max(e.abs().max(), largest_input if k.startswith("output") else 1e-30)
         mine, *theirs = ((a[k].double() - e).abs().max() for a in (got, *plain))
         assert not mine.isnan(), f"{k} is NaN"
-        more = torch.finfo(got[k].dtype).eps * (fp32_roundings if got[k].dtype == torch.float32 else 1)
-        found[k] = torch.stack((mine, torch.stack(theirs).amax(), *mine.new_tensor((more, largest))))
+        more = torch.finfo(got[k].dtype).eps * (
+            fp32_roundings if got[k].dtype == torch.float32 else 1
+        )
+        found[k] = torch.stack(
+            (mine, torch.stack(theirs).amax(), *mine.new_tensor((more, largest)))
+        )
     return found
 
 
 def of_logarithms(V):
-    """Roundings that log p leaves in a head's gradients: made by two subtractions, where PyTorch has one.
+    """Roundings that log p leaves in a head's gradients: made by two subtractions, where PyTorch
+    has one.
 
     That is half an eps of |log p| more, and Σ p·|log p| is at most log V.
     """
@@ -141,18 +155,20 @@ def of_logarithms(V):
 
 
 def of_a_logit(dtype, tokens):
-    """The same of a mean over tokens on a GPU, which adds in an order of its own: one logit of 16 bits is rounded to
-    its other neighbour. It is as far from the exact one, on the other side: a loss of one token is no worse."""
+    """The same of a mean over tokens on a GPU, which adds in an order of its own: one logit of 16
+    bits is rounded to its other neighbour. It is as far from the exact one, on the other side: a
+    loss of one token is no worse."""
     if DEVICE == "cpu" or dtype == torch.float32 or tokens == 1:
         return 0
     return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps / tokens
 
 
 def assert_as_exact_as(draws):
-    """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a rounding.
+    """Over some draws, since one small draw is luck: never further off than PyTorch's worst and a
+    rounding.
 
-    Of the largest value in any of them: where the terms of a sum cancel, it is small, and their roundings are not.
-    """
+    Of the largest value in any of them: where the terms of a sum cancel, it is small, and their
+    roundings are not."""
     for k in draws[0]:
         mine, theirs, more, largest = torch.stack([d[k] for d in draws]).amax(0).tolist()
         assert mine <= theirs + more * largest, (
@@ -164,15 +180,20 @@ ANYWHERE = pytest.mark.usefixtures("anywhere")  # with the kernels of a head and
 BY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
-ALLOCATIONS = aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided
+ALLOCATIONS = (
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.empty_strided,
+    aten.new_empty_strided,
+)
 
 
 class PoisonedEmpty(TorchDispatchMode):
     """Memory that an operator allocates and doesn't write shows up as NaN.
 
-    A mode, and no other function in the place of `torch.empty`: PyTorch looks up what `torch.empty` is only once, for
-    what makes tensors under `torch.device(...)`, or what Dynamo traces.
-    """
+    A mode, and no other function in the place of `torch.empty`: PyTorch looks up what `torch.empty`
+    is only once, for what makes tensors under `torch.device(...)`, or what Dynamo traces."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -8,7 +8,9 @@ from patched import assert_same_step, pending, step
 import liger_kernel.transformers as liger
 from liger_kernel.patch import engine
 
-FAMILY = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])  # plain; norms of heads; a softcap, geglu
+FAMILY = pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2"]
+)  # plain; norms of heads; a softcap, geglu
 WHEN = pytest.mark.parametrize("when", ["patch before", "patch after"])
 
 

@@ -13,15 +13,20 @@ DIVERGENCE = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
 def drawn(M=9, H=24, V=77, W=None, seed=0, ignore_index=-100, **_):
-    """Tensors on the CPU in fp32, every third row ignored; V classes of the student, W of the teacher."""
+    """Tensors on the CPU in fp32, every third row ignored; V classes of the student, W of the
+    teacher."""
     torch.manual_seed(seed)
     W = V if W is None else W
     target = torch.randint(V, (M,)).where(torch.arange(M) % 3 != 1, ignore_index)
     student = dict(
-        student=torch.randn(M, H), student_weight=torch.randn(V, H) * 2 / H**0.5, student_bias=torch.randn(V)
+        student=torch.randn(M, H),
+        student_weight=torch.randn(V, H) * 2 / H**0.5,
+        student_bias=torch.randn(V),
     )
     teacher = dict(
-        teacher=torch.randn(M, H - 3), teacher_weight=torch.randn(W, H - 3) * 2 / H**0.5, teacher_bias=torch.randn(W)
+        teacher=torch.randn(M, H - 3),
+        teacher_weight=torch.randn(W, H - 3) * 2 / H**0.5,
+        teacher_bias=torch.randn(W),
     )
     return {k: t.requires_grad_() for k, t in student.items()} | dict(target=target) | teacher
 
@@ -42,9 +47,17 @@ def kl(log_p, log_q):
 
 
 def of_logits(
-    x, y, target, divergence="jsd", beta=0.5, temperature=1.0, weight_hard=0.5, weight_soft=0.5, ignore_index=-100,
+    x,
+    y,
+    target,
+    divergence="jsd",
+    beta=0.5,
+    temperature=1.0,
+    weight_hard=0.5,
+    weight_soft=0.5,
+    ignore_index=-100,
     return_hard=False,
-):  # fmt: skip
+):
     valid, wide = target != ignore_index, torch.promote_types(x.dtype, F32)
     n = max(int(valid.sum()), 1)
     x, y = x.to(wide), y.to(wide)
@@ -62,7 +75,9 @@ def of_logits(
 def textbook(option):
     def call(student, student_weight, student_bias, target, teacher, teacher_weight, teacher_bias):
         x = F.linear(student, student_weight, student_bias)
-        return of_logits(x, torch.addmm(teacher_bias, teacher, teacher_weight.t()), target, **option)
+        return of_logits(
+            x, torch.addmm(teacher_bias, teacher, teacher_weight.t()), target, **option
+        )
 
     return call
 

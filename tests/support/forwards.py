@@ -55,7 +55,9 @@ def kept(self, *args, **kwargs):
 def pair(forward, prepare=None):
     """(a model with this forward, the same patched)."""
     theirs = tiny.model("llama")
-    theirs.__class__ = type("Theirs", (LlamaForCausalLM,), {"forward": forward, "__module__": __name__})
+    theirs.__class__ = type(
+        "Theirs", (LlamaForCausalLM,), {"forward": forward, "__module__": __name__}
+    )
     if prepare is not None:
         prepare(theirs)
     mine = copy.deepcopy(theirs)

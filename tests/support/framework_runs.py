@@ -1,9 +1,8 @@
 """Runs of a training framework by its own command, with its switch for this package and without.
 
-A process imports the framework once and forks for every run (on a GPU: a process for every run). A run is the
-command's entry point with the user's arguments. Noted are its output, whether it failed, and what it has called of this
-package: the profiler sees every Python function.
-"""
+A process imports the framework once and forks for every run (on a GPU: a process for every run). A
+run is the command's entry point with the user's arguments. Noted are its output, whether it failed,
+and what it has called of this package: the profiler sees every Python function."""
 
 import collections
 import contextlib
@@ -32,7 +31,9 @@ class Run:
 
     def __init__(self, folder):
         self.folder = folder
-        self.output = (folder / "output.txt").read_text() if (folder / "output.txt").exists() else ""
+        self.output = (
+            (folder / "output.txt").read_text() if (folder / "output.txt").exists() else ""
+        )
         noted = folder / "noted.json"
         assert noted.exists(), f"{folder.name} did not end:\n{self.output[-6000:]}"
         noted = json.loads(noted.read_text())
@@ -40,17 +41,25 @@ class Run:
         self.calls = collections.Counter(noted["calls"])
 
     def logged(self, name="loss"):
-        """What the framework's Trainer logged, step by step, from the newest of the states that it has saved."""
-        states = sorted(self.folder.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
+        """What the framework's Trainer logged, step by step, from the newest of the states that it
+        has saved."""
+        states = sorted(
+            self.folder.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime
+        )
         assert states, f"{self.folder.name} has saved no trainer_state.json:\n{self.output[-6000:]}"
-        return [float(log[name]) for log in json.loads(states[-1].read_text())["log_history"] if name in log]
+        return [
+            float(log[name])
+            for log in json.loads(states[-1].read_text())["log_history"]
+            if name in log
+        ]
 
 
 def run(entry, jobs, folder, first=(), environment=(), limit=400):
     """name -> `Run`.
 
     Args:
-        entry: ``module:function``, what the framework's command calls; or ``module``, run as ``python -m`` runs it.
+        entry: ``module:function``, what the framework's command calls; or ``module``, run as
+        ``python -m`` runs it.
         jobs: name -> the arguments behind the command.
         folder: where each run gets a folder of its name; it is the working directory, too.
         first: modules to import before the fork.
@@ -58,22 +67,32 @@ def run(entry, jobs, folder, first=(), environment=(), limit=400):
     given = {}
     for name, arguments in jobs.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        given[name] = dict(folder=str(folder / name), arguments=[str(argument) for argument in arguments])
+        given[name] = dict(
+            folder=str(folder / name), arguments=[str(argument) for argument in arguments]
+        )
     plan = folder / "jobs.json"
     plan.write_text(json.dumps(dict(entry=entry, first=list(first), jobs=given)))
     env = {**os.environ, **OFFLINE, "HF_HOME": str(folder / "hub"), **dict(environment)}
-    env.pop("TRITON_INTERPRET", None)  # CPU tensors take the reference, as they do for a user without a GPU
+    env.pop(
+        "TRITON_INTERPRET", None
+    )  # CPU tensors take the reference, as they do for a user without a GPU
     done = subprocess.run(
-        [sys.executable, __file__, str(plan)], env=env, cwd=folder, timeout=limit, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, __file__, str(plan)],
+        env=env,
+        cwd=folder,
+        timeout=limit,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert not done.returncode, done.stdout[-6000:]
     return {name: Run(folder / name) for name in jobs}
 
 
 def assert_same_losses(mine, theirs, steps, cancelled=False):
-    """The losses and the norms of the gradients. fp32 and a few steps of Adam: the differences of single steps, some
-    1e-7, have not grown past 1e-4. ``cancelled``: the loss is what some terms of about 1 leave of each other."""
+    """The losses and the norms of the gradients. fp32 and a few steps of Adam: the differences of
+    single steps, some 1e-7, have not grown past 1e-4. ``cancelled``: the loss is what some terms of
+    about 1 leave of each other."""
     for name in ("loss", "grad_norm"):
         a, b = mine.logged(name), theirs.logged(name)
         assert len(a) == len(b) == steps
@@ -123,7 +142,11 @@ def work(entry, folder, arguments):
     module, _, function = entry.partition(":")
     os.chdir(folder)
     calls, error = collections.Counter(), None
-    with open("output.txt", "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with (
+        open("output.txt", "w") as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
         os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
         sys.argv = [module, *arguments]
         try:
@@ -138,7 +161,9 @@ def work(entry, folder, arguments):
             error = traceback.format_exc()
         finally:
             sys.setprofile(None)
-    Path(folder, "noted.json").write_text(json.dumps(dict(error=error, calls=calls, seconds=time.process_time())))
+    Path(folder, "noted.json").write_text(
+        json.dumps(dict(error=error, calls=calls, seconds=time.process_time()))
+    )
 
 
 def main(plan):

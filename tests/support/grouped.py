@@ -48,11 +48,16 @@ def drawn(kind, seed=0):
     x = torch.randn(*shape, H)
     x.view(-1, H)[0] = 14 * w[7] / w[7].square().sum()  # a confident row
     return dict(
-        hidden=x.requires_grad_(), weight=w.requires_grad_(), bias=torch.randn(V).requires_grad_(), target=target
+        hidden=x.requires_grad_(),
+        weight=w.requires_grad_(),
+        bias=torch.randn(V).requires_grad_(),
+        target=target,
     )
 
 
 def ours(kind, **options):
     fn, parts, *_ = KINDS[kind]
     options["rest_of"] = REST_OF.get(kind, 0)
-    return lambda hidden, weight, bias, target: loss_of(fn, hidden, weight, target, bias, parts=parts, **options)
+    return lambda hidden, weight, bias, target: loss_of(
+        fn, hidden, weight, target, bias, parts=parts, **options
+    )

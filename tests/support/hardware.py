@@ -1,4 +1,5 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are defined."""
+"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are
+defined."""
 
 import os
 

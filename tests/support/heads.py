@@ -1,4 +1,5 @@
-"""The linear head beside logits made whole: what is drawn, both definitions, how they are compared."""
+"""The linear head beside logits made whole: what is drawn, both definitions, how they are
+compared."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ CASE = next(case for case in CASES if case.name == "fused_linear_cross_entropy")
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = F32, B16, F16
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-FLAGS = dict.fromkeys([f"return_{name}" for name in ("logsumexp", "entropy", "z_loss", "mean_logit")], True)
+FLAGS = dict.fromkeys(
+    [f"return_{name}" for name in ("logsumexp", "entropy", "z_loss", "mean_logit")], True
+)
 COUNTS = dict(return_accuracy=True, return_predicted=True)
 NAMES = "loss", "logsumexp", "entropy", "z_loss", "mean_logit"
 TOGETHER = dict(
@@ -25,7 +28,8 @@ SCALARS = dict(label_smoothing=0.1, class_weight=True, lse_square_scale=1e-2, so
 
 
 def drawn(M=9, H=24, V=77, seed=0, bias=True, class_weight=False, **option):
-    """(tensors on the CPU in fp32, the other options): every third row ignored, the first one confident."""
+    """(tensors on the CPU in fp32, the other options): every third row ignored, the first one
+    confident."""
     torch.manual_seed(seed)
     ignored = option.get("ignore_index", -100)
     target = torch.randint(V, (M,)).where(torch.arange(M) % 3 != 1, ignored)
@@ -42,14 +46,23 @@ def drawn(M=9, H=24, V=77, seed=0, bias=True, class_weight=False, **option):
 
 
 def whole_logits(
-    x, target, class_weight=None, temperature=1.0, logit_scale=1.0, softcap=None, ignore_index=-100,
-    label_smoothing=0.0, lse_square_scale=0.0,
-):  # fmt: skip
+    x,
+    target,
+    class_weight=None,
+    temperature=1.0,
+    logit_scale=1.0,
+    softcap=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    lse_square_scale=0.0,
+):
     """Every output of a token, as a textbook has it, in fp32 where Hugging Face has it."""
     z = x.to(torch.promote_types(x.dtype, F32)) * logit_scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     w = None if class_weight is None else class_weight.to(z.dtype)
-    ce = F.cross_entropy(z, target, w, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    ce = F.cross_entropy(
+        z, target, w, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
     valid, log_p, lse = target != ignore_index, z.log_softmax(-1), z.logsumexp(-1)
     z_loss, best = lse_square_scale * lse.square(), z.detach().argmax(-1)
     outputs = dict(
@@ -114,22 +127,34 @@ PAIRS = (tokens, whole_tokens), (scalar, whole_scalar)
 
 
 def measured(fn, reference, tensors, dtype):
-    """One draw for `assert_as_exact_as`. A second backward is the same, nothing is written to or left unwritten."""
+    """One draw for `assert_as_exact_as`. A second backward is the same, nothing is written to or
+    left unwritten."""
     mine = cast(tensors, dtype)
     with PoisonedEmpty(), as_on_any_processor():
         got, once, twice = run(fn, mine)
     theirs = run_plain(reference, tensors, dtype)
     exact, *_ = run(reference, cast(mine, F64))
-    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
-    assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), "an input was written to"
-    return errors(got, theirs, exact, mine, CASE.fp32_roundings + of_logarithms(len(mine["weight"])))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
+        "a second backward differs"
+    )
+    assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), (
+        "an input was written to"
+    )
+    return errors(
+        got, theirs, exact, mine, CASE.fp32_roundings + of_logarithms(len(mine["weight"]))
+    )
 
 
 def same(got, want, rtol=1e-5, atol=1e-6):
     assert got.keys() == want.keys()
     for k in want:
         torch.testing.assert_close(
-            got[k], want[k].to(got[k].dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda text, k=k: f"{k}: {text}"
+            got[k],
+            want[k].to(got[k].dtype),
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda text, k=k: f"{k}: {text}",
         )
 
 

@@ -1,8 +1,9 @@
-"""Triton's interpreter: bf16 rounded as a GPU does, and less of what it does beside a kernel's own arithmetic.
+"""Triton's interpreter: bf16 rounded as a GPU does, and less of what it does beside a kernel's own
+arithmetic.
 
-Its own work is most of the time of these tests: types and shapes made anew for every value, its language replaced anew
-for every call. What is kept here depends on nothing but a type, or a function's globals.
-"""
+Its own work is most of the time of these tests: types and shapes made anew for every value, its
+language replaced anew for every call. What is kept here depends on nothing but a type, or a
+function's globals."""
 
 import types
 
@@ -29,13 +30,18 @@ def _round_like_a_gpu(convert):
 
 
 def _prepare_once(prepare):
-    """What triton.language has is replaced once, for each of its modules that a function knows, and stays so."""
+    """What triton.language has is replaced once, for each of its modules that a function knows, and
+    stays so."""
     known, ready = {}, set()
 
     def call(fn):
         if fn not in known:
-            modules = [value for value in fn.__globals__.values() if isinstance(value, types.ModuleType)]
-            known[fn] = frozenset(m.__name__ for m in modules if m.__name__.startswith("triton.language"))
+            modules = [
+                value for value in fn.__globals__.values() if isinstance(value, types.ModuleType)
+            ]
+            known[fn] = frozenset(
+                m.__name__ for m in modules if m.__name__.startswith("triton.language")
+            )
         if known[fn] not in ready:
             ready.add(known[fn])
             prepare(fn)
@@ -45,7 +51,8 @@ def _prepare_once(prepare):
 
 
 def _one_number(patch):
-    """Before 3.7 the interpreter takes an array of one number for a number, as NumPy has not done since 2.5."""
+    """Before 3.7 the interpreter takes an array of one number for a number, as NumPy has not done
+    since 2.5."""
 
     def call(tensor, *scope):
         patch(tensor, *scope)
@@ -81,7 +88,11 @@ def _one_of_each(cls):
     known, init = {}, cls.__init__
 
     def new(cls, element_ty, shape):
-        key = element_ty.name, getattr(element_ty, "address_space", None), *(getattr(n, "value", n) for n in shape)
+        key = (
+            element_ty.name,
+            getattr(element_ty, "address_space", None),
+            *(getattr(n, "value", n) for n in shape),
+        )
         if key not in known:
             made = object.__new__(cls)
             init(made, element_ty, shape)
@@ -109,7 +120,9 @@ def _without_rules(check):
     kinds = {"fp32": (int, float), "int32": (int,), "int64": (int,), "int1": ()}
 
     def plain(kind, number):
-        return type(number) in kinds.get(kind.name, ()) and (type(number) is float or -(2**31) <= number < 2**31)
+        return type(number) in kinds.get(kind.name, ()) and (
+            type(number) is float or -(2**31) <= number < 2**31
+        )
 
     def call(self, lhs, rhs, *args, **kwargs):
         left, right = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
@@ -119,7 +132,9 @@ def _without_rules(check):
             rhs = self.scalar_constant(rhs, lhs.dtype)
         elif alike := right and plain(rhs.dtype, lhs):
             lhs = self.scalar_constant(lhs, rhs.dtype)
-        return self.broadcast_impl_value(lhs, rhs) if alike else check(self, lhs, rhs, *args, **kwargs)
+        return (
+            self.broadcast_impl_value(lhs, rhs) if alike else check(self, lhs, rhs, *args, **kwargs)
+        )
 
     return call
 
@@ -134,9 +149,13 @@ def _shapes_once(broadcast):
         names = lhs.type.name, rhs.type.name
         if names not in known:
             both = broadcast(self, lhs, rhs)
-            known[names] = [(value.type, [*value.type.shape] if value.type.is_block() else ()) for value in both]
+            known[names] = [
+                (value.type, [*value.type.shape] if value.type.is_block() else ()) for value in both
+            ]
             return both
-        return tuple(of(self, value, *to) for value, to in zip((lhs, rhs), known[names], strict=True))
+        return tuple(
+            of(self, value, *to) for value, to in zip((lhs, rhs), known[names], strict=True)
+        )
 
     def of(self, value, type, shape):
         if value.type.name == type.name:
@@ -153,7 +172,9 @@ def _overflow(self, lhs, rhs, binary_op):
     kind, name = lhs.dtype, binary_op.__name__
     if kind.int_bitwidth >= 64:
         return
-    assert kind.is_int() and rhs.dtype == kind, f"expected matching integers, got {kind} and {rhs.dtype}"
+    assert kind.is_int() and rhs.dtype == kind, (
+        f"expected matching integers, got {kind} and {rhs.dtype}"
+    )
     of = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
     wide = of(lhs.handle.data, rhs.handle.data, dtype=np.int64)
     fits = kind.get_int_min_value() <= wide.min() and wide.max() <= kind.get_int_max_value()
@@ -174,6 +195,8 @@ def shorten():
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     _one_of_each(core.block_type)
     core.tensor.__init__ = _of_its_type(core.tensor.__init__)
-    TritonSemantic.binary_op_type_checking_impl = _without_rules(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.binary_op_type_checking_impl = _without_rules(
+        TritonSemantic.binary_op_type_checking_impl
+    )
     TritonSemantic.broadcast_impl_value = _shapes_once(TritonSemantic.broadcast_impl_value)
     TritonSemantic.binary_op_sanitize_overflow_impl = _overflow

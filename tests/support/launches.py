@@ -1,4 +1,5 @@
-"""torchrun without its imports: each one is forked from a process that has imported what a training script imports."""
+"""torchrun without its imports: each one is forked from a process that has imported what a training
+script imports."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -22,13 +23,16 @@ def context():
     if FORKS:
         chosen.set_forkserver_preload(IMPORTED)
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-        with mock.patch.dict(os.environ, clean | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path))), clear=True):
+        with mock.patch.dict(
+            os.environ, clean | dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path))), clear=True
+        ):
             multiprocessing.forkserver.ensure_running()
     return chosen
 
 
 def torchrun(options, script, arguments, log):
-    """torchrun on this machine, in a process of its own. ``log`` gets what it and its workers print."""
+    """torchrun on this machine, in a process of its own. ``log`` gets what it and its workers
+    print."""
     handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

@@ -11,7 +11,7 @@ from hardware import DEVICE
 from ranks import SIZE
 
 from liger_kernel.core import devices
-from liger_kernel.patch import conditions
+from liger_kernel.patch.proof import conditions
 
 LOW = torch.bfloat16
 
@@ -29,7 +29,8 @@ def mesh(*shape):
 
 @contextmanager
 def kernels(interpreted):
-    """With them as on a GPU, where layers of one input share a node in the graph; or as on a CPU."""
+    """With them as on a GPU, where layers of one input share a node in the graph; or as on a
+    CPU."""
     before = devices.INTERPRETED, conditions.LARGE
     devices.INTERPRETED, conditions.LARGE = interpreted and before[0], 0
     try:
@@ -69,7 +70,8 @@ def fsdp2(*groups, layers=True, shape=(), low=False, offload=False, **given):
 
 
 def torchtitan(model):
-    """The embedding, the layers, then norm and head, whose weights stay for backward; bf16, gradients in fp32."""
+    """The embedding, the layers, then norm and head, whose weights stay for backward; bf16,
+    gradients in fp32."""
     from torch.distributed.fsdp import fully_shard
 
     options = dict(mesh=mesh(), mp_policy=precision())
@@ -88,15 +90,19 @@ def accelerate(low=False, **given):
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
             mixed_precision_policy=precision() if low else None,
             **dict(reshard_after_forward=True, cpu_ram_efficient_loading=False) | given,
-        )  # fmt: skip
+        )
         accelerator = SimpleNamespace(
-            state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16" if low else "no",
-            torch_device_mesh=mesh(), parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
-            is_main_process=dist.get_rank() == 0, device=torch.device(DEVICE),
-        )  # fmt: skip
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            mixed_precision="bf16" if low else "no",
+            torch_device_mesh=mesh(),
+            parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
+            is_main_process=dist.get_rank() == 0,
+            device=torch.device(DEVICE),
+        )
         return fsdp2_prepare_model(accelerator, model)
 
     return shard
@@ -138,8 +144,14 @@ def fsdp1(low=False, shape=(), policy=None, **given):
         if shape:
             options["device_mesh"] = mesh(*shape)
         wrapping = policy(model) if policy else ModuleWrapPolicy({type(parts(model)[1][0])})
-        device = torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device(DEVICE)
-        return FullyShardedDataParallel(model, auto_wrap_policy=wrapping, device_id=device, **options)
+        device = (
+            torch.device(DEVICE, torch.cuda.current_device())
+            if DEVICE == "cuda"
+            else torch.device(DEVICE)
+        )
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=wrapping, device_id=device, **options
+        )
 
     return wrap
 
@@ -181,6 +193,9 @@ def whole(model, of="data"):
 
     by_fsdp1 = isinstance(model, FSDP1)
     with FSDP1.summon_full_params(model, with_grads=of == "grad") if by_fsdp1 else nullcontext():
-        named = {n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        named = {
+            n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p
+            for n, p in model.named_parameters()
+        }
         named = {n: p.grad if of == "grad" else p for n, p in named.items()}
         return {n: gathered(t) for n, t in named.items() if t is not None}

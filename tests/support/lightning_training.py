@@ -35,7 +35,9 @@ class Finetuning(lightning.LightningModule):
     def validation_step(self, batch):
         out = self.model(**batch)
         self.log("val_loss", out.loss)
-        self.log("val_accuracy", (out.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).float().mean())
+        self.log(
+            "val_accuracy", (out.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).float().mean()
+        )
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -53,11 +55,21 @@ def fit(path, which, folder, **options):
     lightning.seed_everything(0, verbose=False)
     module = Finetuning(path, which)
     trainer = lightning.Trainer(
-        **{"accelerator": "cpu", "devices": 1, **options}, max_steps=STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, limit_val_batches=2,
+        **{"accelerator": "cpu", "devices": 1, **options},
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        limit_val_batches=2,
         num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer.fit(module, batches(STEPS * trainer.world_size * trainer.accumulate_grad_batches), batches(2, seed=1))
+    )
+    trainer.fit(
+        module,
+        batches(STEPS * trainer.world_size * trainer.accumulate_grad_batches),
+        batches(2, seed=1),
+    )
     return trainer, module
 
 

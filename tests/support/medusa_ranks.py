@@ -16,19 +16,26 @@ T, H, V = 6, 24, 77
 
 
 class Heads(torch.nn.Module):
-    """As examples/medusa.py has them: the loss is made in forward, where wrappers have the weights."""
+    """As examples/medusa.py has them: the loss is made in forward, where wrappers have the
+    weights."""
 
     def __init__(self, frozen):
         super().__init__()
         torch.manual_seed(0)
         self.backbone = torch.nn.Embedding(V, H).requires_grad_(not frozen)
-        self.blocks, self.heads = (torch.nn.ModuleList(torch.nn.Linear(H, n) for _ in range(2)) for n in (H, V))
+        self.blocks, self.heads = (
+            torch.nn.ModuleList(torch.nn.Linear(H, n) for _ in range(2)) for n in (H, V)
+        )
 
     def forward(self, ids, items):
         h = self.backbone(ids)
         states, heads = [h + F.silu(block(h)) for block in self.blocks], self.heads
         return liger_medusa_loss(
-            states, [p.weight for p in heads], ids, [p.bias for p in heads], num_items_in_batch=items
+            states,
+            [p.weight for p in heads],
+            ids,
+            [p.bias for p in heads],
+            num_items_in_batch=items,
         )[0]
 
 
@@ -53,7 +60,13 @@ def wrapped(rank, kind, frozen):
     if kind == "FSDP2":
         model.reshard()
         with pytest.raises(ValueError, match="DTensor; call this within the forward of the module"):
-            liger_medusa_loss(torch.randn(1, T, H, device=DEVICE), [p.weight for p in model.heads], ids[:1])
+            liger_medusa_loss(
+                torch.randn(1, T, H, device=DEVICE), [p.weight for p in model.heads], ids[:1]
+            )
 
 
-CHECKS = [partial(wrapped, kind=kind, frozen=frozen) for kind in ("DDP", "FSDP2") for frozen in (True, False)]
+CHECKS = [
+    partial(wrapped, kind=kind, frozen=frozen)
+    for kind in ("DDP", "FSDP2")
+    for frozen in (True, False)
+]

@@ -8,7 +8,8 @@ from liger_kernel.core.op import may_overwrite
 
 
 class Source(torch.autograd.Function):
-    """2·x, noting where the result lies and where its gradient arrives: what a projection before the GLU does."""
+    """2·x, noting where the result lies and where its gradient arrives: what a projection before
+    the GLU does."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -28,13 +29,15 @@ def reused(seen):
 
 
 def collect(loss):
-    """Triton's interpreter leaves the memory of its arguments in reference cycles; on a GPU there is nothing to do."""
+    """Triton's interpreter leaves the memory of its arguments in reference cycles; on a GPU there
+    is nothing to do."""
     gc.collect()
     return loss
 
 
 class Square(torch.autograd.Function):
-    """x², whose backward writes dx over x where it may, as cross entropy does, and notes the answer."""
+    """x², whose backward writes dx over x where it may, as cross entropy does, and notes the
+    answer."""
 
     answers = []
 

@@ -29,7 +29,8 @@ def with_act(act):
 
 
 def models(change, **config):
-    """(An unpatched model, the same one patched, the report); the first is that of the user's own code."""
+    """(An unpatched model, the same one patched, the report); the first is that of the user's own
+    code."""
     theirs = tiny.model("llama", **config)
     change(theirs)
     mine = copy.deepcopy(theirs)

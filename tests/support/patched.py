@@ -1,4 +1,5 @@
-"""Models of the families with and without the patch, their steps, and how often each operator runs."""
+"""Models of the families with and without the patch, their steps, and how often each operator
+runs."""
 
 import contextlib
 import sys
@@ -12,12 +13,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
-from liger_kernel.patch import logits
+from liger_kernel.patch.loss import placeholder as logits
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
 ONE_LAYER = dict(num_hidden_layers=1)
-BY_HEAD = dict(cross_entropy=False, fused_linear_cross_entropy=True)  # granite's default is the other one
+BY_HEAD = dict(
+    cross_entropy=False, fused_linear_cross_entropy=True
+)  # granite's default is the other one
 
 
 def apply(family, model=None, **switches):
@@ -28,14 +31,17 @@ def step(model, run=None, **given):
     """The output and every gradient of one training step; ``run`` is the model compiled."""
     model.zero_grad()
     device = next(model.parameters()).device
-    out = (model if run is None else run)(**{**{name: t.to(device) for name, t in tiny.batch().items()}, **given})
+    out = (model if run is None else run)(
+        **{**{name: t.to(device) for name, t in tiny.batch().items()}, **given}
+    )
     out = dict(loss=out[0]) if type(out) is tuple else out
     out["loss"].backward()
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_step(mine, theirs, rtol=1e-5):
-    """fp32 sums of up to a hundred terms in another order: some 1e-7 of the largest, and two layers deep."""
+    """fp32 sums of up to a hundred terms in another order: some 1e-7 of the largest, and two layers
+    deep."""
     (out, grads), (want, want_grads) = mine, theirs
     torch.testing.assert_close(out["loss"], want["loss"], rtol=rtol, atol=0)
     assert grads.keys() == want_grads.keys()
@@ -47,7 +53,15 @@ def pending(model):
     return [request for request in (logits.current(),) if request is not None]
 
 
-OPERATORS = "rms_norm", "rope", "swiglu", "geglu", "experts", "cross_entropy", "fused_linear_cross_entropy"
+OPERATORS = (
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "experts",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)
 
 
 @contextlib.contextmanager
@@ -76,7 +90,9 @@ def counted(monkeypatch):
         patched.setattr(activation_linear, "gated_linear", counting_glu)
         patched.setattr(swiglu_mlp, "by_layers", counting_mlp)
         for name in calls:
-            patched.setattr(functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}")))
+            patched.setattr(
+                functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}"))
+            )
         yield calls
 
 
@@ -118,7 +134,9 @@ def llama_with(tail):
         def forward(self, input_ids=None, labels=None, **kwargs):
             hidden_states = self.model(input_ids=input_ids).last_hidden_state
             logits = tail(self.lm_head(hidden_states))
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
+            )
             return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     model = tiny.model("llama")

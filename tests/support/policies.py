@@ -13,8 +13,22 @@ CLIPPED = "grpo", "bnpo", "dr_grpo", "dapo", "luspo"
 B, T, H, V = 4, 7, 6, 11
 
 
-def drawn(seed=0, dtype=F64, B=B, T=T, H=H, V=V, bias=True, ref="logps", old=True, v=None, advantages="B", mask=None):
-    """(what is learnt, the other arguments): sequences of different length, ratios on both sides of every bound."""
+def drawn(
+    seed=0,
+    dtype=F64,
+    B=B,
+    T=T,
+    H=H,
+    V=V,
+    bias=True,
+    ref="logps",
+    old=True,
+    v=None,
+    advantages="B",
+    mask=None,
+):
+    """(what is learnt, the other arguments): sequences of different length, ratios on both sides of
+    every bound."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -35,7 +49,9 @@ def drawn(seed=0, dtype=F64, B=B, T=T, H=H, V=V, bias=True, ref="logps", old=Tru
     if ref == "logps":
         rest["ref_per_token_logps"] = now + 0.7 * normal(B, T)
     elif ref == "input":
-        rest |= dict(ref_input=0.3 * normal(B, T, H + 1), ref_weight=normal(V, H + 1), ref_bias=normal(V))
+        rest |= dict(
+            ref_input=0.3 * normal(B, T, H + 1), ref_weight=normal(V, H + 1), ref_bias=normal(V)
+        )
     if v is not None:
         rest["vllm_is_ratio"] = (0.5 * normal(*(dict(B=B, T=T, one=1)[k] for k in v))).exp()
     return {k: t.requires_grad_() for k, t in x.items()}, rest
@@ -49,13 +65,39 @@ def token_logps(hidden, weight, bias=None, ids=None, temperature=1.0):
 
 
 def whole(
-    hidden, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
-    old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
-    num_items_in_batch=None, beta=0.04, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo",
-    max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-    temperature=1.0, use_ref_model=True, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
-    vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, entropy_coef=0.0, return_entropy=False, ranks=1,
-):  # fmt: skip
+    hidden,
+    weight,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    bias=None,
+    ref_per_token_logps=None,
+    old_per_token_logps=None,
+    ref_input=None,
+    ref_weight=None,
+    ref_bias=None,
+    vllm_is_ratio=None,
+    num_items_in_batch=None,
+    beta=0.04,
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    loss_type="dapo",
+    max_completion_length=None,
+    importance_sampling_level="token",
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    temperature=1.0,
+    use_ref_model=True,
+    delta=None,
+    use_bias_correction_kl=False,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+    entropy_coef=0.0,
+    return_entropy=False,
+    ranks=1,
+):
     """Every GRPO loss as its paper has it, sequence by sequence where that is how it reads."""
     logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, temperature)
     m = attention_mask.to(logp.dtype)
@@ -68,7 +110,9 @@ def whole(
         v = v[:, None]
     ref = ref_per_token_logps
     if ref is None and ref_input is not None and use_ref_model:
-        ref = token_logps(ref_input, ref_weight, ref_bias, selected_token_ids, temperature)[0].detach()
+        ref = token_logps(ref_input, ref_weight, ref_bias, selected_token_ids, temperature)[
+            0
+        ].detach()
     if not use_ref_model:
         ref = logp.detach()
     log_ratio = logp - old
@@ -91,9 +135,14 @@ def whole(
         log_w = (m * log_ratio.clamp(-20, 20)).sum(1, keepdim=True)
         if v is not None:
             of_tokens = v.log().clamp(math.log(1e-8), 20)
-            log_w = log_w + (of_tokens * m if v.shape == m.shape else of_tokens).sum(1, keepdim=True)
+            log_w = log_w + (of_tokens * m if v.shape == m.shape else of_tokens).sum(
+                1, keepdim=True
+            )
         log_w = log_w.clamp(math.log(1e-8), 20).expand(B, T)
-        k, lam = torch.full_like(logp, vespo_k_neg), torch.full_like(logp, max(vespo_lambda_neg, 1e-4))
+        k, lam = (
+            torch.full_like(logp, vespo_k_neg),
+            torch.full_like(logp, max(vespo_lambda_neg, 1e-4)),
+        )
         k[A >= 0], lam[A >= 0] = vespo_k_pos, max(vespo_lambda_pos, 1e-4)
         each = -(lam + k * log_w - lam * log_w.exp()).exp().detach() * A * logp
     if v is not None and loss_type != "vespo":
@@ -116,7 +165,11 @@ def whole(
             return (m * each).sum() / (B * max_completion_length)
         if loss_type == "luspo":
             return (m * each).sum(1).mean()
-        items = n * ranks if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(each)
+        items = (
+            n * ranks
+            if num_items_in_batch is None
+            else torch.as_tensor(num_items_in_batch).to(each)
+        )
         return (m * each).sum() / (items / ranks).clamp(min=1)
 
     loss = reduced(each)
@@ -130,7 +183,9 @@ def outcome(fn, learnt, rest, **options):
     """loss, metrics and gradients by name; with a gradient other than 1 coming in."""
     learnt = {k: x.detach().clone().requires_grad_(x.requires_grad) for k, x in learnt.items()}
     loss, metrics = fn(**learnt, **rest, **options)
-    metrics = metrics if isinstance(metrics, dict) else {f"metric {i}": x for i, x in enumerate(metrics)}
+    metrics = (
+        metrics if isinstance(metrics, dict) else {f"metric {i}": x for i, x in enumerate(metrics)}
+    )
     if fn in (linear_grpo_loss, linear_ppo_loss, linear_rloo_loss):
         assert loss.dim() == 0 and not any(x.requires_grad for x in metrics.values())
     wanted = {k: x for k, x in learnt.items() if x.requires_grad}

@@ -1,11 +1,13 @@
-"""Compile every launch of every `Case` for one target that needs not be there: ``portability.py sm_90 result.json``.
+"""Compile every launch of every `Case` for one target that needs not be there: ``portability.py
+sm_90 result.json``.
 
-The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds each launch to a
-signature and asks its driver for the target; `_Driver` answers, and `compile_only` stands in for what would follow on
-a GPU. So no kernel's signature and no launch is written down a second time.
+The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds
+each launch to a signature and asks its driver for the target; `_Driver` answers, and `compile_only`
+stands in for what would follow on a GPU. So no kernel's signature and no launch is written down a
+second time.
 
-Run as a program, without TRITON_INTERPRET, because the kernels of one process are either compiled or interpreted.
-"""
+Run as a program, without TRITON_INTERPRET, because the kernels of one process are either compiled
+or interpreted."""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from liger_kernel.ops.head import hopper
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
-TARGETS = {  # what Triton calls it, multiprocessors, bytes of shared memory that one program may have
+# what Triton calls it, multiprocessors, bytes of shared memory that one program may have
+TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
     "sm_90": (GPUTarget("cuda", 90, 32), 132, 227 * 1024),
     "sm_100": (GPUTarget("cuda", 100, 32), 148, 227 * 1024),
@@ -58,7 +61,11 @@ class _Launched:
     """What Triton gets in place of a compiled kernel: it notes the grids, and who launched."""
 
     function = packed_metadata = None
-    now = "", False, True  # the run under way, whether its shape is a real one, and whether to compile to the end
+    now = (
+        "",
+        False,
+        True,
+    )  # the run under way, whether its shape is a real one, and whether to compile to the end
 
     def __init__(self, src, options):
         self.src, self.options, self.grids, self.by = src, options, set(), {}
@@ -74,7 +81,8 @@ class _Launched:
 
 
 def pretend(name):
-    """From here on every tensor has kernels, for this target. Returns the launches, which fill up as they come."""
+    """From here on every tensor has kernels, for this target. Returns the launches, which fill up
+    as they come."""
     target, multiprocessors, shared = TARGETS[name]
     launches = {}
     devices.has_kernels = lambda tensor: True
@@ -83,11 +91,15 @@ def pretend(name):
         name, multiprocessors, 1024 // target.warp_size, shared if target.backend == "cuda" else 0
     )  # fmt: skip
     autocast = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda kind=None: kind != "meta" and autocast(kind)  # it knows no such device
+    torch.is_autocast_enabled = lambda kind=None: (
+        kind != "meta" and autocast(kind)
+    )  # it knows no such device
     triton.runtime.driver.set_active(_Driver(target))
 
     def compile_only(self, key, signature, device, constexprs, options, attrs, warmup):
-        launched = _Launched(self.ASTSource(self, signature, constexprs, attrs), options)  # Gluon's is another
+        launched = _Launched(
+            self.ASTSource(self, signature, constexprs, attrs), options
+        )  # Gluon's is another
         launches[self, key] = self.device_caches[device][0][key] = launched
         return launched
 
@@ -102,12 +114,13 @@ def pretend(name):
 
 
 def runs(case, variants):
-    """(shape, option, dtype, which inputs get a gradient: all, none or one; whether to compile to the end).
+    """(shape, option, dtype, which inputs get a gradient: all, none or one; whether to compile to
+    the end).
 
-    They meet every kernel and option. With ``variants`` also every option in fp32 and every gradient alone, which go
-    through the compiler's front half only, where those could fail. Without, one launch of each kernel is compiled: the
-    front half knows no target. Of more than `WHOLE` and `BEGUN`, so many are chosen.
-    """
+    They meet every kernel and option. With ``variants`` also every option in fp32 and every
+    gradient alone, which go through the compiler's front half only, where those could fail.
+    Without, one launch of each kernel is compiled: the front half knows no target. Of more than
+    `WHOLE` and `BEGUN`, so many are chosen."""
     every, real = case.shapes, case.bench or case.shapes[-1:]
     for shape in real:
         whole = variants and shape == real[0]
@@ -139,7 +152,9 @@ def run(case, shape, option, dtype, wanted):
             t = t.detach().to("meta", dtype if t.dtype == torch.float32 else None)
             tensors[name] = t.requires_grad_(gradient)
     out = case.fn(**tensors)
-    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None and o.requires_grad]
+    outs = [
+        o for o in (out if isinstance(out, tuple) else (out,)) if o is not None and o.requires_grad
+    ]
     leaves = [t for t in tensors.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     if leaves:
         torch.autograd.grad(outs, leaves, [torch.empty_like(o) for o in outs])
@@ -150,13 +165,18 @@ def run_policy():
     tensors = dict(device="meta", dtype=torch.bfloat16, requires_grad=True)
     hidden, weight = torch.empty(16384, 4096, **tensors), torch.empty(128256, 4096, **tensors)
     target = torch.empty(16384, dtype=torch.long, device="meta")
-    linear_loss(lambda part, log_probs, _: -log_probs.sum(), hidden, weight, target, few=3)[0].backward()
+    linear_loss(lambda part, log_probs, _: -log_probs.sum(), hidden, weight, target, few=3)[
+        0
+    ].backward()
 
 
 def run_policy_of_its_own():
-    """Log-probabilities and entropies alone, which Hopper's kernels make without logits. A Case asks for more."""
+    """Log-probabilities and entropies alone, which Hopper's kernels make without logits. A Case
+    asks for more."""
     tensors = dict(device="meta", dtype=torch.bfloat16, requires_grad=True)
-    hidden, weight, bias = (torch.empty(*n, **tensors) for n in ((8192, 4096), (128256, 4096), (128256,)))
+    hidden, weight, bias = (
+        torch.empty(*n, **tensors) for n in ((8192, 4096), (128256, 4096), (128256,))
+    )
     target = torch.empty(8192, dtype=torch.long, device="meta")
     for more in dict(), dict(bias=bias):
         log_probs, entropy = token_log_probs(hidden, weight, target, return_entropy=True, **more)
@@ -164,13 +184,18 @@ def run_policy_of_its_own():
 
 
 def text(case, shape, option, dtype, wanted):
-    option = "".join(f" {k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in option.items())
+    option = "".join(
+        f" {k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in option.items()
+    )
     only = "" if wanted is all else f", gradient of {wanted}"
-    return f"{case.name} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}{option}{only}"
+    return (
+        f"{case.name} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}{option}{only}"
+    )
 
 
 def resources(asm):
-    """(registers of a thread, bytes or registers that did not fit and were spilled) from the binary's own notes.
+    """(registers of a thread, bytes or registers that did not fit and were spilled) from the
+    binary's own notes.
 
     SPIR-V has none: the driver of the GPU chooses them.
     """
@@ -180,20 +205,28 @@ def resources(asm):
         path = Path(triton.knobs.cache.dir) / "one.cubin"
         path.write_bytes(asm["cubin"])
         tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
-        notes = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        notes = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
         return tuple(int(re.search(rf"\b{what}:(\d+)", notes)[1]) for what in ("REG", "STACK"))
-    return tuple(int(re.search(rf"\.{what}:\s*(\d+)", asm["amdgcn"])[1]) for what in ("vgpr_count", "vgpr_spill_count"))
+    return tuple(
+        int(re.search(rf"\.{what}:\s*(\d+)", asm["amdgcn"])[1])
+        for what in ("vgpr_count", "vgpr_spill_count")
+    )
 
 
 def front_half(target, src, options):
-    """As `triton.compile` begins: Python to Triton's own representation (or Gluon's), checked and simplified."""
+    """As `triton.compile` begins: Python to Triton's own representation (or Gluon's), checked and
+    simplified."""
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     stages = {}
     backend.add_stages(stages, options, src.language)
     functions = backend.get_codegen_implementation(options), backend.get_module_map()
-    next(iter(stages.values()))(src.make_ir(target, options, *functions, context), dict(options.__dict__))
+    next(iter(stages.values()))(
+        src.make_ir(target, options, *functions, context), dict(options.__dict__)
+    )
 
 
 def compiled(target, launched):
@@ -216,20 +249,25 @@ def compiled(target, launched):
     except Exception as error:  # whatever it is, the test shows it beside the kernel's name
         return result | dict(error=f"{type(error).__name__}: {error}")
     if "ttgir" in kernel.asm and mixes_rows(kernel.asm["ttgir"]):
-        return result | dict(error="Triton sums its rows' last axis lane by lane in an order that mixes the rows")
+        return result | dict(
+            error="Triton sums its rows' last axis lane by lane in an order that mixes the rows"
+        )
     registers, spilled = resources(kernel.asm)
     return result | dict(shared=kernel.metadata.shared, registers=registers, spilled=spilled)
 
 
 def mixes_rows(ttgir):
-    """Whether a sum of a tensor's last axis, accumulated in a loop, is of elements that are not its row's.
+    """Whether a sum of a tensor's last axis, accumulated in a loop, is of elements that are not its
+    row's.
 
-    For such a sum Triton (3.6, 3.7, 3.9) splits the axis where the tensor stands, without moving anything. That is
-    right if a thread's registers hold the last axis first, and silently wrong if they hold another one first.
-    """
+    For such a sum Triton (3.6, 3.7, 3.9) splits the axis where the tensor stands, without moving
+    anything. That is right if a thread's registers hold the last axis first, and silently wrong if
+    they hold another one first."""
     layouts = {
         name: ([int(n) for n in each.split(",")], [int(n) for n in order.split(",")])
-        for name, each, order in re.findall(r"(#\w+) = .*sizePerThread = \[(.*?)\].*order = \[(.*?)\]", ttgir)
+        for name, each, order in re.findall(
+            r"(#\w+) = .*sizePerThread = \[(.*?)\].*order = \[(.*?)\]", ttgir
+        )
     }
     split = re.findall(r"tt\.reshape .*efficient_layout : tensor<.*?(#\w+)> -> ", ttgir)
     return any(layouts[source][1][0] != len(layouts[source][1]) - 1 for source in split)
@@ -242,7 +280,10 @@ def by_kernel(launches):
     return found.values()
 
 
-WHOLE, BEGUN = 2, 2  # launches of a kernel that are compiled to the end, and by the front half: there are hundreds
+WHOLE, BEGUN = (
+    2,
+    2,
+)  # launches of a kernel that are compiled to the end, and by the front half: there are hundreds
 
 
 def spread(launches, most):
@@ -259,7 +300,9 @@ def main(name, path):
             try:
                 run(case, *given)
             except Exception as error:  # the other cases still count; the test of this one shows it
-                failed.setdefault(case.name, []).append(f"{described}: {type(error).__name__}: {error}")
+                failed.setdefault(case.name, []).append(
+                    f"{described}: {type(error).__name__}: {error}"
+                )
     _Launched.now = "linear_loss", False, True
     run_policy()
     _Launched.now = "token_log_probs", True, True
@@ -267,7 +310,11 @@ def main(name, path):
     for alike in by_kernel(launches.values()):
         alike[0].whole |= not any(launched.whole for launched in alike)
         whole = spread([launched for launched in alike if launched.whole], WHOLE)
-        begun = spread([launched for launched in alike if not launched.whole], BEGUN) if variants else ()
+        begun = (
+            spread([launched for launched in alike if not launched.whole], BEGUN)
+            if variants
+            else ()
+        )
         for launched in alike:
             launched.whole, launched.begun = launched in whole, launched in begun
     results = [compiled(TARGETS[name][0], launched) for launched in launches.values()]

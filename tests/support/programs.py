@@ -1,4 +1,5 @@
-"""Programs in a process of their own: Triton interprets or compiles, once for all; an import is not taken back."""
+"""Programs in a process of their own: Triton interprets or compiles, once for all; an import is not
+taken back."""
 
 import os
 import subprocess
@@ -16,13 +17,16 @@ def environment(**variables):
 
 def ran(command, **variables):
     """What it printed."""
-    done = subprocess.run([sys.executable, *command], env=environment(**variables), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], env=environment(**variables), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def run(program, *, without=()):
-    """Run a program in a process of its own, in which the modules ``without`` cannot be imported."""
+    """Run a program in a process of its own, in which the modules ``without`` cannot be
+    imported."""
     block = f"""
 import sys
 

@@ -47,7 +47,9 @@ def counted(monkeypatch):
     def counting(name, function):
         return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
 
-    monkeypatch.setattr(activation_linear, "gated_linear", counting("glu", activation_linear.gated_linear))
+    monkeypatch.setattr(
+        activation_linear, "gated_linear", counting("glu", activation_linear.gated_linear)
+    )
     monkeypatch.setattr(swiglu_mlp.GatedMLP, "apply", counting("glu", swiglu_mlp.GatedMLP.apply))
     for name in ("liger_rms_norm", "liger_layer_norm", "liger_rope"):
         monkeypatch.setattr(functional, name, counting(name, getattr(functional, name)))
@@ -55,7 +57,8 @@ def counted(monkeypatch):
 
 
 def same(mine, theirs, x=None):
-    """Both give the same, to rounding: in fp32, of sums of 48 terms that may be taken in another order."""
+    """Both give the same, to rounding: in fp32, of sums of 48 terms that may be taken in another
+    order."""
     x = rows(2, 5, 32, seed=9) if x is None else x
     got, want = mine(x), theirs(x)
     assert got.dtype == want.dtype

@@ -1,4 +1,5 @@
-"""Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over them."""
+"""Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over
+them."""
 
 import gc
 import time
@@ -17,13 +18,18 @@ SIZE = 2
 
 
 def process(rank, store, checks, reached):
-    """The checks, each called with the rank. One that fails ends the group; ``reached`` says which."""
+    """The checks, each called with the rank. One that fails ends the group; ``reached`` says
+    which."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if DEVICE == "cpu" else "nccl"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=SIZE,
+        timeout=timedelta(seconds=120),
     )
     for number, check in enumerate(checks):
         reached[rank] = number
@@ -32,7 +38,8 @@ def process(rank, store, checks, reached):
         except BaseException as error:
             name = f"{check.func.__name__} {check.args or ''} {check.keywords or ''}"
             raise AssertionError(f"{name}, rank {rank}: {type(error).__name__}: {error}") from error
-    gc.collect()  # a DDP that outlives its group waits for the group's threads, and they for the GIL
+    # a DDP that outlives its group waits for the group's threads, and they for the GIL
+    gc.collect()
     dist.destroy_process_group()
 
 
@@ -42,10 +49,11 @@ def reached():
 
 
 def run(checks, folder):
-    """``checks``: `functools.partial` of functions that a module holds. After one that fails the others still run.
+    """``checks``: `functools.partial` of functions that a module holds. After one that fails the
+    others still run.
 
-    That takes a new group, and one that hangs two minutes: after five minutes of failures no other is tried.
-    """
+    That takes a new group, and one that hangs two minutes: after five minutes of failures no other
+    is tried."""
     if not dist.is_available():
         pytest.skip("this torch was built without torch.distributed")
     if DEVICE == "cuda" and torch.cuda.device_count() < SIZE:
@@ -57,7 +65,10 @@ def run(checks, folder):
         try:
             multiprocessing.spawn(process, (str(store), checks, at), nprocs=SIZE)
             checks = []
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        except (
+            multiprocessing.ProcessRaisedException,
+            multiprocessing.ProcessExitedException,
+        ) as error:
             failed.append(str(error))
             del checks[: min(at) + 1]  # the other rank may be ahead, in one that has not failed
             spent += time.monotonic() - began
@@ -75,7 +86,10 @@ def fsdp1(model):
 
     layer = type(model.model.layers[0])
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({layer}), use_orig_params=True, device_id=model.device
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({layer}),
+        use_orig_params=True,
+        device_id=model.device,
     )
 
 
@@ -117,7 +131,17 @@ def whole_gradients(model):
     if hasattr(model, "zero_optimization"):
         return {n: g * STEPS for n, g in zero.gradients(model).items()}  # it averages the steps
 
-    gathered = FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext()
+    gathered = (
+        FSDP1.summon_full_params(model, with_grads=True)
+        if isinstance(model, FSDP1)
+        else nullcontext()
+    )
     with gathered:
-        named = {n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
-        return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for n, p in named.items()}
+        named = {
+            n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p
+            for n, p in model.named_parameters()
+        }
+        return {
+            n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            for n, p in named.items()
+        }

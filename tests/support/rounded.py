@@ -1,4 +1,5 @@
-"""Training of a patched model beside the unpatched one, of layers that may round what they are given to few digits."""
+"""Training of a patched model beside the unpatched one, of layers that may round what they are
+given to few digits."""
 
 import torch
 from patched import step
@@ -32,11 +33,11 @@ def trained(theirs, mine, assert_same):
 
 
 def within(share, exact):
-    """What the patch changes is a small share of what rounding does to ``exact()``, a step without it: where a last
-    digit differs, a number may be rounded to the next one.
+    """What the patch changes is a small share of what rounding does to ``exact()``, a step without
+    it: where a last digit differs, a number may be rounded to the next one.
 
-    Of the loss a share of what rounding does to a logit: what it does to the loss is a sum of many that cancel.
-    """
+    Of the loss a share of what rounding does to a logit: what it does to the loss is a sum of many
+    that cancel."""
 
     def assert_same(found, wanted):
         (out, gradients), (want, want_gradients), (fine, fine_gradients) = found, wanted, exact()

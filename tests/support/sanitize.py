@@ -1,9 +1,9 @@
-"""Every `Case` forward and backward at its small odd shapes, for compute-sanitizer, which slows everything down.
+"""Every `Case` forward and backward at its small odd shapes, for compute-sanitizer, which slows
+everything down.
 
 Run as a program: ``compute-sanitizer --tool memcheck python3 tests/support/sanitize.py``.
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets it see the bounds of each tensor. The inputs are made by an operation and dropped,
-so that backward may overwrite them.
-"""
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets it see the bounds of each tensor. The inputs are made by an
+operation and dropped, so that backward may overwrite them."""
 
 import torch
 
@@ -26,8 +26,14 @@ def main():
                 with torch.device("cuda"):
                     leaves = {**case.inputs(*shape), **option}
                 out = case.fn(**{name: made(t) for name, t in leaves.items()})
-                outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None and o.requires_grad]
-                wanted = [t for t in leaves.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+                outs = [
+                    o
+                    for o in (out if isinstance(out, tuple) else (out,))
+                    if o is not None and o.requires_grad
+                ]
+                wanted = [
+                    t for t in leaves.values() if isinstance(t, torch.Tensor) and t.requires_grad
+                ]
                 torch.autograd.grad(outs, wanted, [torch.randn_like(o) for o in outs])
                 torch.cuda.synchronize()
                 launches += 1

@@ -12,14 +12,27 @@ SIZES = dict(
 )  # fmt: skip
 OWN = {
     "gemma2": dict(final_logit_softcapping=2.0, sliding_window=8, query_pre_attn_scalar=8),
-    "granite": dict(logits_scaling=0.5, embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.3),
+    "granite": dict(
+        logits_scaling=0.5,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.3,
+    ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    "phi3": dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)),
+    "phi3": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+    ),
 }
 
 
 def config(family, **overrides):
-    given = {**SIZES, **OWN.get(family, {}), "attn_implementation": "eager", "use_cache": False, **overrides}
+    given = {
+        **SIZES,
+        **OWN.get(family, {}),
+        "attn_implementation": "eager",
+        "use_cache": False,
+        **overrides,
+    }
     if family in ("granite", "mixtral", "phi3", "qwen2"):  # the head's size follows from the others
         given.pop("head_dim")
     return CONFIG_MAPPING[family](**given)

@@ -1,4 +1,5 @@
-"""A tokenizer, a model in a folder and a few lines of data for TRL's trainers: nothing comes from a network."""
+"""A tokenizer, a model in a folder and a few lines of data for TRL's trainers: nothing comes from a
+network."""
 
 import tiny
 import tokenizers
@@ -22,9 +23,13 @@ def tokenizer():
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
         chat_template=CHAT,
-    )  # fmt: skip
+    )
 
 
 def folder(path, seed=0, family="llama", **config):
@@ -41,14 +46,23 @@ def words(first, count):
 def pairs(rows=8):
     """Completions of unequal length."""
     return Dataset.from_list(
-        [dict(prompt=words(i, 3), chosen=" " + words(i + 1, 3 + i % 3), rejected=" " + words(i + 2, 6 - i % 4))
-         for i in range(rows)]
-    )  # fmt: skip
+        [
+            dict(
+                prompt=words(i, 3),
+                chosen=" " + words(i + 1, 3 + i % 3),
+                rejected=" " + words(i + 2, 6 - i % 4),
+            )
+            for i in range(rows)
+        ]
+    )
 
 
 def unpaired(rows=8):
     return Dataset.from_list(
-        [dict(prompt=words(i, 3), completion=" " + words(i + 1, 3 + i % 4), label=i % 3 != 1) for i in range(rows)]
+        [
+            dict(prompt=words(i, 3), completion=" " + words(i + 1, 3 + i % 4), label=i % 3 != 1)
+            for i in range(rows)
+        ]
     )
 
 
@@ -59,5 +73,8 @@ def prompts(rows=8):
 def chats(rows=8):
     said = [(words(i, 3), words(i + 1, 4 + i % 3)) for i in range(rows)]
     return Dataset.from_list(
-        [dict(messages=[dict(role="user", content=a), dict(role="assistant", content=b)]) for a, b in said]
+        [
+            dict(messages=[dict(role="user", content=a), dict(role="assistant", content=b)])
+            for a, b in said
+        ]
     )

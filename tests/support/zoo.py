@@ -20,8 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch import report
-from liger_kernel.patch.logits import Logits
+from liger_kernel.patch.loss.placeholder import Logits
+from liger_kernel.patch.proof import report
 
 # What families call their sizes.
 SIZES = (
@@ -57,7 +57,8 @@ SIZES = (
         residual_dropout resid_dropout mlp_dropout local_attention_probs_dropout_prob
         lsh_attention_probs_dropout_prob summary_first_dropout summary_last_dropout classifier_dropout_prob layerdrop
         decoder_layerdrop encoder_layerdrop"""),
-    (0.02, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon"),  # large enough to matter
+    # large enough to matter
+    (0.02, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon"),
     (0.7, "residual_multiplier logit_scale lm_head_multiplier"),
     (2.0, """
         final_logit_softcapping logits_soft_cap output_logit_soft_cap logits_scaling embedding_multiplier
@@ -73,11 +74,27 @@ GENERIC = {name: value for value, names in SIZES for name in names.split()}
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"])
 LINEAR = dict(layer_types=["linear_attention", "full_attention"])
 CONV = dict(layer_types=["conv", "full_attention"])
-LATENT = dict(num_key_value_heads=4)  # keys and values come from one latent, as many heads as queries
+LATENT = dict(
+    num_key_value_heads=4
+)  # keys and values come from one latent, as many heads as queries
 COMPRESSED = dict(layer_types=["compressed_sparse_attention", "heavily_compressed_attention"])
-BY_TYPE = {name: dict(rope_type="default", rope_theta=1e4, mrope_section=[3, 3, 2]) for name in SLIDING["layer_types"]}
-INDEXER = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4)
-NGRAMS = dict(ngram_vocab_size_base=64, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=2, heads_per_ngram=2)
+BY_TYPE = {
+    name: dict(rope_type="default", rope_theta=1e4, mrope_section=[3, 3, 2])
+    for name in SLIDING["layer_types"]
+}
+INDEXER = dict(
+    indexer_n_heads=4,
+    indexer_kv_heads=1,
+    indexer_head_dim=16,
+    indexer_budget=8,
+    indexer_compress_ratio=4,
+)
+NGRAMS = dict(
+    ngram_vocab_size_base=64,
+    make_ngram_vocab_size_divisible_by=8,
+    split_ngram_parts=2,
+    heads_per_ngram=2,
+)
 CHUNKS = dict(lsh_attn_chunk_length=16, local_attn_chunk_length=16)
 SIGLIP = dict(model_type="siglip_vision_model")
 HYBRID = ["linear_attention", "hybrid", "hybrid"]
@@ -169,7 +186,8 @@ FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT))
 
 
 def sized(cls, own=None, sizes=GENERIC):
-    """Arguments of a configuration class: the small sizes under its own names, below what is given."""
+    """Arguments of a configuration class: the small sizes under its own names, below what is
+    given."""
     own = dict(own or {})
     for name, sub in cls.sub_configs.items():
         given = own.get(name, {})
@@ -182,7 +200,11 @@ def sized(cls, own=None, sizes=GENERIC):
 def config(name):
     cls = CONFIG_MAPPING[name]
     made = cls(**copy.deepcopy(sized(cls, ZOO.get(name))))
-    return made.get_text_config() if model_class(name).config_class is cls.sub_configs.get("text_config") else made
+    return (
+        made.get_text_config()
+        if model_class(name).config_class is cls.sub_configs.get("text_config")
+        else made
+    )
 
 
 def build(name, dtype=torch.float32):
@@ -200,7 +222,8 @@ def drawn(cls, config, dtype=torch.float32):
 
 
 def cast(model, dtype):
-    """As ``from_pretrained``: some families keep a router or a state in fp32. (And norms, which 5.17 cannot run.)"""
+    """As ``from_pretrained``: some families keep a router or a state in fp32. (And norms, which
+    5.17 cannot run.)"""
     model.to(dtype)
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -233,7 +256,8 @@ class Trial:
 
 @contextlib.contextmanager
 def without_the_patch():
-    """Build a model and run it as it is. One of a release newer than the tables is skipped where that fails."""
+    """Build a model and run it as it is. One of a release newer than the tables is skipped where
+    that fails."""
     try:
         yield
     except Exception as error:
@@ -250,7 +274,9 @@ def step(model, given):
     torch.manual_seed(0)
     loss = model(**given)["loss"]
     loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def loss_of(model, given):
@@ -260,7 +286,8 @@ def loss_of(model, given):
 
 
 def differences(mine, theirs):
-    """Of two steps in fp32. A gradient whose terms cancel, as a key's bias has, is but the rounding of the others."""
+    """Of two steps in fp32. A gradient whose terms cancel, as a key's bias has, is but the rounding
+    of the others."""
     (loss, grads), (want, want_grads) = mine, theirs
     if not abs(loss - want) <= 1e-5 * abs(want):
         yield f"loss {loss} for {want}"
@@ -283,11 +310,17 @@ def trial(name, build=build, batch=batch):
     classes = [type(module) for module in model.modules()]
     report = liger.apply_liger_kernel(model)
     head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, out: kinds.append(type(out))) if head else None
+    hook = (
+        head.register_forward_hook(lambda module, args, out: kinds.append(type(out)))
+        if head
+        else None
+    )
     try:
         for which in "first", "second":  # the first also learns what is between head and loss
             kinds.clear()
-            differs += [f"{which} step: {what}" for what in differences(step(model, batch(model)), want)]
+            differs += [
+                f"{which} step: {what}" for what in differences(step(model, batch(model)), want)
+            ]
         low = loss_of(cast(model, torch.bfloat16), batch(model))
     except Exception as error:
         differs.append(f"{type(error).__name__}: {error}")
@@ -299,10 +332,14 @@ def trial(name, build=build, batch=batch):
     reverted = [type(module) for module in model.modules()] == classes
     want_low = loss_of(cast(model, torch.bfloat16), batch(model))
     # eager's own error in bf16, and one rounding of the loss
-    if low is not None and not abs(low - want_low) <= abs(want_low - want[0]) + 2**-8 * abs(want[0]):
+    if low is not None and not abs(low - want_low) <= abs(want_low - want[0]) + 2**-8 * abs(
+        want[0]
+    ):
         differs.append(f"bf16: loss {low} for {want_low}, {want[0]} in fp32")
     promised = any(by.endswith(("no logits", "rows at a time")) for _, by in report.replaced)
-    return Trial(report, differs, promised, fallback is None and set(kinds) == {Logits}, fallback, reverted)
+    return Trial(
+        report, differs, promised, fallback is None and set(kinds) == {Logits}, fallback, reverted
+    )
 
 
 # ---- the table ----
@@ -312,7 +349,11 @@ COLUMNS = [column for column in report.COLUMNS if column != "loss"]
 
 def row(name, tried):
     found = tried.report.columns()
-    cells = [name, "equal" if not tried.differs else "DIFFERS", "in head" if tried.in_head else "on logits"]
+    cells = [
+        name,
+        "equal" if not tried.differs else "DIFFERS",
+        "in head" if tried.in_head else "on logits",
+    ]
     cells += [", ".join(f"{n} {by}" for by, n in found[column].items()) for column in COLUMNS]
     notes = [f"{n} {what}: {why}" for (what, why), n in tried.report.left_alone.items()]
     return cells, [*tried.differs, *([tried.fallback] if tried.fallback else []), *notes]
@@ -321,9 +362,8 @@ def row(name, tried):
 def each(families, known=None):
     """A test for each family; what is ``known``, with its reason, has to fail.
 
-    `make test` has one in sixteen, beside `test_families`, which has one of each kind. The tests of a family run in one
-    process, where it is tried once.
-    """
+    `make test` has one in sixteen, beside `test_families`, which has one of each kind. The tests of
+    a family run in one process, where it is tried once."""
     import pytest
 
     def marks(i, name):
@@ -344,7 +384,11 @@ def main(names, trial=trial):
     rows = [(["family", "step", "loss", *COLUMNS], []), *map(row, names, trials)]
     widths = [max(len(cells[i]) for cells, _ in rows) for i in range(3 + len(COLUMNS))]
     for cells, notes in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        print(
+            "  ".join(
+                f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)
+            ).rstrip()
+        )
         for note in notes:
             print(f"    {note}")
     in_head, equal = sum(one.in_head for one in trials), sum(not one.differs for one in trials)

@@ -1,4 +1,5 @@
-"""A tiny random model of every vision-language family that the installed transformers has, trained with images.
+"""A tiny random model of every vision-language family that the installed transformers has, trained
+with images.
 
 ``python tests/support/zoo_vision.py [family ...]`` prints what the patch does to each.
 """
@@ -17,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 IMAGE = 120  # the token whose embedding gives way to the image
 IMAGES = "pixel_values", "pixel_values_images", "flattened_patches"  # what families call an image
-# Images of 16 by 16 in four patches, or of 32 by 32 in sixteen; what else a vision tower calls its sizes.
+# Images of 16 by 16 in four patches, or of 32 by 32 in sixteen; what else a vision tower calls its
+# sizes.
 SIZES = zoo.GENERIC | {
     name: value
     for value, names in (
@@ -41,7 +43,8 @@ SIZES = zoo.GENERIC | {
 
 
 def row(*shape, tokens=None, given=None, **config):
-    """Of two images: their shape, how many tokens each is, what comes with them; then of the configuration."""
+    """Of two images: their shape, how many tokens each is, what comes with them; then of the
+    configuration."""
     return shape, tokens, given or {}, config
 
 
@@ -52,19 +55,29 @@ def mrope(*sections):
 GRID = row(text_config=mrope(2, 3, 3))
 LINEAR = row(text_config=zoo.LINEAR | mrope(2, 3, 3))
 SIZED = dict(image_sizes=[[16, 16]] * 2)
-TILES = dict(given=dict(image_sizes=[[16, 32]] * 2), image_grid_pinpoints=[[16, 32]])  # two, and one of the whole
+TILES = dict(
+    given=dict(image_sizes=[[16, 32]] * 2), image_grid_pinpoints=[[16, 32]]
+)  # two, and one of the whole
 TARGET = row(1, 3, 8, 256, given=dict(target_sizes=[[4, 4]] * 2))
 POSITIONS = [[[x, y] for y in range(4) for x in range(4)]] * 2
 QUERY = dict(qformer_input_ids=[[5, 6, 7]] * 2)
 WHERE = dict(image_embeds_position_mask=[[0] * 3 + [1] * 4 + [0] * 9] * 2)
 VQ = dict(num_embeddings=16, codebook_size=16, channel_multiplier=[1, 1, 1], hidden_size=32)
-CODES = {"<image>": IMAGE, "<|extra_200|>": 119} | {f"<|visual token {i:06}|>": 64 + i for i in range(16)}
-LETTERS = {"<image>": IMAGE} | {f"IMGIMG{'AB'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 64 + i for i in range(16)}
+CODES = {"<image>": IMAGE, "<|extra_200|>": 119} | {
+    f"<|visual token {i:06}|>": 64 + i for i in range(16)
+}
+LETTERS = {"<image>": IMAGE} | {
+    f"IMGIMG{'AB'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 64 + i for i in range(16)
+}
 STAGES = dict(
     depths=[1, 1], patch_size=[7, 3], patch_stride=[4, 2], patch_padding=[3, 1], patch_prenorm=[False, True],
     embed_dim=[32, 64], num_heads=[4, 4], num_groups=[4, 4], window_size=4, drop_path_rate=0.0,
 )  # fmt: skip
-TO_DECODER = dict(decoder=dict(model_type="gpt2", add_cross_attention=True), decoder_start_token_id=1, pad_token_id=0)
+TO_DECODER = dict(
+    decoder=dict(model_type="gpt2", add_cross_attention=True),
+    decoder_start_token_id=1,
+    pad_token_id=0,
+)
 
 ZOO = {
     "apertus1p5": row(
@@ -181,7 +194,9 @@ def config(name):
     own = copy.deepcopy(ZOO.get(name, row())[-1])
     for part in cls.sub_configs:
         given = own.setdefault(part, {})
-        if given is not None and "model_type" not in given:  # what an AutoConfig is when nothing is said
+        if (
+            given is not None and "model_type" not in given
+        ):  # what an AutoConfig is when nothing is said
             default = getattr(cls(), part)
             named = getattr(default, "model_type", None)
             if named in CONFIG_MAPPING and CONFIG_MAPPING[named] is type(default):
@@ -198,7 +213,8 @@ def build(name, dtype=torch.float32):
 
 
 def batch(model):
-    """Token ids around an image, the image, and labels; those of the image and of some tokens count for nothing."""
+    """Token ids around an image, the image, and labels; those of the image and of some tokens count
+    for nothing."""
     given = drawn(model.config.model_type)
     return {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in given.items()}
 

@@ -1,4 +1,5 @@
-"""Preference, policy, distillation and Medusa losses of a linear head, without its logits in memory."""
+"""Preference, policy, distillation and Medusa losses of a linear head, without its logits in
+memory."""
 
 from liger_kernel.losses.distillation import (
     LigerFusedLinearCosineSimilarityFunction,
@@ -8,7 +9,11 @@ from liger_kernel.losses.distillation import (
     LigerFusedLinearJSDLoss,
 )
 from liger_kernel.losses.medusa import liger_medusa_loss
-from liger_kernel.losses.policy import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, LigerFusedLinearPPOBase
+from liger_kernel.losses.policy import (
+    LigerFusedLinearGRPOFunction,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPPOBase,
+)
 from liger_kernel.losses.preference import (
     LigerFusedLinearCPOFunction,
     LigerFusedLinearCPOLoss,

@@ -1,4 +1,5 @@
-"""The losses' Functions as functions: positional arguments, in the order of the Function's forward."""
+"""The losses' Functions as functions: positional arguments, in the order of the Function's
+forward."""
 
 from liger_kernel.losses.distillation import liger_fused_linear_cosine, liger_fused_linear_jsd
 from liger_kernel.losses.policy import liger_fused_linear_grpo

@@ -1,9 +1,8 @@
 """The command line: ``liger-kernel compare | doctor | models | plan``.
 
-Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input cannot be used,
-3 a process of ours ended without a result, 130 interrupted, 141 nobody reads the output any more. Nothing here imports
-torch before a command needs it.
-"""
+Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input
+cannot be used, 3 a process of ours ended without a result, 130 interrupted, 141 nobody reads the
+output any more. Nothing here imports torch before a command needs it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     root = _Parser(
-        "liger-kernel", description="Kernels that make training of large language models faster and smaller."
+        "liger-kernel",
+        description="Kernels that make training of large language models faster and smaller.",
     )
     root.add_argument("--version", action="version", version=f"liger-kernel {__version__}")
     commands = root.add_subparsers(metavar="command")
@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
         ("plan", plan, "MODEL ..."),
     ):
         summary = module.__doc__.partition("\n")[0]
-        command = commands.add_parser(name, help=summary, description=summary, usage=f"liger-kernel {name} {usage}")
+        command = commands.add_parser(
+            name, help=summary, description=summary, usage=f"liger-kernel {name} {usage}"
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return root
@@ -47,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where it can still be caught
     except BrokenPipeError:  # as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python flushes at its end
         return 141
 
 

@@ -1,4 +1,5 @@
-"""From what the user names to a model: a preset, a family, a local path, a hub id or a config file."""
+"""From what the user names to a model: a preset, a family, a local path, a hub id or a config
+file."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ def check(name: str | None, config_file: str | None, sizes: dict) -> None:
         if "model_type" not in read_config(config_file):
             raise BadInput(f'--config {config_file}: there is no "model_type" in it, say "llama"')
     elif name is None:
-        raise BadInput("name a model: a family (llama), a preset (llama-3.2-1b), a path or a hub id, or give --config")
+        raise BadInput(
+            "name a model: a family (llama), a preset (llama-3.2-1b), a path or a hub id, or give --config"
+        )
     elif "/" in name and Path(name).exists() and not _is_saved_here(name):
         raise BadInput(f"{name}: a model's folder holds a config.json, this does not")
     elif "/" in name and not Path(name).exists() and (name.count("/") > 1 or name[0] in "./~"):
         raise BadInput(f"{name}: no such folder")
     if sizes and (config_file is not None or _is_saved(name)):
         given = _option(next(iter(sizes)))
-        raise BadInput(f"{given}: sizes go with a family or a preset, {name or config_file} has its own")
+        raise BadInput(
+            f"{given}: sizes go with a family or a preset, {name or config_file} has its own"
+        )
 
 
 def _is_saved_here(name: str) -> bool:
@@ -49,7 +54,9 @@ def read_config(path: str) -> dict:
     except ValueError as problem:
         raise BadInput(f"--config {path}: not JSON ({problem})") from problem
     if not isinstance(values, dict):
-        raise BadInput(f"--config {path}: a config is a JSON object, this is a {type(values).__name__}")
+        raise BadInput(
+            f"--config {path}: a config is a JSON object, this is a {type(values).__name__}"
+        )
     return values
 
 
@@ -70,12 +77,15 @@ def config(name: str | None, config_file: str | None, sizes: dict):
         return AutoConfig.for_model(_family(values.pop("model_type")), **values)
     except BadInput:
         raise
-    except Exception as problem:  # transformers raises what it likes for a bad config, a hub for a bad id
+    except (
+        Exception
+    ) as problem:  # transformers raises what it likes for a bad config, a hub for a bad id
         raise BadInput(f"{name or config_file}: {one_line(problem)}{remedy(name)}") from problem
 
 
 def remedy(name: str | None) -> str:
-    """Return what to do where a model of this name does not work: a tiny model's sizes may be the reason."""
+    """Return what to do where a model of this name does not work: a tiny model's sizes may be the
+    reason."""
     if name is None or name in PRESETS or _is_saved(name):
         return ""
     return " (the sizes are those of a tiny model: give other ones, or a real model, by its id or by --config)"
@@ -86,7 +96,11 @@ def _family(name: str) -> str:
 
     if name not in CONFIG_MAPPING_NAMES:
         near = difflib.get_close_matches(name.lower(), [*PRESETS, *CONFIG_MAPPING_NAMES], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`liger-kernel models` lists the families"
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "`liger-kernel models` lists the families"
+        )
         raise BadInput(f"{name}: no family of transformers, preset or folder has this name; {hint}")
     return name
 
@@ -97,12 +111,15 @@ def _tiny(family: str, sizes: dict):
 
     known = CONFIG_MAPPING[family]().get_text_config()  # of a multimodal family, its language model
     if type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadInput(f"{family}: transformers has no causal language model of this family that stands alone")
+        raise BadInput(
+            f"{family}: transformers has no causal language model of this family that stands alone"
+        )
     return type(known)(**tiny(known.to_dict(), sizes))
 
 
 def model(training, dtype, device):
-    """(the model of a `Training` on the device, its tokenizer or None). Random weights unless weights were named."""
+    """(the model of a `Training` on the device, its tokenizer or None). Random weights unless
+    weights were named."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -131,7 +148,11 @@ def is_loaded(name: str | None) -> bool:
     if name is None or not _is_saved(name):
         return False
     folder = Path(name)
-    return not folder.exists() or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return (
+        not folder.exists()
+        or any(folder.glob("*.safetensors"))
+        or any(folder.glob("pytorch_model*.bin"))
+    )
 
 
 def _tokenizer(name: str):
@@ -144,7 +165,8 @@ def _tokenizer(name: str):
 
 
 def _check_memory(training, parameters: int, weights: int, device) -> None:
-    """Refuse at once what cannot fit: gradients are as large as the weights, and so is each of AdamW's two moments."""
+    """Refuse at once what cannot fit: gradients are as large as the weights, and so is each of
+    AdamW's two moments."""
     import torch
 
     if device.type == "cuda":
@@ -153,7 +175,9 @@ def _check_memory(training, parameters: int, weights: int, device) -> None:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    needed = weights * (4 if training.optimizer in (None, "adamw_torch", "adamw_torch_fused") else 2)
+    needed = weights * (
+        4 if training.optimizer in (None, "adamw_torch", "adamw_torch_fused") else 2
+    )
     if needed > there:
         raise BadInput(
             f"{training.model or training.config}: {parameters / 1e9:.1f} billion parameters need "

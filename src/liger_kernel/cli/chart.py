@@ -13,7 +13,9 @@ NAMES = {"huggingface": "Hugging Face", "patched": "patched"}
 
 def check(path: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise BadInput(f"--chart {path}: drawing needs matplotlib: pip install 'liger-kernel[plots]'")
+        raise BadInput(
+            f"--chart {path}: drawing needs matplotlib: pip install 'liger-kernel[plots]'"
+        )
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise BadInput(f"--chart {path}: the name ends in .png, .svg or .pdf")
 
@@ -30,7 +32,13 @@ def draw(result: dict, path: str) -> None:
     )
     for name, run in runs.items():
         style = dict(linewidth=4, alpha=0.6) if name == "huggingface" else dict(linewidth=1.5)
-        losses.plot(range(1, len(run["losses"]) + 1), run["losses"], color=COLOURS[name], label=NAMES[name], **style)
+        losses.plot(
+            range(1, len(run["losses"]) + 1),
+            run["losses"],
+            color=COLOURS[name],
+            label=NAMES[name],
+            **style,
+        )
     losses.set(title="loss", xlabel="step")
     losses.legend(frameon=False)
     key, title = (
@@ -38,7 +46,12 @@ def draw(result: dict, path: str) -> None:
         if runs["patched"]["step_memory"]
         else ("peak_memory", "peak memory, GB")
     )
-    _bars(speed, "tokens per second", {name: run["tokens_per_second"] for name, run in runs.items()}, "{:,.0f}")
+    _bars(
+        speed,
+        "tokens per second",
+        {name: run["tokens_per_second"] for name, run in runs.items()},
+        "{:,.0f}",
+    )
     _bars(memory, title, {name: run[key] / 1e9 for name, run in runs.items()}, "{:.2f}")
     for axes in (losses, speed, memory):
         axes.spines[["top", "right"]].set_visible(False)
@@ -51,7 +64,11 @@ def draw(result: dict, path: str) -> None:
 
 
 def _bars(axes, title: str, values: dict[str, float], form: str) -> None:
-    bars = axes.bar([NAMES[name] for name in values], list(values.values()), color=[COLOURS[name] for name in values])
+    bars = axes.bar(
+        [NAMES[name] for name in values],
+        list(values.values()),
+        color=[COLOURS[name] for name in values],
+    )
     axes.bar_label(bars, [form.format(value) for value in values.values()])
     axes.margins(y=0.15)
     axes.set(title=title)

@@ -1,4 +1,5 @@
-"""What `doctor` tries in a process of its own: the devices, one small kernel, each operator against its reference."""
+"""What `doctor` tries in a process of its own: the devices, one small kernel, each operator against
+its reference."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def checkup(spec: dict, report) -> dict:
     kind = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else None
     report(
         "devices",
-        devices=[_describe(kind, index) for index in range(getattr(torch, kind).device_count())] if kind else [],
+        devices=[_describe(kind, index) for index in range(getattr(torch, kind).device_count())]
+        if kind
+        else [],
     )
     report("build", cuda=torch.version.cuda, hip=torch.version.hip)
     if kind is None:
@@ -38,7 +41,9 @@ def checkup(spec: dict, report) -> dict:
 def _describe(kind: str, index: int) -> dict:
     properties = getattr(torch, kind).get_device_properties(index)
     where = torch.empty(0, device=torch.device(kind, index))
-    return dict(name=properties.name, architecture=devices.arch(where), memory=properties.total_memory)
+    return dict(
+        name=properties.name, architecture=devices.arch(where), memory=properties.total_memory
+    )
 
 
 def _tried(check, *args) -> dict:
@@ -68,7 +73,9 @@ def _agrees(case, kind: str) -> None:
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         error, largest = (a.double() - b).abs().max().item(), b.abs().max().item()
         if not error <= 1e-3 * largest:
-            raise ArithmeticError(f"result {index} is wrong by {error:.2g}, its largest value is {largest:.2g}")
+            raise ArithmeticError(
+                f"result {index} is wrong by {error:.2g}, its largest value is {largest:.2g}"
+            )
 
 
 def _moved(value, kind: str, dtype=None):
@@ -82,7 +89,11 @@ def _results(fn, inputs: dict) -> list[torch.Tensor]:
     out = fn(**inputs)
     outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
     leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-    gradients = torch.autograd.grad([o.double().sum() for o in outs if o.requires_grad], leaves) if leaves else ()
+    gradients = (
+        torch.autograd.grad([o.double().sum() for o in outs if o.requires_grad], leaves)
+        if leaves
+        else ()
+    )
     return [*(o.detach() for o in outs), *gradients]
 
 

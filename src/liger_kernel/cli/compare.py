@@ -1,7 +1,7 @@
 """Train a model as Hugging Face ships it and patched, and compare losses, speed and memory.
 
-Each run is a process of its own with the same seeds, the same text and the Hugging Face Trainer; the patched one sets
-use_liger_kernel=True and nothing else. Exit code 1 says that the losses part.
+Each run is a process of its own with the same seeds, the same text and the Hugging Face Trainer;
+the patched one sets use_liger_kernel=True and nothing else. Exit code 1 says that the losses part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _run(training: Training, title: str) -> dict:
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line every few steps. On stderr: stdout holds the table alone."""
+    """A bar on a terminal; elsewhere a line every few steps. On stderr: stdout holds the table
+    alone."""
 
     def __init__(self, title: str, steps: int):
         self.title, self.steps, self.every, self.bar = title, steps, max(1, steps // 5), None

@@ -112,11 +112,17 @@ def _problems(found: dict) -> list[str]:
     if "torch" not in versions:
         problems.append("PyTorch is missing: pip install torch.")
     for name, problem in found.get("broken", {}).items():
-        problems.append(f"{name} {versions[name]} is installed, but cannot be imported ({problem}): install it anew.")
+        problems.append(
+            f"{name} {versions[name]} is installed, but cannot be imported ({problem}): install it anew."
+        )
     if len(found["liger_kernel"]["provided_by"]) > 1:
         several = " and ".join(found["liger_kernel"]["provided_by"])
-        problems.append(f"{several} write into the same import name liger_kernel: uninstall both, then install one.")
-    if int(versions.get("transformers", OLDEST_TRANSFORMERS).partition(".")[0]) < int(OLDEST_TRANSFORMERS[0]):
+        problems.append(
+            f"{several} write into the same import name liger_kernel: uninstall both, then install one."
+        )
+    if int(versions.get("transformers", OLDEST_TRANSFORMERS).partition(".")[0]) < int(
+        OLDEST_TRANSFORMERS[0]
+    ):
         problems.append(
             f"Models are patched for transformers {OLDEST_TRANSFORMERS} or newer, here is {versions['transformers']}: "
             "pip install -U transformers."
@@ -129,14 +135,20 @@ def _problems(found: dict) -> list[str]:
         elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             problems.append("CUDA_VISIBLE_DEVICES hides every GPU: unset it.")
         else:
-            problems.append("PyTorch finds no GPU where there is nvidia-smi: its driver may be older than CUDA "
-                            f"{found['build']['cuda']} needs, update it or install an older PyTorch.")  # fmt: skip
+            problems.append(
+                "PyTorch finds no GPU where there is nvidia-smi: its driver may be older than CUDA "
+                f"{found['build']['cuda']} needs, update it or install an older PyTorch."
+            )
     if os.environ.get("TRITON_INTERPRET") == "1":
-        problems.append("TRITON_INTERPRET=1 runs every kernel in Python, thousands of times slower: unset it.")
+        problems.append(
+            "TRITON_INTERPRET=1 runs every kernel in Python, thousands of times slower: unset it."
+        )
     if "triton" in found.get("broken", {}):
         pass
     elif found["triton"] is not None and not found["triton"]["works"]:
-        problems.append(f"Triton does not work here ({found['triton']['problem']}): {_triton_remedy(versions)}")
+        problems.append(
+            f"Triton does not work here ({found['triton']['problem']}): {_triton_remedy(versions)}"
+        )
     else:
         problems += [
             f"The kernel {kernel['name']} does not work here ({kernel['problem']}): please report it with this output."
@@ -149,7 +161,9 @@ def _problems(found: dict) -> list[str]:
 def _triton_remedy(versions: dict) -> str:
     if "triton" not in versions:
         return "pip install triton."
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+    if not (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    ):
         return "it needs a C compiler, install gcc or set CC."
     return "install the Triton that your PyTorch asks for, and Python's headers (python3-dev)."
 
@@ -160,17 +174,33 @@ def _text(found: dict) -> str:
     lines.append(f"  from {', '.join(own['provided_by']) or 'a path, no installed distribution'}")
     marks = dict.fromkeys(found["untested"], ", not tested")
     marks |= dict.fromkeys(found["broken"], ", which cannot be imported")
-    lines += [f"  {name} {version}{marks.get(name, '')}" for name, version in found["versions"].items()]
-    lines.append("tested with " + ", ".join(f"{name} {versions}" for name, versions in found["tested"].items()))
-    known = ", ".join(f"{name} {version}{marks.get(name, '')}" for name, version in found["frameworks"].items())
+    lines += [
+        f"  {name} {version}{marks.get(name, '')}" for name, version in found["versions"].items()
+    ]
+    lines.append(
+        "tested with "
+        + ", ".join(f"{name} {versions}" for name, versions in found["tested"].items())
+    )
+    known = ", ".join(
+        f"{name} {version}{marks.get(name, '')}" for name, version in found["frameworks"].items()
+    )
     lines.append(f"training frameworks: {known or 'none'}")
     for number, device in enumerate(found["devices"]):
-        lines.append(f"device {number}: {device['name']}, {device['architecture']}, {device['memory'] / 1e9:.0f} GB")
+        lines.append(
+            f"device {number}: {device['name']}, {device['architecture']}, {device['memory'] / 1e9:.0f} GB"
+        )
     if not found["devices"]:
-        lines.append("device: CPU only; the operators take their PyTorch reference: same results, no speed-up")
+        lines.append(
+            "device: CPU only; the operators take their PyTorch reference: same results, no speed-up"
+        )
     if found["triton"] is not None:
-        lines.append(f"Triton: {'compiles and runs' if found['triton']['works'] else 'does not work'}")
-        lines += [f"  {kernel['name']}: {'ok' if kernel['works'] else 'FAILS'}" for kernel in found["kernels"]]
+        lines.append(
+            f"Triton: {'compiles and runs' if found['triton']['works'] else 'does not work'}"
+        )
+        lines += [
+            f"  {kernel['name']}: {'ok' if kernel['works'] else 'FAILS'}"
+            for kernel in found["kernels"]
+        ]
     lines += ["", *(found["problems"] or ["Nothing to fix."])]
     if found["untested"]:
         versions = found["versions"] | found["frameworks"]

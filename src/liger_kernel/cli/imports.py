@@ -1,4 +1,5 @@
-"""Which libraries can be imported: in a process of its own, because one that is broken may end it."""
+"""Which libraries can be imported: in a process of its own, because one that is broken may end
+it."""
 
 from __future__ import annotations
 

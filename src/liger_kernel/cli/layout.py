@@ -1,4 +1,5 @@
-"""Lines that fit the terminal. What goes into a file or a pipe is not wrapped, unless COLUMNS says how wide it is."""
+"""Lines that fit the terminal. What goes into a file or a pipe is not wrapped, unless COLUMNS says
+how wide it is."""
 
 from __future__ import annotations
 
@@ -19,4 +20,6 @@ def _wrapped(line: str) -> str:
     if len(line) <= width():
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,9 +1,9 @@
 """What a training step takes, found by running it without memory.
 
-The real model runs forward and backward on the meta device, at its true sizes: Hugging Face's code, the patch's and
-autograd's. Tensors there have shapes and lifetimes, but no data. A `Ledger` sees each allocation and when it is let go
-of, and remembers the fullest moment. No formula of any family stands here.
-"""
+The real model runs forward and backward on the meta device, at its true sizes: Hugging Face's code,
+the patch's and autograd's. Tensors there have shapes and lifetimes, but no data. A `Ledger` sees
+each allocation and when it is let go of, and remembers the fullest moment. No formula of any family
+stands here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_kernel.cli import meta
 
 BLOCK = 512  # bytes: the CUDA allocator's unit
-# cuBLAS's workspace is 32 MiB a handle from Hopper on, 8 MiB before; the threads of forward and backward have one each.
+# cuBLAS's workspace is 32 MiB a handle from Hopper on, 8 MiB before; the threads of forward and
+# backward have one each.
 WORKSPACE = 2 * 2**25
-INTO_FP32 = torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out  # torch 2.11 has no such of meta tensors
+INTO_FP32 = (
+    torch.ops.aten.mm.dtype_out,
+    torch.ops.aten.addmm.dtype_out,
+)  # torch 2.11 has no such of meta tensors
 PARTS = "weights", "optimizer", "gradients", "activations", "head", "communication", "workspace"
 
 
@@ -33,20 +37,25 @@ def blocks(nbytes: float) -> int:
 
 
 class Ledger(TorchDispatchMode):
-    """The memory that is in use while it is entered: ``now`` and, at the fullest moment, ``peak``, by `PARTS`.
+    """The memory that is in use while it is entered: ``now`` and, at the fullest moment, ``peak``,
+    by `PARTS`.
 
-    Parameters belong to *units*, which a sharding strategy gathers together: unit 0 is what is in no layer, then come
-    the layers. ``on_unit(unit)`` is called when a parameter of another unit than before is read. What is allocated from
-    the last layer's end in forward to its beginning in backward is the head's.
-    """
+    Parameters belong to *units*, which a sharding strategy gathers together: unit 0 is what is in
+    no layer, then come the layers. ``on_unit(unit)`` is called when a parameter of another unit
+    than before is read. What is allocated from the last layer's end in forward to its beginning in
+    backward is the head's."""
 
-    def __init__(self, units: list[list[torch.nn.Parameter]], opened: dict | None = None, on_unit=None):
+    def __init__(
+        self, units: list[list[torch.nn.Parameter]], opened: dict | None = None, on_unit=None
+    ):
         super().__init__()
         self.now, self.peak, self.most = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), 0
         self.total, self.known, self.outcomes, self.part = 0, {}, {}, "activations"
         self.unit, self.begun, self.on_unit = None, False, on_unit
         self.unit_of = {_memory(p): u for u, unit in enumerate(units) for p in unit}
-        self.opened = {_memory(p): n for p, n in (opened or {}).items()}  # bytes of a copy while such a weight is read
+        self.opened = {
+            _memory(p): n for p, n in (opened or {}).items()
+        }  # bytes of a copy while such a weight is read
 
     def add(self, part: str, nbytes: int) -> None:
         self.now[part] += nbytes
@@ -76,7 +85,8 @@ class Ledger(TorchDispatchMode):
         self.add(part, -nbytes)
 
     def reads(self, *values) -> int:
-        """An operation or a kernel is given these. -> bytes of the copies that it takes of weights."""
+        """An operation or a kernel is given these. -> bytes of the copies that it takes of
+        weights."""
         return max(map(self._reads, _tensors(values)), default=0)
 
     def _reads(self, tensor) -> int:
@@ -108,8 +118,8 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _outcome(self, function, args, kwargs):
-        """``function(*args, **kwargs)``. The next layer asks the same of the same shapes, and gets a tensor as the one
-        before, which is made in a tenth of the time."""
+        """``function(*args, **kwargs)``. The next layer asks the same of the same shapes, and gets
+        a tensor as the one before, which is made in a tenth of the time."""
         key = function, _likeness(args), _likeness(kwargs)
         before = self.outcomes.get(key)
         if function in INTO_FP32:
@@ -138,7 +148,9 @@ def _likeness(value):
 def _is_new(function) -> bool:
     """Whether its one output is memory of its own."""
     schema = function._schema
-    return not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    return (
+        not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    )
 
 
 def _memory(tensor) -> int:
@@ -160,8 +172,9 @@ def _tensors(value):
 
 @dataclass
 class Sharding:
-    """How one GPU of ``ranks`` holds its share. Bytes of an element: ``compute`` of a gathered weight, ``reduced`` of a
-    gradient while it is summed, ``kept`` of its share (None: as the gradient is)."""
+    """How one GPU of ``ranks`` holds its share. Bytes of an element: ``compute`` of a gathered
+    weight, ``reduced`` of a gradient while it is summed, ``kept`` of its share (None: as the
+    gradient is)."""
 
     ranks: int = 1
     gathers: bool = False  # weights are sharded, and gathered a unit at a time
@@ -169,10 +182,15 @@ class Sharding:
     compute: int = 2
     reduced: int = 2
     kept: int | None = None
-    live: int | None = None  # bytes of weights that stay gathered, whatever their unit; None: this unit and the next
+    live: int | None = (
+        # bytes of weights that stay gathered, whatever their unit; None: this unit and the next
+        None
+    )
 
     def share_of_gradient(self, p) -> int:
-        return blocks(p.numel() * (self.kept or p.element_size()) / (self.ranks if self.sums else 1))
+        return blocks(
+            p.numel() * (self.kept or p.element_size()) / (self.ranks if self.sums else 1)
+        )
 
 
 @dataclass
@@ -187,7 +205,9 @@ class Step:
     updating: int = 0  # bytes that the optimizer's step takes beyond its states
     accumulates: bool = False  # the gradients of an earlier micro-batch are there
     autocast: bool = False
-    offload: bool = False  # of the layers' checkpoints two are on the GPU, the others wait on the host
+    offload: bool = (
+        False  # of the layers' checkpoints two are on the GPU, the others wait on the host
+    )
 
     def peak(self, batch: int, sequence: int) -> dict[str, int]:
         """The fullest moment of a step, by part: `PARTS`."""
@@ -203,7 +223,8 @@ class _Run:
         self.ledger = Ledger(step.units, opened, self._gather if step.sharding.gathers else None)
         self.gathered = self.waiting = 0
         self.sizes = [
-            sum(blocks(p.numel() * step.quantised.get(p, step.sharding.compute)) for p in unit) for unit in step.units
+            sum(blocks(p.numel() * step.quantised.get(p, step.sharding.compute)) for p in unit)
+            for unit in step.units
         ]
         self.left = [{id(p) for p in unit if p.requires_grad} for unit in step.units]
         self.trained = [p for unit in step.units for p in unit if p.requires_grad]
@@ -232,7 +253,9 @@ class _Run:
                 self.end = dict(ledger.now)
         except Unplannable:
             raise
-        except Exception as problem:  # a family's code may raise whatever it likes where there is no data
+        except (
+            Exception
+        ) as problem:  # a family's code may raise whatever it likes where there is no data
             raise Unplannable(str(problem).partition("\n")[0]) from problem
         finally:
             for hook in hooks:
@@ -271,8 +294,9 @@ class _Run:
     # ---- weights ----
 
     def _gather(self, unit):
-        """FSDP2 gathers into one buffer and copies the weights out of it. In forward the buffer stays until the next
-        gather, in backward the next one is on its way: so it is twice the unit at work, and unit 0, which stays."""
+        """FSDP2 gathers into one buffer and copies the weights out of it. In forward the buffer
+        stays until the next gather, in backward the next one is on its way: so it is twice the unit
+        at work, and unit 0, which stays."""
         s, last = self.sharding, len(self.sizes) - 1
         if s.live is not None:
             wanted = min(sum(self.sizes), s.live)
@@ -288,7 +312,9 @@ class _Run:
     @contextlib.contextmanager
     def _checkpoints(self):
         name = "_gradient_checkpointing_func"
-        layers = [m for m in self.step.model.modules() if name in vars(m)] if self.step.offload else []
+        layers = (
+            [m for m in self.step.model.modules() if name in vars(m)] if self.step.offload else []
+        )
         saved = [vars(layer)[name] for layer in layers]
         try:
             for layer, checkpoint in zip(layers, saved, strict=True):
@@ -305,7 +331,8 @@ class _Run:
             self._to_host(index - 2)
 
             def again(*given, **more):
-                if self.backward:  # it comes back; the one before it comes with it only if half of the memory is free
+                # it comes back; the one before it comes with it only if half of the memory is free
+                if self.backward:
                     self._back(index)
                 return function(*given, **more)
 

@@ -1,8 +1,7 @@
 """The meta device in a GPU's place, for `memory`.
 
-Kernels, which allocate nothing, are not launched. Attention keeps what fused attention keeps. Autocast, which meta
-tensors have none of, lowers what matmuls are given.
-"""
+Kernels, which allocate nothing, are not launched. Attention keeps what fused attention keeps.
+Autocast, which meta tensors have none of, lowers what matmuls are given."""
 
 from __future__ import annotations
 
@@ -18,12 +17,15 @@ WIDEST = 256  # channels of a head, for fused attention
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention, forward and backward: what FlashAttention's kernels and cuDNN's keep and allocate."""
+    """Fused attention, forward and backward: what FlashAttention's kernels and cuDNN's keep and
+    allocate."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
         batch, heads, length, _ = q.shape
-        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)  # as the next projection reads it
+        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(
+            1, 2
+        )  # as the next projection reads it
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         return out
 
@@ -36,7 +38,9 @@ class _Attention(torch.autograd.Function):
         return found
 
 
-def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         math = torch.ops.aten._scaled_dot_product_attention_math
         return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -52,7 +56,11 @@ class _Autocast:
         self.on, self.copies = False, {}
 
     def __call__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        return self._switched(enabled) if device_type == "meta" else _REAL(device_type, dtype, enabled, cache_enabled)
+        return (
+            self._switched(enabled)
+            if device_type == "meta"
+            else _REAL(device_type, dtype, enabled, cache_enabled)
+        )
 
     @contextlib.contextmanager
     def _switched(self, on):
@@ -100,11 +108,13 @@ class _Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_on_a_gpu(launched=lambda *args: None):
-    """The meta device, for this process: `liger_kernel` takes it for an H200, and calls ``launched`` with what a kernel
-    would be given."""
+    """The meta device, for this process: `liger_kernel` takes it for an H200, and calls
+    ``launched`` with what a kernel would be given."""
 
     def of_meta(real, answer):
-        return lambda kind=None, *more: answer() if kind == "meta" else real(*([kind] if kind else []), *more)
+        return lambda kind=None, *more: (
+            answer() if kind == "meta" else real(*([kind] if kind else []), *more)
+        )
 
     def launches(*given):
         return lambda *args, **constants: launched(args)
@@ -114,16 +124,28 @@ def as_on_a_gpu(launched=lambda *args: None):
         (devices, "multiplies_into_fp32", lambda tensor: True),
         (devices, "_properties", lambda kind, index: ("sm_90", 132, 32, 232448)),
         (devices, "in_autocast", lambda tensor: torch.is_autocast_enabled(tensor.device.type)),
-        (devices, "autocast_as_now", lambda device: lambda on=autocast.on: autocast("meta", enabled=on)),
+        (
+            devices,
+            "autocast_as_now",
+            lambda device: lambda on=autocast.on: autocast("meta", enabled=on),
+        ),
         (torch, "is_autocast_enabled", of_meta(torch.is_autocast_enabled, lambda: autocast.on)),
         (torch, "get_autocast_dtype", of_meta(torch.get_autocast_dtype, lambda: torch.bfloat16)),
         (torch, "autocast", autocast),
         (torch.amp, "autocast", autocast),
-        (torch.amp, "is_autocast_available", of_meta(torch.amp.is_autocast_available, lambda: True)),
+        (
+            torch.amp,
+            "is_autocast_available",
+            of_meta(torch.amp.is_autocast_available, lambda: True),
+        ),
     ]
     for launcher in launchers():
-        replaced += [(launcher, name, launches) for name in ("__getitem__", "prepared") if hasattr(launcher, name)]
-    kernels.Plans.forget()
+        replaced += [
+            (launcher, name, launches)
+            for name in ("__getitem__", "prepared")
+            if hasattr(launcher, name)
+        ]
+    kernels.LaunchCache.forget()
     try:
         with contextlib.ExitStack() as stack:
             for where, name, other in replaced:
@@ -131,7 +153,7 @@ def as_on_a_gpu(launched=lambda *args: None):
             stack.enter_context(_Functions())
             yield
     finally:
-        kernels.Plans.forget()  # they hold launches that do nothing
+        kernels.LaunchCache.forget()  # they hold launches that do nothing
 
 
 @contextlib.contextmanager
@@ -155,6 +177,15 @@ def launchers() -> list[type]:
 
 
 def backward(loss):
-    """``loss.backward()``, which for itself would leave the function mode, and so for what checkpoints recompute."""
-    once = dict(keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True)
-    torch.autograd.Variable._execution_engine.run_backward((loss,), (torch.ones_like(loss),), *once.values())
+    """``loss.backward()``, which for itself would leave the function mode, and so for what
+    checkpoints recompute."""
+    once = dict(
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), *once.values()
+    )

@@ -28,20 +28,31 @@ choose, and how they weigh them |
 | RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |
 
-`tests/patch/test_zoo.py`
-and `tests/patch/test_zoo_vision.py` train a tiny model of each family with the patch and without it, and compare.
+`tests/patch/families/test_zoo.py`
+and `tests/patch/families/test_zoo_vision.py` train a tiny model of each family with the patch and without it, and compare.
 
 {header}
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, as in a config.json; without: every one")
+    parser.add_argument(
+        "types",
+        nargs="*",
+        metavar="TYPE",
+        help="model types, as in a config.json; without: every one",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="as a page with a table")
-    form.add_argument("--switches", action="store_true", help="instead, the switches of apply_liger_kernel_to_<family>")
     form.add_argument(
-        "--json", action="store_true", help="those as JSON: family -> kernel -> whether it is on by default"
+        "--switches",
+        action="store_true",
+        help="instead, the switches of apply_liger_kernel_to_<family>",
+    )
+    form.add_argument(
+        "--json",
+        action="store_true",
+        help="those as JSON: family -> kernel -> whether it is on by default",
     )
 
 
@@ -66,12 +77,14 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
     """Of each type as soon as it is known: of all of them it takes a minute."""
     import transformers
 
-    from liger_kernel.patch.class_level import model_types
-    from liger_kernel.patch.report import COLUMNS
+    from liger_kernel.patch.families.class_level import model_types
+    from liger_kernel.patch.proof.report import COLUMNS
 
     unknown = sorted(set(types) - set(model_types()))
     if unknown:
-        raise BadInput(f"{', '.join(unknown)}: transformers has no causal or image-text models of this type")
+        raise BadInput(
+            f"{', '.join(unknown)}: transformers has no causal or image-text models of this type"
+        )
     transformers.logging.set_verbosity_error()  # default configurations are unusual
     warnings.simplefilter("ignore")
     if as_markdown:
@@ -88,11 +101,12 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
 
 
 def coverage(model_type: str) -> tuple[list[str], list[str]]:
-    """(The kernels in the type's default model, a text for each column; what is left alone, a text for each reason.)"""
-    from liger_kernel.patch.class_level import default_model
+    """(The kernels in the type's default model, a text for each column; what is left alone, a text
+    for each reason.)"""
     from liger_kernel.patch.engine import patch
-    from liger_kernel.patch.families import EVERYTHING
-    from liger_kernel.patch.report import COLUMNS
+    from liger_kernel.patch.families.class_level import default_model
+    from liger_kernel.patch.families.published import EVERYTHING
+    from liger_kernel.patch.proof.report import COLUMNS
 
     try:
         model = default_model(model_type)
@@ -117,12 +131,17 @@ def switch_table(families: dict[str, dict[str, bool]]) -> str:
     first = max(map(len, families)) + 2
     lines = [" " * first + "  ".join(columns)]
     for family, kernels in families.items():
-        cells = ({None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns)
+        cells = (
+            {None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns
+        )
         lines.append((family.ljust(first) + "  ".join(cells)).rstrip())
     if max(map(len, lines)) > width():
         lines = []
         for family, kernels in families.items():
-            on, off = (", ".join(c for c, default in kernels.items() if default == value) for value in (True, False))
+            on, off = (
+                ", ".join(c for c, default in kernels.items() if default == value)
+                for value in (True, False)
+            )
             lines += [family, *([f"  on: {on}"] if on else []), *([f"  off: {off}"] if off else [])]
     legend = "A kernel is on or off by default; nothing stands where a family has no such part."
     return wrapped("\n".join([*lines, "", f"{len(families)} families. {legend}"]))
@@ -130,9 +149,13 @@ def switch_table(families: dict[str, dict[str, bool]]) -> str:
 
 def switches() -> dict[str, dict[str, bool]]:
     """Each model type's kernels: switch -> whether it is on by default."""
-    from liger_kernel.patch import families as table
+    from liger_kernel.patch.families import published as table
 
     return {
-        name: {p.name: p.default for p in inspect.signature(fn).parameters.values() if isinstance(p.default, bool)}
+        name: {
+            p.name: p.default
+            for p in inspect.signature(fn).parameters.values()
+            if isinstance(p.default, bool)
+        }
         for name, fn in sorted(table.MODEL_TYPE_TO_APPLY_LIGER_FN.items())
     }

@@ -1,4 +1,5 @@
-"""The arguments of ``compare``: what they are, and what can be refused before a process is started."""
+"""The arguments of ``compare``: what they are, and what can be refused before a process is
+started."""
 
 from __future__ import annotations
 
@@ -19,14 +20,27 @@ SWITCHES = (
     "rope", "rms_norm", "swiglu", "geglu", "layer_norm", "relu_squared", "router",
     "tiled_mlp", "offloaded_checkpoints", "long_context", "cross_entropy", "fused_linear_cross_entropy",
 )  # fmt: skip
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Training)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str, **settings) -> None:
         default = settings.setdefault("default", DEFAULTS.get(name.strip("-").replace("-", "_")))
-        shown = isinstance(default, (int, str)) and default is not False and default is not argparse.SUPPRESS
+        shown = (
+            isinstance(default, (int, str))
+            and default is not False
+            and default is not argparse.SUPPRESS
+        )
         parser.add_argument(name, help=f"{help} (default {default})" if shown else help, **settings)
 
     parser.add_argument(
@@ -35,38 +49,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a family for a tiny model with random weights (llama), a preset for one with real sizes "
         f"({', '.join(PRESETS)}), the path of a saved model, or a hub id",
     )
-    add("--config", "instead: a Hugging Face config as JSON, with its model_type; random weights", metavar="FILE")
+    add(
+        "--config",
+        "instead: a Hugging Face config as JSON, with its model_type; random weights",
+        metavar="FILE",
+    )
     for size, name in SIZES.items():
-        add(_option(size), f"{name}, of a family or preset", type=_whole(1), metavar="N", default=argparse.SUPPRESS)
+        add(
+            _option(size),
+            f"{name}, of a family or preset",
+            type=_whole(1),
+            metavar="N",
+            default=argparse.SUPPRESS,
+        )
     add("--steps", "optimizer steps", type=_whole(1), metavar="N")
     add("--batch-size", "sequences in a batch", type=_whole(1), metavar="N")
     add("--sequence-length", "tokens in a sequence", type=_whole(2), metavar="N")
     add("--gradient-accumulation", "batches in an optimizer step", type=_whole(1), metavar="N")
-    add("--lr", "learning rate; default 3e-4 for random weights, 2e-5 for loaded ones", type=_number, metavar="X")
+    add(
+        "--lr",
+        "learning rate; default 3e-4 for random weights, 2e-5 for loaded ones",
+        type=_number,
+        metavar="X",
+    )
     add("--seed", "of the weights and the order of the text", type=_whole(0), metavar="N")
     add(
         "--dtype",
         "bfloat16: weights and all; mixed: float32 weights under bf16 autocast; auto: bfloat16 on a GPU, else float32",
         choices=("auto", "float32", "bfloat16", "mixed"),
     )
-    add("--optimizer", "as the Trainer names it; default adamw_torch_fused on a GPU, else adamw_torch", metavar="NAME")
+    add(
+        "--optimizer",
+        "as the Trainer names it; default adamw_torch_fused on a GPU, else adamw_torch",
+        metavar="NAME",
+    )
     attentions = "sdpa", "eager", "flash_attention_2"
-    add("--attention", f"{', '.join(attentions)}; default: what the model prefers", choices=attentions, metavar="NAME")
-    add("--gradient-checkpointing", "recompute activations in backward", action="store_true", default=False)
+    add(
+        "--attention",
+        f"{', '.join(attentions)}; default: what the model prefers",
+        choices=attentions,
+        metavar="NAME",
+    )
+    add(
+        "--gradient-checkpointing",
+        "recompute activations in backward",
+        action="store_true",
+        default=False,
+    )
     add("--compile", "torch.compile, in every run", action="store_true", default=False)
-    add("--text", "what to train on; default the source of Python's standard library, its bytes", metavar="FILE")
+    add(
+        "--text",
+        "what to train on; default the source of Python's standard library, its bytes",
+        metavar="FILE",
+    )
     add("--device", "auto, cpu, cuda, cuda:1 or xpu", metavar="NAME")
     add(
         "--liger",
         f"kernels on or off in the patched run: {', '.join(SWITCHES)}",
-        nargs="+", action="extend", default=[], metavar="KERNEL=BOOL",
-    )  # fmt: skip
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KERNEL=BOOL",
+    )
     add(
         "--tolerance",
         "how far a loss may be from Hugging Face's: a number, or 'noise' to measure it by a third run, which differs "
         f"from the first in the last bits of its weights; default {TOLERANCE:g} in float32, else noise",
-        type=_tolerance, metavar="X",
-    )  # fmt: skip
+        type=_tolerance,
+        metavar="X",
+    )
     add("--json", "write everything measured there", metavar="FILE")
     add("--chart", "draw losses, throughput and memory there", metavar="FILE.png")
 
@@ -78,7 +129,9 @@ def _option(size: str) -> str:
 def _whole(least: int):
     def parse(value: str) -> int:
         if not value.isdecimal() or int(value) < least:
-            raise argparse.ArgumentTypeError(f"give a whole number of at least {least}, not {value}")
+            raise argparse.ArgumentTypeError(
+                f"give a whole number of at least {least}, not {value}"
+            )
         return int(value)
 
     return parse
@@ -105,9 +158,15 @@ def training(args: argparse.Namespace) -> Training:
     given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
     asked = Training(**given | dict(sizes=sizes, liger=switches(args.liger)))
     kind, colon, index = asked.device.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "xpu") or colon and not (index.isdecimal() and kind in ("cuda", "xpu")):
+    if (
+        kind not in ("auto", "cpu", "cuda", "xpu")
+        or colon
+        and not (index.isdecimal() and kind in ("cuda", "xpu"))
+    ):
         raise BadInput(f"--device {asked.device}: give auto, cpu, cuda, cuda:1 or xpu")
-    text.check_length(len(text.read(asked.text, enough=asked.sequence_length)), "bytes", asked.sequence_length)
+    text.check_length(
+        len(text.read(asked.text, enough=asked.sequence_length)), "bytes", asked.sequence_length
+    )
     for option in ("json", "chart"):
         if path := getattr(args, option):
             _check_output(f"--{option} {path}", Path(path))
@@ -116,7 +175,9 @@ def training(args: argparse.Namespace) -> Training:
     for name in ("transformers", "accelerate"):
         if importlib.util.find_spec(name) is None:
             remedy = "pip install 'liger-kernel[transformers]'"
-            raise BadInput(f"compare trains with the Hugging Face Trainer, and {name} is missing: {remedy}")
+            raise BadInput(
+                f"compare trains with the Hugging Face Trainer, and {name} is missing: {remedy}"
+            )
     return asked
 
 
@@ -126,7 +187,9 @@ def switches(given: list[str]) -> dict[str, bool]:
     for item in given:
         name, _, value = item.partition("=")
         if name not in SWITCHES:
-            raise BadInput(f"--liger {item}: there is no kernel {name!r}, only {', '.join(SWITCHES)}")
+            raise BadInput(
+                f"--liger {item}: there is no kernel {name!r}, only {', '.join(SWITCHES)}"
+            )
         if value.lower() not in BOOLEANS:
             raise BadInput(f"--liger {item}: write {name}=true or {name}=false")
         chosen[name] = BOOLEANS[value.lower()]

@@ -1,4 +1,5 @@
-"""The sizes of models that people train, and of a tiny model of any family. All of them get random weights."""
+"""The sizes of models that people train, and of a tiny model of any family. All of them get random
+weights."""
 
 SIZES = {  # option -> the name in a Hugging Face config
     "hidden_size": "hidden_size",
@@ -20,9 +21,15 @@ def _preset(model_type, hidden, intermediate, layers, heads, kv_heads, vocab, **
 
 
 _LONG = dict(
-    rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    rope_type="llama3",
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
 )
-_LLAMA32 = _rope(5e5, **_LONG) | dict(rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=True)
+_LLAMA32 = _rope(5e5, **_LONG) | dict(
+    rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=True
+)
 _LLAMA3 = _rope(5e5) | dict(rms_norm_eps=1e-5, max_position_embeddings=8192)
 _MISTRAL = _rope(1e6) | dict(rms_norm_eps=1e-5, max_position_embeddings=32768, sliding_window=None)
 _QWEN = _rope(1e6) | dict(max_position_embeddings=32768)
@@ -38,9 +45,13 @@ PRESETS = {
     "llama-3.2-3b": _preset("llama", 3072, 8192, 28, 24, 8, 128256, **_LLAMA32),
     "llama-3-8b": _preset("llama", 4096, 14336, 32, 32, 8, 128256, **_LLAMA3),
     "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, 32768, **_MISTRAL),
-    "qwen2.5-0.5b": _preset("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN),
+    "qwen2.5-0.5b": _preset(
+        "qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN
+    ),
     "qwen2.5-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, 152064, **_QWEN),
-    "qwen3-0.6b": _preset("qwen3", 1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True, **_QWEN3),
+    "qwen3-0.6b": _preset(
+        "qwen3", 1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True, **_QWEN3
+    ),
     "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, tie_word_embeddings=True, **_QWEN3),
     "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, 151936, **_QWEN3),
     "gemma-2-2b": _preset("gemma2", 2304, 9216, 26, 8, 4, 256000, **_GEMMA2),
@@ -51,17 +62,28 @@ PRESETS = {
 
 
 def tiny(known: dict, sizes: dict[str, int]) -> dict:
-    """Values for a config whose names and defaults are ``known``; ``sizes`` (option -> value) go before ours.
+    """Values for a config whose names and defaults are ``known``; ``sizes`` (option -> value) go
+    before ours.
 
     The vocabulary is large for the width, as in real models: that is where the memory goes.
     """
-    values = dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=16384)
+    values = dict(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=16384,
+    )
     if "heads" in sizes:
         values["num_key_value_heads"] = sizes["heads"]
     values |= {SIZES[option]: value for option, value in sizes.items()}
     width, heads = values["hidden_size"], values["num_attention_heads"]
     values.setdefault("intermediate_size", width * 11 // 4)
-    head_dim, layers, inner = width // heads, values["num_hidden_layers"], values["intermediate_size"]
+    head_dim, layers, inner = (
+        width // heads,
+        values["num_hidden_layers"],
+        values["intermediate_size"],
+    )
     parts = dict(
         head_dim=head_dim, d_head=head_dim, query_pre_attn_scalar=head_dim, rotary_dim=head_dim // 2,
         is_decoder=True, num_kv_shared_layers=0, vocab_size_per_layer_input=values["vocab_size"],

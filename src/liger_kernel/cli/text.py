@@ -1,4 +1,5 @@
-"""The text to train on, as blocks of tokens. The default needs no download: the source of Python's standard library."""
+"""The text to train on, as blocks of tokens. The default needs no download: the source of Python's
+standard library."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def check_length(have: int, unit: str, length: int) -> None:
 
 
 def blocks(path: str | None, tokenizer, vocabulary: int, length: int, count: int):
-    """(``count`` rows of ``length`` tokens, what a token is). A short text is repeated, what is left over unused."""
+    """(``count`` rows of ``length`` tokens, what a token is). A short text is repeated, what is
+    left over unused."""
     import torch
 
     text = read(path, enough=count * length * (1 if tokenizer is None else BYTES_PER_TOKEN))
@@ -45,7 +47,10 @@ def blocks(path: str | None, tokenizer, vocabulary: int, length: int, count: int
             )
         ids, unit = list(text[: count * length]), "bytes"
     else:
-        ids, unit = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"], "its tokenizer"
+        ids, unit = (
+            tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"],
+            "its tokenizer",
+        )
     check_length(len(ids), "tokens", length)
     different = min(count, len(ids) // length)
     rows = torch.tensor(ids[: different * length]).view(different, length)

@@ -1,8 +1,9 @@
-"""One training run with the Hugging Face `Trainer`, measured: losses, time of each step, peak memory.
+"""One training run with the Hugging Face `Trainer`, measured: losses, time of each step, peak
+memory.
 
-`train(Training(...))` is the function; ``python -m liger_kernel.cli.train`` is the same in a process of its own, which
-is what ``liger-kernel compare`` and the benchmarks use, so that two runs share no memory and no patched class.
-"""
+`train(Training(...))` is the function; ``python -m liger_kernel.cli.train`` is the same in a
+process of its own, which is what ``liger-kernel compare`` and the benchmarks use, so that two runs
+share no memory and no patched class."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ WARM_UP = 3  # steps that the median leaves out: first launches, compilation
 
 @dataclass(frozen=True)
 class Training:
-    """What to train and how. The model: ``model`` (a preset, family, path or hub id) or ``config`` (a JSON file)."""
+    """What to train and how. The model: ``model`` (a preset, family, path or hub id) or ``config``
+    (a JSON file)."""
 
     model: str | None = "llama"
     config: str | None = None
@@ -46,12 +48,15 @@ class Training:
     device: str = "auto"
     patched: bool = False
     liger: dict = field(default_factory=dict)  # switch -> bool, for the patched run
-    nudged: bool = False  # flip the last bit that counts of half of the weights: what rounding alone does to the losses
+    # flip the last bit that counts of half of the weights: what rounding alone does to the losses
+    nudged: bool = False
 
 
 def in_process(training: Training, on_event: Callable[[dict], None], title: str) -> dict:
     """`train` in a process of its own, on one device. Raises `BadInput` or `Crash`."""
-    return _child.run("liger_kernel.cli.train", asdict(training), on_event, title, **_visible(training.device))
+    return _child.run(
+        "liger_kernel.cli.train", asdict(training), on_event, title, **_visible(training.device)
+    )
 
 
 def _visible(device: str) -> dict[str, str]:
@@ -71,10 +76,10 @@ def train(training: Training, report: Callable = lambda event, **values: None) -
 
     ``report("step", step=, loss=, seconds=)`` is called after each step.
 
-    Returns ``losses`` and ``seconds`` of each step, the median ``step_seconds`` without the first ones,
-    ``tokens_per_second``, ``peak_memory`` and ``step_memory`` in bytes (the latter on a CPU only), ``patched``, what
-    liger_kernel said that it did, and what was trained where. Raises `BadInput`, or `Crash` where memory runs out.
-    """
+    Returns ``losses`` and ``seconds`` of each step, the median ``step_seconds`` without the first
+    ones, ``tokens_per_second``, ``peak_memory`` and ``step_memory`` in bytes (the latter on a CPU
+    only), ``patched``, what liger_kernel said that it did, and what was trained where. Raises
+    `BadInput`, or `Crash` where memory runs out."""
     import torch
     import transformers
 
@@ -94,17 +99,25 @@ def _train(training: Training, device, report: Callable) -> dict:
     import torch
     import transformers
 
-    dtype = training.dtype if training.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+    dtype = (
+        training.dtype
+        if training.dtype != "auto"
+        else "float32"
+        if device.type == "cpu"
+        else "bfloat16"
+    )
     weights = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     transformers.set_seed(training.seed)
     model, tokenizer = build.model(training, weights, device)
     if training.nudged:
-        _nudge(model, training.seed, bit=16 if dtype == "mixed" else 0)  # mixed computes with the upper 16 bits
+        _nudge(
+            model, training.seed, bit=16 if dtype == "mixed" else 0
+        )  # mixed computes with the upper 16 bits
     per_step = training.batch_size * training.gradient_accumulation
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens, unit = text.blocks(
         training.text, tokenizer, vocabulary, training.sequence_length, training.steps * per_step
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder, _Patches() as patches:
         trainer = _trainer(training, model, tokens, folder, device, dtype, report)
         trainer.train()
@@ -143,7 +156,9 @@ def _name(device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | installed("torch", "triton", "transformers", "accelerate")
+    return {"python": platform.python_version()} | installed(
+        "torch", "triton", "transformers", "accelerate"
+    )
 
 
 def _nudge(model, seed: int, bit: int) -> None:
@@ -155,7 +170,9 @@ def _nudge(model, seed: int, bit: int) -> None:
         for weight in model.parameters():
             bits = weight.view(integers[weight.element_size()])
             generator = torch.Generator(weight.device).manual_seed(seed)
-            half = torch.randint(0, 2, bits.shape, generator=generator, device=bits.device, dtype=bits.dtype)
+            half = torch.randint(
+                0, 2, bits.shape, generator=generator, device=bits.device, dtype=bits.dtype
+            )
             bits.bitwise_xor_(half << bit)
 
 
@@ -163,7 +180,9 @@ def _trainer(training: Training, model, tokens, folder: str, device, dtype: str,
     import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    synchronize = (lambda: None) if device.type == "cpu" else getattr(torch, device.type).synchronize
+    synchronize = (
+        (lambda: None) if device.type == "cpu" else getattr(torch, device.type).synchronize
+    )
 
     class Clock(TrainerCallback):
         """Time and loss of each step, read where the device has nothing left to do."""
@@ -199,7 +218,8 @@ def _trainer(training: Training, model, tokens, folder: str, device, dtype: str,
             gradient_accumulation_steps=training.gradient_accumulation,
             learning_rate=training.lr if training.lr is not None else 2e-5 if loaded else 3e-4,
             lr_scheduler_type="constant",
-            optim=training.optimizer or ("adamw_torch" if device.type == "cpu" else "adamw_torch_fused"),
+            optim=training.optimizer
+            or ("adamw_torch" if device.type == "cpu" else "adamw_torch_fused"),
             seed=training.seed,
             bf16=dtype == "mixed",
             gradient_checkpointing=training.gradient_checkpointing,
@@ -208,7 +228,8 @@ def _trainer(training: Training, model, tokens, folder: str, device, dtype: str,
             use_liger_kernel=training.patched,
             liger_kernel_config=training.liger if training.patched else None,
             logging_strategy="no",
-            logging_nan_inf_filter=False,  # it would look at every loss from the host, and hide the bad ones
+            # it would look at every loss from the host, and hide the bad ones
+            logging_nan_inf_filter=False,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -217,7 +238,9 @@ def _trainer(training: Training, model, tokens, folder: str, device, dtype: str,
     except (ValueError, ImportError) as problem:
         raise BadInput(f"the Trainer refuses these arguments: {one_line(problem)}") from problem
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = MeasuredTrainer(model=model, args=args, train_dataset=rows, callbacks=[MeasuredTrainer.clock])
+    trainer = MeasuredTrainer(
+        model=model, args=args, train_dataset=rows, callbacks=[MeasuredTrainer.clock]
+    )
     trainer.remove_callback(PrinterCallback)
     if device.type != "cpu":
         getattr(torch, device.type).reset_peak_memory_stats()
@@ -254,15 +277,17 @@ def _peak_memory(device) -> int:
         return getattr(torch, device.type).max_memory_allocated()
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _step_memory(trainer) -> int:
     """The most tensor memory that one more forward and backward holds at once, gradients included.
 
-    A CPU has no allocator to ask, and the process's resident memory moves with the libraries and with malloc; this
-    counts every tensor's bytes exactly, from the profiler's record of each allocation.
-    """
+    A CPU has no allocator to ask, and the process's resident memory moves with the libraries and
+    with malloc; this counts every tensor's bytes exactly, from the profiler's record of each
+    allocation."""
     from torch.profiler import ProfilerActivity, profile
 
     batch = next(iter(trainer.get_train_dataloader()))
@@ -270,7 +295,9 @@ def _step_memory(trainer) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         trainer.training_step(trainer.model_wrapped, batch)
     allocations = [
-        (e.start_ns(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"
+        (e.start_ns(), e.nbytes())
+        for e in record.profiler.kineto_results.events()
+        if e.name() == "[memory]"
     ]
     now = most = 0
     for _, change in sorted(allocations, key=lambda a: a[0]):

@@ -6,19 +6,22 @@ import math
 
 from liger_kernel.cli.layout import width, wrapped
 
-# float32, 60 steps, six families on a CPU: 1.4e-6 at most; a learning rate 0.1 % too large already parts by 2.6e-3.
+# float32, 60 steps, six families on a CPU: 1.4e-6 at most; a learning rate 0.1 % too large already
+# parts by 2.6e-3.
 TOLERANCE = 1e-4
-# bfloat16, the same runs: 0.06 to 2.2 times the noise. The largest is gemma2's, whose logits Hugging Face caps in bf16.
+# bfloat16, the same runs: 0.06 to 2.2 times the noise. The largest is gemma2's, whose logits
+# Hugging Face caps in bf16.
 NOISE_FACTOR = 4
 
 
 def verdict(runs: dict[str, dict], tolerance: float | str | None = None) -> dict:
-    """Whether the losses of ``runs["patched"]`` are those of ``runs["huggingface"]``, and by which measure.
+    """Whether the losses of ``runs["patched"]`` are those of ``runs["huggingface"]``, and by which
+    measure.
 
-    In float32 both compute the same formulas and differ in the order of additions alone, so a fixed, tight tolerance
-    does. In bfloat16 every rounding shows, and training amplifies it: there ``runs["nudged"]``, a run of the unpatched
-    model from weights that differ in their last bits, says how far two runs part that are equally right.
-    """
+    In float32 both compute the same formulas and differ in the order of additions alone, so a
+    fixed, tight tolerance does. In bfloat16 every rounding shows, and training amplifies it: there
+    ``runs["nudged"]``, a run of the unpatched model from weights that differ in their last bits,
+    says how far two runs part that are equally right."""
     theirs = runs["huggingface"]["losses"]
     gap, step = largest_difference(runs["patched"]["losses"], theirs)
     noise = None
@@ -38,7 +41,8 @@ def verdict(runs: dict[str, dict], tolerance: float | str | None = None) -> dict
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> tuple[float, int]:
-    """(the largest difference of two loss curves, its step from 1). A loss that is no number differs by infinity."""
+    """(the largest difference of two loss curves, its step from 1). A loss that is no number
+    differs by infinity."""
 
     def gap(step: int) -> float:
         difference = abs(ours[step] - theirs[step])
@@ -57,7 +61,11 @@ def table(result: dict) -> str:
     theirs, ours = result["runs"]["huggingface"], result["runs"]["patched"]
     narrow = width() < 66  # what is measured stands above its numbers
     first, column, last = ("", 14, 10) if narrow else (" " * 22, 16, 12)
-    lines = [*_heading(result["training"], theirs), "", f"{first}{'Hugging Face':>{column}}{'patched':>{column}}"]
+    lines = [
+        *_heading(result["training"], theirs),
+        "",
+        f"{first}{'Hugging Face':>{column}}{'patched':>{column}}",
+    ]
 
     def row(name: str, form, key, note=lambda a, b: f"{b / a - 1:+.1%}"):
         a, b = key(theirs), key(ours)
@@ -71,7 +79,12 @@ def table(result: dict) -> str:
             lambda run, i=step - 1: run["losses"][i],
             lambda a, b: f"{b - a:+.1e}",
         )
-    row("tokens per second", "{:,.0f}".format, lambda run: run["tokens_per_second"], lambda a, b: f"{b / a:.2f}x")
+    row(
+        "tokens per second",
+        "{:,.0f}".format,
+        lambda run: run["tokens_per_second"],
+        lambda a, b: f"{b / a:.2f}x",
+    )
     row("step time, median", "{:,.1f} ms".format, lambda run: 1e3 * run["step_seconds"])
     row("peak memory", "{:,.2f} GB".format, lambda run: run["peak_memory"] / 1e9)
     if theirs["step_memory"] is not None:

@@ -1,10 +1,11 @@
-"""Tensors that backward makes again, from others that are kept in any case: norms, from the rows that they normalise.
+"""Tensors that backward makes again, from others that are kept in any case: norms, from the rows
+that they normalise.
 
-Within a checkpoint (`checkpoint.offloaded`) a layer's norms note how they were made. Functions of ours that keep their
-input for backward keep that instead. Nobody outside the checkpoint can get hold of such an input; a forward hook or the
-layer's own code can. So a note does not count if a tensor was written to since, or if a hook may change the gradient;
-a copy or a view has none. When the layer is left its notes are gone, so that it is made again with the same ones.
-"""
+Within a checkpoint (`checkpoint.offloaded`) a layer's norms note how they were made. Functions of
+ours that keep their input for backward keep that instead. Nobody outside the checkpoint can get
+hold of such an input; a forward hook or the layer's own code can. So a note does not count if a
+tensor was written to since, or if a hook may change the gradient; a copy or a view has none. When
+the layer is left its notes are gone, so that it is made again with the same ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _thread = threading.local()  # .notes: id of a tensor -> (weak reference to it, 
 
 
 class Recipe(NamedTuple):
-    """``make(*tensors, *options)``. A row of it depends on the first tensor by that row alone, and has its dtype."""
+    """``make(*tensors, *options)``. A row of it depends on the first tensor by that row alone, and
+    has its dtype."""
 
     make: object
     tensors: tuple[torch.Tensor | None, ...]
@@ -63,7 +65,12 @@ def recipe(y) -> Recipe | None:
     """How to make y, as it is now."""
     notes = None if torch.compiler.is_compiling() else getattr(_thread, "notes", None)
     known, found = notes.get(id(y), (None, None)) if notes else (None, None)
-    if found is None or known() is not y or y._backward_hooks or found.versions != _versions(y, *found.tensors):
+    if (
+        found is None
+        or known() is not y
+        or y._backward_hooks
+        or found.versions != _versions(y, *found.tensors)
+    ):
         return None
     return found
 

@@ -1,8 +1,8 @@
 """Checks of the arguments that a user gives.
 
-They look at types, dtypes, shapes and devices, never at the values of a tensor. So nothing waits for the GPU, and
-`torch.compile` removes the checks. An error names the function, the argument, what was given and what to give.
-"""
+They look at types, dtypes, shapes and devices, never at the values of a tensor. So nothing waits
+for the GPU, and `torch.compile` removes the checks. An error names the function, the argument, what
+was given and what to give."""
 
 from __future__ import annotations
 
@@ -28,21 +28,27 @@ def _tensors(name, required, optional, dtypes, wanted):
         if known is None:
             known, device = argument, x.device
         elif x.device != device:
-            raise ValueError(f"{name}: {known} is on {device}, {argument} on {x.device}, give one device")
+            raise ValueError(
+                f"{name}: {known} is on {device}, {argument} on {x.device}, give one device"
+            )
 
 
 class Misfit(ValueError, AssertionError):
-    """A number, a shape or an option that does not fit. Existing code expects an AssertionError for many of them."""
+    """A number, a shape or an option that does not fit. Existing code expects an AssertionError for
+    many of them."""
 
 
 def fits(x, shape, *tensors):
     """Whether each of the tensors is None, or floating point, of this shape and on x's device.
 
-    Within a microsecond: for a Function that may be applied by itself. If not, the function's own checks say why.
-    """
+    Within a microsecond: for a Function that may be applied by itself. If not, the function's own
+    checks say why."""
     for t in tensors:
         if t is not None and not (
-            isinstance(t, torch.Tensor) and t.shape == shape and t.device == x.device and t.dtype in FLOATS
+            isinstance(t, torch.Tensor)
+            and t.shape == shape
+            and t.device == x.device
+            and t.dtype in FLOATS
         ):
             return False
     return True
@@ -61,7 +67,9 @@ def integers(name, required, **optional):
 def shape(name, argument, x, *shapes):
     """``x`` is None or has one of these shapes."""
     if x is not None and tuple(x.shape) not in shapes:
-        raise Misfit(f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}")
+        raise Misfit(
+            f"{name}: {argument} has shape {tuple(x.shape)}, give {' or '.join(map(str, shapes))}"
+        )
 
 
 def _number(wanted, fits, kind=(float, int, Real), convert=float):
@@ -98,4 +106,6 @@ def count(name, argument, value):
 def dtype(name, argument, value):
     """``value`` is None or a floating point dtype."""
     if value is not None and not (isinstance(value, torch.dtype) and value in FLOATS):
-        raise TypeError(f"{name}: {argument} is {value!r}, give a floating point dtype such as torch.float32, or None")
+        raise TypeError(
+            f"{name}: {argument} is {value!r}, give a floating point dtype such as torch.float32, or None"
+        )

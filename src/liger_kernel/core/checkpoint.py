@@ -1,4 +1,5 @@
-"""A checkpoint whose inputs wait in the host's memory (`host_memory`), and which keeps no norms (`again`)."""
+"""A checkpoint whose inputs wait in the host's memory (`host_memory`), and which keeps no norms
+(`again`)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from liger_kernel.core.op import transformed
 
 
 def offloaded(keeping, within=lambda args: contextlib.nullcontext):
-    """``keeping``, which is `torch.utils.checkpoint.checkpoint` with some of its options given, with its inputs on the
-    host: of the tensors that are given by position those that a gradient goes to, but no parameters. Each time that the
-    function runs, it is within a context that ``within(args)`` makes, which is called once."""
+    """``keeping``, which is `torch.utils.checkpoint.checkpoint` with some of its options given,
+    with its inputs on the host: of the tensors that are given by position those that a gradient
+    goes to, but no parameters. Each time that the function runs, it is within a context that
+    ``within(args)`` makes, which is called once."""
 
     @functools.wraps(keeping)
     def offloaded_checkpoint(function, *args, **kwargs):
@@ -33,7 +35,10 @@ def offloaded(keeping, within=lambda args: contextlib.nullcontext):
 
         def pack(x):
             dense = x.layout is torch.strided and not x.is_nested
-            return (send(x) if dense and x.untyped_storage()._cdata in wanted else None) or (x, x._version)
+            return (send(x) if dense and x.untyped_storage()._cdata in wanted else None) or (
+                x,
+                x._version,
+            )
 
         def unpack(kept):
             if type(kept) is Waiting:
@@ -60,26 +65,34 @@ def _may_wait(x) -> bool:
 
 def _is_captured(args) -> bool:
     kinds = {x.device.type for x in args if isinstance(x, torch.Tensor)}
-    return any(getattr(getattr(torch, kind, None), "is_current_stream_capturing", bool)() for kind in kinds)
+    return any(
+        getattr(getattr(torch, kind, None), "is_current_stream_capturing", bool)() for kind in kinds
+    )
 
 
 def offloaded_checkpoint(function, *args, use_reentrant: bool = False, **kwargs):
-    """`torch.utils.checkpoint.checkpoint`, with the tensors among ``args`` in pinned host memory until backward.
+    """`torch.utils.checkpoint.checkpoint`, with the tensors among ``args`` in pinned host memory
+    until backward.
 
     Args:
-        function: called with ``args`` and ``kwargs``, now and in backward. It must not write to them.
-        *args: whatever it takes. Tensors on a GPU that require a gradient wait on the host, if they are contiguous, of
-            1 MiB or more, and no parameters. They are copied while the function runs, and are on the device until the
+        function: called with ``args`` and ``kwargs``, now and in backward. It must not write to
+        them.
+        *args: whatever it takes. Tensors on a GPU that require a gradient wait on the host, if they
+        are contiguous, of
+            1 MiB or more, and no parameters. They are copied while the function runs, and are on
+            the device until the
             next checkpoint begins.
         use_reentrant: as in PyTorch.
-        **kwargs: PyTorch's options of a checkpoint; the rest is for ``function``, and stays where it is.
+        **kwargs: PyTorch's options of a checkpoint; the rest is for ``function``, and stays where
+        it is.
 
-    What backward computes again is not all kept meanwhile: in a patched model, norms are made once more where the
-    layers that read them, or an MLP in tiles, would keep them.
+    What backward computes again is not all kept meanwhile: in a patched model, norms are made once
+    more where the layers that read them, or an MLP in tiles, would keep them.
 
-    Host memory is kept for the next step. A process takes LIGER_KERNEL_HOST_MEMORY bytes of it at most, half of its
-    share of the machine if that is not set; what would be more stays on the device. So does all of it in a graph of
-    torch.compile, while a CUDA graph is captured, and under torch.func.
+    Host memory is kept for the next step. A process takes LIGER_KERNEL_HOST_MEMORY bytes of it at
+    most, half of its share of the machine if that is not set; what would be more stays on the
+    device. So does all of it in a graph of torch.compile, while a CUDA graph is captured, and under
+    torch.func.
 
     Raises:
         RuntimeError: in backward, if an input was written to before its copy was done.

@@ -4,16 +4,18 @@
     beside        x_1 to the host     x_2 to the host     x_3 ...
                                   └ x_1 is let go of      └ x_2 is let go of
 
-x_i is let go of when the next tensor is sent, and by then computation waits for its copy: so the allocator has its
-memory again at once, however far the host runs ahead, and of all that was sent two tensors at most are on the device.
-The last one stays until it is asked for. On the way back a tensor is fetched when it is asked for, and the one before
-it already then if half of the memory is free: whoever fills it computes for so long that a copy does not count.
+x_i is let go of when the next tensor is sent, and by then computation waits for its copy: so the
+allocator has its memory again at once, however far the host runs ahead, and of all that was sent
+two tensors at most are on the device. The last one stays until it is asked for. On the way back a
+tensor is fetched when it is asked for, and the one before it already then if half of the memory is
+free: whoever fills it computes for so long that a copy does not count.
 
-Host memory is pinned, in pieces of one size: whatever the sizes of the tensors, what one gives back another can take.
-Pieces are taken and given back in the order of the copies, which all run on the device's one stream.
+Host memory is pinned, in pieces of one size: whatever the sizes of the tensors, what one gives back
+another can take. Pieces are taken and given back in the order of the copies, which all run on the
+device's one stream.
 
-A tensor that can be computed again may be sent, too, as a spare one: it is given up when another finds no place.
-"""
+A tensor that can be computed again may be sent, too, as a spare one: it is given up when another
+finds no place."""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ VARIABLE = "LIGER_KERNEL_HOST_MEMORY"
 
 
 def bound() -> int:
-    """Bytes that a process takes of the host: the environment's number, or half of what its machine has for it."""
+    """Bytes that a process takes of the host: the environment's number, or half of what its machine
+    has for it."""
     given = os.environ.get(VARIABLE)
     if given is None:
         return _there() // 2 // max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
@@ -59,7 +62,8 @@ def _there() -> int:
 
 
 class _Pieces:
-    """Of one device. ``taken``: bytes of all devices of this process, in use or not: pinning takes long."""
+    """Of one device. ``taken``: bytes of all devices of this process, in use or not: pinning takes
+    long."""
 
     taken, lock = 0, threading.Lock()
 
@@ -99,7 +103,9 @@ class _Pieces:
         return False
 
     def give(self, pieces):
-        self.free += pieces  # no lock: it may be the garbage collector that gives them, while one is held
+        self.free += (
+            pieces  # no lock: it may be the garbage collector that gives them, while one is held
+        )
 
 
 def _pinned():
@@ -129,7 +135,8 @@ class _Beside:
         there.stream.wait_event(there.copied)
 
     def is_here(self, there):
-        """The current stream, if that is another one, waits, too, and the memory is kept until it has read it."""
+        """The current stream, if that is another one, waits, too, and the memory is kept until it
+        has read it."""
         now = self.module.current_stream(there.x.device)
         if self.has_streams and now != there.stream:
             now.wait_event(there.copied)
@@ -141,12 +148,14 @@ _thread = threading.local()  # .last: device -> what this thread has sent last
 
 
 def _beside_of(device) -> _Beside:
-    return _beside.get(device) or _beside.setdefault(device, _Beside(device))  # one, whatever thread comes first
+    return _beside.get(device) or _beside.setdefault(
+        device, _Beside(device)
+    )  # one, whatever thread comes first
 
 
 class _There(NamedTuple):
-    """A tensor on the device, what it was, the event from which on its copy, there or back, is done, and the stream
-    that was the current one; ``sent``: it is what was sent."""
+    """A tensor on the device, what it was, the event from which on its copy, there or back, is
+    done, and the stream that was the current one; ``sent``: it is what was sent."""
 
     x: torch.Tensor
     version: int
@@ -164,7 +173,9 @@ class Waiting:
     def __init__(self, x, pieces, before, spare=False):
         self.beside, self.pieces, self.spare, self.held = _beside_of(x.device), pieces, spare, False
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.before = before  # a weak reference to what was sent before it, which backward wants next
+        self.before = (
+            before  # a weak reference to what was sent before it, which backward wants next
+        )
         self.there, self.changed = self._copied(x, pieces, to_host=True), False
         if spare:
             self.beside.pieces.spare.add(self)
@@ -201,7 +212,9 @@ class Waiting:
 
     def fetched(self) -> torch.Tensor | None:
         there = self.there
-        if self.spare and there is not None and there.sent:  # its reader may write to it: it is not that reader's again
+        if (
+            self.spare and there is not None and there.sent
+        ):  # its reader may write to it: it is not that reader's again
             self.let_go()
             there = None
         there, self.there = there or self.fetch(), None
@@ -230,12 +243,22 @@ class Waiting:
 
 
 def send(x: torch.Tensor, spare: bool = False) -> Waiting | None:
-    """x, on its way to the host; None if it stays where it is: small, in pieces of its own, or beyond the bound."""
-    if not devices.is_off_host(x) or x.nbytes < LEAST or not x.is_contiguous() or type(x) is not torch.Tensor:
+    """x, on its way to the host; None if it stays where it is: small, in pieces of its own, or
+    beyond the bound."""
+    if (
+        not devices.is_off_host(x)
+        or x.nbytes < LEAST
+        or not x.is_contiguous()
+        or type(x) is not torch.Tensor
+    ):
         return None
     sent = _thread.__dict__.setdefault("last", {})
     last = sent[x.device]() if x.device in sent else None
-    if last is not None and last.x is not None and last.x.untyped_storage()._cdata == x.untyped_storage()._cdata:
+    if (
+        last is not None
+        and last.x is not None
+        and last.x.untyped_storage()._cdata == x.untyped_storage()._cdata
+    ):
         return None  # several layers read it: it would be there in any case
     pieces = _beside_of(x.device).pieces.take(x.nbytes, spare)
     if pieces is None:

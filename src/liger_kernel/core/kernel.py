@@ -1,13 +1,14 @@
-"""``@kernel``: ``triton.jit`` for kernels that the host launches. It launches on the right device, and faster.
+"""``@kernel``: ``triton.jit`` for kernels that the host launches. It launches on the right device,
+and faster.
 
-Triton launches on the current device, wherever the tensors are. A model may be spread over several devices. So each
-launch makes the device of its first tensor the current one.
+Triton launches on the current device, wherever the tensors are. A model may be spread over several
+devices. So each launch makes the device of its first tensor the current one.
 
-Triton binds and specialises all arguments at every launch: 26 µs, of which the launch itself takes 14 (H200's host,
-2026-11-20, Triton 3.6). Here a compiled kernel is looked up by what Triton specialises on: a tensor's dtype and whether
-its memory is aligned, an integer's class (1, divisible by 16, 64 bits wide), a constant's value. The first launch of
-its kind goes through Triton, and so does any launch that a profiler's hook observes.
-"""
+Triton binds and specialises all arguments at every launch: 26 µs, of which the launch itself takes
+14 (H200's host, 2026-11-20, Triton 3.6). Here a compiled kernel is looked up by what Triton
+specialises on: a tensor's dtype and whether its memory is aligned, an integer's class (1, divisible
+by 16, 64 bits wide), a constant's value. The first launch of its kind goes through Triton, and so
+does any launch that a profiler's hook observes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.tile import TRITON, TensorDescriptor, triton
 
-CHECKED = ("3", "6"), ("3", "7"), ("3", "8"), ("3", "9")  # versions of Triton for which `launch` was checked
+CHECKED = (
+    ("3", "6"),
+    ("3", "7"),
+    ("3", "8"),
+    ("3", "9"),
+)  # versions of Triton for which `launch` was checked
 
 
 def _kinds(args):
@@ -34,7 +40,8 @@ def _kinds(args):
 
 
 def descriptor(tensor, block):
-    """What a kernel loads tiles of (block) of a 16-bit tensor by, where there is an engine for it, or None.
+    """What a kernel loads tiles of (block) of a 16-bit tensor by, where there is an engine for it,
+    or None.
 
     What is beyond the tensor is 0. The engine wants rows that begin at multiples of 16 bytes.
     """
@@ -55,9 +62,9 @@ def _first_tensor(args):
 def _launcher():
     """The class of kernels. In the interpreter, which has no devices, it is ``triton.jit`` itself.
 
-    Compiled kernels are looked up only where this was checked: with these versions of Triton, on NVIDIA. On AMD,
-    kernels are also specialised on a tensor's size. Intel's driver takes other arguments.
-    """
+    Compiled kernels are looked up only where this was checked: with these versions of Triton, on
+    NVIDIA. On AMD, kernels are also specialised on a tensor's size. Intel's driver takes other
+    arguments."""
     if not TRITON or devices.INTERPRETED:
         return triton.jit
 
@@ -94,7 +101,19 @@ def _launcher():
                     return self.find(self.found, key, grid, args, constants)
                 x, y, z = (*grid, 1, 1)[:3]
                 run, function, metadata, rest = found
-                run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *args, *rest)
+                run(
+                    x,
+                    y,
+                    z,
+                    active.get_current_stream(device),
+                    function,
+                    metadata,
+                    None,
+                    None,
+                    None,
+                    *args,
+                    *rest,
+                )
 
             return launch
 
@@ -120,7 +139,9 @@ def _launcher():
                     return self.find(known, key, grid, (*tensors, *numbers), constants)
                 run, function, metadata, rest = found
                 stream = active.get_current_stream(device)
-                run(x, y, z, stream, function, metadata, None, None, None, *tensors, *numbers, *rest)
+                run(
+                    x, y, z, stream, function, metadata, None, None, None, *tensors, *numbers, *rest
+                )
 
             return launch
 
@@ -131,19 +152,20 @@ kernel = _launcher()
 
 
 def prepared(kernel, grid, *numbers, **constants):
-    """-> the launches with this grid, these numbers and constants, as a function of the tensors (None for none), the
-    first of which is one.
+    """-> the launches with this grid, these numbers and constants, as a function of the tensors
+    (None for none), the first of which is one.
 
-    Tensors come first among the kernel's arguments. Where shapes and strides come again, as in every layer and step,
-    a caller keeps it by these: what Triton specialises on is then asked of the tensors' pointers alone.
-    """
+    Tensors come first among the kernel's arguments. Where shapes and strides come again, as in
+    every layer and step, a caller keeps it by these: what Triton specialises on is then asked of
+    the tensors' pointers alone."""
     if hasattr(kernel, "prepared"):
         return kernel.prepared(grid, numbers, constants)
     return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
 
 
-class Plans(dict):
-    """What was made once of shapes, strides, dtypes and devices, by these; forgotten where it becomes too much."""
+class LaunchCache(dict):
+    """What was made once of shapes, strides, dtypes and devices, by these; forgotten where it
+    becomes too much."""
 
     MOST = 1024
     every = []  # of them

@@ -1,16 +1,16 @@
 r"""Communication of ranks that each hold a shard: of the experts (`all_to_all`), or of the classes.
 
-Vocabulary parallelism: rank r holds V_local classes from r·V_local on. Everything else is replicated: hidden states,
-targets, outputs and the incoming gradients. Two operations connect replicated and sharded tensors. Each is the
-backward of the other:
+Vocabulary parallelism: rank r holds V_local classes from r·V_local on. Everything else is
+replicated: hidden states, targets, outputs and the incoming gradients. Two operations connect
+replicated and sharded tensors. Each is the backward of the other:
 
     copy_to_group: a replicated x, to be used with this rank's shard     backward: all-reduce (sum)
     sum_over_group: all-reduce (sum) of the ranks' partial results       backward: the gradient as it is
 
-So a shard's gradient is that slice of the whole gradient, and a replicated tensor's gradient is complete on every rank.
-(`torch.distributed.nn.all_reduce` also all-reduces the gradients, which makes them too large by the number of ranks.)
-Without a group, or with a single rank, nothing is sent.
-"""
+So a shard's gradient is that slice of the whole gradient, and a replicated tensor's gradient is
+complete on every rank. (`torch.distributed.nn.all_reduce` also all-reduces the gradients, which
+makes them too large by the number of ranks.) Without a group, or with a single rank, nothing is
+sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _resolved(group):
 
 def is_group(group) -> bool:
     """While a graph is built something else may stand for a group."""
-    return group is None or isinstance(group, str | dist.ProcessGroup) or torch.compiler.is_compiling()
+    return (
+        group is None or isinstance(group, str | dist.ProcessGroup) or torch.compiler.is_compiling()
+    )
 
 
 def group_name(group) -> str | None:
@@ -38,14 +40,20 @@ def place(group) -> tuple[int, int]:
     """(number of ranks, this rank). ``group`` is a process group, its name, or None."""
     if group is None:
         return 1, 0
-    return _place_of(group) if isinstance(group, str) else (dist.get_world_size(group), dist.get_rank(group))
+    return (
+        _place_of(group)
+        if isinstance(group, str)
+        else (dist.get_world_size(group), dist.get_rank(group))
+    )
 
 
 def _place_of(name):
     return place(_resolved(name))
 
 
-_place_of._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, without importing Dynamo
+_place_of._dynamo_marked_constant = (
+    True  # `torch.compiler.assume_constant_result`, without importing Dynamo
+)
 
 
 def local(name, hidden, weight, bias, group):
@@ -56,19 +64,26 @@ def local(name, hidden, weight, bias, group):
 
     if isinstance(weight, DTensor) and group is None:
         mesh, (placement, *others) = weight.device_mesh, weight.placements
-        same = isinstance(hidden, DTensor) and hidden.device_mesh == mesh and hidden.placements == (Replicate(),)
+        same = (
+            isinstance(hidden, DTensor)
+            and hidden.device_mesh == mesh
+            and hidden.placements == (Replicate(),)
+        )
         if not same or others or not (placement.is_shard(0) or placement.is_replicate()):
             raise ValueError(
                 f"{name}: weight is a DTensor with placements {weight.placements}; give hidden states that are "
                 "replicated on its mesh, or the group over which its classes are sharded, or weight.full_tensor()"
             )
         if placement.is_shard() and weight.shape[0] % mesh.size():
-            raise ValueError(f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad")
+            raise ValueError(
+                f"{name}: {weight.shape[0]} classes make no equal shards for {mesh.size()} ranks; pad"
+            )
         group = mesh.get_group() if placement.is_shard() else None
     return *(local_of(x) if isinstance(x, DTensor) else x for x in (hidden, weight, bias)), group
 
 
-# PyTorch's own ways from a DTensor to a tensor and back have no second gradient, or not in every release.
+# PyTorch's own ways from a DTensor to a tensor and back have no second gradient, or not in every
+# release.
 
 
 class _ToLocal(torch.autograd.Function):
@@ -78,7 +93,9 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx, x, grad_placements):
         ctx.given = x.device_mesh, grad_placements, x.shape
         local = x.to_local()
-        local = local.trigger_wait() if hasattr(local, "trigger_wait") else local  # a kernel would not wait
+        local = (
+            local.trigger_wait() if hasattr(local, "trigger_wait") else local
+        )  # a kernel would not wait
         return local.view_as(local)
 
     @staticmethod
@@ -96,7 +113,9 @@ class _OfLocal(torch.autograd.Function):
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in placements)
         stride = torch.empty(shape, device="meta").stride()
         # the stride is that of the whole: so the part has to be laid out alike
-        return DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            x.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
     @staticmethod
     def backward(ctx, dy):
@@ -105,18 +124,20 @@ class _OfLocal(torch.autograd.Function):
 
 
 def local_of(x, grad_placements=None):
-    """This rank's part of a DTensor; its gradient is placed as x is, or as ``grad_placements`` say."""
+    """This rank's part of a DTensor; its gradient is placed as x is, or as ``grad_placements``
+    say."""
     if torch.compiler.is_compiling():
         return x.to_local(grad_placements=grad_placements)
     return _ToLocal.apply(x, x.placements if grad_placements is None else grad_placements)
 
 
 def by_rows(function, x, *parameters):
-    """``function(x, *parameters)`` of the ranks' own rows of a DTensor x, as a DTensor that is sharded as x.
+    """``function(x, *parameters)`` of the ranks' own rows of a DTensor x, as a DTensor that is
+    sharded as x.
 
-    What it computes of a row must depend on that row and on the parameters alone, which are replicated: a rank's
-    gradient of them is its rows' part of it. None where ranks share rows, or parameters are elsewhere.
-    """
+    What it computes of a row must depend on that row and on the parameters alone, which are
+    replicated: a rank's gradient of them is its rows' part of it. None where ranks share rows, or
+    parameters are elsewhere."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     if type(x) is not DTensor:
@@ -125,7 +146,11 @@ def by_rows(function, x, *parameters):
     if not all(type(p) in (Shard, Replicate) and not p.is_shard(x.dim() - 1) for p in placements):
         return None
     for p in parameters:
-        if type(p) is not DTensor or p.device_mesh != mesh or not all(at.is_replicate() for at in p.placements):
+        if (
+            type(p) is not DTensor
+            or p.device_mesh != mesh
+            or not all(at.is_replicate() for at in p.placements)
+        ):
             return None
     partial = [Partial() if p.is_shard() else Replicate() for p in placements]
     y = function(local_of(x), *(local_of(p, partial) for p in parameters))
@@ -192,7 +217,9 @@ def sum_over_group(x, group):
 
 def max_over_group(x, group):
     """All-reduce (max), without a gradient."""
-    return x.detach() if place(group)[0] == 1 else _all_reduced(x.detach(), "MAX", group_name(group))
+    return (
+        x.detach() if place(group)[0] == 1 else _all_reduced(x.detach(), "MAX", group_name(group))
+    )
 
 
 class _AllToAll(torch.autograd.Function):
@@ -210,7 +237,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x, sent, received, group):
-    """The rows of x, ``sent[r]`` of them to rank r -> those from all ranks, ``received[r]`` from rank r.
+    """The rows of x, ``sent[r]`` of them to rank r -> those from all ranks, ``received[r]`` from
+    rank r.
 
     Without these lists, an equal number to each. The backward sends the gradients back.
     """
@@ -218,15 +246,24 @@ def all_to_all(x, sent, received, group):
 
 
 def token_loss_reference_parallel(
-    z, target, group=None, class_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0
-):  # fmt: skip
-    """The loss of `head.logits` for this rank's shard of the logits: three all-reduces forward, none backward.
+    z,
+    target,
+    group=None,
+    class_weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    lse_square_scale=0.0,
+):
+    """The loss of `head.logits` for this rank's shard of the logits: three all-reduces forward,
+    none backward.
 
-    z (M, V_local) are logits, scaled and capped, fp32 or fp64. target (M,) and class_weight (V,) are of all classes.
-    -> (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,). The first three have gradients.
-    nll = log Σ + (max z - z_y) and entropy = log Σ + Σ p·(max z - z) have no negative terms, so they are also exact
-    for a row whose loss is near 0. The loss of a row is NaN if its target is another one on another rank.
-    """
+    z (M, V_local) are logits, scaled and capped, fp32 or fp64. target (M,) and class_weight (V,)
+    are of all classes.
+    -> (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,). The first
+    three have gradients.
+    nll = log Σ + (max z - z_y) and entropy = log Σ + Σ p·(max z - z) have no negative terms, so
+    they are also exact for a row whose loss is near 0. The loss of a row is NaN if its target is
+    another one on another rank."""
     (size, rank), shard = place(group), z.shape[1]
     first, V = rank * shard, size * shard
     valid, known = target != ignore_index, (target >= 0) & (target < V)
@@ -241,7 +278,9 @@ def token_loss_reference_parallel(
     d = z - top[:, None]
     e = d.exp()
     of_target = d.gather(-1, (target - first).where(here, 0)[:, None]).squeeze(-1).where(here, 0)
-    distance = (e * d.clamp(min=-1e4)).sum(-1)  # exp(-1e4) is 0, and unlike 0·-inf, 0·-1e4 is no NaN
+    distance = (e * d.clamp(min=-1e4)).sum(
+        -1
+    )  # exp(-1e4) is 0, and unlike 0·-inf, 0·-1e4 is no NaN
     sums = [e.sum(-1), distance, of_target, z.detach().sum(-1)]
     if label_smoothing:
         sums.append((d if w is None else d * w[first : first + shard]).sum(-1))
@@ -252,9 +291,18 @@ def token_loss_reference_parallel(
     if w is not None:
         ce = w[target.where(valid & known, 0)] * ce
     if label_smoothing:
-        ce = (1 - label_smoothing) * ce + label_smoothing / V * ((V if w is None else w.sum()) * log_sum - weighted[0])
+        ce = (1 - label_smoothing) * ce + label_smoothing / V * (
+            (V if w is None else w.sum()) * log_sum - weighted[0]
+        )
     z_loss, mean = lse_square_scale * lse * lse, sum_z.detach() / V
-    outputs = ce + z_loss, lse, log_sum - distance / total, z_loss.detach(), (best == target).float(), mean
+    outputs = (
+        ce + z_loss,
+        lse,
+        log_sum - distance / total,
+        z_loss.detach(),
+        (best == target).float(),
+        mean,
+    )
     loss, lse, entropy, z_loss, correct, mean = (x.where(valid, 0) for x in outputs)
     loss = loss * torch.where(alike, 1.0, torch.nan).to(loss.dtype)  # and its gradient
     return loss, lse, entropy, z_loss, correct, best.where(valid, -1), mean

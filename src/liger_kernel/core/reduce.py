@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_kernel.core.kernel import Plans, kernel, prepared
+from liger_kernel.core.kernel import LaunchCache, kernel, prepared
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
@@ -31,19 +31,25 @@ def _sum_both(dws_ptr, dbs_ptr, dw_ptr, db_ptr, M, N, BLOCK_M: tl.constexpr, BLO
 
 
 def partial(out, programs):
-    """Where each program writes a row of partial sums, for `sum_rows`: ``out`` itself for one program, or for None."""
-    return out if out is None or programs == 1 else out.new_empty((programs, out.numel()), dtype=torch.float32)
+    """Where each program writes a row of partial sums, for `sum_rows`: ``out`` itself for one
+    program, or for None."""
+    return (
+        out
+        if out is None or programs == 1
+        else out.new_empty((programs, out.numel()), dtype=torch.float32)
+    )
 
 
 def sum_rows(partial, out):
-    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once, to out's dtype."""
+    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once,
+    to out's dtype."""
     if partial is out:
         return
     sizes = tuple(partial.shape)
     (_sums.get(sizes) or _sums.add(sizes, _prepared(*sizes)))(partial, out)
 
 
-_sums = Plans()
+_sums = LaunchCache()
 
 
 def _prepared(M, N):
@@ -52,7 +58,8 @@ def _prepared(M, N):
 
 
 def _launch(M, N):
-    """Columns of a program, and the rest. Few columns are read at once: a loop waits for memory in every iteration.
+    """Columns of a program, and the rest. Few columns are read at once: a loop waits for memory in
+    every iteration.
 
     RMSNorm's backward of 65536x128 takes 23.5 µs so, 24.7 with the loop (H200, 2026-11-24).
     """

@@ -1,4 +1,5 @@
-"""Triton, and the helpers that kernels share. They compute in fp32, and run in Triton's interpreter too."""
+"""Triton, and the helpers that kernels share. They compute in fp32, and run in Triton's interpreter
+too."""
 
 try:
     import triton
@@ -28,7 +29,8 @@ def cdiv(a, b):
 
 
 def parts(x):
-    """Logits (T, V), or two tensors with the first classes and with the others -> both, where the others begin, V.
+    """Logits (T, V), or two tensors with the first classes and with the others -> both, where the
+    others begin, V.
 
     For one tensor: the tensor, None, 0, V.
     """
@@ -51,7 +53,8 @@ def of_program(x_ptr, more_ptr, split, V, SIZE):
     """The block of at most SIZE of V classes that program_id(1) handles.
 
     With more_ptr, the classes from ``split`` on are in that tensor, and the others in x_ptr.
-    -> the tensor with the block, the block's first column there (int64), its first class, its number of classes.
+    -> the tensor with the block, the block's first column there (int64), its first class, its
+    number of classes.
     """
     k = tl.program_id(1)
     begin = k * SIZE
@@ -82,7 +85,8 @@ def exp(x):
 
 @triton.jit
 def exp_for(x, EXACT: tl.constexpr, scale=None):
-    """exp(x·scale); EXACT where the result is fp32 throughout. What is or becomes 16-bit is less exact than tl.exp."""
+    """exp(x·scale); EXACT where the result is fp32 throughout. What is or becomes 16-bit is less
+    exact than tl.exp."""
     if EXACT:
         return exp(x if scale is None else x * scale)
     return tl.exp(x) if scale is None else tl.exp2(x * (scale * 1.4426950408889634))
@@ -96,9 +100,11 @@ def finite(top):
 
 @triton.jit
 def online_max(top, highest):
-    """A step of an online softmax (arXiv:1805.02867): the maximum ``top`` so far, with further x up to ``highest``.
+    """A step of an online softmax (arXiv:1805.02867): the maximum ``top`` so far, with further x up
+    to ``highest``.
 
-    -> the new maximum, and the shift: add exp(x - shift) to a sum of exp(x - top), times exp(top - shift).
+    -> the new maximum, and the shift: add exp(x - shift) to a sum of exp(x - top), times exp(top -
+    shift).
     """
     new = tl.maximum(top, highest)
     return new, finite(new)
@@ -113,24 +119,28 @@ def log(x):
 
 @triton.jit
 def log_of_normal(x):
-    """log of a positive normal number within 1.3 ulp. tl.log also handles other numbers, which doubles its cost.
+    """log of a positive normal number within 1.3 ulp. tl.log also handles other numbers, which
+    doubles its cost.
 
-    x = 2ᵏ·(1 + f) with 1 + f from √½ to √2. log(1 + f) = f + f²·P(f), with a polynomial P fitted to that range.
-    """
+    x = 2ᵏ·(1 + f) with 1 + f from √½ to √2. log(1 + f) = f + f²·P(f), with a polynomial P fitted to
+    that range."""
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23
     f = (bits - (k << 23)).to(tl.float32, bitcast=True) - 1.0
     p = -0.165705085889 + f * (0.149179747226 + f * (-0.143075189734 + f * 0.0873483634345))
-    p = -0.499999916065 + f * (0.333339502230 + f * (-0.250017552371 + f * (0.199620720703 + f * p)))
+    p = -0.499999916065 + f * (
+        0.333339502230 + f * (-0.250017552371 + f * (0.199620720703 + f * p))
+    )
     return k * 0.693147180560 + (f + f * f * p)
 
 
 @triton.jit
 def tanh(x):
-    """tanh within 2e-7 (relatively 4e-7): 1 - 2e/(1 + e), and near 0, where that cancels, a polynomial.
+    """tanh within 2e-7 (relatively 4e-7): 1 - 2e/(1 + e), and near 0, where that cancels, a
+    polynomial.
 
-    And its slope 1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1.
-    """
+    And its slope 1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or
+    -1."""
     e = tl.exp2(-2.88539008 * tl.abs(x))  # exp(-2·|x|)
     p = 1.0 / (1.0 + e)
     ep = e * p
@@ -142,7 +152,8 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Where e is infinite, both are 0."""
+    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Where e is infinite,
+    both are 0."""
     e = tl.exp(-x)
     p = 1.0 / (1.0 + e)
     return p, tl.minimum(e, 3e38) * p * p

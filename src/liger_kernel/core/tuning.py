@@ -1,10 +1,11 @@
-"""Launches for the GPU at hand: what is known of it, and a table of the launches that were fastest there.
+"""Launches for the GPU at hand: what is known of it, and a table of the launches that were fastest
+there.
 
-A function that chooses a launch is `tuned`. It returns numbers made from sizes and from what is known of the device
-(`Traits`): the default. Beside it stands which other numbers are right for these sizes. `scripts/tune` times them and
-writes the faster ones into a file, which is read here, once for each kind of device. Whatever is in that file, only
-numbers that are right are taken from it. So a table changes the speed and the order of sums, and nothing else.
-"""
+A function that chooses a launch is `tuned`. It returns numbers made from sizes and from what is
+known of the device (`Traits`): the default. Beside it stands which other numbers are right for
+these sizes. `scripts/tune` times them and writes the faster ones into a file, which is read here,
+once for each kind of device. Whatever is in that file, only numbers that are right are taken from
+it. So a table changes the speed and the order of sums, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ import torch
 
 from liger_kernel._version import __version__
 from liger_kernel.core import devices
-from liger_kernel.core.kernel import Plans
+from liger_kernel.core.kernel import LaunchCache
 from liger_kernel.core.tile import TRITON, next_power_of_2, triton
 
 VARIABLE = "LIGER_KERNEL_TUNING"
 FORMAT = 1  # of the file; another one is not read
 OFF = "0", "off", "none"
 
-# Published memory rates in TB/s: of a device by what its name contains, in this order; of an architecture's usual one.
+# Published memory rates in TB/s: of a device by what its name contains, in this order; of an
+# architecture's usual one.
 RATES = {
     "B300": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "A100-SXM4-80GB": 2.04,
     "A100 80GB PCIe": 1.94, "A100": 1.56, "L40S": 0.864, "L40": 0.864, "L4": 0.3, "RTX 4090": 1.01, "RTX 5090": 1.79,
@@ -39,7 +41,9 @@ RATES = {
     "gfx90a": 1.6, "gfx942": 5.3, "gfx950": 8.0, "gfx1100": 0.96,
 }  # fmt: skip
 LATENCY = 1e-6  # seconds until a load of a busy memory arrives, about
-HOPPER = 227 * 1024  # bytes of shared memory that a program may have where the defaults were measured
+HOPPER = (
+    227 * 1024
+)  # bytes of shared memory that a program may have where the defaults were measured
 
 
 class Traits(NamedTuple):
@@ -55,28 +59,35 @@ class Traits(NamedTuple):
 
     @property
     def in_flight(self) -> float:
-        """Bytes that a processor must have on their way for the memory to be busy (Little's law); 0: not known."""
+        """Bytes that a processor must have on their way for the memory to be busy (Little's law);
+        0: not known."""
         return self.rate * LATENCY / self.processors
 
     def warps(self, of_32: int) -> int:
-        """As many threads as so many warps of 32: a thread's loads are 16 bytes wide on every device."""
+        """As many threads as so many warps of 32: a thread's loads are 16 bytes wide on every
+        device."""
         return max(of_32 * 32 // self.warp, 1)
 
     def rows(self, most: int, bytes_of_one: int) -> int:
-        """Rows of an iteration, ``most`` or fewer: three iterations fit into shared memory, as they do on Hopper.
+        """Rows of an iteration, ``most`` or fewer: three iterations fit into shared memory, as they
+        do on Hopper.
 
-        On an H200 half the rows cost 6 %, and not to load ahead another 10 %: `ops.norm.rows` has the figures.
-        """
-        while most > 1 and self.prefetches and self.shared < 3 * most * bytes_of_one + 2048 <= HOPPER:
+        On an H200 half the rows cost 6 %, and not to load ahead another 10 %: `ops.norm.rows` has
+        the figures."""
+        while (
+            most > 1 and self.prefetches and self.shared < 3 * most * bytes_of_one + 2048 <= HOPPER
+        ):
             most //= 2
         return most
 
     def stages_of_products(self, bytes_of_one: int) -> int:
-        """Without asynchronous copies: AMD's guide to Triton has 2, one tile comes while another one is multiplied."""
+        """Without asynchronous copies: AMD's guide to Triton has 2, one tile comes while another
+        one is multiplied."""
         return 2 if self.arch.startswith("gfx") and bytes_of_one <= self.shared else 1
 
     def programs(self, bytes_of_one: int, stages: int) -> int:
-        """Of a processor, so that enough is in flight: all stages but one, or half an iteration without prefetching."""
+        """Of a processor, so that enough is in flight: all stages but one, or half an iteration
+        without prefetching."""
         return 2 if self.in_flight > max(stages - 1, 0.5) * bytes_of_one else 1
 
 
@@ -104,7 +115,8 @@ class Launch(NamedTuple):
     others: Callable  # (tensor, numbers, *what) -> what else is right
 
     def key(self, tensor, what) -> str:
-        """Sizes are rounded up to powers of two: what is measured for one shape serves its neighbours."""
+        """Sizes are rounded up to powers of two: what is measured for one shape serves its
+        neighbours."""
         sizes = (next_power_of_2(w) if w.__class__ is int else w for w in what)
         return " ".join(map(str, (self.name, f"{8 * tensor.element_size()}-bit", *sizes)))
 
@@ -113,9 +125,10 @@ LAUNCHES: dict[str, Launch] = {}
 
 
 def tuned(name: str, others: Callable):
-    """Decorate a function ``(tensor, *what)`` that chooses a launch. ``others(tensor, numbers, *what)``: see `Launch`.
+    """Decorate a function ``(tensor, *what)`` that chooses a launch. ``others(tensor, numbers,
+    *what)``: see `Launch`.
 
-    Without a table a call costs what the function costs. With one, `Plans` remember what was found.
+    Without a table a call costs what the function costs. With one, `LaunchCache` remember what was found.
     """
 
     def wrap(default):
@@ -131,7 +144,9 @@ def tuned(name: str, others: Callable):
     return wrap
 
 
-def around(numbers, places: dict[int, tuple], fits: Callable = lambda *numbers: True) -> list[tuple]:
+def around(
+    numbers, places: dict[int, tuple], fits: Callable = lambda *numbers: True
+) -> list[tuple]:
     """What comes of ``numbers`` when those at some places take other values; those that fit."""
     options = [places.get(i, (n,)) for i, n in enumerate(numbers)]
     return [other for other in itertools.product(*options) if other != numbers and fits(*other)]
@@ -139,7 +154,9 @@ def around(numbers, places: dict[int, tuple], fits: Callable = lambda *numbers: 
 
 def near(number: int, least: int, most: int) -> tuple[int, ...]:
     """A power of two from a quarter to four times the number, within bounds."""
-    return tuple(n for n in (number // 4, number // 2, number, 2 * number, 4 * number) if least <= n <= most)
+    return tuple(
+        n for n in (number // 4, number // 2, number, 2 * number, 4 * number) if least <= n <= most
+    )
 
 
 class _Tables:
@@ -156,7 +173,9 @@ class _Tables:
             self.seen(launch, launch.key(tensor, what), tensor, what, usual)
         elif not self.tried and not self._possible():
             self.idle = True
-        if self.idle or tensor.device.type == "meta":  # where nothing is computed, there is no device
+        if (
+            self.idle or tensor.device.type == "meta"
+        ):  # where nothing is computed, there is no device
             return usual
         at = launch.name, tensor.device, tensor.element_size(), usual, what
         if at in _found:
@@ -166,7 +185,9 @@ class _Tables:
         if numbers is None or numbers == usual:
             return _found.add(at, usual)
         if numbers not in launch.others(tensor, usual, *what):
-            _warn(f"{key} is {list(numbers)}, which is no launch for {what}; the default {list(usual)} is taken")
+            _warn(
+                f"{key} is {list(numbers)}, which is no launch for {what}; the default {list(usual)} is taken"
+            )
             numbers = usual
         return _found.add(at, numbers)
 
@@ -185,20 +206,20 @@ class _Tables:
         return self.known[device.name]
 
 
-_tables, _found = _Tables(), Plans()
+_tables, _found = _Tables(), LaunchCache()
 
 
 def forget() -> None:
     """Tables are read anew, and launches planned anew."""
     global _tables
     _tables = _Tables()
-    Plans.forget()
+    LaunchCache.forget()
 
 
 @contextlib.contextmanager
 def trying(numbers: dict[str, tuple], seen: Callable | None = None):
-    """Within, launches are these numbers, by key, and ``seen`` is told of every choice: (launch, key, tensor, what,
-    default). Files are not read."""
+    """Within, launches are these numbers, by key, and ``seen`` is told of every choice: (launch,
+    key, tensor, what, default). Files are not read."""
     forget()
     _tables.tried, _tables.seen, _tables._of = numbers, seen, lambda device: {}
     _tables._possible = lambda: True
@@ -216,7 +237,9 @@ def given() -> str | None:
 def folder() -> Path:
     """Where tables are if the environment says nothing."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache or os.path.expanduser("~/.cache")) / "liger_kernel"  # a user without a home has none there
+    return (
+        Path(cache or os.path.expanduser("~/.cache")) / "liger_kernel"
+    )  # a user without a home has none there
 
 
 def file(name: str) -> Path | None:
@@ -232,7 +255,10 @@ def file(name: str) -> Path | None:
 def stamp(device: Traits) -> dict:
     """What a table must have been made for."""
     return dict(
-        format=FORMAT, liger_kernel=__version__, triton=triton.__version__ if TRITON else None, device=device.name
+        format=FORMAT,
+        liger_kernel=__version__,
+        triton=triton.__version__ if TRITON else None,
+        device=device.name,
     )
 
 
@@ -243,7 +269,11 @@ def read(device: Traits) -> dict[str, tuple]:
         return {}
     try:
         table = json.loads(path.read_text())
-        differs = [f"{k} {table.get(k)}, here is {v}" for k, v in stamp(device).items() if table.get(k) != v]
+        differs = [
+            f"{k} {table.get(k)}, here is {v}"
+            for k, v in stamp(device).items()
+            if table.get(k) != v
+        ]
         if differs:
             raise ValueError(f"it was made for {'; '.join(differs)}")
         numbers = {key: entry["launch"] for key, entry in table["launches"].items()}

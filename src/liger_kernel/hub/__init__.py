@@ -1,1 +1,2 @@
-"""What `scripts/build-hub-kernel` makes a kernel for Hugging Face's hub of: layers for the package `kernels`."""
+"""What `scripts/build-hub-kernel` makes a kernel for Hugging Face's hub of: layers for the package
+`kernels`."""

@@ -1,8 +1,9 @@
-"""Layers as the package `kernels` wants them: without a constructor and a state, with the forward alone.
+"""Layers as the package `kernels` wants them: without a constructor and a state, with the forward
+alone.
 
-`kernels` binds such a forward to a module of the model, whose attributes it reads. What it replaces is in the docstring
-of each; a module that is proved to compute something else runs its own forward (`ours`).
-"""
+`kernels` binds such a forward to a module of the model, whose attributes it reads. What it replaces
+is in the docstring of each; a module that is proved to compute something else runs its own forward
+(`ours`)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 from liger_kernel.hub.loss import CausalLMLoss, prove_loss
 from liger_kernel.hub.ours import forward_of
 from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp
-from liger_kernel.patch import mlp, norm
-from liger_kernel.patch.conditions import plain
+from liger_kernel.patch.layers import mlp, norm
+from liger_kernel.patch.proof.conditions import plain
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ GEGLU, TILED_GEGLU = GatedMLP(("tanh", "none")), GatedMLP(("tanh", "none"), tile
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """For "RMSNorm": `liger_rms_norm`, with the module's weight, eps and offset, rounded as the module rounds."""
+    """For "RMSNorm": `liger_rms_norm`, with the module's weight, eps and offset, rounded as the
+    module rounds."""
 
     can_torch_compile = True
 
@@ -68,8 +70,8 @@ class LigerRMSNorm(torch.nn.Module):
 
 
 class LigerSwiGLUMLP(torch.nn.Module):
-    """For "SwiGLUMLP": ``down_proj(silu(gate_proj(x))·up_proj(x))``. The projections are called unless all they do is
-    multiply."""
+    """For "SwiGLUMLP": ``down_proj(silu(gate_proj(x))·up_proj(x))``. The projections are called
+    unless all they do is multiply."""
 
     can_torch_compile = True
 
@@ -87,7 +89,8 @@ class LigerGEGLUMLP(torch.nn.Module):
 
 
 class LigerTiledSwiGLUMLP(torch.nn.Module):
-    """For "SwiGLUMLP": the same in ⌈tokens / hidden size⌉ tiles, which backward computes again (`apply_tiled_mlp`)."""
+    """For "SwiGLUMLP": the same in ⌈tokens / hidden size⌉ tiles, which backward computes again
+    (`apply_tiled_mlp`)."""
 
     can_torch_compile = True
 
@@ -105,7 +108,8 @@ class LigerTiledGEGLUMLP(torch.nn.Module):
 
 
 class LigerLinear(torch.nn.Module):
-    """For "Linear": the module's own product. A linear layer alone has nothing to fuse; the mappings name it."""
+    """For "Linear": the module's own product. A linear layer alone has nothing to fuse; the
+    mappings name it."""
 
     can_torch_compile = True
 
@@ -114,12 +118,20 @@ class LigerLinear(torch.nn.Module):
 
 
 class LigerForCausalLMLossLayer(torch.nn.Module):
-    """For "ForCausalLMLoss": transformers' loss of logits by `liger_cross_entropy`, without their copy in fp32."""
+    """For "ForCausalLMLoss": transformers' loss of logits by `liger_cross_entropy`, without their
+    copy in fp32."""
 
     can_torch_compile = True
 
     def forward(
-        self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        **kwargs,
     ):
         given = logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
         return forward_of(LOSS, self)(self, *given, **kwargs)

@@ -1,9 +1,9 @@
-"""Which forward a module runs once `kernels` has given it a layer's: ours where it is proved, otherwise its own.
+"""Which forward a module runs once `kernels` has given it a layer's: ours where it is proved,
+otherwise its own.
 
-`kernels` matches a layer to a class by name and signature alone. Here a module is proved when it is called first, as a
-patched one is (`liger_kernel.patch`), and its parts are compared again at every call. Its own forward is its class's:
-`kernels` sets the other one on the object.
-"""
+`kernels` matches a layer to a class by name and signature alone. Here a module is proved when it is
+called first, as a patched one is (`liger_kernel.patch`), and its parts are compared again at every
+call. Its own forward is its class's: `kernels` sets the other one on the object."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from liger_kernel.patch.functions import same_globals, used_by
-from liger_kernel.patch.parts import Reads, outline, unchanged
+from liger_kernel.patch.proof.functions import same_globals, used_by
+from liger_kernel.patch.proof.parts import Reads, outline, unchanged
 
 
 class Bound(NamedTuple):
-    """What was found out about a module: its class and that one's forward, ours if there is one, and what this rests
-    on."""
+    """What was found out about a module: its class and that one's forward, ours if there is one,
+    and what this rests on."""
 
     cls: type
     own: Callable
@@ -39,9 +39,9 @@ _proofs: dict[tuple, list[Bound]] = {}  # for a layer and modules of one outline
 def forward_of(layer, module: torch.nn.Module) -> Callable:
     """-> the forward to call with the module.
 
-    ``layer`` has ``prove(module, reads)`` and ``forward(what, cls)``, which is None for what is not its kind. In a
-    graph of torch.compile the module's own forward runs: a compiler fuses it with its neighbours.
-    """
+    ``layer`` has ``prove(module, reads)`` and ``forward(what, cls)``, which is None for what is not
+    its kind. In a graph of torch.compile the module's own forward runs: a compiler fuses it with
+    its neighbours."""
     cls = type(module)
     if torch.compiler.is_compiling():
         return cls.forward
@@ -59,7 +59,9 @@ def _find(layer, module) -> Bound:
     for found in proofs:
         if found.holds_for(module):
             return found
-    found = _in_a_thread(_prove, layer, module)  # no lock: a proof may call modules that are to be proved
+    found = _in_a_thread(
+        _prove, layer, module
+    )  # no lock: a proof may call modules that are to be proved
     proofs.append(found)
     return found
 
@@ -72,7 +74,8 @@ def _prove(layer, module) -> Bound:
 
 
 def _in_a_thread(function, *args):
-    """In a thread of its own: a first call may be within a checkpoint, a mode, autocast or a transform of functions."""
+    """In a thread of its own: a first call may be within a checkpoint, a mode, autocast or a
+    transform of functions."""
     out = []
 
     def run():

@@ -8,7 +8,8 @@ from liger_kernel.ops.head.forward_gradients import store, stored, value_and_gra
 
 
 class GradientsInForward(torch.autograd.Function):
-    """A loss whose gradients are computed in forward, so that the head's weight may be gone in backward.
+    """A loss whose gradients are computed in forward, so that the head's weight may be gone in
+    backward.
 
     ``WHERE`` says at which places of ``apply`` the hidden states, the weight and the bias are.
     """
@@ -23,8 +24,12 @@ class GradientsInForward(torch.autograd.Function):
 
     @classmethod
     def take(cls, ctx, loss, *tensors):
-        """The outputs of ``loss(hidden, weight, bias) -> (loss, *others)`` for ``tensors``; backward needs no more."""
-        needs = [x is not None and ctx.needs_input_grad[k] for k, x in zip(cls.WHERE, tensors, strict=True)]
+        """The outputs of ``loss(hidden, weight, bias) -> (loss, *others)`` for ``tensors``;
+        backward needs no more."""
+        needs = [
+            x is not None and ctx.needs_input_grad[k]
+            for k, x in zip(cls.WHERE, tensors, strict=True)
+        ]
         (value, *others), grads = value_and_gradients(loss, tensors, needs)
         ctx.where = cls.WHERE
         store(ctx, grads, tensors, needs, lambda *given: loss(*given)[0])

@@ -1,13 +1,14 @@
-r"""Medusa: heads beside a model's own that predict further tokens (arXiv:2401.10774), without their logits in memory.
+r"""Medusa: heads beside a model's own that predict further tokens (arXiv:2401.10774), without their
+logits in memory.
 
     X_k = h_k·W_kᵀ + b_k        h_k: the model's hidden states, or what head k has made of them
     loss_k = Σ_t -log softmax(X_k[t])[y[t + k + 1]] / n_k
     loss = Σ_k c_k·loss_k       c_k = 0.8^k
 
-Head 0 is the model's own, Medusa's are 1, 2, ... The gradients are computed in forward, one head after the other. Heads
-that share hidden states or a weight share its gradient, too: each adds to it in place, as autograd would. A head's
-tokens are divided by n_k / c_k, so that its coefficient costs no rounding.
-"""
+Head 0 is the model's own, Medusa's are 1, 2, ... The gradients are computed in forward, one head
+after the other. Heads that share hidden states or a weight share its gradient, too: each adds to it
+in place, as autograd would. A head's tokens are divided by n_k / c_k, so that its coefficient costs
+no rounding."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ NAMES = (
 
 
 class MedusaFunction(Function):
-    """``apply(*tensors, targets (N, M), items (N,), heads, options) -> loss, losses (N,), accuracies (N,) or None``.
+    """``apply(*tensors, targets (N, M), items (N,), heads, options) -> loss, losses (N,),
+    accuracies (N,) or None``.
 
-    ``heads`` says of each where in ``tensors`` its hidden states, weight and bias (or None) are, and its coefficient.
-    Each of the tensors is there once. ``options`` are those of `NAMES`.
-    """
+    ``heads`` says of each where in ``tensors`` its hidden states, weight and bias (or None) are,
+    and its coefficient. Each of the tensors is there once. ``options`` are those of `NAMES`."""
 
     @staticmethod
     def reference(*args):
@@ -46,10 +47,18 @@ class MedusaFunction(Function):
         for k, (*at, _) in enumerate(heads):
             h, w, b = (None if i is None else tensors[i] for i in at)
             given = dict(zip(NAMES, options, strict=True))
-            found.append(fused_linear_cross_entropy_in_chunks(h, w, targets[k], b, num_items=items[k], **given))
+            found.append(
+                fused_linear_cross_entropy_in_chunks(
+                    h, w, targets[k], b, num_items=items[k], **given
+                )
+            )
         losses, _, accuracies, _ = zip(*found, strict=True)
         total = sum(c * loss for (*_, c), loss in zip(heads, losses, strict=True))
-        return total, torch.stack(losses).detach(), None if accuracies[0] is None else torch.stack(accuracies)
+        return (
+            total,
+            torch.stack(losses).detach(),
+            None if accuracies[0] is None else torch.stack(accuracies),
+        )
 
     @staticmethod
     def forward(ctx, *args):
@@ -61,16 +70,28 @@ class MedusaFunction(Function):
             h, w, b = (None if i is None else tensors[i] for i in at)
             some = tuple(i is not None and needs[i] and c != 0 for i in at)
             outputs, found, (*_, norm, _, dtype) = fused_linear_cross_entropy_forward(
-                h, w, targets[k], bias=b, num_items=items[k] / c if c else items[k], needs_grad=some, **given
+                h,
+                w,
+                targets[k],
+                bias=b,
+                num_items=items[k] / c if c else items[k],
+                needs_grad=some,
+                **given,
             )
             losses.append(outputs[0] / c if c else outputs[0])
             accuracies.append(outputs[2])
             total = total + outputs[0] if c else total
-            if dtype == torch.float16:  # these gradients are not divided yet: alike for all heads is what can be added
+            if (
+                dtype == torch.float16
+            ):  # these gradients are not divided yet: alike for all heads is what can be added
                 divisor = items.max()
             for i, need, grad in zip(at, some, found, strict=True):
                 if need:
-                    grad = grad if divisor is None else scaled(grad, divisor / norm[0], grad.dtype, in_place=True)
+                    grad = (
+                        grad
+                        if divisor is None
+                        else scaled(grad, divisor / norm[0], grad.dtype, in_place=True)
+                    )
                     grads[i] = grad if grads[i] is None else grads[i].add_(grad)
             del found, grad  # before the next head's
         losses = torch.stack(losses)
@@ -98,42 +119,65 @@ class MedusaFunction(Function):
 
 
 def liger_medusa_loss(
-    hidden_states: torch.Tensor | Iterable[torch.Tensor], weights: torch.Tensor | Iterable[torch.Tensor],
-    labels: torch.Tensor, biases: torch.Tensor | Iterable[torch.Tensor | None] | None = None, *,
-    coefficients: Sequence[float] | None = None, first: int = 1, ignore_index: int = -100,
-    num_items_in_batch: int | torch.Tensor | Sequence[int] | None = None, position_ids: torch.Tensor | None = None,
-    softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0,
-    return_token_accuracy: bool = False, accum_dtype: torch.dtype | None = None, memory: int | str = "auto",
+    hidden_states: torch.Tensor | Iterable[torch.Tensor],
+    weights: torch.Tensor | Iterable[torch.Tensor],
+    labels: torch.Tensor,
+    biases: torch.Tensor | Iterable[torch.Tensor | None] | None = None,
+    *,
+    coefficients: Sequence[float] | None = None,
+    first: int = 1,
+    ignore_index: int = -100,
+    num_items_in_batch: int | torch.Tensor | Sequence[int] | None = None,
+    position_ids: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    return_token_accuracy: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    memory: int | str = "auto",
     drop_ignored: bool | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Σ_k c_k·cross entropy of head k, which predicts the token k + 1 positions on (arXiv:2401.10774).
+) -> tuple[torch.Tensor, ...]:
+    """Σ_k c_k·cross entropy of head k, which predicts the token k + 1 positions on
+    (arXiv:2401.10774).
 
-    No head's logits are in memory. Gradients go to whichever of the tensors require one, computed in forward.
+    No head's logits are in memory. Gradients go to whichever of the tensors require one, computed
+    in forward.
 
     Args:
-        hidden_states: (..., T, H), what each head's projection gets: one tensor for all heads, or one for each.
-        weights: (V, H) of the projections: one tensor for all heads, or one for each; all of one dtype.
+        hidden_states: (..., T, H), what each head's projection gets: one tensor for all heads, or
+        one for each.
+        weights: (V, H) of the projections: one tensor for all heads, or one for each; all of one
+        dtype.
         labels: (..., T), not shifted. They may be on the CPU.
         biases: (V,) of the projections: none, one tensor for all heads, or one (or None) for each.
-        coefficients: a number from 0 on for each head; None: 0.8^k for head k. A head of 0 is computed without
+        coefficients: a number from 0 on for each head; None: 0.8^k for head k. A head of 0 is
+        computed without
             gradients.
-        first: which head is the first one given: 1, or 0 for the model's own, which predicts the next token.
+        first: which head is the first one given: 1, or 0 for the model's own, which predicts the
+        next token.
         ignore_index: the label that counts for nothing.
-        num_items_in_batch: what the sum of each head's losses is divided by: a number or a tensor of one element for
-            all heads, as Hugging Face's Trainer gives it, or one for each head. None: the number of its valid tokens.
-        position_ids: (..., T) of packed sequences. A label whose position is not k + 1 further is another sequence's,
+        num_items_in_batch: what the sum of each head's losses is divided by: a number or a tensor
+        of one element for
+            all heads, as Hugging Face's Trainer gives it, or one for each head. None: the number of
+            its valid tokens.
+        position_ids: (..., T) of packed sequences. A label whose position is not k + 1 further is
+        another sequence's,
             and counts for nothing.
-        softcap, logit_scale, label_smoothing, accum_dtype, memory: as in `liger_fused_linear_cross_entropy`.
+        softcap, logit_scale, label_smoothing, accum_dtype, memory: as in
+        `liger_fused_linear_cross_entropy`.
         return_token_accuracy: return the share of each head's valid tokens that it predicts, too.
-        drop_ignored: leave tokens that no head has a label for out before the projections. This waits for the device
+        drop_ignored: leave tokens that no head has a label for out before the projections. This
+        waits for the device
             once. None: only if the labels are on the CPU, where it costs nothing.
 
     Returns:
-        (loss, losses): the loss, 0-d in fp32, and of each head the loss without its coefficient (N,), for logs. A head
+        (loss, losses): the loss, 0-d in fp32, and of each head the loss without its coefficient
+        (N,), for logs. A head
         without valid tokens has loss 0. With ``return_token_accuracy`` also the accuracies (N,).
 
     Raises:
-        ValueError, TypeError: shapes, devices or options that don't fit; a label out of range, on the CPU and in debug
+        ValueError, TypeError: shapes, devices or options that don't fit; a label out of range, on
+        the CPU and in debug
             mode (LIGER_KERNEL_DEBUG=1). On a GPU such a token's loss is otherwise NaN.
     """
     name = "liger_medusa_loss"
@@ -177,18 +221,24 @@ def liger_medusa_loss(
 
 def _heads(name, hidden_states, weights, biases, coefficients, first):
     """-> (hidden states, weights, biases), a list for all heads each, and the coefficients."""
-    given = dict(hidden_states=hidden_states, weights=weights, biases=biases, coefficients=coefficients)
+    given = dict(
+        hidden_states=hidden_states, weights=weights, biases=biases, coefficients=coefficients
+    )
     if isinstance(coefficients, torch.Tensor):
         raise TypeError(f"{name}: coefficients is a tensor, give a list of Python numbers")
     for argument, x in given.items():
         if x is not None and not isinstance(x, torch.Tensor):
             if not isinstance(x, Iterable):
-                raise TypeError(f"{name}: {argument} is a {type(x).__name__}, give a tensor or one for each head")
+                raise TypeError(
+                    f"{name}: {argument} is a {type(x).__name__}, give a tensor or one for each head"
+                )
             given[argument] = list(x)
     counts = {argument: len(x) for argument, x in given.items() if isinstance(x, list)}
     N = next(iter(counts.values()), 0)
     if N == 0 or any(n != N for n in counts.values()):
-        told = ", ".join(f"{n} {argument}" for argument, n in counts.items()) or "no list of anything"
+        told = (
+            ", ".join(f"{n} {argument}" for argument, n in counts.items()) or "no list of anything"
+        )
         raise ValueError(f"{name}: {told}; give one for each head, and one list or more")
     *heads, coefficients = (x if isinstance(x, list) else [x] * N for x in given.values())
     if given["coefficients"] is None:
@@ -204,7 +254,9 @@ def _heads(name, hidden_states, weights, biases, coefficients, first):
                 check.floats(name, {argument: x})
     for k, w in enumerate(heads[1]):
         if w.dtype != heads[1][0].dtype:
-            raise TypeError(f"{name}: weights are {heads[1][0].dtype} and {w.dtype} (head {first + k}), give one dtype")
+            raise TypeError(
+                f"{name}: weights are {heads[1][0].dtype} and {w.dtype} (head {first + k}), give one dtype"
+            )
         if w.dim() != 2:
             raise ValueError(
                 f"{name}: a weight has shape {tuple(w.shape)}, give (classes, hidden size) for each head: for one "
@@ -242,7 +294,8 @@ def _targets(name, heads, labels, position_ids, first, N, ignore_index):
 
 
 def _only_valid(tensors, hidden, targets, ignore_index, drop_ignored):
-    """-> the tensors, and the targets on their device. Of ``hidden`` and the targets maybe only rows that count."""
+    """-> the tensors, and the targets on their device. Of ``hidden`` and the targets maybe only
+    rows that count."""
     device = tensors[0].device
     on_host = targets.device.type == "cpu" and not torch.compiler.is_compiling()
     if not (on_host if drop_ignored is None else drop_ignored):
@@ -265,7 +318,9 @@ def _items(name, num_items, targets, ignore_index, dtype):
         return num_items.reshape(-1).to(targets.device, dtype).expand(N)
     items = list(num_items) if isinstance(num_items, Sequence) else [num_items] * N
     if len(items) != N:
-        raise ValueError(f"{name}: num_items_in_batch has {len(items)} numbers, give one, or one for each head: {N}")
+        raise ValueError(
+            f"{name}: num_items_in_batch has {len(items)} numbers, give one, or one for each head: {N}"
+        )
     items = [check.count(name, "num_items_in_batch", n) for n in items]
     # filled on the device: nothing is copied there, and nothing waits
     return torch.stack([torch.full((), n, dtype=dtype, device=targets.device) for n in items])

@@ -13,9 +13,8 @@ def without(arguments, *names):
 class LossModule(torch.nn.Module):
     """A loss whose options are attributes, read at each call.
 
-    ``arguments`` are those of a subclass's ``__init__``: ``super().__init__(locals())``. ``compiled`` and
-    ``chunk_size`` are kept and have no effect.
-    """
+    ``arguments`` are those of a subclass's ``__init__``: ``super().__init__(locals())``.
+    ``compiled`` and ``chunk_size`` are kept and have no effect."""
 
     def __init__(self, arguments) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A batch of a policy loss: its tensors checked, and everything prepared that does not need the log-probabilities."""
+"""A batch of a policy loss: its tensors checked, and everything prepared that does not need the
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ REAL = (*check.FLOATS, *check.INTEGERS, torch.bool)
 
 @dataclass(frozen=True)
 class Given:
-    """The tensors that a caller gives in addition to the log-probabilities, under the caller's names."""
+    """The tensors that a caller gives in addition to the log-probabilities, under the caller's
+    names."""
 
     attention_mask: torch.Tensor
     advantages: torch.Tensor
@@ -57,11 +59,14 @@ class Batch:
 
     def of_log_probs(self, log_probs, entropy):
         """-> loss, tuple of metrics."""
-        value, metrics = self.value(only(self.counted, log_probs), only(self.counted, entropy), self.rows)
+        value, metrics = self.value(
+            only(self.counted, log_probs), only(self.counted, entropy), self.rows
+        )
         return value, tuple(x.detach() for x in metrics)
 
     def of_hidden(self, hidden, weight, ids, bias, **head):
-        """-> loss, tuple of metrics: with log-probabilities that `linear_loss` computes in chunks."""
+        """-> loss, tuple of metrics: with log-probabilities that `linear_loss` computes in
+        chunks."""
         target, rows = only(self.counted, ids, IGNORED), self.rows
         if not self.couples:  # each token is a group, so a chunk may end anywhere
             hidden, target = matrix(hidden), target.reshape(-1)
@@ -87,7 +92,8 @@ def widened(like, *tensors):
 
 
 def check_rows(name, like, shape, **given):
-    """``argument=(x, shapes, dtypes)``: x has one of these shapes and dtypes, and is on the device of ``like``.
+    """``argument=(x, shapes, dtypes)``: x has one of these shapes and dtypes, and is on the device
+    of ``like``.
 
     ``shapes`` are words: "BT", "B", "B1", "None".
     """
@@ -96,10 +102,15 @@ def check_rows(name, like, shape, **given):
     for argument, (x, kinds, dtypes) in given.items():
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: {argument} is a {type(x).__name__}, give a tensor")
-        has, fitting = None if x is None else tuple(x.shape), [shapes[kind] for kind in kinds.split()]
+        has, fitting = (
+            None if x is None else tuple(x.shape),
+            [shapes[kind] for kind in kinds.split()],
+        )
         if has not in fitting:
             fitting = " or ".join(map(str, fitting))
-            raise check.Misfit(f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}")
+            raise check.Misfit(
+                f"{name}: {argument} has shape {has}, give {fitting} for tokens {tuple(shape)}"
+            )
         if x is not None and x.dtype not in dtypes:
             wanted = "a floating point tensor" if dtypes is check.FLOATS else "real numbers"
             raise TypeError(f"{name}: {argument} is {x.dtype}, give {wanted}")
@@ -128,7 +139,9 @@ def check_log_probs(name, log_probs, entropy):
 
 def _check_length(name, weights, o):
     if weights is fixed_length and not o.max_completion_length:
-        raise check.Misfit(f"{name}: max_completion_length is {o.max_completion_length}, give the divisor")
+        raise check.Misfit(
+            f"{name}: max_completion_length is {o.max_completion_length}, give the divisor"
+        )
 
 
 def check_grpo(name, like, shape, o, coef, given):
@@ -138,15 +151,20 @@ def check_grpo(name, like, shape, o, coef, given):
     policy, level = POLICIES[o.loss_type], o.importance_sampling_level
     if level not in policy.levels:
         levels = " or ".join(map(repr, policy.levels))
-        raise ValueError(f"{name}: importance_sampling_level is {level!r}, give {levels} for {o.loss_type}")
+        raise ValueError(
+            f"{name}: importance_sampling_level is {level!r}, give {levels} for {o.loss_type}"
+        )
     _check_length(name, policy.weights, o)
     check_rows(
-        name, like, shape, attention_mask=(given.attention_mask, "BT", REAL),
+        name,
+        like,
+        shape,
+        attention_mask=(given.attention_mask, "BT", REAL),
         advantages=(given.advantages, "B BT", REAL),
         old_per_token_logps=(given.old_per_token_logps, "BT None", check.FLOATS),
         ref_per_token_logps=(given.ref_per_token_logps, "BT None", check.FLOATS),
         vllm_is_ratio=(given.vllm_is_ratio, "B B1 BT None", check.FLOATS),
-    )  # fmt: skip
+    )
 
 
 # ---- the batches of the losses ----
@@ -158,11 +176,23 @@ def grpo_batch(o, coef, like, given):
     counted = given.attention_mask.bool()
     ref = given.ref_per_token_logps if o.beta != 0 else None
     mask, advantages, old, ref, ratio, phi = widened(
-        like, given.attention_mask, given.advantages, given.old_per_token_logps, ref, given.vllm_is_ratio, given.phi_seq
+        like,
+        given.attention_mask,
+        given.advantages,
+        given.old_per_token_logps,
+        ref,
+        given.vllm_is_ratio,
+        given.phi_seq,
     )
     advantages, old, ref, phi = (only(counted, x) for x in (advantages, old, ref, phi))
     ratio = only(counted, ratio, 1)
-    pool = mask if policy.couples else mask / mask.sum(-1, keepdim=True).clamp(min=1) if sequence else None
+    pool = (
+        mask
+        if policy.couples
+        else mask / mask.sum(-1, keepdim=True).clamp(min=1)
+        if sequence
+        else None
+    )
     if policy.couples and ratio is not None:
         ratio = log_of_sequence(ratio)
     weights, share = policy.weights(mask, o, given.num_items_in_batch), mean_of_tokens(mask)
@@ -176,12 +206,17 @@ def ppo_batch(name, like, shape, o, coef, given, reduction):
     _check_length(name, REDUCTIONS[reduction], o)
     check.finite(name, "entropy_coef", coef)
     check_rows(
-        name, like, shape, attention_mask=(given.attention_mask, "BT", REAL),
+        name,
+        like,
+        shape,
+        attention_mask=(given.attention_mask, "BT", REAL),
         advantages=(given.advantages, "B BT", REAL),
         old_per_token_logps=(given.old_per_token_logps, "BT", check.FLOATS),
-    )  # fmt: skip
+    )
     counted = given.attention_mask.bool()
-    mask, advantages, old = widened(like, given.attention_mask, given.advantages, given.old_per_token_logps)
+    mask, advantages, old = widened(
+        like, given.attention_mask, given.advantages, given.old_per_token_logps
+    )
     weights, share = REDUCTIONS[reduction](mask, o, given.num_items_in_batch), mean_of_tokens(mask)
     rows = Rows(weights, share, only(counted, advantages), old=only(counted, old))
     return Batch(functools.partial(ppo_value, o, coef), rows, counted)
@@ -192,15 +227,23 @@ def rloo_batch(name, like, shape, clip, coef, given, samples_per_prompt, level):
     k = samples_per_prompt
     check.finite(name, "entropy_coef", coef)
     if isinstance(k, bool) or not isinstance(k, int) or k < 2 or shape[0] % k:
-        raise ValueError(f"{name}: samples_per_prompt is {k!r}, give a number from 2 on that divides {shape[0]}")
+        raise ValueError(
+            f"{name}: samples_per_prompt is {k!r}, give a number from 2 on that divides {shape[0]}"
+        )
     if level not in BOTH:
         raise ValueError(f"{name}: level is {level!r}, give 'sequence' or 'token'")
     check_rows(
-        name, like, shape, attention_mask=(given.attention_mask, "BT", REAL), rewards=(given.advantages, "B", REAL),
+        name,
+        like,
+        shape,
+        attention_mask=(given.attention_mask, "BT", REAL),
+        rewards=(given.advantages, "B", REAL),
         old_per_token_logps=(given.old_per_token_logps, "BT None", check.FLOATS),
-    )  # fmt: skip
+    )
     counted, sequence = given.attention_mask.bool(), level == "sequence"
-    mask, rewards, old = widened(like, given.attention_mask, given.advantages, given.old_per_token_logps)
+    mask, rewards, old = widened(
+        like, given.attention_mask, given.advantages, given.old_per_token_logps
+    )
     advantages, share = leave_one_out(rewards[:, 0], k)[:, None], mean_of_tokens(mask)
     if old is None:
         weights = sum_of_tokens(mask) if sequence else share

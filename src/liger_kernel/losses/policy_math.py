@@ -3,9 +3,9 @@ r"""The mathematics of GRPO and its variants, PPO and RLOO.
     ρ = log π(y) - log π_old(y),   r = e^ρ             the ratio of a token, or of a sequence
     loss = Σ_tokens weight·(l(r, A) + β·KL)            l: a row of `POLICIES`; weight: one of `REDUCTIONS`
 
-π is the policy that is trained, π_old the one that sampled the tokens y, A the advantage. All functions take
-log-probabilities of shape (B, T), or (tokens,) if no ratio couples the tokens of a sequence.
-"""
+π is the policy that is trained, π_old the one that sampled the tokens y, A the advantage. All
+functions take log-probabilities of shape (B, T), or (tokens,) if no ratio couples the tokens of a
+sequence."""
 
 from __future__ import annotations
 
@@ -72,12 +72,14 @@ def clipped_surrogate(log_probs, ratio, advantages, o):
 
 
 def clipped_weight(log_probs, ratio, advantages, o):
-    """CISPO (2506.13585): REINFORCE, its importance weight clipped at epsilon_high (not at 1 + epsilon_high)."""
+    """CISPO (2506.13585): REINFORCE, its importance weight clipped at epsilon_high (not at 1 +
+    epsilon_high)."""
     return -ratio.detach().clamp(max=o.epsilon_high) * advantages * log_probs
 
 
 def soft_gate(log_probs, ratio, advantages, o):
-    """SAPO (2511.20347): a sigmoid in place of the clip. It is centred at r = 1 and has slope 1 there."""
+    """SAPO (2511.20347): a sigmoid in place of the clip. It is centred at r = 1 and has slope 1
+    there."""
     t = _either(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, ratio)
     return -_gate(ratio, t) * advantages
 
@@ -98,12 +100,15 @@ def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
     log_w = log_w if log_inference_ratio is None else log_w + log_inference_ratio
     log_w = log_w.clamp(math.log(1e-8), 20)
     k = _either(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w)
-    rate = _either(advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w)
+    rate = _either(
+        advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w
+    )
     return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def log_of_sequence(inference_ratio):
-    """Sum what VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T), 1 where masked."""
+    """Sum what VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T), 1
+    where masked."""
     return inference_ratio.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
 
 
@@ -111,7 +116,8 @@ def _either(condition, yes, no, like):
     return torch.full_like(condition, no, dtype=like.dtype).masked_fill_(condition, yes)
 
 
-# A ratio above e^88.7 is inf in fp32. Where the loss no longer depends on the ratio, its gradient would be 0·inf.
+# A ratio above e^88.7 is inf in fp32. Where the loss no longer depends on the ratio, its gradient
+# would be 0·inf.
 
 SATURATED = 1000.0  # σ(x) is 1, and its slope 0, in every dtype
 
@@ -141,7 +147,8 @@ def bounded_ratio(log_ratio, advantages, limits):
 
 
 def corrected_kl(kl, log_ratio):
-    """KL·r: unbiased off policy, too (DeepSeek-V3.2, 2512.02556). 0 where KL is 0, for any ratio."""
+    """KL·r: unbiased off policy, too (DeepSeek-V3.2, 2512.02556). 0 where KL is 0, for any
+    ratio."""
     return kl * log_ratio.where((kl != 0) | (log_ratio < 80), 0).exp()
 
 
@@ -161,10 +168,11 @@ def never_clipped(ratio, advantages, o):
 
 
 def k3(log_probs, other):
-    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log π.
+    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log
+    π.
 
-    The third of three estimators (Schulman, Approximating KL Divergence, 2020); in GRPO (2402.03300), equation 4.
-    """
+    The third of three estimators (Schulman, Approximating KL Divergence, 2020); in GRPO
+    (2402.03300), equation 4."""
     x = other - log_probs
     return torch.expm1(x) - x
 
@@ -190,9 +198,8 @@ def fixed_length(mask, o, num_items=None):
 def mean_of_all_tokens(mask, o, num_items=None):
     """DAPO (2503.14476): the mean over the tokens of all ranks.
 
-    ``num_items`` is their number if it is known, for example that of all gradient accumulation steps. Otherwise an
-    all-reduce counts those of this step.
-    """
+    ``num_items`` is their number if it is known, for example that of all gradient accumulation
+    steps. Otherwise an all-reduce counts those of this step."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items is not None:
         num_items = check.count("mean_of_all_tokens", "num_items_in_batch", num_items)
@@ -210,8 +217,8 @@ def mean_of_all_tokens(mask, o, num_items=None):
 def sum_of_tokens(mask, o=None, num_items=None):
     """LUSPO (2602.05261): the sum over each sequence, then the mean over the sequences.
 
-    The paper weighs the loss of a sequence, which has one ratio, with its length: that is the sum over its tokens.
-    """
+    The paper weighs the loss of a sequence, which has one ratio, with its length: that is the sum
+    over its tokens."""
     return mask / max(mask.shape[0], 1)
 
 
@@ -231,11 +238,18 @@ class Policy:
     clipped: Callable  # (ratio, advantages, options) -> where l is clipped
     weights: Callable  # (mask, options, num_items) -> the weights of the tokens
     levels: tuple[str, ...] = ("token",)  # the levels of importance sampling that it allows
-    couples: bool = False  # whether a token's loss depends on its sequence even at the level "token"
-    limits: Callable = no_limits  # (options) -> the ratios above which l is constant, for A ≥ 0 and for A < 0
+    couples: bool = (
+        False  # whether a token's loss depends on its sequence even at the level "token"
+    )
+    limits: Callable = (
+        no_limits  # (options) -> the ratios above which l is constant, for A ≥ 0 and for A < 0
+    )
 
 
-BOTH = "token", "sequence"  # "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
+BOTH = (
+    "token",
+    "sequence",
+)  # "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
 POLICIES = {
     "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH, limits=clip_limits),
     "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH, limits=clip_limits),
@@ -249,10 +263,11 @@ POLICIES = {
 
 
 def only(counted, x, other=0):
-    """Put ``other`` at the positions of x that do not count. What stood there has no influence, not even a NaN.
+    """Put ``other`` at the positions of x that do not count. What stood there has no influence, not
+    even a NaN.
 
-    ``counted``: (B, T), or None: all. x: (B, T), or (B, 1) for whole sequences: those without a token do not count.
-    """
+    ``counted``: (B, T), or None: all. x: (B, T), or (B, 1) for whole sequences: those without a
+    token do not count."""
     if x is None or counted is None:
         return x
     return x.where(counted if x.shape == counted.shape else counted.any(-1, keepdim=True), other)
@@ -262,12 +277,17 @@ def only(counted, x, other=0):
 
 
 class Rows(NamedTuple):
-    """What a loss needs in addition to the log-probabilities. Each is (B, T), (B, 1), or (tokens,); or None."""
+    """What a loss needs in addition to the log-probabilities. Each is (B, T), (B, 1), or (tokens,);
+    or None."""
 
     weights: torch.Tensor  # of the tokens in the loss
-    share: torch.Tensor  # of the tokens in a metric: the mask divided by its sum over the whole batch
+    share: (
+        torch.Tensor
+    )  # of the tokens in a metric: the mask divided by its sum over the whole batch
     advantages: torch.Tensor
-    pool: torch.Tensor | None = None  # the weights that sum a sequence's ρ; None: each token has its own ratio
+    pool: torch.Tensor | None = (
+        None  # the weights that sum a sequence's ρ; None: each token has its own ratio
+    )
     old: torch.Tensor | None = None  # log-probabilities of the policy that sampled
     ref: torch.Tensor | None = None  # those of the reference model
     inference_ratio: torch.Tensor | None = None  # corrects for the engine that sampled
@@ -339,7 +359,8 @@ def _less_entropy(value, metrics, coef, entropy, share):
 
 
 def leave_one_out(rewards, samples_per_prompt):
-    """RLOO (2402.14740): a reward minus the mean of the prompt's other rewards. A prompt's samples are neighbours."""
+    """RLOO (2402.14740): a reward minus the mean of the prompt's other rewards. A prompt's samples
+    are neighbours."""
     k = samples_per_prompt
     rewards = rewards.unflatten(0, (-1, k))
     return ((rewards - rewards.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
@@ -373,16 +394,27 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
 
 
 def get_gamma_weights(
-    advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0, k_neg=3.0,
+    advantages,
+    log_ratio_per_token,
+    mask,
+    importance_sampling_ratio=None,
+    k_pos=2.0,
+    lambda_pos=3.0,
+    k_neg=3.0,
     lambda_neg=2.0,
-):  # fmt: skip
+):
     """VESPO's weight of each sequence, (B, 1), without a gradient: `vespo_weight`.
 
     Args:
         advantages: (B,) or (B, 1). log_ratio_per_token: (B, T), log π - log π_old. mask: (B, T).
         importance_sampling_ratio: (B, 1) or (B, T), of the inference engine, or None.
     """
-    o = GRPOOptions(vespo_k_pos=k_pos, vespo_lambda_pos=lambda_pos, vespo_k_neg=k_neg, vespo_lambda_neg=lambda_neg)
+    o = GRPOOptions(
+        vespo_k_pos=k_pos,
+        vespo_lambda_pos=lambda_pos,
+        vespo_k_neg=k_neg,
+        vespo_lambda_neg=lambda_neg,
+    )
     counted = mask.bool()
     advantages = only(counted, advantages.detach().reshape(len(mask), -1))
     ratio = only(counted, importance_sampling_ratio, 1)

@@ -1,8 +1,8 @@
 """GRPO and its variants for logits that are already there, under the published names.
 
-`liger_selected_log_probs` takes the tokens' log-probabilities from the logits and gives these their gradient, at most
-one tensor of their size. The rest is `policy_math`, on (B, L). A masked token contributes nothing.
-"""
+`liger_selected_log_probs` takes the tokens' log-probabilities from the logits and gives these their
+gradient, at most one tensor of their size. The rest is `policy_math`, on (B, L). A masked token
+contributes nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ import torch
 
 from liger_kernel.core import check
 from liger_kernel.losses.policy_batch import REAL, Given, check_grpo, check_rows, grpo_batch
-from liger_kernel.losses.policy_math import POLICIES, GRPOOptions, clipped_surrogate, grpo_terms, only
+from liger_kernel.losses.policy_math import (
+    POLICIES,
+    GRPOOptions,
+    clipped_surrogate,
+    grpo_terms,
+    only,
+)
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs
 
 
 def fused_selective_log_softmax(
-    logits: torch.Tensor, input_ids: torch.Tensor, temperature: float = 0.9, mask: torch.Tensor | None = None
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    temperature: float = 0.9,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p of the last L tokens under ``softmax(logits / temperature)``, without a gradient.
 
@@ -31,7 +40,8 @@ def fused_selective_log_softmax(
         (B, L) in fp32.
 
     Raises:
-        AssertionError: logits are not contiguous. ValueError, TypeError: something else does not fit.
+        AssertionError: logits are not contiguous. ValueError, TypeError: something else does not
+        fit.
     """
     name = "fused_selective_log_softmax"
     check.floats(name, dict(logits=logits))
@@ -45,7 +55,9 @@ def fused_selective_log_softmax(
     def last(argument, x):
         if x.dim() != 2 or L < 0 or x.shape[1] < L:
             shapes = f"{tuple(logits.shape)}, {argument} {tuple(x.shape)}"
-            raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L or more)")
+            raise ValueError(
+                f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L or more)"
+            )
         return x[:, x.shape[1] - L :]
 
     ids, mask = last("input_ids", input_ids), None if mask is None else last("mask", mask)
@@ -58,11 +70,29 @@ class GrpoLossFunction:
 
     @staticmethod
     def apply(
-        logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta, eps_low, eps_high,
-        inplace, loss_type="grpo", max_completion_length=None, reduce=True, importance_sampling_level="token",
-        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None,
-        use_bias_correction_kl=False, num_items_in_batch=None, phi_seq=None,
-    ):  # fmt: skip
+        logits,
+        old_logp,
+        ref_logp,
+        completion_ids,
+        advantages,
+        completion_mask,
+        temperature,
+        beta,
+        eps_low,
+        eps_high,
+        inplace,
+        loss_type="grpo",
+        max_completion_length=None,
+        reduce=True,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        num_items_in_batch=None,
+        phi_seq=None,
+    ):
         """`triton_grpo_loss`, but for what it returns and for vespo's weights.
 
         Args:
@@ -70,7 +100,8 @@ class GrpoLossFunction:
             The others as in `triton_grpo_loss`.
 
         Returns:
-            With ``reduce`` the loss, the mean KL divergence (None if beta is 0) and the share of clipped tokens. Else
+            With ``reduce`` the loss, the mean KL divergence (None if beta is 0) and the share of
+            clipped tokens. Else
             the three of each token, (B, L), 0 where masked. Only the first has a gradient.
 
         Raises:
@@ -78,59 +109,115 @@ class GrpoLossFunction:
         """
         name = "GrpoLossFunction"
         if loss_type == "vespo" and phi_seq is None:
-            raise ValueError(f"{name}: phi_seq is None, give vespo's weights, one a sequence (get_gamma_weights)")
+            raise ValueError(
+                f"{name}: phi_seq is None, give vespo's weights, one a sequence (get_gamma_weights)"
+            )
         o = GRPOOptions(
-            beta, eps_low, eps_high, loss_type, max_completion_length, importance_sampling_level, sapo_temperature_pos,
-            sapo_temperature_neg, delta, use_bias_correction_kl,
-        )  # fmt: skip
-        given = Given(completion_mask, advantages, old_logp, ref_logp, vllm_is_ratio, num_items_in_batch, phi_seq)
+            beta,
+            eps_low,
+            eps_high,
+            loss_type,
+            max_completion_length,
+            importance_sampling_level,
+            sapo_temperature_pos,
+            sapo_temperature_neg,
+            delta,
+            use_bias_correction_kl,
+        )
+        given = Given(
+            completion_mask,
+            advantages,
+            old_logp,
+            ref_logp,
+            vllm_is_ratio,
+            num_items_in_batch,
+            phi_seq,
+        )
         return _of_logits(name, o, logits, completion_ids, given, temperature, inplace, reduce)
 
 
 def triton_grpo_loss(
-    logits: torch.Tensor, old_logp: torch.Tensor | None, ref_logp: torch.Tensor | None, completion_ids: torch.Tensor,
-    advantages: torch.Tensor, completion_mask: torch.Tensor | None = None, temperature: float = 0.9,
-    beta: float = 0.04, eps_low: float = 0.2, eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo",
-    max_completion_length: int | None = None, importance_sampling_level: str = "token", reduce: bool = False,
-    sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: torch.Tensor | None = None,
-    delta: float | None = None, use_bias_correction_kl: bool = False,
-    num_items_in_batch: int | torch.Tensor | None = None, vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-):  # fmt: skip
+    logits: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+    completion_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None = None,
+    temperature: float = 0.9,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.4,
+    inplace: bool = True,
+    loss_type: str = "dapo",
+    max_completion_length: int | None = None,
+    importance_sampling_level: str = "token",
+    reduce: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vllm_is_ratio: torch.Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+):
     """GRPO and its variants from the policy's logits.
 
     Args:
-        logits: (B, L+1, V), fp32, bf16, fp16 or fp64; contiguous, or they are copied. The last position is not used.
+        logits: (B, L+1, V), fp32, bf16, fp16 or fp64; contiguous, or they are copied. The last
+        position is not used.
         old_logp: (B, L), of the policy that sampled. None: of this policy, without gradient.
         ref_logp: (B, L), of the reference model; needed unless beta is 0.
         completion_ids: (B, L) integers, the sampled tokens.
         advantages: (B,) or (B, L).
-        completion_mask: (B, L), 1 for tokens that count. What stands elsewhere has no influence. None: all count.
+        completion_mask: (B, L), 1 for tokens that count. What stands elsewhere has no influence.
+        None: all count.
         temperature: the logits are divided by it.
         eps_low, eps_high: as epsilon_low and epsilon_high in `linear_grpo_loss`.
-        inplace: in backward, the logits' memory becomes that of their gradient if nobody else can see it any more.
+        inplace: in backward, the logits' memory becomes that of their gradient if nobody else can
+        see it any more.
         max_completion_length: dr_grpo divides by it; None: by L.
         reduce: whether the tokens' losses become one number.
         The others as in `linear_grpo_loss`.
 
     Returns:
-        With ``reduce`` the loss and a list of metrics: the mean KL divergence unless beta is 0, and the share of
-        clipped tokens. Else, for each token (B, L) and 0 where masked: the loss, the KL divergence (None if beta is 0),
+        With ``reduce`` the loss and a list of metrics: the mean KL divergence unless beta is 0, and
+        the share of
+        clipped tokens. Else, for each token (B, L) and 0 where masked: the loss, the KL divergence
+        (None if beta is 0),
         and whether it is clipped. In fp32 (fp64 for fp64); only the loss has a gradient.
 
     Raises:
-        AssertionError: ref_logp is missing. ValueError: shapes or options that do not fit; ``delta`` for cispo, sapo
+        AssertionError: ref_logp is missing. ValueError: shapes or options that do not fit;
+        ``delta`` for cispo, sapo
             or vespo. TypeError: a wrong dtype.
 
     Source: the papers in `policy_math`.
     """
     o = GRPOOptions(
-        beta, eps_low, eps_high, loss_type, max_completion_length, importance_sampling_level, sapo_temperature_pos,
-        sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg,
+        beta,
+        eps_low,
+        eps_high,
+        loss_type,
+        max_completion_length,
+        importance_sampling_level,
+        sapo_temperature_pos,
+        sapo_temperature_neg,
+        delta,
+        use_bias_correction_kl,
+        vespo_k_pos,
+        vespo_lambda_pos,
+        vespo_k_neg,
         vespo_lambda_neg,
-    )  # fmt: skip
-    given = Given(completion_mask, advantages, old_logp, ref_logp, vllm_is_ratio, num_items_in_batch)
-    loss, kl, clipped = _of_logits("triton_grpo_loss", o, logits, completion_ids, given, temperature, inplace, reduce)
+    )
+    given = Given(
+        completion_mask, advantages, old_logp, ref_logp, vllm_is_ratio, num_items_in_batch
+    )
+    loss, kl, clipped = _of_logits(
+        "triton_grpo_loss", o, logits, completion_ids, given, temperature, inplace, reduce
+    )
     if not reduce:
         return loss, kl, clipped
     return loss, [clipped] if kl is None else [kl, clipped]
@@ -144,28 +231,40 @@ def _of_logits(name, o, logits, ids, given, temperature, inplace, reduce):
         shapes = f"{tuple(logits.shape)}, completion_ids {tuple(ids.shape)}"
         raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L)")
     check_rows(
-        name, logits, ids.shape, completion_mask=(given.attention_mask, "BT None", REAL),
-        advantages=(given.advantages, "B BT", REAL), old_logp=(given.old_per_token_logps, "BT None", check.FLOATS),
+        name,
+        logits,
+        ids.shape,
+        completion_mask=(given.attention_mask, "BT None", REAL),
+        advantages=(given.advantages, "B BT", REAL),
+        old_logp=(given.old_per_token_logps, "BT None", check.FLOATS),
         ref_logp=(given.ref_per_token_logps, "BT None", check.FLOATS),
         vllm_is_ratio=(given.vllm_is_ratio, "B B1 BT None", check.FLOATS),
         phi_seq=(given.phi_seq, "B B1 None", check.FLOATS),
-    )  # fmt: skip
+    )
     if given.attention_mask is None:
         given = replace(given, attention_mask=torch.ones_like(ids))
     if not reduce:
-        given = replace(given, num_items_in_batch=1)  # any number: nothing is divided by it, and no rank is asked
+        given = replace(
+            given, num_items_in_batch=1
+        )  # any number: nothing is divided by it, and no rank is asked
     if o.max_completion_length is None:
         o = replace(o, max_completion_length=max(ids.shape[1], 1))
     check_grpo(name, logits, ids.shape, o, 0.0, given)
     if o.beta != 0 and given.ref_per_token_logps is None:
-        raise AssertionError(f"{name}: beta is {o.beta} without a reference, give ref_logp, or beta=0")
+        raise AssertionError(
+            f"{name}: beta is {o.beta} without a reference, give ref_logp, or beta=0"
+        )
     if o.delta is not None and POLICIES[o.loss_type].loss is not clipped_surrogate:
-        raise ValueError(f"{name}: delta is {o.delta}, but {o.loss_type} has no such bound, give None")
+        raise ValueError(
+            f"{name}: delta is {o.delta}, but {o.loss_type} has no such bound, give None"
+        )
     log_probs = liger_selected_log_probs(logits, ids, given.attention_mask, temperature, inplace)
     batch = grpo_batch(o, 0.0, log_probs, given)
     if reduce:
         loss, metrics = batch.of_log_probs(log_probs, None)
         return loss, metrics[0] if o.beta != 0 else None, metrics[-1]
     terms = grpo_terms(log_probs, batch.rows, o)
-    loss, kl, clipped = (x if x is None else only(batch.counted, x.expand(ids.shape)) for x in terms)
+    loss, kl, clipped = (
+        x if x is None else only(batch.counted, x.expand(ids.shape)) for x in terms
+    )
     return loss, None if kl is None else kl.detach(), clipped.to(loss.dtype)

@@ -28,14 +28,18 @@ def dpo_hinge(a, d, beta, **_):
 
 
 def dpo_ipo(a, d, beta, **_):
-    """Identity preference optimisation, arXiv:2310.12036: the margin should be 1/(2β). Of means, see `MEANS`."""
+    """Identity preference optimisation, arXiv:2310.12036: the margin should be 1/(2β). Of means,
+    see `MEANS`."""
     return (a - d - 1 / (2 * beta)).square()
 
 
 def dpo_exo_pair(a, d, beta, label_smoothing, **_):
-    """Efficient exact optimisation, arXiv:2402.00856: KL(p_θ ‖ p_r) of a pair, with smoothed labels."""
+    """Efficient exact optimisation, arXiv:2402.00856: KL(p_θ ‖ p_r) of a pair, with smoothed
+    labels."""
     x, e = beta * (a - d), label_smoothing
-    return sigmoid(x) * (logsigmoid(x) - math.log(1 - e)) + sigmoid(-x) * (logsigmoid(-x) - math.log(e))
+    return sigmoid(x) * (logsigmoid(x) - math.log(1 - e)) + sigmoid(-x) * (
+        logsigmoid(-x) - math.log(e)
+    )
 
 
 def dpo_nca_pair(a, d, beta, **_):
@@ -60,12 +64,14 @@ def dpo_sppo_hard(a, d, beta, **_):
 
 
 def dpo_apo_zero(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: the chosen answer up, the rejected one down."""
+    """Anchored preference optimisation, arXiv:2408.06266: the chosen answer up, the rejected one
+    down."""
     return 1 - sigmoid(beta * a) + sigmoid(beta * d)
 
 
 def dpo_apo_down(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: both answers down, the rejected one further."""
+    """Anchored preference optimisation, arXiv:2408.06266: both answers down, the rejected one
+    further."""
     return sigmoid(beta * a) + 1 - sigmoid(beta * (a - d))
 
 
@@ -73,7 +79,9 @@ def dpo_discopop(a, d, beta, discopop_tau, **_):
     """Discovered preference optimisation, arXiv:2406.08414: the log-ratio modulated loss."""
     x = beta * (a - d)
     modulation = x / discopop_tau
-    return -logsigmoid(x) * sigmoid(-modulation) + torch.exp(logsigmoid(modulation) - x)  # e^-x alone overflows
+    return -logsigmoid(x) * sigmoid(-modulation) + torch.exp(
+        logsigmoid(modulation) - x
+    )  # e^-x alone overflows
 
 
 DPO = {
@@ -93,30 +101,35 @@ MEANS = {"ipo"}  # these take mean log-probabilities of tokens instead of sums, 
 
 
 def smoothed_margin(x, label_smoothing):
-    """-log σ(x) with label smoothing ε: the loss of CPO and SimPO. ε as in conservative DPO (Mitchell, 2023)."""
+    """-log σ(x) with label smoothing ε: the loss of CPO and SimPO. ε as in conservative DPO
+    (Mitchell, 2023)."""
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
 def log_odds(log_p):
-    """log (p/(1 - p)) from log p. Of a p that was rounded to 1 it is some large number, without a gradient."""
+    """log (p/(1 - p)) from log p. Of a p that was rounded to 1 it is some large number, without a
+    gradient."""
     near = log_p > -0.7
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
-    return log_p - torch.where(near, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p.where(~near, -1))))
+    return log_p - torch.where(
+        near, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p.where(~near, -1)))
+    )
 
 
 def _log_of_log1p(x):
     """log log(1 + e^x)."""
     small = x < -18  # e^x < eps of fp64
-    return torch.where(small, x - x.where(small, 0).exp() / 2, softplus(x.where(~small, 0), threshold=40).log())
+    return torch.where(
+        small, x - x.where(small, 0).exp() / 2, softplus(x.where(~small, 0), threshold=40).log()
+    )
 
 
 def log_odds_of_mean(log_p, log_rest, valid):
     """log (p/(1 - p)) of the mean log-probability of each sequence, exact for a p of almost 1, too.
 
-    log_p, log_rest, valid (..., T): log-probabilities of the tokens and of all other classes, and which tokens count.
-    In logarithms, since 1 - p can be less than a float's least: -log p(token) = log(1 + e^(log_rest - log_p)).
-    0 without a valid token.
-    """
+    log_p, log_rest, valid (..., T): log-probabilities of the tokens and of all other classes, and
+    which tokens count. In logarithms, since 1 - p can be less than a float's least: -log p(token) =
+    log(1 + e^(log_rest - log_p)). 0 without a valid token."""
     empty = ~valid.any(-1, keepdim=True)
     log_nll = _log_of_log1p((log_rest - log_p).clamp(min=-1e4).where(valid, 0))
     lengths = valid.sum(-1).clamp(min=1).to(log_nll.dtype)
@@ -139,9 +152,17 @@ def pairs_of(target):
 
 
 def dpo_loss(
-    chosen, rejected, target, ref_chosen_logps=0.0, ref_rejected_logps=0.0, beta=0.1, loss_type="sigmoid",
-    label_smoothing=0.0, discopop_tau=0.05, lengths=None,
-):  # fmt: skip
+    chosen,
+    rejected,
+    target,
+    ref_chosen_logps=0.0,
+    ref_rejected_logps=0.0,
+    beta=0.1,
+    loss_type="sigmoid",
+    label_smoothing=0.0,
+    discopop_tau=0.05,
+    lengths=None,
+):
     """Direct preference optimisation and its variants, see `DPO`.
 
     The loss takes log-probabilities divided by ``lengths``. The rewards take them as they are.
@@ -159,7 +180,8 @@ def cpo_loss(chosen, rejected, target, beta=0.1, label_smoothing=0.0):
 
 
 def simpo_loss(chosen, rejected, target, beta=0.1, gamma=0.5, label_smoothing=0.0):
-    """Simple preference optimisation, arXiv:2405.14734: for mean log-probabilities, with a margin of γ."""
+    """Simple preference optimisation, arXiv:2405.14734: for mean log-probabilities, with a margin
+    of γ."""
     loss = smoothed_margin(beta * (chosen - rejected) - gamma, label_smoothing)
     return loss.sum() / pairs_of(target), beta * chosen, beta * rejected
 
@@ -167,12 +189,15 @@ def simpo_loss(chosen, rejected, target, beta=0.1, gamma=0.5, label_smoothing=0.
 def orpo_loss(chosen, rejected, target, beta=0.1, log_odds_of=None, lengths=None):
     """Odds ratio preference optimisation, arXiv:2403.07691, without its NLL.
 
-    ``log_odds_of`` (2, n): those of the answers, if they are known more exactly than log-probabilities tell. Pairs with
-    an answer whose length is 0 have no odds ratio, and add nothing.
+    ``log_odds_of`` (2, n): those of the answers, if they are known more exactly than
+    log-probabilities tell. Pairs with an answer whose length is 0 have no odds ratio, and add
+    nothing.
 
     Two more results: the mean of log σ(log odds ratio), and the mean log odds ratio.
     """
-    of_chosen, of_rejected = (log_odds(chosen), log_odds(rejected)) if log_odds_of is None else log_odds_of
+    of_chosen, of_rejected = (
+        (log_odds(chosen), log_odds(rejected)) if log_odds_of is None else log_odds_of
+    )
     odds, pairs = of_chosen - of_rejected, pairs_of(target)
     ratios = logsigmoid(odds)
     if lengths is not None:
@@ -185,8 +210,8 @@ def orpo_loss(chosen, rejected, target, beta=0.1, log_odds_of=None, lengths=None
 def kto_loss(logps, preference_labels, target, ref_logps=0.0, beta=0.1, kl=0.0):
     """Kahneman-Tversky optimisation, arXiv:2402.01306: each answer is good or bad by itself.
 
-    ``kl`` is the reference point, one number or one for each sequence. -> Σ / sequences of the batch, rewards.
-    """
+    ``kl`` is the reference point, one number or one for each sequence. -> Σ / sequences of the
+    batch, rewards."""
     reward = logps - ref_logps
     sign = preference_labels.to(reward.dtype) * 2 - 1
     return (1 - sigmoid(beta * sign * (reward - kl))).sum() / max(len(target), 1), beta * reward

@@ -11,21 +11,28 @@ from liger_kernel.megatron.rms_norm import LigerMegatronRMSNorm
 from liger_kernel.megatron.swiglu import LigerMegatronSwiGLU
 
 
-def apply_liger_kernel_to_megatron(rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False) -> None:
-    """Replace Megatron-Core's own norm, cross entropies and SwiGLU. Call it before a layer specification is made.
+def apply_liger_kernel_to_megatron(
+    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False
+) -> None:
+    """Replace Megatron-Core's own norm, cross entropies and SwiGLU. Call it before a layer
+    specification is made.
 
     Args:
-        rms_norm: ``WrappedTorchNorm`` of the local specifications, where the config's normalisation is "RMSNorm".
+        rms_norm: ``WrappedTorchNorm`` of the local specifications, where the config's normalisation
+        is "RMSNorm".
             Transformer Engine's norms stay.
-        cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``. Without a
-            ``tp_group`` they take Megatron's tensor-parallel group. A target that is no class, such as padding of -1,
+        cross_entropy: ``vocab_parallel_cross_entropy`` and ``fused_vocab_parallel_cross_entropy``.
+        Without a
+            ``tp_group`` they take Megatron's tensor-parallel group. A target that is no class, such
+            as padding of -1,
             gives 0.
         swiglu: ``bias_swiglu_impl`` where it has no bias and stores its input as it is.
 
     A second call changes nothing that the first has replaced.
 
     Raises:
-        ImportError: megatron-core is not installed, or this release lacks something of that. Nothing is replaced then.
+        ImportError: megatron-core is not installed, or this release lacks something of that.
+        Nothing is replaced then.
     """
     wanted = []
     if rms_norm:
@@ -47,7 +54,9 @@ def _found(option, module, name):
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
-        raise ImportError("apply_liger_kernel_to_megatron needs Megatron: pip install megatron-core") from error
+        raise ImportError(
+            "apply_liger_kernel_to_megatron needs Megatron: pip install megatron-core"
+        ) from error
     try:
         return getattr(importlib.import_module(f"megatron.core.{module}"), name)
     except (ImportError, AttributeError) as error:
@@ -72,7 +81,8 @@ def _replace(family, made):
 
 def _norm(family):
     class Norm(family):
-        """Megatron's factory of norms, which makes `LigerMegatronRMSNorm` where it would make an RMSNorm."""
+        """Megatron's factory of norms, which makes `LigerMegatronRMSNorm` where it would make an
+        RMSNorm."""
 
         def __new__(cls, config, hidden_size, *args, **kwargs):
             ours = getattr(config, "normalization", None) == "RMSNorm"
@@ -82,9 +92,15 @@ def _norm(family):
 
 
 def _cross_entropy(family):
-    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+    def vocab_parallel_cross_entropy(
+        vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None
+    ):
         loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-        return loss(vocab_parallel_logits, target, _tensor_parallel_group() if tp_group is None else tp_group)
+        return loss(
+            vocab_parallel_logits,
+            target,
+            _tensor_parallel_group() if tp_group is None else tp_group,
+        )
 
     return vocab_parallel_cross_entropy
 

@@ -13,7 +13,8 @@ class LigerMegatronSwiGLU:
     """``silu(gate)·up`` of an input that holds gate and up beside each other, the gate first.
 
     Args:
-        fallback_impl: called for what `liger_swiglu` does not do: a bias, storing the input as fp8 or on the host.
+        fallback_impl: called for what `liger_swiglu` does not do: a bias, storing the input as fp8
+        or on the host.
         in_place: no effect; the input is never written to.
     """
 
@@ -21,9 +22,12 @@ class LigerMegatronSwiGLU:
         self.fallback_impl, self.in_place = fallback_impl, in_place
 
     def __call__(
-        self, input: torch.Tensor, bias: torch.Tensor | None = None, fp8_input_store: bool = False,
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """
         Args:
             input: (..., 2·F) of two or three dimensions.
@@ -32,17 +36,26 @@ class LigerMegatronSwiGLU:
             (..., F).
 
         Raises:
-            ValueError: another number of dimensions, or an odd last one. RuntimeError: a bias, fp8 or offloading is
+            ValueError: another number of dimensions, or an odd last one. RuntimeError: a bias, fp8
+            or offloading is
                 asked for, and there is no ``fallback_impl``.
         """
-        options = dict(bias=bias is not None, fp8_input_store=fp8_input_store, cpu_offload_input=cpu_offload_input)
+        options = dict(
+            bias=bias is not None,
+            fp8_input_store=fp8_input_store,
+            cpu_offload_input=cpu_offload_input,
+        )
         asked = ", ".join(name for name, wanted in options.items() if wanted)
         if asked and self.fallback_impl is None:
-            raise RuntimeError(f"LigerMegatronSwiGLU: {asked} is asked for, which takes a fallback_impl")
+            raise RuntimeError(
+                f"LigerMegatronSwiGLU: {asked} is asked for, which takes a fallback_impl"
+            )
         if asked:
             return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
         if input.dim() not in (2, 3) or input.shape[-1] % 2:
-            raise ValueError(f"LigerMegatronSwiGLU: input has shape {tuple(input.shape)}, give 2 or 3 dimensions, even")
+            raise ValueError(
+                f"LigerMegatronSwiGLU: input has shape {tuple(input.shape)}, give 2 or 3 dimensions, even"
+            )
         return liger_swiglu(*input.chunk(2, dim=-1))
 
     forward = __call__

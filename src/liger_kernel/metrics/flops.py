@@ -1,15 +1,16 @@
 """The floating-point operations of a model's training step.
 
-The family's own code runs forward once, on the meta device: a model of the same config with eager attention, no weights
-and no data. Each matrix product and convolution is counted as it comes, 2 for a multiplication and an addition; its
-backward is as much again for each operand that needs a gradient. So frozen weights cost no weight gradient, adapters
-cost what they compute, experts what is routed to them. Nothing else is counted: norms, activations, softmax, lookups,
-the loss, the optimizer.
+The family's own code runs forward once, on the meta device: a model of the same config with eager
+attention, no weights and no data. Each matrix product and convolution is counted as it comes, 2 for
+a multiplication and an addition; its backward is as much again for each operand that needs a
+gradient. So frozen weights cost no weight gradient, adapters cost what they compute, experts what
+is routed to them. Nothing else is counted: norms, activations, softmax, lookups, the loss, the
+optimizer.
 
-A product over all pairs of positions is attention's. It is kept as a price of one pair, by the pairs that the mask lets
-through (`Reach`). What is left costs the same for each token. So the operations of any batch are a sum of a few numbers
-that are cheap to count, whatever the lengths, and nothing has to run again.
-"""
+A product over all pairs of positions is attention's. It is kept as a price of one pair, by the
+pairs that the mask lets through (`Reach`). What is left costs the same for each token. So the
+operations of any batch are a sum of a few numbers that are cheap to count, whatever the lengths,
+and nothing has to run again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-LENGTH = 512  # of the sequence that is counted: whole chunks of the state-space and linear-attention layers there are
+# of the sequence that is counted: whole chunks of the state-space and linear-attention layers there
+# are
+LENGTH = 512
 
 
 class Uncountable(Exception):
@@ -29,8 +32,8 @@ class Uncountable(Exception):
 
 
 class Reach(NamedTuple):
-    """Which keys a query sees: "causal" (itself and all before), "sliding" (of these the last ``size``), "chunked" (of
-    these those in its chunk of ``size``) or "all"."""
+    """Which keys a query sees: "causal" (itself and all before), "sliding" (of these the last
+    ``size``), "chunked" (of these those in its chunk of ``size``) or "all"."""
 
     kind: str = "causal"
     size: int = 0
@@ -47,21 +50,30 @@ class Flops:
     pairs_again: dict[Reach, float] = field(default_factory=dict)
 
     def model(self, tokens: int, head: int, pairs: dict[Reach, int]) -> float:
-        return self.token * tokens + self.head * head + sum(f * pairs[reach] for reach, f in self.pairs.items())
+        return (
+            self.token * tokens
+            + self.head * head
+            + sum(f * pairs[reach] for reach, f in self.pairs.items())
+        )
 
     def hardware(self, tokens: int, head: int, pairs: dict[Reach, int]) -> float:
-        """With what is recomputed. PyTorch stops a recomputation when it has what it needs, so this is a bound."""
-        again = self.token_again * tokens + sum(f * pairs[reach] for reach, f in self.pairs_again.items())
+        """With what is recomputed. PyTorch stops a recomputation when it has what it needs, so this
+        is a bound."""
+        again = self.token_again * tokens + sum(
+            f * pairs[reach] for reach, f in self.pairs_again.items()
+        )
         return self.model(tokens, head, pairs) + again
 
 
 def flops_of(model: torch.nn.Module) -> Flops:
     """Of a Hugging Face model as it is trained now: adapters, frozen weights, checkpointing.
 
-    It may be wrapped (DDP, FSDP, ZeRO, torch.compile), sharded or quantised: none of its weights is looked at.
+    It may be wrapped (DDP, FSDP, ZeRO, torch.compile), sharded or quantised: none of its weights is
+    looked at.
 
     Raises:
-        Uncountable: the model is of no known class, is not what its config builds, or cannot run without data.
+        Uncountable: the model is of no known class, is not what its config builds, or cannot run
+        without data.
     """
     model = unwrapped(model)
     with torch.random.fork_rng(devices=()), torch.enable_grad():
@@ -81,7 +93,11 @@ def unwrapped(model):
         inner = getattr(model, "_orig_mod", None) or model._modules.get("_fsdp_wrapped_module")
         if inner is None and not hasattr(model, "config"):
             inner = model._modules.get("module")
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+        if inner is None and type(model).__name__ in (
+            "DistributedDataParallel",
+            "DataParallel",
+            "DeepSpeedEngine",
+        ):
             inner = model.module
         if inner is None:
             return model
@@ -105,21 +121,27 @@ def _twin(model):
         config._attn_implementation = "eager"
         family = _family(base)
         if getattr(family, "_can_set_experts_implementation", bool)():
-            config._experts_implementation = "grouped_mm"  # the one whose shapes do not depend on the routing
+            config._experts_implementation = (
+                "grouped_mm"  # the one whose shapes do not depend on the routing
+            )
         with torch.device("meta"):
             twin = family(config)
             if base is not model:
                 twin = _adapted(model, twin, adapters)
         twin.train()
     except Exception as problem:  # a class may need more than its config
-        raise Uncountable(f"{type(base).__name__} is not built by its config: {_line(problem)}") from problem
+        raise Uncountable(
+            f"{type(base).__name__} is not built by its config: {_line(problem)}"
+        ) from problem
     return twin
 
 
 def _family(model) -> type:
     """Its class below what the patch and FSDP make of it."""
     return next(
-        c for c in type(model).__mro__ if "_liger" not in vars(c) and not c.__module__.startswith("torch.distributed.")
+        c
+        for c in type(model).__mro__
+        if "_liger" not in vars(c) and not c.__module__.startswith("torch.distributed.")
     )
 
 
@@ -140,13 +162,18 @@ def _adapted(model, twin, adapters):
 
 def _clean(name: str) -> str:
     return (
-        name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        name.replace("_fsdp_wrapped_module.", "")
+        .replace("_checkpoint_wrapped_module.", "")
+        .replace("_orig_mod.", "")
     )
 
 
 def _same_training(model, twin) -> None:
     """What is trained and what is recomputed. The weights must be the same ones."""
-    mine, theirs = dict(twin.named_parameters()), {_clean(n): p for n, p in model.named_parameters()}
+    mine, theirs = (
+        dict(twin.named_parameters()),
+        {_clean(n): p for n, p in model.named_parameters()},
+    )
     if mine.keys() != theirs.keys():
         differ = sorted(mine.keys() ^ theirs.keys())
         raise Uncountable(f"its config builds a model with other weights: {', '.join(differ[:3])}")
@@ -154,9 +181,15 @@ def _same_training(model, twin) -> None:
         shape = getattr(p, "ds_shape", p.shape)
         if p.dtype.is_floating_point and len(shape) == mine[name].dim() and not _is_flat(p):
             if tuple(shape) != tuple(mine[name].shape):
-                raise Uncountable(f"its config builds a model with another {name}: {tuple(mine[name].shape)}")
+                raise Uncountable(
+                    f"its config builds a model with another {name}: {tuple(mine[name].shape)}"
+                )
         mine[name].requires_grad_(p.requires_grad)
-    recomputing = {_clean(n) for n, m in model.named_modules() if getattr(m, "gradient_checkpointing", False) is True}
+    recomputing = {
+        _clean(n)
+        for n, m in model.named_modules()
+        if getattr(m, "gradient_checkpointing", False) is True
+    }
     for name, module in twin.named_modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = name in recomputing
@@ -173,7 +206,11 @@ def _is_flat(p) -> bool:
 
 
 def _checkpoint(function, *args, **kwargs):
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("use_reentrant", "preserve_rng_state")}
+    kwargs = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in ("use_reentrant", "preserve_rng_state")
+    }
     counter = _Counter.now
     counter.recomputed += 1
     try:
@@ -199,7 +236,9 @@ def _counted(twin) -> Flops:
             out = twin(input_ids=ids, use_cache=False)
         counter.finish(out["logits"] if "logits" in out else out[0])
     except Exception as problem:
-        raise Uncountable(f"{type(twin).__name__} does not run without data: {_line(problem)}") from problem
+        raise Uncountable(
+            f"{type(twin).__name__} does not run without data: {_line(problem)}"
+        ) from problem
     finally:
         _Counter.now = None
         for hook in hooks:
@@ -210,7 +249,8 @@ def _counted(twin) -> Flops:
 
 
 def length_for(config, sizes: set[int]) -> int:
-    """Of the sequence to count, other than any size of a weight, so that attention's products are told apart."""
+    """Of the sequence to count, other than any size of a weight, so that attention's products are
+    told apart."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"
     limits = [getattr(text, name, None) for name in names]
@@ -256,7 +296,8 @@ class _Counter(TorchDispatchMode):
         return out
 
     def finish(self, logits) -> None:
-        """Add up. A product that the logits do not depend on by a differentiable way has no backward."""
+        """Add up. A product that the logits do not depend on by a differentiable way has no
+        backward."""
         used, todo = set(), [logits.grad_fn]
         while todo:
             node = todo.pop()
@@ -264,7 +305,11 @@ class _Counter(TorchDispatchMode):
                 used.add(node)
                 todo += [before for before, _ in node.next_functions]
         for out, operands, ops, inside, again in self.products:
-            needed = [x.requires_grad or x.grad_fn is not None for x in operands] if out.grad_fn in used else [0, 0]
+            needed = (
+                [x.requires_grad or x.grad_fn is not None for x in operands]
+                if out.grad_fn in used
+                else [0, 0]
+            )
             if out.grad_fn is not None and "SolveTriangular" in type(out.grad_fn).__name__:
                 needed[0] *= 2  # the matrix's gradient is a whole product
             self.add(operands, ops, 1 + sum(needed), inside, again)
@@ -320,7 +365,17 @@ def reach_of(inside: list) -> Reach:
     for module in reversed(inside):
         own = vars(module)
         config = own.get("config")
-        if not {"layer_type", "attention_type", "sliding_window", "is_sliding", "layer_idx", "is_causal"} & own.keys():
+        if (
+            not {
+                "layer_type",
+                "attention_type",
+                "sliding_window",
+                "is_sliding",
+                "layer_idx",
+                "is_causal",
+            }
+            & own.keys()
+        ):
             continue
         if own.get("is_causal") is False:
             return Reach("all")

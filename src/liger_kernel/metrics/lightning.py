@@ -1,8 +1,8 @@
 """`LigerMetrics` for Lightning: how fast a run is, and how well it uses the device.
 
-Batches are counted in ``on_train_batch_start``, where the Lightning Trainer hands them over; the model has no hook. The
-figures are logged by ``pl_module.log_dict`` in the batches in which Lightning logs, so every logger gets them.
-"""
+Batches are counted in ``on_train_batch_start``, where the Lightning Trainer hands them over; the
+model has no hook. The figures are logged by ``pl_module.log_dict`` in the batches in which
+Lightning logs, so every logger gets them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ logger = logging.getLogger("liger_kernel")
 class LigerMetrics(Callback):
     """Adds to what a Lightning Trainer logs: tokens a second, model FLOPs utilisation, peak memory.
 
-    ``Trainer(..., callbacks=[LigerMetrics()])``. The names are those of ``liger_kernel.transformers.LigerMetrics``; the
-    figures are of all ranks, since the last log, without validation. The model whose operations are counted is the
-    first Hugging Face model that the LightningModule holds.
+    ``Trainer(..., callbacks=[LigerMetrics()])``. The names are those of
+    ``liger_kernel.transformers.LigerMetrics``; the figures are of all ranks, since the last log,
+    without validation. The model whose operations are counted is the first Hugging Face model that
+    the LightningModule holds.
 
     Args:
-        inputs_of: what the model is given, made of a batch, for batches that are no mapping with ``input_ids`` and
+        inputs_of: what the model is given, made of a batch, for batches that are no mapping with
+        ``input_ids`` and
             ``labels`` themselves.
         prefix: stands before each name, such as "train/".
-        prometheus_port: of an HTTP endpoint for Prometheus on rank 0, 0 for a free one, None for no endpoint. Where it
+        prometheus_port: of an HTTP endpoint for Prometheus on rank 0, 0 for a free one, None for no
+        endpoint. Where it
             is says ``metrics.endpoint``.
         prometheus_host: the address it listens on; "" is every address.
         peak_flops: FLOP/s of one device, for devices and dtypes that have no known peak.
         flops_per_token: of forward and backward, instead of what is counted of the model.
-        attention: "causal" counts the pairs of tokens that the mask lets through, "full" every pair of a sequence.
+        attention: "causal" counts the pairs of tokens that the mask lets through, "full" every pair
+        of a sequence.
 
     Raises:
         ValueError: an argument is out of range.
@@ -60,7 +64,11 @@ class LigerMetrics(Callback):
         check(prometheus_port, peak_flops, flops_per_token, attention)
         self.inputs_of, self.prefix = inputs_of, prefix
         self.port, self.host = prometheus_port, prometheus_host
-        self.peak_flops, self.flops_per_token, self.attention = peak_flops, flops_per_token, attention
+        self.peak_flops, self.flops_per_token, self.attention = (
+            peak_flops,
+            flops_per_token,
+            attention,
+        )
         self.totals, self._restored = asdict(Totals()), False
         self.endpoint: Endpoint | None = None
         self._meter, self._step = None, 0
@@ -98,7 +106,9 @@ class LigerMetrics(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self._meter.tick()
         stepped, self._step = trainer.global_step > self._step, trainer.global_step
-        if not (stepped and trainer._logger_connector.should_update_logs):  # as Lightning's own callbacks ask
+        if not (
+            stepped and trainer._logger_connector.should_update_logs
+        ):  # as Lightning's own callbacks ask
             return
         found = self._meter.take()
         total = Totals(**self.totals)
@@ -108,7 +118,9 @@ class LigerMetrics(Callback):
         if total.labelled:
             logs["total_label_tokens"] = float(total.label_tokens)
         pl_module.log_dict(
-            {f"{self.prefix}{name}": value for name, value in logs.items()}, on_step=True, on_epoch=False
+            {f"{self.prefix}{name}": value for name, value in logs.items()},
+            on_step=True,
+            on_epoch=False,
         )
         if self.endpoint is not None:
             at = dict(step=trainer.global_step, epoch=trainer.current_epoch)
@@ -147,13 +159,16 @@ class LigerMetrics(Callback):
 def model_of(pl_module: torch.nn.Module) -> torch.nn.Module:
     """The Hugging Face model in it, or itself."""
     for module in pl_module.modules():
-        if hasattr(getattr(module, "config", None), "to_dict") and hasattr(module, "get_output_embeddings"):
+        if hasattr(getattr(module, "config", None), "to_dict") and hasattr(
+            module, "get_output_embeddings"
+        ):
             return module
     return pl_module
 
 
 def dtype_of(precision: str) -> torch.dtype | None:
-    """What products are computed in, of a Lightning Trainer's ``precision``; None of those that have no known peak."""
+    """What products are computed in, of a Lightning Trainer's ``precision``; None of those that
+    have no known peak."""
     for start, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("32", torch.float32)):
         if precision.startswith(start):
             return dtype

@@ -1,8 +1,9 @@
-"""Counts what is trained on: tokens, tokens that a loss is computed of, pairs that attention looks at, time, memory.
+"""Counts what is trained on: tokens, tokens that a loss is computed of, pairs that attention looks
+at, time, memory.
 
-Counts that depend on data (padding, labels, packed sequences) stay on the device until they are asked for; the host
-does not wait for them before. Ranks are summed at that moment, by two collectives of a few integers.
-"""
+Counts that depend on data (padding, labels, packed sequences) stay on the device until they are
+asked for; the host does not wait for them before. Ranks are summed at that moment, by two
+collectives of a few integers."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Meter:
         flops: of its training step (`flops_of`), None if not known.
         peak: FLOP/s of a device, None if not known.
         devices: how many this process trains on.
-        attention: "causal" counts the pairs that the mask lets through; "full" all pairs of a sequence, as the PaLM
+        attention: "causal" counts the pairs that the mask lets through; "full" all pairs of a
+        sequence, as the PaLM
             paper and the profiler do.
         replicas: ranks that are given the same batch, as in tensor parallelism.
         ranks: whether other ranks train with this one, by the default group.
@@ -99,7 +101,12 @@ class Meter:
         ranks: bool = False,
         shifted: bool = True,
     ):
-        self.device, self.flops, self.peak, self.devices = torch.device(device), flops, peak, devices
+        self.device, self.flops, self.peak, self.devices = (
+            torch.device(device),
+            flops,
+            peak,
+            devices,
+        )
         self.replicas, self.ranks, self.shifted = replicas, ranks, shifted
         reaches = () if flops is None else (*flops.pairs, *flops.pairs_again)
         self.reach = {reach: Reach("all") if attention == "full" else reach for reach in reaches}
@@ -147,7 +154,9 @@ class Meter:
         for device, some in by_device.items():
             zero = torch.zeros((), dtype=torch.int64, device=device)
             row = torch.stack([some.get(name, zero).to(torch.int64) for name in self.names])
-            self.on_device[device] = self.on_device[device] + row if device in self.on_device else row
+            self.on_device[device] = (
+                self.on_device[device] + row if device in self.on_device else row
+            )
 
     def _read(self, read: Sequences, kept) -> dict:
         rows, length, mask, positions = read
@@ -174,20 +183,32 @@ class Meter:
         labels = shifted
         for name in (*names, "completion_mask"):
             labels = inputs.get(name) if labels is None else labels
-        if not isinstance(labels, torch.Tensor) or labels.dtype.is_floating_point or labels.dtype.is_complex:
+        if (
+            not isinstance(labels, torch.Tensor)
+            or labels.dtype.is_floating_point
+            or labels.dtype.is_complex
+        ):
             return None
         if labels is inputs.get("completion_mask"):
             return (labels != 0).sum()
-        if shifted is None and self.shifted and read is not None and labels.shape == (read.rows, read.length):
+        if (
+            shifted is None
+            and self.shifted
+            and read is not None
+            and labels.shape == (read.rows, read.length)
+        ):
             labels = labels[:, 1:]
         return (labels != -100).sum()
 
     # ---- all of it ----
 
     def take(self) -> Totals:
-        """What was counted since the last call, of all ranks. Each has to call it. The host waits for the device."""
+        """What was counted since the last call, of all ranks. Each has to call it. The host waits
+        for the device."""
         if self.device.type in ("cuda", "xpu"):
-            getattr(torch, self.device.type).synchronize(self.device)  # the time is that of work that is done
+            getattr(torch, self.device.type).synchronize(
+                self.device
+            )  # the time is that of work that is done
         self.tick()
         counts = dict(self.on_host)
         for row in self.on_device.values():
@@ -199,7 +220,9 @@ class Meter:
             model = self.flops.model(counts["tokens"], counts["head"], pairs)
             hardware = self.flops.hardware(counts["tokens"], counts["head"], pairs)
         large = [
-            part for ops in (model, hardware, (self.peak or 0) * self.devices) for part in divmod(round(ops), BASE)
+            part
+            for ops in (model, hardware, (self.peak or 0) * self.devices)
+            for part in divmod(round(ops), BASE)
         ]
         flags = not self.labelled, not counted, self.peak is None
         summed = [*large, counts["tokens"], counts["labels"], self.devices, *flags]
@@ -214,12 +237,23 @@ class Meter:
         self._clear()
         seconds, replicas = nanoseconds / 1e9, self.replicas
         return Totals(
-            tokens // replicas, labels // replicas, model / replicas, hardware / replicas, seconds, peak * seconds,
-            devices, memory, not unlabelled, not uncounted, not unrated,
-        )  # fmt: skip
+            tokens // replicas,
+            labels // replicas,
+            model / replicas,
+            hardware / replicas,
+            seconds,
+            peak * seconds,
+            devices,
+            memory,
+            not unlabelled,
+            not uncounted,
+            not unrated,
+        )
 
 
-def over_ranks(summed: list[int], largest: list[int], device: torch.device) -> tuple[list[int], list[int]]:
+def over_ranks(
+    summed: list[int], largest: list[int], device: torch.device
+) -> tuple[list[int], list[int]]:
     dist = torch.distributed
     if dist.get_backend() == "gloo":
         device = torch.device("cpu")
@@ -232,7 +266,8 @@ def over_ranks(summed: list[int], largest: list[int], device: torch.device) -> t
 
 
 def sequences(inputs: Mapping) -> Sequences | None:
-    """The tokens of a batch as models of text are given them, or as policy losses are: a prompt and its completion."""
+    """The tokens of a batch as models of text are given them, or as policy losses are: a prompt and
+    its completion."""
     masks = inputs.get("attention_mask")
     ids = inputs.get("input_ids")
     ids = inputs.get("inputs_embeds") if ids is None else ids

@@ -6,8 +6,9 @@ import re
 
 import torch
 
-# (of the device's name, TFLOP/s in bf16 and fp16, in fp32 by TF32, in fp32), from the makers' data sheets, without
-# sparsity. Of an MI250(X) PyTorch sees each half as a device. The first that matches counts.
+# (of the device's name, TFLOP/s in bf16 and fp16, in fp32 by TF32, in fp32), from the makers' data
+# sheets, without sparsity. Of an MI250(X) PyTorch sees each half as a device. The first that
+# matches counts.
 PEAKS = (
     (r"GB200", 2500, 1250, 80),
     (r"B200", 2250, 1125, 75),
@@ -37,11 +38,14 @@ PEAKS = (
     (r"MI250X?(?: ?/ ?MI250X?)?", 191.5, None, 47.9),
     (r"MI210", 181, None, 45.3),
 )
-UNLIKE = r"MIG|Laptop|Max-Q|Mobile| Ti\b| D\b|Super"  # a part of a device, or another one of a like name
+UNLIKE = (
+    r"MIG|Laptop|Max-Q|Mobile| Ti\b| D\b|Super"  # a part of a device, or another one of a like name
+)
 
 
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of matrix products of ``dtype`` on a device of this name; None where that is not known here.
+    """FLOP/s of matrix products of ``dtype`` on a device of this name; None where that is not known
+    here.
 
     Args:
         name: as ``torch.cuda.get_device_name`` gives it.
@@ -68,7 +72,8 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that the process has held. Of the device's allocator; on a CPU all its resident memory."""
+    """Bytes: the most that the process has held. Of the device's allocator; on a CPU all its
+    resident memory."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).max_memory_allocated(device)
     if device.type != "cpu":
@@ -79,4 +84,6 @@ def peak_memory(device: torch.device) -> int:
         return 0
     import sys
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

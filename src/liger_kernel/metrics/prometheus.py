@@ -1,4 +1,5 @@
-"""An HTTP endpoint that Prometheus can scrape, from the standard library: text exposition format 0.0.4."""
+"""An HTTP endpoint that Prometheus can scrape, from the standard library: text exposition format
+0.0.4."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KINDS = {  # name -> kind, help
     "liger_tokens_per_second": ("gauge", "Input tokens a second, without padding, all processes."),
-    "liger_label_tokens_per_second": ("gauge", "Tokens a second that a loss is computed of, all processes."),
+    "liger_label_tokens_per_second": (
+        "gauge",
+        "Tokens a second that a loss is computed of, all processes.",
+    ),
     "liger_mfu": ("gauge", "Model FLOPs utilisation: 1 is the devices' published peak."),
     "liger_hfu": ("gauge", "Hardware FLOPs utilisation: with what checkpointing computes again."),
     "liger_tflops_per_device": ("gauge", "Model TFLOP/s of a device."),
@@ -31,7 +35,11 @@ def exposition(values: dict[str, float]) -> str:
     lines = []
     for name, (kind, text) in KINDS.items():
         if name in values:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {_number(values[name])}"]
+            lines += [
+                f"# HELP {name} {text}",
+                f"# TYPE {name} {kind}",
+                f"{name} {_number(values[name])}",
+            ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -81,7 +89,9 @@ class Endpoint:
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.url = f"http://{host or '0.0.0.0'}:{self.port}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="liger-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="liger-metrics", daemon=True
+        )
         self._thread.start()
 
     def update(self, values: dict[str, float]) -> None:
@@ -95,7 +105,11 @@ class Endpoint:
 
 def values_of(report: dict[str, float], totals: dict[str, float], logs: dict) -> dict[str, float]:
     """What is logged, under the endpoint's names."""
-    found = {f"liger_{name}": value for name, value in (logs | report).items() if isinstance(value, (int, float))}
+    found = {
+        f"liger_{name}": value
+        for name, value in (logs | report).items()
+        if isinstance(value, (int, float))
+    }
     if "peak_memory_gib" in report:
         found["liger_peak_memory_bytes"] = report["peak_memory_gib"] * 2**30
     found |= {

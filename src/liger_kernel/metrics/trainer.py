@@ -1,10 +1,9 @@
 """`LigerMetrics` for the Trainer: how fast a run is, and how well it uses the device.
 
-The Trainer gives callbacks no inputs. So while it trains, two of its methods are wrapped, on this one object:
-``compute_loss``, which every Trainer calls with the tensors of a micro-batch, outside of what is compiled and above
-DDP and FSDP; and ``log``, so that the history and every integration of ``report_to`` get the figures. The model has no
-hook. Both are given back at the end.
-"""
+The Trainer gives callbacks no inputs. So while it trains, two of its methods are wrapped, on this
+one object: ``compute_loss``, which every Trainer calls with the tensors of a micro-batch, outside
+of what is compiled and above DDP and FSDP; and ``log``, so that the history and every integration
+of ``report_to`` get the figures. The model has no hook. Both are given back at the end."""
 
 from __future__ import annotations
 
@@ -30,20 +29,24 @@ WRAPPED = "compute_loss", "log"
 class LigerMetrics(TrainerCallback, ExportableState):
     """Adds to what the Trainer logs: tokens a second, model FLOPs utilisation, peak memory.
 
-    ``Trainer(..., callbacks=[LigerMetrics()])``. The figures are those of all processes together, since the last log;
-    evaluation and saving are not counted. They stand in ``trainer.state.log_history`` and go wherever ``report_to``
-    sends the loss: ``tokens_per_second`` (without padding), ``label_tokens_per_second`` (what the loss is computed of),
-    ``tflops_per_device`` and ``mfu``, ``hfu`` if layers are checkpointed, ``peak_memory_gib``, ``total_tokens``,
-    ``total_label_tokens``. The Trainer's last line gets those of the whole run, as ``train_tokens_per_second`` and so
-    on. What is not known, such as ``mfu`` on an unknown device, is left out, and a warning says why.
+    ``Trainer(..., callbacks=[LigerMetrics()])``. The figures are those of all processes together,
+    since the last log; evaluation and saving are not counted. They stand in
+    ``trainer.state.log_history`` and go wherever ``report_to`` sends the loss:
+    ``tokens_per_second`` (without padding), ``label_tokens_per_second`` (what the loss is computed
+    of), ``tflops_per_device`` and ``mfu``, ``hfu`` if layers are checkpointed, ``peak_memory_gib``,
+    ``total_tokens``, ``total_label_tokens``. The Trainer's last line gets those of the whole run,
+    as ``train_tokens_per_second`` and so on. What is not known, such as ``mfu`` on an unknown
+    device, is left out, and a warning says why.
 
     Args:
-        prometheus_port: of an HTTP endpoint for Prometheus on rank 0, 0 for a free one, None for no endpoint. Where it
+        prometheus_port: of an HTTP endpoint for Prometheus on rank 0, 0 for a free one, None for no
+        endpoint. Where it
             is says ``metrics.endpoint``.
         prometheus_host: the address it listens on; "" is every address.
         peak_flops: FLOP/s of one device, for devices and dtypes that have no known peak.
         flops_per_token: of forward and backward, instead of what is counted of the model.
-        attention: "causal" counts the pairs of tokens that the mask lets through, "full" every pair of a sequence, as
+        attention: "causal" counts the pairs of tokens that the mask lets through, "full" every pair
+        of a sequence, as
             the formula of the PaLM paper does.
 
     Raises:
@@ -94,7 +97,8 @@ class LigerMetrics(TrainerCallback, ExportableState):
             devices=max(1, args.n_gpu),
             attention=given["attention"],
             replicas=trainer.get_tp_size() if hasattr(trainer, "get_tp_size") else 1,
-            ranks=args.parallel_mode == ParallelMode.DISTRIBUTED and torch.distributed.is_initialized(),
+            ranks=args.parallel_mode == ParallelMode.DISTRIBUTED
+            and torch.distributed.is_initialized(),
             shifted=getattr(trainer, "_loss_shifts_labels", False) or shifts_labels(model),
         )
         if given["prometheus_port"] is not None and state.is_world_process_zero:
@@ -104,9 +108,11 @@ class LigerMetrics(TrainerCallback, ExportableState):
         self._meter.resume()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._meter.tick()  # what comes before the next one is training, unless an evaluation says otherwise
+        # what comes before the next one is training, unless an evaluation says otherwise
+        self._meter.tick()
         if control.should_log or control.should_evaluate or control.should_save:
-            self._gather()  # here, where all ranks come by, and before anything takes time that is no training
+            # here, where all ranks come by, and before anything takes time that is no training
+            self._gather()
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self._meter.tick()
@@ -167,7 +173,8 @@ class LigerMetrics(TrainerCallback, ExportableState):
 
         self._trainer = trainer
         self._wraps = {
-            name: (trainer.__dict__.get(name), mine) for name, mine in zip(WRAPPED, (compute_loss, log), strict=True)
+            name: (trainer.__dict__.get(name), mine)
+            for name, mine in zip(WRAPPED, (compute_loss, log), strict=True)
         }
         for name, (_, mine) in self._wraps.items():
             setattr(trainer, name, mine)
@@ -177,7 +184,8 @@ class LigerMetrics(TrainerCallback, ExportableState):
         if self._trainer is not None:
             for name, (before, mine) in self._wraps.items():
                 if self._trainer.__dict__.get(name) is not mine:
-                    continue  # somebody has wrapped it since: ours goes on handing on, and counts nothing
+                    # somebody has wrapped it since: ours goes on handing on, and counts nothing
+                    continue
                 if before is None:
                     delattr(self._trainer, name)
                 else:

@@ -1,10 +1,13 @@
-"""The operators: one file each, in the table `liger_kernel._public.OPERATORS`. Importing them touches no device."""
+"""The operators: one file each, in the table `liger_kernel._public.OPERATORS`. Importing them
+touches no device."""
 
 from importlib import import_module
 
 from liger_kernel._public import OPERATORS, homes
 
-_FILES = {home: import_module(f"{__name__}.{home}") for home in OPERATORS}  # whose `Case`s are in a list from now on
+_FILES = {
+    home: import_module(f"{__name__}.{home}") for home in OPERATORS
+}  # whose `Case`s are in a list from now on
 __all__ = list(homes("ops"))
 globals().update({name: getattr(_FILES[home], name) for name, home in homes("ops").items()})
 

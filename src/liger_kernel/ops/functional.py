@@ -1,4 +1,5 @@
-"""The operators as functions. What patched models call is looked up here at the time of the call."""
+"""The operators as functions. What patched models call is looked up here at the time of the
+call."""
 
 from importlib import import_module
 
@@ -6,5 +7,8 @@ from liger_kernel._public import homes
 
 __all__ = list(homes("functional"))
 globals().update(
-    {name: getattr(import_module(f"liger_kernel.ops.{home}"), name) for name, home in homes("functional").items()}
+    {
+        name: getattr(import_module(f"liger_kernel.ops.{home}"), name)
+        for name, home in homes("functional").items()
+    }
 )

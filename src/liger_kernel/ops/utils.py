@@ -13,7 +13,11 @@ from liger_kernel.core import devices
 from liger_kernel.core.tile import next_power_of_2, tl
 
 MAX_BLOCK = 65536
-torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+torch_to_triton_dtype = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
 def is_hip() -> bool:
@@ -22,7 +26,8 @@ def is_hip() -> bool:
 
 
 def device_context(device: torch.device | str | int | torch.Tensor):
-    """A context in which the device, or a tensor's, is the current one, on which Triton launches."""
+    """A context in which the device, or a tensor's, is the current one, on which Triton
+    launches."""
     if not isinstance(device, torch.Tensor):
         device = torch.device(device)
         if device.type not in ("cuda", "xpu"):
@@ -32,19 +37,23 @@ def device_context(device: torch.device | str | int | torch.Tensor):
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
-    """-> (BLOCK_SIZE, num_warps) of a program that holds a row of ``n`` elements: ``n`` up to a power of two.
+    """-> (BLOCK_SIZE, num_warps) of a program that holds a row of ``n`` elements: ``n`` up to a
+    power of two.
 
     Raises:
         RuntimeError: more than 65,536 elements.
     """
     block = next_power_of_2(n)
     if block > MAX_BLOCK:
-        raise RuntimeError(f"calculate_settings: a row of {n} elements is more than one block holds, {MAX_BLOCK}")
+        raise RuntimeError(
+            f"calculate_settings: a row of {n} elements is more than one block holds, {MAX_BLOCK}"
+        )
     return block, min(max(block // 512, 4), 16 if is_hip() else 32)
 
 
 def compare_version(package: str, operator, target: str) -> bool:
-    """``operator(version of package, target)``, as versions are ordered; False where it can't be imported."""
+    """``operator(version of package, target)``, as versions are ordered; False where it can't be
+    imported."""
     try:
         version = importlib.import_module(package).__version__
     except ImportError:
@@ -53,13 +62,16 @@ def compare_version(package: str, operator, target: str) -> bool:
 
 
 def ensure_contiguous(fn):
-    """For ``forward`` and ``backward`` of an autograd Function: the tensors among its arguments made contiguous."""
+    """For ``forward`` and ``backward`` of an autograd Function: the tensors among its arguments
+    made contiguous."""
 
     def contiguous(x):
         return x.contiguous() if isinstance(x, torch.Tensor) else x
 
     @functools.wraps(fn)
     def call(ctx, *args, **kwargs):
-        return fn(ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()})
+        return fn(
+            ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()}
+        )
 
     return call

@@ -1,4 +1,5 @@
-"""Replacing what is proved equal, in one model: the table of the rewrites, and the walk over the model's modules."""
+"""Replacing what is proved equal, in one model: the table of the rewrites, and the walk over the
+model's modules."""
 
 from __future__ import annotations
 
@@ -8,22 +9,24 @@ import torch
 from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
-from liger_kernel.patch import head, offloading, private, purity
-from liger_kernel.patch.balancing import LoadBalancing
-from liger_kernel.patch.experts import StackedExperts
-from liger_kernel.patch.gated_norm import GatedNorms
-from liger_kernel.patch.loss import LossInHead, LossOnLogits, causal_lms
-from liger_kernel.patch.mask import CausalMasks
-from liger_kernel.patch.mlp import GatedMLPs
-from liger_kernel.patch.norm import Norms
-from liger_kernel.patch.offloading import OffloadedCheckpoints
-from liger_kernel.patch.parts import Reads, outline, unchanged
-from liger_kernel.patch.plain_mlp import PlainMLPs
-from liger_kernel.patch.report import Report
-from liger_kernel.patch.rewrite import known_as
-from liger_kernel.patch.rope import Ropes
-from liger_kernel.patch.router import Routers
-from liger_kernel.patch.tiled_mlp import TiledMLPs
+from liger_kernel.patch.layers import offloading
+from liger_kernel.patch.layers.balancing import LoadBalancing
+from liger_kernel.patch.layers.experts import StackedExperts
+from liger_kernel.patch.layers.gated_norm import GatedNorms
+from liger_kernel.patch.layers.mask import CausalMasks
+from liger_kernel.patch.layers.mlp import GatedMLPs
+from liger_kernel.patch.layers.norm import Norms
+from liger_kernel.patch.layers.offloading import OffloadedCheckpoints
+from liger_kernel.patch.layers.plain_mlp import PlainMLPs
+from liger_kernel.patch.layers.rope import Ropes
+from liger_kernel.patch.layers.router import Routers
+from liger_kernel.patch.layers.tiled_mlp import TiledMLPs
+from liger_kernel.patch.loss import head
+from liger_kernel.patch.loss.rewrites import LossInHead, LossOnLogits, causal_lms
+from liger_kernel.patch.proof import private, purity
+from liger_kernel.patch.proof.parts import Reads, outline, unchanged
+from liger_kernel.patch.proof.report import Report
+from liger_kernel.patch.proof.rewrite import known_as
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +47,31 @@ class _Walk:
     """Over one model: what is asked for, what there is, what is known so far."""
 
     def __init__(self, model, flags, trusted):
-        self.model, self.flags, self.given = model, {flag for flag in FLAGS if flags.get(flag)}, flags
+        self.model, self.flags, self.given = (
+            model,
+            {flag for flag in FLAGS if flags.get(flag)},
+            flags,
+        )
         modules = {module: path for path, module in model.named_modules()}
-        self.paths = {m: path for m, path in modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+        self.paths = {
+            m: path for m, path in modules.items() if not isinstance(m, torch.jit.ScriptModule)
+        }
         self.trusted = trusted  # classes whose code is tried without a look at it
         self.models = causal_lms(model)
         self.report = Report(type(self.models[0] if self.models else model).__name__)
         self.done = set()  # flags for which there is something, be it from an earlier call
         self.obstacles = {flag: [] for flag in FLAGS}
-        self.proofs = {}  # modules of one outline: what each was proved to be, and the parts that this rests on
+        # modules of one outline: what each was proved to be, and the parts that this rests on
+        self.proofs = {}
         self.answers = {}  # of `once`
 
     def run(self) -> Report:
         known = [what for what in map(known_as, self.paths) if what is not None]
         self.done.update(flag for what in known for flag in what.flags)
         for stage in STAGES:
-            rewrites = [r for r in stage if self.flags and (not r.flags or self.flags.intersection(r.flags))]
+            rewrites = [
+                r for r in stage if self.flags and (not r.flags or self.flags.intersection(r.flags))
+            ]
             for module in self.paths:
                 what = known_as(module)
                 for rewrite in rewrites:
@@ -68,13 +80,19 @@ class _Walk:
                         break
         for flag in FLAGS:
             if flag in self.flags - self.done:
-                left = "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag])) if self.obstacles[flag] else ""
+                left = (
+                    "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag]))
+                    if self.obstacles[flag]
+                    else ""
+                )
                 self.report.warnings.append(f"{flag}: nothing here is proved equal{left}")
         return self.report
 
     def become(self, module, what, parts, name):
         private.become(module, what, parts)
-        self.report.add(name, what.kernel + ", trusted" * isinstance(module, self.trusted), what.column)
+        self.report.add(
+            name, what.kernel + ", trusted" * isinstance(module, self.trusted), what.column
+        )
         self.done.update(what.flags)
 
     def leave(self, flags, name, why):
@@ -118,7 +136,9 @@ def check_transformers() -> None:
         )
 
 
-def patch(model: torch.nn.Module, flags: dict[str, bool | int], trusted: tuple[type, ...] = ()) -> Report:
+def patch(
+    model: torch.nn.Module, flags: dict[str, bool | int], trusted: tuple[type, ...] = ()
+) -> Report:
     check_transformers()
     return _Walk(model, flags, trusted).run()
 
@@ -133,7 +153,10 @@ def revert_model(model: torch.nn.Module) -> None:
                 module.__dict__.pop(name, None)
             private.swap(module, own[0])
         elif hasattr(type(module), "_liger"):
-            logger.warning("revert: %s was given another class after it was patched, and stays", type(module).__name__)
+            logger.warning(
+                "revert: %s was given another class after it was patched, and stays",
+                type(module).__name__,
+            )
             continue
         if "_liger_loss_before" in module.__dict__:
             del module.__dict__["_loss_function"]

@@ -1,24 +1,27 @@
 """Faster kernels for Hugging Face models: one line, one family, or single operators.
 
-The operators need torch alone; what patches models needs transformers. Either is imported when it is asked for. Type
-checkers read ``__init__.pyi``, which ``scripts/stubs.py`` writes.
-"""
+The operators need torch alone; what patches models needs transformers. Either is imported when it
+is asked for. Type checkers read ``__init__.pyi``, which ``scripts/stubs.py`` writes."""
 
 from importlib import import_module
 from importlib.util import find_spec
 
 from liger_kernel._public import homes
-from liger_kernel.patch import experts_interface
-from liger_kernel.patch.family_table import FUNCTIONS
+from liger_kernel.patch.families.table import FUNCTIONS
+from liger_kernel.patch.layers import experts_interface
 
 _PATCHES = {
-    "families": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance apply_liger_kernel "
+    "published": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance apply_liger_kernel "
     "revert",
     "auto_model": "AutoLigerKernelForCausalLM",
 }
 _HOMES = {name: f"liger_kernel.ops.{home}" for name, home in homes("transformers").items()}
-_NEED_TRANSFORMERS = {name: f"liger_kernel.patch.{home}" for home, names in _PATCHES.items() for name in names.split()}
-_NEED_TRANSFORMERS |= dict.fromkeys(FUNCTIONS, "liger_kernel.patch.families")
+_NEED_TRANSFORMERS = {
+    name: f"liger_kernel.patch.families.{home}"
+    for home, names in _PATCHES.items()
+    for name in names.split()
+}
+_NEED_TRANSFORMERS |= dict.fromkeys(FUNCTIONS, "liger_kernel.patch.families.published")
 _NEED_TRANSFORMERS["LigerMetrics"] = "liger_kernel.metrics.trainer"
 
 
@@ -32,7 +35,11 @@ def is_transformers_available() -> bool:
         return False
 
 
-__all__ = ["is_transformers_available", *_HOMES, *(_NEED_TRANSFORMERS if is_transformers_available() else ())]
+__all__ = [
+    "is_transformers_available",
+    *_HOMES,
+    *(_NEED_TRANSFORMERS if is_transformers_available() else ()),
+]
 
 
 def __getattr__(name):
@@ -41,7 +48,9 @@ def __getattr__(name):
     if name not in _NEED_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
-        raise ImportError(f"{__name__}.{name} needs transformers: pip install 'liger-kernel[transformers]'")
+        raise ImportError(
+            f"{__name__}.{name} needs transformers: pip install 'liger-kernel[transformers]'"
+        )
     return getattr(import_module(_NEED_TRANSFORMERS[name]), name)
 
 

@@ -1,4 +1,5 @@
-"""A cache manager for processes that compile the same kernels into one directory, on a network file system, too."""
+"""A cache manager for processes that compile the same kernels into one directory, on a network file
+system, too."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from triton.runtime.cache import FileCacheManager
 class LigerTritonFileCacheManager(FileCacheManager):
     """Triton's own, where a file is written beside its place and then renamed.
 
-    A process never reads half a file, and two that write the same one do not disturb each other: each has a name of its
-    own until the end, the later one stays, and both are the same.
-    """
+    A process never reads half a file, and two that write the same one do not disturb each other:
+    each has a name of its own until the end, the later one stays, and both are the same."""
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
         """Write the file into the cache -> its path. ``binary=False`` if the data is a string."""
         if not self.cache_dir:
-            raise RuntimeError("LigerTritonFileCacheManager: Triton could not make or find its cache directory")
+            raise RuntimeError(
+                "LigerTritonFileCacheManager: Triton could not make or find its cache directory"
+            )
         data = data if isinstance(data, bytes) else str(data).encode()
         path = Path(self.cache_dir, filename)
         handle, written = tempfile.mkstemp(dir=self.cache_dir, prefix="tmp.")

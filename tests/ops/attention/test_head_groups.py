@@ -1,4 +1,5 @@
-"""Attention by groups of heads gives what it gives of all heads, bit for bit, and a checkpoint keeps nothing of it."""
+"""Attention by groups of heads gives what it gives of all heads, bit for bit, and a checkpoint
+keeps nothing of it."""
 
 import functools
 import gc
@@ -11,7 +12,11 @@ import torch.nn.functional as F
 from hardware import DEVICE
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from liger_kernel.core import host_memory
 from liger_kernel.core.checkpoint import offloaded
@@ -19,7 +24,9 @@ from liger_kernel.ops.attention import head_groups
 from liger_kernel.ops.attention.head_groups import HeadGroups, Made
 
 T, D = 33, 16
-HEADS = pytest.mark.parametrize("heads, of_keys, gqa", [(8, 4, True), (6, 6, False), (4, 4, True), (5, 5, False)])
+HEADS = pytest.mark.parametrize(
+    "heads, of_keys, gqa", [(8, 4, True), (6, 6, False), (4, 4, True), (5, 5, False)]
+)
 
 
 @pytest.fixture
@@ -27,7 +34,9 @@ def grouped(monkeypatch):
     """Groups of any size; the calls of what makes them."""
     calls, apply = [], head_groups._HeadGroups.apply
     monkeypatch.setattr(head_groups, "LEAST", 1)
-    monkeypatch.setattr(head_groups._HeadGroups, "apply", lambda *given: (calls.append(1), apply(*given))[1])
+    monkeypatch.setattr(
+        head_groups._HeadGroups, "apply", lambda *given: (calls.append(1), apply(*given))[1]
+    )
     return calls
 
 
@@ -35,21 +44,32 @@ def drawn(heads, of_keys, dtype=torch.float32, frozen="", channels=D):
     generator = torch.Generator().manual_seed(0)
 
     def draw(name, heads):
-        x = torch.randn(2, T, heads, channels, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+        x = (
+            torch.randn(2, T, heads, channels, generator=generator)
+            .to(DEVICE, dtype)
+            .transpose(1, 2)
+        )
         return x.requires_grad_(name not in frozen)
 
     q, k, v = draw("q", heads), draw("k", of_keys), draw("v", of_keys)
     dy = torch.randn(2, T, heads, channels, generator=generator).to(DEVICE, dtype).transpose(1, 2)
-    return q, k, v, dy  # tokens first as the output: of another layout cuDNN's gradients are wrong in PyTorch 2.11
+    return (
+        q,
+        k,
+        v,
+        dy,
+    )  # tokens first as the output: of another layout cuDNN's gradients are wrong in PyTorch 2.11
 
 
 def for_fused():
-    """Eight heads, four of keys: what fused attention takes on this device, with little beside its output."""
+    """Eight heads, four of keys: what fused attention takes on this device, with little beside its
+    output."""
     return drawn(8, 4) if DEVICE == "cpu" else drawn(8, 4, torch.bfloat16, channels=64)
 
 
 def assert_near(found, wanted):
-    """As all heads at once: on a GPU, which rounds to 16 bits here, but for what rounding twice can change."""
+    """As all heads at once: on a GPU, which rounds to 16 bits here, but for what rounding twice can
+    change."""
     for a, b in zip(found, wanted, strict=True):
         if DEVICE == "cpu":
             torch.testing.assert_close(a, b)
@@ -88,7 +108,10 @@ def test_bit_for_bit(heads, of_keys, gqa, dtype, masked, grouped):
 def test_frozen(frozen, grouped):
     q, k, v, dy = drawn(4, 4, frozen=frozen)
     wanted = [t for t in (q, k, v) if t.requires_grad]
-    want, got = (torch.autograd.grad(f(q, k, v), wanted, dy) for f in (F.scaled_dot_product_attention, attention))
+    want, got = (
+        torch.autograd.grad(f(q, k, v), wanted, dy)
+        for f in (F.scaled_dot_product_attention, attention)
+    )
     assert len(grouped) == 1
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -118,9 +141,13 @@ def test_in_a_checkpoint(reentrant, grouped):
     def run(function):
         for t in (q, k, v):
             t.grad = None
-        y = checkpoint(lambda q, k, v: function(q * 1, k * 1, v * 1, enable_gqa=True) * 2, q, k, v, **layer)
+        y = checkpoint(
+            lambda q, k, v: function(q * 1, k * 1, v * 1, enable_gqa=True) * 2, q, k, v, **layer
+        )
         gc.collect()
-        alive = sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == q.dtype)
+        alive = sum(
+            t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == q.dtype
+        )
         y.backward(dy)
         return alive, [t.grad for t in (q, k, v)]
 
@@ -143,7 +170,8 @@ def test_gradients_of_gradients(grouped):
 
 
 def test_what_it_leaves_alone(grouped):
-    """Dropout, a mask that learns, no gradients, transforms, heads that do not go into groups, other functions."""
+    """Dropout, a mask that learns, no gradients, transforms, heads that do not go into groups,
+    other functions."""
     q, k, v, _ = drawn(4, 4)
     learned = torch.zeros(T, T, device=DEVICE, requires_grad=True)
     attention(q, k, v, dropout_p=0.5)
@@ -159,7 +187,11 @@ def test_what_it_leaves_alone(grouped):
         assert torch.equal(torch.softmax(q, -1), q.softmax(-1))
     head_groups.LEAST = q.numel()  # the fixture's, which is undone
     attention(q, k, v)
-    assert not grouped and not head_groups.worth_it([q, None]) and head_groups.worth_it([torch.cat([q, k])])
+    assert (
+        not grouped
+        and not head_groups.worth_it([q, None])
+        and head_groups.worth_it([torch.cat([q, k])])
+    )
 
 
 def test_a_function_mode_of_somebody_else(grouped):
@@ -215,7 +247,12 @@ def test_threads_that_go_back_through_one_graph(grouped):
 
 def test_how_many_groups():
     q = torch.empty(1, 32, 65536, 128, device="meta")
-    assert [head_groups.groups(q[:, :, :t], q[:, :8]) for t in (4096, 16384, 32768, 65536)] == [1, 2, 4, 8]
+    assert [head_groups.groups(q[:, :, :t], q[:, :8]) for t in (4096, 16384, 32768, 65536)] == [
+        1,
+        2,
+        4,
+        8,
+    ]
     assert head_groups.groups(q, q[:, :3]) == 1 and head_groups.groups(q, q[:, :6]) == 2
 
 
@@ -229,7 +266,8 @@ def computed(grouped, monkeypatch):
 
 
 def two_layers(keeping, q, k, v, after=lambda y, n: y * 2):
-    """Each with two calls of attention; ``after(y, n)``: what the n-th of all calls goes through."""
+    """Each with two calls of attention; ``after(y, n)``: what the n-th of all calls goes
+    through."""
     calls = []
 
     def attend(q, k, v, **options):
@@ -238,7 +276,13 @@ def two_layers(keeping, q, k, v, after=lambda y, n: y * 2):
 
     def layer(x):
         q = x.transpose(1, 2)
-        y = attend(attend(q * 1, k * 1, v * 1, enable_gqa=True), k * 2, v * 3, enable_gqa=True, is_causal=True)
+        y = attend(
+            attend(q * 1, k * 1, v * 1, enable_gqa=True),
+            k * 2,
+            v * 3,
+            enable_gqa=True,
+            is_causal=True,
+        )
         return y.transpose(1, 2).contiguous()
 
     return keeping(layer, keeping(layer, q.transpose(1, 2) * 1)).transpose(1, 2)
@@ -254,7 +298,8 @@ def in_memory(layer, *given):
 
 
 def test_attention_is_not_computed_again(computed):
-    """When a layer is called again its output is there: the same gradients, as often as they are asked for."""
+    """When a layer is called again its output is there: the same gradients, as often as they are
+    asked for."""
     q, k, v, dy = for_fused()
     want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
     y = two_layers(kept(), q, k, v)
@@ -280,14 +325,18 @@ def test_reentrance_computes_again(computed):
 
 @pytest.mark.parametrize("places", range(0, 40, 3))
 def test_what_finds_no_place_is_computed_again(places, computed, monkeypatch):
-    """The layers' inputs come first: they take the place of an output, and not one of them stays on the device."""
+    """The layers' inputs come first: they take the place of an output, and not one of them stays on
+    the device."""
     monkeypatch.setattr(host_memory, "PIECE", 2**14)
     monkeypatch.setenv(host_memory.VARIABLE, str(places * 2**14))
     q, k, v, dy = for_fused()
     size = -(-q.nbytes // 2**14)
     want = torch.autograd.grad(two_layers(in_memory, q, k, v), (q, k, v), dy)
     y = two_layers(kept(), q, k, v)
-    waiting = sum(type(w) is host_memory.Waiting and not w.spare and w.pieces is not None for w in gc.get_objects())
+    waiting = sum(
+        type(w) is host_memory.Waiting and not w.spare and w.pieces is not None
+        for w in gc.get_objects()
+    )
     got = torch.autograd.grad(y, (q, k, v), dy)
     assert_near(got, want)
     assert waiting == min(places // size, 2) and 4 <= len(computed) <= 8
@@ -316,12 +365,15 @@ def test_an_output_that_was_written_to_unseen(computed):
         y.data.mul_(2)
         return y * 2
 
-    want = torch.autograd.grad(two_layers(functools.partial(checkpoint, use_reentrant=False), q, k, v, written), k, dy)
+    want = torch.autograd.grad(
+        two_layers(functools.partial(checkpoint, use_reentrant=False), q, k, v, written), k, dy
+    )
     assert_near(torch.autograd.grad(two_layers(kept(), q, k, v, written), k, dy), want)
 
 
 def test_checkpoints_within(computed):
-    """What they call again when the groups' mode is gone, they call without groups at first, too."""
+    """What they call again when the groups' mode is gone, they call without groups at first,
+    too."""
     q, k, v, dy = for_fused()
 
     def within(y, n):
@@ -353,26 +405,46 @@ def test_selective_checkpoints(saved, computed):
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if saved in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True
+    )
     keeping = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
     selective = offloaded(keeping, lambda args: functools.partial(HeadGroups, Made()))
     want = torch.autograd.grad(two_layers(in_memory, q, k, v, lambda y, n: y @ w), (q, k, v), dy)
-    assert_near(torch.autograd.grad(two_layers(selective, q, k, v, lambda y, n: y @ w), (q, k, v), dy), want)
+    assert_near(
+        torch.autograd.grad(two_layers(selective, q, k, v, lambda y, n: y @ w), (q, k, v), dy), want
+    )
     assert not computed
 
 
 def test_calls_that_are_others(computed):
     q, k, v, _ = for_fused()
     made = Made()
-    shapes = [dict(is_causal=True), dict(is_causal=False), dict(is_causal=True), dict(is_causal=True)]
+    shapes = [
+        dict(is_causal=True),
+        dict(is_causal=False),
+        dict(is_causal=True),
+        dict(is_causal=True),
+    ]
     with HeadGroups(made):
-        first = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[:2]]
+        first = [
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+            for options in shapes[:2]
+        ]
     with HeadGroups(made):
-        again = [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[:1]]
+        again = [
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+            for options in shapes[:1]
+        ]
         again.append(F.scaled_dot_product_attention(q[:, :, :9], k, v, enable_gqa=True))
-        again += [F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options) for options in shapes[2:]]
+        again += [
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+            for options in shapes[2:]
+        ]
     assert len(computed) == 5 and torch.equal(first[0], again[0])
-    assert torch.equal(again[2], first[0]) and torch.equal(again[1], attention(q[:, :, :9], k, v, enable_gqa=True))
+    assert torch.equal(again[2], first[0]) and torch.equal(
+        again[1], attention(q[:, :, :9], k, v, enable_gqa=True)
+    )
 
 
 def test_gradients_of_gradients_of_what_was_kept(computed):
@@ -380,7 +452,9 @@ def test_gradients_of_gradients_of_what_was_kept(computed):
     found = []
     for keep in (in_memory, kept()):
         with sdpa_kernel(SDPBackend.MATH):
-            once = torch.autograd.grad(two_layers(keep, q, k, v).sin().sum(), (q, k, v), create_graph=True)
+            once = torch.autograd.grad(
+                two_layers(keep, q, k, v).sin().sum(), (q, k, v), create_graph=True
+            )
             found.append(torch.autograd.grad(sum(d.square().sum() for d in once), (q, k, v)))
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() <= 1e-4 * b.abs().max()

@@ -1,4 +1,5 @@
-"""Multi-token attention beyond its `Case`: sparse, masks, wide rows, groups, other dtypes, the module, errors."""
+"""Multi-token attention beyond its `Case`: sparse, masks, wide rows, groups, other dtypes, the
+module, errors."""
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ def outcome(fn, tensors, **options):
 
 
 def assert_as_reference(tensors, **options):
-    results = (outcome(fn, tensors, **options) for fn in (liger_multi_token_attention, multi_token_attention_reference))
+    results = (
+        outcome(fn, tensors, **options)
+        for fn in (liger_multi_token_attention, multi_token_attention_reference)
+    )
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -34,7 +38,9 @@ def assert_as_reference(tensors, **options):
 def test_formula():
     scores, weight, bias = drawn()
     above = torch.ones(6, 6, device=DEVICE).triu(1) > 0
-    want = F.conv2d(scores.masked_fill(above, -1e9).softmax(-1), weight, bias, padding=1).masked_fill(above, 0)
+    want = F.conv2d(
+        scores.masked_fill(above, -1e9).softmax(-1), weight, bias, padding=1
+    ).masked_fill(above, 0)
     torch.testing.assert_close(liger_multi_token_attention(scores, weight, bias, padding=1), want)
 
 
@@ -42,10 +48,14 @@ def test_sparse():
     tensors = drawn(L=9)
     assert_as_reference(tensors, padding=1, sparse=True)
     with torch.no_grad():  # a kernel of one entry leaves the probabilities as they are
-        p = liger_multi_token_attention(tensors[0], torch.ones(2, 1, 1, 1, device=DEVICE), groups=2, sparse=True)
+        p = liger_multi_token_attention(
+            tensors[0], torch.ones(2, 1, 1, 1, device=DEVICE), groups=2, sparse=True
+        )
     torch.testing.assert_close(p.sum(-1), torch.ones(1, 2, 9, device=DEVICE))
     assert (p == 0).sum() > 9 * 8
-    with pytest.raises(RuntimeError, match="scores is torch.bfloat16, give torch.float32 with sparse=True"):
+    with pytest.raises(
+        RuntimeError, match="scores is torch.bfloat16, give torch.float32 with sparse=True"
+    ):
         liger_multi_token_attention(tensors[0].bfloat16(), *tensors[1:], sparse=True)
 
 
@@ -55,9 +65,14 @@ def test_rows_without_a_key(value):
     scores, *parameters = drawn(L=5)
     scores.data[:, :, 2] = value
     assert_as_reference([scores, *parameters])
-    tensors = [t.detach().bfloat16().requires_grad_() for t in drawn(C=8, out=8, L=6)]  # convolved with channels last
+    tensors = [
+        t.detach().bfloat16().requires_grad_() for t in drawn(C=8, out=8, L=6)
+    ]  # convolved with channels last
     tensors[0].data[..., :3] = max(value, torch.finfo(torch.bfloat16).min)  # padding on the left
-    results = (outcome(fn, tensors, padding=1) for fn in (liger_multi_token_attention, multi_token_attention_reference))
+    results = (
+        outcome(fn, tensors, padding=1)
+        for fn in (liger_multi_token_attention, multi_token_attention_reference)
+    )
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
 
@@ -79,11 +94,18 @@ def test_parameters_of_another_dtype(autocast):
     """The dtype of the scores is that of the computation."""
     scores, weight, bias = drawn()
     scores = scores.detach().bfloat16().requires_grad_()
-    with torch.autocast(DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16, enabled=autocast):
+    with torch.autocast(
+        DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16, enabled=autocast
+    ):
         y = liger_multi_token_attention(scores, weight, bias, padding=1)
         want = multi_token_attention_reference(scores, weight, bias, padding=1)
     gradients = torch.autograd.grad(y.float().square().sum(), (scores, weight, bias))
-    assert [t.dtype for t in (y, *gradients)] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert [t.dtype for t in (y, *gradients)] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     torch.testing.assert_close(y, want)
 
 
@@ -94,18 +116,30 @@ def test_module():
     assert 0.9 < module.weight.abs().max() * (2 * 25) ** 0.5 <= 1  # Kaiming's bound for a = √5
     scores = torch.randn(2, 4, 7, 7, device=DEVICE)
     want = liger_multi_token_attention(scores, module.weight, module.bias, padding=2, groups=2)
-    assert torch.equal(module(scores), want) and want.shape == (2, 8, 7, 7) and not want.triu(1).any()
+    assert (
+        torch.equal(module(scores), want) and want.shape == (2, 8, 7, 7) and not want.triu(1).any()
+    )
     alone = LigerMultiTokenAttention(4, 4, 3, bias=False).to(DEVICE)
     assert alone.state_dict().keys() == {"weight"} and alone(scores).shape == (2, 4, 5, 5)
-    with pytest.raises(ValueError, match="LigerMultiTokenAttention: groups is 3, give a divisor of both"):
+    with pytest.raises(
+        ValueError, match="LigerMultiTokenAttention: groups is 3, give a divisor of both"
+    ):
         LigerMultiTokenAttention(4, 6, 3, groups=3)
 
 
 def test_errors():
     scores, weight, bias = drawn()
     for changed, error, words in (
-        (dict(scores=scores[..., :3]), ValueError, r"scores has shape \(1, 2, 6, 3\), give \(B, C, L, L\)"),
-        (dict(weight=weight[:, :1]), ValueError, r"weight has shape \(4, 1, 3, 3\), give \(C_out, 2, K, K\)"),
+        (
+            dict(scores=scores[..., :3]),
+            ValueError,
+            r"scores has shape \(1, 2, 6, 3\), give \(B, C, L, L\)",
+        ),
+        (
+            dict(weight=weight[:, :1]),
+            ValueError,
+            r"weight has shape \(4, 1, 3, 3\), give \(C_out, 2, K, K\)",
+        ),
         (dict(weight=weight[0]), ValueError, r"weight has shape \(2, 3, 3\)"),
         (dict(bias=bias[:2]), ValueError, r"bias has shape \(2,\), give \(4,\)"),
         (dict(groups=3), ValueError, "groups is 3, give a divisor"),

@@ -1,4 +1,5 @@
-"""Neighbourhood attention beyond its `Case`: which keys a query sees, memory layouts, modules, errors."""
+"""Neighbourhood attention beyond its `Case`: which keys a query sees, memory layouts, modules,
+errors."""
 
 import numpy
 import pytest
@@ -63,14 +64,23 @@ def test_layouts():
     q, k, v = (x.detach().transpose(1, 2) for x in drawn(2, 5, 3, 4))
     out = liger_fused_neighborhood_attention(q, k, v)
     assert out.transpose(1, 2).is_contiguous()
-    assert torch.equal(out, liger_fused_neighborhood_attention(*(x.contiguous() for x in (q, k, v))))
+    assert torch.equal(
+        out, liger_fused_neighborhood_attention(*(x.contiguous() for x in (q, k, v)))
+    )
 
 
 def test_modules():
     torch.manual_seed(0)
-    layer = LigerFusedNeighborhoodAttentionLayer(12, 3, kernel_size=3, dilation=2, dropout=0.5).to(DEVICE).eval()
+    layer = (
+        LigerFusedNeighborhoodAttentionLayer(12, 3, kernel_size=3, dilation=2, dropout=0.5)
+        .to(DEVICE)
+        .eval()
+    )
     attention, x = layer.attention, torch.randn(2, 7, 12, device=DEVICE)
-    heads = (p(x).view(2, 7, 3, 4).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    heads = (
+        p(x).view(2, 7, 3, 4).transpose(1, 2)
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     want = attention.out_proj(dense(*heads, 3, 2).transpose(1, 2).reshape(2, 7, 12))
     torch.testing.assert_close(attention(x), want)
     torch.testing.assert_close(layer(x), x + attention(layer.layer_norm(x)))
@@ -78,7 +88,11 @@ def test_modules():
     assert attention.state_dict().keys() == names
     assert layer.train()(x).ne(layer(x)).any(), "no dropout"
     config = LigerFusedNeighborhoodAttentionConfig(hidden_size=12, num_heads=3)
-    assert LigerFusedNeighborhoodAttentionLayer(**vars(config)).layer_norm.eps == config.layer_norm_eps == 1e-5
+    assert (
+        LigerFusedNeighborhoodAttentionLayer(**vars(config)).layer_norm.eps
+        == config.layer_norm_eps
+        == 1e-5
+    )
 
 
 def test_errors():
@@ -115,6 +129,8 @@ def test_numbers_of_numpy(monkeypatch):
     record = staticmethod(lambda *args: given.append(args[3:]) or apply(*args))
     monkeypatch.setattr(neighborhood.LigerFusedNeighborhoodAttentionFunction, "apply", record)
     liger_fused_neighborhood_attention(q, k, v, numpy.int64(3), numpy.int32(2), numpy.float64(0.3))
-    layer = LigerFusedNeighborhoodAttention(12, 1, kernel_size=numpy.int64(3), scale=1 / numpy.sqrt(12))
+    layer = LigerFusedNeighborhoodAttention(
+        12, 1, kernel_size=numpy.int64(3), scale=1 / numpy.sqrt(12)
+    )
     layer.to(DEVICE)(q[0].detach())
     assert [[type(x) for x in args] for args in given] == [[int, int, float]] * 2

@@ -27,7 +27,8 @@ def gradient(weight, indices, dy, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_sum_in_one_order(dtype):
-    """A row's gradient is of its tokens alone and the same in every run: bit for bit whatever the others are."""
+    """A row's gradient is of its tokens alone and the same in every run: bit for bit whatever the
+    others are."""
     weight, indices = drawn(dtype=dtype)
     dy = torch.randn(len(indices), N).to(DEVICE, dtype)
     dw = gradient(weight, indices, dy)
@@ -72,7 +73,9 @@ def test_padding(padding, anywhere):
     """Its result is 0 even if its row is not, and its row has no gradient."""
     weight, indices = drawn()
     y, dy = liger_embedding(weight, indices, padding), torch.randn(100, N, device=DEVICE)
-    assert not y[indices == 3].any() and torch.equal(y[indices != 3], F.embedding(indices[indices != 3], weight))
+    assert not y[indices == 3].any() and torch.equal(
+        y[indices != 3], F.embedding(indices[indices != 3], weight)
+    )
     want = torch.autograd.grad(F.embedding(indices, weight, 3), weight, dy)[0]
     assert not want[3].any()
     torch.testing.assert_close(torch.autograd.grad(y, weight, dy)[0], want)
@@ -80,7 +83,8 @@ def test_padding(padding, anywhere):
 
 @pytest.mark.parametrize("index", [V, -1, 10**9])
 def test_an_index_out_of_range(index):
-    """It reads nothing else, and has no gradient; where looking at it costs nothing, it is named."""
+    """It reads nothing else, and has no gradient; where looking at it costs nothing, it is
+    named."""
     weight, indices = drawn()
     indices[7] = index
     y = LigerEmbeddingFunction.apply(weight, indices)
@@ -90,7 +94,9 @@ def test_an_index_out_of_range(index):
     want = torch.autograd.grad(F.embedding(indices[good], weight), weight, dy[good])[0]
     torch.testing.assert_close(torch.autograd.grad(y, weight, dy)[0], want)
     if DEVICE == "cpu":
-        with pytest.raises(IndexError, match="liger_embedding: an index is out of range, give those from 0 to 8"):
+        with pytest.raises(
+            IndexError, match="liger_embedding: an index is out of range, give those from 0 to 8"
+        ):
             liger_embedding(weight, indices)
 
 

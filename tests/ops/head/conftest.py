@@ -26,7 +26,11 @@ def memories(monkeypatch):
         def record(*args, **kwargs):
             x = args[0 if name == "token_loss" else 1]
             x = x[0] if isinstance(x, tuple) else x
-            places = {m.untyped_storage().data_ptr() for m in (made[-1].early, made[-1].late)} if made else ()
+            places = (
+                {m.untyped_storage().data_ptr() for m in (made[-1].early, made[-1].late)}
+                if made
+                else ()
+            )
             if x.untyped_storage().data_ptr() in places:  # and not logits that are kept
                 made[-1].passes[name].append(x.shape[0])
             return call(*args, **kwargs)

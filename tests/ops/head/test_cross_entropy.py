@@ -9,7 +9,11 @@ from hardware import DEVICE
 
 from liger_kernel.core import devices
 from liger_kernel.ops.head import linear_cross_entropy as flce
-from liger_kernel.ops.head.cross_entropy import LigerCrossEntropyFunction, LigerCrossEntropyLoss, liger_cross_entropy
+from liger_kernel.ops.head.cross_entropy import (
+    LigerCrossEntropyFunction,
+    LigerCrossEntropyLoss,
+    liger_cross_entropy,
+)
 from liger_kernel.ops.head.linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
@@ -19,7 +23,9 @@ from liger_kernel.ops.head.linear_cross_entropy import (
 
 def logits(M=6, V=123, dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.randn(M, V).mul(3).to(DEVICE, dtype).requires_grad_(), torch.randint(V, (M,)).to(DEVICE)
+    return torch.randn(M, V).mul(3).to(DEVICE, dtype).requires_grad_(), torch.randint(V, (M,)).to(
+        DEVICE
+    )
 
 
 def gradient(loss, x):
@@ -36,9 +42,16 @@ def test_a_confident_row_keeps_its_digits():
     x[0, 7], x[1, 7], x[2, 7] = 12.0, 30.0, 90.0
     x.requires_grad_()
     exact = x.detach().double().requires_grad_()
-    loss, want = liger_cross_entropy(x, y, reduction="none"), F.cross_entropy(exact, y, reduction="none")
-    torch.testing.assert_close(loss.double(), want, rtol=0, atol=2.4e-7)  # 1 + 3e-4, and its log, rounded
-    torch.testing.assert_close(gradient(loss.sum(), x).double(), gradient(want.sum(), exact), rtol=1e-5, atol=2.4e-7)
+    loss, want = (
+        liger_cross_entropy(x, y, reduction="none"),
+        F.cross_entropy(exact, y, reduction="none"),
+    )
+    torch.testing.assert_close(
+        loss.double(), want, rtol=0, atol=2.4e-7
+    )  # 1 + 3e-4, and its log, rounded
+    torch.testing.assert_close(
+        gradient(loss.sum(), x).double(), gradient(want.sum(), exact), rtol=1e-5, atol=2.4e-7
+    )
 
 
 def test_a_masked_vocabulary():
@@ -65,10 +78,13 @@ OUTSIDE = pytest.mark.parametrize("target", [123, 10**6, -1, -(10**6)])
 
 @OUTSIDE
 def test_a_target_out_of_range_is_nan_and_reads_nothing_else(target):
-    """Where nobody looked. Memcheck runs this on a GPU; what can be seen here is that nobody mistakes it for a loss."""
+    """Where nobody looked. Memcheck runs this on a GPU; what can be seen here is that nobody
+    mistakes it for a loss."""
     x, y = logits()
     y[3] = target
-    rows, *_ = LigerCrossEntropyFunction.apply(x, y, torch.rand(123, device=DEVICE), -100, 1e-2, 0.1, "none")
+    rows, *_ = LigerCrossEntropyFunction.apply(
+        x, y, torch.rand(123, device=DEVICE), -100, 1e-2, 0.1, "none"
+    )
     assert rows[3].isnan() and not rows[[0, 1, 2, 4, 5]].isnan().any()
 
 
@@ -80,7 +96,9 @@ def test_a_target_out_of_range_is_named(target, debug, monkeypatch):
     x, y = logits()
     y[3], y[1] = target, -100
     if DEVICE == "cpu" or debug == "1":
-        with pytest.raises(ValueError, match=f"target of row 3 is {target}, give a class from 0 to 122, or -100"):
+        with pytest.raises(
+            ValueError, match=f"target of row 3 is {target}, give a class from 0 to 122, or -100"
+        ):
             liger_cross_entropy(x, y)
     y[1] = 0
     assert liger_cross_entropy(x, y, ignore_index=target).isfinite()
@@ -89,7 +107,9 @@ def test_a_target_out_of_range_is_named(target, debug, monkeypatch):
 def test_lowest_index_on_ties():
     x = torch.zeros(2, 9000, device=DEVICE)
     x[1, [5000, 8000]] = 1.0
-    out = liger_cross_entropy(x, torch.tensor([0, 8000], device=DEVICE), return_predicted_tokens=True)
+    out = liger_cross_entropy(
+        x, torch.tensor([0, 8000], device=DEVICE), return_predicted_tokens=True
+    )
     assert out.predicted_tokens.tolist() == [0, 5000]
 
 
@@ -99,9 +119,17 @@ def test_an_ignored_row_is_not_correct(ignored):
     x, y = logits()
     y[:4] = x[:4].argmax(-1)
     y[[1, 4, 5]] = ignored
-    for reduction, want in ("none", (y == x.argmax(-1)) & (y != ignored)), ("mean", torch.tensor(1.0)):
+    for reduction, want in (
+        ("none", (y == x.argmax(-1)) & (y != ignored)),
+        ("mean", torch.tensor(1.0)),
+    ):
         out = liger_cross_entropy(
-            x, y, ignore_index=ignored, reduction=reduction, return_token_accuracy=True, return_predicted_tokens=True
+            x,
+            y,
+            ignore_index=ignored,
+            reduction=reduction,
+            return_token_accuracy=True,
+            return_predicted_tokens=True,
         )
         assert torch.equal(out.token_accuracy, want.to(DEVICE, torch.float32))
         assert torch.equal(out.predicted_tokens, x.argmax(-1).where(y != ignored, -1))
@@ -169,10 +197,14 @@ def test_the_gradient_takes_the_memory_of_logits_that_nobody_holds(head):
     loss = liger_cross_entropy(x, y)
     del x
     assert written_over(leaf, loss, address)
-    torch.testing.assert_close(leaf.grad, gradient(F.cross_entropy(leaf, y), leaf), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        leaf.grad, gradient(F.cross_entropy(leaf, y), leaf), rtol=1e-5, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("keep", [lambda x: x, lambda x: x.detach(), lambda x: x[:1], lambda x: x.untyped_storage()])
+@pytest.mark.parametrize(
+    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x[:1], lambda x: x.untyped_storage()]
+)
 def test_logits_that_somebody_holds_stay(keep):
     leaf, x, y, address = through_a_head()
     before, loss, held = x.detach().clone(), liger_cross_entropy(x, y), keep(x)
@@ -193,12 +225,17 @@ def test_a_kept_graph_is_right_twice():
 
 
 def test_evaluation_allocates_no_gradient(monkeypatch):
-    h, w = torch.randn(5, 16, device=DEVICE, requires_grad=True), torch.randn(40, 16, device=DEVICE, requires_grad=True)
+    h, w = (
+        torch.randn(5, 16, device=DEVICE, requires_grad=True),
+        torch.randn(40, 16, device=DEVICE, requires_grad=True),
+    )
     asked = []
     forward = flce.fused_linear_cross_entropy_forward
     monkeypatch.setattr(
-        flce, "fused_linear_cross_entropy_forward", lambda *a: asked.append(forward(*a)) or asked[-1]
-    )  # fmt: skip
+        flce,
+        "fused_linear_cross_entropy_forward",
+        lambda *a: asked.append(forward(*a)) or asked[-1],
+    )
     y = torch.randint(40, (5,), device=DEVICE)
     with torch.no_grad():
         liger_fused_linear_cross_entropy(h, w, y)
@@ -218,14 +255,38 @@ X, Y, W = torch.randn(4, 9), torch.randint(9, (4,)), torch.randn(9, 5)
         (lambda: liger_cross_entropy(X, Y[:2]), ValueError, "target has shape"),
         (lambda: liger_cross_entropy(X, Y.float()), TypeError, "target is torch.float32"),
         (lambda: liger_cross_entropy(X, Y, torch.ones(3)), ValueError, "one a class"),
-        (lambda: liger_cross_entropy(X, Y, torch.ones(9, dtype=torch.int64)), TypeError, "floating point"),
+        (
+            lambda: liger_cross_entropy(X, Y, torch.ones(9, dtype=torch.int64)),
+            TypeError,
+            "floating point",
+        ),
         (lambda: liger_cross_entropy(X, Y, reduction="max"), ValueError, "reduction is 'max'"),
-        (lambda: liger_cross_entropy(X, Y, label_smoothing=1.5), ValueError, "label_smoothing is 1.5"),
+        (
+            lambda: liger_cross_entropy(X, Y, label_smoothing=1.5),
+            ValueError,
+            "label_smoothing is 1.5",
+        ),
         (lambda: LigerCrossEntropyLoss(softcap=-1.0), ValueError, "softcap is -1.0"),
-        (lambda: LigerFusedLinearCrossEntropyLoss(reduction="max"), ValueError, "reduction is 'max'"),
-        (lambda: liger_fused_linear_cross_entropy(X, W, Y), ValueError, r"\(4, 9\) and the weight \(9, 5\)"),
-        (lambda: liger_fused_linear_cross_entropy(X, W.T, Y, torch.ones(3)), ValueError, "bias has shape"),
-        (lambda: liger_fused_linear_cross_entropy(X, W.T, Y, chunk_mem_const=0), ValueError, "chunk_mem_const is 0"),
+        (
+            lambda: LigerFusedLinearCrossEntropyLoss(reduction="max"),
+            ValueError,
+            "reduction is 'max'",
+        ),
+        (
+            lambda: liger_fused_linear_cross_entropy(X, W, Y),
+            ValueError,
+            r"\(4, 9\) and the weight \(9, 5\)",
+        ),
+        (
+            lambda: liger_fused_linear_cross_entropy(X, W.T, Y, torch.ones(3)),
+            ValueError,
+            "bias has shape",
+        ),
+        (
+            lambda: liger_fused_linear_cross_entropy(X, W.T, Y, chunk_mem_const=0),
+            ValueError,
+            "chunk_mem_const is 0",
+        ),
     ],
 )
 def test_errors_say_what_to_do(call, error, words):
@@ -233,7 +294,9 @@ def test_errors_say_what_to_do(call, error, words):
         call()
 
 
-@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(9, dtype=torch.int64)], ids=["short", "integers"])
+@pytest.mark.parametrize(
+    "weight", [torch.ones(3), torch.ones(9, dtype=torch.int64)], ids=["short", "integers"]
+)
 @pytest.mark.parametrize(
     "call",
     [
@@ -249,7 +312,12 @@ def test_class_weights_that_existing_code_expects_an_assertion_of(call, weight):
 
 @pytest.mark.parametrize("make", [LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss])
 def test_what_existing_code_expects_an_assertion_of(make):
-    for wrong in (dict(reduction="max"), dict(label_smoothing=1.5), dict(label_smoothing=-0.1), dict(softcap=0.0)):
+    for wrong in (
+        dict(reduction="max"),
+        dict(label_smoothing=1.5),
+        dict(label_smoothing=-0.1),
+        dict(softcap=0.0),
+    ):
         with pytest.raises(AssertionError, match=f"{make.__name__}: {next(iter(wrong))} is"):
             make(**wrong)
     with pytest.raises(AssertionError, match="the target of row 0 is 9"):

@@ -1,4 +1,5 @@
-"""A head whose classes are spread over two processes: what each of them gets is what one process gets, or its slice."""
+"""A head whose classes are spread over two processes: what each of them gets is what one process
+gets, or its slice."""
 
 from functools import partial
 
@@ -29,11 +30,18 @@ OPTIONS = (
 NAMES = "loss", "logsumexp", "entropy", "z_loss", "correct", "predicted", "mean_logit"
 
 
-def whole(z, target, class_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0):
+def whole(
+    z, target, class_weight=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0
+):
     """Every output for all logits, as a textbook has it."""
     valid, log_p, lse = target != ignore_index, z.log_softmax(-1), z.logsumexp(-1)
     loss = F.cross_entropy(
-        z, target, class_weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        z,
+        target,
+        class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
     )
     z_loss, best = lse_square_scale * lse.square(), z.argmax(-1)
     outputs = loss + z_loss, lse, -(log_p.exp() * log_p).sum(-1), z_loss, (best == target).float()
@@ -60,7 +68,11 @@ def drawn(M=11, V=14, dtype=torch.float64, H=None):
 
 def weights(V, option, dtype):
     """The option with class weights in place of True."""
-    given = torch.linspace(0.5, 2, V, dtype=dtype, device=DEVICE) if option.get("class_weight") else None
+    given = (
+        torch.linspace(0.5, 2, V, dtype=dtype, device=DEVICE)
+        if option.get("class_weight")
+        else None
+    )
     return {**option, "class_weight": given}
 
 
@@ -76,7 +88,9 @@ def incoming(outputs):
 
 def same(got, want, name, tolerance):
     if want.is_floating_point():
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+        )
     else:
         assert torch.equal(got, want), name
 
@@ -92,8 +106,12 @@ def reference_of_logits(rank, group, option):
         same(a, b, name, 1e-12)
     gradients = incoming(want[:3])
     for some in ([0], [1], [2], [0, 1, 2]):
-        (of_all,) = torch.autograd.grad([want[i] for i in some], full, [gradients[i] for i in some], retain_graph=True)
-        (of_mine,) = torch.autograd.grad([got[i] for i in some], shard, [gradients[i] for i in some], retain_graph=True)
+        (of_all,) = torch.autograd.grad(
+            [want[i] for i in some], full, [gradients[i] for i in some], retain_graph=True
+        )
+        (of_mine,) = torch.autograd.grad(
+            [got[i] for i in some], shard, [gradients[i] for i in some], retain_graph=True
+        )
         same(of_mine, of_all.chunk(SIZE, 1)[rank], f"gradient of {[NAMES[i] for i in some]}", 1e-12)
     assert not any(x.requires_grad for x in got[3:])
 
@@ -123,7 +141,8 @@ def reference_of_a_head(rank, group, _):
 
 
 def masked_classes(rank, group, _):
-    """A padded vocabulary: -inf on some classes, on rank 1 on all of them. No NaN, and the rest is untouched."""
+    """A padded vocabulary: -inf on some classes, on rank 1 on all of them. No NaN, and the rest is
+    untouched."""
     z, target = drawn()
     z[:, 6:] = -torch.inf
     target = target.clamp(max=5)
@@ -139,17 +158,41 @@ def masked_classes(rank, group, _):
 
 def of_head(h, w, b, target, **option):
     wanted = {f"return_{name}": True for name in ("z_loss", "accuracy", "predicted", "mean_logit")}
-    out = linear_token_loss(h, w, target, b, return_logsumexp=True, return_entropy=True, **wanted, **option)
-    return out.loss, out.logsumexp, out.entropy, out.z_loss, out.correct, out.predicted, out.mean_logit
+    out = linear_token_loss(
+        h, w, target, b, return_logsumexp=True, return_entropy=True, **wanted, **option
+    )
+    return (
+        out.loss,
+        out.logsumexp,
+        out.entropy,
+        out.z_loss,
+        out.correct,
+        out.predicted,
+        out.mean_logit,
+    )
 
 
 def by_definition(
-    h, w, b, target, temperature=1.0, logit_scale=1.0, softcap=None, class_weight=None, memory=None, drop_ignored=None,
+    h,
+    w,
+    b,
+    target,
+    temperature=1.0,
+    logit_scale=1.0,
+    softcap=None,
+    class_weight=None,
+    memory=None,
+    drop_ignored=None,
     **option,
-):  # fmt: skip
+):
     z = F.linear(h, w, b) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return whole(z / temperature, target, None if class_weight is None else class_weight.to(z.dtype), **option)
+    return whole(
+        z / temperature,
+        target,
+        None if class_weight is None else class_weight.to(z.dtype),
+        **option,
+    )
 
 
 def equal_everywhere(tensors, group):
@@ -162,7 +205,8 @@ def equal_everywhere(tensors, group):
 
 
 def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True), kernels=True):
-    """Outputs and gradients of a sharded head, against those of the whole one, without kernels in fp64."""
+    """Outputs and gradients of a sharded head, against those of the whole one, without kernels in
+    fp64."""
     M, H, V = shape
     exact, option = dtype == torch.float64, weights(V, option, torch.float32)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -171,13 +215,16 @@ def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True)
         patch.setattr(devices, "INTERPRETED", devices.INTERPRETED and kernels)
         assert devices.has_kernels(h) == (kernels and not exact)
         local = [
-            x.requires_grad_(need) for x, need in zip((h.clone(), mine(w, rank), mine(b, rank)), needs, strict=True)
+            x.requires_grad_(need)
+            for x, need in zip((h.clone(), mine(w, rank), mine(b, rank)), needs, strict=True)
         ]
         got = of_head(*local, target, group=group, **option)
         leaves = [x for x in local if x.requires_grad]
         ds = torch.autograd.grad(got[:3], leaves, incoming(got[:3]), retain_graph=True)
         again = torch.autograd.grad(got[:3], leaves, incoming(got[:3]))
-    assert all(torch.equal(a, b) for a, b in zip(ds, again, strict=True)), "a second backward differs"
+    assert all(torch.equal(a, b) for a, b in zip(ds, again, strict=True)), (
+        "a second backward differs"
+    )
 
     full = [x.double().requires_grad_(need) for x, need in zip((h, w, b), needs, strict=True)]
     want = by_definition(*full, target, **option)
@@ -185,7 +232,9 @@ def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True)
         if dtype == torch.bfloat16 and name in ("predicted", "correct"):
             continue  # of rounded logits
         same(x, y.to(x.dtype), name, tolerance)
-    found = dict(zip([n for n, need in zip(("dh", "dw", "db"), needs, strict=True) if need], ds, strict=True))
+    found = dict(
+        zip([n for n, need in zip(("dh", "dw", "db"), needs, strict=True) if need], ds, strict=True)
+    )
     wanted = torch.autograd.grad(want[:3], [x for x in full if x.requires_grad], incoming(want[:3]))
     for (name, x), y in zip(found.items(), wanted, strict=True):
         y = y if name == "dh" else y.chunk(SIZE)[rank]
@@ -200,7 +249,10 @@ def scaled(rank, group, dtype, given):
     """The published function, with a group or the default one."""
     h, w, _, target = drawn(H=8, dtype=dtype)
     given = group if given else None
-    local, full = (h.clone().requires_grad_(), mine(w, rank)), [x.clone().requires_grad_() for x in (h, w)]
+    local, full = (
+        (h.clone().requires_grad_(), mine(w, rank)),
+        [x.clone().requires_grad_() for x in (h, w)],
+    )
     got = liger_fused_linear_scaled_cross_entropy_tp(*local, target, given, 0.7, -100, 2, True)
     want = LigerFusedLinearScaledCrossEntropyFunction.apply(*full, target, 0.7, -100, 1, True)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -211,8 +263,12 @@ def scaled(rank, group, dtype, given):
     same(ds[0], of_whole[0], "dh", tolerance)
     same(ds[1], of_whole[1].chunk(SIZE)[rank], "dw", tolerance)
     with pytest.raises(ValueError, match="give a class from 0 to 13" if DEVICE == "cpu" else ""):
-        liger_fused_linear_scaled_cross_entropy_tp(*local, target[:2] if DEVICE != "cpu" else target + 14, group)
-    liger_fused_linear_scaled_cross_entropy_tp(*local, target.clamp(min=13, max=13), group)  # known only to rank 1
+        liger_fused_linear_scaled_cross_entropy_tp(
+            *local, target[:2] if DEVICE != "cpu" else target + 14, group
+        )
+    liger_fused_linear_scaled_cross_entropy_tp(
+        *local, target.clamp(min=13, max=13), group
+    )  # known only to rank 1
 
 
 def compiled(rank, group, given):
@@ -221,7 +277,9 @@ def compiled(rank, group, given):
     local, group = (h.requires_grad_(), mine(w, rank)), group if given else None
 
     def call(h, w):
-        return liger_fused_linear_scaled_cross_entropy_tp(h, w, target, group, 0.7, return_entropy=True)
+        return liger_fused_linear_scaled_cross_entropy_tp(
+            h, w, target, group, 0.7, return_entropy=True
+        )
 
     got, want = torch.compile(call, fullgraph=True, backend="aot_eager")(*local), call(*local)
     for name, a, b in zip(("nll", "entropy"), got, want, strict=True):
@@ -236,7 +294,9 @@ def mean(h, w, b, y, **option):
 
 
 def with_options(h, w, b, y, **option):
-    given = dict(label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-2, use_token_scaling=True, num_items=7)
+    given = dict(
+        label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-2, use_token_scaling=True, num_items=7
+    )
     return liger_fused_linear_cross_entropy(h, w, y, b, reduction="sum", **given, **option)
 
 
@@ -250,7 +310,8 @@ def of_tokens(h, w, b, y, **option):
 
 
 def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
-    """One graph of a sharded head, with the gradients of this rank: those of the whole head, or its slice of them."""
+    """One graph of a sharded head, with the gradients of this rank: those of the whole head, or its
+    slice of them."""
     h, w, b, target = drawn(H=8, dtype=dtype)
     option = dict(group=group.group_name if way == "name" else group)
     shards = [h.clone(), mine(w, rank).detach(), mine(b, rank).detach()]
@@ -259,7 +320,8 @@ def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
 
         mesh, option = dist.device_mesh.init_device_mesh(DEVICE, (SIZE,)), {}
         shards = [
-            distribute_tensor(x, mesh, [at]) for x, at in zip((h, w, b), (Replicate(), Shard(0), Shard(0)), strict=True)
+            distribute_tensor(x, mesh, [at])
+            for x, at in zip((h, w, b), (Replicate(), Shard(0), Shard(0)), strict=True)
         ]
     shards = [x.requires_grad_(way != "frozen" or i != 1) for i, x in enumerate(shards)]
     leaves = [x for x in shards if x.requires_grad]
@@ -288,7 +350,12 @@ def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
     for i, x in [*enumerate(got), *enumerate(eager)]:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
         want = wanted[i] if x.shape == wanted[i].shape else wanted[i].chunk(SIZE)[rank]
-        same(x, want, f"{loss.__name__} in a graph, {way}: {i}", 1e-12 if dtype == torch.float64 else 1e-5)
+        same(
+            x,
+            want,
+            f"{loss.__name__} in a graph, {way}: {i}",
+            1e-12 if dtype == torch.float64 else 1e-5,
+        )
 
 
 def all_ignored(rank, group, dtype):
@@ -303,7 +370,9 @@ def unknown_class(rank, group, _):
     z, target = drawn()
     target[0], target[1] = z.shape[1], -5
     loss, lse, *_ = parallel.token_loss_reference_parallel(mine(z, rank, 1), target, group)
-    assert loss.isnan().tolist() == [True, True] + [False] * (len(loss) - 2) and not lse.isnan().any()
+    assert (
+        loss.isnan().tolist() == [True, True] + [False] * (len(loss) - 2) and not lse.isnan().any()
+    )
 
 
 def alone(rank, group, _):
@@ -333,20 +402,26 @@ def pairs(rank, group, dtype, memory):
     full = [x.clone().requires_grad_() for x in (h, w, b)]
     local = h.clone().requires_grad_(), mine(w, rank), mine(b, rank)
     want, s = linear_loss(loss, *full[:2], target, full[2], parts=2, return_entropy=True)
-    got, t = linear_loss(loss, *local[:2], target, local[2], parts=2, return_entropy=True, memory=memory, group=group)
+    got, t = linear_loss(
+        loss, *local[:2], target, local[2], parts=2, return_entropy=True, memory=memory, group=group
+    )
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     same(got, want, "loss", tolerance)
     same(t, s, "log-probabilities", tolerance)
     dh, dw, db = torch.autograd.grad(want, full)
     gradients = zip(
-        ("dh", "dw", "db"), torch.autograd.grad(got, local), (dh, mine(dw, rank), mine(db, rank)), strict=True
+        ("dh", "dw", "db"),
+        torch.autograd.grad(got, local),
+        (dh, mine(dw, rank), mine(db, rank)),
+        strict=True,
     )
     for name, a, b in gradients:
         same(a, b.detach(), name, tolerance)
 
 
 def tokens_of_all_ranks(rank, group, loss_type):
-    """DAPO and its like divide by all ranks' tokens: the mean over ranks of losses and gradients is one process's."""
+    """DAPO and its like divide by all ranks' tokens: the mean over ranks of losses and gradients is
+    one process's."""
     h, w, _, ids = drawn(M=16, H=6)
     h, ids = h.view(4, 4, 6), ids.clamp(min=0).view(4, 4)
     mask = (torch.arange(4) < torch.tensor([[4], [3], [1], [2]])).long().to(ids.device)
@@ -365,7 +440,14 @@ def tokens_of_all_ranks(rank, group, loss_type):
 HEAD_OPTIONS = (
     {},
     dict(temperature=0.7, label_smoothing=0.1),
-    dict(class_weight=True, label_smoothing=0.3, lse_square_scale=1e-2, softcap=4.0, logit_scale=0.5, temperature=1.5),
+    dict(
+        class_weight=True,
+        label_smoothing=0.3,
+        lse_square_scale=1e-2,
+        softcap=4.0,
+        logit_scale=0.5,
+        temperature=1.5,
+    ),
     dict(memory=0, drop_ignored=True),
 )
 LOSSES = mean, with_options, each, of_tokens
@@ -378,10 +460,16 @@ def in_group(rank, check):
 
 CHECKS = [
     *(partial(reference_of_logits, option=option) for option in OPTIONS),
-    *(partial(check, _=None) for check in (reference_of_a_head, masked_classes, unknown_class, alone)),
+    *(
+        partial(check, _=None)
+        for check in (reference_of_a_head, masked_classes, unknown_class, alone)
+    ),
     *(partial(head, option=option, dtype=dtype) for dtype in BOTH for option in HEAD_OPTIONS),
     *(partial(head, option={}, dtype=dtype, needs=needs) for dtype in BOTH for needs in NEEDS),
-    *(partial(head, option=HEAD_OPTIONS[2] | dict(memory=0), dtype=dtype, shape=(300, 8, 6)) for dtype in BOTH),
+    *(
+        partial(head, option=HEAD_OPTIONS[2] | dict(memory=0), dtype=dtype, shape=(300, 8, 6))
+        for dtype in BOTH
+    ),
     *(partial(head, option=HEAD_OPTIONS[2], dtype=torch.float32, kernels=False) for _ in CPU),
     partial(head, option=HEAD_OPTIONS[1], dtype=torch.bfloat16),
     *(partial(scaled, dtype=dtype, given=given) for dtype in BOTH for given in (True, False)),
@@ -391,7 +479,11 @@ CHECKS = [
     *(partial(in_a_graph, loss=mean, way=way) for way in ("name", "dynamic", "frozen", "DTensors")),
     *(partial(in_a_graph, loss=of_tokens, way=way) for way in ("dynamic", "DTensors")),
     *(partial(in_a_graph, loss=loss, way="group", dtype=torch.float64) for loss in LOSSES),
-    *(partial(in_a_graph, loss=of_tokens, way=way, kernels=False) for way in ("group", "torch.func") for _ in CPU),
+    *(
+        partial(in_a_graph, loss=of_tokens, way=way, kernels=False)
+        for way in ("group", "torch.func")
+        for _ in CPU
+    ),
     *(partial(all_ignored, dtype=dtype) for dtype in BOTH),
     *(partial(pairs, dtype=dtype, memory=memory) for dtype in BOTH for memory in ("auto", 0)),
     *(partial(tokens_of_all_ranks, loss_type=kind) for kind in ("dapo", "cispo", "vespo")),

@@ -1,4 +1,5 @@
-"""A head in a compiled function: what backward does with the weight's gradient, and which logits are kept for it."""
+"""A head in a compiled function: what backward does with the weight's gradient, and which logits
+are kept for it."""
 
 import shutil
 
@@ -30,7 +31,9 @@ def of_tokens(h, w, y):
 
 def drawn(dtype=torch.bfloat16):
     torch.manual_seed(0)
-    h, w = (torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((M, H), (V, H)))
+    h, w = (
+        torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((M, H), (V, H))
+    )
     return h, w, torch.randint(V, (M,), device=DEVICE)
 
 
@@ -41,7 +44,11 @@ def trained(loss, h, w, y, scale):
 def like_the_weight(graph):
     """The operations of a graph that make something of the weight's size."""
     made = (node for node in graph.graph.nodes if node.op == "call_function")
-    return [n.name for n in made if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].numel() == V * H]
+    return [
+        n.name
+        for n in made
+        if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].numel() == V * H
+    ]
 
 
 @pytest.fixture
@@ -62,23 +69,36 @@ def in_a_graph(loss, dynamic=False):
 
 
 def operators(graph):
-    return [n.target._opname for n in graph.graph.nodes if getattr(n.target, "namespace", None) == "liger"]
+    return [
+        n.target._opname
+        for n in graph.graph.nodes
+        if getattr(n.target, "namespace", None) == "liger"
+    ]
 
 
-@pytest.mark.parametrize("loss, free, most", [(mean, 0, ["mul"]), (mean, 2**20, []), (of_tokens, 0, [])])
+@pytest.mark.parametrize(
+    "loss, free, most", [(mean, 0, ["mul"]), (mean, 2**20, []), (of_tokens, 0, [])]
+)
 def test_backward_touches_dw_once(loss, free, most, monkeypatch):
-    """It is multiplied by the incoming gradient, or it comes out of the operator as it is: no cast, no clone."""
+    """It is multiplied by the incoming gradient, or it comes out of the operator as it is: no cast,
+    no clone."""
     monkeypatch.setattr(linear_cross_entropy, "FREE", free)
     compiled, graphs = in_a_graph(loss)
-    given = drawn(torch.float32 if free else torch.bfloat16)  # a CPU's 16-bit products depend on strides
+    given = drawn(
+        torch.float32 if free else torch.bfloat16
+    )  # a CPU's 16-bit products depend on strides
     got, want = trained(compiled, *given, 3.0), trained(loss, *given, 3.0)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     _, backward = graphs
-    assert [name.rstrip("_0123456789") for name in like_the_weight(backward) if "getitem" not in name] == most
+    assert [
+        name.rstrip("_0123456789") for name in like_the_weight(backward) if "getitem" not in name
+    ] == most
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor"
+)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.thorough
 def test_inductor_multiplies_dw_where_it_is(scale, keeps_none):
@@ -93,10 +113,13 @@ def test_inductor_multiplies_dw_where_it_is(scale, keeps_none):
     assert "in_out_ptr" in codes[1]
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and shutil.which("g++") is None, reason="no C++ compiler for Inductor"
+)
 @pytest.mark.thorough
 def test_inductors_cache_and_a_second_backward(keeps_none):
-    """Code that was compiled to write over dW, in a step without ``retain_graph``, is not for one with it."""
+    """Code that was compiled to write over dW, in a step without ``retain_graph``, is not for one
+    with it."""
     h, w, y = drawn()
     want = trained(mean, h, w, y, 3.0)
     with fresh_cache():
@@ -105,12 +128,16 @@ def test_inductors_cache_and_a_second_backward(keeps_none):
         compiled = torch.compile(mean, fullgraph=True)
         loss = compiled(h, w, y) * 3.0
         for keep in (True, True, False):
-            for a, b in zip(torch.autograd.grad(loss, (h, w), retain_graph=keep), want, strict=True):
+            for a, b in zip(
+                torch.autograd.grad(loss, (h, w), retain_graph=keep), want, strict=True
+            ):
                 torch.testing.assert_close(a, b)
         torch._dynamo.reset()
         compiled = torch.compile(mean, fullgraph=True)
         trained(compiled, h, w, y, 3.0)
-        with pytest.raises(RuntimeError, match="donated"):  # PyTorch's: this graph is one that writes over dW
+        with pytest.raises(
+            RuntimeError, match="donated"
+        ):  # PyTorch's: this graph is one that writes over dW
             torch.autograd.grad(compiled(h, w, y), (h, w), retain_graph=True)
 
 
@@ -133,7 +160,9 @@ def test_kept_logits_give_what_eager_gives(reduction, items, option, frozen):
     weights = torch.rand(V, device=DEVICE)
 
     def loss(h, w, b, y):
-        out = liger_fused_linear_cross_entropy(h, w, y, b, weights, reduction=reduction, num_items=items, **option)
+        out = liger_fused_linear_cross_entropy(
+            h, w, y, b, weights, reduction=reduction, num_items=items, **option
+        )
         return out.loss if option else out
 
     compiled, graphs = in_a_graph(loss)
@@ -143,7 +172,10 @@ def test_kept_logits_give_what_eager_gives(reduction, items, option, frozen):
     got, want = (torch.autograd.grad(3.0 * value, leaves) for value in losses)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
-    assert [operators(graph) for graph in graphs] == [["linear_head_kept"], ["linear_head_kept_backward"]]
+    assert [operators(graph) for graph in graphs] == [
+        ["linear_head_kept"],
+        ["linear_head_kept_backward"],
+    ]
 
 
 def test_a_second_backward_is_the_first():
@@ -155,10 +187,14 @@ def test_a_second_backward_is_the_first():
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("memory, kept", [("auto", True), (2 * V * 64 * 4, True), (2 * V * 64 * 4 - 1, False)])
+@pytest.mark.parametrize(
+    "memory, kept", [("auto", True), (2 * V * 64 * 4, True), (2 * V * 64 * 4 - 1, False)]
+)
 def test_within_the_budget(memory, kept):
     """Of 40 tokens' logits, in fp32: a stride is a multiple of 64. Backward has them twice."""
-    compiled, graphs = in_a_graph(lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y, memory=memory))
+    compiled, graphs = in_a_graph(
+        lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y, memory=memory)
+    )
     trained(compiled, *drawn(torch.float32), 1.0)
     assert operators(graphs[0]) == ["linear_head_kept" if kept else "linear_head"]
 
@@ -206,7 +242,9 @@ def test_bounded_dynamic_shapes(most):
 
 def test_kept_in_the_dtype_of_dw():
     h, w, y = drawn()
-    compiled, graphs = in_a_graph(lambda *given: liger_fused_linear_cross_entropy(*given, accum_dtype=torch.float32))
+    compiled, graphs = in_a_graph(
+        lambda *given: liger_fused_linear_cross_entropy(*given, accum_dtype=torch.float32)
+    )
     loss = compiled(h, w, y)
     loss.backward()
     assert operators(graphs[0]) == ["linear_head_kept"]
@@ -229,9 +267,14 @@ def test_func_grad_in_a_graph(free, monkeypatch):
     h, w, y = drawn(torch.float32)
 
     def gradients(h, w):
-        return torch.func.grad(lambda h, w: 3.0 * liger_fused_linear_cross_entropy(h, w, y), argnums=(0, 1))(h, w)
+        return torch.func.grad(
+            lambda h, w: 3.0 * liger_fused_linear_cross_entropy(h, w, y), argnums=(0, 1)
+        )(h, w)
 
     compiled, _ = in_a_graph(gradients)
-    got, want = compiled(h.detach(), w.detach()), trained(liger_fused_linear_cross_entropy, h, w, y, 3.0)
+    got, want = (
+        compiled(h.detach(), w.detach()),
+        trained(liger_fused_linear_cross_entropy, h, w, y, 3.0),
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))

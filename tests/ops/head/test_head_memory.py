@@ -1,4 +1,5 @@
-"""A gradient's memory is its own: what a head's passes took beside it is free once they are over."""
+"""A gradient's memory is its own: what a head's passes took beside it is free once they are
+over."""
 
 import itertools
 
@@ -39,14 +40,18 @@ def log_probs(hidden, weight, target, bias, **given):
 
 
 def of_tokens(hidden, weight, target, bias, **given):
-    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, target, bias, **given)[0]
+    return grouped_loss.linear_loss(
+        lambda part, log_p, entropy: -log_p.sum(), hidden, weight, target, bias, **given
+    )[0]
 
 
 def of_classes(hidden, weight, target, bias, **given):
-    several = torch.stack((target, (target + 50).clamp(min=0) % len(weight), target), 1)  # one stands there twice
-    return grouped_loss.linear_loss(lambda part, log_p, entropy: -log_p.sum(), hidden, weight, several, bias, **given)[
-        0
-    ]
+    several = torch.stack(
+        (target, (target + 50).clamp(min=0) % len(weight), target), 1
+    )  # one stands there twice
+    return grouped_loss.linear_loss(
+        lambda part, log_p, entropy: -log_p.sum(), hidden, weight, several, bias, **given
+    )[0]
 
 
 def distillation(hidden, weight, target, bias, **given):
@@ -72,7 +77,10 @@ def test_no_gradient_holds_more_than_itself(loss, size, dtype, small, memories):
             tensors = cast(drawn(*size)[0], dtype)
             loss(**tensors, memory=memory, accum_dtype=accum_dtype, drop_ignored=False).backward()
             grads = [tensors[name].grad for name in ("hidden", "weight", "bias")]
-            if loss is log_probs and memory not in ("auto", 0):  # its logits are kept, and dW has memory of its own
+            if loss is log_probs and memory not in (
+                "auto",
+                0,
+            ):  # its logits are kept, and dW has memory of its own
                 assert not [m for m in memories if m.dw is not None]
                 assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
                 continue
@@ -83,7 +91,9 @@ def test_no_gradient_holds_more_than_itself(loss, size, dtype, small, memories):
                 more = grad.untyped_storage().nbytes() - grad.nbytes
                 widest = name != "weight" or first > size[1] * used.dw.itemsize
                 wide += name == "weight" and widest
-                assert more == 0 if widest else more <= strip, f"{name} of {grad.nbytes} bytes holds {more} more"
+                assert more == 0 if widest else more <= strip, (
+                    f"{name} of {grad.nbytes} bytes holds {more} more"
+                )
     assert wide or size[0] * dtype.itemsize <= size[1] * used.dw.itemsize
 
 
@@ -91,19 +101,24 @@ def test_no_gradient_holds_more_than_itself(loss, size, dtype, small, memories):
 @pytest.mark.parametrize("dtype", [F32, B16] if DEVICE == "cuda" else [F32], ids=str)
 @pytest.mark.thorough
 def test_in_two_parts_as_in_one(loss, dtype, memories, monkeypatch):
-    """A first pass that is wider than dW against passes that are not: the same numbers, up to the order of sums."""
+    """A first pass that is wider than dW against passes that are not: the same numbers, up to the
+    order of sums."""
     tokens, V = 70 if dtype == F32 else 140, 2500  # more classes than a strip of the statistics
     tensors = drawn(tokens, 64, V)[0]
     found = []
     for memory in 10**8, 0:
         given = cast(tensors, dtype)
         again = loss is log_probs  # whose last backward would find its logits kept
-        loss(**given, memory=memory, accum_dtype=F32, drop_ignored=False).backward(retain_graph=again)
+        loss(**given, memory=memory, accum_dtype=F32, drop_ignored=False).backward(
+            retain_graph=again
+        )
         found.append([given[k].grad.double() for k in ("hidden", "weight", "bias")])
     one, several = (m.split for m in memories if m.dw is not None)
     assert 0 < one < V and several == 0
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=float(b.abs().max()) * (2e-6 if dtype == F32 else 2e-2))
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=float(b.abs().max()) * (2e-6 if dtype == F32 else 2e-2)
+        )
 
 
 @pytest.mark.parametrize("split", [1, 5, 12])
@@ -129,27 +144,42 @@ def added(x, *terms):
 
 
 def test_a_sum_is_fine_until_the_last_term():
-    """Wherever in fp32 its terms are: a sum that is rounded once, or an eighth of that more often."""
+    """Wherever in fp32 its terms are: a sum that is rounded once, or an eighth of that more
+    often."""
     torch.manual_seed(0)
-    n, grow = 2 * chunks.ADDED + 700, torch.logspace(-30, 30, 3, device=DEVICE).repeat_interleave(chunks.ADDED)
+    n, grow = (
+        2 * chunks.ADDED + 700,
+        torch.logspace(-30, 30, 3, device=DEVICE).repeat_interleave(chunks.ADDED),
+    )
     terms = [torch.randn(n, device=DEVICE) * grow[:n] for _ in range(4)]
     first = terms[0].to(B16)
     exact = first.double() + sum(y.double() for y in terms[1:])
     once = added(first.clone(), sum(terms[1:]))
     often = added(first.clone(), *terms[1:])
-    for part, want, least in zip(*(x.split(chunks.ADDED) for x in (often, exact, once)), strict=True):
+    for part, want, least in zip(
+        *(x.split(chunks.ADDED) for x in (often, exact, once)), strict=True
+    ):
         assert (part.double() - want).norm() <= 1.05 * (least.double() - want).norm()
 
 
 def test_a_fine_sum_of_anything():
     """Zeros, the smallest numbers, the largest, and what is not finite."""
-    x, y = torch.zeros(chunks.ADDED, device=DEVICE, dtype=B16), torch.zeros(chunks.ADDED, device=DEVICE)
+    x, y = (
+        torch.zeros(chunks.ADDED, device=DEVICE, dtype=B16),
+        torch.zeros(chunks.ADDED, device=DEVICE),
+    )
     assert not added(x.clone(), y, y, y).any()
     y[:2] = 1e-44
     assert added(x.clone(), y, y).float().abs().max() <= 1e-40
     y[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 3e38])
     got = added(x.clone(), y, torch.zeros_like(y)).float()
-    assert got[0] == torch.inf and got[1] == -torch.inf and got[2].isnan() and got[4] > 2.9e38 and not got[5:].any()
+    assert (
+        got[0] == torch.inf
+        and got[1] == -torch.inf
+        and got[2].isnan()
+        and got[4] > 2.9e38
+        and not got[5:].any()
+    )
 
 
 def test_a_fine_sum_has_three_more_digits():
@@ -159,21 +189,38 @@ def test_a_fine_sum_has_three_more_digits():
 
 
 def test_a_fine_sum_of_numbers_far_apart():
-    """As exact as fp16 as long as they are not 2²⁸ times smaller than the largest that is added beside them."""
+    """As exact as fp16 as long as they are not 2²⁸ times smaller than the largest that is added
+    beside them."""
     y = (1 + 2**-10) * 2.0 ** -torch.arange(60, device=DEVICE)
     for factor in (1.0, 2.0**-60, 2.0**100):
         fine, scale = torch.zeros(60, device=DEVICE, dtype=F16), torch.empty(1, device=DEVICE)
-        chunks._add[(1,)](fine.view(B16), fine, scale, y * factor, 60, WAS_FINE=False, FINE=True, BLOCK=chunks.ADDED)
+        chunks._add[(1,)](
+            fine.view(B16),
+            fine,
+            scale,
+            y * factor,
+            60,
+            WAS_FINE=False,
+            FINE=True,
+            BLOCK=chunks.ADDED,
+        )
         got = fine.double() * scale.double() / factor
         assert torch.equal(got[:29], y[:29].double()) and (got - y.double()).abs().max() <= 2**-39
 
 
-SHAPES = (8192, 2304, 256000), (8192, 4096, 128256), (16384, 3584, 152064), (4096, 2048, 128256), (3000, 100, 5003)
+SHAPES = (
+    (8192, 2304, 256000),
+    (8192, 4096, 128256),
+    (16384, 3584, 152064),
+    (4096, 2048, 128256),
+    (3000, 100, 5003),
+)
 NARROW = (1024, 2048, 128256), (300, 2304, 256000), (2048, 2048, 128256), (40, 100, 5003)  # than dW
 
 
 def products(monkeypatch, chosen, size, dtype):
-    """The memory of a head, and the classes of each product that makes its dW, of the first chunk's logits.
+    """The memory of a head, and the classes of each product that makes its dW, of the first chunk's
+    logits.
 
     By addresses alone: no product overwrites logits that it reads, or that have not been read.
     """
@@ -186,14 +233,20 @@ def products(monkeypatch, chosen, size, dtype):
         for part, logits in zip(parts, needed.split([len(part) for part in parts]), strict=True):
             if logits.any() and part.untyped_storage()._cdata == out.untyped_storage()._cdata:
                 first, *_, last = logits.nonzero()[[0, -1], 0].tolist()
-                before, behind = (part.storage_offset() + c * part.stride(0) for c in (first, last + 1))
+                before, behind = (
+                    part.storage_offset() + c * part.stride(0) for c in (first, last + 1)
+                )
                 assert end <= before or behind <= start, "logits are still needed"
         done.append((start // H, end // H))
         needed[slice(*done[-1])] = False
 
     monkeypatch.setattr(chunks, "_add_product", product)
     memory.to_dw(parts, torch.empty(M, H, device="meta"), first=True)
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done))) and min(done)[0] == 0 and max(done)[1] == V
+    assert (
+        all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done)))
+        and min(done)[0] == 0
+        and max(done)[1] == V
+    )
     return memory, done
 
 
@@ -206,20 +259,27 @@ def test_strips_never_overwrite_what_is_still_needed(monkeypatch, size, dtype):
     first, second = memory.of(M, first=True)
     assert first.shape[0] + second.shape[0] == V and second.storage_offset() == 0
     assert memory.early.nbytes == V * H * dtype.itemsize  # dW and nothing else
-    assert memory.early.nbytes + memory.late.nbytes <= (V * -(-M // 64) * 64 + chosen.strip * H + M) * dtype.itemsize
+    assert (
+        memory.early.nbytes + memory.late.nbytes
+        <= (V * -(-M // 64) * 64 + chosen.strip * H + M) * dtype.itemsize
+    )
 
 
 @pytest.mark.parametrize("size", NARROW, ids=str)
 def test_fewer_tokens_need_fewer_strips(monkeypatch, size):
     """And no more memory: what a strip has read is room for the next one."""
-    (M, H, V), (memory, strips) = size, products(monkeypatch, planning.plan(*size, B16, B16), size, B16)
+    (M, H, V), (memory, strips) = (
+        size,
+        products(monkeypatch, planning.plan(*size, B16, B16), size, B16),
+    )
     assert memory.early.nbytes <= 2 * (V * H + memory.strip * -(-M // 64) * 64 + 64)
     assert len(strips) <= -(-V // memory.strip) and (2 * M > H or len(strips) <= 5)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU's allocator")
 def test_accumulated_micro_batches_hold_one_gradient():
-    """Memory after a backward is the gradients', and the peak of the second micro-batch is not that of two buffers."""
+    """Memory after a backward is the gradients', and the peak of the second micro-batch is not that
+    of two buffers."""
     M, H, V = 8192, 1024, 64000
     h, w = (torch.randn(n, H, device="cuda", dtype=B16).mul_(0.02).requires_grad_() for n in (M, V))
     y = torch.randint(V, (M,), device="cuda")

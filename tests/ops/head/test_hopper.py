@@ -1,4 +1,5 @@
-"""The linear head on Hopper: when it is taken, and its outputs and gradients. Elsewhere PyTorch stands in for Gluon."""
+"""The linear head on Hopper: when it is taken, and its outputs and gradients. Elsewhere PyTorch
+stands in for Gluon."""
 
 import types
 
@@ -16,13 +17,20 @@ from liger_kernel.ops.head import chunks, hopper, planning, token_log_probs
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.token_log_probs import linear_token_loss
 
-HERE = DEVICE == "cuda" and devices.arch(torch.empty(0, device=DEVICE)) == "sm_90" and hopper.kernels() is not None
-ON_HOPPER = pytest.mark.skipif(not HERE, reason="the kernels run on Hopper, with a version of Triton that was tried")
+HERE = (
+    DEVICE == "cuda"
+    and devices.arch(torch.empty(0, device=DEVICE)) == "sm_90"
+    and hopper.kernels() is not None
+)
+ON_HOPPER = pytest.mark.skipif(
+    not HERE, reason="the kernels run on Hopper, with a version of Triton that was tried"
+)
 NAMES = "loss", "logsumexp", "entropy", "z_loss"
 
 
 class Plain:
-    """What the functions of `hopper_kernels` promise, in PyTorch. ``seen``: (first class, classes) of each gradient."""
+    """What the functions of `hopper_kernels` promise, in PyTorch. ``seen``: (first class, classes)
+    of each gradient."""
 
     def __init__(self):
         self.seen = []
@@ -61,12 +69,16 @@ class Plain:
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Small heads take the kernels of Hopper, or what stands for them. -> the gradients' classes, a list."""
+    """Small heads take the kernels of Hopper, or what stands for them. -> the gradients' classes, a
+    list."""
     plain = Plain()
     monkeypatch.setattr(hopper, "LEAST", (1, 1))
     if HERE:
         real = hopper.kernels()
-        plain.gradient = lambda *args: (plain.seen.append((args[7], len(args[1]))), real.gradient(*args))
+        plain.gradient = lambda *args: (
+            plain.seen.append((args[7], len(args[1]))),
+            real.gradient(*args),
+        )
         plain.partials = real.partials
     else:
         monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(arch=lambda tensor: "sm_90"))
@@ -100,13 +112,19 @@ def test_applies(everywhere):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(dtype=F32), dict(dtype=torch.float16), dict(numbers=[1e-4, 0.0, 0.0, 1.0]),
-        dict(numbers=[0.0, 0.1, 0.0, 1.0]), dict(numbers=[0.0, 0.0, 30.0, 1.0]), dict(numbers=[0.0, 0.0, 0.0, 0.0]),
-        dict(numbers=[0.0, 0.0, 0.0, -1.0]), dict(numbers=[0.0, 0.0, 0.0, 1e-46]),
-        dict(ce_weight=torch.ones(8192)), dict(group="0"),
+        dict(dtype=F32),
+        dict(dtype=torch.float16),
+        dict(numbers=[1e-4, 0.0, 0.0, 1.0]),
+        dict(numbers=[0.0, 0.1, 0.0, 1.0]),
+        dict(numbers=[0.0, 0.0, 30.0, 1.0]),
+        dict(numbers=[0.0, 0.0, 0.0, 0.0]),
+        dict(numbers=[0.0, 0.0, 0.0, -1.0]),
+        dict(numbers=[0.0, 0.0, 0.0, 1e-46]),
+        dict(ce_weight=torch.ones(8192)),
+        dict(group="0"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_steps_aside_for_an_option(change, everywhere):
     assert not hopper.applies(*fitting(), **FITS | change)
 
@@ -149,7 +167,9 @@ def test_steps_aside_without_gluon(everywhere, monkeypatch):
     assert not hopper.applies(*fitting(), **FITS)
 
 
-@pytest.mark.parametrize("version,known", [("3.6.0", True), ("3.9.1", False), ("3.60.0", False), ("4.6", False)])
+@pytest.mark.parametrize(
+    "version,known", [("3.6.0", True), ("3.9.1", False), ("3.60.0", False), ("4.6", False)]
+)
 def test_versions_of_triton(version, known, monkeypatch):
     monkeypatch.setattr(hopper, "triton", types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(INTERPRETED=False))
@@ -218,7 +238,9 @@ def test_as_exact_as_pytorch(place, option, bias, taken, small):
     for seed in range(3):
         tensors, rest = drawn(M, 192 if M == 70 else 64, V, seed, bias, **option)
         taken.clear()
-        draws.append(measured(tokens_of(rest, NAMES, **given), whole_tokens(rest, NAMES), tensors, B16))
+        draws.append(
+            measured(tokens_of(rest, NAMES, **given), whole_tokens(rest, NAMES), tensors, B16)
+        )
         assert taken and len(taken) % 2 == 0  # two backwards
         assert parts is None or taken == parts * 2
     if place == "two parts":
@@ -231,7 +253,9 @@ def test_only_the_gradients_that_are_needed(lacking, taken, small):
     tensors, _ = drawn(70, 64, 300)
     tensors[lacking].requires_grad_(False)
     names = ("loss", "entropy")
-    draw = measured(tokens_of({}, names, return_mean_logit=False), whole_tokens({}, names), tensors, B16)
+    draw = measured(
+        tokens_of({}, names, return_mean_logit=False), whole_tokens({}, names), tensors, B16
+    )
     assert taken and f"d{lacking}" not in draw
     assert_as_exact_as([draw])
 
@@ -241,7 +265,10 @@ def test_under_autocast(taken):
     tensors = {k: t.detach() for k, t in drawn(70, 64, 300)[0].items()}
     rounded = cast(tensors, B16)
     with torch.autocast(DEVICE, B16):
-        given = {k: t.detach().requires_grad_(t.is_floating_point()) for k, t in cast(tensors, F32).items()}
+        given = {
+            k: t.detach().requires_grad_(t.is_floating_point())
+            for k, t in cast(tensors, F32).items()
+        }
         got = linear_token_loss(**given, return_entropy=True)
         dw = torch.autograd.grad(got.loss.sum() + got.entropy.sum(), given["weight"])[0]
     rounded["weight"].requires_grad_()
@@ -254,7 +281,8 @@ def test_under_autocast(taken):
 
 
 def exact_head(M=40, V=600):
-    """Logits that bf16 has, whatever the order of their sums: one channel of a token is 1. -> h, W, their logits."""
+    """Logits that bf16 has, whatever the order of their sums: one channel of a token is 1. -> h, W,
+    their logits."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randint(-40, 41, (V, 64), generator=generator).to(B16) / 8
     h = F.one_hot(torch.arange(M) % 64, 64).to(B16)
@@ -276,7 +304,9 @@ def test_a_confident_row_keeps_its_digits(taken):
     got = torch.autograd.grad(loss.sum(), h)[0]
     assert taken and (got - want).abs().max() < 1e-5
     loss = linear_token_loss(h, w, (target + 1) % 600).loss  # and where it is wrong
-    torch.testing.assert_close(loss.double(), -z.log_softmax(1).gather(1, (target[:, None] + 1) % 600)[:, 0])
+    torch.testing.assert_close(
+        loss.double(), -z.log_softmax(1).gather(1, (target[:, None] + 1) % 600)[:, 0]
+    )
 
 
 def test_targets_that_are_no_class(taken, monkeypatch):
@@ -287,15 +317,25 @@ def test_targets_that_are_no_class(taken, monkeypatch):
     target[: len(given)] = torch.tensor(given, device=DEVICE)
     h[0] = torch.nan  # of what is ignored
     h.requires_grad_(), w.requires_grad_()
-    out = linear_token_loss(h, w, target, torch.zeros(600, device=DEVICE), return_entropy=True, drop_ignored=False)
+    out = linear_token_loss(
+        h, w, target, torch.zeros(600, device=DEVICE), return_entropy=True, drop_ignored=False
+    )
     nan = [False, True, True, True, False, False, True, True]
-    assert out.loss[:8].isnan().tolist() == nan and not out.loss[8:].any() and not out.entropy[8:].any()
+    assert (
+        out.loss[:8].isnan().tolist() == nan
+        and not out.loss[8:].any()
+        and not out.entropy[8:].any()
+    )
     assert out.loss[0] == 0 and out.entropy[0] == 0
     want = -z.log_softmax(1)[[4, 5], [599, 0]]
     torch.testing.assert_close(out.loss[4:6].double(), want)
     dh, dw = torch.autograd.grad(out.loss[4:6].sum(), (h, w))
     assert taken and not dh[8:].any() and not dh[0].any()
-    assert not torch.autograd.grad(linear_token_loss(h[1:], w, target[1:]).loss[4].sum(), w)[0].isnan().any()
+    assert (
+        not torch.autograd.grad(linear_token_loss(h[1:], w, target[1:]).loss[4].sum(), w)[0]
+        .isnan()
+        .any()
+    )
 
 
 def test_classes_that_cannot_be(taken):
@@ -318,7 +358,9 @@ def test_classes_that_cannot_be(taken):
     d = -p * (torch.special.xlogy(p > 0, p) + entropy[:, None])
     d[2:] += p[2:] - F.one_hot(target[2:], 600)
     assert taken and not dw[:300].any() and not dw[555].any()
-    assert (dh - d @ w.double()).norm() <= 0.01 * dh.norm() and (dw - d.t() @ h.double()).norm() <= 0.01 * dw.norm()
+    assert (dh - d @ w.double()).norm() <= 0.01 * dh.norm() and (
+        dw - d.t() @ h.double()
+    ).norm() <= 0.01 * dw.norm()
 
 
 def test_what_is_not_finite_stays(taken):
@@ -328,7 +370,9 @@ def test_what_is_not_finite_stays(taken):
     loss = linear_token_loss(h, w, torch.zeros(40, dtype=torch.long, device=DEVICE)).loss
     assert loss.isnan().nonzero().tolist() == [[3]]
     h[3], w[7, 5] = 0, torch.inf  # 0·inf is NaN, in every other token
-    assert linear_token_loss(h, w, torch.zeros(40, dtype=torch.long, device=DEVICE)).loss.isnan().all()
+    assert (
+        linear_token_loss(h, w, torch.zeros(40, dtype=torch.long, device=DEVICE)).loss.isnan().all()
+    )
 
 
 @pytest.mark.parametrize("wanted", ["return_accuracy", "return_predicted", "return_mean_logit"])
@@ -336,12 +380,16 @@ def test_what_only_logits_give(wanted, taken, monkeypatch):
     """Forward has logits then, and so has backward: of the same rounding."""
     monkeypatch.setattr(hopper, "token_loss", None)
     h, w, _ = exact_head()
-    loss = linear_token_loss(h, w.requires_grad_(), torch.arange(40, device=DEVICE), **{wanted: True}).loss
+    loss = linear_token_loss(
+        h, w.requires_grad_(), torch.arange(40, device=DEVICE), **{wanted: True}
+    ).loss
     loss.sum().backward()
     assert not taken and w.grad.any()
 
 
-@pytest.mark.parametrize("wanted", ["use_token_scaling", "return_token_accuracy", "return_predicted_tokens"])
+@pytest.mark.parametrize(
+    "wanted", ["use_token_scaling", "return_token_accuracy", "return_predicted_tokens"]
+)
 def test_what_only_logits_give_to_cross_entropy(wanted, taken, monkeypatch):
     monkeypatch.setattr(hopper, "token_loss", None)
     h, w, _ = exact_head()
@@ -353,10 +401,13 @@ def test_what_only_logits_give_to_cross_entropy(wanted, taken, monkeypatch):
 
 
 def test_a_second_backward_of_logits_that_were_kept(taken, monkeypatch):
-    """The first turns the kept logits into their gradient, the second makes them again as forward did."""
+    """The first turns the kept logits into their gradient, the second makes them again as forward
+    did."""
     monkeypatch.setattr(hopper, "token_loss", None)
     h, w, _ = exact_head()
-    loss = linear_token_loss(h, w.requires_grad_(), torch.arange(40, device=DEVICE), memory=2**20).loss.sum()
+    loss = linear_token_loss(
+        h, w.requires_grad_(), torch.arange(40, device=DEVICE), memory=2**20
+    ).loss.sum()
     first = torch.autograd.grad(loss, w, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(loss, w)[0], first) and not taken
 
@@ -367,7 +418,11 @@ def test_forward_a_few_tokens_at_a_time(taken, monkeypatch):
     target = torch.arange(150, device=DEVICE)
     given = dict(memory=600 * 64 * 2, return_entropy=True)
     calls, own = [], hopper.token_loss
-    monkeypatch.setattr(hopper, "token_loss", lambda x, *rest, **more: (calls.append(len(x.h)), own(x, *rest, **more)))
+    monkeypatch.setattr(
+        hopper,
+        "token_loss",
+        lambda x, *rest, **more: (calls.append(len(x.h)), own(x, *rest, **more)),
+    )
     monkeypatch.setattr(planning, "LEAST", 16)
     want = linear_token_loss(h, w, target, **given)
     monkeypatch.setattr(hopper, "ROOM", 1)
@@ -386,7 +441,8 @@ def slices(h, w, rows):
 @pytest.mark.parametrize("V,H", [(8192, 8192), (128256, 4096), (8200, 64)])
 @pytest.mark.parametrize("dtype", [B16, F32])
 def test_forward_takes_no_more_than_logits(V, H, dtype):
-    """Nor where the hidden states are copied: beside few classes, the copy of so many tokens is what is large."""
+    """Nor where the hidden states are copied: beside few classes, the copy of so many tokens is
+    what is large."""
     h, w = (torch.empty(n, H, dtype=dtype, device="meta") for n in (200_000, V))
     most = max(slices(h, w, 2048))
     copy = 0 if dtype == B16 else 2 * H
@@ -394,9 +450,13 @@ def test_forward_takes_no_more_than_logits(V, H, dtype):
 
 
 def test_strips_are_counted_in_32_bits():
-    """`_merge` multiplies int32: twice a slot of its strips must be one, whatever budget there is."""
+    """`_merge` multiplies int32: twice a slot of its strips must be one, whatever budget there
+    is."""
     V = 256_000
-    h, w = torch.empty(3 * 2**20, 64, dtype=B16, device="meta"), torch.empty(V, 64, dtype=B16, device="meta")
+    h, w = (
+        torch.empty(3 * 2**20, 64, dtype=B16, device="meta"),
+        torch.empty(V, 64, dtype=B16, device="meta"),
+    )
     found = slices(h, w, 2**20)
     assert sum(found) == len(h) and 2 * max(found) * (V // 256) < 2**31
 
@@ -407,7 +467,9 @@ def test_cross_entropy_without_gradients(taken, monkeypatch):
     target = torch.arange(40, device=DEVICE)
     target[::3] = -100
     calls, own = [], hopper.token_loss
-    monkeypatch.setattr(hopper, "token_loss", lambda *args, **more: (calls.append(1), own(*args, **more)))
+    monkeypatch.setattr(
+        hopper, "token_loss", lambda *args, **more: (calls.append(1), own(*args, **more))
+    )
     with torch.no_grad():
         loss = liger_fused_linear_cross_entropy(h, w, target)
     assert calls and not taken
@@ -424,15 +486,20 @@ def test_cross_entropy_without_gradients(taken, monkeypatch):
 
 @ON_HOPPER
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("T,V,H", [(333, 1003, 192), (77, 2001, 320), (700, 777, 576), (1, 256, 64), (2049, 40000, 64)])
+@pytest.mark.parametrize(
+    "T,V,H", [(333, 1003, 192), (77, 2001, 320), (700, 777, 576), (1, 256, 64), (2049, 40000, 64)]
+)
 def test_kernels_as_promised(T, V, H, entropy):
     """Beside `Plain`, with a bias; nothing beside the tiles is written.
 
-    A logit that is rounded the other way moves by 2⁻⁸ of itself. 2e-3 of the maxima, as a norm, is one in four; of a
-    gradient, which is rounded to bf16 on both sides, 6e-3 is one and a half of its last digits.
-    """
+    A logit that is rounded the other way moves by 2⁻⁸ of itself. 2e-3 of the maxima, as a norm, is
+    one in four; of a gradient, which is rounded to bf16 on both sides, 6e-3 is one and a half of
+    its last digits."""
     torch.manual_seed(0)
-    h, w = torch.randn(T, H, device=DEVICE).to(B16), (torch.randn(V, H, device=DEVICE) * 2 / H**0.5).to(B16)
+    h, w = (
+        torch.randn(T, H, device=DEVICE).to(B16),
+        (torch.randn(V, H, device=DEVICE) * 2 / H**0.5).to(B16),
+    )
     bias, target = torch.randn(V, device=DEVICE).to(B16), torch.randint(V, (T,), device=DEVICE)
     target[::7] = -100
     both = []
@@ -441,7 +508,9 @@ def test_kernels_as_promised(T, V, H, entropy):
         zy = torch.full((T,), torch.nan, device=DEVICE)
         kernels.partials(h, w, bias, target, part, zy, 0.75)
         lse = (part[0] + part[1].log()).logsumexp(0)
-        rows = torch.stack((lse * hopper.LOG2E, torch.randn(T, device=DEVICE).sign(), torch.ones(T, device=DEVICE)))
+        rows = torch.stack(
+            (lse * hopper.LOG2E, torch.randn(T, device=DEVICE).sign(), torch.ones(T, device=DEVICE))
+        )
         rows[0].masked_fill_(target < 0, torch.inf)
         rows = rows[: 3 if entropy else 2]
         N = chunks.padded(T)
@@ -450,7 +519,9 @@ def test_kernels_as_promised(T, V, H, entropy):
         if both:
             rows = both[0][2]
         kernels.gradient(chunks.pad_tokens(h), w, bias, target, rows, x[:, :N], again, 0, 0.75)
-        assert torch.equal(zy.isnan(), target < 0) and torch.equal(zy.nan_to_num(), again.nan_to_num())
+        assert torch.equal(zy.isnan(), target < 0) and torch.equal(
+            zy.nan_to_num(), again.nan_to_num()
+        )
         assert x[:, N:].isnan().all() and not x[:, T:N].any() and not x[:, :T][:, target < 0].any()
         both.append((part, zy, rows, x[:, :T].double()))
     (part, zy, _, x), (want, want_zy, _, want_x) = both
@@ -476,7 +547,9 @@ def results(given):
     value = (g * torch.stack((out.loss, out.entropy, out.logsumexp))).sum()
     named = dict(loss=out.loss.detach(), entropy=out.entropy.detach(), lse=out.logsumexp.detach())
     wanted = [k for k in ("hidden", "weight", "bias") if k in given]
-    return named | dict(zip(wanted, torch.autograd.grad(value, [given[k] for k in wanted]), strict=True))
+    return named | dict(
+        zip(wanted, torch.autograd.grad(value, [given[k] for k in wanted]), strict=True)
+    )
 
 
 @ON_HOPPER
@@ -484,10 +557,9 @@ def results(given):
 def test_a_large_head_as_without(option, monkeypatch):
     """Beside the kernels for any GPU. Most logits are rounded as cuBLAS rounds them.
 
-    One that is rounded the other way moves by 2⁻⁸ of itself: of 12, a loss, by 4e-4. So 1e-4 of all losses, as a norm,
-    is one target in 16. Gradients are bf16 on both sides, 2⁻⁸ apart at most where a sum is near a tie; 5e-3 is that and
-    a quarter of it for logits.
-    """
+    One that is rounded the other way moves by 2⁻⁸ of itself: of 12, a loss, by 4e-4. So 1e-4 of all
+    losses, as a norm, is one target in 16. Gradients are bf16 on both sides, 2⁻⁸ apart at most
+    where a sum is near a tie; 5e-3 is that and a quarter of it for logits."""
     more = dict(logit_scale=0.7) if option == "scaled" else {}
     if option == "bias":
         more["bias"] = torch.randn(128256, device=DEVICE).to(B16).requires_grad_()
@@ -520,4 +592,8 @@ def test_forward_has_no_logits():
         with torch.no_grad():
             linear_token_loss(**given, return_entropy=True)
         torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 1.1 * 8192 * 501 * 3 * 4 < 0.05 * 2 * 8192 * 128256
+    assert (
+        torch.cuda.max_memory_allocated() - before
+        <= 1.1 * 8192 * 501 * 3 * 4
+        < 0.05 * 2 * 8192 * 128256
+    )

@@ -1,4 +1,5 @@
-"""Logits that are kept for backward where the budget allows it, and every case in which they are not."""
+"""Logits that are kept for backward where the budget allows it, and every case in which they are
+not."""
 
 import gc
 
@@ -26,14 +27,21 @@ def again(monkeypatch):
 
 def given(dtype=F32, **option):
     tensors, option = drawn(M, class_weight=True, V=V, **option)
-    tensors = {k: t.detach().to(DEVICE, dtype if t.is_floating_point() else None) for k, t in tensors.items()}
+    tensors = {
+        k: t.detach().to(DEVICE, dtype if t.is_floating_point() else None)
+        for k, t in tensors.items()
+    }
     leaves = [t.requires_grad_() for k, t in tensors.items() if k in ("hidden", "weight", "bias")]
     return tensors, leaves, option
 
 
 def value(tensors, memory, option):
-    out = linear_token_loss(**tensors, **option, memory=memory, return_entropy=True, drop_ignored=False)
-    return (out.loss * torch.linspace(0.5, 2, M, device=DEVICE)).sum() - 0.3 * out.entropy.square().sum()
+    out = linear_token_loss(
+        **tensors, **option, memory=memory, return_entropy=True, drop_ignored=False
+    )
+    return (
+        out.loss * torch.linspace(0.5, 2, M, device=DEVICE)
+    ).sum() - 0.3 * out.entropy.square().sum()
 
 
 def close(found, wanted):
@@ -42,7 +50,9 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("option", [{}, dict(softcap=5.0, label_smoothing=0.1, lse_square_scale=1e-2)], ids=["", "all"])
+@pytest.mark.parametrize(
+    "option", [{}, dict(softcap=5.0, label_smoothing=0.1, lse_square_scale=1e-2)], ids=["", "all"]
+)
 def test_kept_as_computed_again(option, bias, again):
     tensors, leaves, option = given(bias=bias, **option)
     found = torch.autograd.grad(value(tensors, ENOUGH, option), leaves)
@@ -79,7 +89,11 @@ def test_a_kept_graph_keeps_no_logits(again):
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, retain_graph=True)
     last = torch.autograd.grad(loss, leaves)
-    assert len(again) == 3 and all(map(torch.equal, first, second)) and all(map(torch.equal, first, last))
+    assert (
+        len(again) == 3
+        and all(map(torch.equal, first, second))
+        and all(map(torch.equal, first, last))
+    )
     close(first, torch.autograd.grad(value(tensors, "auto", option), leaves))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(loss, leaves)
@@ -92,7 +106,10 @@ def test_two_losses_of_one_forward(again):
     torch.autograd.backward(out.loss.sum(), inputs=leaves, retain_graph=True)
     torch.autograd.backward(out.entropy.sum(), inputs=leaves)
     whole = linear_token_loss(**tensors, **option, memory="auto", return_entropy=True)
-    close([t.grad for t in leaves], torch.autograd.grad(whole.loss.sum() + whole.entropy.sum(), leaves))
+    close(
+        [t.grad for t in leaves],
+        torch.autograd.grad(whole.loss.sum() + whole.entropy.sum(), leaves),
+    )
 
 
 def test_second_gradients():
@@ -126,7 +143,9 @@ def test_a_checkpoint_keeps_nothing(reentrant, again, monkeypatch):
 def test_saved_tensor_hooks_see_no_logits(again):
     seen = []
     tensors, leaves, option = given()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(t.numel()) or t, lambda t: t
+    ):
         loss = value(tensors, ENOUGH, option)
     found = torch.autograd.grad(loss, leaves)
     assert max(seen) < M * V and len(again) == 1

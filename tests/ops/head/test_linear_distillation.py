@@ -1,14 +1,38 @@
-"""Distillation through linear heads: against logits made whole in fp64, with the kernels and without.
+"""Distillation through linear heads: against logits made whole in fp64, with the kernels and
+without.
 
-The operator's `Case` is in test_ops.py, too; its kernels are compiled in test_portability.py. The losses that are made
-of it: tests/losses/test_distillation.py.
-"""
+The operator's `Case` is in test_ops.py, too; its kernels are compiled in test_portability.py. The
+losses that are made of it: tests/losses/test_distillation.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE, PoisonedEmpty, as_on_any_processor, assert_as_exact_as, cast, errors, run, run_plain, spread
-from distilled import B16, DIVERGENCE, DIVERGENCES, F16, F32, F64, compared, drawn, few, of_logits, ours, same, textbook
+from cases import (
+    ANYWHERE,
+    PoisonedEmpty,
+    as_on_any_processor,
+    assert_as_exact_as,
+    cast,
+    errors,
+    run,
+    run_plain,
+    spread,
+)
+from distilled import (
+    B16,
+    DIVERGENCE,
+    DIVERGENCES,
+    F16,
+    F32,
+    F64,
+    compared,
+    drawn,
+    few,
+    of_logits,
+    ours,
+    same,
+    textbook,
+)
 from hardware import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,13 +41,17 @@ from liger_kernel.ops.head import chunks, divergences, planning
 from liger_kernel.ops.head import distillation as of_heads
 from liger_kernel.ops.head.distillation import linear_distillation as distil
 
-DTYPE = pytest.mark.parametrize("dtype", [F32, B16, F16], ids=lambda d: str(d).removeprefix("torch."))
+DTYPE = pytest.mark.parametrize(
+    "dtype", [F32, B16, F16], ids=lambda d: str(d).removeprefix("torch.")
+)
 OPTIONS = {name: dict(divergence=name) for name in DIVERGENCES} | {
     "jsd 0": dict(beta=0),
     "jsd 1": dict(beta=1.0),
     "jsd 0.1": dict(beta=0.1, temperature=2.0),
     "jsd 0.9, sharper": dict(beta=0.9, temperature=0.8),
-    "forward_kl, warm": dict(divergence="forward_kl", temperature=3.0, weight_hard=0.2, weight_soft=0.8),
+    "forward_kl, warm": dict(
+        divergence="forward_kl", temperature=3.0, weight_hard=0.2, weight_soft=0.8
+    ),
     "tvd, warm": dict(divergence="tvd", temperature=2.0),
     "soft alone": dict(weight_hard=0.0, weight_soft=1.0),
     "soft alone, hard known": dict(weight_hard=0.0, return_hard=True),
@@ -39,7 +67,8 @@ OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 @OPTION
 @DTYPE
 def test_against_float64(option, dtype):
-    """Never further off than PyTorch's code in that dtype; a second backward is the same, no input is written to."""
+    """Never further off than PyTorch's code in that dtype; a second backward is the same, no input
+    is written to."""
     draws = []
     for seed in range(2 if dtype == F32 else 1):
         mine = cast(drawn(128 if dtype == F32 else 40, seed=seed, W=90, **option), dtype)
@@ -48,7 +77,9 @@ def test_against_float64(option, dtype):
             got, once, twice = run(ours(option), mine)
         exact = run(textbook(option), cast(mine, F64))[0]
         draws.append(errors(got, run_plain(textbook(option), mine, dtype), exact, mine, 4))
-        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
+            "a second backward differs"
+        )
         assert all(torch.equal(mine[k], t) for k, t in before.items()), "an input was written to"
     assert_as_exact_as(draws)
 
@@ -67,9 +98,13 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature):
     """Of logits alone; also beside given probabilities, which no public function asks for."""
     torch.manual_seed(0)
     x, y = torch.randn(77, 9, device=DEVICE).t(), torch.randn(9, 77, device=DEVICE)
-    target = torch.randint(77, (9,), device=DEVICE).where(torch.arange(9, device=DEVICE) % 3 != 1, -100)
+    target = torch.randint(77, (9,), device=DEVICE).where(
+        torch.arange(9, device=DEVICE) % 3 != 1, -100
+    )
     beta, y = (1e-10, y.softmax(-1)) if divergence == "kl_div" else (0.5, y)
-    options = divergences.DistillationOptions(divergence, beta, temperature, weight_hard=0.25, weight_soft=0.75)
+    options = divergences.DistillationOptions(
+        divergence, beta, temperature, weight_hard=0.25, weight_soft=0.75
+    )
     exact = x.double().requires_grad_()
     want = divergences.of_logits(exact, y.double(), target, options, hard=True)
     gradient = torch.autograd.grad(0.75 * want[0] + 0.25 * want[1], exact)[0]
@@ -99,7 +134,9 @@ def test_few_rows(divergence, left):
     if left.startswith("one"):
         tensors["target"][-1] = 5
     got = compared(option, tensors)
-    assert not got["dstudent"][:-1].any() and (left.startswith("one") or not any(x.any() for x in got.values()))
+    assert not got["dstudent"][:-1].any() and (
+        left.startswith("one") or not any(x.any() for x in got.values())
+    )
 
 
 @ANYWHERE
@@ -114,22 +151,31 @@ def test_confident_rows(divergence, who):
             tensors["student_bias"][3] += 30 * (who != "teacher")
             tensors["teacher_bias"][9 if who.endswith("apart") else 3] += 30 * (who != "student")
         option = dict(divergence=divergence, temperature=temperature)
-        got, want = run(ours(option), cast(tensors, F32))[0], run(textbook(option), cast(tensors, F64))[0]
+        got, want = (
+            run(ours(option), cast(tensors, F32))[0],
+            run(textbook(option), cast(tensors, F64))[0],
+        )
         for k in want:
             error = (got[k].double() - want[k]).abs().max()
-            assert error <= 1e-5 * want[k].abs().max() + 3e-7, f"{k}: {error:.3g} of {want[k].abs().max():.3g}"
+            assert error <= 1e-5 * want[k].abs().max() + 3e-7, (
+                f"{k}: {error:.3g} of {want[k].abs().max():.3g}"
+            )
 
 
 @ANYWHERE
 @pytest.mark.parametrize("divergence", DIVERGENCES[:-1])
 def test_classes_without_probability(divergence):
-    """Logits of -inf: as if neither had those classes; where only one has none, what the definition gives."""
+    """Logits of -inf: as if neither had those classes; where only one has none, what the definition
+    gives."""
     tensors = drawn(6, 24, 40)
     out = torch.arange(40) % 4 == 0
     tensors["target"] = torch.tensor([1, 2, 3, -100, 5, 6])
     with torch.no_grad():
         tensors["student_bias"][out], tensors["teacher_bias"][out] = -torch.inf, -torch.inf
-    less = {k: t if "_" not in k else t.detach()[~out].requires_grad_(t.requires_grad) for k, t in tensors.items()}
+    less = {
+        k: t if "_" not in k else t.detach()[~out].requires_grad_(t.requires_grad)
+        for k, t in tensors.items()
+    }
     less["target"] = torch.tensor([0, 1, 2, -100, 3, 4])
     option = dict(divergence=divergence, temperature=2.0, beta=0.3)
     got, want = run(ours(option), cast(tensors, F32))[0], run(textbook(option), cast(less, F64))[0]
@@ -151,7 +197,8 @@ def test_classes_without_probability(divergence):
 @DIVERGENCE
 @pytest.mark.parametrize("who", ["student", "teacher"])
 def test_one_nan_is_all_nan(divergence, who):
-    """A logit that is none makes the loss and every gradient of its token none: no number that looks like one."""
+    """A logit that is none makes the loss and every gradient of its token none: no number that
+    looks like one."""
     tensors = cast(drawn(), F32)
     with torch.no_grad():
         tensors[f"{who}_bias"][5] = torch.nan
@@ -179,16 +226,22 @@ def test_equal_logits():
 def test_given_logits(divergence, given):
     """Of any strides and dtype, and of more classes."""
     tensors = cast(drawn(), F32)
-    z = torch.addmm(tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t())
+    z = torch.addmm(
+        tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t()
+    )
     if given == "wider":
         z = torch.cat((z, z[:, :5] + 1), 1)
     option = dict(divergence=divergence, temperature=2.0)
 
     def whole(student, student_weight, student_bias, target):
-        return of_logits(F.linear(student, student_weight, student_bias), z.to(student.dtype), target, **option)
+        return of_logits(
+            F.linear(student, student_weight, student_bias), z.to(student.dtype), target, **option
+        )
 
     want = run(whole, cast(tensors, F64))[0]
-    logits = {"columns": z.t().contiguous().t(), "strided": spread(z), "wider": z.double()}.get(given, z)
+    logits = {"columns": z.t().contiguous().t(), "strided": spread(z), "wider": z.double()}.get(
+        given, z
+    )
     same(run(ours(option, teacher_logits=logits), tensors)[0], want)
     same(run(ours(option, teacher_logits=logits, drop_ignored=True), tensors)[0], want)
 
@@ -196,11 +249,16 @@ def test_given_logits(divergence, given):
 @pytest.mark.parametrize("divergence", ["jsd", "cosine"])
 @pytest.mark.parametrize("strides", [(2**30, 1), (1, 2**28)], ids=["rows", "columns"])
 def test_given_logits_beyond_int32(divergence, strides):
-    """Such as one position of every sequence; of their memory only a few pieces are ever touched."""
-    tensors = {k: t.detach() for k, t in cast(drawn(3, 8, 8), F32).items() if not k.startswith("teacher")}
+    """Such as one position of every sequence; of their memory only a few pieces are ever
+    touched."""
+    tensors = {
+        k: t.detach() for k, t in cast(drawn(3, 8, 8), F32).items() if not k.startswith("teacher")
+    }
     z = torch.empty(2**31 + 8, dtype=B16, device=DEVICE).as_strided((3, 8), strides)
     z.copy_(torch.randn(3, 8))
-    far, near = (distil(**tensors, teacher_logits=y, divergence=divergence) for y in (z, z.contiguous()))
+    far, near = (
+        distil(**tensors, teacher_logits=y, divergence=divergence) for y in (z, z.contiguous())
+    )
     for a, b in zip(far, near, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -213,7 +271,10 @@ def test_small_gradients_in_fp16():
         got, exact = run(ours(option), mine)[0], run(textbook(option), cast(mine, F64))[0]
         found = errors(got, run_plain(textbook(option), mine, F16), exact, mine)
         assert_as_exact_as([{k: x for k, x in found.items() if k.startswith("d")}])
-        assert all(found[f"dstudent{k}"][0] < 1e-3 * found[f"dstudent{k}"][3] for k in ("", "_weight", "_bias"))
+        assert all(
+            found[f"dstudent{k}"][0] < 1e-3 * found[f"dstudent{k}"][3]
+            for k in ("", "_weight", "_bias")
+        )
 
 
 # ---- how much at once ----
@@ -239,7 +300,11 @@ def test_nothing_larger_than_the_budget(kind, small):
     class Largest(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            largest.extend(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            largest.extend(
+                x.untyped_storage().nbytes()
+                for x in tree_leaves(out)
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     tensors = cast(drawn(M, H, V), F32)
@@ -347,16 +412,34 @@ WRONG = {
     "temperature": (dict(temperature=0), "temperature is 0, give a positive number"),
     "negative": (dict(temperature=-1.0), "temperature is -1.0"),
     "beta": (dict(beta=1.5), "beta is 1.5, give a number from 0 to 1"),
-    "divergence": (dict(divergence="kl"), "divergence is 'kl', give one of jsd, forward_kl, reverse_kl, tvd, cosine"),
-    "no teacher": (dict(teacher=None, teacher_weight=None), "give either teacher and teacher_weight, or"),
+    "divergence": (
+        dict(divergence="kl"),
+        "divergence is 'kl', give one of jsd, forward_kl, reverse_kl, tvd, cosine",
+    ),
+    "no teacher": (
+        dict(teacher=None, teacher_weight=None),
+        "give either teacher and teacher_weight, or",
+    ),
     "half a teacher": (dict(teacher_weight=None), "give either teacher and teacher_weight, or"),
-    "two teachers": (dict(teacher_logits=torch.zeros(4, 9)), "give either teacher and teacher_weight, or"),
-    "fewer classes": (dict(teacher_weight=torch.zeros(6, 5), teacher_bias=None), "6 classes and the student 7"),
+    "two teachers": (
+        dict(teacher_logits=torch.zeros(4, 9)),
+        "give either teacher and teacher_weight, or",
+    ),
+    "fewer classes": (
+        dict(teacher_weight=torch.zeros(6, 5), teacher_bias=None),
+        "6 classes and the student 7",
+    ),
     "teacher's rows": (dict(teacher=torch.zeros(3, 5)), "give one label a row"),
-    "teacher's width": (dict(teacher=torch.zeros(4, 6)), r"teacher: the hidden states have shape \(4, 6\)"),
+    "teacher's width": (
+        dict(teacher=torch.zeros(4, 6)),
+        r"teacher: the hidden states have shape \(4, 6\)",
+    ),
     "student's width": (dict(student=torch.zeros(4, 6)), r"the hidden states have shape \(4, 6\)"),
     "bias": (dict(student_bias=torch.zeros(6)), r"bias has shape \(6,\)"),
-    "a class": (dict(target=torch.tensor([0, 7, 1, 2])), "target of row 1 is 7, give a class from 0 to 6"),
+    "a class": (
+        dict(target=torch.tensor([0, 7, 1, 2])),
+        "target of row 1 is 7, give a class from 0 to 6",
+    ),
 }
 
 

@@ -40,7 +40,9 @@ def compared(got, want, student, weight, exact_student, exact_weight):
     assert got.dtype == torch.float32 and got.dim() == 0
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
     grads = torch.autograd.grad(got, (student, weight), torch.tensor(3.0, device=DEVICE))
-    exact = torch.autograd.grad(want, (exact_student, exact_weight), torch.tensor(3.0, device=DEVICE).double())
+    exact = torch.autograd.grad(
+        want, (exact_student, exact_weight), torch.tensor(3.0, device=DEVICE).double()
+    )
     for a, b in zip(grads, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6 * b.abs().max().item())
 
@@ -56,7 +58,9 @@ def test_jsd(beta, temperature, labels):
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * p + (1 - beta) * q).log()
     whole = {0.0: p * (log_p - log_q), 1.0: q * (log_q - log_p)}
-    want = whole.get(beta, beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum() / len(p)
+    want = whole.get(
+        beta, beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+    ).sum() / len(p)
     got = liger_fused_linear_jsd(student, weight, *teacher, labels, beta, temperature=temperature)
     compared(got, want, student, weight, *exact)
 
@@ -73,7 +77,9 @@ def test_kl_div(reduction, labels):
     of = p.double()[kept(labels)]
     d = of * (of.clamp(min=1e-2).log() - log_q)
     want = {"batchmean": d.sum() / len(d), "mean": d.mean(), "sum": d.sum()}[reduction]
-    got = liger_fused_linear_kl_div(student, weight, p, labels, reduction, temperature=2.0, eps=1e-2)
+    got = liger_fused_linear_kl_div(
+        student, weight, p, labels, reduction, temperature=2.0, eps=1e-2
+    )
     compared(got, want, student, weight, *exact)
 
 
@@ -101,7 +107,10 @@ def test_all_ignored():
     nothing = torch.full((M,), -100, device=DEVICE)
     for loss in (
         liger_fused_linear_jsd(student, weight, *teacher, nothing),
-        *(liger_fused_linear_kl_div(student, weight, drawn(M, V).relu(), nothing, r) for r in ("batchmean", "sum")),
+        *(
+            liger_fused_linear_kl_div(student, weight, drawn(M, V).relu(), nothing, r)
+            for r in ("batchmean", "sum")
+        ),
     ):
         assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (student, weight)))
 
@@ -133,8 +142,12 @@ def test_only_the_student_learns():
     p = drawn(M, V).softmax(-1).requires_grad_()
     jsd = liger_fused_linear_jsd(student, weight, teacher, teacher_weight)
     kl = liger_fused_linear_kl_div(student, weight, p)
-    frozen = torch.autograd.grad(jsd + kl, (teacher, teacher_weight, p), allow_unused=True, retain_graph=True)
-    assert frozen == (None, None, None) and all(g.any() for g in torch.autograd.grad(jsd + kl, (student, weight)))
+    frozen = torch.autograd.grad(
+        jsd + kl, (teacher, teacher_weight, p), allow_unused=True, retain_graph=True
+    )
+    assert frozen == (None, None, None) and all(
+        g.any() for g in torch.autograd.grad(jsd + kl, (student, weight))
+    )
 
 
 def test_faces():
@@ -145,7 +158,10 @@ def test_faces():
     same(LigerFusedLinearJSDFunction.apply(student, weight, *teacher, LABELS, 0.2, -100, 2.0), want)
     of_chunks = LigerFusedLinearJSDLoss(0.0, 1.0, beta=0.2, temperature=2.0)
     same(of_chunks(student, weight, *teacher, LABELS), want)
-    assert inspect.signature(LigerFusedLinearJSD.forward).parameters["shift_labels"].default is inspect._empty
+    assert (
+        inspect.signature(LigerFusedLinearJSD.forward).parameters["shift_labels"].default
+        is inspect._empty
+    )
     want = liger_fused_linear_kl_div(student, weight, p, LABELS, "sum", -100, 2.0)
     same(LigerFusedLinearKLDivLoss("sum", temperature=2.0)(student, weight, p, LABELS), want)
     same(LigerFusedLinearKLDivFunction.apply(student, weight, p, LABELS, "sum", -100, 2.0), want)
@@ -182,6 +198,8 @@ def test_errors_of_jsd(said, changed):
     ],
 )
 def test_errors_of_kl_div(said, changed):
-    given = dict(zip(("student_input", "student_weight"), heads(), strict=False), target=drawn(M, V))
+    given = dict(
+        zip(("student_input", "student_weight"), heads(), strict=False), target=drawn(M, V)
+    )
     with pytest.raises(ValueError, match=said):
         liger_fused_linear_kl_div(**given | changed)

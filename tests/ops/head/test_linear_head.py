@@ -1,9 +1,8 @@
 """The linear head: equal to logits made whole, and what the generic tests don't plant.
 
-Both the loss of all rows (`liger_fused_linear_cross_entropy`) and what each token gets (`linear_token_loss`), with the
-kernels and without. Across ranks: test_distributed.py. At random: test_properties.py. Its budget and its
-graph: test_linear_head_passes.py.
-"""
+Both the loss of all rows (`liger_fused_linear_cross_entropy`) and what each token gets
+(`linear_token_loss`), with the kernels and without. Across ranks: test_distributed.py. At random:
+test_properties.py. Its budget and its graph: test_linear_head_passes.py."""
 
 import pytest
 import torch
@@ -39,7 +38,11 @@ from liger_kernel.ops.head import token_log_probs as of_tokens
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
-from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, linear_token_loss, token_log_probs
+from liger_kernel.ops.head.token_log_probs import (
+    LinearTokenLossFunction,
+    linear_token_loss,
+    token_log_probs,
+)
 
 OPTIONS = {"plain": {}, "without bias": dict(bias=False), "ignore_index -1": dict(ignore_index=-1)}
 OPTIONS |= {name: {name: value} for name, value in TOGETHER.items()} | {"together": TOGETHER}
@@ -52,7 +55,8 @@ OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 @OPTION
 @DTYPE
 def test_tokens_against_float64(option, dtype):
-    """All outputs, and the gradients through each alone: never further off than PyTorch's code in that dtype."""
+    """All outputs, and the gradients through each alone: never further off than PyTorch's code in
+    that dtype."""
     for names in NAMES, ("loss",), ("logsumexp",), ("entropy",):
         draws = []
         for seed in range(3):
@@ -123,7 +127,9 @@ def test_odd_shapes(shape, dtype, monkeypatch):
 @pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize("memory", ["auto", 0])
 def test_nothing_to_learn_from(rows, drop, memory, dtype):
-    tensors, option = drawn(0 if rows == "none" else 5, class_weight=True, label_smoothing=0.1, lse_square_scale=1e-2)
+    tensors, option = drawn(
+        0 if rows == "none" else 5, class_weight=True, label_smoothing=0.1, lse_square_scale=1e-2
+    )
     tensors = cast(tensors, dtype)
     tensors["target"].fill_(-100)
     option |= dict(drop_ignored=drop, memory=memory)
@@ -154,8 +160,11 @@ def of_groups(h, w, y, b, **option):
 @pytest.mark.parametrize("fn", [mean, each, of_groups])
 @pytest.mark.parametrize("memory", ["auto", 0, 10**6])
 def test_no_channels(fn, memory, dtype):
-    """The loss is what the bias makes it, or log V; hidden states and weight have gradients without elements."""
-    target = (torch.arange(9, device=DEVICE) % 5).where(torch.arange(9, device=DEVICE) % 3 != 1, -100)
+    """The loss is what the bias makes it, or log V; hidden states and weight have gradients without
+    elements."""
+    target = (torch.arange(9, device=DEVICE) % 5).where(
+        torch.arange(9, device=DEVICE) % 3 != 1, -100
+    )
     for bias in None, torch.arange(5.0, device=DEVICE):
         h, w = (torch.empty(n, 0, device=DEVICE, dtype=dtype, requires_grad=True) for n in (9, 5))
         leaves = [h, w] if bias is None else [h, w, bias.to(dtype).requires_grad_()]
@@ -166,7 +175,9 @@ def test_no_channels(fn, memory, dtype):
         dh, dw, *db = torch.autograd.grad(loss, leaves)
         assert (dh.shape, dw.shape, dh.dtype, dw.dtype) == (h.shape, w.shape, dtype, dtype)
         for d in db:
-            torch.testing.assert_close(d.double(), torch.autograd.grad(want, z)[0], rtol=0, atol=torch.finfo(dtype).eps)
+            torch.testing.assert_close(
+                d.double(), torch.autograd.grad(want, z)[0], rtol=0, atol=torch.finfo(dtype).eps
+            )
 
 
 @ANYWHERE
@@ -174,7 +185,9 @@ def test_a_confident_row_keeps_its_digits():
     """p near 1: loss, entropy and gradients are differences of nearly equal numbers."""
     z = torch.zeros(6, 5)  # few classes: the interpreter adds up one by one
     z[:3, 4] = z[3:, 4] = torch.tensor([12.0, 30.0, 80.0])
-    tensors = dict(hidden=z.requires_grad_(), weight=torch.eye(5), target=torch.tensor([4, 4, 4, 4, 3, 0]))
+    tensors = dict(
+        hidden=z.requires_grad_(), weight=torch.eye(5), target=torch.tensor([4, 4, 4, 4, 3, 0])
+    )
     for names in ("loss",), ("entropy",):
         got = compared(tokens({}, names), whole_tokens({}, names), tensors, rtol=1e-5, atol=6e-7)
         assert (got["output 0"] >= 0).all()
@@ -184,7 +197,8 @@ def test_a_confident_row_keeps_its_digits():
 @DTYPE
 @pytest.mark.thorough
 def test_masked_classes(dtype):
-    """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as without them.
+    """A bias of -inf takes a class out, whole blocks of a kernel of them: no NaN, the rest is as
+    without them.
 
     Nine tokens are padded for the products.
     """
@@ -192,23 +206,34 @@ def test_masked_classes(dtype):
     tensors, option = drawn(9, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2)
     tensors["target"] = kept[tensors["target"] % 500].where(tensors["target"] != -100, -100)
     with torch.no_grad():
-        tensors["bias"].index_fill_(0, torch.tensor(sorted({*range(9000)} - {*kept.tolist()})), -torch.inf)
+        tensors["bias"].index_fill_(
+            0, torch.tensor(sorted({*range(9000)} - {*kept.tolist()})), -torch.inf
+        )
     tensors = cast(tensors, dtype)
-    alone = {k: t.detach()[kept.to(DEVICE)] if len(t) == 9000 else t.detach() for k, t in tensors.items()}
+    alone = {
+        k: t.detach()[kept.to(DEVICE)] if len(t) == 9000 else t.detach() for k, t in tensors.items()
+    }
     alone = {k: t.requires_grad_(tensors[k].requires_grad) for k, t in alone.items()}
-    alone["target"] = torch.bucketize(alone["target"], kept.to(DEVICE)).where(alone["target"] != -100, -100)
+    alone["target"] = torch.bucketize(alone["target"], kept.to(DEVICE)).where(
+        alone["target"] != -100, -100
+    )
     rtol = torch.finfo(dtype).eps * (4 if dtype != F32 else 100)
     for names in NAMES[:4], ("entropy",):
         got, want = run(tokens(option, names), tensors)[0], run(tokens(option, names), alone)[0]
         for k in "dweight", "dbias":
-            rest = torch.ones(9000, dtype=torch.bool, device=DEVICE).index_fill(0, kept.to(DEVICE), False)
+            rest = torch.ones(9000, dtype=torch.bool, device=DEVICE).index_fill(
+                0, kept.to(DEVICE), False
+            )
             assert not got[k][rest].any()
             got[k] = got[k][kept.to(DEVICE)]
         same(got, want, rtol=rtol, atol=rtol)
     out = scalar(dict(return_token_accuracy=True, lse_square_scale=1e-2))(**tensors)
     for d in torch.autograd.grad(out.loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
         assert d.isfinite().all()
-    assert tokens(option, ("mean_logit",))(**tensors)[0].isneginf().tolist() == (tensors["target"] != -100).tolist()
+    assert (
+        tokens(option, ("mean_logit",))(**tensors)[0].isneginf().tolist()
+        == (tensors["target"] != -100).tolist()
+    )
 
 
 @ANYWHERE
@@ -305,7 +330,9 @@ def test_autocast():
         for got, want in zip(*pairs, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
         leaves = [tensors[k] for k in ("hidden", "weight", "bias")]
-        for got, want in zip(*(torch.autograd.grad(p[0].sum(), leaves) for p in pairs), strict=True):
+        for got, want in zip(
+            *(torch.autograd.grad(p[0].sum(), leaves) for p in pairs), strict=True
+        ):
             assert got.dtype == F32
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
@@ -325,7 +352,8 @@ def test_labels_of_other_integers(integers):
 
 
 def _errors_of_a_bias(shift, dtype):
-    """Root mean squares against fp64 of losses and gradients: ours, PyTorch's, of PyTorch with the bias apart."""
+    """Root mean squares against fp64 of losses and gradients: ours, PyTorch's, of PyTorch with the
+    bias apart."""
     tensors, option = drawn(256, 256, 300, seed=1)
     tensors["bias"] = shift(tensors).detach().requires_grad_()
     mine = cast(tensors, dtype)
@@ -333,14 +361,19 @@ def _errors_of_a_bias(shift, dtype):
     def apart(hidden, weight, target, bias):
         x = F.linear(hidden, weight, None).to(torch.promote_types(hidden.dtype, F32)) + bias
         if x.requires_grad:
-            x.register_hook(lambda dx: dx.to(hidden.dtype).to(dx.dtype))  # the bias gets the gradient that W gets
+            x.register_hook(
+                lambda dx: dx.to(hidden.dtype).to(dx.dtype)
+            )  # the bias gets the gradient that W gets
         return (whole_logits(x, target)["loss"],)
 
     ways = tokens(option, ("loss",)), whole_tokens(option, ("loss",))
     with as_on_any_processor():
         found = [run(way, mine)[0] for way in ways] + run_plain(apart, tensors, dtype)
     exact = run(ways[1], cast(mine, F64))[0]
-    of_each = {k: [(of[k].double() - e).square().mean().sqrt().item() for of in found] for k, e in exact.items()}
+    of_each = {
+        k: [(of[k].double() - e).square().mean().sqrt().item() for of in found]
+        for k, e in exact.items()
+    }
     return {k: (mine, theirs, max(apart)) for k, (mine, theirs, *apart) in of_each.items()}
 
 
@@ -353,7 +386,8 @@ def test_a_bias_as_large_as_the_logits(dtype):
 
 @DTYPE
 def test_a_bias_that_cancels_the_logits(dtype):
-    """Then PyTorch's one rounding is of a smaller number. Here it is that of logits without a bias, and no other."""
+    """Then PyTorch's one rounding is of a smaller number. Here it is that of logits without a bias,
+    and no other."""
 
     def shift(tensors):
         with torch.no_grad():
@@ -372,10 +406,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("option", [{}, dict(softcap=5.0, label_smoothing=0.1, logit_scale=0.5)], ids=["", "options"])
+@pytest.mark.parametrize(
+    "option", [{}, dict(softcap=5.0, label_smoothing=0.1, logit_scale=0.5)], ids=["", "options"]
+)
 @pytest.mark.parametrize("odd", [None, torch.inf, -torch.inf, torch.nan], ids=str)
 def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
-    """As if it were in the logits: in fp32 both are the same sum. A GPU's two kernels may add up in two orders."""
+    """As if it were in the logits: in fp32 both are the same sum. A GPU's two kernels may add up in
+    two orders."""
     bound = dict(rtol=0, atol=0) if DEVICE == "cpu" else dict(rtol=1e-5, atol=1e-5)
     torch.manual_seed(0)
     T, V, options = 5, 2300, TokenOptions(**option)
@@ -390,11 +427,15 @@ def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
         kept = dict(zip(("z_loss", "entropy", "mean"), more.t().contiguous(), strict=True))
         token_loss(x, y, None, norm, options, loss, stats, **kept, best=best, bias=bias)
         g = torch.ones(3, T, device=DEVICE)
-        token_gradient(g[0], x, y, None, norm, stats, x, options, g[1], g[2], kept["entropy"], bias=bias)
+        token_gradient(
+            g[0], x, y, None, norm, stats, x, options, g[1], g[2], kept["entropy"], bias=bias
+        )
         return loss, stats, *kept.values(), best, torch.cat(x, 1) if isinstance(x, tuple) else x
 
     wide = torch.stack((b, b), 1)[:, 0]  # not contiguous
-    for got, want in zip(outcome(LAYOUTS[layout](x), wide), outcome(LAYOUTS[layout](x + b), None), strict=True):
+    for got, want in zip(
+        outcome(LAYOUTS[layout](x), wide), outcome(LAYOUTS[layout](x + b), None), strict=True
+    ):
         torch.testing.assert_close(got, want, **bound, equal_nan=True)
 
 
@@ -426,7 +467,9 @@ def test_a_target_out_of_range_is_named(wrong, debug, monkeypatch):
     monkeypatch.setenv("LIGER_KERNEL_DEBUG", "1" if debug else "0")
     h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
     for fn in linear_token_loss, liger_fused_linear_cross_entropy, token_log_probs:
-        with pytest.raises(ValueError, match=f"target of row 2 is {wrong}, give a class from 0 to 6, or -100"):
+        with pytest.raises(
+            ValueError, match=f"target of row 2 is {wrong}, give a class from 0 to 6, or -100"
+        ):
             fn(h, w, target)
         fn(h, w, labels, ignore_index=wrong)
 
@@ -437,7 +480,18 @@ def test_a_target_out_of_range_that_nobody_looked_at_is_nan():
     h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
     numbers, wants = [0.1, 0.1, 0.0, 1.0], [False] * 4
     loss, *_ = LinearTokenLossFunction.apply(
-        h, w, None, target.to(DEVICE), torch.rand(7, device=DEVICE), numbers, -100, None, -1, False, None, wants
+        h,
+        w,
+        None,
+        target.to(DEVICE),
+        torch.rand(7, device=DEVICE),
+        numbers,
+        -100,
+        None,
+        -1,
+        False,
+        None,
+        wants,
     )
     assert loss.isnan().tolist() == [False, False, True, False]
 
@@ -483,7 +537,9 @@ def test_errors(fn, changed, error, words):
 @ANYWHERE
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("inf"), float("nan"), True])
 def test_temperatures(temperature):
-    with pytest.raises(TypeError if temperature is True else ValueError, match=f"temperature is {temperature}"):
+    with pytest.raises(
+        TypeError if temperature is True else ValueError, match=f"temperature is {temperature}"
+    ):
         linear_token_loss(**_given(), temperature=temperature)
 
 
@@ -513,7 +569,8 @@ def test_chunks_equal_the_whole(option, reduction, reference_only, monkeypatch):
 
 @pytest.mark.parametrize("fn", [scalar, tokens], ids=["scalar", "tokens"])
 def test_only_a_chunk_of_logits_is_alive(fn, reference_only, monkeypatch):
-    """What the graph holds between forward and backward is less than one row of logits for each token."""
+    """What the graph holds between forward and backward is less than one row of logits for each
+    token."""
     monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 16)
     M, H, V = 64, 8, 1000
     x, w, held = torch.randn(M, H, requires_grad=True), torch.randn(V, H, requires_grad=True), []

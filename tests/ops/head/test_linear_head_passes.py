@@ -40,7 +40,8 @@ from liger_kernel.ops.head.planning import LEAST, VARIABLE, budget, plan
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 HALF, WAVES, FULL = "16 bits", "16 bits by way of fp32", "fp32"
-PATHS = {  # name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes and the dtype of dW's sum)
+# name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes and the dtype of dW's sum)
+PATHS = {
     "far below H": (3, "auto", None, (1, FULL), (1, HALF), (1, FULL)),
     "at H": (64, 0, None, (1, FULL), (1, HALF), (1, FULL)),
     "above H": (70, 0, None, (2, FULL), (2, HALF), (1, FULL)),
@@ -59,7 +60,9 @@ PATHS = {  # name: (M, memory, accum_dtype, what fp32, bf16 and fp16 do: passes 
 
 def apart(*tensors):
     """Whether no two of them overlap."""
-    places = sorted((t.data_ptr(), t.data_ptr() + t.element_size() * t.numel()) for t in tensors if t.numel())
+    places = sorted(
+        (t.data_ptr(), t.data_ptr() + t.element_size() * t.numel()) for t in tensors if t.numel()
+    )
     return all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
@@ -73,7 +76,11 @@ def test_any_budget_gives_the_same(path, dtype, small, memories):
         for seed in range(1 if M > 100 else 3):
             memories.clear()
             tensors, option = drawn(M, H, V, seed, **SCALARS)
-            draws.append(measured(fn(option, memory=memory, accum_dtype=accum), reference(option), tensors, dtype))
+            draws.append(
+                measured(
+                    fn(option, memory=memory, accum_dtype=accum), reference(option), tensors, dtype
+                )
+            )
             made = [m for m in memories if m.dw is not None]
             assert len(made) == (1 if fn is scalar else 2)  # of two backward passes
             for m in made:
@@ -119,16 +126,23 @@ SIZES = (
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype,weight_dtype", [(B16, B16), (F16, F16), (F32, F32), (B16, F32)], ids=str)
+@pytest.mark.parametrize(
+    "dtype,weight_dtype", [(B16, B16), (F16, F16), (F32, F32), (B16, F32)], ids=str
+)
 def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
-    """Or takes the least: so many tokens or one strip of dW, and fp32 sums where they must be. Strides are aligned."""
+    """Or takes the least: so many tokens or one strip of dW, and fp32 sums where they must be.
+    Strides are aligned."""
     M, H, V = size
     token = V * dtype.itemsize
     aligned = 512 + (63 * token if H % 64 else 0)
     for accum_dtype in None, F32:
         wide = accum_dtype == F32 or dtype == F16
         sums = V * H * (weight_dtype.itemsize + (4 if wide and weight_dtype != F32 else 0))
-        for memory in (0, *(int(2**24 * 1.08**i) for i in range(100)), *(token * n for n in range(0, M, 48))):
+        for memory in (
+            0,
+            *(int(2**24 * 1.08**i) for i in range(100)),
+            *(token * n for n in range(0, M, 48)),
+        ):
             chosen = plan(M, H, V, dtype, weight_dtype, accum_dtype, memory)
             number_of_passes(M, chosen)
             extra = taken(M, H, V, dtype, weight_dtype, chosen)
@@ -150,7 +164,8 @@ def test_without_a_budget_dw_is_about_as_exact_as_pytorchs(size):
         assert number_of_passes(size[0], plan(*size, dtype, dtype, memory=2**50)) == (size[0] > 0)
 
 
-THREE = {  # tokens, channels, classes, tokens of a unit: two chunks, and three where the loss allows them
+# tokens, channels, classes, tokens of a unit: two chunks, and three where the loss allows them
+THREE = {
     (16384, 4096, 128256, 64): ([10304, 6080], [8192, 4096, 4096]),
     (16384, 4096, 128256, 2048): ([10240, 6144], [8192, 4096, 4096]),
     (12288, 4096, 128256, 64): ([8256, 4032], [6912, 2688, 2688]),
@@ -168,14 +183,21 @@ def sizes(M, chosen):
 
 @pytest.mark.parametrize("size", THREE, ids=str)
 def test_a_loss_may_be_of_three_chunks(size):
-    """The logits beyond dW's memory are a third of what it doesn't hold, not half; two chunks are as they were."""
+    """The logits beyond dW's memory are a third of what it doesn't hold, not half; two chunks are
+    as they were."""
     *size, unit = size
     two, three = (plan(*size, B16, B16, unit=unit, few=n) for n in (2, 3))
     assert (sizes(size[0], two), sizes(size[0], three)) == THREE[(*size, unit)]
     if two != three:
         assert taken(*size, B16, B16, three) <= 0.71 * taken(*size, B16, B16, two)
-    for dtypes, given in ((B16, B16), dict(memory=2**30)), ((B16, B16), dict(accum_dtype=F32)), ((B16, F32), {}):
-        assert plan(*size, *dtypes, unit=unit, few=3, **given) == plan(*size, *dtypes, unit=unit, **given)
+    for dtypes, given in (
+        ((B16, B16), dict(memory=2**30)),
+        ((B16, B16), dict(accum_dtype=F32)),
+        ((B16, F32), {}),
+    ):
+        assert plan(*size, *dtypes, unit=unit, few=3, **given) == plan(
+            *size, *dtypes, unit=unit, **given
+        )
 
 
 def test_a_policy_loss_of_16384_tokens_takes_two_gigabytes():
@@ -189,7 +211,8 @@ def test_a_policy_loss_of_16384_tokens_takes_two_gigabytes():
 @pytest.mark.parametrize("H", [1000, 1024, 4230])
 @pytest.mark.parametrize("unit", [64, 300, 1024])
 def test_up_to_five_times_what_dw_holds_are_few_chunks(H, unit):
-    """Also of channels that are no multiple of 64, and tokens that are no whole units; 16 bits are added up in fp32."""
+    """Also of channels that are no multiple of 64, and tokens that are no whole units; 16 bits are
+    added up in fp32."""
     for dtype, weight_dtype in (B16, B16), (F32, F32), (B16, F32):
         holds = H * weight_dtype.itemsize // dtype.itemsize
         for M in range(300, 5 * holds, 300):
@@ -208,7 +231,9 @@ def test_a_common_head_takes_half_of_dw():
 @pytest.mark.parametrize("constant", ["ROWS", "LEAST", "TILE", "FREE", "waves"])
 def test_a_plan_is_kept_while_the_constants_are_the_same(constant, monkeypatch):
     def plans():
-        return [plan(*size, B16, B16, memory=memory) for size in SIZES[:5] for memory in (-1, 0, 2**30)]
+        return [
+            plan(*size, B16, B16, memory=memory) for size in SIZES[:5] for memory in (-1, 0, 2**30)
+        ]
 
     before = plans()
     assert all(a is b for a, b in zip(before, plans(), strict=True))
@@ -263,7 +288,10 @@ def test_a_third_backward_raises(fn):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("memory", ["auto", 0])
 def test_gradients_of_two_steps_add_up(reduction, memory, small):
-    got, want, plain = *(cast(drawn()[0], F32) for _ in range(2)), whole_scalar({}, reduction=reduction)
+    got, want, plain = (
+        *(cast(drawn()[0], F32) for _ in range(2)),
+        whole_scalar({}, reduction=reduction),
+    )
     for seed, scale in (1, 1.0), (2, 0.25), (3, 1.0):
         batch = cast(drawn(30, seed=seed)[0], F32)
         batch = {k: batch[k] for k in ("hidden", "target")}
@@ -315,7 +343,8 @@ def test_evaluation_takes_no_gradient(fn, taken_gradients, memories):
 
 @BOTH
 def test_the_graph_holds_no_logits(fn, small):
-    """Between forward and backward: nothing as large for the per-token outputs, the gradients for the loss."""
+    """Between forward and backward: nothing as large for the per-token outputs, the gradients for
+    the loss."""
     M, held = 300, []
     tensors = cast(drawn(M, H, V)[0], F32)
 
@@ -325,7 +354,9 @@ def test_the_graph_holds_no_logits(fn, small):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         total(fn, tensors, dict(memory=0))
-    assert max(held) <= V * H * 4 + LEAST * V * 4 if fn is scalar else max(held) <= max(V, M) * H * 4
+    assert (
+        max(held) <= V * H * 4 + LEAST * V * 4 if fn is scalar else max(held) <= max(V, M) * H * 4
+    )
 
 
 # ---- what is left out, and what is divided by ----
@@ -337,13 +368,16 @@ def test_the_graph_holds_no_logits(fn, small):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", [{}, SCALARS], ids=["plain", "options"])
 def test_num_items(option, reduction, as_tensor, dtype):
-    """The sum divided by it, class weights and z-loss, too; without another rounding of the gradients."""
+    """The sum divided by it, class weights and z-loss, too; without another rounding of the
+    gradients."""
     given = torch.tensor(123.0, device=DEVICE) if as_tensor else 123
     draws = []
     for seed in range(3):
         tensors, rest = drawn(seed=seed, **option)
         mine = scalar(rest, reduction=reduction, num_items=given)
-        draws.append(measured(mine, whole_scalar(rest, reduction=reduction, num_items=123), tensors, dtype))
+        draws.append(
+            measured(mine, whole_scalar(rest, reduction=reduction, num_items=123), tensors, dtype)
+        )
     assert_as_exact_as(draws)
 
 
@@ -359,7 +393,9 @@ def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories)
     tensors["target"] = tensors["target"].to(place)
 
     def loss(drop):
-        asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+        asked = dict.fromkeys(
+            ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
+        )
         out = scalar(option, reduction=reduction, drop_ignored=drop, **asked)
         return lambda **tensors: tuple(vars(out(**tensors)).values())
 
@@ -373,7 +409,10 @@ def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories)
             same(run(fn(drop), tensors)[0], want, atol=1e-5)
             if memories:  # made by the kernels
                 kept = {"some": 9, "all": 14, "no": 0}[left] if drop or place == "cpu" else 14
-                assert all(sum(m.passes["token_loss"] or m.passes["token_gradient"]) == kept for m in memories)
+                assert all(
+                    sum(m.passes["token_loss"] or m.passes["token_gradient"]) == kept
+                    for m in memories
+                )
 
 
 @ANYWHERE
@@ -381,11 +420,23 @@ def test_log_probabilities_of_sequences():
     """(B, T) targets and hidden states of any strides: -loss, alone and with the entropy."""
     B, T, option = 3, 4, dict(temperature=0.7, softcap=5.0)
     tensors = cast(drawn(B * T)[0], F32)
-    turned = tensors["hidden"].detach().view(B, T, -1).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    turned = (
+        tensors["hidden"]
+        .detach()
+        .view(B, T, -1)
+        .transpose(0, 1)
+        .contiguous()
+        .transpose(0, 1)
+        .requires_grad_()
+    )
 
     def log_probs(hidden, weight, target, bias):
-        both = token_log_probs(hidden, weight, target.view(B, T), bias, **option, return_entropy=True)
-        assert torch.equal(both[0], token_log_probs(hidden, weight, target.view(B, T), bias, **option))
+        both = token_log_probs(
+            hidden, weight, target.view(B, T), bias, **option, return_entropy=True
+        )
+        assert torch.equal(
+            both[0], token_log_probs(hidden, weight, target.view(B, T), bias, **option)
+        )
         return both
 
     def want(hidden, weight, target, bias):
@@ -403,14 +454,20 @@ def test_compiles_whole(memory, small):
 
     def log_probs(hidden, weight, target, bias):
         hidden, target = hidden.unflatten(0, (4, 50)), target.unflatten(0, (4, 50))
-        return token_log_probs(hidden, weight, target, bias, temperature=0.7, return_entropy=True, memory=memory)
+        return token_log_probs(
+            hidden, weight, target, bias, temperature=0.7, return_entropy=True, memory=memory
+        )
 
     def loss(hidden, weight, target, bias):
-        return liger_fused_linear_cross_entropy(hidden, weight, target, bias, softcap=5.0, memory=memory)
+        return liger_fused_linear_cross_entropy(
+            hidden, weight, target, bias, softcap=5.0, memory=memory
+        )
 
     for fn in log_probs, loss:
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-        same(run(compiled, tensors)[0], run(fn, tensors)[0], atol=1e-5)  # eager drops the ignored rows of the CPU's
+        same(
+            run(compiled, tensors)[0], run(fn, tensors)[0], atol=1e-5
+        )  # eager drops the ignored rows of the CPU's
 
 
 class Filled(TorchDispatchMode):
@@ -427,7 +484,8 @@ class Filled(TorchDispatchMode):
 
 
 def test_a_number_of_items_is_filled_on_the_device():
-    """Not copied from the host, for which a CUDA stream would be waited for, and which a CUDA graph cannot have."""
+    """Not copied from the host, for which a CUDA stream would be waited for, and which a CUDA graph
+    cannot have."""
     h, w = torch.randn(3, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE)
     y = torch.arange(3, device=DEVICE)
     with Filled() as filled:

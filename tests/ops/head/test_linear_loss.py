@@ -1,4 +1,5 @@
-"""A scalar loss of a linear head's token log-probabilities: passes over whole groups, gradients in forward."""
+"""A scalar loss of a linear head's token log-probabilities: passes over whole groups, gradients in
+forward."""
 
 import pytest
 import torch
@@ -31,8 +32,12 @@ def plain(kind, temperature=1.0, return_entropy=False, **_):
             inside = (first[..., None] == torch.arange(V, device=z.device)).any(-2)
             rest = every.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)
             found = torch.cat((found, rest.where((target != -100).any(-1, keepdim=True), 0)), -1)
-        entropy = -(every.exp() * every).sum(-1).where(target != -100, 0) if return_entropy else None
-        given = [x if x is None or parts == 1 else x.unflatten(0, (parts, -1)) for x in (found, entropy)]
+        entropy = (
+            -(every.exp() * every).sum(-1).where(target != -100, 0) if return_entropy else None
+        )
+        given = [
+            x if x is None or parts == 1 else x.unflatten(0, (parts, -1)) for x in (found, entropy)
+        ]
         value, *others = fn(slice(None), *given)
         return value, *(x.detach() for x in others)
 
@@ -60,14 +65,19 @@ def test_against_float64(kind, option, dtype):
             got, once, twice = run(ours(kind, **option), mine)
         theirs = run_plain(plain(kind, **option), tensors, dtype)
         exact, *_ = run(plain(kind, **option), cast(cast(tensors, dtype), F64))
-        # A loss is a difference of sums s, which were rounded, too, and its slope moves by half as much: 0.5·s·eps/2.
+        # A loss is a difference of sums s, which were rounded, too, and its slope moves by half as
+        # much: 0.5·s·eps/2.
         sums = {k: e for k, e in exact.items() if k.startswith("output")}
         roundings = 4  # as the head's Case has it
         if KINDS[kind][0] is not of_tokens:
             roundings += 0.25 * float(exact["output 1"].abs().max())
         draws.append(errors(got, theirs, exact, cast(tensors, dtype) | sums, roundings))
-        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
-        assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), "an input was written to"
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
+            "a second backward differs"
+        )
+        assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), (
+            "an input was written to"
+        )
     assert_as_exact_as(draws)
 
 
@@ -87,8 +97,11 @@ def same(got, want, tolerance):
 @pytest.mark.parametrize("where", ["kernels", "float64", "reference"])
 @pytest.mark.parametrize("memory", [0, V * 4 * 12, "auto"])
 @pytest.mark.parametrize("drop_ignored", [False, True])
-def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory, drop_ignored, monkeypatch):
-    """Groups that fill passes, groups larger than one (memory 0), some of them shorter than others."""
+def test_neither_passes_nor_dropping_change_anything(
+    kind, option, where, memory, drop_ignored, monkeypatch
+):
+    """Groups that fill passes, groups larger than one (memory 0), some of them shorter than
+    others."""
     dtype = F64 if where == "float64" else F32
     if where == "reference":
         monkeypatch.setattr(grouped_loss.devices, "INTERPRETED", False)
@@ -98,20 +111,31 @@ def test_neither_passes_nor_dropping_change_anything(kind, option, where, memory
     monkeypatch.setattr(planning, "LEAST", 8)
     tensors = cast(drawn(kind), dtype)
     got = outcome(ours(kind, **option, memory=memory, drop_ignored=drop_ignored), tensors)
-    same(got, outcome(plain(kind, **option), cast(drawn(kind), F64)), 1e-12 if dtype == F64 else 5e-6)
+    same(
+        got, outcome(plain(kind, **option), cast(drawn(kind), F64)), 1e-12 if dtype == F64 else 5e-6
+    )
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["all classes", "all possible classes"])
 def test_a_rest_of_nothing(only, anywhere):
-    """All classes, or all whose logits are not -inf, are beside the rest: its log-probability is -inf, not NaN."""
+    """All classes, or all whose logits are not -inf, are beside the rest: its log-probability is
+    -inf, not NaN."""
     torch.manual_seed(0)
     possible = torch.arange(2) if only else torch.arange(V)
     target = possible.expand(5, -1).to(DEVICE)
     bias = torch.full((V,), -torch.inf).index_fill(0, possible, 0.5).to(DEVICE)
     results, rests = [], []
     for rest_of in (0, len(possible)):
-        h = torch.randn(5, H, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
-        w = torch.randn(V, H, generator=torch.Generator().manual_seed(2)).to(DEVICE).requires_grad_()
+        h = (
+            torch.randn(5, H, generator=torch.Generator().manual_seed(1))
+            .to(DEVICE)
+            .requires_grad_()
+        )
+        w = (
+            torch.randn(V, H, generator=torch.Generator().manual_seed(2))
+            .to(DEVICE)
+            .requires_grad_()
+        )
 
         def fn(part, log_probs, _, rest_of=rest_of):
             rests.append(log_probs[:, -1].detach() if rest_of else None)
@@ -139,7 +163,8 @@ def products(monkeypatch):
 
 
 def test_groups_stay_together(products, monkeypatch):
-    """No logits twice while a group fits; two products more where it doesn't; one of each in evaluation."""
+    """No logits twice while a group fits; two products more where it doesn't; one of each in
+    evaluation."""
     monkeypatch.setattr(planning, "LEAST", 8)
     all_of = True, True, True
     for memory, want in ((V * 4 * 12, [([30], all_of)]), (V * 4 * 9, None)):
@@ -179,13 +204,19 @@ def test_a_group_longer_than_the_first_pass(lengths, products, monkeypatch):
         def theirs(hidden, weight, bias, target, fn=fn):
             z = F.linear(hidden.reshape(-1, H), weight, bias).unflatten(0, target.shape)
             log_p = (z if z.dtype == F64 else z.float()).log_softmax(-1)
-            log_p = log_p.gather(-1, target.clamp(min=0)[..., None]).squeeze(-1).where(target != -100, 0)
+            log_p = (
+                log_p.gather(-1, target.clamp(min=0)[..., None])
+                .squeeze(-1)
+                .where(target != -100, 0)
+            )
             value, *others = fn(slice(None), log_p, None)
             return value, *(x.detach() for x in others)
 
         got, exact = outcome(mine, tensors), outcome(theirs, cast(tensors, F64))
         assert sum(products[-1][0]) == sum(lengths) and len(products[-1][0]) > 1
-        of = errors(got, run_plain(theirs, tensors, b16), exact, tensors | {"sums": exact["output 1"]}, 30)
+        of = errors(
+            got, run_plain(theirs, tensors, b16), exact, tensors | {"sums": exact["output 1"]}, 30
+        )
         assert_as_exact_as([of])
 
 
@@ -285,11 +316,16 @@ def test_autocast():
 def test_non_contiguous():
     tensors = cast(drawn("sequences"), F32)
     want = outcome(ours("sequences"), tensors)
-    wide = torch.cat((tensors["hidden"], torch.full_like(tensors["hidden"][:, :1], torch.nan)), 1).detach()
+    wide = torch.cat(
+        (tensors["hidden"], torch.full_like(tensors["hidden"][:, :1], torch.nan)), 1
+    ).detach()
     got = outcome(
         lambda hidden, **rest: ours("sequences")(hidden=hidden[:, :-1], **rest),
         tensors
-        | dict(hidden=wide.requires_grad_(), weight=tensors["weight"].detach().t().contiguous().t().requires_grad_()),
+        | dict(
+            hidden=wide.requires_grad_(),
+            weight=tensors["weight"].detach().t().contiguous().t().requires_grad_(),
+        ),
     )
     got["dhidden"] = got["dhidden"][:, :-1]
     same(got, want, 2e-6)
@@ -304,27 +340,39 @@ def test_inside_a_compiled_function():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12), parts=st.sampled_from([1, 2]),
-    first=st.integers(0, 40), rows=st.integers(1, 30),
-)  # fmt: skip
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    parts=st.sampled_from([1, 2]),
+    first=st.integers(0, 40),
+    rows=st.integers(1, 30),
+)
 def test_every_token_is_in_one_pass(sizes, parts, first, rows):
-    """Whatever the groups' lengths: whole groups, in order, no more tokens than a pass has, or one group."""
+    """Whatever the groups' lengths: whole groups, in order, no more tokens than a pass has, or one
+    group."""
     T = 10
     valid = torch.zeros(parts, len(sizes), T, dtype=torch.bool)
     for g, n in enumerate(sizes):
         valid[:, g, :n] = True
     lead = torch.Size((parts * len(sizes), T))
     target = torch.zeros(lead.numel(), dtype=torch.long)
-    groups = grouped_loss._Groups(None, target, lead, valid.view(-1), "cpu", grouped_loss._Options(parts))
+    groups = grouped_loss._Groups(
+        None, target, lead, valid.view(-1), "cpu", grouped_loss._Options(parts)
+    )
     spans = groups.spans(first, rows)
     assert [a for a, _ in spans] == [0, *(b for _, b in spans[:-1])] and spans[-1][1] == len(sizes)
     for k, (a, b) in enumerate(spans):
         tokens = groups.of_groups(a, b)
-        assert len(tokens) <= (first if k == 0 and first else rows) or sum(n > 0 for n in sizes[a:b]) == 1
+        assert (
+            len(tokens) <= (first if k == 0 and first else rows)
+            or sum(n > 0 for n in sizes[a:b]) == 1
+        )
         kept = torch.zeros(lead.numel(), dtype=torch.bool)
         kept[tokens] = True
         kept = kept.view(parts, len(sizes), T)
-        assert torch.equal(kept[:, a:b], valid[:, a:b]) and not kept[:, :a].any() and not kept[:, b:].any()
+        assert (
+            torch.equal(kept[:, a:b], valid[:, a:b])
+            and not kept[:, :a].any()
+            and not kept[:, b:].any()
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +381,10 @@ def test_every_token_is_in_one_pass(sizes, parts, first, rows):
         (dict(target=torch.zeros(3, 7, dtype=torch.long)), "target has shape"),
         (dict(parts=3), "no groups of 3"),
         (dict(temperature=0.0), "temperature"),
-        (dict(target=torch.zeros(4, 7, 2, dtype=torch.long), return_entropy=True), "several classes"),
+        (
+            dict(target=torch.zeros(4, 7, 2, dtype=torch.long), return_entropy=True),
+            "several classes",
+        ),
         (dict(weight=torch.zeros(V, H + 1)), "weight"),
         (dict(memory="plenty"), "memory"),
         (dict(few=1), "few"),

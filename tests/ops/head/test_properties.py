@@ -1,4 +1,5 @@
-"""What nobody thought of: the losses at random shapes, strides, dtypes, options and budgets, against fp64."""
+"""What nobody thought of: the losses at random shapes, strides, dtypes, options and budgets,
+against fp64."""
 
 import pytest
 import torch
@@ -22,18 +23,25 @@ pytestmark = pytest.mark.thorough
 
 
 def examples(n):
-    """The same ones each time; few on a GPU, where each compiles kernels. Shrinking one that fails takes minutes."""
+    """The same ones each time; few on a GPU, where each compiles kernels. Shrinking one that fails
+    takes minutes."""
     return settings(
-        max_examples=n // (2 if DEVICE == "cpu" else 8), derandomize=True, database=None, deadline=None,
-        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
-    )  # fmt: skip
+        max_examples=n // (2 if DEVICE == "cpu" else 8),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
 
 
 # ---- what is drawn ----
 
 
 def some(**strategies):
-    return st.fixed_dictionaries({}, optional={k: st.sampled_from(values) for k, values in strategies.items()})
+    return st.fixed_dictionaries(
+        {}, optional={k: st.sampled_from(values) for k, values in strategies.items()}
+    )
 
 
 def unaligned(t):
@@ -49,16 +57,25 @@ TENSORS = "hidden", "weight", "bias", "class_weight", "target"
 LAYOUTS = dict(spread=spread, unaligned=unaligned, turned=turned)
 INPUTS = st.fixed_dictionaries(
     dict(
-        M=st.integers(0, 70), H=st.integers(1, 40), V=st.integers(1, 300), dtype=st.sampled_from([F32, B16, F16]),
-        size=st.sampled_from([0.1, 1.0, 4.0]), bias=st.booleans(), class_weight=st.booleans(),
-        ignored=st.sampled_from([0.0, 0.4, 0.95, 1.0]), seed=st.integers(0, 2**16),
+        M=st.integers(0, 70),
+        H=st.integers(1, 40),
+        V=st.integers(1, 300),
+        dtype=st.sampled_from([F32, B16, F16]),
+        size=st.sampled_from([0.1, 1.0, 4.0]),
+        bias=st.booleans(),
+        class_weight=st.booleans(),
+        ignored=st.sampled_from([0.0, 0.4, 0.95, 1.0]),
+        seed=st.integers(0, 2**16),
         learnt=st.sets(st.sampled_from(TENSORS[:3])),
         layouts=st.dictionaries(st.sampled_from(TENSORS), st.sampled_from([*LAYOUTS]), max_size=3),
     )
-)  # fmt: skip
+)
 OPTIONS = some(
-    softcap=[1.5, 30.0], ignore_index=[-1, 0, 7], label_smoothing=[0.1, 1.0], lse_square_scale=[1e-3, 0.1]
-)  # fmt: skip
+    softcap=[1.5, 30.0],
+    ignore_index=[-1, 0, 7],
+    label_smoothing=[0.1, 1.0],
+    lse_square_scale=[1e-3, 0.1],
+)
 SCALES = some(logit_scale=[0.25, 3.0])
 REDUCTIONS = some(reduction=["mean", "sum", "none"])
 BUDGETS = st.builds(
@@ -72,11 +89,16 @@ def made(given, option, logits=False):
     """The tensors on the device; at least one of them learns."""
     M, H, V = (given[k] for k in "MHV")
     torch.manual_seed(given["seed"])
-    target = torch.randint(V, (M,)).where(torch.rand(M) >= given["ignored"], option.get("ignore_index", -100))
+    target = torch.randint(V, (M,)).where(
+        torch.rand(M) >= given["ignored"], option.get("ignore_index", -100)
+    )
     if logits:
         tensors, learnt = dict(hidden=torch.randn(M, V) * given["size"] * 3), {"hidden"}
     else:
-        tensors, learnt = dict(hidden=torch.randn(M, H) * given["size"], weight=torch.randn(V, H) / H**0.5), {"weight"}
+        tensors, learnt = (
+            dict(hidden=torch.randn(M, H) * given["size"], weight=torch.randn(V, H) / H**0.5),
+            {"weight"},
+        )
         if given["bias"]:
             tensors["bias"] = torch.randn(V)
     learnt = given["learnt"] & tensors.keys() or learnt
@@ -84,18 +106,24 @@ def made(given, option, logits=False):
     if given["class_weight"]:
         tensors["class_weight"] = torch.linspace(0.5, 2, V)
     tensors = cast(tensors | dict(target=target), given["dtype"])
-    return {k: LAYOUTS[given["layouts"][k]](t) if k in given["layouts"] else t for k, t in tensors.items()}
+    return {
+        k: LAYOUTS[given["layouts"][k]](t) if k in given["layouts"] else t
+        for k, t in tensors.items()
+    }
 
 
 def logits_of(tensors):
-    return F.linear(*(tensors[k].detach().to(F64) for k in ("hidden", "weight", "bias") if k in tensors))
+    return F.linear(
+        *(tensors[k].detach().to(F64) for k in ("hidden", "weight", "bias") if k in tensors)
+    )
 
 
 # ---- what is asked of the result ----
 
 
 def assert_near(fn, reference, tensors, logits, roundings=8):
-    """Within some roundings of the largest value, and what a rounding of the largest logit does to it."""
+    """Within some roundings of the largest value, and what a rounding of the largest logit does to
+    it."""
     exact, *_ = run(reference, cast(tensors, F64))
     with PoisonedEmpty():
         got, *_ = run(fn, tensors, strided=True)
@@ -107,7 +135,9 @@ def assert_near(fn, reference, tensors, logits, roundings=8):
         if e.numel():
             largest = max(float(e.abs().max()), most if k.startswith("output") else 1e-2)
             error = float((got[k].to(F64) - e).abs().max())
-            assert error <= allowed * largest, f"{k}: error {error:.3g}, largest {largest:.3g}, allowed {allowed:.3g}"
+            assert error <= allowed * largest, (
+                f"{k}: error {error:.3g}, largest {largest:.3g}, allowed {allowed:.3g}"
+            )
 
 
 def assert_counted(out, logits, target, ignored):
@@ -142,13 +172,22 @@ def test_the_loss_of_a_linear_head(constants, given, option, scale, budget, redu
         return reduced(out, target, class_weight, ignore_index=ignored, **reduction, **items)
 
     given = option | scale | budget | reduction | items
-    assert_near(scalar(given), reference, tensors, z, 8 + given.get("num_items", 0) // 77 + len(z) // 32)
+    assert_near(
+        scalar(given), reference, tensors, z, 8 + given.get("num_items", 0) // 77 + len(z) // 32
+    )
     with torch.no_grad():
         assert_counted(scalar(given, **COUNTS)(**tensors), z, tensors["target"], ignored)
 
 
 @examples(40)
-@given(INPUTS, OPTIONS, SCALES, some(temperature=[0.5, 1.7]), BUDGETS, st.sets(st.sampled_from(NAMES[:3]), min_size=1))
+@given(
+    INPUTS,
+    OPTIONS,
+    SCALES,
+    some(temperature=[0.5, 1.7]),
+    BUDGETS,
+    st.sets(st.sampled_from(NAMES[:3]), min_size=1),
+)
 def test_the_tokens_of_a_linear_head(constants, given, option, scale, temperature, budget, through):
     """With gradients that come in through some of the outputs."""
     tensors, option = made(given, option), option | scale | temperature
@@ -170,7 +209,9 @@ def test_cross_entropy_of_logits(given, option, reduction):
     z = tensors["hidden"].detach().to(F64)
 
     def loss(hidden, target, class_weight=None, **more):
-        return liger_cross_entropy(1 * hidden, target, class_weight, loss_dtype=F32, **option, **reduction, **more)
+        return liger_cross_entropy(
+            1 * hidden, target, class_weight, loss_dtype=F32, **option, **reduction, **more
+        )
 
     def reference(hidden, target, class_weight=None):
         out = whole_logits(hidden, target, class_weight, **option)
@@ -182,12 +223,17 @@ def test_cross_entropy_of_logits(given, option, reduction):
 
 @examples(2000)
 @given(
-    st.one_of(st.integers(0, 5000), st.integers(0, 200_000)), st.integers(1, 128), st.integers(30_000, 300_000),
-    st.sampled_from([(B16, B16), (F16, F16), (F32, F32), (B16, F32)]), st.sampled_from([None, F32]),
-    st.floats(0, 1.5), st.integers(0, 2**24),
-)  # fmt: skip
+    st.one_of(st.integers(0, 5000), st.integers(0, 200_000)),
+    st.integers(1, 128),
+    st.integers(30_000, 300_000),
+    st.sampled_from([(B16, B16), (F16, F16), (F32, F32), (B16, F32)]),
+    st.sampled_from([None, F32]),
+    st.floats(0, 1.5),
+    st.integers(0, 2**24),
+)
 def test_plans(M, H, V, dtypes, accum_dtype, share, more):
-    """Each token is in a pass, and the passes are within the budget, or the least: see test_linear_head.py."""
+    """Each token is in a pass, and the passes are within the budget, or the least: see
+    test_linear_head.py."""
     H, (dtype, weight_dtype) = 64 * H, dtypes
     token = V * dtype.itemsize
     memory = int(share * M * token) + more

@@ -1,4 +1,5 @@
-"""nll, entropy and chosen log-probabilities of a linear head under a temperature. Across ranks: test_distributed.py."""
+"""nll, entropy and chosen log-probabilities of a linear head under a temperature. Across ranks:
+test_distributed.py."""
 
 import math
 
@@ -12,7 +13,9 @@ from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Funct
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyTPFunction as TPFunction
 from liger_kernel.ops.functional import liger_fused_linear_scaled_cross_entropy_tp
 from liger_kernel.ops.head.scaled_cross_entropy import _first_of_equal
-from liger_kernel.ops.head.scaled_cross_entropy import fused_linear_scaled_cross_entropy_reference as reference
+from liger_kernel.ops.head.scaled_cross_entropy import (
+    fused_linear_scaled_cross_entropy_reference as reference,
+)
 
 IDS = (4, 0, 11, 4, 4, 1)  # in no order, some more than once
 OPTIONS = (
@@ -31,7 +34,9 @@ def drawn(option, M=9, H=24, V=77, seed=0):
     torch.manual_seed(seed)
     option = dict(option)
     ids = option.pop("selected_token_ids", None)
-    target = torch.randint(V, (M,)).where(torch.arange(M) % 3 != 1, option.get("ignore_index", -100))
+    target = torch.randint(V, (M,)).where(
+        torch.arange(M) % 3 != 1, option.get("ignore_index", -100)
+    )
     x, w = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5
     if M > 2:
         x[0] = 14 * w[target[0]] / w[target[0]].square().sum()  # a confident row
@@ -40,14 +45,24 @@ def drawn(option, M=9, H=24, V=77, seed=0):
 
 
 def ours(option):
-    return lambda input, weight, target, **ids: Function.apply(input, weight, target, **option, **ids)
+    return lambda input, weight, target, **ids: Function.apply(
+        input, weight, target, **option, **ids
+    )
 
 
 def plain(option):
     return lambda input, weight, target, **ids: reference(input, weight, target, **option, **ids)
 
 
-def definition(input, weight, target, temperature=1, ignore_index=-100, return_entropy=False, selected_token_ids=None):
+def definition(
+    input,
+    weight,
+    target,
+    temperature=1,
+    ignore_index=-100,
+    return_entropy=False,
+    selected_token_ids=None,
+):
     """Row by row, class by class."""
     nll, entropy, selected = [], [], []
     for h, y in zip(input, target.tolist(), strict=True):
@@ -60,12 +75,15 @@ def definition(input, weight, target, temperature=1, ignore_index=-100, return_e
         if selected_token_ids is not None:
             selected.append(torch.stack([log_p[k] for k in selected_token_ids.tolist()]) * kept)
     outputs = torch.stack(nll), torch.stack(entropy) if return_entropy else None
-    return tuple(x for x in (*outputs, torch.stack(selected) if selected else None) if x is not None)
+    return tuple(
+        x for x in (*outputs, torch.stack(selected) if selected else None) if x is not None
+    )
 
 
 @OPTION
 def test_is_what_its_definition_says(option):
-    """In fp64, which no kernel takes, to the last digits; gradients of random incoming ones through all outputs."""
+    """In fp64, which no kernel takes, to the last digits; gradients of random incoming ones through
+    all outputs."""
     tensors, option = drawn(option, M=5, H=4, V=13)
     got, *_ = run(ours(option), cast(tensors, torch.float64))
     want, *_ = run(lambda **kwargs: definition(**kwargs, **option), cast(tensors, torch.float64))
@@ -85,15 +103,24 @@ def test_against_float64(option, dtype):
             got, once, twice = run(ours(rest), mine)
         theirs = run_plain(plain(rest), tensors, dtype)
         exact, *_ = run(plain(rest), cast(cast(tensors, dtype), torch.float64))
-        draws.append(errors(got, theirs, exact, cast(tensors, dtype), 4))  # as the head's Case has it
-        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), "a second backward differs"
-        assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), "an input was written to"
+        draws.append(
+            errors(got, theirs, exact, cast(tensors, dtype), 4)
+        )  # as the head's Case has it
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
+            "a second backward differs"
+        )
+        assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), (
+            "an input was written to"
+        )
     assert_as_exact_as(draws)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_shapes_and_dtypes(dtype):
-    """nll and selected in fp32 (fp64), entropy in the input's dtype; what was not asked for is not there."""
+    """nll and selected in fp32 (fp64), entropy in the input's dtype; what was not asked for is not
+    there."""
     tensors, _ = drawn(dict(selected_token_ids=IDS))
     tensors = cast(tensors, dtype)
     ids = tensors.pop("selected_token_ids")
@@ -101,7 +128,9 @@ def test_shapes_and_dtypes(dtype):
     nll = Function.apply(*tensors.values())
     assert isinstance(nll, torch.Tensor) and (nll.dtype, nll.shape) == (wide, (9,))
     for asked in (dict(return_entropy=True), dict(selected_token_ids=ids), None):
-        out = Function.apply(*tensors.values(), **(asked or dict(return_entropy=True, selected_token_ids=ids)))
+        out = Function.apply(
+            *tensors.values(), **(asked or dict(return_entropy=True, selected_token_ids=ids))
+        )
         want = [(wide, (9,))]
         if asked is None or "return_entropy" in asked:
             want.append((dtype, (9,)))
@@ -147,7 +176,9 @@ def test_the_entropy_pushes_as_the_paper_says():
     _, entropy = Function.apply(z, torch.eye(12, device=DEVICE), target, 0.5, -100, 1, True)
     (dz,) = torch.autograd.grad(entropy.sum(), z)
     log_p = (z.detach() / 0.5).log_softmax(-1)
-    torch.testing.assert_close(dz, -log_p.exp() * (log_p + entropy.detach()[:, None]) / 0.5, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dz, -log_p.exp() * (log_p + entropy.detach()[:, None]) / 0.5, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_selected_agrees_with_nll():
@@ -176,7 +207,9 @@ def test_first_of_equal(ids):
 
 def test_no_ids():
     tensors, _ = drawn({})
-    nll, selected = Function.apply(*cast(tensors, torch.float32).values(), 1.0, -100, 1, False, _ids([]))
+    nll, selected = Function.apply(
+        *cast(tensors, torch.float32).values(), 1.0, -100, 1, False, _ids([])
+    )
     assert selected.shape == (9, 0)
     (nll.sum() + selected.sum()).backward()
 
@@ -220,7 +253,8 @@ def test_compiles_whole(option):
 
 
 def test_autocast():
-    """The head's product in autocast's dtype, for the chosen classes too; the outputs as without it."""
+    """The head's product in autocast's dtype, for the chosen classes too; the outputs as without
+    it."""
     tensors, option = drawn(OPTIONS[4])
     tensors = cast(tensors, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -260,7 +294,11 @@ SHARED = {  # name: (replaced arguments, error, what its text says)
     "target 2-D": (dict(target=Y[:, None]), ValueError, "target has shape"),
     "no rows": (dict(_input=X[:0], target=Y[:0]), ValueError, "at least one row"),
     "no classes": (dict(weight=W[:0]), ValueError, "at least one row, feature and class"),
-    "no features": (dict(_input=X[:, :0], weight=W[:, :0]), ValueError, "at least one row, feature"),
+    "no features": (
+        dict(_input=X[:, :0], weight=W[:, :0]),
+        ValueError,
+        "at least one row, feature",
+    ),
     "weight elsewhere": (dict(weight=_meta(W)), ValueError, "weight on meta"),
     "target elsewhere": (dict(target=_meta(Y)), ValueError, "target on meta"),
     "target int32": (dict(target=Y.int()), TypeError, "target is torch.int32"),
@@ -279,12 +317,28 @@ ALONE = {
     "tiles a bool": (dict(m_tiles_per_cluster=True), TypeError, "m_tiles_per_cluster is True"),
     "ids 2-D": (dict(selected_token_ids=_ids([[1]])), ValueError, "selected_token_ids has shape"),
     "ids 0-D": (dict(selected_token_ids=_ids(1)), ValueError, "selected_token_ids has shape"),
-    "ids int32": (dict(selected_token_ids=_ids([1], torch.int32)), TypeError, "selected_token_ids is torch.int32"),
-    "ids elsewhere": (dict(selected_token_ids=_meta(_ids([1]))), ValueError, "selected_token_ids on meta"),
+    "ids int32": (
+        dict(selected_token_ids=_ids([1], torch.int32)),
+        TypeError,
+        "selected_token_ids is torch.int32",
+    ),
+    "ids elsewhere": (
+        dict(selected_token_ids=_meta(_ids([1]))),
+        ValueError,
+        "selected_token_ids on meta",
+    ),
 }
 ALONE_RANGE = {
-    "id too large": (dict(selected_token_ids=_ids([2, 7])), ValueError, "7 is in selected_token_ids"),
-    "id negative": (dict(selected_token_ids=_ids([-100])), ValueError, "-100 is in selected_token_ids"),
+    "id too large": (
+        dict(selected_token_ids=_ids([2, 7])),
+        ValueError,
+        "7 is in selected_token_ids",
+    ),
+    "id negative": (
+        dict(selected_token_ids=_ids([-100])),
+        ValueError,
+        "-100 is in selected_token_ids",
+    ),
 }
 TP_ONLY = {
     "3 tiles": (dict(tiles_per_reduce=3), ValueError, "tiles_per_reduce is 3"),
@@ -336,7 +390,11 @@ def test_errors_of_tp(given, error, text, one_process):
 @pytest.mark.skipif(ON_CPU, reason="on the CPU it raises")
 def test_out_of_range_gives_nan_where_looking_costs():
     nll, selected = Function.apply(X, W, _ids([0, 7, 6]), 1.0, -100, 1, False, _ids([1, -1, 7]))
-    assert nll.isnan().tolist() == [False, True, False] and selected.isnan().any(0).tolist() == [False, True, True]
+    assert nll.isnan().tolist() == [False, True, False] and selected.isnan().any(0).tolist() == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_tp_of_one_process(one_process):
@@ -345,7 +403,9 @@ def test_tp_of_one_process(one_process):
     for group in (None, dist.group.WORLD):
         for tiles in (1, 2, 4):
             mine, theirs = cast(tensors, torch.bfloat16), cast(tensors, torch.bfloat16)
-            nll, entropy = liger_fused_linear_scaled_cross_entropy_tp(*mine.values(), group, 0.7, -100, tiles, True)
+            nll, entropy = liger_fused_linear_scaled_cross_entropy_tp(
+                *mine.values(), group, 0.7, -100, tiles, True
+            )
             want = Function.apply(*theirs.values(), 0.7, -100, 1, True)
             assert nll.dtype == entropy.dtype == torch.float32
             assert torch.equal(nll, want[0]) and torch.equal(entropy.bfloat16(), want[1])

@@ -1,4 +1,5 @@
-"""Cross entropy of logits whose classes are spread over ranks: on one rank, and on two against all logits on one."""
+"""Cross entropy of logits whose classes are spread over ranks: on one rank, and on two against all
+logits on one."""
 
 from functools import partial
 
@@ -25,7 +26,8 @@ S, B, V = 3, 2, 14
 
 
 def drawn(dtype=torch.float32, V=V):
-    """The same on all ranks: a confident row, classes that are masked on the second rank, ignored tokens."""
+    """The same on all ranks: a confident row, classes that are masked on the second rank, ignored
+    tokens."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(S, B, V, generator=g, dtype=torch.float64) * 3
     y = torch.randint(V, (S, B), generator=g)
@@ -57,11 +59,17 @@ def test_as_deepspeed_calls_it():
     loss = LigerVocabParallelCEFunction.apply(
         x.reshape(-1, 1, V), y.reshape(-1, 1), None, -100, 0.0, "pytorch", "global"
     )
-    assert loss.shape == (S * B, 1) and loss.dtype == torch.float32 and loss[y.reshape(-1) == -100].eq(0).all()
+    assert (
+        loss.shape == (S * B, 1)
+        and loss.dtype == torch.float32
+        and loss[y.reshape(-1) == -100].eq(0).all()
+    )
     want = F.cross_entropy(x.view(-1, V), y.view(-1), reduction="none")
     torch.testing.assert_close(loss.view(-1), want)
     g = torch.rand(S * B, device=DEVICE)
-    for a, b in zip(*(torch.autograd.grad(o, x, g.view(o.shape)) for o in (loss, want)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(o, x, g.view(o.shape)) for o in (loss, want)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -69,13 +77,30 @@ def test_as_deepspeed_calls_it():
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_by_name(formula, mode, anywhere):
     x, y = drawn()
-    options = dict(ignore_index=-100, label_smoothing=0.3, label_smoothing_formula=formula, label_smoothing_mode=mode)
+    options = dict(
+        ignore_index=-100,
+        label_smoothing=0.3,
+        label_smoothing_formula=formula,
+        label_smoothing_mode=mode,
+    )
     want = by_definition(x, y, 0.3, formula)
-    got = LigerVocabParallelCEFunction.apply(vocab_parallel_logits=x, target=y, tp_group=None, **options)
+    got = LigerVocabParallelCEFunction.apply(
+        vocab_parallel_logits=x, target=y, tp_group=None, **options
+    )
     same(got, want, 1e-5)
-    same(LigerVocabParallelCrossEntropy(**options)(vocab_parallel_logits=x, target=y, tp_group=None), want, 1e-5)
+    same(
+        LigerVocabParallelCrossEntropy(**options)(vocab_parallel_logits=x, target=y, tp_group=None),
+        want,
+        1e-5,
+    )
     if formula == "pytorch":
-        same(F.cross_entropy(x.view(-1, V), y.view(-1), label_smoothing=0.3, reduction="none").view(S, B), want, 1e-5)
+        same(
+            F.cross_entropy(x.view(-1, V), y.view(-1), label_smoothing=0.3, reduction="none").view(
+                S, B
+            ),
+            want,
+            1e-5,
+        )
 
 
 LAYOUTS = {
@@ -91,7 +116,9 @@ def test_logits_that_are_not_contiguous(layout):
     given = layout(x.requires_grad_())
     assert not given.is_contiguous()
     loss = liger_vocab_parallel_cross_entropy(given, y, label_smoothing=0.1)
-    once = torch.autograd.grad(loss, x, torch.ones_like(loss).t().contiguous().t(), retain_graph=True)
+    once = torch.autograd.grad(
+        loss, x, torch.ones_like(loss).t().contiguous().t(), retain_graph=True
+    )
     twice = torch.autograd.grad(loss, x, torch.ones_like(loss))
     assert torch.equal(*once, *twice)
     want = torch.autograd.grad(by_definition(x, y, 0.1).sum(), x)[0]
@@ -106,7 +133,9 @@ def test_the_gradient_takes_the_memory_of_logits_that_nobody_sees(keep):
     loss.sum().backward(retain_graph=keep)
     assert reused(seen) != keep
     once = x.grad.clone()
-    torch.testing.assert_close(once, torch.autograd.grad(by_definition(2 * x, y).sum(), x)[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        once, torch.autograd.grad(by_definition(2 * x, y).sum(), x)[0], rtol=1e-5, atol=1e-6
+    )
     if keep:
         loss.sum().backward()
         torch.testing.assert_close(x.grad, 2 * once)
@@ -118,9 +147,15 @@ def test_what_does_not_fit():
     for said, changed in (
         (r"shape \(2, 14\), give \(S, B", dict(vocab_parallel_logits=x[0], target=y[0])),
         (r"target has shape \(3, 1\), give \(3, 2\)", dict(target=y[:, :1])),
-        (r"\(2, 1, 0\) has no classes", dict(vocab_parallel_logits=x.new_zeros(2, 1, 0), target=y[:2, :1] * 0 - 100)),
+        (
+            r"\(2, 1, 0\) has no classes",
+            dict(vocab_parallel_logits=x.new_zeros(2, 1, 0), target=y[:2, :1] * 0 - 100),
+        ),
         ("label_smoothing is 1.0, give a number from 0 to below 1", dict(label_smoothing=1.0)),
-        ("formula is 'torch', give one of pytorch, megatron", dict(label_smoothing_formula="torch")),
+        (
+            "formula is 'torch', give one of pytorch, megatron",
+            dict(label_smoothing_formula="torch"),
+        ),
         ("mode is 'local', give one of global, partition", dict(label_smoothing_mode="local")),
     ):
         for call in (liger_vocab_parallel_cross_entropy, LigerVocabParallelCEFunction.apply):
@@ -132,7 +167,11 @@ def test_what_does_not_fit():
     for wrong in (("megatron", "all"), ("hf", "global")):
         with pytest.raises(ValueError, match="validate_formula_and_mode: "):
             validate_formula_and_mode(*wrong)
-    for option in (dict(reduction="mean"), dict(label_smoothing=1.0), dict(label_smoothing_mode="local")):
+    for option in (
+        dict(reduction="mean"),
+        dict(label_smoothing=1.0),
+        dict(label_smoothing_mode="local"),
+    ):
         with pytest.raises(ValueError, match="LigerVocabParallelCrossEntropy: "):
             LigerVocabParallelCrossEntropy(**option)
     if DEVICE == "cpu":
@@ -184,12 +223,18 @@ def module(rank, compiled):
     same(loss(x, y, alone), by_definition(x, y, 0.1, "megatron"), 1e-5)
 
 
-OPTIONS = [(0.0, "pytorch", "global"), *((0.3, formula, mode) for formula in FORMULAS for mode in MODES)]
+OPTIONS = [
+    (0.0, "pytorch", "global"),
+    *((0.3, formula, mode) for formula in FORMULAS for mode in MODES),
+]
 
 
 @pytest.mark.thorough
 def test_shards_equal_the_whole(tmp_path):
     checks = [partial(shard, dtype=torch.float64, option=option) for option in OPTIONS]
     checks += [partial(shard, dtype=torch.float32, option=option) for option in OPTIONS[::2]]
-    checks += [partial(shard, dtype=torch.bfloat16, option=OPTIONS[-1]), partial(module, compiled=False)]
+    checks += [
+        partial(shard, dtype=torch.bfloat16, option=OPTIONS[-1]),
+        partial(module, compiled=False),
+    ]
     ranks.run([*checks, partial(module, compiled=True)], tmp_path)

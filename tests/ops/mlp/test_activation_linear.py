@@ -1,4 +1,5 @@
-"""An activation without a gate and the linear layer behind it: what is kept, whose memory is taken, when it is called.
+"""An activation without a gate and the linear layer behind it: what is kept, whose memory is taken,
+when it is called.
 
 What both kinds share is tested with gates, in test_glu_linear.
 """
@@ -36,7 +37,9 @@ def gradients(fn, given, act):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_against_pytorch(act, fused):
     given = tensors()
-    for got, want in zip(*(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)), strict=True):
+    for got, want in zip(
+        *(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)), strict=True
+    ):
         assert (got - want).abs().max() <= 2e-6 * want.abs().max()  # sums of 40 terms, in any order
     assert fused == [act]
 
@@ -76,7 +79,8 @@ def test_output_of_the_activation_is_not_kept(act):
 
 
 def test_memory_of_the_sole_holder_alone():
-    """dx lies where the projection's output lay, unless somebody holds that or the graph is kept."""
+    """dx lies where the projection's output lay, unless somebody holds that or the graph is
+    kept."""
     x, weight, bias = tensors()
     want = torch.autograd.grad(activation_linear_reference(2 * x, weight, bias, "none").sum(), x)[0]
     for held, kept in ((False, False), (True, False), (False, True)):
@@ -96,7 +100,8 @@ def test_memory_of_the_sole_holder_alone():
 
 @pytest.mark.parametrize("wanted", range(1, 8))
 def test_gradients_for_exactly_what_requires_them(wanted):
-    """Of the Function itself: the public function leaves some to PyTorch. Sums of small whole numbers are exact."""
+    """Of the Function itself: the public function leaves some to PyTorch. Sums of small whole
+    numbers are exact."""
     given = [t.detach().round() for t in tensors()]
     for i, t in enumerate(given):
         t.requires_grad_(bool(wanted >> i & 1))
@@ -104,7 +109,9 @@ def test_gradients_for_exactly_what_requires_them(wanted):
     x, weight, bias = given
     out = LigerGLULinearFunction.apply(x, None, weight, bias, "relu_squared")
     got = torch.autograd.grad(out.square().sum(), leaves)
-    want = torch.autograd.grad(activation_linear_reference(*given, "relu_squared").square().sum(), leaves)
+    want = torch.autograd.grad(
+        activation_linear_reference(*given, "relu_squared").square().sum(), leaves
+    )
     assert all(map(torch.equal, got, want))
 
 
@@ -137,14 +144,20 @@ def test_a_layer_is_called_where_it_does_more(act, fused):
 
 def test_without_kernels(reference_only, fused):
     if DEVICE == "cpu":
-        got, want = (gradients(fn, tensors(), "tanh") for fn in (liger_activation_linear, in_pytorch))
+        got, want = (
+            gradients(fn, tensors(), "tanh") for fn in (liger_activation_linear, in_pytorch)
+        )
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and not fused
 
 
 def test_errors():
     x, weight, bias = tensors()
     acts = "silu, tanh, none, quick, relu, relu_squared"
-    with pytest.raises(ValueError, match=f"liger_activation_linear: act is 'gelu', give one of {acts}"):
+    with pytest.raises(
+        ValueError, match=f"liger_activation_linear: act is 'gelu', give one of {acts}"
+    ):
         liger_activation_linear(x, weight, bias, act="gelu")
-    with pytest.raises(ValueError, match=r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)"):
+    with pytest.raises(
+        ValueError, match=r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)"
+    ):
         liger_activation_linear(x, weight[:, 1:], bias)

@@ -1,4 +1,5 @@
-"""A gated MLP as one node: the layers one after the other, with their rounding; aside where these do more."""
+"""A gated MLP as one node: the layers one after the other, with their rounding; aside where these
+do more."""
 
 import pytest
 import torch
@@ -35,9 +36,15 @@ def test_of_the_layers(act, lead):
     """Bit for bit, but for x's gradient: a sum of two products, rounded after each."""
     for dtype in (torch.float32, torch.bfloat16):
         tensors = drawn(dtype, lead)
-        (out, dx, *dws), (want, theirs, *others) = (trained(mlp, tensors, act) for mlp in (GatedMLP.apply, apart))
-        assert torch.equal(out, want) and all(torch.equal(a, b) for a, b in zip(dws, others, strict=True))
-        exact = trained(GatedMLP.reference, [t.detach().double().requires_grad_() for t in tensors], act)[1]
+        (out, dx, *dws), (want, theirs, *others) = (
+            trained(mlp, tensors, act) for mlp in (GatedMLP.apply, apart)
+        )
+        assert torch.equal(out, want) and all(
+            torch.equal(a, b) for a, b in zip(dws, others, strict=True)
+        )
+        exact = trained(
+            GatedMLP.reference, [t.detach().double().requires_grad_() for t in tensors], act
+        )[1]
         if dx.numel():
             error, limit = ((d.double() - exact).abs().max() for d in (dx, theirs))
             assert error <= limit + 4 * torch.finfo(dtype).eps * exact.abs().max()
@@ -68,7 +75,11 @@ def test_memory_is_taken_over(monkeypatch):
     from liger_kernel.ops.mlp import swiglu_mlp
 
     seen, over = [], swiglu_mlp.glu_bwd_over
-    monkeypatch.setattr(swiglu_mlp, "glu_bwd_over", lambda *args, **more: seen.append(args[5:7]) or over(*args, **more))
+    monkeypatch.setattr(
+        swiglu_mlp,
+        "glu_bwd_over",
+        lambda *args, **more: seen.append(args[5:7]) or over(*args, **more),
+    )
     tensors = drawn()
     trained(GatedMLP.apply, tensors)
     trained(GatedMLP.apply, tensors, retain_graph=True)
@@ -90,7 +101,9 @@ def hooked(made):
 
 
 def of_another_class(made):
-    made[2].__class__ = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x @ self.weight.t()})
+    made[2].__class__ = type(
+        "Other", (torch.nn.Linear,), {"forward": lambda self, x: x @ self.weight.t()}
+    )
 
 
 def on_the_instance(made):
@@ -128,7 +141,9 @@ def test_aside_where_a_layer_does_more(change):
     assert by_layers(x, *made, "silu") is None
 
 
-@pytest.mark.parametrize("how", ["bias", "no gradient", "an input without", "autocast", "fp64", "a subclass"])
+@pytest.mark.parametrize(
+    "how", ["bias", "no gradient", "an input without", "autocast", "fp64", "a subclass"]
+)
 def test_aside_elsewhere(how):
     made, x = layers(bias=how == "bias"), drawn()[0]
     if how == "an input without":
@@ -137,20 +152,32 @@ def test_aside_elsewhere(how):
         x, made = x.double(), [layer.double() for layer in made]
     elif how == "a subclass":
         x = x.as_subclass(type("Sub", (torch.Tensor,), {}))
-    with torch.set_grad_enabled(how != "no gradient"), torch.autocast(DEVICE, torch.bfloat16, how == "autocast"):
+    with (
+        torch.set_grad_enabled(how != "no gradient"),
+        torch.autocast(DEVICE, torch.bfloat16, how == "autocast"),
+    ):
         assert by_layers(x, *made, "silu") is None
 
 
 def test_an_input_that_does_not_fit_is_the_layers_to_refuse():
     made = layers()
-    assert by_layers(torch.randn(2, D + 1, device=DEVICE, requires_grad=True), *made, "silu") is None
-    assert by_layers(torch.randn(D, device=DEVICE, requires_grad=True), made[0], made[2], made[1], "silu") is None
+    assert (
+        by_layers(torch.randn(2, D + 1, device=DEVICE, requires_grad=True), *made, "silu") is None
+    )
+    assert (
+        by_layers(
+            torch.randn(D, device=DEVICE, requires_grad=True), made[0], made[2], made[1], "silu"
+        )
+        is None
+    )
 
 
 def test_backward_within_autocast_that_forward_did_not_have():
     """The products stay in the tensors' dtype."""
     torch.manual_seed(0)
-    x, *weights = (torch.randn(s, device=DEVICE).requires_grad_() for s in ((3, 8), (12, 8), (12, 8), (8, 12)))
+    x, *weights = (
+        torch.randn(s, device=DEVICE).requires_grad_() for s in ((3, 8), (12, 8), (12, 8), (8, 12))
+    )
     out = GatedMLP.apply(x, *weights)
     want = torch.autograd.grad(out.sum(), (x, *weights), retain_graph=True)
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -1,4 +1,5 @@
-"""SwiGLU and GeGLU: whose memory the gradients may take, extreme values, strides, the MLP modules."""
+"""SwiGLU and GeGLU: whose memory the gradients may take, extreme values, strides, the MLP
+modules."""
 
 import types
 
@@ -41,7 +42,9 @@ def test_sole_holder_is_overwritten(monkeypatch):
     y = liger_swiglu(Source.apply(x, a), Source.apply(z, b))
     allocated = []
     new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
+    )
     collect(y.square().sum()).backward()
     assert reused(a) and reused(b) and not [size for size in allocated if size != (0,)]
     want = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).square().sum(), (x, z))
@@ -51,7 +54,8 @@ def test_sole_holder_is_overwritten(monkeypatch):
 
 
 def test_overwritten_through_the_modules():
-    """The projections' outputs, held by nobody once the module has returned; their gradients against PyTorch."""
+    """The projections' outputs, held by nobody once the module has returned; their gradients
+    against PyTorch."""
     config = types.SimpleNamespace(hidden_size=8, intermediate_size=16, hidden_act="silu")
     x = torch.randn(2, 3, 8, device=DEVICE, requires_grad=True)
     for mlp, reference in (
@@ -120,7 +124,9 @@ def saved_by_another_node(x, keep):
     return a
 
 
-MAKERS = {  # how a came to be, so that something else still sees its memory; ``keep`` lives as long as the graph
+# how a came to be, so that something else still sees its memory; ``keep`` lives as long as the
+# graph
+MAKERS = {
     "saved by its own node": lambda x, keep: x.sigmoid(),
     "saved by another node": saved_by_another_node,
     "expanded": lambda x, keep: (1 * x)[:1].expand(3, 16),
@@ -187,7 +193,9 @@ def test_compiled_is_not_overwritten():
     del a
     got = torch.autograd.grad(collect(y.sum()), (x, z))
     assert torch.equal(view, before[0]) and torch.equal(b, before[1])
-    torch.testing.assert_close(got, torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z)))
+    torch.testing.assert_close(
+        got, torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z))
+    )
 
 
 @pytest.mark.parametrize("reentrant", (False, True), ids=("saved-tensor hooks", "reentrant"))
@@ -197,7 +205,9 @@ def test_under_checkpointing(reentrant):
     def block(x, z):
         return liger_swiglu(2 * x, 2 * z) * 3
 
-    collect(torch.utils.checkpoint.checkpoint(block, x, z, use_reentrant=reentrant).square().sum()).backward()
+    collect(
+        torch.utils.checkpoint.checkpoint(block, x, z, use_reentrant=reentrant).square().sum()
+    ).backward()
     want = torch.autograd.grad((swiglu_reference(2 * x, 2 * z) * 3).square().sum(), (x, z))
     torch.testing.assert_close((x.grad, z.grad), want)
 
@@ -240,18 +250,26 @@ def values_and_slopes(fn, a, dtype=torch.float32):
 
 @pytest.mark.parametrize("name", GLUS)
 def test_extreme_values(name):
-    """Infinities, NaN, and what overflows on the way: as PyTorch, or as its float64 where that alone is a number."""
+    """Infinities, NaN, and what overflows on the way: as PyTorch, or as its float64 where that
+    alone is a number."""
     fn, reference = GLUS[name]
     inf, nan = float("inf"), float("nan")
     values = [0.0, -0.0, 1e-40, 20.0, 88.0, 89.0, 104.0, 1e4, 1e10, 1e13, inf]
     a = torch.tensor([s * v for v in values for s in (1, -1)] + [nan], device=DEVICE)
     got, want = values_and_slopes(fn, a), values_and_slopes(reference, a)
     if name == "exact":
-        assert got[0, -3] == inf  # PyTorch's own on a CPU is NaN with some vector instructions, inf with others
+        assert (
+            got[0, -3] == inf
+        )  # PyTorch's own on a CPU is NaN with some vector instructions, inf with others
         got[0, -3] = want[0, -3]
         got[2, -3] = want[2, -3]
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-30 if name == "silu" else 1e-6, equal_nan=True)
-    a, b = a.half(), torch.full_like(a, 0.5).half()  # what is finite in fp16 doesn't overflow on the way
+    torch.testing.assert_close(
+        got, want, rtol=1e-5, atol=1e-30 if name == "silu" else 1e-6, equal_nan=True
+    )
+    a, b = (
+        a.half(),
+        torch.full_like(a, 0.5).half(),
+    )  # what is finite in fp16 doesn't overflow on the way
     got = fn(a, b)
     assert torch.equal(got.isfinite(), a.isfinite())
     torch.testing.assert_close(got[a.isfinite()], reference(a, b)[a.isfinite()])
@@ -270,7 +288,10 @@ def test_halves_of_one_tensor_are_read_in_place():
     y = torch.randn(2, 5, 2 * 24, device=DEVICE)
     a, b = y.chunk(2, -1)
     *_, first, second = rows(a, b)
-    assert (first.data_ptr(), second.data_ptr()) == (a.data_ptr(), b.data_ptr()) and first.stride() == (48, 1)
+    assert (first.data_ptr(), second.data_ptr()) == (
+        a.data_ptr(),
+        b.data_ptr(),
+    ) and first.stride() == (48, 1)
     got, want = liger_swiglu(a, b), liger_swiglu(a.contiguous(), b.contiguous())
     assert torch.equal(got, want) and got.is_contiguous()
 
@@ -309,17 +330,26 @@ def test_beyond_int32():
 def test_functions_as_frameworks_call_them():
     a, b = leaves()
     torch.testing.assert_close(LigerSiLUMulFunction.apply(a, b), swiglu_reference(a, b))
-    torch.testing.assert_close(LigerSiLUMulFunction.apply(a, b, 0.5, 2.0), swiglu_reference(a, b, 0.5, 2.0))
+    torch.testing.assert_close(
+        LigerSiLUMulFunction.apply(a, b, 0.5, 2.0), swiglu_reference(a, b, 0.5, 2.0)
+    )
     torch.testing.assert_close(LigerGELUMulFunction.apply(a, b), geglu_reference(a, b))
     torch._dynamo.reset()
-    for function in (LigerSiLUMulFunction, LigerGELUMulFunction):  # arguments left out, in the graph too
-        compiled = torch.compile(lambda a, b, f=function: f.apply(a, b).sum(), fullgraph=True, backend="aot_eager")
+    for function in (
+        LigerSiLUMulFunction,
+        LigerGELUMulFunction,
+    ):  # arguments left out, in the graph too
+        compiled = torch.compile(
+            lambda a, b, f=function: f.apply(a, b).sum(), fullgraph=True, backend="aot_eager"
+        )
         got = torch.autograd.grad(compiled(a, b), (a, b))
         torch.testing.assert_close(got, torch.autograd.grad(function.apply(a, b).sum(), (a, b)))
 
 
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "reference"))
-@pytest.mark.parametrize("fn", (liger_swiglu, liger_geglu, LigerSiLUMulFunction.apply, LigerGELUMulFunction.apply))
+@pytest.mark.parametrize(
+    "fn", (liger_swiglu, liger_geglu, LigerSiLUMulFunction.apply, LigerGELUMulFunction.apply)
+)
 def test_errors(fn, kernels, request):
     if not kernels:
         request.getfixturevalue("reference_only")
@@ -340,14 +370,21 @@ def test_unknown_options():
         LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=4, intermediate_size=8, hidden_act="gelu"))
     with pytest.raises(ValueError, match="LigerSwiGLUMLPForMuseGlimmer: .*'gelu'"):
         LigerSwiGLUMLPForMuseGlimmer(
-            types.SimpleNamespace(hidden_size=4, intermediate_size=8, hidden_act="silu", hidden_activation="gelu")
+            types.SimpleNamespace(
+                hidden_size=4, intermediate_size=8, hidden_act="silu", hidden_activation="gelu"
+            )
         )
 
 
 CONFIG = types.SimpleNamespace(
-    hidden_size=12, intermediate_size=20, hidden_act="silu", hidden_activation="silu", mlp_bias=True,
-    mlp_multipliers=(0.7, 1.3), pretraining_tp=1,
-)  # fmt: skip
+    hidden_size=12,
+    intermediate_size=20,
+    hidden_act="silu",
+    hidden_activation="silu",
+    mlp_bias=True,
+    mlp_multipliers=(0.7, 1.3),
+    pretraining_tp=1,
+)
 GELU = types.SimpleNamespace(
     hidden_size=12, intermediate_size=20, hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"
 )
@@ -358,7 +395,11 @@ GELU = types.SimpleNamespace(
     (
         (LigerSwiGLUMLP, "mistral.modeling_mistral.MistralMLP", CONFIG),
         (LigerQwen3MoeSwiGLUMLP, "qwen3_moe.modeling_qwen3_moe.Qwen3MoeMLP", CONFIG),
-        (LigerHunyuanV1SwiGLUMLP, "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1MLP", CONFIG),
+        (
+            LigerHunyuanV1SwiGLUMLP,
+            "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1MLP",
+            CONFIG,
+        ),
         (LigerPhi3SwiGLUMLP, "phi3.modeling_phi3.Phi3MLP", CONFIG),
         (LigerFalconH1SwiGLUMLP, "falcon_h1.modeling_falcon_h1.FalconH1MLP", CONFIG),
         (LigerSwiGLUMLPForMuseGlimmer, "mistral.modeling_mistral.MistralMLP", CONFIG),
@@ -390,7 +431,13 @@ def test_sizes_of_modules():
     )
     assert LigerSwiGLUMLP(config, intermediate_size=6).gate_proj.weight.shape == (6, 12)
     assert LigerQwen3MoeSwiGLUMLP(config, 6).down_proj.weight.shape == (12, 6)
-    assert [LigerGEGLUMLPForGemma4(config, i).intermediate_size for i in (None, 0, 1, 2, 3)] == [20, 20, 20, 40, 40]
+    assert [LigerGEGLUMLPForGemma4(config, i).intermediate_size for i in (None, 0, 1, 2, 3)] == [
+        20,
+        20,
+        20,
+        40,
+        40,
+    ]
     mlp = LigerBlockSparseTop2MLP(config).to(DEVICE)
     x = torch.randn(5, 12, device=DEVICE)
     assert (mlp.ffn_dim, mlp.hidden_dim) == (20, 12)

@@ -1,4 +1,5 @@
-"""A GLU and the linear layer behind it: the bits of one after the other, y not kept, and when a layer is called."""
+"""A GLU and the linear layer behind it: the bits of one after the other, y not kept, and when a
+layer is called."""
 
 import contextlib
 import types
@@ -18,7 +19,12 @@ from liger_kernel.ops.mlp.activation_linear import (
     liger_glu_linear,
 )
 from liger_kernel.ops.mlp.glu import liger_geglu, liger_swiglu
-from liger_kernel.ops.mlp.modules import LigerBlockSparseTop2MLP, LigerGEGLUMLP, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
+from liger_kernel.ops.mlp.modules import (
+    LigerBlockSparseTop2MLP,
+    LigerGEGLUMLP,
+    LigerPhi3SwiGLUMLP,
+    LigerSwiGLUMLP,
+)
 
 WIDTH, HIDDEN = 40, 12
 
@@ -35,7 +41,8 @@ def tensors(lead=(3, 5), dtype=torch.float32, bias=True, width=WIDTH, hidden=HID
 
 
 def gradients(fn, given, act="silu", dout=None):
-    """The output, and the gradients of what requires one. a and b are, as in a model, nobody's but the graph's."""
+    """The output, and the gradients of what requires one. a and b are, as in a model, nobody's but
+    the graph's."""
     a, b, weight, bias = given
     out = fn(1 * a, 1 * b, weight, bias, act)
     loss = (out.float() * (torch.arange(out.numel(), device=DEVICE).view(out.shape) % 7 - 3)).sum()
@@ -55,12 +62,22 @@ def same(got, want):
 @pytest.mark.parametrize("act", GATES)
 def test_bits_of_the_two_operators(act, bias, dtype, fused):
     given = tensors(dtype=dtype, bias=bias)
-    assert same(gradients(liger_glu_linear, given, act), gradients(unfused, given, act)) and fused == [act]
+    assert same(
+        gradients(liger_glu_linear, given, act), gradients(unfused, given, act)
+    ) and fused == [act]
 
 
 @pytest.mark.parametrize(
     "lead,width,hidden",
-    (((7,), 33, 5), ((1,), 1, 1), ((0,), 8, 4), ((2, 0), 8, 4), ((3,), 8, 0), ((3,), 0, 4), ((2, 1, 3), 1040, 3)),
+    (
+        ((7,), 33, 5),
+        ((1,), 1, 1),
+        ((0,), 8, 4),
+        ((2, 0), 8, 4),
+        ((3,), 8, 0),
+        ((3,), 0, 4),
+        ((2, 1, 3), 1040, 3),
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
@@ -71,12 +88,15 @@ def test_shapes(lead, width, hidden, bias, fused):
 
 def test_a_vector(fused):
     given = tensors(())
-    torch.testing.assert_close(gradients(liger_glu_linear, given), gradients(glu_linear_reference, given))
+    torch.testing.assert_close(
+        gradients(liger_glu_linear, given), gradients(glu_linear_reference, given)
+    )
     assert fused
 
 
 def test_halves_and_other_strides(fused):
-    """Phi3's halves, a transposed weight, an expanded incoming gradient. For cuBLAS these are other matmuls."""
+    """Phi3's halves, a transposed weight, an expanded incoming gradient. For cuBLAS these are other
+    matmuls."""
     _, _, weight, bias = tensors()
     both = torch.randn(2, 5, 2 * WIDTH, device=DEVICE, requires_grad=True)
     turned = weight.detach().t().contiguous().t().requires_grad_()
@@ -102,7 +122,9 @@ def kept(fn, given):
     a, b, weight, bias = given
     a, b = 1 * a, 1 * b
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(a, b, weight, bias)  # stays alive, and so does all that is saved: no address comes twice
+        out = fn(
+            a, b, weight, bias
+        )  # stays alive, and so does all that is saved: no address comes twice
     for t in (weight, bias):
         memory.pop(t.untyped_storage().data_ptr(), None)
     return sum(memory.values()), out
@@ -132,16 +154,24 @@ def test_no_memory_beyond_that_of_dy(monkeypatch):
     out = liger_glu_linear(Source.apply(x, a), Source.apply(z, b), weight, bias)
     products = []
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args: products.append((mm(*args), args[1].data_ptr())) or products[-1][0])
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda *args: products.append((mm(*args), args[1].data_ptr())) or products[-1][0],
+    )
     new_empty = torch.Tensor.new_empty
     allocated = []
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
+    )
     collect(out.square().sum()).backward()
     assert reused(a) and reused(b) and not [size for size in allocated if size != (0,)]
     (dy, _), (_, second) = products
     assert second == dy.data_ptr()
     monkeypatch.undo()
-    want = torch.autograd.grad(unfused(2 * x, 2 * z, weight, bias).square().sum(), (x, z, weight, bias))
+    want = torch.autograd.grad(
+        unfused(2 * x, 2 * z, weight, bias).square().sum(), (x, z, weight, bias)
+    )
     assert same([t.grad for t in (x, z, weight, bias)], want)
 
 
@@ -151,8 +181,12 @@ def test_held_is_not_overwritten():
     held = Source.apply(x, a)
     before, wbefore = held.detach().clone(), weight.detach().clone()
     collect(liger_glu_linear(held, Source.apply(z, b), weight, bias).sum()).backward()
-    assert not reused(a) and reused(b) and torch.equal(held, before) and torch.equal(weight, wbefore)
-    want = torch.autograd.grad(glu_linear_reference(2 * x, 2 * z, weight, bias).sum(), (x, z, weight))
+    assert (
+        not reused(a) and reused(b) and torch.equal(held, before) and torch.equal(weight, wbefore)
+    )
+    want = torch.autograd.grad(
+        glu_linear_reference(2 * x, 2 * z, weight, bias).sum(), (x, z, weight)
+    )
     torch.testing.assert_close((x.grad, z.grad, weight.grad), want)
 
 
@@ -178,7 +212,9 @@ def test_a_changed_weight_is_noticed():
         out.sum().backward()
 
 
-@pytest.mark.parametrize("wanted", range(1, 16), ids=lambda n: "".join(c for i, c in enumerate("abwc") if n >> i & 1))
+@pytest.mark.parametrize(
+    "wanted", range(1, 16), ids=lambda n: "".join(c for i, c in enumerate("abwc") if n >> i & 1)
+)
 @pytest.mark.thorough
 def test_gradients_for_exactly_what_requires_them(wanted):
     """Of the Function itself: liger_glu_linear leaves some combinations to the two operators."""
@@ -216,7 +252,9 @@ def test_under_checkpointing(reentrant, fused):
     out = collect(checkpointed(*given, "silu"))
     out.square().sum().backward()
     got = [t.grad for t in given]
-    want = torch.autograd.grad((3 * unfused(2 * given[0], 2 * given[1], *given[2:])).square().sum(), given)
+    want = torch.autograd.grad(
+        (3 * unfused(2 * given[0], 2 * given[1], *given[2:])).square().sum(), given
+    )
     assert same(got, want) and fused
 
 
@@ -232,7 +270,9 @@ def test_backward_under_autocast():
     torch.testing.assert_close(graph(liger_glu_linear), graph(unfused), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("fn", (liger_glu_linear, LigerGLULinearFunction.apply), ids=("function", "apply"))
+@pytest.mark.parametrize(
+    "fn", (liger_glu_linear, LigerGLULinearFunction.apply), ids=("function", "apply")
+)
 @pytest.mark.thorough
 def test_compiled(fn):
     torch._dynamo.reset()
@@ -262,8 +302,13 @@ def gradients_loss(given):
 def test_without_kernels(reference_only, fused):
     given = tensors()
     if DEVICE == "cpu":
-        assert same(gradients(liger_glu_linear, given), gradients(glu_linear_reference, given)) and not fused
-        assert same(gradients(LigerGLULinearFunction.apply, given), gradients(glu_linear_reference, given))
+        assert (
+            same(gradients(liger_glu_linear, given), gradients(glu_linear_reference, given))
+            and not fused
+        )
+        assert same(
+            gradients(LigerGLULinearFunction.apply, given), gradients(glu_linear_reference, given)
+        )
 
 
 def test_mixed_dtypes_are_left_to_the_operators(fused):
@@ -279,7 +324,9 @@ def test_mixed_dtypes_are_left_to_the_operators(fused):
 
 def test_errors():
     a, b, weight, bias = tensors()
-    with pytest.raises(ValueError, match="liger_glu_linear: act is 'relu', give one of silu, tanh, none"):
+    with pytest.raises(
+        ValueError, match="liger_glu_linear: act is 'relu', give one of silu, tanh, none"
+    ):
         liger_glu_linear(a, b, weight, bias, act="relu")
     with pytest.raises(ValueError, match=r"weight has shape \(12, 39\), a \(3, 5, 40\)"):
         liger_glu_linear(a, b, weight[:, 1:], bias)
@@ -370,7 +417,9 @@ def test_hooked_layer_is_called(register, fused):
         got = through(gated_linear, a, b, linear)
     assert len(fired) == 1 and not fused
     assert same(got, through(called, a, b, linear))
-    assert same(through(gated_linear, a, b, linear), got) and fused == ["silu"]  # once the hook is gone
+    assert same(through(gated_linear, a, b, linear), got) and fused == [
+        "silu"
+    ]  # once the hook is gone
 
 
 def replaced_forward(linear):
@@ -470,7 +519,8 @@ def test_a_tensor_subclass(act, fused):
 
 
 def test_nothing_to_save(fused):
-    """No gradients, or frozen projections before it: y alone would be kept, which is less than a and b."""
+    """No gradients, or frozen projections before it: y alone would be kept, which is less than a
+    and b."""
     a, b = inputs()
     linear = layer()
     with torch.no_grad():
@@ -486,7 +536,9 @@ def test_lora(target, fused):
     config = types.SimpleNamespace(hidden_size=12, intermediate_size=20, hidden_act="silu")
     torch.manual_seed(0)
     mlp = LigerSwiGLUMLP(config).to(DEVICE)
-    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False), mlp)
+    model = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False), mlp
+    )
     model.down_proj.requires_grad_(True)
     x = torch.randn(2, 3, 12, device=DEVICE, requires_grad=True)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -499,7 +551,12 @@ def test_lora(target, fused):
 CONFIG = types.SimpleNamespace(hidden_size=12, intermediate_size=20, hidden_act="silu")
 
 
-MODULES = {LigerSwiGLUMLP: "silu", LigerGEGLUMLP: "tanh", LigerPhi3SwiGLUMLP: "silu", LigerBlockSparseTop2MLP: "silu"}
+MODULES = {
+    LigerSwiGLUMLP: "silu",
+    LigerGEGLUMLP: "tanh",
+    LigerPhi3SwiGLUMLP: "silu",
+    LigerBlockSparseTop2MLP: "silu",
+}
 
 
 @pytest.mark.parametrize("mlp,act", MODULES.items())
@@ -513,11 +570,16 @@ def test_modules(mlp, act, fused):
 
     def graph(fn):
         out = fn(x)
-        return [out.detach(), *torch.autograd.grad(collect(out.square().sum()), (x, *module.parameters()))]
+        return [
+            out.detach(),
+            *torch.autograd.grad(collect(out.square().sum()), (x, *module.parameters())),
+        ]
 
     got = graph(module)
     assert fused == [act]
-    torch.testing.assert_close(graph(torch.compile(module, fullgraph=True, backend="aot_eager")), got)
+    torch.testing.assert_close(
+        graph(torch.compile(module, fullgraph=True, backend="aot_eager")), got
+    )
     assert fused == [act]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "has_kernels", lambda tensor: False)

@@ -1,4 +1,5 @@
-"""SwiGLU as published besides `liger_swiglu`: a whole MLP on its weights, gate beside up, with limits."""
+"""SwiGLU as published besides `liger_swiglu`: a whole MLP on its weights, gate beside up, with
+limits."""
 
 import types
 
@@ -15,36 +16,58 @@ from liger_kernel.ops.mlp.glu import (
     swiglu_reference,
 )
 from liger_kernel.ops.mlp.modules import LigerFalconH1SwiGLUMLP, LigerSwiGLUMLP
-from liger_kernel.ops.mlp.swiglu_mlp import LigerFalconH1MLP, LigerMLP, LigerMLPFunction, liger_swiglu_mlp
+from liger_kernel.ops.mlp.swiglu_mlp import (
+    LigerFalconH1MLP,
+    LigerMLP,
+    LigerMLPFunction,
+    liger_swiglu_mlp,
+)
 
 FUSED = LigerFusedGateUpSiLUMulFunction.apply
 
 
 def config(**changes):
-    fields = dict(hidden_size=12, intermediate_size=20, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.7, 1.3))
+    fields = dict(
+        hidden_size=12,
+        intermediate_size=20,
+        hidden_act="silu",
+        mlp_bias=False,
+        mlp_multipliers=(0.7, 1.3),
+    )
     return types.SimpleNamespace(**fields | changes)
 
 
 # ---- a whole MLP ----
 
 
-@pytest.mark.parametrize("mine,theirs", ((LigerMLP, LigerSwiGLUMLP), (LigerFalconH1MLP, LigerFalconH1SwiGLUMLP)))
+@pytest.mark.parametrize(
+    "mine,theirs", ((LigerMLP, LigerSwiGLUMLP), (LigerFalconH1MLP, LigerFalconH1SwiGLUMLP))
+)
 def test_modules(mine, theirs):
-    """Outputs and gradients of the module that calls its layers; the second backward as the first."""
+    """Outputs and gradients of the module that calls its layers; the second backward as the
+    first."""
     torch.manual_seed(0)
     mlp, other = mine(config()).to(DEVICE), theirs(config()).to(DEVICE)
     other.load_state_dict(mlp.state_dict())
     x = torch.randn(2, 3, 12, device=DEVICE, requires_grad=True)
     loss = mlp(x).square().sum()
-    once, twice = (torch.autograd.grad(loss, (x, *mlp.parameters()), retain_graph=keep) for keep in (True, False))
+    once, twice = (
+        torch.autograd.grad(loss, (x, *mlp.parameters()), retain_graph=keep)
+        for keep in (True, False)
+    )
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
     want = other(x)
     torch.testing.assert_close(mlp(x), want)
-    torch.testing.assert_close(once, torch.autograd.grad(want.square().sum(), (x, *other.parameters())))
+    torch.testing.assert_close(
+        once, torch.autograd.grad(want.square().sum(), (x, *other.parameters()))
+    )
 
 
 def test_product_is_not_kept():
-    x, *weights = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((6, 12), (20, 12), (20, 12), (12, 20)))
+    x, *weights = (
+        torch.randn(s, device=DEVICE, requires_grad=True)
+        for s in ((6, 12), (20, 12), (20, 12), (12, 20))
+    )
     memory = {}
 
     def pack(t):
@@ -54,7 +77,9 @@ def test_product_is_not_kept():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = liger_swiglu_mlp(x, *weights)
     of_weights = {w.untyped_storage().data_ptr() for w in weights}
-    assert sum(n for at, n in memory.items() if at not in of_weights) == 4 * (x.numel() + 2 * 6 * 20)
+    assert sum(n for at, n in memory.items() if at not in of_weights) == 4 * (
+        x.numel() + 2 * 6 * 20
+    )
     assert out.shape == x.shape and liger_kernel.ops.mlp.LigerMLPFunction is LigerMLPFunction
 
 
@@ -65,7 +90,9 @@ def test_a_bias_and_another_activation():
         with pytest.raises(ValueError, match=f"{mlp.__name__}: .*'gelu'"):
             mlp(config(hidden_act="gelu"))
     x, w = torch.randn(3, 12, device=DEVICE), torch.randn(20, 12, device=DEVICE)
-    with pytest.raises(TypeError, match="LigerMLPFunction: input is torch.float32, up_weight torch.bfloat16"):
+    with pytest.raises(
+        TypeError, match="LigerMLPFunction: input is torch.float32, up_weight torch.bfloat16"
+    ):
         LigerMLPFunction.apply(x, w, w.bfloat16(), w.t())
 
 
@@ -114,7 +141,9 @@ def test_other_strides_of_gate_beside_up():
 
 def test_an_odd_width():
     for kernels in (torch.randn(3, 7, device=DEVICE), torch.randn(3, 7, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"LigerFusedGateUpSiLUMulFunction: y has shape \(3, 7\)"):
+        with pytest.raises(
+            ValueError, match=r"LigerFusedGateUpSiLUMulFunction: y has shape \(3, 7\)"
+        ):
             FUSED(kernels)
 
 
@@ -125,16 +154,31 @@ def test_an_odd_width():
     "options", (dict(limit=7.0, alpha=1.702, shift=1.0), dict(limit=0.5), dict(limit=1e30)), ids=str
 )
 def test_limits(options):
-    """At the limits, beyond them and far beyond: PyTorch's values, and a gradient where it has one."""
+    """At the limits, beyond them and far beyond: PyTorch's values, and a gradient where it has
+    one."""
     edge = min(options["limit"], 50.0)
-    values = [0.0, edge, -edge, edge + 0.01, -edge - 0.01, 60.0, -60.0, 0.3, float("inf"), -float("inf"), float("nan")]
+    values = [
+        0.0,
+        edge,
+        -edge,
+        edge + 0.01,
+        -edge - 0.01,
+        60.0,
+        -60.0,
+        0.3,
+        float("inf"),
+        -float("inf"),
+        float("nan"),
+    ]
     a = torch.tensor(values, device=DEVICE).repeat_interleave(len(values)).requires_grad_()
     b = torch.tensor(values, device=DEVICE).repeat(len(values)).requires_grad_()
     got, want = (
         (y.detach(), *torch.autograd.grad(y, (a, b), torch.ones_like(y)))
         for y in (liger_clamped_swiglu(a, b, **options), clamped_swiglu_reference(a, b, **options))
     )
-    exp = 60 / 0.7 * torch.finfo(torch.float32).eps  # x/log 2 is rounded, and then the power of 2 is taken
+    exp = (
+        60 / 0.7 * torch.finfo(torch.float32).eps
+    )  # x/log 2 is rounded, and then the power of 2 is taken
     torch.testing.assert_close(got, want, rtol=exp, atol=1e-5, equal_nan=True)
 
 

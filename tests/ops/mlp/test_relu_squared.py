@@ -4,7 +4,11 @@ import pytest
 import torch
 from hardware import DEVICE
 
-from liger_kernel.ops.mlp.activation import LigerReLUSquared, liger_relu_squared, relu_squared_reference
+from liger_kernel.ops.mlp.activation import (
+    LigerReLUSquared,
+    liger_relu_squared,
+    relu_squared_reference,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -17,7 +21,9 @@ def value_and_gradient(fn, x):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_extreme_values(dtype):
-    x = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 3.0, -3.0, 250.0, 1e4, -1e4, INF, -INF, NAN], device=DEVICE).to(dtype)
+    x = torch.tensor(
+        [0.0, -0.0, 1e-40, -1e-40, 3.0, -3.0, 250.0, 1e4, -1e4, INF, -INF, NAN], device=DEVICE
+    ).to(dtype)
     got, want = (value_and_gradient(fn, x) for fn in (liger_relu_squared, relu_squared_reference))
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 

@@ -1,4 +1,5 @@
-"""The tiled MLP: the untiled one's values and gradients, what is kept, who sees a gradient and how often."""
+"""The tiled MLP: the untiled one's values and gradients, what is kept, who sees a gradient and how
+often."""
 
 import contextlib
 import functools
@@ -28,7 +29,10 @@ class Whole(torch.nn.Module):
 
     def __init__(self, h=6, f=5, out=None, dtype=torch.float32):
         super().__init__()
-        self.up, self.down = torch.nn.Linear(h, f, device=DEVICE), torch.nn.Linear(f, out or h, device=DEVICE)
+        self.up, self.down = (
+            torch.nn.Linear(h, f, device=DEVICE),
+            torch.nn.Linear(f, out or h, device=DEVICE),
+        )
         for p in self.parameters():
             p.data = integers(*p.shape, dtype=dtype)
 
@@ -78,10 +82,13 @@ def test_equals_the_untiled(shape, shards):
         assert torch.equal(apply_tiled_mlp(plain, module, x, shards), want[0])
 
 
-@pytest.mark.parametrize("ours,untiled", [(LigerTiledSwiGLUMLP, LigerSwiGLUMLP), (LigerTiledGEGLUMLP, LigerGEGLUMLP)])
+@pytest.mark.parametrize(
+    "ours,untiled", [(LigerTiledSwiGLUMLP, LigerSwiGLUMLP), (LigerTiledGEGLUMLP, LigerGEGLUMLP)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_modules(ours, untiled, dtype):
-    """Tile by tile what the untiled module computes of that tile; the sum is fp32's, rounded once."""
+    """Tile by tile what the untiled module computes of that tile; the sum is fp32's, rounded
+    once."""
     torch.manual_seed(0)
     act = "silu" if untiled is LigerSwiGLUMLP else "gelu_pytorch_tanh"
     config = types.SimpleNamespace(hidden_size=8, intermediate_size=24, hidden_act=act)
@@ -90,10 +97,14 @@ def test_the_modules(ours, untiled, dtype):
     mine.load_state_dict(whole.state_dict())
     x, dy = (torch.randn(2, 5, 8, device=DEVICE, dtype=dtype) for _ in range(2))
     cut = (t.view(1, 10, 8).split(4, 1) for t in (x.requires_grad_(), dy))
-    ys, dxs, *of_weights = zip(*(step(whole, whole, *tile) for tile in zip(*cut, strict=True)), strict=True)
+    ys, dxs, *of_weights = zip(
+        *(step(whole, whole, *tile) for tile in zip(*cut, strict=True)), strict=True
+    )
     want = [torch.cat(rows, 1).view(2, 5, 8) for rows in (ys, dxs)]
     wide = torch.promote_types(dtype, torch.float32)
-    want += [functools.reduce(torch.add, [g.to(wide) for g in grads]).to(dtype) for grads in of_weights]
+    want += [
+        functools.reduce(torch.add, [g.to(wide) for g in grads]).to(dtype) for grads in of_weights
+    ]
     assert_equal(step(mine, mine, x, dy), want)
     if dtype == torch.float64:
         for a, b in zip(want, step(whole, whole, x, dy), strict=True):
@@ -102,15 +113,23 @@ def test_the_modules(ours, untiled, dtype):
 
 def test_the_modules_activations():
     config = types.SimpleNamespace(hidden_size=8, intermediate_size=24)
-    assert LigerTiledSwiGLUMLP(config).num_shards is None and LigerTiledGEGLUMLP(config, 2).num_shards == 2
-    names = {LigerTiledSwiGLUMLP: ("silu", "swish"), LigerTiledGEGLUMLP: ("gelu", "gelu_new", "gelu_pytorch_tanh")}
+    assert (
+        LigerTiledSwiGLUMLP(config).num_shards is None
+        and LigerTiledGEGLUMLP(config, 2).num_shards == 2
+    )
+    names = {
+        LigerTiledSwiGLUMLP: ("silu", "swish"),
+        LigerTiledGEGLUMLP: ("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    }
     for made, known in names.items():
         for act in sum(names.values(), ()):
             config.hidden_act = act
             if act in known:
                 made(config)
             else:
-                with pytest.raises(ValueError, match=f"{made.__name__}: the config's activation is '{act}'"):
+                with pytest.raises(
+                    ValueError, match=f"{made.__name__}: the config's activation is '{act}'"
+                ):
                     made(config)
 
 
@@ -128,12 +147,18 @@ def test_frozen(frozen):
         assert_equal(step(tiled(module), module, x, dy), step(module, module, x, dy))
 
 
-@pytest.mark.parametrize("strides", ["x transposed", "x of one row", "dy of one number", "dy transposed"])
+@pytest.mark.parametrize(
+    "strides", ["x transposed", "x of one row", "dy of one number", "dy transposed"]
+)
 def test_any_strides(strides):
     module, x, dy = Whole(), integers(2, 7, 6), integers(2, 7, 6)
     transposed = integers(6, 7, 2).permute(2, 1, 0)
-    x = {"x transposed": transposed, "x of one row": x[:, :1].expand(2, 7, 6)}.get(strides, x).requires_grad_()
-    dy = {"dy transposed": transposed, "dy of one number": dy.sum().expand(2, 7, 6)}.get(strides, dy)
+    x = {"x transposed": transposed, "x of one row": x[:, :1].expand(2, 7, 6)}.get(
+        strides, x
+    ).requires_grad_()
+    dy = {"dy transposed": transposed, "dy of one number": dy.sum().expand(2, 7, 6)}.get(
+        strides, dy
+    )
     assert_equal(step(tiled(module), module, x, dy), step(module, module, x, dy))
 
 
@@ -164,7 +189,8 @@ def test_what_is_kept():
 
 
 def test_hooks_run_once_a_step():
-    """On a parameter before and after accumulation, and on its node; the gradient's size says that it was the sum's."""
+    """On a parameter before and after accumulation, and on its node; the gradient's size says that
+    it was the sum's."""
     torch.manual_seed(0)
     module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6)
     want = step(module, module, x, dy)
@@ -177,11 +203,15 @@ def test_hooks_run_once_a_step():
     assert sorted(calls) == ["accumulated", "gradient", "node"]
     want[2] = 2 * want[2]
     assert_equal(got, want)
-    assert module.up.weight._backward_hooks[hook.id].__wrapped__ is doubled and doubled.__name__ == "<lambda>"
+    assert (
+        module.up.weight._backward_hooks[hook.id].__wrapped__ is doubled
+        and doubled.__name__ == "<lambda>"
+    )
 
 
 def test_threads_that_go_back_through_one_module():
-    """The second one does so while the first is within a tile. The hooks of a parameter are for sums, of either."""
+    """The second one does so while the first is within a tile. The hooks of a parameter are for
+    sums, of either."""
     torch.manual_seed(0)
     module, inputs, hooked = Whole(), [integers(13, 6).requires_grad_() for _ in range(2)], []
     parameters = list(module.parameters())
@@ -192,7 +222,11 @@ def test_threads_that_go_back_through_one_module():
     patience = 60 if DEVICE == "cpu" else 0.5  # seconds; a GPU has one thread that goes back
 
     def stop(_, args):
-        if threading.current_thread().name == "first" and torch.is_grad_enabled() and not inside.is_set():
+        if (
+            threading.current_thread().name == "first"
+            and torch.is_grad_enabled()
+            and not inside.is_set()
+        ):
             args[0].register_hook(lambda g: (inside.set(), done.wait(patience)) and None)
 
     def go(i):
@@ -203,7 +237,10 @@ def test_threads_that_go_back_through_one_module():
             done.set()
 
     module.down.register_forward_pre_hook(stop)
-    threads = [threading.Thread(target=go, args=(i,), name=name) for i, name in enumerate(("first", "second"))]
+    threads = [
+        threading.Thread(target=go, args=(i,), name=name)
+        for i, name in enumerate(("first", "second"))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -215,11 +252,14 @@ def test_threads_that_go_back_through_one_module():
 
 
 def test_flops_are_counted():
-    """By PyTorch's mode, whose hooks look at what modules are given. Forward is run twice, backward is two of it."""
+    """By PyTorch's mode, whose hooks look at what modules are given. Forward is run twice, backward
+    is two of it."""
     module, x = Whole(), integers(12, 6).requires_grad_()
     with FlopCounterMode(display=False) as counter:
         tiled(module)(x).sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 12 * (module.up.weight.numel() + module.down.weight.numel())
+    assert counter.get_total_flops() == 4 * 2 * 12 * (
+        module.up.weight.numel() + module.down.weight.numel()
+    )
 
 
 def test_gradients_add_up_over_steps_and_a_graph_that_is_kept():
@@ -248,7 +288,9 @@ def test_a_parameter_that_is_used_more_than_once():
 
     inputs = [x, *module.parameters()]
     want = torch.autograd.grad(model(module), inputs)
-    assert_equal(torch.autograd.grad(model(lambda h: apply_tiled_mlp(plain, module, h, 4)), inputs), want)
+    assert_equal(
+        torch.autograd.grad(model(lambda h: apply_tiled_mlp(plain, module, h, 4)), inputs), want
+    )
     alone = torch.autograd.grad(model(lambda h: apply_tiled_mlp(plain, module, h, 4)), inputs[2])
     assert_equal(alone, want[2:3])
 
@@ -261,7 +303,9 @@ def test_lora_within():
             super().__init__()
             self.base = base.requires_grad_(False)
             shapes = dict(a=(2, 6), b=(5, 2), unused=(3,))
-            self.factors = torch.nn.ParameterDict({k: torch.nn.Parameter(integers(*s)) for k, s in shapes.items()})
+            self.factors = torch.nn.ParameterDict(
+                {k: torch.nn.Parameter(integers(*s)) for k, s in shapes.items()}
+            )
 
         def forward(self, x):
             return self.base(x) + x @ self.factors["a"].T @ self.factors["b"].T
@@ -273,15 +317,17 @@ def test_lora_within():
 
 
 def test_parameters_that_are_gathered_for_each_layer():
-    """As ZeRO-3 does: a layer's weights are there from its forward's hook to its end, and from its backward's on; their
-    gradients go away as soon as they are there."""
+    """As ZeRO-3 does: a layer's weights are there from its forward's hook to its end, and from its
+    backward's on; their gradients go away as soon as they are there."""
     module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6)
     want = step(module, module, x, dy)
     module.zero_grad()
     whole = {p: p.data for p in module.parameters()}
     nodes, seen = {p: p.view_as(p).grad_fn.next_functions[0][0] for p in whole}, []
     for p in whole:  # its node was made when it was whole
-        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad) or setattr(p, "grad", None))
+        p.register_post_accumulate_grad_hook(
+            lambda p: seen.append(p.grad) or setattr(p, "grad", None)
+        )
 
     def gather(layer, *_):
         for p in layer.parameters():
@@ -302,13 +348,15 @@ def test_parameters_that_are_gathered_for_each_layer():
     y.backward(dy)
     assert len(nodes) == len(seen) == 4
     assert_equal([y.detach(), x.grad], want[:2])
-    assert {tuple(g.flatten().tolist()) for g in seen} == {tuple(g.flatten().tolist()) for g in want[2:]}
+    assert {tuple(g.flatten().tolist()) for g in seen} == {
+        tuple(g.flatten().tolist()) for g in want[2:]
+    }
 
 
 @pytest.mark.parametrize("kept", ["views", "views of views", "replicas", "stale"])
 def test_weights_that_are_attributes(kept):
-    """As FSDP1's views of its flat parameter, which it makes anew in backward; DataParallel's replicas; what old-style
-    weight_norm has left of the step before."""
+    """As FSDP1's views of its flat parameter, which it makes anew in backward; DataParallel's
+    replicas; what old-style weight_norm has left of the step before."""
     module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6)
     want = step(module, module, x, dy)[2]
     flat = module.up.weight.detach().flatten().requires_grad_()
@@ -348,7 +396,8 @@ class Dropping(Whole):
 
 @pytest.mark.parametrize("within", ["no checkpoint", True, False], ids=str)
 def test_random_numbers_are_drawn_again(within):
-    """As under a seed untiled, in one tile; in more, y says what was dropped. The numbers after backward are others."""
+    """As under a seed untiled, in one tile; in more, y says what was dropped. The numbers after
+    backward are others."""
     torch.manual_seed(0)
     module, x, dy = Dropping(), integers(13, 6).requires_grad_(), integers(13, 6)
 
@@ -378,13 +427,16 @@ def test_random_numbers_in_a_cuda_graph(monkeypatch):
     x, dy = integers(13, 6).requires_grad_(), integers(13, 6)
     module = Whole()
     assert_equal(step(tiled(module), module, x, dy), step(module, module, x, dy))
-    with pytest.raises(RuntimeError, match="apply_tiled_mlp: fn draws random numbers .* switch dropout off"):
+    with pytest.raises(
+        RuntimeError, match="apply_tiled_mlp: fn draws random numbers .* switch dropout off"
+    ):
         apply_tiled_mlp(plain, Dropping(), x, 4)
     apply_tiled_mlp(plain, Dropping().eval(), x.detach(), 4)
 
 
 def test_autocast():
-    """Backward computes as forward did; a weight that is used again in that autocast still learns there."""
+    """Backward computes as forward did; a weight that is used again in that autocast still learns
+    there."""
     module, x, dy = Whole(), integers(13, 6).requires_grad_(), integers(13, 6).bfloat16()
     dtypes = []
     module.down.register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))
@@ -436,7 +488,10 @@ def test_a_graph_of_the_gradients(frozen):
     in_tiles, whole = penalty(tiled(module, 3, smooth)), penalty(functools.partial(smooth, module))
     for a, b in zip(in_tiles, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert module.up.weight is dict(module.named_parameters())["up.weight"] and module.up.weight.is_leaf
+    assert (
+        module.up.weight is dict(module.named_parameters())["up.weight"]
+        and module.up.weight.is_leaf
+    )
 
 
 def test_transforms():
@@ -450,7 +505,9 @@ def test_transforms():
         def forward(self, x):
             return apply_tiled_mlp(Whole.forward, self, x, 4)
 
-    got, want = (torch.func.grad(lambda p, mlp=mlp: loss(mlp, p))(by_name) for mlp in (Tiled(), Whole()))
+    got, want = (
+        torch.func.grad(lambda p, mlp=mlp: loss(mlp, p))(by_name) for mlp in (Tiled(), Whole())
+    )
     assert_equal([*got.values()], [*want.values()])
 
 
@@ -469,7 +526,8 @@ def test_compiled(fullgraph):
         return
     for given in ((), (None,), (list(module.parameters()),)):
         run = torch.compile(
-            lambda x, given=given: LigerTiledMLPFunction.apply(plain, module, x, 4, *given), backend="aot_eager"
+            lambda x, given=given: LigerTiledMLPFunction.apply(plain, module, x, 4, *given),
+            backend="aot_eager",
         )
         assert_equal(step(run, module, x, dy), want)
 
@@ -485,7 +543,9 @@ def test_other_tensors_that_learn():
     def scaled(module, x):
         return module(x) * scale
 
-    with pytest.raises(RuntimeError, match=r"apply_tiled_mlp: fn uses a tensor of shape \(6,\) .* compute_params"):
+    with pytest.raises(
+        RuntimeError, match=r"apply_tiled_mlp: fn uses a tensor of shape \(6,\) .* compute_params"
+    ):
         apply_tiled_mlp(scaled, module, x, 4).backward(dy)
     want = torch.autograd.grad(scaled(module, x), [x, scale, module.up.weight], dy)
     y = apply_tiled_mlp(scaled, module, x, 4, [*module.parameters(), scale])
@@ -495,8 +555,12 @@ def test_other_tensors_that_learn():
     y = apply_tiled_mlp(lambda module, x: module(x) * computed, module, x, 4, [computed])
     with pytest.raises(RuntimeError, match="for create_graph=True, to mlp_module"):
         torch.autograd.grad(y, [x], dy, create_graph=True)
-    module.requires_grad_(False)  # then nothing that is known of learns, and autograd has the whole graph
-    assert_equal(torch.autograd.grad(apply_tiled_mlp(scaled, module, x.detach(), 4), scale, dy), want[1:2])
+    module.requires_grad_(
+        False
+    )  # then nothing that is known of learns, and autograd has the whole graph
+    assert_equal(
+        torch.autograd.grad(apply_tiled_mlp(scaled, module, x.detach(), 4), scale, dy), want[1:2]
+    )
 
 
 def test_other_tensors_of_a_parameter():
@@ -505,9 +569,9 @@ def test_other_tensors_of_a_parameter():
     squared = module.up.weight.square()
 
     def used(module, x):
-        return torch.nn.functional.linear(module(x)[..., :6], squared[:5] @ torch.ones(6, 6, device=DEVICE)).sum(
-            -1, True
-        )
+        return torch.nn.functional.linear(
+            module(x)[..., :6], squared[:5] @ torch.ones(6, 6, device=DEVICE)
+        ).sum(-1, True)
 
     wanted = [x, *module.parameters()]
     want = torch.autograd.grad(used(module, x), wanted, dy[:, :1], retain_graph=True)
@@ -590,7 +654,10 @@ def test_a_parameter_that_was_changed_before_backward(change):
     else:
         with torch.no_grad():
             module.up.weight.add_(1)
-    with pytest.raises(RuntimeError, match=f"apply_tiled_mlp: Linear.weight was {change} between forward and backward"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"apply_tiled_mlp: Linear.weight was {change} between forward and backward",
+    ):
         y.sum().backward()
 
 
@@ -598,8 +665,13 @@ def test_what_is_wrong_is_named():
     module, x = Whole(), integers(13, 6).requires_grad_()
     with pytest.raises(RuntimeError, match="apply_tiled_mlp: fn writes to its input"):
         apply_tiled_mlp(lambda m, x: m(x.mul_(2)), module, x.detach(), 4)
-    for fn, given in ((lambda m, x: m(x).sum(-2), r"shape \(6,\)"), (lambda m, x: (m(x), None), "a tuple")):
-        with pytest.raises(ValueError, match=rf"apply_tiled_mlp: fn gave .*{given} for a tile of shape \(4, 6\)"):
+    for fn, given in (
+        (lambda m, x: m(x).sum(-2), r"shape \(6,\)"),
+        (lambda m, x: (m(x), None), "a tuple"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"apply_tiled_mlp: fn gave .*{given} for a tile of shape \(4, 6\)"
+        ):
             apply_tiled_mlp(fn, module, x, 4)
     for error, given, words in (
         (TypeError, dict(x=x.long()), "x is torch.int64"),
@@ -633,7 +705,9 @@ def test_parameters_that_were_put_in_for_a_call():
     named = {f"module.{name}": p for name, p in theirs.items()}
     y = torch.func.functional_call(Tiled(), named, (x,))
     assert_equal(torch.autograd.grad(y, [x, *theirs.values()], dy), want)
-    computed = {name: 1 * p for name, p in named.items()}  # no leaves, as after a step of an inner optimizer
+    computed = {
+        name: 1 * p for name, p in named.items()
+    }  # no leaves, as after a step of an inner optimizer
     y = torch.func.functional_call(Tiled(), computed, (x,))
     del computed
     assert_equal(torch.autograd.grad(y, [x, *theirs.values()], dy), want)

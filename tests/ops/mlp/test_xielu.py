@@ -1,4 +1,5 @@
-"""xIELU beyond its `Case`: as Hugging Face's, near zero, far from it, its parameters, the module, errors."""
+"""xIELU beyond its `Case`: as Hugging Face's, near zero, far from it, its parameters, the module,
+errors."""
 
 import pytest
 import torch
@@ -16,13 +17,21 @@ def raw(*values):
 
 def test_equals_hugging_face():
     torch.manual_seed(0)
-    theirs, x = XIELUActivation(dtype=torch.float32).to(DEVICE), 3 * torch.randn(40, 33, device=DEVICE)
+    theirs, x = (
+        XIELUActivation(dtype=torch.float32).to(DEVICE),
+        3 * torch.randn(40, 33, device=DEVICE),
+    )
     mine = LigerXIELU().to(DEVICE)
-    mine.load_state_dict({name: t for name, t in theirs.state_dict().items() if name.startswith("alpha")})
+    mine.load_state_dict(
+        {name: t for name, t in theirs.state_dict().items() if name.startswith("alpha")}
+    )
     assert repr(mine) == "LigerXIELU(beta=0.5, eps=-1e-06)"
     for fresh in (mine, LigerXIELU().to(DEVICE)):
         x.requires_grad_()
-        found, wanted = (torch.autograd.grad(act(x).square().sum(), [x, *act.parameters()]) for act in (fresh, theirs))
+        found, wanted = (
+            torch.autograd.grad(act(x).square().sum(), [x, *act.parameters()])
+            for act in (fresh, theirs)
+        )
         torch.testing.assert_close(fresh(x), theirs._xielu_python(x), rtol=3e-6, atol=3e-6)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -32,7 +41,24 @@ def test_equals_hugging_face():
 def test_hard_values(dtype):
     """Around zero, eps and where the series ends; large ones, at which the exponential is 0."""
     eps = -0.25
-    x = torch.tensor([0.0, -0.0, 1e-6, -1e-6, -1e-3, -0.1, eps, -0.26, -0.4999, -0.5, -0.5001, -3.0, -60.0, 100.0])
+    x = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            1e-6,
+            -1e-6,
+            -1e-3,
+            -0.1,
+            eps,
+            -0.26,
+            -0.4999,
+            -0.5,
+            -0.5001,
+            -3.0,
+            -60.0,
+            100.0,
+        ]
+    )
     x = x.to(DEVICE, dtype).requires_grad_()
     for p, n in ((0.3, -1.0), (-30.0, 25.0), (-6.0, -6.0)):
         alphas = raw(p, n)
@@ -56,7 +82,9 @@ def test_numbers_in_memory():
     for number in (0.25, -2.0):
         beta.fill_(number)
         found, wanted = (
-            torch.autograd.grad(liger_xielu(x, *(alphas := raw(0.3, -1.0)), *given).square().sum(), [x, *alphas])
+            torch.autograd.grad(
+                liger_xielu(x, *(alphas := raw(0.3, -1.0)), *given).square().sum(), [x, *alphas]
+            )
             for given in ((beta, eps), (number, -0.125))
         )
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -79,7 +107,9 @@ def test_only_some_gradients():
         tensors = [x, *raw(0.1, 0.2)]
         tensors = [t.detach().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors)]
         leaves = [t for t in tensors if t.requires_grad]
-        found, wanted = (torch.autograd.grad(fn(*tensors), leaves, dy) for fn in (liger_xielu, xielu_reference))
+        found, wanted = (
+            torch.autograd.grad(fn(*tensors), leaves, dy) for fn in (liger_xielu, xielu_reference)
+        )
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b)
 
@@ -93,8 +123,16 @@ def test_errors():
         ((x, p, n, 0.5, 0.0), ValueError, "liger_xielu: eps is 0.0, give a number below zero"),
         ((x, p, n, 0.5, "1"), TypeError, "liger_xielu: eps is '1'"),
         ((x, p, n, p), TypeError, "liger_xielu: beta requires a gradient, which it does not get"),
-        ((x, p, n, 0.5, torch.ones(2, device=DEVICE)), ValueError, r"liger_xielu: eps has shape \(2,\)"),
-        ((x, p, n, torch.tensor(0.5, device="meta")), ValueError, "liger_xielu: x is on .*, beta on meta"),
+        (
+            (x, p, n, 0.5, torch.ones(2, device=DEVICE)),
+            ValueError,
+            r"liger_xielu: eps has shape \(2,\)",
+        ),
+        (
+            (x, p, n, torch.tensor(0.5, device="meta")),
+            ValueError,
+            "liger_xielu: x is on .*, beta on meta",
+        ),
     ):
         with pytest.raises(kind, match=message):
             liger_xielu(*args)

@@ -1,4 +1,5 @@
-"""xIELU and the linear layer behind it, beyond its `Case`: the bits of one after the other, whose memory is taken."""
+"""xIELU and the linear layer behind it, beyond its `Case`: the bits of one after the other, whose
+memory is taken."""
 
 import pytest
 import torch
@@ -85,7 +86,11 @@ def test_a_frozen_weight_is_left_to_pytorch(monkeypatch):
 def test_errors():
     x, alpha_p, alpha_n, weight, bias = tensors()
     for changed, error, words in (
-        (dict(weight=weight[:, 1:]), ValueError, r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)"),
+        (
+            dict(weight=weight[:, 1:]),
+            ValueError,
+            r"weight has shape \(12, 39\), x \(3, 5, 40\), give \(H, F\)",
+        ),
         (dict(bias=bias[1:]), ValueError, r"bias has shape \(11,\)"),
         (dict(alpha_p=bias), ValueError, r"alpha_p has shape \(12,\)"),
         (dict(eps=0.0), ValueError, "eps is 0.0, give a number below zero"),

@@ -1,4 +1,5 @@
-"""Experts on two ranks: what each rank gets is what one rank with all experts gets for all tokens, or its part."""
+"""Experts on two ranks: what each rank gets is what one rank with all experts gets for all tokens,
+or its part."""
 
 from functools import partial
 
@@ -20,7 +21,9 @@ TOKENS, TABLES = ("x", "top_k_weights"), ("gate_up_proj", "down_proj")
 ROUTINGS = {
     "any": lambda i: i,
     "all to one rank": lambda i: i % 2 + 2,
-    "twice, and none": lambda i: i[:, :1].expand(-1, K).where(i[:, 1:2] != 1, E).where(i[:, 2:] != 1, -1),
+    "twice, and none": lambda i: (
+        i[:, :1].expand(-1, K).where(i[:, 1:2] != 1, E).where(i[:, 2:] != 1, -1)
+    ),
     "nowhere": lambda i: i * 0 + E,
     "uint8": lambda i: i.to(torch.uint8),
 }
@@ -31,9 +34,18 @@ def drawn(T, dtype=torch.float32, integers=False):
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape):
-        return torch.randint(-2, 3, shape, generator=g) if integers else torch.randn(shape, generator=g)
+        return (
+            torch.randint(-2, 3, shape, generator=g)
+            if integers
+            else torch.randn(shape, generator=g)
+        )
 
-    found = dict(x=draw(T, H), gate_up_proj=draw(E, 2 * I, H), down_proj=draw(E, H, I), top_k_weights=draw(T, K))
+    found = dict(
+        x=draw(T, H),
+        gate_up_proj=draw(E, 2 * I, H),
+        down_proj=draw(E, H, I),
+        top_k_weights=draw(T, K),
+    )
     found = {name: t.to(DEVICE, dtype) for name, t in found.items()}
     return found | dict(top_k_index=torch.randint(E, (T, K), generator=g).to(DEVICE))
 
@@ -47,7 +59,10 @@ def outcome(fn, tensors, dout, **options):
 
 def of_rank(tensors, rank, sizes):
     """This rank's: tokens, and experts."""
-    return {name: t.chunk(SIZE)[rank] if name in TABLES else t.split(sizes)[rank] for name, t in tensors.items()}
+    return {
+        name: t.chunk(SIZE)[rank] if name in TABLES else t.split(sizes)[rank]
+        for name, t in tensors.items()
+    }
 
 
 def whole(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False):
@@ -57,7 +72,9 @@ def whole(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False
     dout = drawn(sum(sizes), dtype, integers)["x"]
     options = {}
     if integers:  # silu(g) is g from 32 on, and its slope is 1
-        options["gate_up_bias"] = torch.tensor([96.0] * I + [0.0] * I, device=DEVICE).expand(E, -1).contiguous()
+        options["gate_up_bias"] = (
+            torch.tensor([96.0] * I + [0.0] * I, device=DEVICE).expand(E, -1).contiguous()
+        )
     mine = of_rank(tensors, rank, sizes), dout.split(sizes)[rank]
     of_mine = {name: t.chunk(SIZE)[rank] for name, t in options.items()}
     want = of_rank(outcome(liger_experts, tensors, dout, **options), rank, sizes)
@@ -68,7 +85,9 @@ def whole(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False
             assert torch.equal(got[name], t), name
         else:
             bound = 4 * torch.finfo(dtype).eps * max(t.abs().max().item() if t.numel() else 0, 1)
-            torch.testing.assert_close(got[name], t, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(
+                got[name], t, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
+            )
 
 
 def second_order(rank):
@@ -106,7 +125,10 @@ def module(rank):
     tensors = drawn(2 * SIZE * 3)
     gate, up = tensors["gate_up_proj"].chunk(2, 1)
     want = liger_experts(**tensors).view(SIZE, 2, 3, H)
-    mine = [t.view(SIZE, 2, 3, -1)[rank] for t in (tensors["x"], tensors["top_k_index"], tensors["top_k_weights"])]
+    mine = [
+        t.view(SIZE, 2, 3, -1)[rank]
+        for t in (tensors["x"], tensors["top_k_index"], tensors["top_k_weights"])
+    ]
     tables = gate, up, tensors["down_proj"]
     for group in (None, dist.group.WORLD):
         got = LigerExpertParallelFusedMoe(group)(*mine, *(t.chunk(SIZE)[rank] for t in tables), E)
@@ -121,7 +143,10 @@ def module(rank):
 def test_two_ranks(tmp_path):
     checks = [partial(whole, routing=routing, integers=True) for routing in ROUTINGS]
     checks += [partial(whole, integers=True, sizes=sizes) for sizes in ((5, 0), (0, 0))]
-    checks += [partial(whole, dtype=torch.bfloat16), *map(partial, (autocast, second_order, module))]
+    checks += [
+        partial(whole, dtype=torch.bfloat16),
+        *map(partial, (autocast, second_order, module)),
+    ]
     if DEVICE == "cpu":  # the kernels take seconds in the interpreter
         checks = [partial(without_kernels, check) for check in checks]
         checks.append(partial(whole, routing="twice, and none", integers=True))
@@ -142,7 +167,14 @@ def test_alone():
     want = liger_experts(**tensors)
     assert torch.equal(liger_expert_parallel(**tensors), want)
     gate, up = tensors["gate_up_proj"].chunk(2, 1)
-    given = tensors["x"], tensors["top_k_index"], tensors["top_k_weights"], gate, up, tensors["down_proj"]
+    given = (
+        tensors["x"],
+        tensors["top_k_index"],
+        tensors["top_k_weights"],
+        gate,
+        up,
+        tensors["down_proj"],
+    )
     assert torch.equal(LigerExpertParallelFusedMoe()(*given, E), want)
     x, weights, down = tensors["x"][0], tensors["top_k_weights"][0], tensors["down_proj"]
     chosen = enumerate(tensors["top_k_index"][0].tolist())
@@ -155,13 +187,19 @@ def test_alone():
     [
         (dict(group=3), TypeError, "group is 3, give a process group or None"),
         (dict(top_k_index=torch.zeros(5, K)), TypeError, "top_k_index is torch.float32"),
-        (dict(top_k_index=torch.zeros(4, K, dtype=torch.long)), ValueError, r"x has shape \(5, 12\), top_k_index"),
+        (
+            dict(top_k_index=torch.zeros(4, K, dtype=torch.long)),
+            ValueError,
+            r"x has shape \(5, 12\), top_k_index",
+        ),
         (dict(top_k_weights=torch.zeros(5, 2)), ValueError, r"top_k_weights has shape \(5, 2\)"),
         (dict(gate_up_proj=torch.zeros(E, 2 * I, 3)), ValueError, "liger_experts: gate_up_proj"),
     ],
-)  # fmt: skip
+)
 def test_errors(change, error, words):
-    change = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()}
+    change = {
+        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()
+    }
     with pytest.raises(error, match=words):
         liger_expert_parallel(**drawn(5) | change)
 
@@ -169,6 +207,8 @@ def test_errors(change, error, words):
 def test_a_transposed_table():
     t = drawn(5)
     gate, up = t["gate_up_proj"].chunk(2, 1)
-    with pytest.raises(ValueError, match=r"all_B \(4, 12, 10\).*give \(experts, I, H\) twice and \(experts, H, I\)"):
+    with pytest.raises(
+        ValueError, match=r"all_B \(4, 12, 10\).*give \(experts, I, H\) twice and \(experts, H, I\)"
+    ):
         tables = gate.mT, up.mT, t["down_proj"].mT
         LigerExpertParallelFusedMoe()(t["x"], t["top_k_index"], t["top_k_weights"], *tables, E)

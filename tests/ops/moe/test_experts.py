@@ -1,4 +1,5 @@
-"""Experts beyond their `Case`s: routings of every kind, what is kept and written over, dtypes, the module, errors."""
+"""Experts beyond their `Case`s: routings of every kind, what is kept and written over, dtypes, the
+module, errors."""
 
 import types
 
@@ -12,7 +13,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops.moe import experts, products
-from liger_kernel.ops.moe.experts import LigerExperts, LigerFusedMoEFunction, experts_reference, liger_experts
+from liger_kernel.ops.moe.experts import (
+    LigerExperts,
+    LigerFusedMoEFunction,
+    experts_reference,
+    liger_experts,
+)
 
 T, H, I, E, K = 9, 12, 10, 4, 3  # noqa: E741
 LEAVES = "x", "gate_up_proj", "down_proj", "top_k_weights"
@@ -35,15 +41,34 @@ def drawn(tokens=T, K=K, dtype=torch.float32, biases=False):
 
 def changed(tensors, dtype):
     return {
-        name: t.detach().to(dtype if t.is_floating_point() else t.dtype).requires_grad_(t.requires_grad)
+        name: t.detach()
+        .to(dtype if t.is_floating_point() else t.dtype)
+        .requires_grad_(t.requires_grad)
         for name, t in tensors.items()
     }
 
 
-def loop(x, gate_up_proj, down_proj, top_k_index, top_k_weights, act="silu", gate_up_bias=None, down_bias=None,
-         limit=None, alpha=1.0, shift=0.0, transposed=False, interleaved=False):  # fmt: skip
+def loop(
+    x,
+    gate_up_proj,
+    down_proj,
+    top_k_index,
+    top_k_weights,
+    act="silu",
+    gate_up_bias=None,
+    down_bias=None,
+    limit=None,
+    alpha=1.0,
+    shift=0.0,
+    transposed=False,
+    interleaved=False,
+):
     """Token by token, as it is written down."""
-    acts = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda g: F.gelu(g, approximate="tanh")}
+    acts = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_pytorch_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    }
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.mT, down_proj.mT
     outs = []
@@ -59,7 +84,9 @@ def loop(x, gate_up_proj, down_proj, top_k_index, top_k_weights, act="silu", gat
                 z = g * torch.sigmoid(alpha * g) * (u + shift)
             else:
                 z = acts[act](g) * u
-            out = out + top_k_weights[t, k] * (down_proj[e] @ z + (0 if down_bias is None else down_bias[e]))
+            out = out + top_k_weights[t, k] * (
+                down_proj[e] @ z + (0 if down_bias is None else down_bias[e])
+            )
         outs.append(out)
     return torch.stack(outs)
 
@@ -102,7 +129,9 @@ ROUTINGS = {
 def test_routings(routing):
     given = drawn(biases=True)
     index = ROUTINGS[routing](given["top_k_index"])
-    given |= {name: given[name].detach()[: len(index)].requires_grad_() for name in ("x", "top_k_weights")}
+    given |= {
+        name: given[name].detach()[: len(index)].requires_grad_() for name in ("x", "top_k_weights")
+    }
     if routing == "all sentinels":  # the gradients of the biases are 0 without a path to them
         got = outcome(liger_experts, given | dict(top_k_index=index))
         assert not any(t.any() for t in got.values())
@@ -141,7 +170,9 @@ def test_options(act, layout):
     if layout in ("transposed", "both"):
         for name in ("gate_up_proj", "down_proj"):
             given[name] = given[name].detach().mT.contiguous().requires_grad_()
-    options = options | dict(transposed=layout in ("transposed", "both"), interleaved=layout in ("interleaved", "both"))
+    options = options | dict(
+        transposed=layout in ("transposed", "both"), interleaved=layout in ("interleaved", "both")
+    )
     assert_exact(given, **options)
 
 
@@ -166,7 +197,9 @@ def test_16_bits(dtype, weights):
 def test_one_gradient(name):
     given = drawn(biases=True)
     want = outcome(liger_experts, given)
-    got = outcome(liger_experts, {n: t.detach().requires_grad_(n == name) for n, t in given.items()})
+    got = outcome(
+        liger_experts, {n: t.detach().requires_grad_(n == name) for n, t in given.items()}
+    )
     assert got.keys() == {"out", name}
     assert all(torch.equal(got[n], want[n]) for n in got)
 
@@ -189,16 +222,24 @@ def test_the_same_bits_twice():
 @pytest.mark.parametrize("bulk", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
-    """Of rows and columns, where shapes of tests have one. Descriptors take 16 bits, and their rows are gathered."""
+    """Of rows and columns, where shapes of tests have one. Descriptors take 16 bits, and their rows
+    are gathered."""
     launch = products._launch
-    monkeypatch.setattr(products, "_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16)))
+    monkeypatch.setattr(
+        products, "_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
+    )
     monkeypatch.setattr(products, "GATHERED", 1)
     monkeypatch.setattr(experts, "tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
     given = drawn(50, 2, biases=True)
     H, I = (264, 40) if bulk else (50, 36)  # noqa: E741, N806
-    for name, shape in dict(x=(50, H), gate_up_proj=(E, 2 * I, H), down_proj=(E, H, I), gate_up_bias=(E, 2 * I),
-                            down_bias=(E, H)).items():  # fmt: skip
+    for name, shape in dict(
+        x=(50, H),
+        gate_up_proj=(E, 2 * I, H),
+        down_proj=(E, H, I),
+        gate_up_bias=(E, 2 * I),
+        down_bias=(E, H),
+    ).items():
         given[name] = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
     given["gate_up_proj"] = (given["gate_up_proj"].detach() / H**0.5).requires_grad_()
     dtype, bound = (torch.bfloat16, 8 * 2**-8) if bulk else (torch.float32, 3e-6)
@@ -228,7 +269,9 @@ def test_what_is_kept():
 def test_nothing_is_kept_without_gradients(monkeypatch):
     made = []
     forward = experts.experts_fwd
-    monkeypatch.setattr(experts, "experts_fwd", lambda *args: made.append(forward(*args)) or made[-1])
+    monkeypatch.setattr(
+        experts, "experts_fwd", lambda *args: made.append(forward(*args)) or made[-1]
+    )
     given = drawn()
     want = liger_experts(**given)
     with torch.no_grad():
@@ -242,7 +285,9 @@ def over(monkeypatch):
     """Whether a backward wrote over the pre-activation."""
     seen = []
     launch = experts.launch_bwd
-    monkeypatch.setattr(experts, "launch_bwd", lambda *args, dpre: seen.append(True) or launch(*args, dpre=dpre))
+    monkeypatch.setattr(
+        experts, "launch_bwd", lambda *args, dpre: seen.append(True) or launch(*args, dpre=dpre)
+    )
     backward = experts.experts_bwd
     monkeypatch.setattr(experts, "experts_bwd", lambda *args: seen.append(False) or backward(*args))
     return seen
@@ -267,8 +312,14 @@ def test_who_else_keeps_it(keeps, over):
 
     def run(**tensors):
         if keeps == "checkpoint":
-            return checkpoint(lambda x, **others: liger_experts(x, **others), use_reentrant=False, **tensors)
-        hooks = save_on_cpu() if keeps == "offload" else saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+            return checkpoint(
+                lambda x, **others: liger_experts(x, **others), use_reentrant=False, **tensors
+            )
+        hooks = (
+            save_on_cpu()
+            if keeps == "offload"
+            else saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+        )
         with hooks:
             return liger_experts(**tensors)
 
@@ -282,14 +333,23 @@ def test_a_graph_of_the_gradients():
 
     def penalised(fn, tensors):
         wanted = [t for t in tensors.values() if t.requires_grad]
-        once = torch.autograd.grad(fn(**tensors, **CLAMPED).square().sum(), wanted, create_graph=True)
+        once = torch.autograd.grad(
+            fn(**tensors, **CLAMPED).square().sum(), wanted, create_graph=True
+        )
         return torch.autograd.grad(sum(d.square().sum() for d in once), wanted)
 
     got, plain, exact = (
-        penalised(fn, t) for fn, t in ((liger_experts, given), (experts_reference, given), (loop, changed(given, F64)))
+        penalised(fn, t)
+        for fn, t in (
+            (liger_experts, given),
+            (experts_reference, given),
+            (loop, changed(given, F64)),
+        )
     )
     for mine, theirs, e in zip(got, plain, exact, strict=True):
-        bound = (theirs.double() - e).abs().max() + 8 * torch.finfo(torch.float32).eps * e.abs().max()
+        bound = (theirs.double() - e).abs().max() + 8 * torch.finfo(
+            torch.float32
+        ).eps * e.abs().max()
         assert (mine.double() - e).abs().max() <= bound
 
 
@@ -330,15 +390,22 @@ def test_the_function():
 
 
 def config(**entries):
-    given = dict(hidden_size=H, hidden_act="silu", num_experts=E, moe_intermediate_size=I, intermediate_size=99)
+    given = dict(
+        hidden_size=H,
+        hidden_act="silu",
+        num_experts=E,
+        moe_intermediate_size=I,
+        intermediate_size=99,
+    )
     return types.SimpleNamespace(**{k: v for k, v in (given | entries).items() if v is not None})
 
 
 def test_the_module():
     module, given = LigerExperts(config()).to(DEVICE), drawn(6)
     assert {name: t.shape for name, t in module.state_dict().items()} == {
-        "gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)
-    }  # fmt: skip
+        "gate_up_proj": (E, 2 * I, H),
+        "down_proj": (E, H, I),
+    }
     module.load_state_dict({name: given[name] for name in ("gate_up_proj", "down_proj")})
     x, index, weights = given["x"], given["top_k_index"], given["top_k_weights"]
     assert torch.equal(module(x, index, weights), liger_experts(**given))
@@ -350,7 +417,9 @@ def test_the_module():
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_the_modules_config(name):
-    given = config(num_experts=None, hidden_act="swish", **({} if name == "num_experts" else {name: 3}))
+    given = config(
+        num_experts=None, hidden_act="swish", **({} if name == "num_experts" else {name: 3})
+    )
     if name == "num_experts":
         given.num_experts, given.num_local_experts, given.n_routed_experts = 3, 5, 6
     assert LigerExperts(given).gate_up_proj.shape == (3, 2 * I, H)
@@ -359,9 +428,14 @@ def test_the_modules_config(name):
 
 
 def test_the_modules_errors():
-    with pytest.raises(ValueError, match="LigerExperts: the config's activation is 'gelu', it computes 'silu' alone"):
+    with pytest.raises(
+        ValueError,
+        match="LigerExperts: the config's activation is 'gelu', it computes 'silu' alone",
+    ):
         LigerExperts(config(hidden_act="gelu"))
-    with pytest.raises(ValueError, match="the config has none of num_experts, num_local_experts, n_routed_experts"):
+    with pytest.raises(
+        ValueError, match="the config has none of num_experts, num_local_experts, n_routed_experts"
+    ):
         LigerExperts(config(num_experts=None))
 
 
@@ -369,21 +443,65 @@ def test_errors():
     given = drawn(biases=True)
     x, w, d = (given[name] for name in LEAVES[:3])
     for error, said, wrong in (
-        (ValueError, r"x has shape \(12,\), top_k_index \(9, 3\), give \(T, H\) and \(T, K\)", dict(x=x[0])),
+        (
+            ValueError,
+            r"x has shape \(12,\), top_k_index \(9, 3\), give \(T, H\) and \(T, K\)",
+            dict(x=x[0]),
+        ),
         (ValueError, r"x has shape \(8, 12\), top_k_index \(9, 3\), give", dict(x=x[1:])),
-        (ValueError, r"top_k_weights has shape \(3,\), give \(9, 3\)", dict(top_k_weights=given["top_k_weights"][0])),
-        (ValueError, r"gate_up_proj has shape \(20, 12\), give \(E, 2·I, H\)", dict(gate_up_proj=w[0])),
-        (ValueError, r"gate_up_proj has shape \(4, 19, 12\), x \(9, 12\), give", dict(gate_up_proj=w[:, 1:])),
-        (ValueError, r"gate_up_proj has shape .*, give \(E, H, 2·I\) and \(T, H\)", dict(transposed=True)),
-        (ValueError, r"down_proj has shape \(4, 10, 12\), give \(4, 12, 10\)", dict(down_proj=d.mT)),
-        (ValueError, r"gate_up_bias has shape \(20,\), give \(4, 20\)", dict(gate_up_bias=given["gate_up_bias"][0])),
-        (ValueError, r"down_bias has shape \(12,\), give \(4, 12\)", dict(down_bias=given["down_bias"][0])),
+        (
+            ValueError,
+            r"top_k_weights has shape \(3,\), give \(9, 3\)",
+            dict(top_k_weights=given["top_k_weights"][0]),
+        ),
+        (
+            ValueError,
+            r"gate_up_proj has shape \(20, 12\), give \(E, 2·I, H\)",
+            dict(gate_up_proj=w[0]),
+        ),
+        (
+            ValueError,
+            r"gate_up_proj has shape \(4, 19, 12\), x \(9, 12\), give",
+            dict(gate_up_proj=w[:, 1:]),
+        ),
+        (
+            ValueError,
+            r"gate_up_proj has shape .*, give \(E, H, 2·I\) and \(T, H\)",
+            dict(transposed=True),
+        ),
+        (
+            ValueError,
+            r"down_proj has shape \(4, 10, 12\), give \(4, 12, 10\)",
+            dict(down_proj=d.mT),
+        ),
+        (
+            ValueError,
+            r"gate_up_bias has shape \(20,\), give \(4, 20\)",
+            dict(gate_up_bias=given["gate_up_bias"][0]),
+        ),
+        (
+            ValueError,
+            r"down_bias has shape \(12,\), give \(4, 12\)",
+            dict(down_bias=given["down_bias"][0]),
+        ),
         (ValueError, "act is 'relu', give one of silu, gelu_pytorch_tanh, gelu", dict(act="relu")),
-        (ValueError, "act is 'gelu'; limit, alpha and shift are options of 'silu'", dict(act="gelu", limit=1.0)),
+        (
+            ValueError,
+            "act is 'gelu'; limit, alpha and shift are options of 'silu'",
+            dict(act="gelu", limit=1.0),
+        ),
         (ValueError, "limit is 0, give a positive number", dict(limit=0)),
         (TypeError, "interleaved is 1, give True or False", dict(interleaved=1)),
-        (TypeError, "x is torch.float32, down_proj torch.bfloat16, cast one of them", dict(down_proj=d.bfloat16())),
-        (TypeError, "top_k_index is torch.float32, give integers", dict(top_k_index=given["top_k_weights"])),
+        (
+            TypeError,
+            "x is torch.float32, down_proj torch.bfloat16, cast one of them",
+            dict(down_proj=d.bfloat16()),
+        ),
+        (
+            TypeError,
+            "top_k_index is torch.float32, give integers",
+            dict(top_k_index=given["top_k_weights"]),
+        ),
         (TypeError, "x is torch.int64, give a floating point tensor", dict(x=given["top_k_index"])),
         (TypeError, "top_k_weights is None, give a tensor", dict(top_k_weights=None)),
     ):

@@ -1,17 +1,24 @@
-"""The load-balancing loss beyond its `Case`: against Hugging Face's, whatever the layers and the mask."""
+"""The load-balancing loss beyond its `Case`: against Hugging Face's, whatever the layers and the
+mask."""
 
 import pytest
 import torch
 from hardware import DEVICE
 
-from liger_kernel.ops.moe.load_balancing import LigerLoadBalancingFunction, liger_load_balancing_loss
+from liger_kernel.ops.moe.load_balancing import (
+    LigerLoadBalancingFunction,
+    liger_load_balancing_loss,
+)
 
 T, E = 12, 9
 
 
 def drawn(layers=3, dtype=torch.float32, T=T, E=E):
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(T, E, generator=generator).to(DEVICE, dtype).requires_grad_() for _ in range(layers))
+    return tuple(
+        torch.randn(T, E, generator=generator).to(DEVICE, dtype).requires_grad_()
+        for _ in range(layers)
+    )
 
 
 MASKS = {
@@ -26,7 +33,9 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_hugging_faces(top_k, mask, anywhere):
-    theirs = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+    theirs = pytest.importorskip(
+        "transformers.models.mixtral.modeling_mixtral"
+    ).load_balancing_loss_func
     mask = None if MASKS[mask] is None else MASKS[mask].to(DEVICE)
     results = []
     for fn in (liger_load_balancing_loss, theirs):
@@ -46,7 +55,9 @@ def test_16_bits(dtype):
     got, want = (liger_load_balancing_loss(x, E, 2) for x in (gate_logits, exact))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
-    for a, b in zip(torch.autograd.grad(got, gate_logits), torch.autograd.grad(want, exact), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got, gate_logits), torch.autograd.grad(want, exact), strict=True
+    ):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
@@ -66,7 +77,10 @@ def test_tokens_that_are_masked(anywhere):
     gate_logits = drawn(1)
     poisoned = gate_logits[0].detach().clone()
     poisoned[8:] = float("nan")
-    got, want = (liger_load_balancing_loss((x,), E, 2, mask) for x in (poisoned.requires_grad_(), gate_logits[0]))
+    got, want = (
+        liger_load_balancing_loss((x,), E, 2, mask)
+        for x in (poisoned.requires_grad_(), gate_logits[0])
+    )
     torch.testing.assert_close(got, want)
     (dz,) = torch.autograd.grad(got, poisoned)
     torch.testing.assert_close(dz, *torch.autograd.grad(want, gate_logits))
@@ -96,10 +110,22 @@ def test_nothing():
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (dict(gate_logits=torch.zeros(3, 4)), TypeError, "gate_logits is a Tensor, give a tuple of each layer's"),
+        (
+            dict(gate_logits=torch.zeros(3, 4)),
+            TypeError,
+            "gate_logits is a Tensor, give a tuple of each layer's",
+        ),
         (dict(gate_logits=()), TypeError, "gate_logits is a tuple"),
-        (dict(gate_logits=(torch.zeros(3, 4), torch.zeros(3, 5))), ValueError, r"gate_logits\[0\] and \[1\] have"),
-        (dict(gate_logits=(torch.zeros(3, 4).long(),)), TypeError, r"gate_logits\[0\] is torch.int64"),
+        (
+            dict(gate_logits=(torch.zeros(3, 4), torch.zeros(3, 5))),
+            ValueError,
+            r"gate_logits\[0\] and \[1\] have",
+        ),
+        (
+            dict(gate_logits=(torch.zeros(3, 4).long(),)),
+            TypeError,
+            r"gate_logits\[0\] is torch.int64",
+        ),
         (dict(num_experts=8), ValueError, "num_experts is 8, the logits are of 9"),
         (dict(top_k=0), ValueError, "top_k is 0, give an int from 1 to the 9 experts"),
         (dict(top_k=2.0), TypeError, "top_k is 2.0"),

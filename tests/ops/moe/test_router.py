@@ -1,4 +1,5 @@
-"""The router beyond its `Case`: Hugging Face's routers, ties, masks, NaN, many experts, what has a gradient, errors."""
+"""The router beyond its `Case`: Hugging Face's routers, ties, masks, NaN, many experts, what has a
+gradient, errors."""
 
 import types
 
@@ -72,12 +73,17 @@ def test_a_familys_router(family, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling.F, "linear", noting)
         made = it(torch.randn(T, H).to(DEVICE, dtype))
-    weights, index = made[1], made[2] if made[0].is_floating_point() else made[0]  # an older one has the index first
+    weights, index = (
+        made[1],
+        made[2] if made[0].is_floating_point() else made[0],
+    )  # an older one has the index first
     (logits,) = found
     bias = getattr(it, "e_score_correction_bias", None)
     got, chosen = liger_router(logits, 3, bias=bias, **FAMILIES[family])
     assert got.dtype == weights.dtype
-    weights = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, index, weights)  # whatever the order
+    weights = torch.zeros_like(logits, dtype=weights.dtype).scatter(
+        1, index, weights
+    )  # whatever the order
     got = torch.zeros_like(weights).scatter(1, chosen, got)
     eps = max(2 * torch.finfo(got.dtype).eps, 1e-6)
     torch.testing.assert_close(got, weights, rtol=eps, atol=0)
@@ -89,7 +95,9 @@ def test_a_familys_router(family, dtype):
 # ---- what is chosen ----
 
 
-@pytest.mark.parametrize("options", [dict(), OF_BIAS, dict(groups=4, top_groups=3, best_of_a_group=1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(), OF_BIAS, dict(groups=4, top_groups=3, best_of_a_group=1)], ids=str
+)
 def test_the_first_of_equal_ones(options, anywhere):
     logits = torch.zeros(3, 12, device=DEVICE)
     logits[1, 5:] = 1
@@ -110,11 +118,15 @@ def test_masked_experts(left, options, anywhere):
     logits[:, 6 : 6 + left] = 1.0
     got = outcome(liger_router, logits.requires_grad_(), top_k=5, **options)
     assert_same(got, outcome(router_reference, logits, top_k=5, **options))
-    assert got[1][0, :left].tolist() == list(range(6, 6 + left)) and len(set(got[1][0].tolist())) == 5
+    assert (
+        got[1][0, :left].tolist() == list(range(6, 6 + left)) and len(set(got[1][0].tolist())) == 5
+    )
     assert options is OF_BIAS or got[0].isnan().all() == (left == 0)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(bias=True), OF_BIAS], ids=["plain", "bias", "groups"])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(bias=True), OF_BIAS], ids=["plain", "bias", "groups"]
+)
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 def test_not_a_number(value, options, anywhere):
     """K experts, each once; rows without it are as before."""
@@ -143,11 +155,18 @@ def test_a_bias_shuts_experts_out(anywhere):
 # ---- shapes ----
 
 
-@pytest.mark.parametrize("E, K", [(1, 1), (2, 2), (37, 37), (1000, 8), (1024, 4), (choice.WIDEST + 1, 2)])
+@pytest.mark.parametrize(
+    "E, K", [(1, 1), (2, 2), (37, 37), (1000, 8), (1024, 4), (choice.WIDEST + 1, 2)]
+)
 def test_numbers_of_experts(E, K):
-    for options in (dict(normalize=True), dict(score="sigmoid", bias=torch.linspace(-1, 1, E, device=DEVICE))):
+    for options in (
+        dict(normalize=True),
+        dict(score="sigmoid", bias=torch.linspace(-1, 1, E, device=DEVICE)),
+    ):
         logits = drawn(3, E)
-        got, want = (outcome(fn, logits, top_k=K, **options) for fn in (liger_router, router_reference))
+        got, want = (
+            outcome(fn, logits, top_k=K, **options) for fn in (liger_router, router_reference)
+        )
         assert_same(got, want)
         if K == E:
             assert (got[1].sort(-1).values == torch.arange(E, device=DEVICE)).all()
@@ -206,12 +225,24 @@ def test_a_graph_keeps_the_choice(monkeypatch):
         (dict(score="relu"), ValueError, "score is 'relu', give one of softmax, sigmoid"),
         (dict(bias=torch.zeros(11)), ValueError, r"bias has shape \(11,\), give \(12,\)"),
         (dict(groups=5, top_groups=2), ValueError, "groups is 5, give a divisor of the 12 experts"),
-        (dict(groups=12, top_groups=4), ValueError, "groups is 12, give a divisor of the 12 experts, 2 or more"),
+        (
+            dict(groups=12, top_groups=4),
+            ValueError,
+            "groups is 12, give a divisor of the 12 experts, 2 or more",
+        ),
         (dict(groups=4), TypeError, "top_groups is None"),
         (dict(top_groups=4), TypeError, "groups is None"),
         (dict(groups=4, top_groups=5), ValueError, "top_groups is 5 of 4"),
-        (dict(groups=6, top_groups=1), ValueError, "top_groups is 1 of 6 with 12 experts, top_k is 3"),
-        (dict(groups=4, top_groups=2, best_of_a_group=3), ValueError, "best_of_a_group is 3, give 1 or 2"),
+        (
+            dict(groups=6, top_groups=1),
+            ValueError,
+            "top_groups is 1 of 6 with 12 experts, top_k is 3",
+        ),
+        (
+            dict(groups=4, top_groups=2, best_of_a_group=3),
+            ValueError,
+            "best_of_a_group is 3, give 1 or 2",
+        ),
         (dict(eps=-1.0), ValueError, "eps is -1.0"),
         (dict(scale=INF), ValueError, "scale is inf"),
         (dict(normalize=1), TypeError, "normalize is 1, give True or False"),
@@ -219,7 +250,9 @@ def test_a_graph_keeps_the_choice(monkeypatch):
     ],
 )
 def test_errors(change, error, words, anywhere):
-    change = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()}
+    change = {
+        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()
+    }
     with pytest.raises(error, match=f"^liger_router: {words}"):
         liger_router(**dict(logits=drawn(3, 12), top_k=3) | change)
 
@@ -232,6 +265,8 @@ def test_numbers_of_numpy():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     index = got[1]
     for a, b in zip(
-        compute_routing_metadata(index, np.int64(8), np.int64(16)), compute_routing_metadata(index, 8, 16), strict=True
+        compute_routing_metadata(index, np.int64(8), np.int64(16)),
+        compute_routing_metadata(index, 8, 16),
+        strict=True,
     ):
         assert torch.equal(a, b)

@@ -1,4 +1,5 @@
-"""Which rows each expert has: the order of the assignments, where experts begin, and the table of tiles."""
+"""Which rows each expert has: the order of the assignments, where experts begin, and the table of
+tiles."""
 
 import pytest
 import torch
@@ -17,17 +18,24 @@ def assert_right(index, E, block):
     order, offsets, tiles = routing(index, E, block)
     want = routing_reference(index, E, block)
     used = len(want[2])
-    assert torch.equal(order, want[0]) and torch.equal(offsets, want[1]) and torch.equal(tiles[:used], want[2])
+    assert (
+        torch.equal(order, want[0])
+        and torch.equal(offsets, want[1])
+        and torch.equal(tiles[:used], want[2])
+    )
     assert (tiles[used:, 0] == -1).all(), "an entry of the table that no expert has"
     S = index.numel()
     assert len(tiles) == -(-S // block) + min(E, S)
     return order, offsets, tiles
 
 
-@pytest.mark.parametrize("T, K, E", [(1, 1, 1), (7, 3, 5), (100, 6, 9), (20, 2, 130), (0, 2, 4), (3, 0, 4)])
+@pytest.mark.parametrize(
+    "T, K, E", [(1, 1, 1), (7, 3, 5), (100, 6, 9), (20, 2, 130), (0, 2, 4), (3, 0, 4)]
+)
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_against_a_sort(T, K, E, beyond):
-    """Several chunks of assignments, several blocks of experts; with indices on both sides of the experts'."""
+    """Several chunks of assignments, several blocks of experts; with indices on both sides of the
+    experts'."""
     assert_right(drawn(T, K, E, -beyond, beyond), E, 16)
 
 
@@ -84,7 +92,11 @@ def test_metadata(anywhere):
     "change, error, words",
     [
         (dict(top_k_index=torch.zeros(3, 2)), TypeError, "top_k_index is torch.float32"),
-        (dict(top_k_index=torch.zeros(3, dtype=torch.long)), ValueError, r"top_k_index has shape \(3,\)"),
+        (
+            dict(top_k_index=torch.zeros(3, dtype=torch.long)),
+            ValueError,
+            r"top_k_index has shape \(3,\)",
+        ),
         (dict(num_experts=0), ValueError, "num_experts is 0, give a positive int"),
         (dict(num_experts=2.0), TypeError, "num_experts is 2.0"),
         (dict(block=-1), ValueError, "block is -1"),

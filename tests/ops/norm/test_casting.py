@@ -28,7 +28,10 @@ def norm_rope(x, w):
 
 
 def angles(x):
-    turn = torch.arange(x.shape[-1] // 2, device=x.device) * torch.arange(len(x), device=x.device)[:, None]
+    turn = (
+        torch.arange(x.shape[-1] // 2, device=x.device)
+        * torch.arange(len(x), device=x.device)[:, None]
+    )
     return turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)
 
 
@@ -40,7 +43,10 @@ def of_rope(x, w):
 
 NORMS = {
     "rms_norm": (lambda x, w: liger_rms_norm(x, w, EPS, 0.0, "none"), rms_norm),
-    "fused_add_rms_norm": (lambda x, w: liger_fused_add_rms_norm(x, x * 0, w, EPS, 0.0, "none")[0], rms_norm),
+    "fused_add_rms_norm": (
+        lambda x, w: liger_fused_add_rms_norm(x, x * 0, w, EPS, 0.0, "none")[0],
+        rms_norm,
+    ),
     "modulated_rms_norm": (
         lambda x, w: liger_modulated_rms_norm(x, w, w * 0, None, EPS, 0.0, "none"),
         rms_norm,
@@ -54,7 +60,8 @@ NORMS = {
 @pytest.mark.parametrize("size", [1000.0, 200.0, 1.0, 1e-3])
 @pytest.mark.parametrize("name", NORMS)
 def test_none(name, size, dtype):
-    """The square of 256 is infinite in fp16, and 1 / sqrt(mean(x²)) of a small row is not far from that."""
+    """The square of 256 is infinite in fp16, and 1 / sqrt(mean(x²)) of a small row is not far from
+    that."""
     fn, reference = NORMS[name]
     torch.manual_seed(0)
     tensors = cast(dict(x=torch.randn(4, 64) * size, w=torch.rand(64) + 0.5), dtype)
@@ -66,4 +73,6 @@ def test_none(name, size, dtype):
         # dx is as large as 1/size: it is kept within fp16 by a dy that is as large as x
         results.append((y.detach(), *torch.autograd.grad(y, (x, w), values["dy"] * min(size, 1.0))))
     for result, exact in zip(*results, strict=True):
-        assert (result.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+        assert (result.double() - exact).abs().max() <= 2 * torch.finfo(
+            dtype
+        ).eps * exact.abs().max()

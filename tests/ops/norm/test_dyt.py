@@ -1,4 +1,5 @@
-"""DyT beyond its `Case`: many rows, dtypes, the two functions without autograd, the module, errors."""
+"""DyT beyond its `Case`: many rows, dtypes, the two functions without autograd, the module,
+errors."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ def drawn(*shape, dtypes=(torch.float32,) * 4):
 
 
 def test_many_rows():
-    """Several programs, and several for the columns of a row: alpha's gradient is a sum over all of them."""
+    """Several programs, and several for the columns of a row: alpha's gradient is a sum over all of
+    them."""
     tensors = drawn(9, 1030)
     outs = liger_dyt(*tensors), dyt_reference(*tensors)
     for got, want in zip(*(torch.autograd.grad(o.sin().sum(), tensors) for o in outs), strict=True):
@@ -51,21 +53,30 @@ def test_without_autograd_needs_kernels(request):
     if DEVICE == "cpu":
         request.getfixturevalue("reference_only")
     x, alpha, gamma, beta = (t.detach().cpu() for t in drawn(2, 8))
-    for call in (lambda: liger_dyt_fwd(x, alpha, gamma, beta), lambda: liger_dyt_bwd(x, x, alpha, gamma, beta)):
+    for call in (
+        lambda: liger_dyt_fwd(x, alpha, gamma, beta),
+        lambda: liger_dyt_bwd(x, x, alpha, gamma, beta),
+    ):
         with pytest.raises(RuntimeError, match="no Triton kernels for a tensor on cpu"):
             call()
 
 
 def test_module():
     module = LigerDyT(8).to(DEVICE)
-    assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == dict(alpha=(1,), gamma=(8,), beta=(8,))
+    assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == dict(
+        alpha=(1,), gamma=(8,), beta=(8,)
+    )
     assert module.alpha.eq(0.5).all() and module.gamma.eq(1).all() and not module.beta.any()
     x = drawn(2, 3, 8)[0]
     torch.testing.assert_close(module(x), torch.tanh(0.5 * x))
     module(x).sum().backward()
     assert module.alpha.grad.shape == (1,)
     without = LigerDyT(8, beta=False, init_alpha=2.0).to(DEVICE)
-    assert without.beta is None and list(without.state_dict()) == ["alpha", "gamma"] and without.alpha.eq(2).all()
+    assert (
+        without.beta is None
+        and list(without.state_dict()) == ["alpha", "gamma"]
+        and without.alpha.eq(2).all()
+    )
     assert repr(without) == "LigerDyT(8, init_alpha=2.0, beta=False)"
 
 

@@ -33,7 +33,8 @@ def test_groups_are_rows_by_themselves(size, before):
     torch.testing.assert_close(y, torch.cat(parts, -1))
     dy = torch.randn_like(y)
     for got, want in zip(
-        *(torch.autograd.grad(out, (x, gate, w), dy) for out in (y, torch.cat(parts, -1))), strict=True
+        *(torch.autograd.grad(out, (x, gate, w), dy) for out in (y, torch.cat(parts, -1))),
+        strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -42,7 +43,9 @@ def test_many_rows_of_groups():
     """More rows than programs, so that the weight's gradient is a sum of sums."""
     tensors = drawn((70, 96), (70, 96), (96,))
     outs = [fn(*tensors, group_size=48) for fn in (liger_gated_rms_norm, gated_rms_norm_reference)]
-    for got, want in zip(*(torch.autograd.grad(out.sin().sum(), tensors) for out in outs), strict=True):
+    for got, want in zip(
+        *(torch.autograd.grad(out.sin().sum(), tensors) for out in outs), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -50,7 +53,8 @@ def test_many_rows_of_groups():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @BEFORE
 def test_16_bits_are_as_near_as_pytorchs(before, dtype, width):
-    """silu has kernels of its own there, a narrow weight is loaded for each row, and 8,192 columns are read once."""
+    """silu has kernels of its own there, a narrow weight is loaded for each row, and 8,192 columns
+    are read once."""
     given = drawn((3, width), (3, width), (width,), dtype=dtype)
     with torch.no_grad():
         given[1].mul_(4)
@@ -61,7 +65,11 @@ def test_16_bits_are_as_near_as_pytorchs(before, dtype, width):
         return [y, *torch.autograd.grad(y, tensors, dy.to(y.dtype))]
 
     exact = found(gated_rms_norm_reference, [t.detach().double().requires_grad_() for t in given])
-    every = zip(*(found(fn, given) for fn in (liger_gated_rms_norm, gated_rms_norm_reference)), exact, strict=True)
+    every = zip(
+        *(found(fn, given) for fn in (liger_gated_rms_norm, gated_rms_norm_reference)),
+        exact,
+        strict=True,
+    )
     for ours, pytorchs, right in every:
         allowed = (pytorchs - right).norm() + torch.finfo(dtype).eps * right.norm() / 16
         assert (ours - right).norm() <= allowed
@@ -73,7 +81,9 @@ def test_a_large_gate_leaves_the_norm():
     large = torch.full_like(gate, 1e3)
     want = rms_norm_reference(x, w)
     torch.testing.assert_close(liger_gated_rms_norm(x, large, w, activation="sigmoid"), want)
-    torch.testing.assert_close(liger_gated_rms_norm(x, large, w, norm_before_gate=False), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        liger_gated_rms_norm(x, large, w, norm_before_gate=False), want, rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(liger_gated_rms_norm(x, large, w), 1e3 * want)
 
 
@@ -94,7 +104,8 @@ def test_a_gate_beside_other_columns(before):
 @pytest.mark.parametrize("casting", ["llama", "gemma"])
 @pytest.mark.parametrize("weight", [torch.float16, torch.float32, None])
 def test_rounds_where_hugging_face_does(weight, casting, before):
-    """Sums of another order flip a rounding now and then; one rounding more or less would do it everywhere."""
+    """Sums of another order flip a rounding now and then; one rounding more or less would do it
+    everywhere."""
     x, gate, w = (t.detach() for t in drawn((30, 400), (30, 400), (400,), dtype=torch.float16))
     given = x, gate, None if weight is None else w.to(weight), 1e-6, casting, before
     assert (liger_gated_rms_norm(*given) != gated_rms_norm_reference(*given)).float().mean() < 0.02
@@ -102,7 +113,10 @@ def test_rounds_where_hugging_face_does(weight, casting, before):
 
 def test_dtypes_may_differ():
     for dtypes in itertools.permutations((torch.bfloat16, torch.float32, torch.float16)):
-        tensors = [t.detach().to(d).requires_grad_() for t, d in zip(drawn((3, 8), (3, 8), (8,)), dtypes, strict=True)]
+        tensors = [
+            t.detach().to(d).requires_grad_()
+            for t, d in zip(drawn((3, 8), (3, 8), (8,)), dtypes, strict=True)
+        ]
         y = liger_gated_rms_norm(*tensors)
         grads = torch.autograd.grad(y.float().sum(), tensors)
         assert y.dtype == dtypes[0] and tuple(g.dtype for g in grads) == dtypes
@@ -122,7 +136,9 @@ def test_backwards_loads_fit_into_shared_memory(width, dtype, kilobytes, monkeyp
     x, gate = drawn((3, width), (3, width), dtype=torch.bfloat16)
     y = liger_gated_rms_norm(x, gate.to(dtype))
     monkeypatch.setattr(gated_rows, "_bwd", Noted())
-    monkeypatch.setattr(devices, "_properties", lambda kind, index: ("sm_89", 128, 32, kilobytes * 1024))
+    monkeypatch.setattr(
+        devices, "_properties", lambda kind, index: ("sm_89", 128, 32, kilobytes * 1024)
+    )
     torch.autograd.grad(y.float().sum(), x)
     (of,) = launched
     loaded = of["BLOCK_M"] * of["BLOCK_N"] * (2 * x.element_size() + dtype.itemsize)
@@ -132,12 +148,19 @@ def test_backwards_loads_fit_into_shared_memory(width, dtype, kilobytes, monkeyp
 def test_module():
     module = LigerGatedRMSNorm(8).to(DEVICE)
     assert list(module.state_dict()) == ["weight"] and module.weight.eq(1).all()
-    assert (module.variance_epsilon, module.casting_mode, module.norm_before_gate) == (1e-6, "llama", True)
+    assert (module.variance_epsilon, module.casting_mode, module.norm_before_gate) == (
+        1e-6,
+        "llama",
+        True,
+    )
     assert (module.group_size, module.activation) == (None, "silu")
     x, gate = drawn((2, 3, 8), (2, 3, 8))
     assert torch.equal(module(x, gate), liger_gated_rms_norm(x, gate, module.weight))
     other = LigerGatedRMSNorm(8, 1e-5, "gemma", False, 4, "sigmoid").to(DEVICE)
-    assert torch.equal(other(x, gate), liger_gated_rms_norm(x, gate, other.weight, 1e-5, "gemma", False, 4, "sigmoid"))
+    assert torch.equal(
+        other(x, gate),
+        liger_gated_rms_norm(x, gate, other.weight, 1e-5, "gemma", False, 4, "sigmoid"),
+    )
     assert "gate before norm, sigmoid, groups of 4" in repr(other)
 
 

@@ -1,4 +1,5 @@
-"""GroupNorm beyond its `Case`: shifted values, groups of every size, strides, dtypes, the module, errors."""
+"""GroupNorm beyond its `Case`: shifted values, groups of every size, strides, dtypes, the module,
+errors."""
 
 import pytest
 import torch
@@ -43,9 +44,9 @@ def results(fn, tensors, dtype=None):
 def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
     """The worst of some draws, as a share of the largest value.
 
-    A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4 at 1e4 and 1. That
-    times the largest weight is what y may be off by beside PyTorch's own error; E[x²] - E[x]² is off by 100 and more.
-    """
+    A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4
+    at 1e4 and 1. That times the largest weight is what y may be off by beside PyTorch's own error;
+    E[x²] - E[x]² is off by 100 and more."""
     worst, moved = torch.zeros(4, 2, dtype=torch.float64), 0.0
     size = torch.tensor(abs(mean))
     half = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
@@ -61,7 +62,10 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
             assert m.dtype == p.dtype and m.shape == p.shape
             error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (m, p)])
             worst[i] = torch.maximum(worst[i], error.cpu())
-        moved = max(moved, half / (std**2 + 1e-6) ** 0.5 * float(tensors[1].abs().max() / exact[0].abs().max()))
+        moved = max(
+            moved,
+            half / (std**2 + 1e-6) ** 0.5 * float(tensors[1].abs().max() / exact[0].abs().max()),
+        )
     allowed = roundings * torch.finfo(mine[0].dtype).eps
     for name, (m, p) in zip(("y", "dx", "dw", "db"), worst.tolist(), strict=True):
         more = allowed + (moved if name == "y" else 0)
@@ -73,7 +77,9 @@ def test_equals_pytorch(name):
     assert_as_exact_as_pytorch(*SHAPES[name])
 
 
-@pytest.mark.parametrize("ahead", (1, 160_000, 1 << 40), ids=("a group", "some groups", "all groups"))
+@pytest.mark.parametrize(
+    "ahead", (1, 160_000, 1 << 40), ids=("a group", "some groups", "all groups")
+)
 @pytest.mark.parametrize("name", ("wide, a program each", "wide, both"))
 def test_sums_are_taken_ahead(name, ahead, monkeypatch):
     """Of however many groups, in strips of any size. Who comes when does not change a bit of it."""
@@ -119,9 +125,16 @@ def test_a_constant_group_and_one_with_nan(name):
 
 
 def test_layouts():
-    """Slices of samples and of channels are views; channels_last and a slice of the last dimension give the same."""
+    """Slices of samples and of channels are views; channels_last and a slice of the last dimension
+    give the same."""
     x, w, b = drawn((4, 8, 6, 6))
-    for t in (x[::2], x[:, 2:6], x.to(memory_format=torch.channels_last), x[..., :3], x[:1].expand_as(x)):
+    for t in (
+        x[::2],
+        x[:, 2:6],
+        x.to(memory_format=torch.channels_last),
+        x[..., :3],
+        x[:1].expand_as(x),
+    ):
         C = t.shape[1]
         got = liger_group_norm(t, w[:C], b[:C], C, 2, 1e-6)
         assert torch.equal(got, liger_group_norm(t.contiguous(), w[:C], b[:C], C, 2, 1e-6))
@@ -150,7 +163,9 @@ def test_dtypes_may_differ():
 def test_module():
     torch.manual_seed(0)
     module = LigerGroupNorm(6, 3).to(DEVICE)
-    assert list(module.state_dict()) == ["weight", "bias"] and all(p.requires_grad for p in module.parameters())
+    assert list(module.state_dict()) == ["weight", "bias"] and all(
+        p.requires_grad for p in module.parameters()
+    )
     assert module.weight.eq(1).all() and module.bias.eq(0).all()
     assert repr(module) == "LigerGroupNorm(6, 3, eps=1e-06)"
     assert LigerGroupNorm(6, 3, init_fn="zeros").weight.eq(0).all()
@@ -166,9 +181,13 @@ def test_module():
 
 def test_function_takes_channels_before_groups():
     x, w, b = drawn((2, 6, 5))
-    torch.testing.assert_close(LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), F.group_norm(x, 3, w, b, 1e-5))
+    torch.testing.assert_close(
+        LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), F.group_norm(x, 3, w, b, 1e-5)
+    )
     for groups in (4, 0, -3):
-        with pytest.raises(ValueError, match=f"LigerGroupNormFunction: num_groups is {groups}, give a divisor"):
+        with pytest.raises(
+            ValueError, match=f"LigerGroupNormFunction: num_groups is {groups}, give a divisor"
+        ):
             LigerGroupNormFunction.apply(x, w, b, 6, groups, 1e-5)
 
 
@@ -180,16 +199,26 @@ def test_errors():
         ((x, w, b, 6, 4), ValueError, "num_groups is 4, give a divisor of num_channels, 6"),
         ((x, w, b, 6, 0), ValueError, "num_groups is 0, give a divisor"),
         ((x, w[:5], b, 6, 3), ValueError, r"affine_scaling_weight has shape \(5,\), give \(6,\)"),
-        ((x, w, b[None], 6, 3), ValueError, r"affine_shifting_bias has shape \(1, 6\), give \(6,\)"),
+        (
+            (x, w, b[None], 6, 3),
+            ValueError,
+            r"affine_shifting_bias has shape \(1, 6\), give \(6,\)",
+        ),
         ((x, w, None, 6, 3), TypeError, "affine_shifting_bias is None, give a tensor"),
         ((x.int(), w, b, 6, 3), TypeError, "X is torch.int32, give a floating point tensor"),
-        ((x, w.int(), b, 6, 3), TypeError, "affine_scaling_weight is torch.int32, give a floating point tensor"),
+        (
+            (x, w.int(), b, 6, 3),
+            TypeError,
+            "affine_scaling_weight is torch.int32, give a floating point tensor",
+        ),
     ):
         with pytest.raises(kind, match=f"liger_group_norm: {message}"):
             liger_group_norm(*given, 1e-6)
     with pytest.raises(ValueError, match="LigerGroupNorm: num_groups is 4, give a divisor"):
         LigerGroupNorm(6, 4)
-    with pytest.raises(ValueError, match="LigerGroupNorm: init_fn is 'normal', give 'ones' or 'zeros'"):
+    with pytest.raises(
+        ValueError, match="LigerGroupNorm: init_fn is 'normal', give 'ones' or 'zeros'"
+    ):
         LigerGroupNorm(6, 3, init_fn="normal")
 
 
@@ -201,31 +230,69 @@ def test_reference(request):
     assert liger_group_norm(x.bfloat16(), w, b, 6, 3, 1e-6).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("K,S,dtype", [(8192, 1, torch.float32), (2048, 3, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "K,S,dtype", [(8192, 1, torch.float32), (2048, 3, torch.bfloat16)], ids=str
+)
 def test_many_channels_of_few_elements(K, S, dtype):
     """Fewer than a thread reads at once."""
     torch.manual_seed(0)
-    x, w, b = (torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((2, K, S), (K,), (K,)))
+    x, w, b = (
+        torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+        for shape in ((2, K, S), (K,), (K,))
+    )
     dy = torch.randn(2, K, S, device=DEVICE).to(dtype)
     y = liger_group_norm(x, w, b, K, 1, 1e-6)
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
     want = torch.nn.functional.group_norm(exact[0], 1, *exact[1:], eps=1e-6)
-    found, wanted = torch.autograd.grad(y, (x, w, b), dy), torch.autograd.grad(want, exact, dy.double())
+    found, wanted = (
+        torch.autograd.grad(y, (x, w, b), dy),
+        torch.autograd.grad(want, exact, dy.double()),
+    )
     for got, right in zip((y, *found), (want, *wanted), strict=True):
         assert (got.double() - right).abs().max() <= 4 * torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_a_strip_that_ends_just_below_2_31():
-    """The sums over a channel's last strip alone: the first turn that is drawn is its. Nothing else is read."""
+    """The sums over a channel's last strip alone: the first turn that is drawn is its. Nothing else
+    is read."""
     strip, each, last = 2**16, 4096, 2**15
     S, across = 2**31 - last, 2**15
     x = torch.empty(1, S, dtype=torch.float16, device=DEVICE)
     x[:, -last:] = 1
-    one, queue = torch.ones(1, device=DEVICE), torch.tensor([across - 1, 0], dtype=torch.int32, device=DEVICE)
+    one, queue = (
+        torch.ones(1, device=DEVICE),
+        torch.tensor([across - 1, 0], dtype=torch.int32, device=DEVICE),
+    )
     dw, db = torch.zeros(2, across, device=DEVICE)
     group_rows._bwd_wide[(1,)](
-        x, x, one, 0 * one, one, None, queue, None, dw, db, S, S, 1, 1, 1, S, S, across, across, 1, strip, 1,
-        STRIPS=1, BLOCK_K=1, LANES=each // 8, EACH=8, ALIGNED=True, num_warps=4,
-    )  # fmt: skip
+        x,
+        x,
+        one,
+        0 * one,
+        one,
+        None,
+        queue,
+        None,
+        dw,
+        db,
+        S,
+        S,
+        1,
+        1,
+        1,
+        S,
+        S,
+        across,
+        across,
+        1,
+        strip,
+        1,
+        STRIPS=1,
+        BLOCK_K=1,
+        LANES=each // 8,
+        EACH=8,
+        ALIGNED=True,
+        num_warps=4,
+    )
     for t in (dw, db):
         assert t[-1] == last and not t[:-1].any()

@@ -15,7 +15,12 @@ def rows(*shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5, 64), (2, 17001)])
 def test_equals_pytorch(shape):
-    x, w, b, dy = rows(*shape), rows(shape[-1], seed=1), rows(shape[-1], seed=2), rows(*shape, seed=3)
+    x, w, b, dy = (
+        rows(*shape),
+        rows(shape[-1], seed=1),
+        rows(shape[-1], seed=2),
+        rows(*shape, seed=3),
+    )
     x, w, b = (t.requires_grad_() for t in (x, w, b))
     got, want = liger_layer_norm(x, w, b, 1e-5), F.layer_norm(x, shape[-1:], w, b, 1e-5)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -25,9 +30,12 @@ def test_equals_pytorch(shape):
 
 @pytest.mark.parametrize("width", [1000, 17001, 40000])
 def test_rows_far_from_zero(width):
-    """Squares are of differences from a mean: at most PyTorch's own error, and some roundings of the mean."""
+    """Squares are of differences from a mean: at most PyTorch's own error, and some roundings of
+    the mean."""
     x = rows(3, width) + 1e4
-    x[1] *= torch.linspace(0.5, 1.5, width, device=DEVICE)  # blocks whose means differ by far more than their spread
+    x[1] *= torch.linspace(
+        0.5, 1.5, width, device=DEVICE
+    )  # blocks whose means differ by far more than their spread
     exact = F.layer_norm(x.double(), (width,))
     mine = (liger_layer_norm(x, None, None, 1e-6).double() - exact).abs().max()
     theirs = (F.layer_norm(x, (width,), None, None, 1e-6).double() - exact).abs().max()
@@ -37,7 +45,11 @@ def test_rows_far_from_zero(width):
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_module(bias):
     norm = LigerLayerNorm(16, eps=1e-5, bias=bias).to(DEVICE)
-    assert list(norm.state_dict()) == ["weight", "bias"] and norm.bias.requires_grad and norm.bias.any() == bias
+    assert (
+        list(norm.state_dict()) == ["weight", "bias"]
+        and norm.bias.requires_grad
+        and norm.bias.any() == bias
+    )
     theirs = torch.nn.LayerNorm(16, eps=1e-5).to(DEVICE)
     theirs.load_state_dict(norm.state_dict())
     x = rows(4, 16)
@@ -58,7 +70,9 @@ def test_providers():
 
 def test_errors():
     x = rows(2, 8)
-    with pytest.raises(ValueError, match="liger_layer_norm: weight has shape \\(7,\\), hidden size is 8"):
+    with pytest.raises(
+        ValueError, match="liger_layer_norm: weight has shape \\(7,\\), hidden size is 8"
+    ):
         liger_layer_norm(x, torch.ones(7, device=DEVICE), None)
     with pytest.raises(ValueError, match="liger_layer_norm: bias has shape"):
         liger_layer_norm(x, None, torch.ones(1, 8, device=DEVICE))
@@ -114,7 +128,9 @@ def test_patched_in_a_model(norms):
     assert ("LayerNorm", "it normalises more than one dimension") in report.left_alone
     got = norms(x)
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got.square().sum(), [x, *norms.parameters()]), gradients, strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), [x, *norms.parameters()]), gradients, strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     revert(norms)
     assert type(norms.plain) is torch.nn.LayerNorm and torch.equal(norms(x), want)

@@ -1,10 +1,14 @@
-"""Modulated RMSNorm beyond its `Case`: which rows share a scale, where it rounds, dtypes, the module, errors."""
+"""Modulated RMSNorm beyond its `Case`: which rows share a scale, where it rounds, dtypes, the
+module, errors."""
 
 import pytest
 import torch
 from hardware import DEVICE
 
-from liger_kernel.ops.norm.modulated_rms_norm import liger_modulated_rms_norm, modulated_rms_norm_reference
+from liger_kernel.ops.norm.modulated_rms_norm import (
+    liger_modulated_rms_norm,
+    modulated_rms_norm_reference,
+)
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.transformers import LigerModulatedRMSNorm
 
@@ -46,15 +50,19 @@ def test_rows_that_share_a_scale(x, scale):
 
 
 def test_rows_of_a_matrix_of_scales():
-    """Those of one sample follow each other, so (M, H) has a scale for each row; nothing is broadcast over samples."""
+    """Those of one sample follow each other, so (M, H) has a scale for each row; nothing is
+    broadcast over samples."""
     x, scale = drawn((4, 6, 8), (12, 8))
     want = liger_modulated_rms_norm(x.view(12, 2, 8), None, scale)
     assert torch.equal(liger_modulated_rms_norm(x, None, scale), want.view(4, 6, 8))
 
 
-@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0), ("llama", None), ("gemma", None)])
+@pytest.mark.parametrize(
+    "casting, offset", [("llama", 0.0), ("gemma", 1.0), ("llama", None), ("gemma", None)]
+)
 def test_rounds_where_pytorch_does(casting, offset):
-    """Sums of another order flip a rounding now and then; one rounding more or less would do it everywhere."""
+    """Sums of another order flip a rounding now and then; one rounding more or less would do it
+    everywhere."""
     x, w, scale, shift = drawn((30, 400), (400,), (400,), (400,), dtype=torch.float16)
     given = x, None if offset is None else w, scale, shift, 1e-6, offset or 0.0, casting
     with torch.no_grad():
@@ -64,7 +72,9 @@ def test_rounds_where_pytorch_does(casting, offset):
 
 def test_dtypes_may_differ():
     x, w, scale, shift = tensors = drawn((2, 3, 16), (16,), (2, 16), (2, 16))
-    tensors = [t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, DTYPES, strict=True)]
+    tensors = [
+        t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, DTYPES, strict=True)
+    ]
     y = liger_modulated_rms_norm(*tensors)
     grads = torch.autograd.grad(y.float().square().sum(), tensors)
     assert y.dtype == torch.bfloat16 and [g.dtype for g in grads] == list(DTYPES)
@@ -77,26 +87,45 @@ DTYPES = torch.bfloat16, torch.float32, torch.float16, torch.bfloat16
 def test_module():
     module = LigerModulatedRMSNorm(8).to(DEVICE)
     assert list(module.state_dict()) == ["weight"] and module.weight.eq(1).all()
-    assert (module.variance_epsilon, module.offset, module.casting_mode, module.in_place) == (1e-6, 0.0, "llama", True)
+    assert (module.variance_epsilon, module.offset, module.casting_mode, module.in_place) == (
+        1e-6,
+        0.0,
+        "llama",
+        True,
+    )
     x, scale, shift = drawn((2, 3, 8), (2, 8), (2, 8))
     assert torch.equal(module(x, scale), liger_modulated_rms_norm(x, module.weight, scale))
-    assert torch.equal(module(x, scale, shift), liger_modulated_rms_norm(x, module.weight, scale, shift))
+    assert torch.equal(
+        module(x, scale, shift), liger_modulated_rms_norm(x, module.weight, scale, shift)
+    )
     assert LigerModulatedRMSNorm(8, elementwise_affine=False).weight is None
 
 
 def test_errors():
     x, w, scale, shift = drawn((2, 3, 8), (8,), (2, 8), (2, 8))
     for given, kind, message in (
-        ((x, w, scale[:, :4]), ValueError, r"scale has shape \(2, 4\), X \(2, 3, 8\), give \(8,\) or \(G, 8\) where G"),
+        (
+            (x, w, scale[:, :4]),
+            ValueError,
+            r"scale has shape \(2, 4\), X \(2, 3, 8\), give \(8,\) or \(G, 8\) where G",
+        ),
         ((x, w, scale.view(4, 4)), ValueError, "scale has shape"),
         ((x, w, x.new_ones(4, 8)), ValueError, "scale has shape .* where G divides 6"),
         ((x, w, scale[:0]), ValueError, "scale has shape"),
-        ((x, w, scale, shift[:1]), ValueError, r"shift has shape \(1, 8\), scale \(2, 8\), give equal ones"),
+        (
+            (x, w, scale, shift[:1]),
+            ValueError,
+            r"shift has shape \(1, 8\), scale \(2, 8\), give equal ones",
+        ),
         ((x, w[:4], scale), ValueError, r"weight has shape \(4,\), hidden size is 8"),
         ((x, w, None), TypeError, "scale is None, give a tensor"),
         ((x, w, scale.long()), TypeError, "scale is torch.int64"),
         ((x, w, scale, shift, -1.0), ValueError, "eps is -1.0"),
-        ((x, w, scale, shift, 1e-6, 0.0, "round"), ValueError, "casting_mode is 'round', give one of none, llama"),
+        (
+            (x, w, scale, shift, 1e-6, 0.0, "round"),
+            ValueError,
+            "casting_mode is 'round', give one of none, llama",
+        ),
     ):
         with pytest.raises(kind, match=f"liger_modulated_rms_norm: {message}"):
             liger_modulated_rms_norm(*given)

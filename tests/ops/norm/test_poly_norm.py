@@ -1,4 +1,5 @@
-"""PolyNorm beyond its `Case`: the order of its weights, powers that 16 bits do not hold, the module, errors."""
+"""PolyNorm beyond its `Case`: the order of its weights, powers that 16 bits do not hold, the
+module, errors."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ def test_weights_go_from_the_cube_to_x_itself():
     for i, power in enumerate((3, 2, 1)):
         w = torch.eye(3, device=DEVICE)[i]
         u = x**power
-        torch.testing.assert_close(liger_poly_norm(x, w, none), u / (u.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+        torch.testing.assert_close(
+            liger_poly_norm(x, w, none), u / (u.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
@@ -28,7 +31,9 @@ def test_powers_that_fp16_does_not_hold(scale):
     y = liger_poly_norm(x, w, b)
     exact = poly_norm_reference(x.double(), w.double(), b.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
-    for got, want in zip(*(torch.autograd.grad(o.sin().sum(), (x, w, b)) for o in (y, exact)), strict=True):
+    for got, want in zip(
+        *(torch.autograd.grad(o.sin().sum(), (x, w, b)) for o in (y, exact)), strict=True
+    ):
         assert got.isfinite().all() and got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0.01, atol=0.02 * want.abs().max().item())
 
@@ -52,7 +57,9 @@ def test_module():
     module = LigerPolyNorm().to(DEVICE)
     assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == dict(weight=(3,), bias=())
     assert module.weight.eq(1 / 3).all() and module.bias == 1
-    assert (module.variance_epsilon, module.in_place) == (1e-6, True) and repr(module) == "LigerPolyNorm(eps=1e-06)"
+    assert (module.variance_epsilon, module.in_place) == (1e-6, True) and repr(
+        module
+    ) == "LigerPolyNorm(eps=1e-06)"
     x = drawn(2, 3, 8)
     assert torch.equal(module(x), liger_poly_norm(x, module.weight, module.bias))
     assert module(x.bfloat16()).dtype == torch.bfloat16
@@ -77,7 +84,10 @@ def test_errors():
 
 def test_no_columns():
     """Then nothing adds to a gradient, whatever the memory of the powers' roots holds."""
-    w, b = torch.ones(3, device=DEVICE, requires_grad=True), torch.ones((), device=DEVICE, requires_grad=True)
+    w, b = (
+        torch.ones(3, device=DEVICE, requires_grad=True),
+        torch.ones((), device=DEVICE, requires_grad=True),
+    )
     torch.full((5000,), float("nan"), device=DEVICE)  # memory that may be used again
     y = liger_poly_norm(drawn(5, 0), w, b)
     dw, db = torch.autograd.grad(y.sum(), (w, b))

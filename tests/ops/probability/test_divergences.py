@@ -1,4 +1,5 @@
-"""KL, JSD, TVD and fused CE + TVD: each formula in fp64, ignored rows, ties, zero probabilities, wide rows, errors."""
+"""KL, JSD, TVD and fused CE + TVD: each formula in fp64, ignored rows, ties, zero probabilities,
+wide rows, errors."""
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def logs(rows=M, classes=V, seed=0, dtype=torch.float32):
 
 
 def compared(fn, textbook, x, y, loss_dtype=torch.float32, rows=slice(None)):
-    """Value and gradient of x, for an incoming gradient that is not 1, against ``textbook`` in fp64."""
+    """Value and gradient of x, for an incoming gradient that is not 1, against ``textbook`` in
+    fp64."""
     x, exact = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     target = y.detach().requires_grad_()
     got, want = fn(x, target), textbook(exact[rows], y.double()[rows])
@@ -44,17 +46,23 @@ def compared(fn, textbook, x, y, loss_dtype=torch.float32, rows=slice(None)):
     assert got.dtype == loss_dtype and dx.dtype == x.dtype and dy is None
     (want_dx,) = torch.autograd.grad(want, exact, torch.full_like(want, 3.0))
     shown = got[rows] if got.dim() else got
-    torch.testing.assert_close(shown.double(), want, rtol=4 * torch.finfo(loss_dtype).eps, atol=1e-6)
+    torch.testing.assert_close(
+        shown.double(), want, rtol=4 * torch.finfo(loss_dtype).eps, atol=1e-6
+    )
     roundings = (
         10 if x.dtype == torch.float32 else 2
     )  # logarithms are of size 10, their difference is rounded as they are
-    atol = roundings * torch.finfo(x.dtype).eps * want_dx.abs().max().item() + (2e-7 if x.dtype == torch.float16 else 0)
+    atol = roundings * torch.finfo(x.dtype).eps * want_dx.abs().max().item() + (
+        2e-7 if x.dtype == torch.float16 else 0
+    )
     torch.testing.assert_close(dx.double(), want_dx, rtol=0, atol=atol)
     return got, dx
 
 
 def reduce(d, reduction):
-    return {"none": d, "sum": d.sum(), "mean": d.mean(), "batchmean": d.sum() / d.shape[0]}[reduction]
+    return {"none": d, "sum": d.sum(), "mean": d.mean(), "batchmean": d.sum() / d.shape[0]}[
+        reduction
+    ]
 
 
 def jsd(beta):
@@ -84,12 +92,16 @@ def test_kl_div(dtype, reduction):
     p = y.float().exp().to(dtype)
     compared(
         lambda x, y: liger_kl_div(x, y, reduction=reduction, eps=1e-3),
-        lambda x, p: reduce(p * (p.clamp(min=1e-3).log() - x), reduction), x, p,
-    )  # fmt: skip
+        lambda x, p: reduce(p * (p.clamp(min=1e-3).log() - x), reduction),
+        x,
+        p,
+    )
     compared(
         lambda x, y: liger_kl_div(x, y, reduction=reduction, log_target=True),
-        lambda x, y: reduce(y.exp() * (y - x), reduction), x, y,
-    )  # fmt: skip
+        lambda x, y: reduce(y.exp() * (y - x), reduction),
+        x,
+        y,
+    )
 
 
 @DTYPE
@@ -108,9 +120,13 @@ def test_jsd(dtype, beta, labels):
 def test_tvd(dtype, reduction, labels):
     x, y = (z.float().exp().to(dtype) for z in (logs(), logs(seed=1)))
     rows = slice(None) if labels is None else labels != -100
-    got, dx = compared(lambda x, y: liger_tvd(x, y, labels, reduction), tvd(reduction), x, y, rows=rows)
+    got, dx = compared(
+        lambda x, y: liger_tvd(x, y, labels, reduction), tvd(reduction), x, y, rows=rows
+    )
     if labels is not None:
-        assert not dx[labels == -100].any() and (reduction != "none" or not got[labels == -100].any())
+        assert not dx[labels == -100].any() and (
+            reduction != "none" or not got[labels == -100].any()
+        )
 
 
 def of_logits(x, z, target):
@@ -121,14 +137,23 @@ def of_logits(x, z, target):
 @DTYPE
 def test_fused_ce_tvd(dtype):
     x, z = 3 * logs(dtype=dtype), logs(seed=1, dtype=dtype)
-    leaf, exact, valid = x.detach().requires_grad_(), x.detach().double().requires_grad_(), LABELS != -100
-    got, want = liger_fused_ce_tvd(leaf, z, LABELS), of_logits(exact[valid], z.double()[valid], LABELS[valid])
+    leaf, exact, valid = (
+        x.detach().requires_grad_(),
+        x.detach().double().requires_grad_(),
+        LABELS != -100,
+    )
+    got, want = (
+        liger_fused_ce_tvd(leaf, z, LABELS),
+        of_logits(exact[valid], z.double()[valid], LABELS[valid]),
+    )
     g = [torch.arange(1.0, 1 + M, device=DEVICE), torch.linspace(-2, 5, M, device=DEVICE)]
     for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.float32 and a.shape == (M,) and not a[~valid].any()
         torch.testing.assert_close(a[valid].double(), b, rtol=2e-6, atol=1e-6)
     for some in ([0, 1], [0], [1]):  # a loss may use one of them
-        (dx,) = torch.autograd.grad([got[k] for k in some], leaf, [g[k] for k in some], retain_graph=True)
+        (dx,) = torch.autograd.grad(
+            [got[k] for k in some], leaf, [g[k] for k in some], retain_graph=True
+        )
         of = [want[k] for k in some], exact, [g[k][valid].double() for k in some]
         (want_dx,) = torch.autograd.grad(*of, retain_graph=True)
         assert not dx[~valid].any()
@@ -154,7 +179,11 @@ def test_a_wide_row():
 def test_all_ignored():
     nothing = torch.full((M,), 9, device=DEVICE)
     for fn, of in ((liger_jsd, logs), (liger_tvd, lambda **o: logs(**o).exp())):
-        for option in ({},) if fn is liger_jsd else (dict(reduction=r) for r in ("mean", "batchmean", "sum", "none")):
+        for option in (
+            ({},)
+            if fn is liger_jsd
+            else (dict(reduction=r) for r in ("mean", "batchmean", "sum", "none"))
+        ):
             x = of().requires_grad_()
             loss = fn(x, of(seed=1), nothing, ignore_index=9, **option).sum()
             assert loss == 0 and not torch.autograd.grad(loss, x)[0].any()
@@ -168,7 +197,11 @@ def test_what_ignored_rows_hold(what):
     """It has no influence, not on their gradient either."""
     ignored = (LABELS == -100)[:, None]
     x, y, labels = logs(), logs(seed=1), LABELS
-    for fn in (liger_jsd, liger_tvd, lambda x, y, labels: sum(liger_fused_ce_tvd(x, y, labels)).sum()):
+    for fn in (
+        liger_jsd,
+        liger_tvd,
+        lambda x, y, labels: sum(liger_fused_ce_tvd(x, y, labels)).sum(),
+    ):
         results = []
         for pair in ((x, y), (x.masked_fill(ignored, what), y.masked_fill(ignored, what))):
             leaf = pair[0].detach().requires_grad_()
@@ -219,18 +252,28 @@ def test_zero_probabilities_of_one():
         leaf = pair[0].detach().requires_grad_()
         loss = liger_jsd(leaf, pair[1])
         assert loss.isfinite() and torch.autograd.grad(loss, leaf)[0].isfinite().all()
-        ce, distance = liger_fused_ce_tvd(leaf, pair[1], torch.zeros(M, dtype=torch.long, device=DEVICE))
-        assert distance.isfinite().all() and torch.autograd.grad(distance.sum() + ce.sum(), leaf)[0].isfinite().all()
+        ce, distance = liger_fused_ce_tvd(
+            leaf, pair[1], torch.zeros(M, dtype=torch.long, device=DEVICE)
+        )
+        assert (
+            distance.isfinite().all()
+            and torch.autograd.grad(distance.sum() + ce.sum(), leaf)[0].isfinite().all()
+        )
 
 
 def test_one_hot():
-    """KL to a one-hot target is the cross entropy, JSD and TVD of two different classes are log 2 and 1."""
+    """KL to a one-hot target is the cross entropy, JSD and TVD of two different classes are log 2
+    and 1."""
     x, y = logs(), torch.arange(M, device=DEVICE)
     hot = F.one_hot(y, V).float()
     torch.testing.assert_close(liger_kl_div(x, hot, reduction="batchmean"), F.nll_loss(x, y))
-    torch.testing.assert_close(liger_kl_div(x, hot.log(), reduction="batchmean", log_target=True), F.nll_loss(x, y))
+    torch.testing.assert_close(
+        liger_kl_div(x, hot.log(), reduction="batchmean", log_target=True), F.nll_loss(x, y)
+    )
     other = hot.roll(1, 1)
-    torch.testing.assert_close(liger_jsd(hot.log(), other.log()), torch.tensor(2.0, device=DEVICE).log())
+    torch.testing.assert_close(
+        liger_jsd(hot.log(), other.log()), torch.tensor(2.0, device=DEVICE).log()
+    )
     assert liger_tvd(hot, other, reduction="batchmean") == 1 and liger_tvd(hot, hot) == 0
     ce, distance = liger_fused_ce_tvd(hot.log(), other.log(), y)
     assert not ce.any() and (distance == 1).all()
@@ -309,7 +352,10 @@ def test_defaults():
     p, q = x.exp(), y.exp()
     same = torch.testing.assert_close
     same(LigerKLDIVLoss()(x, q), liger_kl_div(x, q))
-    same(LigerKLDIVLoss(0.1, None, None, "sum", True)(x, y), liger_kl_div(x, y, reduction="sum", log_target=True))
+    same(
+        LigerKLDIVLoss(0.1, None, None, "sum", True)(x, y),
+        liger_kl_div(x, y, reduction="sum", log_target=True),
+    )
     same(LigerKLDivLossFunction.apply(x, q), liger_kl_div(x, q, reduction="batchmean"))
     same(liger_kl_div(x, q), F.kl_div(x, q, reduction="mean"))
     same(liger_kl_div(x, q, size_average=False), F.kl_div(x, q, reduction="sum"))
@@ -318,7 +364,10 @@ def test_defaults():
     same(LigerJSDFunction.apply(x, y, labels, 0.2), LigerJSD(0.2)(x, y, labels))
     same(LigerTVDLoss()(p, q, labels), liger_tvd(p, q, labels, "batchmean"))
     same(LigerTVDLossFunction.apply(p, q, labels), liger_tvd(p, q, labels, "batchmean"))
-    same(LigerFusedCETVDLoss(3)(x, y, labels.clamp(min=0)), liger_fused_ce_tvd(x, y, labels.clamp(min=0), 3))
+    same(
+        LigerFusedCETVDLoss(3)(x, y, labels.clamp(min=0)),
+        liger_fused_ce_tvd(x, y, labels.clamp(min=0), 3),
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,20 +376,68 @@ def test_defaults():
         (ValueError, "liger_jsd: beta is 1.5, give", lambda x: liger_jsd(x, x, beta=1.5)),
         (ValueError, "LigerJSD: beta is -0.1, give", lambda x: LigerJSD(-0.1)),
         (ValueError, "LigerTVDLoss: reduction is 'max', give", lambda x: LigerTVDLoss("max")),
-        (AssertionError, r"liger_jsd: shift_labels has shape \(4,\)", lambda x: liger_jsd(x, x, LABELS[:4])),
-        (TypeError, "liger_tvd: shift_labels is torch.float32", lambda x: liger_tvd(x, x, LABELS.float())),
-        (ValueError, "liger_tvd: reduction is 'max', give", lambda x: liger_tvd(x, x, reduction="max")),
-        (ValueError, "liger_kl_div: input and target have shapes", lambda x: liger_kl_div(x, x[1:])),
-        (ValueError, "liger_kl_div: input and target have shapes", lambda x: liger_kl_div(x[None], x[None])),
+        (
+            AssertionError,
+            r"liger_jsd: shift_labels has shape \(4,\)",
+            lambda x: liger_jsd(x, x, LABELS[:4]),
+        ),
+        (
+            TypeError,
+            "liger_tvd: shift_labels is torch.float32",
+            lambda x: liger_tvd(x, x, LABELS.float()),
+        ),
+        (
+            ValueError,
+            "liger_tvd: reduction is 'max', give",
+            lambda x: liger_tvd(x, x, reduction="max"),
+        ),
+        (
+            ValueError,
+            "liger_kl_div: input and target have shapes",
+            lambda x: liger_kl_div(x, x[1:]),
+        ),
+        (
+            ValueError,
+            "liger_kl_div: input and target have shapes",
+            lambda x: liger_kl_div(x[None], x[None]),
+        ),
         (ValueError, "liger_kl_div: eps is -1.0, give", lambda x: liger_kl_div(x, x, eps=-1.0)),
-        (ValueError, "liger_fused_ce_tvd: student_logits", lambda x: liger_fused_ce_tvd(x, x[:, 1:], LABELS)),
-        (ValueError, "liger_fused_ce_tvd: target has shape", lambda x: liger_fused_ce_tvd(x, x, LABELS[1:])),
-        (ValueError, "CETVDFunction: student_log", lambda x: LigerFusedCETVDFunction.apply(x, x[:, 1:], LABELS)),
-        (ValueError, "CETVDFunction: target has", lambda x: LigerFusedCETVDFunction.apply(x, x, LABELS[1:])),
+        (
+            ValueError,
+            "liger_fused_ce_tvd: student_logits",
+            lambda x: liger_fused_ce_tvd(x, x[:, 1:], LABELS),
+        ),
+        (
+            ValueError,
+            "liger_fused_ce_tvd: target has shape",
+            lambda x: liger_fused_ce_tvd(x, x, LABELS[1:]),
+        ),
+        (
+            ValueError,
+            "CETVDFunction: student_log",
+            lambda x: LigerFusedCETVDFunction.apply(x, x[:, 1:], LABELS),
+        ),
+        (
+            ValueError,
+            "CETVDFunction: target has",
+            lambda x: LigerFusedCETVDFunction.apply(x, x, LABELS[1:]),
+        ),
         (ValueError, "JSDFunction: input and target", lambda x: LigerJSDFunction.apply(x, x[1:])),
-        (AssertionError, "JSDFunction: shift_labels has", lambda x: LigerJSDFunction.apply(x, x, LABELS[:1])),
-        (AssertionError, "TVDLossFunction: shift_l", lambda x: LigerTVDLossFunction.apply(x, x, LABELS[:1])),
-        (ValueError, "LossFunction: y_pred and y_true", lambda x: LigerKLDivLossFunction.apply(x, x[:, 1:])),
+        (
+            AssertionError,
+            "JSDFunction: shift_labels has",
+            lambda x: LigerJSDFunction.apply(x, x, LABELS[:1]),
+        ),
+        (
+            AssertionError,
+            "TVDLossFunction: shift_l",
+            lambda x: LigerTVDLossFunction.apply(x, x, LABELS[:1]),
+        ),
+        (
+            ValueError,
+            "LossFunction: y_pred and y_true",
+            lambda x: LigerKLDivLossFunction.apply(x, x[:, 1:]),
+        ),
     ],
 )
 def test_errors(error, said, call):

@@ -1,4 +1,5 @@
-"""Softmax beyond its `Case`: infinities and NaN, wide rows, dimensions, errors, a result that was written to."""
+"""Softmax beyond its `Case`: infinities and NaN, wide rows, dimensions, errors, a result that was
+written to."""
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from liger_kernel.ops.probability.softmax import LigerSoftmaxFunction, liger_sof
 from liger_kernel.transformers import LigerSoftmax
 
 INF = float("inf")
-WIDTHS = (3, 130, 4096, 16384, 16385, 24576, 66000)  # one block, and walked over: odd, and in steps of 16
+WIDTHS = (
+    3,
+    130,
+    4096,
+    16384,
+    16385,
+    24576,
+    66000,
+)  # one block, and walked over: odd, and in steps of 16
 
 
 def both(x, seed=1):
@@ -43,13 +52,16 @@ def test_one_rounding(dtype):
         x = (3 * torch.randn(3, width, device=DEVICE)).to(dtype)
         (y, _), _ = both(x)
         exact = F.softmax(x.double(), -1)
-        allowed = (0.5 + 1e-3) * torch.finfo(dtype).eps * exact + 2.0**-25 * (dtype == torch.float16)
+        allowed = (0.5 + 1e-3) * torch.finfo(dtype).eps * exact + 2.0**-25 * (
+            dtype == torch.float16
+        )
         assert y.dtype == dtype and ((y.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("width", (100, 20001, 24576))
 def test_masked_entries(width):
-    """-inf gives 0 and takes no gradient, be it the row's beginning, its end, or all but one entry."""
+    """-inf gives 0 and takes no gradient, be it the row's beginning, its end, or all but one
+    entry."""
     torch.manual_seed(0)
     x = torch.randn(4, width, device=DEVICE)
     x[0, : width // 2] = -INF
@@ -64,7 +76,8 @@ def test_masked_entries(width):
 @pytest.mark.parametrize("width", (100, 20001, 24576))
 @pytest.mark.parametrize("value", (-INF, INF, float("nan")))
 def test_a_row_that_is_nan(value, width):
-    """All -inf, one +inf, one NaN: that row is NaN as PyTorch's is, forward and backward; the next one isn't."""
+    """All -inf, one +inf, one NaN: that row is NaN as PyTorch's is, forward and backward; the next
+    one isn't."""
     torch.manual_seed(0)
     x = torch.randn(3, width, device=DEVICE)
     if value == -INF:
@@ -85,7 +98,9 @@ def test_large_and_shifted_values(width):
     x[0] = 3e38
     x[1] = -3e38
     rounding = 0 if DEVICE == "cpu" else 1.2e-7  # a GPU's division is not always the nearest float
-    torch.testing.assert_close(liger_softmax(x), torch.full_like(x, 1 / width), rtol=rounding, atol=0)
+    torch.testing.assert_close(
+        liger_softmax(x), torch.full_like(x, 1 / width), rtol=rounding, atol=0
+    )
 
 
 @pytest.mark.parametrize("shape", ((7,), (1,), (2, 3, 4, 5), (3, 0), (0, 3), (2, 0, 4)))
@@ -96,14 +111,22 @@ def test_any_shape(shape):
 def test_strides():
     """A view of every second row is not copied; one along the columns gives the same.
 
-    On a GPU another layout has the sum in another order. In 20,000 simulated rows of up to 40 entries that moved y by
-    up to 4.3e-7 of itself.
-    """
+    On a GPU another layout has the sum in another order. In 20,000 simulated rows of up to 40
+    entries that moved y by up to 4.3e-7 of itself."""
     torch.manual_seed(0)
     bound = 0 if DEVICE == "cpu" else 5e-7
     wide = torch.randn(6, 40, device=DEVICE)
-    for x in (wide[::2], wide[:, 3:20], wide[:, ::2], wide.t(), wide[:1].expand(4, 40), wide[:, :1].expand(6, 5)):
-        torch.testing.assert_close(liger_softmax(x), liger_softmax(x.contiguous()), rtol=bound, atol=0)
+    for x in (
+        wide[::2],
+        wide[:, 3:20],
+        wide[:, ::2],
+        wide.t(),
+        wide[:1].expand(4, 40),
+        wide[:, :1].expand(6, 5),
+    ):
+        torch.testing.assert_close(
+            liger_softmax(x), liger_softmax(x.contiguous()), rtol=bound, atol=0
+        )
 
 
 def test_result_that_was_written_to():
@@ -118,7 +141,9 @@ def test_result_that_was_written_to():
 def test_module_and_function():
     x = torch.randn(3, 5, device=DEVICE)
     module = LigerSoftmax()
-    assert torch.equal(module(x), liger_softmax(x)) and torch.equal(LigerSoftmaxFunction.apply(x), liger_softmax(x))
+    assert torch.equal(module(x), liger_softmax(x)) and torch.equal(
+        LigerSoftmaxFunction.apply(x), liger_softmax(x)
+    )
     assert repr(module) == "LigerSoftmax()" and not module.state_dict()
 
 

@@ -1,10 +1,15 @@
-"""Sparsemax beyond its `Case`: the exact support, hard rows, infinities and NaN, wide rows, dimensions, errors."""
+"""Sparsemax beyond its `Case`: the exact support, hard rows, infinities and NaN, wide rows,
+dimensions, errors."""
 
 import pytest
 import torch
 from hardware import DEVICE
 
-from liger_kernel.ops.probability.sparsemax import LigerSparsemaxFunction, liger_sparsemax, sparsemax_reference
+from liger_kernel.ops.probability.sparsemax import (
+    LigerSparsemaxFunction,
+    liger_sparsemax,
+    sparsemax_reference,
+)
 from liger_kernel.transformers import LigerSparsemax
 
 INF = float("inf")
@@ -40,7 +45,8 @@ def test_exact_projection(width, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_entries_at_the_threshold(dtype):
-    """Multiples of 1/8 often equal τ: they are not in the support, which fp32 arithmetic must not blur."""
+    """Multiples of 1/8 often equal τ: they are not in the support, which fp32 arithmetic must not
+    blur."""
     x = (drawn(200, 24) * 8).round() / 8
     tau = assert_projection(x.to(dtype))
     assert (x.double() == tau).any(-1).sum() > 5
@@ -50,12 +56,18 @@ def test_entries_at_the_threshold(dtype):
 def test_rows_that_take_many_steps(width):
     """Entries at distances that grow by a factor: each step of the iteration drops but a few."""
     steps = torch.arange(width, device=DEVICE, dtype=torch.float32)
-    assert_projection(torch.stack((-(1.01**-steps), -steps / width, -(steps.clamp(max=20) ** 2) / 64)))
+    assert_projection(
+        torch.stack((-(1.01**-steps), -steps / width, -(steps.clamp(max=20) ** 2) / 64))
+    )
 
 
 def test_known_rows():
-    x = torch.tensor([[5.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, -3.0], [1e30, 0.0, -1e30]], device=DEVICE)
-    want = torch.tensor([[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.75, 0.25, 0.0], [1.0, 0.0, 0.0]], device=DEVICE)
+    x = torch.tensor(
+        [[5.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, -3.0], [1e30, 0.0, -1e30]], device=DEVICE
+    )
+    want = torch.tensor(
+        [[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.75, 0.25, 0.0], [1.0, 0.0, 0.0]], device=DEVICE
+    )
     torch.testing.assert_close(liger_sparsemax(x), want)
 
 
@@ -70,7 +82,8 @@ def test_infinities_and_nan(width):
 
 
 @pytest.mark.parametrize(
-    "shape,dim", [((7,), 0), ((2, 3, 4), 1), ((2, 3, 4), -3), ((3, 0), 1), ((0, 3), -1), ((4, 1), 0)]
+    "shape,dim",
+    [((7,), 0), ((2, 3, 4), 1), ((2, 3, 4), -3), ((3, 0), 1), ((0, 3), -1), ((4, 1), 0)],
 )
 def test_dimensions(shape, dim):
     results = []

@@ -1,4 +1,5 @@
-"""Attention residuals beyond their `Case`: a list of blocks, many of them, other dtypes and dimensions, errors."""
+"""Attention residuals beyond their `Case`: a list of blocks, many of them, other dtypes and
+dimensions, errors."""
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ D = 20
 def drawn(*shape, dtype=torch.float32):
     torch.manual_seed(0)
     V, w_query, w_norm = torch.randn(*shape, D), torch.randn(D) / 2, torch.randn(D)
-    return [t.to(DEVICE, kind).requires_grad_() for t, kind in ((V, dtype), (w_query, None), (w_norm, None))]
+    return [
+        t.to(DEVICE, kind).requires_grad_()
+        for t, kind in ((V, dtype), (w_query, None), (w_norm, None))
+    ]
 
 
 def outcome(fn, V, *weights):
@@ -40,7 +44,9 @@ def test_gradients_of_a_list():
 @pytest.mark.parametrize("shape", [(33, 2), (3,), (1, 2, 2), (2, 1, 1, 2)], ids=str)
 def test_any_number_of_blocks_and_dimensions(shape):
     given = drawn(*shape)
-    for got, want in zip(outcome(liger_attn_res, *given), outcome(attn_res_reference, *given), strict=True):
+    for got, want in zip(
+        outcome(liger_attn_res, *given), outcome(attn_res_reference, *given), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -58,7 +64,11 @@ def test_errors():
     V, w_query, w_norm = drawn(2, 3)
     for changed, error, words in (
         (dict(V=[]), ValueError, "V is empty, give at least one block"),
-        (dict(V=[V[0], V[1, :2]]), ValueError, r"V\[1\] is torch.float32 of shape \(2, 20\), V\[0\]"),
+        (
+            dict(V=[V[0], V[1, :2]]),
+            ValueError,
+            r"V\[1\] is torch.float32 of shape \(2, 20\), V\[0\]",
+        ),
         (dict(V=[V[0], V[1].bfloat16()]), ValueError, r"V\[1\] is torch.bfloat16"),
         (dict(V=[V[0], None]), TypeError, r"V\[1\] is None"),
         (dict(V=V[:0]), ValueError, r"V has shape \(0, 3, 20\), give \(N, ..., D\)"),

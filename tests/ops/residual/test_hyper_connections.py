@@ -1,4 +1,5 @@
-"""Hyper-connections beyond their `Case`s: Sinkhorn's order, numbers of streams, dtypes, the whole layer, errors."""
+"""Hyper-connections beyond their `Case`s: Sinkhorn's order, numbers of streams, dtypes, the whole
+layer, errors."""
 
 import numpy
 import pytest
@@ -21,8 +22,12 @@ ALPHAS = "alpha_pre", "alpha_post", "alpha_res"
 
 def drawn(M=3, n=4, C=10, x=torch.float32, phi=torch.float32):
     torch.manual_seed(0)
-    tensors = dict(x=torch.randn(M, n, C).to(x), phi=torch.randn(n * C, n * n + 2 * n).to(phi) / (n * C) ** 0.5)
-    tensors |= dict(b=torch.randn(n * n + 2 * n), **{alpha: torch.rand(()) + 0.5 for alpha in ALPHAS})
+    tensors = dict(
+        x=torch.randn(M, n, C).to(x), phi=torch.randn(n * C, n * n + 2 * n).to(phi) / (n * C) ** 0.5
+    )
+    tensors |= dict(
+        b=torch.randn(n * n + 2 * n), **{alpha: torch.rand(()) + 0.5 for alpha in ALPHAS}
+    )
     return {name: t.to(DEVICE).requires_grad_() for name, t in tensors.items()}
 
 
@@ -41,7 +46,8 @@ def assert_as_reference(tensors, bound=1e-4, **options):
 
 
 def test_sinkhorn_ends_with_the_columns():
-    """tmax counts them. The rows of h_res are output streams; one by one they add up to 1 only nearly."""
+    """tmax counts them. The rows of h_res are output streams; one by one they add up to 1 only
+    nearly."""
     tensors = {name: t.detach() for name, t in drawn(n=3).items()}
     n, eps = 3, 1e-3
     z = 3 * tensors["b"][2 * n :].view(n, n)
@@ -51,7 +57,9 @@ def test_sinkhorn_ends_with_the_columns():
         for step in range(tmax):
             y = y / (y.sum(1, keepdim=True) + eps) if step else y
             y = y / (y.sum(0, keepdim=True) + eps)
-        h_pre, h_post, h_res = liger_mhc_coeffs(**given, allow_fp32=True, tmax=tmax, sinkhorn_eps=eps)
+        h_pre, h_post, h_res = liger_mhc_coeffs(
+            **given, allow_fp32=True, tmax=tmax, sinkhorn_eps=eps
+        )
         torch.testing.assert_close(h_res, y.float().expand_as(h_res), rtol=1e-5, atol=1e-6)
     off = [(h_res.sum(axis) - 1).abs().max().item() for axis in (1, 2)]
     assert off[0] < 2 * eps < off[1]
@@ -85,7 +93,12 @@ def test_each_dtype_of_its_own():
     tensors = drawn(x=torch.bfloat16, phi=torch.float16)
     *outs, dx, dphi, db, da, _, _ = outcome(liger_mhc_coeffs, tensors)
     assert all(out.dtype == torch.float32 for out in outs)
-    assert [d.dtype for d in (dx, dphi, db, da)] == [torch.bfloat16, torch.float16, torch.float32, torch.float32]
+    assert [d.dtype for d in (dx, dphi, db, da)] == [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float32,
+    ]
     assert_as_reference(tensors, 1e-2)
 
 
@@ -93,7 +106,9 @@ def test_outputs_that_are_not_used():
     """Their gradients are zero."""
     tensors = drawn()
     got, want = (
-        torch.autograd.grad(fn(**tensors)[1].square().sum(), list(tensors.values()), materialize_grads=True)
+        torch.autograd.grad(
+            fn(**tensors)[1].square().sum(), list(tensors.values()), materialize_grads=True
+        )
         for fn in (lambda **t: liger_mhc_coeffs(**t, allow_fp32=True), mhc_coeffs_reference)
     )
     for a, b in zip(got, want, strict=True):
@@ -117,14 +132,20 @@ def test_module():
     layer = torch.nn.Linear(6, 6).to(DEVICE)
     module = LigerMHC(layer, hc=2, c=6, tmax=3)
     assert {k: (tuple(p.shape), p.dtype) for k, p in module.named_parameters(recurse=False)} == {
-        "phi": ((12, 8), torch.float16), "b": ((8,), torch.float32), **{a: ((), torch.float32) for a in ALPHAS}
-    }  # fmt: skip
+        "phi": ((12, 8), torch.float16),
+        "b": ((8,), torch.float32),
+        **{a: ((), torch.float32) for a in ALPHAS},
+    }
     assert module.phi.device == layer.weight.device and not module.b.any()
     x = torch.randn(3, 2, 6, device=DEVICE).bfloat16().requires_grad_()
     parameters = [getattr(module, name) for name in ("phi", "b", *ALPHAS)]
-    x_out, (h_pre, h_post, h_res) = liger_mhc_forward(x, layer, *parameters, tmax=3, return_coeffs=True)
+    x_out, (h_pre, h_post, h_res) = liger_mhc_forward(
+        x, layer, *parameters, tmax=3, return_coeffs=True
+    )
     want = liger_mhc_post_res(x, layer(liger_mhc_pre(x, h_pre).float()), h_post, h_res)
-    assert torch.equal(x_out, want) and torch.equal(module(x), want) and want.dtype == torch.bfloat16
+    assert (
+        torch.equal(x_out, want) and torch.equal(module(x), want) and want.dtype == torch.bfloat16
+    )
     module(x).float().square().sum().backward()
     assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, *module.parameters()))
 
@@ -133,10 +154,18 @@ def test_errors():
     tensors = drawn()
     name = "liger_mhc_coeffs"
     for changed, error, words in (
-        (dict(allow_fp32=False), AssertionError, "x is torch.float32, give bf16 or fp16, or allow_fp32=True"),
+        (
+            dict(allow_fp32=False),
+            AssertionError,
+            "x is torch.float32, give bf16 or fp16, or allow_fp32=True",
+        ),
         (dict(phi=tensors["phi"][:3]), AssertionError, r"phi has shape \(3, 24\), give \(40, 24\)"),
         (dict(b=tensors["b"][:3]), AssertionError, r"b has shape \(3,\), give \(24,\)"),
-        (dict(alpha_post=tensors["b"]), ValueError, r"alpha_post has shape \(24,\), give a tensor of one element"),
+        (
+            dict(alpha_post=tensors["b"]),
+            ValueError,
+            r"alpha_post has shape \(24,\), give a tensor of one element",
+        ),
         (dict(alpha_post=1.0), TypeError, "alpha_post is a float"),
         (dict(x=tensors["x"][0, 0]), ValueError, r"x has shape \(10,\), give \(..., n, C\)"),
         (dict(tmax=0), ValueError, "tmax is 0, give an int from 1 on"),
@@ -146,9 +175,13 @@ def test_errors():
         with pytest.raises(error, match=f"^{name}: {words}"):
             liger_mhc_coeffs(**tensors | dict(allow_fp32=True) | changed)
     x, h = torch.randn(3, 2, 6), torch.randn(3, 2)
-    with pytest.raises(ValueError, match=r"^liger_mhc_pre: h_pre has shape \(3, 1\), give \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"^liger_mhc_pre: h_pre has shape \(3, 1\), give \(3, 2\)"
+    ):
         liger_mhc_pre(x, h[:, :1])
-    with pytest.raises(ValueError, match=r"^liger_mhc_post_res: h_res has shape \(3, 2\), give \(3, 2, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"^liger_mhc_post_res: h_res has shape \(3, 2\), give \(3, 2, 2\)"
+    ):
         liger_mhc_post_res(x, x[:, 0], h, h)
     module = LigerMHC(torch.nn.Identity(), hc=2, c=6)
     with pytest.raises(ValueError, match=r"^LigerMHC: x has shape \(3, 6, 2\), give \(..., 2, 6\)"):
@@ -161,13 +194,16 @@ def test_without_an_eps():
     """What no row stands behind has no influence, though its root mean square is 0."""
     tensors, options = drawn(M=3, n=4, C=8), dict(allow_fp32=True, tmax=2, rms_eps=0.0)
     for got, want in zip(
-        *(outcome(fn, tensors, **options) for fn in (liger_mhc_coeffs, mhc_coeffs_reference)), strict=True
+        *(outcome(fn, tensors, **options) for fn in (liger_mhc_coeffs, mhc_coeffs_reference)),
+        strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_of_numpy():
     tensors = drawn()
-    got = liger_mhc_coeffs(**tensors, allow_fp32=True, tmax=numpy.int64(2), rms_eps=numpy.float32(1e-6))
+    got = liger_mhc_coeffs(
+        **tensors, allow_fp32=True, tmax=numpy.int64(2), rms_eps=numpy.float32(1e-6)
+    )
     want = liger_mhc_coeffs(**tensors, allow_fp32=True, tmax=2, rms_eps=float(numpy.float32(1e-6)))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

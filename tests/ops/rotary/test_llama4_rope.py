@@ -1,4 +1,5 @@
-"""Llama 4's RoPE: Hugging Face's two functions, freqs of every shape, dtypes, the module-level replacement, errors."""
+"""Llama 4's RoPE: Hugging Face's two functions, freqs of every shape, dtypes, the module-level
+replacement, errors."""
 
 import types
 
@@ -19,7 +20,10 @@ B, S, HQ, HK, D = 2, 7, 6, 2, 16
 def drawn(dtype=torch.float32, rows=B, length=S):
     """q, k and freqs of random positions, others in each row, not all of length 1."""
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(B, S, h, D, generator=generator).to(DEVICE, dtype).requires_grad_() for h in (HQ, HK))
+    q, k = (
+        torch.randn(B, S, h, D, generator=generator).to(DEVICE, dtype).requires_grad_()
+        for h in (HQ, HK)
+    )
     angles, sizes = (torch.rand(rows, length, D // 2, generator=generator) for _ in range(2))
     return q, k, torch.polar(sizes + 0.5, angles * 500).to(DEVICE)
 
@@ -34,7 +38,10 @@ def gradients(fn, q, k):
 def in_double(q, k, freqs):
     """The definition, with complex numbers."""
     c = freqs.to(torch.complex128)[..., :S, :].unsqueeze(-2)
-    return [torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * c).flatten(-2) for x in (q, k)]
+    return [
+        torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * c).flatten(-2)
+        for x in (q, k)
+    ]
 
 
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "reference"))
@@ -55,7 +62,9 @@ def test_as_exact_as_hugging_face(kind, kernels, request):
         exact = gradients(lambda q, k: in_double(q, k, freqs), *double)  # noqa: B023
         for g, h, e in zip(got, want, exact, strict=True):
             assert g.dtype == h.dtype == dtype and g.shape == h.shape
-            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(dtype).eps * e.abs().max()
+            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(
+                dtype
+            ).eps * e.abs().max()
 
 
 def test_each_row_has_its_own_freqs():
@@ -64,7 +73,9 @@ def test_each_row_has_its_own_freqs():
     for b in range(B):
         for one in (freqs[b], freqs[b : b + 1]):
             alone = liger_llama4_text_rotary_pos_emb(q[b : b + 1], k[b : b + 1], one)
-            assert torch.equal(alone[0], both[0][b : b + 1]) and torch.equal(alone[1], both[1][b : b + 1])
+            assert torch.equal(alone[0], both[0][b : b + 1]) and torch.equal(
+                alone[1], both[1][b : b + 1]
+            )
     assert not torch.equal(both[0][1:], liger_llama4_text_rotary_pos_emb(q, k, freqs[:1])[0][1:])
 
 
@@ -73,7 +84,13 @@ def test_freqs_of_every_shape():
     q, k, freqs = drawn(rows=1, length=S + 3)
     want = liger_llama4_text_rotary_pos_emb(q, k, freqs[0, :S].clone())
     spread = torch.stack((freqs, -freqs), -1)[..., 0]
-    for given in (freqs, freqs[0], spread, freqs.conj().resolve_conj().conj(), freqs.expand(B, -1, -1)):
+    for given in (
+        freqs,
+        freqs[0],
+        spread,
+        freqs.conj().resolve_conj().conj(),
+        freqs.expand(B, -1, -1),
+    ):
         got = liger_llama4_text_rotary_pos_emb(q, k, given)
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     rows = freqs[0, :S]
@@ -95,11 +112,16 @@ def test_real_freqs():
 
 
 def test_dtypes_and_layouts():
-    """k comes back in q's dtype, its gradient in its own; a result has the memory layout of what was given."""
+    """k comes back in q's dtype, its gradient in its own; a result has the memory layout of what
+    was given."""
     q, k, freqs = drawn()
     low = q.detach().bfloat16().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     yq, yk = liger_llama4_text_rotary_pos_emb(low, k, freqs)
-    assert yq.dtype == yk.dtype == torch.bfloat16 and yq.stride() == low.stride() and yk.is_contiguous()
+    assert (
+        yq.dtype == yk.dtype == torch.bfloat16
+        and yq.stride() == low.stride()
+        and yk.is_contiguous()
+    )
     dq, dk = torch.autograd.grad(yq.sum() + yk.sum(), (low, k))
     assert dq.dtype == torch.bfloat16 and dk.dtype == torch.float32
 
@@ -121,7 +143,9 @@ def test_replaces_both_functions_of_a_module():
 
 
 WRONG = {
-    r"freqs has shape \(3, 7, 8\), give \(7, 8\), \(1, 7, 8\) or \(2, 7, 8\)": lambda f: f[:1].expand(3, -1, -1),
+    r"freqs has shape \(3, 7, 8\), give \(7, 8\), \(1, 7, 8\) or \(2, 7, 8\)": lambda f: f[
+        :1
+    ].expand(3, -1, -1),
     r"freqs has shape \(2, 6, 8\)": lambda f: f[:, :6],
     r"freqs has shape \(2, 7, 4\)": lambda f: f[..., :4],
     "freqs is torch.int64, give a complex tensor": lambda f: f.real.long(),
@@ -133,7 +157,9 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_errors(message):
     q, k, freqs = drawn()
-    with pytest.raises((ValueError, TypeError), match=f"^liger_llama4_text_rotary_pos_emb: .*{message}"):
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^liger_llama4_text_rotary_pos_emb: .*{message}"
+    ):
         liger_llama4_text_rotary_pos_emb(q, k, WRONG[message](freqs))
     with pytest.raises((ValueError, TypeError), match="^liger_llama4_vision_rotary_pos_emb: "):
         liger_llama4_vision_rotary_pos_emb(q, k, WRONG[message](freqs))
@@ -141,10 +167,15 @@ def test_errors(message):
 
 def test_errors_in_heads():
     q, k, freqs = drawn()
-    for rotate, given in ((liger_llama4_text_rotary_pos_emb, freqs), (liger_llama4_vision_rotary_pos_emb, freqs[0])):
+    for rotate, given in (
+        (liger_llama4_text_rotary_pos_emb, freqs),
+        (liger_llama4_vision_rotary_pos_emb, freqs[0]),
+    ):
         with pytest.raises(ValueError, match=f"^{rotate.__name__}: .*give \\(B, S, heads, D\\)"):
             rotate(q[0], k[0], given)
         with pytest.raises(ValueError, match=f"^{rotate.__name__}: "):
             rotate(q, k[:, :3], given)
-    with pytest.raises(ValueError, match=r"freqs_ci has shape \(2, 7, 8\), give \(7, 8\) or \(7, 1, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"freqs_ci has shape \(2, 7, 8\), give \(7, 8\) or \(7, 1, 8\)"
+    ):
         liger_llama4_vision_rotary_pos_emb(q, k, freqs)

@@ -1,4 +1,5 @@
-"""M-RoPE: each pair by its axis, as rope of the angles that it chooses; sections, strides, errors."""
+"""M-RoPE: each pair by its axis, as rope of the angles that it chooses; sections, strides,
+errors."""
 
 import pytest
 import torch
@@ -17,13 +18,19 @@ SECTIONS = [2, 1, 5]
 
 def drawn(dtype=torch.float32, rows=B):
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(B, S, h, D, generator=generator).to(DEVICE, dtype).transpose(1, 2) for h in (HQ, HK))
-    angles = (torch.rand(3, rows, S, D // 2, generator=generator) * 500).repeat(1, 1, 1, 2).to(DEVICE)
+    q, k = (
+        torch.randn(B, S, h, D, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+        for h in (HQ, HK)
+    )
+    angles = (
+        (torch.rand(3, rows, S, D // 2, generator=generator) * 500).repeat(1, 1, 1, 2).to(DEVICE)
+    )
     return q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def chosen(x, sections):
-    """The angles that pairs have by these sections, for `liger_rotary_pos_emb`: found pair by pair."""
+    """The angles that pairs have by these sections, for `liger_rotary_pos_emb`: found pair by
+    pair."""
     axes = [axis for axis, n in enumerate(sections) for _ in range(n)]
     half = torch.stack([x[axis, ..., j] for j, axis in enumerate(axes)], -1)
     return torch.cat((half, half), -1)
@@ -40,9 +47,13 @@ def gradients(fn, q, k):
 def test_is_rope_of_the_angles_that_it_chooses(sections):
     for rows, dtype in ((B, torch.float32), (1, torch.bfloat16)):
         q, k, cos, sin = drawn(dtype, rows)
-        got = gradients(lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, sections), q, k)  # noqa: B023
+        got = gradients(
+            lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, sections), q, k
+        )  # noqa: B023
         own = chosen(cos, sections), chosen(sin, sections)
-        for g, w in zip(got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True):  # noqa: B023
+        for g, w in zip(
+            got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True
+        ):  # noqa: B023
             assert torch.equal(g, w)
 
 
@@ -50,7 +61,9 @@ def test_reference(reference_only):
     q, k, cos, sin = drawn()
     got = gradients(lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, SECTIONS), q, k)
     own = chosen(cos, SECTIONS), chosen(sin, SECTIONS)
-    for g, w in zip(got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True):
+    for g, w in zip(
+        got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True
+    ):
         assert torch.equal(g, w)
 
 
@@ -58,7 +71,9 @@ def test_heads_in_the_third_dimension_and_strided_angles():
     q, k, cos, sin = drawn()
     want = liger_multimodal_rotary_pos_emb(q, k, cos, sin, SECTIONS)
     cos, sin = torch.stack((cos, sin), -1).unbind(-1)
-    got = liger_multimodal_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, SECTIONS, unsqueeze_dim=2)
+    got = liger_multimodal_rotary_pos_emb(
+        q.transpose(1, 2), k.transpose(1, 2), cos, sin, SECTIONS, unsqueeze_dim=2
+    )
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g.transpose(1, 2), w)
 
@@ -66,14 +81,21 @@ def test_heads_in_the_third_dimension_and_strided_angles():
 def test_names():
     q, k, cos, sin = drawn()
     assert liger_qwen2vl_mrope is liger_multimodal_rotary_pos_emb
-    got, want = LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, SECTIONS), liger_qwen2vl_mrope(q, k, cos, sin, SECTIONS)
+    got, want = (
+        LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, SECTIONS),
+        liger_qwen2vl_mrope(q, k, cos, sin, SECTIONS),
+    )
     assert torch.equal(got[0], want[0]) and torch.autograd.grad(got[1].sum(), k)[0].isfinite().all()
 
 
 WRONG = {
-    "mrope_section is \\[2, 1\\], give 3 numbers of pairs with the sum 8": dict(mrope_section=[2, 1]),
+    "mrope_section is \\[2, 1\\], give 3 numbers of pairs with the sum 8": dict(
+        mrope_section=[2, 1]
+    ),
     "mrope_section is \\[2, 1, 4\\]": dict(mrope_section=[2, 1, 4]),
-    "mrope_section is \\[4, 2, 10\\]": dict(mrope_section=[4, 2, 10]),  # of entries, where pairs are asked for
+    "mrope_section is \\[4, 2, 10\\]": dict(
+        mrope_section=[4, 2, 10]
+    ),  # of entries, where pairs are asked for
     "mrope_section is -1": dict(mrope_section=[-1, 4, 5]),
     "mrope_section is 8": dict(mrope_section=8),
     "unsqueeze_dim is 3": dict(unsqueeze_dim=3),
@@ -90,6 +112,11 @@ WRONG = {
 def test_errors(message):
     q, k, cos, sin = drawn()
     given = dict(q=q, k=k, cos=cos, sin=sin, mrope_section=SECTIONS)
-    changed = {name: value(given[name]) if callable(value) else value for name, value in WRONG[message].items()}
-    with pytest.raises((ValueError, TypeError), match=f"^liger_multimodal_rotary_pos_emb: .*{message}"):
+    changed = {
+        name: value(given[name]) if callable(value) else value
+        for name, value in WRONG[message].items()
+    }
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^liger_multimodal_rotary_pos_emb: .*{message}"
+    ):
         liger_multimodal_rotary_pos_emb(**given | changed)

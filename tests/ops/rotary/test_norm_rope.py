@@ -1,4 +1,5 @@
-"""Norm and RoPE in one: against the two operators, the attention of Hugging Face's models, strides, errors."""
+"""Norm and RoPE in one: against the two operators, the attention of Hugging Face's models, strides,
+errors."""
 
 import importlib
 
@@ -8,7 +9,11 @@ from hardware import DEVICE
 
 from liger_kernel.ops.norm.rms_norm import CASTINGS, liger_rms_norm
 from liger_kernel.ops.rotary import norm_rope
-from liger_kernel.ops.rotary.norm_rope import LigerNormRopeFunction, liger_norm_rope, norm_rope_reference
+from liger_kernel.ops.rotary.norm_rope import (
+    LigerNormRopeFunction,
+    liger_norm_rope,
+    norm_rope_reference,
+)
 from liger_kernel.ops.rotary.rope import LAYOUTS, liger_rotary_pos_emb
 
 B, T, HQ, HK, D = 2, 7, 6, 2, 16
@@ -16,14 +21,20 @@ NAMES = "q", "k", "q_weight", "k_weight"
 
 
 def drawn(dtype=torch.float32, width=D, layout=False, batch=B, shape=(B, T, HQ, HK, D)):
-    """Arguments in Hugging Face's strided layout, and the angles of random positions, others in each row."""
+    """Arguments in Hugging Face's strided layout, and the angles of random positions, others in
+    each row."""
     torch.manual_seed(0)
     rows, tokens, heads, k_heads, size = shape
-    q, k = (torch.randn(rows, tokens, h, size, device=DEVICE).to(dtype).transpose(1, 2) for h in (heads, k_heads))
+    q, k = (
+        torch.randn(rows, tokens, h, size, device=DEVICE).to(dtype).transpose(1, 2)
+        for h in (heads, k_heads)
+    )
     q_weight, k_weight = (torch.randn(size, device=DEVICE).to(dtype) for _ in "qk")
     positions = torch.randint(0, 500, (batch, tokens, 1), device=DEVICE)
     angle = positions * 100.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
-    angle = angle.repeat_interleave(2, -1) if layout == "repeated" else torch.cat((angle, angle), -1)
+    angle = (
+        angle.repeat_interleave(2, -1) if layout == "repeated" else torch.cat((angle, angle), -1)
+    )
     tensors = [x.requires_grad_() for x in (q, k, q_weight, k_weight)]
     return *tensors, angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -47,21 +58,40 @@ def gradients_of(outs):
 @pytest.mark.parametrize("casting", CASTINGS)
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 def test_bit_equal_to_the_two_operators(interleaved, casting, dtype):
-    """The inputs' squares are summed without a rounding, so that the order of the sum doesn't matter.
+    """The inputs' squares are summed without a rounding, so that the order of the sum doesn't
+    matter.
 
-    In fp32 a GPU's compiler makes a product and the sum it goes into one operation in one kernel and not in two. So
-    there a product and the result may be rounded otherwise, 1.8e-7 of the largest together.
-    """
+    In fp32 a GPU's compiler makes a product and the sum it goes into one operation in one kernel
+    and not in two. So there a product and the result may be rounded otherwise, 1.8e-7 of the
+    largest together."""
     bound = 3e-7 if DEVICE != "cpu" and dtype == torch.float32 else 0
     for width in (D, D // 2):
         q, k, q_weight, k_weight, cos, sin = (x.detach() for x in drawn(dtype, width, interleaved))
         q, k = ((8 * x).round() / 8 for x in (q, k))
-        for offset, weights in ((0.0, (q_weight, k_weight)), (1.0, (q_weight.float(), k_weight)), (0.0, (None, None))):
-            normed = (liger_rms_norm(x, w, 1e-6, offset, casting) for x, w in zip((q, k), weights, strict=True))
+        for offset, weights in (
+            (0.0, (q_weight, k_weight)),
+            (1.0, (q_weight.float(), k_weight)),
+            (0.0, (None, None)),
+        ):
+            normed = (
+                liger_rms_norm(x, w, 1e-6, offset, casting)
+                for x, w in zip((q, k), weights, strict=True)
+            )
             want = liger_rotary_pos_emb(*normed, cos, sin, interleaved=interleaved)
-            got = liger_norm_rope(q, k, *weights, cos, sin, 1e-6, offset, casting, interleaved=interleaved)
+            got = liger_norm_rope(
+                q, k, *weights, cos, sin, 1e-6, offset, casting, interleaved=interleaved
+            )
             swapped = liger_norm_rope(
-                q.transpose(1, 2), k.transpose(1, 2), *weights, cos, sin, 1e-6, offset, casting, 2, interleaved
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                *weights,
+                cos,
+                sin,
+                1e-6,
+                offset,
+                casting,
+                2,
+                interleaved,
             )
             for g, s, w in zip(got, swapped, want, strict=True):
                 assert g.dtype == dtype
@@ -111,7 +141,9 @@ def test_as_exact_as_hugging_face(family, kernels, request):
     norm, attention, options = FAMILIES[family]
     for dtype in (torch.float32, torch.bfloat16):
         tensors = drawn(dtype, D // 2 if family in ("glm4_moe", "qwen3_next") else D)
-        theirs = attention(module, [getattr(module, norm)(D, eps=1e-6).to(DEVICE, dtype) for _ in "qk"])
+        theirs = attention(
+            module, [getattr(module, norm)(D, eps=1e-6).to(DEVICE, dtype) for _ in "qk"]
+        )
         dys = gradients_of(theirs(*tensors))
         got = results(lambda *t: liger_norm_rope(*t, 1e-6, **options), *tensors, dys)  # noqa: B023
         want = results(theirs, *tensors, dys)
@@ -125,7 +157,8 @@ def test_as_exact_as_hugging_face(family, kernels, request):
 
 
 def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
-    """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite layouts."""
+    """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite
+    layouts."""
     seen = []
     forward, backward = norm_rope.norm_rope_fwd, norm_rope.norm_rope_bwd
 
@@ -146,7 +179,9 @@ def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
         assert x.transpose(1, 2).is_contiguous()
     for x in (yk, dk):
         assert x.is_contiguous()
-    copies = (x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k))
+    copies = (
+        x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k)
+    )
     want = results(liger_norm_rope, *copies, q_weight, k_weight, cos, sin, (dyq, dyk))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
@@ -171,7 +206,9 @@ def test_heads_in_the_third_dimension():
 def test_only_the_gradient_that_is_needed(wanted, monkeypatch):
     found = []
     backward = norm_rope.norm_rope_bwd
-    monkeypatch.setattr(norm_rope, "norm_rope_bwd", lambda *args: found.append(backward(*args)) or found[0])
+    monkeypatch.setattr(
+        norm_rope, "norm_rope_bwd", lambda *args: found.append(backward(*args)) or found[0]
+    )
     tensors = drawn()
     want = results(norm_rope_reference, *tensors)[2 + wanted]
     tensors = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
@@ -206,11 +243,19 @@ def test_angles_of_one_row_or_all():
     q, k, *weights, cos, sin = drawn()
     both = liger_norm_rope(q, k, *weights, cos, sin)
     for b in range(B):
-        for c, s in ((cos[b : b + 1], sin[b : b + 1]), (cos[b], sin[b]), (cos[b, None, None], sin[b, None, None])):
+        for c, s in (
+            (cos[b : b + 1], sin[b : b + 1]),
+            (cos[b], sin[b]),
+            (cos[b, None, None], sin[b, None, None]),
+        ):
             one = liger_norm_rope(q[b : b + 1], k[b : b + 1], *weights, c, s)
-            assert torch.equal(one[0], both[0][b : b + 1]) and torch.equal(one[1], both[1][b : b + 1])
+            assert torch.equal(one[0], both[0][b : b + 1]) and torch.equal(
+                one[1], both[1][b : b + 1]
+            )
     shared = results(liger_norm_rope, q, k, *weights, cos[:1], sin[:1])
-    spread = results(liger_norm_rope, q, k, *weights, cos[:1].expand(B, T, D), sin[:1].expand(B, T, D))
+    spread = results(
+        liger_norm_rope, q, k, *weights, cos[:1].expand(B, T, D), sin[:1].expand(B, T, D)
+    )
     for s, e in zip(shared, spread, strict=True):
         assert torch.equal(s, e)
     assert not torch.equal(shared[0][1:], both[0][1:])
@@ -257,12 +302,16 @@ def test_beyond_int32(far):
     w = torch.randn(8, device=DEVICE, requires_grad=True)
     cos, sin = torch.randn(2, size[2], 8, device=DEVICE)
     got = results(liger_norm_rope, x.requires_grad_(), x, w, w, cos, sin, (x.detach(), x.detach()))
-    want = results(liger_norm_rope, near.requires_grad_(), near, w, w, cos, sin, (near.detach(), near.detach()))
+    want = results(
+        liger_norm_rope, near.requires_grad_(), near, w, w, cos, sin, (near.detach(), near.detach())
+    )
     for g, e in zip(got, want, strict=True):
         assert torch.equal(g, e)
 
 
-@pytest.mark.parametrize("shape", ((0, T, HQ, HK, D), (B, 0, HQ, HK, D)), ids=("no rows", "no tokens"))
+@pytest.mark.parametrize(
+    "shape", ((0, T, HQ, HK, D), (B, 0, HQ, HK, D)), ids=("no rows", "no tokens")
+)
 def test_empty(shape):
     for x in results(liger_norm_rope, *drawn(shape=shape, batch=shape[0]))[2:]:
         assert not x.any()
@@ -274,7 +323,9 @@ def test_function_positional_and_without_grad():
     got = LigerNormRopeFunction.apply(*tensors, 1e-5, 1.0, "gemma", 1, False)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[0].requires_grad
     (dq,) = torch.autograd.grad(LigerNormRopeFunction.apply(*tensors)[0].sum(), tensors[0])
-    torch.testing.assert_close(dq, torch.autograd.grad(norm_rope_reference(*tensors)[0].sum(), tensors[0])[0])
+    torch.testing.assert_close(
+        dq, torch.autograd.grad(norm_rope_reference(*tensors)[0].sum(), tensors[0])[0]
+    )
     with torch.no_grad():
         assert not liger_norm_rope(*tensors)[0].requires_grad
     functional = importlib.import_module("liger_kernel.transformers.functional")
@@ -289,7 +340,9 @@ def test_compiles_for_other_lengths(dynamic):
     q, k, *weights, cos, sin = drawn()
     for tokens in (T, 3, 5):
         some = q[:, :, :tokens], k[:, :, :tokens], *weights, cos[:, :tokens], sin[:, :tokens]
-        for got, want in zip(results(compiled, *some), results(liger_norm_rope, *some), strict=True):
+        for got, want in zip(
+            results(compiled, *some), results(liger_norm_rope, *some), strict=True
+        ):
             assert torch.equal(got, want)
 
 

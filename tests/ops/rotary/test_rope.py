@@ -21,9 +21,13 @@ B, T, HQ, HK, D = 2, 7, 6, 2, 16
 
 
 def drawn(dtype=torch.float32, layout="cat", width=D, batch=B, tokens=T):
-    """q, k in Hugging Face's strided layout, and the angles of random positions, others in each row."""
+    """q, k in Hugging Face's strided layout, and the angles of random positions, others in each
+    row."""
     torch.manual_seed(0)
-    q, k = (torch.randn(B, T, h, D, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_() for h in (HQ, HK))
+    q, k = (
+        torch.randn(B, T, h, D, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_()
+        for h in (HQ, HK)
+    )
     positions = torch.randint(0, 500, (batch, tokens, 1), device=DEVICE)
     angle = positions * 100.0 ** (-torch.arange(0, width, 2, device=DEVICE) / width)
     angle = {
@@ -65,23 +69,37 @@ def test_as_exact_as_hugging_face(family, unsqueeze_dim, kernels, request):
         if unsqueeze_dim == 2:
             q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
         got, theirs, exact = (
-            gradients(lambda q, k: fn(q, k, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=unsqueeze_dim, **o), q_, k_)  # noqa: B023
+            gradients(
+                lambda q, k: fn(
+                    q, k, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=unsqueeze_dim, **o
+                ),
+                q_,
+                k_,
+            )  # noqa: B023
             for fn, o, q_, k_ in (
                 (liger_rotary_pos_emb, options, q, k),
                 (module.apply_rotary_pos_emb, {}, q, k),
-                (module.apply_rotary_pos_emb, {}, *(x.detach().double().requires_grad_() for x in (q, k))),
+                (
+                    module.apply_rotary_pos_emb,
+                    {},
+                    *(x.detach().double().requires_grad_() for x in (q, k)),
+                ),
             )
         )
         for g, h, e in zip(got, theirs, exact, strict=True):
             assert g.dtype == h.dtype == dtype and g.shape == h.shape
-            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(dtype).eps * e.abs().max()
+            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(
+                dtype
+            ).eps * e.abs().max()
 
 
 def test_gpt_oss_and_vision():
     q, k, cos, sin = drawn(layout="half")
     module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     for got, want in zip(
-        liger_rotary_pos_emb_gpt_oss(q, k, cos, sin), module.apply_rotary_pos_emb(q, k, cos, sin), strict=True
+        liger_rotary_pos_emb_gpt_oss(q, k, cos, sin),
+        module.apply_rotary_pos_emb(q, k, cos, sin),
+        strict=True,
     ):
         torch.testing.assert_close(got, want)
     module = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
@@ -112,13 +130,16 @@ def test_halves_for_pairs(unsqueeze_dim):
         first = torch.autograd.grad([y.pow(3).sum() for y in ys], (q, k), create_graph=True)
         found.append([*ys, *first, *torch.autograd.grad([x.square().sum() for x in first], (q, k))])
     for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.detach().abs().max()))
+        torch.testing.assert_close(
+            got, want, rtol=1e-5, atol=1e-5 * float(want.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("rows", (B, 1), ids=lambda n: f"{n} rows of position_ids")
 @pytest.mark.parametrize("table_dim", (2, 3))
 def test_position_ids_gather_from_a_table(table_dim, rows):
-    """Not row 0 for all, nor the first T rows; P is T too, where only the shape of position_ids can tell."""
+    """Not row 0 for all, nor the first T rows; P is T too, where only the shape of position_ids can
+    tell."""
     for P in (50, T):
         q, k, cos, sin = drawn(batch=1, tokens=P)
         position_ids = torch.randint(0, P, (rows, T), device=DEVICE)
@@ -131,14 +152,18 @@ def test_position_ids_gather_from_a_table(table_dim, rows):
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w)
         assert not torch.equal(
-            got[0], liger_rotary_pos_emb(q, k, cos[:, :1].expand(1, T, D), sin[:, :1].expand(1, T, D))[0]
+            got[0],
+            liger_rotary_pos_emb(q, k, cos[:, :1].expand(1, T, D), sin[:, :1].expand(1, T, D))[0],
         )
 
 
 def test_position_ids_are_not_used_where_cos_is_the_tokens_own():
     q, k, cos, sin = drawn()
     want = liger_rotary_pos_emb(q, k, cos, sin)
-    for position_ids in (torch.zeros(B, T, dtype=torch.long), torch.zeros(3, B, T, dtype=torch.long)):
+    for position_ids in (
+        torch.zeros(B, T, dtype=torch.long),
+        torch.zeros(3, B, T, dtype=torch.long),
+    ):
         got = liger_rotary_pos_emb(q, k, cos, sin, position_ids.to(DEVICE))
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
@@ -159,16 +184,21 @@ def test_angles_of_four_dimensions(unsqueeze_dim):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     want = liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     for dim in (1, unsqueeze_dim):
-        got = liger_rotary_pos_emb(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=unsqueeze_dim)
+        got = liger_rotary_pos_emb(
+            q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=unsqueeze_dim
+        )
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
-    """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite layouts."""
+    """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite
+    layouts."""
     seen = []
     rotate = rope.rope_rotate
     monkeypatch.setattr(
-        rope, "rope_rotate", lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest)
+        rope,
+        "rope_rotate",
+        lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest),
     )
     _, k, cos, sin = drawn()
     q = torch.randn(B, T, HQ, 2 * D, device=DEVICE)[..., :D].transpose(1, 2).requires_grad_()
@@ -185,19 +215,25 @@ def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
 
 
 def test_nothing_is_kept_of_the_angles():
-    """Calls that look alike are planned once, by shapes, strides and dtypes; cos and sin are read anew in each."""
+    """Calls that look alike are planned once, by shapes, strides and dtypes; cos and sin are read
+    anew in each."""
     q, k, cos, sin = drawn()
     for t in range(3):
         c, s = (t + 1) * cos, sin - t
         got = liger_rotary_pos_emb(q, k, c, s)
         want = rope_reference(q, k, c, s)
-        found = (torch.autograd.grad(sum(y.square().sum() for y in out), (q, k)) for out in (got, want))
+        found = (
+            torch.autograd.grad(sum(y.square().sum() for y in out), (q, k)) for out in (got, want)
+        )
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(*found)
         cos.mul_(0.5)  # in place
     given = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
     for _ in range(2):  # the second call is planned
-        for change, error in ((dict(unsqueeze_dim=2), ValueError), (dict(rotary_dim=3), ValueError)):
+        for change, error in (
+            (dict(unsqueeze_dim=2), ValueError),
+            (dict(rotary_dim=3), ValueError),
+        ):
             with pytest.raises(error):
                 liger_rotary_pos_emb(*given, **change)
         with pytest.raises(ValueError, match="columns"):
@@ -209,7 +245,10 @@ def test_wider_angles_than_are_read_and_a_second_gradient():
     """The other columns are NaN, which nothing may read."""
     q, k, cos, sin = drawn()
     half = cos.shape[-1] // 2
-    wide = [torch.cat((t[..., :half], torch.full_like(t[..., :half], torch.nan)), -1) for t in (cos, sin)]
+    wide = [
+        torch.cat((t[..., :half], torch.full_like(t[..., :half], torch.nan)), -1)
+        for t in (cos, sin)
+    ]
     for _ in range(2):
         y, z = liger_rotary_pos_emb(q, k, *wide), rope_reference(q, k, cos, sin)
         torch.testing.assert_close(y, z)
@@ -238,7 +277,9 @@ def test_gradient_of_one(wanted):
     torch.manual_seed(1)
     dy = [torch.randn(o.shape, device=DEVICE) for o in y]
     torch.testing.assert_close(torch.autograd.grad(y, x[wanted], dy)[0], want)
-    assert torch.isfinite(torch.autograd.grad(liger_rotary_pos_emb(*x, cos, sin)[wanted].sum(), x[wanted])[0]).all()
+    assert torch.isfinite(
+        torch.autograd.grad(liger_rotary_pos_emb(*x, cos, sin)[wanted].sum(), x[wanted])[0]
+    ).all()
 
 
 @pytest.mark.parametrize("shape", ((0, T, D), (B, 0, D)), ids=("no rows", "no tokens"))
@@ -279,11 +320,15 @@ def test_function_positional_and_without_grad():
 @pytest.mark.thorough
 def test_compiles_for_other_lengths(dynamic):
     torch._dynamo.reset()
-    compiled = torch.compile(liger_rotary_pos_emb, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(
+        liger_rotary_pos_emb, fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     q, k, cos, sin = drawn()
     for tokens in (T, 3, 5):
         q_, k_, c, s = q[:, :, :tokens], k[:, :, :tokens], cos[:, :tokens], sin[:, :tokens]
-        for got, want in zip(compiled(q_, k_, c, s), liger_rotary_pos_emb(q_, k_, c, s), strict=True):
+        for got, want in zip(
+            compiled(q_, k_, c, s), liger_rotary_pos_emb(q_, k_, c, s), strict=True
+        ):
             assert torch.equal(got, want)
 
 
@@ -307,16 +352,26 @@ WRONG = {
     "rotary_dim is 5": change(rotary_dim=5),
     "rotary_dim is 18": change(rotary_dim=18),
     "rotary_dim is 0": change(rotary_dim=0),
-    "cos has 4 columns": change(cos=lambda q, k, cos: cos[..., :4], sin=lambda q, k, cos: cos[..., :4], rotary_dim=16),
-    "rotary_dim 16 needs 16": change(
-        cos=lambda q, k, cos: cos[..., :8], sin=lambda q, k, cos: cos[..., :8], rotary_dim=16, interleaved="repeated"
+    "cos has 4 columns": change(
+        cos=lambda q, k, cos: cos[..., :4], sin=lambda q, k, cos: cos[..., :4], rotary_dim=16
     ),
-    "cos has shape \\(2, 6, 16\\)": change(cos=lambda q, k, cos: cos[:, :6], sin=lambda q, k, cos: cos[:, :6]),
+    "rotary_dim 16 needs 16": change(
+        cos=lambda q, k, cos: cos[..., :8],
+        sin=lambda q, k, cos: cos[..., :8],
+        rotary_dim=16,
+        interleaved="repeated",
+    ),
+    "cos has shape \\(2, 6, 16\\)": change(
+        cos=lambda q, k, cos: cos[:, :6], sin=lambda q, k, cos: cos[:, :6]
+    ),
     "cos has shape \\(2, 2, 7, 16\\)": change(
-        cos=lambda q, k, cos: torch.stack((cos, cos), 1), sin=lambda q, k, cos: torch.stack((cos, cos), 1)
+        cos=lambda q, k, cos: torch.stack((cos, cos), 1),
+        sin=lambda q, k, cos: torch.stack((cos, cos), 1),
     ),
     "position_ids has shape \\(2, 6\\)": change(
-        cos=lambda q, k, cos: cos[0], sin=lambda q, k, cos: cos[0], position_ids=torch.zeros(2, 6, dtype=torch.long)
+        cos=lambda q, k, cos: cos[0],
+        sin=lambda q, k, cos: cos[0],
+        position_ids=torch.zeros(2, 6, dtype=torch.long),
     ),
     "sin on meta": change(sin=lambda q, k, cos: cos.to("meta")),
 }
@@ -362,14 +417,18 @@ def test_a_graph_copies_no_gradient(normed):
         return graph
 
     def attended(q, k, cos, sin, *ws):
-        q, k = liger_norm_rope(q, k, *ws, cos, sin) if normed else liger_rotary_pos_emb(q, k, cos, sin)
+        q, k = (
+            liger_norm_rope(q, k, *ws, cos, sin) if normed else liger_rotary_pos_emb(q, k, cos, sin)
+        )
         return torch.cat((q, k), 1).transpose(1, 2).reshape(B, T, -1).sin()
 
     q, k, cos, sin = drawn()
     ws = [torch.ones(D, device=DEVICE, requires_grad=True) for _ in range(2)] if normed else []
     given, of = (q, k, cos, sin, *ws), (q, k, *ws)
     torch._dynamo.reset()
-    compiled = torch.compile(attended, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    compiled = torch.compile(
+        attended, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    )
     got, want = (torch.autograd.grad(f(*given).sum(), of) for f in (compiled, attended))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -384,7 +443,10 @@ def test_a_graph_copies_no_gradient(normed):
 def test_entries_that_are_not_contiguous(normed):
     """Of q and k, and of their gradients."""
     _, _, cos, sin = drawn()
-    q, k = (torch.randn(B, h, T, 2 * D, device=DEVICE)[..., ::2].detach().requires_grad_() for h in (HQ, HK))
+    q, k = (
+        torch.randn(B, h, T, 2 * D, device=DEVICE)[..., ::2].detach().requires_grad_()
+        for h in (HQ, HK)
+    )
     ws = [torch.rand(D, device=DEVICE) for _ in range(2)] if normed else []
     dys = [torch.randn(*x.shape[:3], 2 * D, device=DEVICE)[..., ::2] for x in (q, k)]
 
@@ -393,5 +455,7 @@ def test_entries_that_are_not_contiguous(normed):
         return *y, *torch.autograd.grad(y, (q, k), dys)
 
     assert q.stride(-1) == 2
-    for got, want in zip(run(q, k), run(*(x.detach().contiguous().requires_grad_() for x in (q, k))), strict=True):
+    for got, want in zip(
+        run(q, k), run(*(x.detach().contiguous().requires_grad_() for x in (q, k))), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=0, atol=0)

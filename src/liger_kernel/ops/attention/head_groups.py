@@ -1,15 +1,16 @@
 r"""Attention of long sequences, a few heads after the other.
 
-The backward of fused attention adds up dq in fp32, which takes twice the memory of q, and in a layer that is computed
-again in backward that is the fullest moment. Heads do not know of each other, so that they may go in groups: what is
-beside q, k, v, the output and their gradients is then that of one group.
+The backward of fused attention adds up dq in fp32, which takes twice the memory of q, and in a
+layer that is computed again in backward that is the fullest moment. Heads do not know of each
+other, so that they may go in groups: what is beside q, k, v, the output and their gradients is then
+that of one group.
 
-Each group is ``scaled_dot_product_attention`` itself, of whatever backend it takes, and backward goes back through it.
-What the groups keep for that goes by way of `save_for_backward`: so a checkpoint drops it, and has it made again. Parts
-of q, k, v and of the output are kept as such.
+Each group is ``scaled_dot_product_attention`` itself, of whatever backend it takes, and backward
+goes back through it. What the groups keep for that goes by way of `save_for_backward`: so a
+checkpoint drops it, and has it made again. Parts of q, k, v and of the output are kept as such.
 
-In a checkpoint, the output and one number for each query wait on the host, if there is place. When the layer is called
-again, they are there, and attention is not computed a second time (`_Call`).
+In a checkpoint, the output and one number for each query wait on the host, if there is place. When
+the layer is called again, they are there, and attention is not computed a second time (`_Call`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Made:
 
 
 class HeadGroups(TorchFunctionMode):
-    """While it is entered, attention of long sequences goes by groups of heads where that changes nothing.
+    """While it is entered, attention of long sequences goes by groups of heads where that changes
+    nothing.
 
     ``made`` is one object for all times that a layer is called: first, and again.
     """
@@ -61,7 +63,10 @@ class HeadGroups(TorchFunctionMode):
         first = made is not None and made.calls is None
         if first:
             made.calls = []
-        self.new, self.old = made.calls if first else None, iter(() if first or made is None else made.calls)
+        self.new, self.old = (
+            made.calls if first else None,
+            iter(() if first or made is None else made.calls),
+        )
         for call in () if first or made is None else made.calls:
             call.fetch()
 
@@ -76,10 +81,15 @@ class HeadGroups(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _may(self):
-        """Nobody else looks at the calls, or at what they save: a checkpoint within the layer will call its part again
-        when this is not entered, and a selective one counts what is computed, which is not the same again."""
+        """Nobody else looks at the calls, or at what they save: a checkpoint within the layer will
+        call its part again when this is not entered, and a selective one counts what is computed,
+        which is not the same again."""
         modes = torch.overrides._get_current_function_mode_stack()
-        return all(map(_lets_through, modes)) and _saving() == self.hooks and not any(map(_selects, dispatching()))
+        return (
+            all(map(_lets_through, modes))
+            and _saving() == self.hooks
+            and not any(map(_selects, dispatching()))
+        )
 
     def _call(self):
         """Of this layer, the next one: nothing was made by it, or what was; None if nobody asks."""
@@ -90,12 +100,12 @@ class HeadGroups(TorchFunctionMode):
 
 
 class _Call:
-    """What a call of attention has made while its layer was called first, for when the layer is called again.
+    """What a call of attention has made while its layer was called first, for when the layer is
+    called again.
 
-    It would be wrong where the layer does something else then. So it is computed again if options or the tensors'
-    shapes, dtypes or devices are other ones, or if the output was written to before it had been copied. That the
-    layer's weights are the same is for whoever makes ``Made``.
-    """
+    It would be wrong where the layer does something else then. So it is computed again if options
+    or the tensors' shapes, dtypes or devices are other ones, or if the output was written to before
+    it had been copied. That the layer's weights are the same is for whoever makes ``Made``."""
 
     SHARE = 16  # of the output's memory, what is kept beside it may have
 
@@ -107,7 +117,11 @@ class _Call:
         large = [t.detach() for t in kept if t.numel() > MOST]  # others are random seeds
         if sum(t.nbytes for t in large) * self.SHARE > out.nbytes or not all(map(_is_plain, large)):
             return
-        numbers = send(torch.cat([t.as_strided((t.numel(),), (1,)) for t in large]), spare=True) if large else None
+        numbers = (
+            send(torch.cat([t.as_strided((t.numel(),), (1,)) for t in large]), spare=True)
+            if large
+            else None
+        )
         self.out = send(out.detach().transpose(1, 2), spare=True) if numbers or not large else None
         if self.out is not None:
             self.of, self.groups, self.now, self.numbers = of, groups, now, numbers
@@ -132,7 +146,8 @@ class _Call:
 
 
 def _is_plain(t) -> bool:
-    """fp32, and its elements fill their memory, in whatever order: what is like such a tensor has its strides."""
+    """fp32, and its elements fill their memory, in whatever order: what is like such a tensor has
+    its strides."""
     return t.dtype == torch.float32 and t.stride() == torch.empty_like(t, device="meta").stride()
 
 
@@ -147,17 +162,32 @@ def _selects(mode) -> bool:
 
 
 def _lets_through(mode) -> bool:
-    """Whether another mode, which sees a group's calls in place of the one call, does nothing that learns to them."""
+    """Whether another mode, which sees a group's calls in place of the one call, does nothing that
+    learns to them."""
     return isinstance(mode, DeviceContext | HeadGroups) or getattr(mode, "counts_alone", False)
 
 
 def _by_groups(
-    next_call, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):  # fmt: skip
+    next_call,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+):
     options = dict(dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v, mask = given = query, key, value, attn_mask
     simple = all(type(t) is torch.Tensor and t.dim() == 4 for t in given if t is not None)
-    if not simple or dropout_p or k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if (
+        not simple
+        or dropout_p
+        or k.shape[1] != v.shape[1]
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1]
+    ):
         return attention(q, k, v, mask, **options)  # random numbers would be drawn in another order
     if q.shape[1] != k.shape[1] and not enable_gqa:
         return attention(q, k, v, mask, **options)
@@ -228,7 +258,8 @@ def _described(t):
 
 
 def _computed(q, k, v, mask, options):
-    """-> the groups' graphs, where they look for their tensors, the output, and what else they keep."""
+    """-> the groups' graphs, where they look for their tensors, the output, and what else they
+    keep."""
     kept, now, graphs, out = [], threading.local(), [], None
     anchor = torch.zeros((), requires_grad=True)
     for heads in _heads(q, k):
@@ -238,7 +269,9 @@ def _computed(q, k, v, mask, options):
         with torch.enable_grad(), saved_tensors_hooks(_pack(packed), _unpack(now)):
             behind = [_Behind.apply(t, anchor) for t in parts]
             y = attention(*behind, own_mask, **options)
-        if out is None:  # tokens first, as fused attention gives it and the next projection reads it
+        if (
+            out is None
+        ):  # tokens first, as fused attention gives it and the next projection reads it
             batch, _, tokens, channels = y.shape
             out = _heads_last(y.new_empty(batch, tokens, q.shape[1], channels))
         out[:, heads[0]].copy_(y)
@@ -249,7 +282,8 @@ def _computed(q, k, v, mask, options):
 
 
 def _heads_last(x):
-    """x (batch, tokens, heads, channels) as (batch, heads, tokens, channels); no view, that it may be written to."""
+    """x (batch, tokens, heads, channels) as (batch, heads, tokens, channels); no view, that it may
+    be written to."""
     y = x.transpose(1, 2)
     return x.new_empty(0).set_(x.untyped_storage(), 0, y.shape, y.stride())
 
@@ -263,8 +297,8 @@ def _heads(q, k):
 
 
 class _Entry:
-    """What a group's graph holds in the place of a tensor: which part of which whole it is, or its place among what is
-    kept."""
+    """What a group's graph holds in the place of a tensor: which part of which whole it is, or its
+    place among what is kept."""
 
     def __init__(self, x):
         self.x, self.whole, self.heads, self.place = x, None, None, None

@@ -7,13 +7,14 @@ r"""Neighbourhood attention over a sequence: a query sees the keys in a window a
     dp_ij = <dout_i, v_j>,   δ_i = Σ_j p_ij·dp_ij,   ds_ij = p_ij·(dp_ij - δ_i)
     dq_i = scale·Σ_j ds_ij·k_j,   dk_j = scale·Σ_i ds_ij·q_i,   dv_j = Σ_i p_ij·dout_i
 
-At the ends of the sequence the window is cut off, not moved. The window is symmetric, so the sums over i have the
-positions of those over j: a program that has a block of rows visits their neighbours, one distance after the other. It
-never has a score outside of a window. Everything is computed in fp32 and rounded once; backward computes p again, from
-the maximum and the sum of each softmax.
+At the ends of the sequence the window is cut off, not moved. The window is symmetric, so the sums
+over i have the positions of those over j: a program that has a block of rows visits their
+neighbours, one distance after the other. It never has a score outside of a window. Everything is
+computed in fp32 and rounded once; backward computes p again, from the maximum and the sum of each
+softmax.
 
-Source: Hassani et al., Neighborhood Attention Transformer, arXiv:2204.07143, where the window is moved at the ends.
-"""
+Source: Hassani et al., Neighborhood Attention Transformer, arXiv:2204.07143, where the window is
+moved at the ends."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ def _reach(S, kernel_size, dilation):
     return min(kernel_size // 2, max(S - 1, 0) // dilation)
 
 
-def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dilation=1, scale=None):
+def fused_neighborhood_attention_reference(
+    query, key, value, kernel_size=7, dilation=1, scale=None
+):
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     S, R = q.shape[2], _reach(q.shape[2], kernel_size, dilation)
-    at = torch.arange(S, device=q.device)[:, None] + dilation * torch.arange(-R, R + 1, device=q.device)
+    at = torch.arange(S, device=q.device)[:, None] + dilation * torch.arange(
+        -R, R + 1, device=q.device
+    )
     outside = (at < 0) | (at >= S)
     k, v = (x[:, :, at.clamp(0, max(S - 1, 0))].masked_fill(outside[..., None], 0) for x in (k, v))
     scores = (q.unsqueeze(3) * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -46,7 +51,8 @@ def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dil
 
 @triton.jit
 def _place(H, S, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program's block: its head among all and in its batch entry, that entry, its rows, and the columns."""
+    """A program's block: its head among all and in its batch entry, that entry, its rows, and the
+    columns."""
     blocks = tl.cdiv(S, BLOCK_S)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     s = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
@@ -69,7 +75,9 @@ def _scores(q, k, scale, at, S):
 def _softmax_of(top_ptr, sum_ptr, head, at, S):
     """Maximum and sum of the softmax of these rows."""
     known = (at >= 0) & (at < S)
-    return read(top_ptr, head * S + at, known), tl.load(sum_ptr + head * S + at, mask=known, other=1.0)
+    return read(top_ptr, head * S + at, known), tl.load(
+        sum_ptr + head * S + at, mask=known, other=1.0
+    )
 
 
 @triton.jit
@@ -87,9 +95,30 @@ def _store(x_ptr, x, b, h, s, d, H, S, D):
 
 @kernel
 def _fwd(
-    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, H, S, D, R, dilation,
-    scale, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    top_ptr,
+    sum_ptr,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    H,
+    S,
+    D,
+    R,
+    dilation,
+    scale,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """One program: BLOCK_S queries of a head. x_b, x_h, x_s are the strides of x."""
     head, h, b, s, d = _place(H, S, BLOCK_S, BLOCK_D)
     q = _load(q_ptr + b * q_b + h * q_h, s, q_s, d, S, D)
@@ -114,9 +143,35 @@ def _fwd(
 
 @kernel
 def _bwd_query(
-    dout_ptr, q_ptr, k_ptr, v_ptr, top_ptr, sum_ptr, dq_ptr, delta_ptr, do_b, do_h, do_s, q_b, q_h, q_s,
-    k_b, k_h, k_s, v_b, v_h, v_s, H, S, D, R, dilation, scale, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    top_ptr,
+    sum_ptr,
+    dq_ptr,
+    delta_ptr,
+    do_b,
+    do_h,
+    do_s,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    H,
+    S,
+    D,
+    R,
+    dilation,
+    scale,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """One program: δ of BLOCK_S queries, and dq if it is needed."""
     head, h, b, s, d = _place(H, S, BLOCK_S, BLOCK_D)
     dout = _load(dout_ptr + b * do_b + h * do_h, s, do_s, d, S, D)
@@ -143,9 +198,36 @@ def _bwd_query(
 
 @kernel
 def _bwd_key(
-    dout_ptr, q_ptr, k_ptr, v_ptr, top_ptr, sum_ptr, delta_ptr, dk_ptr, dv_ptr, do_b, do_h, do_s, q_b, q_h, q_s,
-    k_b, k_h, k_s, v_b, v_h, v_s, H, S, D, R, dilation, scale, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    top_ptr,
+    sum_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    do_b,
+    do_h,
+    do_s,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    H,
+    S,
+    D,
+    R,
+    dilation,
+    scale,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """One program: dk and dv of BLOCK_S keys."""
     head, h, b, s, d = _place(H, S, BLOCK_S, BLOCK_D)
     k = _load(k_ptr + b * k_b + h * k_h, s, k_s, d, S, D)
@@ -169,7 +251,8 @@ def _bwd_key(
 
 
 def _launch(S, D):
-    """(rows, columns, warps) of a program, which has whole rows: 16 entries of each tensor in a thread's registers."""
+    """(rows, columns, warps) of a program, which has whole rows: 16 entries of each tensor in a
+    thread's registers."""
     columns = max(next_power_of_2(D), 16)
     rows = min(max(2048 // columns, 1), next_power_of_2(S))
     return rows, columns, min(max(rows * columns // 512, 1), 16)
@@ -194,25 +277,52 @@ def _gradients(dout, q, k, v, top, total, kernel_size, dilation, scale, need_dq,
 def neighborhood_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel_size: int, dilation: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v (B, H, S, D) with unit stride in D -> out in q's dtype, and the softmax's maximum and sum (B, H, S)."""
+    """q, k, v (B, H, S, D) with unit stride in D -> out in q's dtype, and the softmax's maximum and
+    sum (B, H, S)."""
     out, top, total = _outputs(q, k, v, kernel_size, dilation, scale)
     (B, H, S, D), R = q.shape, _reach(q.shape[2], kernel_size, dilation)
     if q.numel():
         rows, columns, warps = _launch(S, D)
         _fwd[(B * H * cdiv(S, rows),)](
-            q, k, v, out, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H, S, D, R, dilation, scale,
-            BLOCK_S=rows, BLOCK_D=columns, num_warps=devices.warps(warps, q),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            out,
+            top,
+            total,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            H,
+            S,
+            D,
+            R,
+            dilation,
+            scale,
+            BLOCK_S=rows,
+            BLOCK_D=columns,
+            num_warps=devices.warps(warps, q),
+        )
     return out, top, total
 
 
 @custom_op("neighborhood_attention_backward", _gradients)
 def neighborhood_attention_bwd(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, top: torch.Tensor, total: torch.Tensor,
-    kernel_size: int, dilation: int, scale: float, need_dq: bool, need_dk: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    kernel_size: int,
+    dilation: int,
+    scale: float,
+    need_dq: bool,
+    need_dk: bool,
     need_dv: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dout, q, k, v (B, H, S, D) with unit stride in D -> dq, dk, dv like them. What is not needed is None."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dout, q, k, v (B, H, S, D) with unit stride in D -> dq, dk, dv like them. What is not needed
+    is None."""
     options = kernel_size, dilation, scale, need_dq, need_dk, need_dv
     dq, dk, dv = _gradients(dout, q, k, v, top, total, *options)
     (B, H, S, D), R = q.shape, _reach(q.shape[2], kernel_size, dilation)
@@ -232,18 +342,27 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
 
     @staticmethod
     def reference(query, key, value, kernel_size=7, dilation=1, scale=None):
-        return fused_neighborhood_attention_reference(query, key, value, kernel_size, dilation, scale)
+        return fused_neighborhood_attention_reference(
+            query, key, value, kernel_size, dilation, scale
+        )
 
     @staticmethod
     def forward(ctx, query, key, value, kernel_size=7, dilation=1, scale=None):
         name = "LigerFusedNeighborhoodAttentionFunction"
         devices.require_kernels(name, query)
-        if query.dim() != 4 or key is None or value is None or not check.fits(query, query.shape, key, value):
+        if (
+            query.dim() != 4
+            or key is None
+            or value is None
+            or not check.fits(query, query.shape, key, value)
+        ):
             _check_rows(name, query, key, value)
         kernel_size, dilation, scale = _check_window(name, kernel_size, dilation, scale)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         ctx.options = kernel_size, dilation, scale
-        out, top, total = neighborhood_attention_fwd(*map(unit_stride, (query, key, value)), *ctx.options)
+        out, top, total = neighborhood_attention_fwd(
+            *map(unit_stride, (query, key, value)), *ctx.options
+        )
         ctx.save_for_backward(query, key, value, top, total)
         return out
 
@@ -255,8 +374,15 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
     def backward(ctx, dout):
         *qkv, top, total = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        found = neighborhood_attention_bwd(*map(unit_stride, (dout, *qkv)), top, total, *ctx.options, *need)
-        return *(d if needed else None for d, needed in zip(found, need, strict=True)), None, None, None
+        found = neighborhood_attention_bwd(
+            *map(unit_stride, (dout, *qkv)), top, total, *ctx.options, *need
+        )
+        return (
+            *(d if needed else None for d, needed in zip(found, need, strict=True)),
+            None,
+            None,
+            None,
+        )
 
 
 def _check_rows(name, query, key, value):
@@ -278,10 +404,15 @@ def _check_window(name, kernel_size, dilation, scale):
 
 
 def liger_fused_neighborhood_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int = 7, dilation: int = 1,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
     scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Attention of each query to the keys in a window around it, which is cut off at the ends of the sequence.
+) -> torch.Tensor:
+    """Attention of each query to the keys in a window around it, which is cut off at the ends of
+    the sequence.
 
     Args:
         query, key, value: (B, H, S, D) of one shape, fp32, bf16 or fp16, any strides.
@@ -293,8 +424,10 @@ def liger_fused_neighborhood_attention(
         (B, H, S, D) in query's dtype.
 
     Raises:
-        ValueError: query, key and value differ in shape or device; kernel_size or dilation is less than 1.
-        TypeError: something is not a floating point tensor; kernel_size or dilation is not an int, scale not a number.
+        ValueError: query, key and value differ in shape or device; kernel_size or dilation is less
+        than 1.
+        TypeError: something is not a floating point tensor; kernel_size or dilation is not an int,
+        scale not a number.
 
     Source: arXiv:2204.07143.
     """
@@ -307,12 +440,19 @@ def liger_fused_neighborhood_attention(
 
 
 class LigerFusedNeighborhoodAttention(torch.nn.Module):
-    """Projections around `liger_fused_neighborhood_attention`. ``dropout`` is of its result. There are no masks."""
+    """Projections around `liger_fused_neighborhood_attention`. ``dropout`` is of its result. There
+    are no masks."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
-        dropout: float = 0.0, scale: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         kernel_size, dilation, scale = _check_window(name, kernel_size, dilation, scale)
@@ -320,8 +460,14 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
             raise ValueError(f"{name}: kernel_size is {kernel_size}, give an odd number")
         check.size(name, "hidden_size", hidden_size)
         if check.integer(name, "num_heads", num_heads) < 1 or hidden_size % num_heads:
-            raise ValueError(f"{name}: num_heads is {num_heads}, give a divisor of hidden_size, {hidden_size}")
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+            raise ValueError(
+                f"{name}: num_heads is {num_heads}, give a divisor of hidden_size, {hidden_size}"
+            )
+        self.hidden_size, self.num_heads, self.head_dim = (
+            hidden_size,
+            num_heads,
+            hidden_size // num_heads,
+        )
         self.kernel_size, self.dilation = kernel_size, dilation
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
@@ -331,24 +477,39 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None):
         if attention_mask is not None:
-            raise NotImplementedError(f"{type(self).__name__}: attention_mask is given, only None can be honoured")
+            raise NotImplementedError(
+                f"{type(self).__name__}: attention_mask is given, only None can be honoured"
+            )
         heads = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
         projections = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
-        out = liger_fused_neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
+        q, k, v = (
+            projection(hidden_states).view(heads).transpose(1, 2) for projection in projections
+        )
+        out = liger_fused_neighborhood_attention(
+            q, k, v, self.kernel_size, self.dilation, self.scale
+        )
         return self.out_proj(self.dropout(out.transpose(1, 2).reshape(hidden_states.shape)))
 
     def extra_repr(self):
-        return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}, dilation={self.dilation}"
+        return (
+            f"num_heads={self.num_heads}, kernel_size={self.kernel_size}, dilation={self.dilation}"
+        )
 
 
 class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
     """``x + dropout(attention(layer_norm(x)))``."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
-        dropout: float = 0.0, layer_norm_eps: float = 1e-5, scale: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.layer_norm = LigerLayerNorm(hidden_size, eps=layer_norm_eps)
         self.attention = LigerFusedNeighborhoodAttention(
@@ -357,7 +518,9 @@ class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None):
-        return hidden_states + self.dropout(self.attention(self.layer_norm(hidden_states), attention_mask))
+        return hidden_states + self.dropout(
+            self.attention(self.layer_norm(hidden_states), attention_mask)
+        )
 
 
 @dataclass
@@ -379,7 +542,9 @@ CASES.append(
         "neighborhood_attention",
         fn=liger_fused_neighborhood_attention,
         reference=fused_neighborhood_attention_reference,
-        inputs=lambda *shape: {x: torch.randn(shape).requires_grad_() for x in ("query", "key", "value")},
+        inputs=lambda *shape: {
+            x: torch.randn(shape).requires_grad_() for x in ("query", "key", "value")
+        },
         shapes=((1, 1, 1, 8), (2, 1, 9, 12), (1, 1, 35, 66), (1, 1, 6, 33)),
         options=(dict(kernel_size=5, dilation=2), dict(kernel_size=5, dilation=2, scale=0.3)),
         bench=((4, 16, 4096, 64), (2, 32, 8192, 128)),

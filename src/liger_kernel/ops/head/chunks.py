@@ -3,20 +3,22 @@ r"""A linear head a chunk of tokens at a time: its logits are never all in memor
     X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
     dh = dX·W,   dW = dXᵀ·h,   db = Σ_tokens dX
 
-The logits live in the memory of dW. One matmul writes them as a matrix (V, T): the tokens are contiguous. One kernel
-reads them for the loss, and a second one overwrites them with their gradient. Then dW is made in strips of classes.
-Each strip is written over the gradients of the strips before it, which nobody needs any more:
+The logits live in the memory of dW. One matmul writes them as a matrix (V, T): the tokens are
+contiguous. One kernel reads them for the loss, and a second one overwrites them with their
+gradient. Then dW is made in strips of classes. Each strip is written over the gradients of the
+strips before it, which nobody needs any more:
 
     | ░ D₁ D₂ D₃ D₄ |  →  | dW₁ ░ D₂ D₃ D₄ |  →  | dW₁ dW₂ ░ D₃ D₄ |  →  ...           ░ room for one strip
 
-So a chunk may have as many tokens as the head has hidden channels without any memory beyond the gradients, and its dW
-is one matmul, rounded once. More tokens need a wider matrix, or further chunks, each of which adds to dW: see
-`planning.plan`. Logits are rounded to the compute dtype, as Hugging Face's head rounds them.
+So a chunk may have as many tokens as the head has hidden channels without any memory beyond the
+gradients, and its dW is one matmul, rounded once. More tokens need a wider matrix, or further
+chunks, each of which adds to dW: see `planning.plan`. Logits are rounded to the compute dtype, as
+Hugging Face's head rounds them.
 
-The gradients of a scalar loss are computed in forward: three matmuls in all, and in eager mode the weight may be gone
-in backward (ZeRO-3). Backward only multiplies them by the incoming gradient (`forward_gradients`). If each token has an
-incoming gradient of its own, backward makes the logits again.
-"""
+The gradients of a scalar loss are computed in forward: three matmuls in all, and in eager mode the
+weight may be gone in backward (ZeRO-3). Backward only multiplies them by the incoming gradient
+(`forward_gradients`). If each token has an incoming gradient of its own, backward makes the logits
+again."""
 
 from __future__ import annotations
 
@@ -31,15 +33,20 @@ from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.hopper import Product
 from liger_kernel.ops.head.planning import aligned
 
-CONVERTED = 2**24  # elements that are in another dtype at a time, where a matmul cannot write in out's
+CONVERTED = (
+    2**24
+)  # elements that are in another dtype at a time, where a matmul cannot write in out's
 ADDED = 4096  # elements of dW that a program of `_add` adds to
 
 
 def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, few=2):
-    """`planning.plan` of this head on this device, for all tokens of h or so many. At least one channel is planned."""
+    """`planning.plan` of this head on this device, for all tokens of h or so many. At least one
+    channel is planned."""
     tokens, sizes = h.shape[0] if tokens is None else tokens, (max(h.shape[1], 1), w.shape[0])
     processors = devices.multiprocessors(h)
-    return planning.plan(tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit, few)
+    return planning.plan(
+        tokens, *sizes, dtype, w.dtype, accum_dtype, memory, need_w, processors, unit, few
+    )
 
 
 def empty_gradients(h, w, dtype, accum_dtype, needs):
@@ -67,13 +74,22 @@ def _add_product(out, a, b, add=False):
 
 
 @kernel
-def _add(x_ptr, fine_ptr, scale_ptr, y_ptr, N, WAS_FINE: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr):
+def _add(
+    x_ptr,
+    fine_ptr,
+    scale_ptr,
+    y_ptr,
+    N,
+    WAS_FINE: tl.constexpr,
+    FINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """x += y, rounded once.
 
-    Fine is a sum that is not the last one: fp16, which has three bits more than bf16, times a power of two for each
-    program. It lies where x does. What is not finite stays so. An element has all 11 bits down to 2⁻²⁸ of the
-    largest of its program; a smaller one is off by 2⁻³⁹ of that at most.
-    """
+    Fine is a sum that is not the last one: fp16, which has three bits more than bf16, times a power
+    of two for each program. It lies where x does. What is not finite stays so. An element has all
+    11 bits down to 2⁻²⁸ of the largest of its program; a smaller one is off by 2⁻³⁹ of that at
+    most."""
     program = tl.program_id(0).to(tl.int64)
     i, scale_ptr = program * BLOCK + tl.arange(0, BLOCK), scale_ptr + program + tl.arange(0, 1)
     y = tl.load(y_ptr + i, mask=i < N, other=0.0)
@@ -84,7 +100,9 @@ def _add(x_ptr, fine_ptr, scale_ptr, y_ptr, N, WAS_FINE: tl.constexpr, FINE: tl.
     if FINE:
         size = tl.abs(y)
         largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0, keep_dims=True)
-        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^k, at most largest
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(
+            tl.float32, bitcast=True
+        )  # 2^k, at most largest
         scale = tl.maximum(power, 2.0**-100) * 2.0**-14  # largest / scale < 2^15, which fp16 holds
         tl.store(scale_ptr, scale)
         tl.store(fine_ptr + i, (y * (1.0 / scale)).to(tl.float16), mask=i < N)
@@ -93,14 +111,16 @@ def _add(x_ptr, fine_ptr, scale_ptr, y_ptr, N, WAS_FINE: tl.constexpr, FINE: tl.
 
 
 class _Memory:
-    """The memory of dW and, while that is not complete, of the first chunk's logits: see the top of this file.
+    """The memory of dW and, while that is not complete, of the first chunk's logits: see the top of
+    this file.
 
-    The logits of later chunks lie behind dW; or, with `Plan.separate_logits`, in a buffer of their own, which is used
-    again for the finished dW.
+    The logits of later chunks lie behind dW; or, with `Plan.separate_logits`, in a buffer of their
+    own, which is used again for the finished dW.
 
-    If the first chunk is wider than dW, its logits are in two parts, because the dW that is returned must not keep a
-    longer buffer alive. The classes from ``split`` on are in the memory of dW. Those before it are in another buffer,
-    where the logits of later chunks go, too. Then the last strip of dW is made first:
+    If the first chunk is wider than dW, its logits are in two parts, because the dW that is
+    returned must not keep a longer buffer alive. The classes from ``split`` on are in the memory of
+    dW. Those before it are in another buffer, where the logits of later chunks go, too. Then the
+    last strip of dW is made first:
     | D₃ D₄ D₅ ░ |, D₁ D₂ elsewhere  →  | D₃ D₄ ░ dW₅ |  →  ...
     """
 
@@ -111,7 +131,10 @@ class _Memory:
             self.early = self.late = h.new_empty(later, dtype=dtype)
             return
         accum = plan.accum_dtype
-        row, stride = cdiv(H * accum.itemsize, dtype.itemsize), aligned(plan.first)  # of dW and the logits, in logits
+        row, stride = (
+            cdiv(H * accum.itemsize, dtype.itemsize),
+            aligned(plan.first),
+        )  # of dW and the logits, in logits
         self.row = max(row, 1)
         sums = 2 * plan.wave * H
         dw = aligned(V * row)
@@ -129,16 +152,25 @@ class _Memory:
                 later = max(later, cdiv(V * H * plan.grad_dtype.itemsize, dtype.itemsize))
             self.late = h.new_empty(later, dtype=dtype) if plan.separate_logits else self.early
         self.dw = self.early[: V * row].view(accum)[: V * H].view(V, H)
-        self.sums = (self.late if self.split else self.early)[dw : dw + sums].view(torch.float32).view(-1, H)
+        self.sums = (
+            (self.late if self.split else self.early)[dw : dw + sums]
+            .view(torch.float32)
+            .view(-1, H)
+        )
         self.scales = None  # of dW while it is fine: see `_add`
 
     def nbytes(self, weight_dtype):
         """The most that is allocated at one time, including the gradient that the weight gets."""
-        dw = 0 if self.dw is None or self.dw.dtype == weight_dtype else self.dw.numel() * weight_dtype.itemsize
+        dw = (
+            0
+            if self.dw is None or self.dw.dtype == weight_dtype
+            else self.dw.numel() * weight_dtype.itemsize
+        )
         return self.early.nbytes + max(0 if self.late is self.early else self.late.nbytes, dw)
 
     def of(self, n, first):
-        """Where the logits of n tokens are: (V, n), or the two parts (split, n) and (V - split, n)."""
+        """Where the logits of n tokens are: (V, n), or the two parts (split, n) and (V - split,
+        n)."""
         stride, memory = aligned(n), self.early if first and not self.split else self.late
         classes = self.split if first and self.split else self.V
         x = memory[memory.numel() - classes * stride :].view(classes, stride)[:, :n]
@@ -161,15 +193,22 @@ class _Memory:
             _add_product(self.sums[: len(part)], x[v : v + len(part)], h)
             scales = self.sums if self.scales is None else self.scales[k]
             _add[(cdiv(part.numel(), ADDED),)](
-                part, part.view(torch.float16), scales, self.sums, part.numel(), WAS_FINE=was_fine, FINE=not last,
-                BLOCK=ADDED, num_warps=8,
-            )  # fmt: skip
+                part,
+                part.view(torch.float16),
+                scales,
+                self.sums,
+                part.numel(),
+                WAS_FINE=was_fine,
+                FINE=not last,
+                BLOCK=ADDED,
+                num_warps=8,
+            )
 
     def to_dw(self, parts, h, first, last=True):
         """dW (+)= x @ h, written over x if it is the first chunk's.
 
-        What a strip has read is room for the next one, which therefore takes ``strip`` classes or more.
-        """
+        What a strip has read is room for the next one, which therefore takes ``strip`` classes or
+        more."""
         x, stride = parts[0], parts[0].stride(0)
         start, end = 0, self.V
         if not first and not self.plan.wave:
@@ -178,7 +217,9 @@ class _Memory:
             self._to_sums(x, h, last)
         elif self.split:
             while end > self.split:
-                start = max(min(end - self.strip, cdiv((end - self.split) * stride, self.row)), self.split)
+                start = max(
+                    min(end - self.strip, cdiv((end - self.split) * stride, self.row)), self.split
+                )
                 _add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
                 end = start
             _add_product(self.dw[:end], x, h)
@@ -191,7 +232,8 @@ class _Memory:
 
 
 def padded(n):
-    """So many rows for n tokens: matmuls can take twice as long for others, and a CPU's read beyond an odd number."""
+    """So many rows for n tokens: matmuls can take twice as long for others, and a CPU's read beyond
+    an odd number."""
     return aligned(n, 64 if n >= 512 else 8)
 
 
@@ -202,11 +244,14 @@ def pad_tokens(part):
 
 
 def fill_logits(x, w, b, part, n):
-    """Fill x (V, T) with w @ partᵀ + b. Only the first n tokens get the bias: the others are padding."""
+    """Fill x (V, T) with w @ partᵀ + b. Only the first n tokens get the bias: the others are
+    padding."""
     if b is None:
         torch.mm(w, part.t(), out=x)
         return
-    H = w.shape[1]  # the bias is one more channel, which is 1: cuBLAS rounds a product before it adds a bias to it
+    H = w.shape[
+        1
+    ]  # the bias is one more channel, which is 1: cuBLAS rounds a product before it adds a bias to it
     part = F.pad(part, (0, 8))
     part[:n, H] = 1
     wide = w.new_zeros(min(w.shape[0], max(2**23 // (H + 8), 64)), H + 8)
@@ -217,7 +262,8 @@ def fill_logits(x, w, b, part, n):
 
 
 def _to_dh(parts, w, out, rows):
-    """out = Σ xᵀ @ w over the parts x (classes, tokens). Two parts are summed in fp32, so many rows at a time."""
+    """out = Σ xᵀ @ w over the parts x (classes, tokens). Two parts are summed in fp32, so many rows
+    at a time."""
     if len(parts) == 1:
         return _add_product(out, parts[0].t(), w)
     in_fp32 = parts[0].dtype == torch.float32 or devices.multiplies_into_fp32(parts[0])
@@ -274,7 +320,8 @@ def gradients_of_all(x, h, w, accum_dtype, needs):
 
 
 def run_chunks(h, w, *args):
-    """`_run_chunks`: every matmul in the dtypes of its matrices, even under autocast. No channels are one, of zeros."""
+    """`_run_chunks`: every matmul in the dtypes of its matrices, even under autocast. No channels
+    are one, of zeros."""
     with devices.without_autocast(h):
         if h.shape[1]:
             return _run_chunks(h, w, *args)
@@ -283,17 +330,23 @@ def run_chunks(h, w, *args):
 
 
 def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=None, multiply=True):
-    """Each chunk's logits, ``to_gradient(tokens, x)``, which overwrites them with their gradient, and dh, dW, db of it.
+    """Each chunk's logits, ``to_gradient(tokens, x)``, which overwrites them with their gradient,
+    and dh, dW, db of it.
 
     Args:
-        b: the bias that the logits are given with. None where ``to_gradient`` adds it, as the kernels of `logits` do.
-        to_gradient: is given the tokens, a slice or indices, and their logits x (T, V), or a pair of the logits of the
+        b: the bias that the logits are given with. None where ``to_gradient`` adds it, as the
+        kernels of `logits` do.
+        to_gradient: is given the tokens, a slice or indices, and their logits x (T, V), or a pair
+        of the logits of the
             first classes and of the others, of the same strides.
         needs: which of dh, dW, db are wanted.
-        chunks: the tokens of each chunk, slices or indices, in place of the plan's own. The first has no more tokens
+        chunks: the tokens of each chunk, slices or indices, in place of the plan's own. The first
+        has no more tokens
             than the plan's first, and so on. Tokens that are in none have no gradient.
-        multiply: if not, no logits are made. ``to_gradient`` is given in their place a `hopper.Product` of the hidden
-            states, with padding, and the weight. It fills its third argument with the gradient: a tuple of one part or
+        multiply: if not, no logits are made. ``to_gradient`` is given in their place a
+        `hopper.Product` of the hidden
+            states, with padding, and the weight. It fills its third argument with the gradient: a
+            tuple of one part or
             two, (classes, tokens with padding).
 
     Returns:
@@ -336,5 +389,7 @@ def _run_chunks(h, w, b, dtype, plan, to_gradient, needs, group=None, chunks=Non
         dh = summed(dh, group).to(h.dtype)
     if memory.dw is None:
         return dh, h.new_empty(0), db
-    part = parts = rows = x = None  # the last views of the logits: their memory is free for the finished dW
+    part = parts = rows = x = (
+        None  # the last views of the logits: their memory is free for the finished dW
+    )
     return dh, memory.finished() if chunks else memory.finished().zero_(), db

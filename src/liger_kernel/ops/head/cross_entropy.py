@@ -1,12 +1,13 @@
 r"""Cross entropy of given logits.
 
-The formulas stand in `logits`: softcap, class weights, label smoothing and z-loss in fp32 for logits of any dtype, as
-Hugging Face computes it on ``logits.float()``, but without that copy. Forward reads the logits once and does not change
-them. Backward reads them once and writes the gradient once: over the logits if nobody but the graph can see them any
-more (`op.may_overwrite`). Then a training step needs no second tensor of their size.
+The formulas stand in `logits`: softcap, class weights, label smoothing and z-loss in fp32 for
+logits of any dtype, as Hugging Face computes it on ``logits.float()``, but without that copy.
+Forward reads the logits once and does not change them. Backward reads them once and writes the
+gradient once: over the logits if nobody but the graph can see them any more (`op.may_overwrite`).
+Then a training step needs no second tensor of their size.
 
-Sources: label smoothing arXiv:1512.00567, z-loss (PaLM) arXiv:2204.02311, softcap (Gemma 2) arXiv:2408.00118.
-"""
+Sources: label smoothing arXiv:1512.00567, z-loss (PaLM) arXiv:2204.02311, softcap (Gemma 2)
+arXiv:2408.00118."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, may_overwrite, rounded, transformed, unit_stride
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    F,
+    Function,
+    custom_op,
+    may_overwrite,
+    rounded,
+    transformed,
+    unit_stride,
+)
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -42,9 +53,12 @@ class Returns:
     predicted_tokens: bool
 
     def of(self, loss, z_loss, best, target, ignore_index, n, dtype, z_dtype):
-        """Of each row, and the number n of valid ones -> (loss, z_loss, token_accuracy, predicted_tokens) or None."""
+        """Of each row, and the number n of valid ones -> (loss, z_loss, token_accuracy,
+        predicted_tokens) or None."""
         scalar = self.reduction != "none"
-        correct = ((best == target) & (target != ignore_index)).float() if self.token_accuracy else None
+        correct = (
+            ((best == target) & (target != ignore_index)).float() if self.token_accuracy else None
+        )
         return (
             rounded(loss.sum() if scalar else loss, dtype),
             rounded(z_loss.sum() if scalar else z_loss, z_dtype) if self.z_loss else None,
@@ -54,11 +68,23 @@ class Returns:
 
 
 def cross_entropy_reference(
-    x, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
-    softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None,
-    logit_scale=1.0, use_token_scaling=False,
-):  # fmt: skip
-    """-> (loss, z_loss, token_accuracy, predicted_tokens), loss and z_loss in ``loss_dtype`` (None: the logits')."""
+    x,
+    target,
+    weight=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    loss_dtype=None,
+    logit_scale=1.0,
+    use_token_scaling=False,
+):
+    """-> (loss, z_loss, token_accuracy, predicted_tokens), loss and z_loss in ``loss_dtype`` (None:
+    the logits')."""
     z = (x if x.dtype == torch.float64 else x.float()) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -67,10 +93,17 @@ def cross_entropy_reference(
     n = valid.sum()
     label = target.where(valid, 0)
     ce = F.cross_entropy(
-        z, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
     )
     lse = z.logsumexp(-1)
-    z_loss = (lse_square_scale * lse * lse).where(valid, 0)  # in this order: the square of a large lse is inf
+    z_loss = (lse_square_scale * lse * lse).where(
+        valid, 0
+    )  # in this order: the square of a large lse is inf
     if reduction == "mean":
         total = n if weight is None else weight[label].where(valid, 0).sum()
         ce, z_loss = ce / total.where(total != 0, 1), z_loss / n.clamp(min=1)
@@ -93,19 +126,35 @@ def _outputs(x, target, weight, ignore_index, numbers, mean, need_z, need_best):
 
 @custom_op("cross_entropy", _outputs)
 def cross_entropy_fwd(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, numbers: list[float],
-    mean: bool, need_z: bool, need_best: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x (M, V) -> loss (M,), (max, log-sum) (M, 2), z_loss (M,), normalisers (4,), predicted (M,) or what is needed.
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    numbers: list[float],
+    mean: bool,
+    need_z: bool,
+    need_best: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (M, V) -> loss (M,), (max, log-sum) (M, 2), z_loss (M,), normalisers (4,), predicted (M,)
+    or what is needed.
 
     numbers: lse_square_scale, label_smoothing, softcap or 0.
     """
-    loss, stats, z_loss, _, best = _outputs(x, target, weight, ignore_index, numbers, mean, need_z, need_best)
+    loss, stats, z_loss, _, best = _outputs(
+        x, target, weight, ignore_index, numbers, mean, need_z, need_best
+    )
     norm = normalisers(target, weight, x.shape[1], ignore_index, mean)
     token_loss(
-        x, target, weight, norm, TokenOptions(ignore_index, *numbers), loss, stats, z_loss if need_z else None,
+        x,
+        target,
+        weight,
+        norm,
+        TokenOptions(ignore_index, *numbers),
+        loss,
+        stats,
+        z_loss if need_z else None,
         best=best if need_best else None,
-    )  # fmt: skip
+    )
     return loss, stats, z_loss, norm, best
 
 
@@ -115,9 +164,15 @@ def _gradient(g, x, target, weight, norm, stats, ignore_index, numbers):
 
 @custom_op("cross_entropy_backward", _gradient)
 def cross_entropy_bwd(
-    g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, norm: torch.Tensor,
-    stats: torch.Tensor, ignore_index: int, numbers: list[float],
-) -> torch.Tensor:  # fmt: skip
+    g: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    norm: torch.Tensor,
+    stats: torch.Tensor,
+    ignore_index: int,
+    numbers: list[float],
+) -> torch.Tensor:
     """g: one element, or (M,) -> dx (M, V)."""
     x, dx = unit_stride(x), x.new_empty(x.shape)
     token_gradient(g, x, target, weight, norm, stats, dx, TokenOptions(ignore_index, *numbers))
@@ -125,30 +180,57 @@ def cross_entropy_bwd(
 
 
 class LigerCrossEntropyFunction(Function):
-    """``apply(_input (M, V), target (M,), weight, ...) -> (loss, z_loss, token_accuracy, predicted_tokens)``.
+    """``apply(_input (M, V), target (M,), weight, ...) -> (loss, z_loss, token_accuracy,
+    predicted_tokens)``.
 
-    What was not asked for is None. ``loss_dtype`` is the dtype of loss and z_loss (None: the logits').
-    """
+    What was not asked for is None. ``loss_dtype`` is the dtype of loss and z_loss (None: the
+    logits')."""
 
     reference = staticmethod(cross_entropy_reference)
 
     @staticmethod
     def forward(
-        ctx, _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
-        reduction="mean", softcap=None, return_z_loss=False, return_token_accuracy=False,
-        return_predicted_tokens=False, loss_dtype=None,
-    ):  # fmt: skip
+        ctx,
+        _input,
+        target,
+        weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+        loss_dtype=None,
+    ):
         devices.require_kernels("LigerCrossEntropyFunction", _input)
-        x, target, weight = unit_stride(_input), target.contiguous(), None if weight is None else weight.contiguous()
+        x, target, weight = (
+            unit_stride(_input),
+            target.contiguous(),
+            None if weight is None else weight.contiguous(),
+        )
         returns = Returns(reduction, return_z_loss, return_token_accuracy, return_predicted_tokens)
         numbers = [lse_square_scale, label_smoothing, softcap or 0.0]
         loss, stats, z_loss, norm, best = cross_entropy_fwd(
-            x, target, weight, ignore_index, numbers, reduction == "mean", return_z_loss,
+            x,
+            target,
+            weight,
+            ignore_index,
+            numbers,
+            reduction == "mean",
+            return_z_loss,
             return_token_accuracy or return_predicted_tokens,
-        )  # fmt: skip
+        )
         ctx.save_for_backward(_input, target, weight, norm, stats)
-        ctx.options, ctx.reduction, ctx.loss_dtype = (ignore_index, numbers), reduction, loss_dtype or x.dtype
-        outputs = returns.of(loss, z_loss, best, target, ignore_index, norm[3], ctx.loss_dtype, ctx.loss_dtype)
+        ctx.options, ctx.reduction, ctx.loss_dtype = (
+            (ignore_index, numbers),
+            reduction,
+            loss_dtype or x.dtype,
+        )
+        outputs = returns.of(
+            loss, z_loss, best, target, ignore_index, norm[3], ctx.loss_dtype, ctx.loss_dtype
+        )
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return outputs
 
@@ -157,14 +239,26 @@ class LigerCrossEntropyFunction(Function):
         x, target, weight, *_ = ctx.saved_tensors
         ignore_index, (*numbers, softcap) = ctx.options
         asked_for = False, False, False  # what beside the loss
-        return x, target, weight, ignore_index, *numbers, ctx.reduction, softcap or None, *asked_for, ctx.loss_dtype
+        return (
+            x,
+            target,
+            weight,
+            ignore_index,
+            *numbers,
+            ctx.reduction,
+            softcap or None,
+            *asked_for,
+            ctx.loss_dtype,
+        )
 
     @staticmethod
     def backward(ctx, dloss, *_):
         x, target, weight, norm, stats = ctx.saved_tensors
         if may_overwrite(ctx, x) and x.stride(-1) == 1:
             ignore_index, numbers = ctx.options
-            token_gradient(dloss, x, target, weight, norm, stats, x, TokenOptions(ignore_index, *numbers))
+            token_gradient(
+                dloss, x, target, weight, norm, stats, x, TokenOptions(ignore_index, *numbers)
+            )
             torch.autograd.graph.increment_version(x)
             dx = x
         else:
@@ -172,10 +266,14 @@ class LigerCrossEntropyFunction(Function):
         return dx, *[None] * 11
 
 
-def check_options(name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale=1.0):
+def check_options(
+    name, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale=1.0
+):
     """-> the last five as Python numbers."""
     if reduction not in REDUCTIONS:
-        raise check.Misfit(f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}")
+        raise check.Misfit(
+            f"{name}: reduction is {reduction!r}, give one of {', '.join(REDUCTIONS)}"
+        )
     return (
         check.integer(name, "ignore_index", ignore_index),
         check.share(name, "label_smoothing", label_smoothing),
@@ -196,9 +294,13 @@ def check_class_weight(name, weight):
 
 def check_rows(name, rows, target, weight, V):
     if target.dim() != 1 or target.shape[0] != rows.shape[0]:
-        raise ValueError(f"{name}: target has shape {tuple(target.shape)}, give one label a row: ({rows.shape[0]},)")
+        raise ValueError(
+            f"{name}: target has shape {tuple(target.shape)}, give one label a row: ({rows.shape[0]},)"
+        )
     if weight is not None and weight.shape != (V,):
-        raise check.Misfit(f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)")
+        raise check.Misfit(
+            f"{name}: the class weight has shape {tuple(weight.shape)}, give one a class: ({V},)"
+        )
 
 
 def check_targets(name, target, V, ignore_index, otherwise=None):
@@ -227,15 +329,27 @@ def packed(loss, z_loss, token_accuracy, predicted_tokens):
 
 
 def liger_cross_entropy(
-    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: bool | None = None,
-    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0, softcap: float | None = None, return_z_loss: bool = False,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, loss_dtype: torch.dtype | None = None,
-):  # fmt: skip
-    """Cross entropy of logits, as `torch.nn.functional.cross_entropy`, in fp32 arithmetic for any dtype.
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    loss_dtype: torch.dtype | None = None,
+):
+    """Cross entropy of logits, as `torch.nn.functional.cross_entropy`, in fp32 arithmetic for any
+    dtype.
 
     Args:
-        input: (M, V) logits, fp32, bf16 or fp16. Not written to in forward. In backward their memory becomes that of
+        input: (M, V) logits, fp32, bf16 or fp16. Not written to in forward. In backward their
+        memory becomes that of
             their gradient if nobody else can see it any more.
         target: (M,) class indices.
         weight: (V,) class weights.
@@ -245,17 +359,22 @@ def liger_cross_entropy(
         label_smoothing: in [0, 1].
         lse_square_scale: z-loss: this times the squared log-sum-exp is added to each row's loss.
         softcap: logits become ``softcap·tanh(logits / softcap)``.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a `CrossEntropyOutput`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a
+        `CrossEntropyOutput`.
         loss_dtype: dtype of loss and z_loss; None: that of the logits.
 
     Returns:
-        The loss: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput` with z_loss (the part of
-        the loss that it is), token_accuracy (fp32, over the valid rows) and predicted_tokens ((M,) int64, the lowest
-        index on ties, -1 where ignored), None where not asked for. A mean over nothing is 0, where PyTorch has NaN:
+        The loss: 0-d, or (M,) for "none". With one of the ``return_*``: `CrossEntropyOutput` with
+        z_loss (the part of
+        the loss that it is), token_accuracy (fp32, over the valid rows) and predicted_tokens ((M,)
+        int64, the lowest
+        index on ties, -1 where ignored), None where not asked for. A mean over nothing is 0, where
+        PyTorch has NaN:
         if all rows are ignored, or the class weights of their targets add up to 0.
 
     Raises:
-        ValueError, TypeError: shapes or options that don't fit. An unknown reduction, a number out of range, class
+        ValueError, TypeError: shapes or options that don't fit. An unknown reduction, a number out
+        of range, class
             weights that do not fit and a target that is no class are AssertionErrors, too.
     """
     if size_average is not None or reduce is not None:
@@ -269,43 +388,81 @@ def liger_cross_entropy(
     check.floats(name, dict(input=input), **{"class weight": weight})
     check.integers(name, dict(target=target))
     if target.device != input.device:
-        raise ValueError(f"{name}: input is on {input.device}, target on {target.device}, give one device")
+        raise ValueError(
+            f"{name}: input is on {input.device}, target on {target.device}, give one device"
+        )
     if input.dim() != 2:
-        raise ValueError(f"{name}: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)")
+        raise ValueError(
+            f"{name}: input has shape {tuple(input.shape)}, give logits of shape (rows, classes)"
+        )
     check_rows(name, input, target, weight, input.shape[1])
     check_targets(name, target, input.shape[1], ignore_index)
     target = target.long()
-    run = LigerCrossEntropyFunction.call if devices.has_kernels(input) else LigerCrossEntropyFunction.reference
+    run = (
+        LigerCrossEntropyFunction.call
+        if devices.has_kernels(input)
+        else LigerCrossEntropyFunction.reference
+    )
     return packed(
         *run(
-            input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss, return_token_accuracy, return_predicted_tokens, loss_dtype,
+            input,
+            target,
+            weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+            loss_dtype,
         )
-    )  # fmt: skip
+    )
 
 
 class LigerCrossEntropyLoss(torch.nn.Module):
     """`liger_cross_entropy` with its options kept: ``forward(_input (M, V), target (M,))``."""
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
         super().__init__()
-        check_options(type(self).__name__, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
-        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
+        check_options(
+            type(self).__name__, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
+        )
+        self.weight, self.ignore_index, self.lse_square_scale = (
+            weight,
+            ignore_index,
+            lse_square_scale,
+        )
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor):
         return liger_cross_entropy(
-            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,
-            return_z_loss=self.return_z_loss, return_token_accuracy=self.return_token_accuracy,
+            _input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
             return_predicted_tokens=self.return_predicted_tokens,
-        )  # fmt: skip
+        )
 
 
 def labels(rows, classes, ignored=3):
@@ -327,7 +484,8 @@ def unpacked(out):
 
 
 def _of_logits(loss):
-    """A case's function, of logits that an operation made, as a head makes them: a leaf is never written over."""
+    """A case's function, of logits that an operation made, as a head makes them: a leaf is never
+    written over."""
     return lambda x, target, class_weights=False, **options: unpacked(
         loss(x * 1, target, weights_of(x.t(), class_weights), loss_dtype=_wide(x), **options)
     )

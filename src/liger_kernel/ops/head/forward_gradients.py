@@ -1,8 +1,8 @@
 """Losses whose gradients are computed in forward.
 
-The gradient of a scalar loss is known except for a factor, the gradient that comes in. So forward computes it while the
-logits are there, and backward multiplies. The weight may change or be gone by then (ZeRO-3). A compiled graph may keep
-few logits instead: `linear_cross_entropy.keeps_logits`.
+The gradient of a scalar loss is known except for a factor, the gradient that comes in. So forward
+computes it while the logits are there, and backward multiplies. The weight may change or be gone by
+then (ZeRO-3). A compiled graph may keep few logits instead: `linear_cross_entropy.keeps_logits`.
 """
 
 from __future__ import annotations
@@ -41,36 +41,50 @@ def scaled(x, g, dtype, in_place):
     return y
 
 
-KEPT = 4  # tensors: the gradients of hidden states, weight and bias, and what they have to be divided by
+# tensors: the gradients of hidden states, weight and bias, and what they have to be divided by
+KEPT = 4
 
 
 def store(ctx, grads, inputs, needs, reference=None, divisor=None):
-    """In forward: keep the gradients of loss·divisor for the first three inputs, None or empty where not needed.
+    """In forward: keep the gradients of loss·divisor for the first three inputs, None or empty
+    where not needed.
 
-    ``reference(*inputs) -> loss, ...`` is differentiated where the gradients need a graph of their own.
-    """
-    ctx.needs, ctx.reference, ctx.dtypes = needs, reference, [None if x is None else x.dtype for x in inputs[:3]]
+    ``reference(*inputs) -> loss, ...`` is differentiated where the gradients need a graph of their
+    own."""
+    ctx.needs, ctx.reference, ctx.dtypes = (
+        needs,
+        reference,
+        [None if x is None else x.dtype for x in inputs[:3]],
+    )
     grads = (g if need else None for g, need in zip(grads, needs, strict=True))
     keep(ctx, (*grads, divisor), inputs)
 
 
 def stored(ctx, g, *others):
-    """In backward: these gradients for an incoming g; ``others``: those of further outputs, for a graph only."""
+    """In backward: these gradients for an incoming g; ``others``: those of further outputs, for a
+    graph only."""
     if torch.is_grad_enabled():
         return gradients(ctx.reference, kept_inputs(ctx, KEPT), ctx.needs, (g, *others))
     (g,) = without_graph(g) if torch.compiler.is_compiling() else (g,)
     (*grads, divisor), in_place = kept(ctx, KEPT)
     g = g if divisor is None else g / divisor
-    return tuple(None if x is None else scaled(x, g, of, in_place) for x, of in zip(grads, ctx.dtypes, strict=True))
+    return tuple(
+        None if x is None else scaled(x, g, of, in_place)
+        for x, of in zip(grads, ctx.dtypes, strict=True)
+    )
 
 
 def value_and_gradients(loss, tensors, needs, constant=False):
-    """``loss(*tensors) -> value, *others``, and the value's gradient for each tensor that needs one, else None.
+    """``loss(*tensors) -> value, *others``, and the value's gradient for each tensor that needs
+    one, else None.
 
     constant: the value may depend on none of them.
     """
     with torch.set_grad_enabled(any(needs)):
-        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        leaves = [
+            x if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(tensors, needs, strict=True)
+        ]
         outputs = loss(*leaves)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
         skip = not wanted or constant and not outputs[0].requires_grad
@@ -84,7 +98,10 @@ def gradients_in_chunks(loss, chunks, h, w, b, needs, constant=False):
     -> the outputs of each, and the needed dh, dW, db of their sum, in fp32 or wider.
     """
     wide, outputs = torch.promote_types(w.dtype, torch.float32), []
-    grads = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip((h, w, b), needs, strict=True)]
+    grads = [
+        torch.zeros_like(x, dtype=wide) if need else None
+        for x, need in zip((h, w, b), needs, strict=True)
+    ]
     for rows in chunks:
         some, found = value_and_gradients(partial(loss, rows), (h[rows], w, b), needs, constant)
         outputs.append([x.detach() for x in some])
@@ -99,7 +116,10 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, reference, h, w, b):
-        needs = [x is not None and need for x, need in zip((h, w, b), ctx.needs_input_grad[2:], strict=True)]
+        needs = [
+            x is not None and need
+            for x, need in zip((h, w, b), ctx.needs_input_grad[2:], strict=True)
+        ]
         outputs, grads, divisor = run(h, w, b, needs)
         store(ctx, grads, (h, w, b), needs, reference, divisor)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -115,7 +135,8 @@ def gradient_in_forward(run, reference, h, w, b):
     """``run``'s outputs (loss, *others), of which the loss has gradients for h, w and b.
 
     Args:
-        run: ``run(h, w, b, needs) -> outputs, (dh, dw, db), divisor``: the gradients are of loss·divisor (None: 1), and
+        run: ``run(h, w, b, needs) -> outputs, (dh, dw, db), divisor``: the gradients are of
+        loss·divisor (None: 1), and
             None or empty where not needed.
         reference: ``reference(h, w, b) -> outputs`` in plain PyTorch.
     """

@@ -1,23 +1,27 @@
-r"""A linear head on Hopper that reads no logits: each tile of the product is used while it is in registers.
+r"""A linear head on Hopper that reads no logits: each tile of the product is used while it is in
+registers.
 
     X = h·Wᵀ,   z = logit_scale·(X + b),   lse = log Σ_v exp z_v,   p = exp(z - lse)
 
-Forward stores of each 256 classes of a token the maximum, Σ exp and what entropy needs, instead of X. `logits._merge`
-makes the outputs of these, as it does where it reads them from X. Backward writes
+Forward stores of each 256 classes of a token the maximum, Σ exp and what entropy needs, instead of
+X. `logits._merge` makes the outputs of these, as it does where it reads them from X. Backward
+writes
 
     dx = logit_scale·(a·(p - 1[v=y]) + b·p - e·p·(log p + entropy)) = p·(c + f·log₂ p) - a·1[v=y]
 
-with a, b, e the incoming gradients of loss, lse and entropy. The kernels (`hopper_kernels`) write it without the last
+with a, b, e the incoming gradients of loss, lse and entropy. The kernels (`hopper_kernels`) write
+it without the last
 term, from lse in one number: an error of 2e-6 for |lse| = 30, and bf16 has 4e-3. The elements of the targets are
 written afterwards from lse in two parts, as `logits` does: a confident row keeps its digits.
 
-The logits are rounded to bf16 as by a product of its own. But sums over channels have another order than cuBLAS's, so a
-logit may be rounded the other way now and then. Hence backward takes these kernels only where forward did not need
-logits: with lse of one rounding and p of the other, the gradient of a confident row would be off by that rounding.
+The logits are rounded to bf16 as by a product of its own. But sums over channels have another order
+than cuBLAS's, so a logit may be rounded the other way now and then. Hence backward takes these
+kernels only where forward did not need logits: with lse of one rounding and p of the other, the
+gradient of a confident row would be off by that rounding.
 
-H200, 2026-11-24, torch 2.11, Triton 3.6, forward + backward with `logits` and so: 8192·4096·128256 50.9 -> 49.0 ms (the
-product by cuBLAS 11.75), 8192·2304·256000 58.0 -> 56.6, 4096·2048·128256 11.6 -> 11.0. With a bias: no difference.
-"""
+H200, 2026-11-24, torch 2.11, Triton 3.6, forward + backward with `logits` and so: 8192·4096·128256
+50.9 -> 49.0 ms (the product by cuBLAS 11.75), 8192·2304·256000 58.0 -> 56.6, 4096·2048·128256 11.6
+-> 11.0. With a bias: no difference."""
 
 from __future__ import annotations
 
@@ -33,12 +37,19 @@ from liger_kernel.core.tile import TRITON, cdiv, exp, next_power_of_2, tl, trito
 from liger_kernel.ops.head.logits import _like, _logits, _merge, times
 
 VARIABLE = "LIGER_KERNEL_HOPPER"  # 0: these kernels are not taken. Read once
-TRIED = (("3", "6"),)  # versions of Triton. Gluon is experimental: in 3.9 it compiles, but it has not run
-LEAST = 1024, 8192  # tokens and classes: tiles for each multiprocessor, and time that is worth the launches
+TRIED = (
+    ("3", "6"),
+)  # versions of Triton. Gluon is experimental: in 3.9 it compiles, but it has not run
+LEAST = (
+    1024,
+    8192,
+)  # tokens and classes: tiles for each multiprocessor, and time that is worth the launches
 MOST = 2**19  # classes, whose strips one program of `_merge` can take
 CLASSES = 256  # of a tile
 LOWEST = 2.0**-100  # logit_scale: as an fp32 number it must not become 0, times which -inf is NaN
-ROOM = 32  # times as many tokens as of logits: three numbers of 256 classes are a 43rd of their logits
+ROOM = (
+    32  # times as many tokens as of logits: three numbers of 256 classes are a 43rd of their logits
+)
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
@@ -51,7 +62,8 @@ class Product(NamedTuple):
 
 @functools.cache
 def kernels():
-    """The module of the Gluon kernels, or None where they can't be compiled or aren't wanted. It is imported here."""
+    """The module of the Gluon kernels, or None where they can't be compiled or aren't wanted. It is
+    imported here."""
     if os.environ.get(VARIABLE) == "0" or not TRITON or devices.INTERPRETED:
         return None
     if tuple(triton.__version__.split(".")[:2]) not in TRIED:
@@ -64,16 +76,23 @@ def kernels():
 
 
 def _copied_by_tiles(x):
-    """Whether TMA can: rows of neighbours that begin at multiples of 16 bytes. A copy in another dtype is as good."""
-    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    """Whether TMA can: rows of neighbours that begin at multiples of 16 bytes. A copy in another
+    dtype is as good."""
+    return (
+        x.stride(1) == 1
+        and x.stride(0) >= x.shape[1]
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def applies(h, w, dtype, numbers, ce_weight, group) -> bool:
-    """Whether forward and backward of this head take these kernels. Each of them asks, with the same arguments.
+    """Whether forward and backward of this head take these kernels. Each of them asks, with the
+    same arguments.
 
-    It would be wrong if another architecture called itself sm_90, if a version in `TRIED` had another Gluon, or if a
-    chunk's hidden states or logits could lie at other than multiples of 16 bytes while h and w do not: Triton would
-    refuse to compile, or to make a descriptor, and raise.
+    It would be wrong if another architecture called itself sm_90, if a version in `TRIED` had
+    another Gluon, or if a chunk's hidden states or logits could lie at other than multiples of 16
+    bytes while h and w do not: Triton would refuse to compile, or to make a descriptor, and raise.
     """
     lse_square_scale, label_smoothing, softcap, logit_scale = numbers
     return (
@@ -94,7 +113,8 @@ def applies(h, w, dtype, numbers, ce_weight, group) -> bool:
 
 
 def _tokens(h, w, dtype, rows):
-    """As many at a time as take the memory of ``rows`` with their logits: `ROOM`, less if h is copied to ``dtype``.
+    """As many at a time as take the memory of ``rows`` with their logits: `ROOM`, less if h is
+    copied to ``dtype``.
 
     Their strips are counted in int32, up to twice a slot: see `_merge`.
     """
@@ -105,7 +125,8 @@ def _tokens(h, w, dtype, rows):
 
 
 def run(h, w, dtype, rows, read):
-    """``read(i, x)`` of all tokens, in the memory of so many with logits: i a slice of them, x a `Product`."""
+    """``read(i, x)`` of all tokens, in the memory of so many with logits: i a slice of them, x a
+    `Product`."""
     w, tokens = w.to(dtype), _tokens(h, w, dtype, rows)
     for start in range(0, len(h), tokens):
         i = slice(start, start + tokens)
@@ -123,17 +144,62 @@ def token_loss(x, target, norm, options, loss, stats, z_loss=None, entropy=None,
     block = next_power_of_2(N)
     # zy stands for the logits, each token's all classes
     _merge[(cdiv(T, 16),)](
-        part, zy, None, 0, None, target, None, norm, None, loss, stats, z_loss, None, entropy, None, None, T, N * T, 1,
-        0, N, T, V, 0, V, *numbers, **options.kind, ENTROPY=entropy is not None, MEAN=False, BEST=False,
-        TOKEN_SCALING=False, BLOCK_N=block, BLOCK_T=16, num_warps=min(max(block // 64, 4), 16),
-    )  # fmt: skip
+        part,
+        zy,
+        None,
+        0,
+        None,
+        target,
+        None,
+        norm,
+        None,
+        loss,
+        stats,
+        z_loss,
+        None,
+        entropy,
+        None,
+        None,
+        T,
+        N * T,
+        1,
+        0,
+        N,
+        T,
+        V,
+        0,
+        V,
+        *numbers,
+        **options.kind,
+        ENTROPY=entropy is not None,
+        MEAN=False,
+        BEST=False,
+        TOKEN_SCALING=False,
+        BLOCK_N=block,
+        BLOCK_T=16,
+        num_warps=min(max(block // 64, 4), 16),
+    )
 
 
 @kernel
 def _of_targets(
-    zy_ptr, target_ptr, rows_ptr, g_ptr, stats_ptr, dx_ptr, more_ptr, split, stride_v, T, V, ignore_index, logit_scale,
-    ENTROPY: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    zy_ptr,
+    target_ptr,
+    rows_ptr,
+    g_ptr,
+    stats_ptr,
+    dx_ptr,
+    more_ptr,
+    split,
+    stride_v,
+    T,
+    V,
+    ignore_index,
+    logit_scale,
+    ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The gradient's element of each token's target, in one of the two parts of the classes."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(target_ptr + t, mask=t < T, other=ignore_index).to(tl.int64)  # times a stride
@@ -145,7 +211,9 @@ def _of_targets(
     a = tl.load(g_ptr + t, mask=here, other=0.0)
     d = a * (p - 1.0) + p * (tl.load(rows_ptr + T + t, mask=here, other=0.0) - a)
     if ENTROPY:
-        d += times(p, log_p * 1.4426950408889634) * tl.load(rows_ptr + 2 * T + t, mask=here, other=0.0)
+        d += times(p, log_p * 1.4426950408889634) * tl.load(
+            rows_ptr + 2 * T + t, mask=here, other=0.0
+        )
     d = d.to(dx_ptr.dtype.element_ty)
     first = here
     if more_ptr is not None:
@@ -156,11 +224,12 @@ def _of_targets(
 
 def token_gradient(
     g, x, target, norm, stats, parts, options, g_entropy=None, g_lse=None, entropy=None, bias=None
-):  # fmt: skip
-    """`logits.token_gradient` of a `Product` x, to one or two parts (classes, tokens), in a case that `applies`.
+):
+    """`logits.token_gradient` of a `Product` x, to one or two parts (classes, tokens), in a case
+    that `applies`.
 
-    x and the parts may have more tokens than there are targets, a multiple of 8 in all: their gradient is 0.
-    """
+    x and the parts may have more tokens than there are targets, a multiple of 8 in all: their
+    gradient is 0."""
     (h, w), bias = x, _like(x.w, bias)
     T, V, scale = len(target), len(w), options.logit_scale
     a = (g.float() * scale / norm[0]).expand(T).contiguous()
@@ -174,10 +243,27 @@ def token_gradient(
     zy, first = torch.empty_like(rows[0]), 0
     for dx in parts:
         v = slice(first, first + len(dx))
-        kernels().gradient(h, w[v], None if bias is None else bias[v], target, rows, dx, zy, first, scale)
+        kernels().gradient(
+            h, w[v], None if bias is None else bias[v], target, rows, dx, zy, first, scale
+        )
         first += len(dx)
     dx, more = (*parts, None)[:2]
     _of_targets[(cdiv(T, 128),)](
-        zy, target, rows, a, stats, dx, more, len(dx), dx.stride(0), T, V, options.ignore_index, scale,
-        ENTROPY=g_entropy is not None, SCALED=options.kind["SCALED"], BLOCK=128, num_warps=4,
-    )  # fmt: skip
+        zy,
+        target,
+        rows,
+        a,
+        stats,
+        dx,
+        more,
+        len(dx),
+        dx.stride(0),
+        T,
+        V,
+        options.ignore_index,
+        scale,
+        ENTROPY=g_entropy is not None,
+        SCALED=options.kind["SCALED"],
+        BLOCK=128,
+        num_warps=4,
+    )

@@ -1,26 +1,31 @@
-"""Gluon kernels for Hopper: a tile of the linear head's logits is used while it is in registers. See `hopper`.
+"""Gluon kernels for Hopper: a tile of the linear head's logits is used while it is in registers.
+See `hopper`.
 
     X = h·Wᵀ      h (T, H) hidden states, W (V, H) the head's weight, both bf16, their channels contiguous
 
-A program goes through tiles of 2·BM tokens and BN classes. Its warps have three parts: a producer, which copies blocks
-of h and W to shared memory by TMA, and two consumers of four warps, each with an accumulator for BM tokens, which share
-the blocks of W. The consumers may be some steps apart: while one uses its tile, the other one multiplies.
+A program goes through tiles of 2·BM tokens and BN classes. Its warps have three parts: a producer,
+which copies blocks of h and W to shared memory by TMA, and two consumers of four warps, each with
+an accumulator for BM tokens, which share the blocks of W. The consumers may be some steps apart:
+while one uses its tile, the other one multiplies.
 
-Each step of BK channels is in one of S stages of shared memory. A stage has two mbarriers. Its n-th step is round n:
+Each step of BK channels is in one of S stages of shared memory. A stage has two mbarriers. Its n-th
+step is round n:
 
   full[s]   one arrival for each round: the producer's, by `expect`, which also counts the bytes of three loads. So its
-            phase n is complete when the blocks of round n are there. A consumer waits for that: parity n & 1.
-            The phase cannot be over before a consumer has seen it: the next one needs that consumer's arrival first.
+            phase n is complete when the blocks of round n are there. A consumer waits for that:
+            parity n & 1.
+            The phase cannot be over before a consumer has seen it: the next one needs that
+            consumer's arrival first.
   empty[s]  two arrivals for each round: one of each consumer, when it no longer reads the stage. Before round n the
             producer waits for phase n - 1: parity (n & 1) ^ 1. A new barrier passes this for n = 0.
 
-A consumer arrives for a step when the product of the next step has been issued and all but that one are complete, and
-for a tile's last step when all are. One thread arrives. Each warp knows of its own products only; so a barrier of the
-consumer's warps comes before. Producer and consumers count the same steps, so nobody waits for what does not come.
+A consumer arrives for a step when the product of the next step has been issued and all but that one
+are complete, and for a tile's last step when all are. One thread arrives. Each warp knows of its
+own products only; so a barrier of the consumer's warps comes before. Producer and consumers count
+the same steps, so nobody waits for what does not come.
 
-Triton 3.6 has a trap: where a variable is assigned another one's value, before a loop and again at its end, the loop
-does not carry it. Hence `_before`.
-"""
+Triton 3.6 has a trap: where a variable is assigned another one's value, before a loop and again at
+its end, the loop does not carry it. Hence `_before`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,14 +47,21 @@ _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 BM, BN, BK, S = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
 GROUP = gl.constexpr(16)  # tiles of tokens that go through the classes together, for what L2 holds
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of a consumer's tile
+LAYOUT = gl.constexpr(
+    gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+)  # of a consumer's tile
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of half its classes
-INF, LOG2E, LN2 = gl.constexpr(float("inf")), gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
+INF, LOG2E, LN2 = (
+    gl.constexpr(float("inf")),
+    gl.constexpr(1.4426950408889634),
+    gl.constexpr(0.6931471805599453),
+)
 
 
 @gluon.jit
 def _place(tile, MT, NT):
-    """-> the place of a tile among those of tokens and of classes. `GROUP` of tokens come before the next classes."""
+    """-> the place of a tile among those of tokens and of classes. `GROUP` of tokens come before
+    the next classes."""
     first = tile // (GROUP * NT) * GROUP
     size = gl.minimum(MT - first, GROUP)
     inside = tile % (GROUP * NT)
@@ -86,7 +98,9 @@ def _product(h_bufs, w_bufs, full, empty, stage, phase, KT, c: gl.constexpr):
     acc = gl.zeros([BM, BN], gl.float32, LAYOUT)
     for k in range(KT):
         mbarrier.wait(full.index(stage), phase)
-        acc = warpgroup_mma(h_bufs.index(stage * 2 + c), w_bufs.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(
+            h_bufs.index(stage * 2 + c), w_bufs.index(stage).permute((1, 0)), acc, is_async=True
+        )
         acc = warpgroup_mma_wait(1, deps=(acc,))
         _barrier()
         mbarrier.arrive(empty.index(_before(stage)), count=1, pred=k > 0)
@@ -102,7 +116,8 @@ def _product(h_bufs, w_bufs, full, empty, stage, phase, KT, c: gl.constexpr):
 
 @gluon.jit
 def _allocate(h_desc, w_desc):
-    """-> the stages' memory and barriers. What one thread does to a barrier, TMA sees after the fence."""
+    """-> the stages' memory and barriers. What one thread does to a barrier, TMA sees after the
+    fence."""
     h_bufs = gl.allocate_shared_memory(gl.bfloat16, [S * 2, BM, BK], h_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BN, BK], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
@@ -125,13 +140,18 @@ def _rounded(x):
         and.b32 b, t, 0xffff0000;
         mov.b32 $0, a;
         mov.b32 $1, b; }""",
-        "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
+        "=f,=f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
 def _biased(x, column, bias_ptr, V, LAYOUT: gl.constexpr, BN: gl.constexpr):
-    """The logits of BN classes from ``column`` on: the product rounded, the bias added in fp32, as in `logits`."""
+    """The logits of BN classes from ``column`` on: the product rounded, the bias added in fp32, as
+    in `logits`."""
     x = _rounded(x)
     if bias_ptr is not None:
         v = column + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
@@ -148,12 +168,17 @@ def _targets(target_ptr, m, T, first, c: gl.constexpr):
 
 @gluon.jit
 def _keep_target(acc, t, y, n, zy_ptr, bias_ptr, T, V):
-    """Store the logit, not scaled, of each target that is in tile n. Most tiles have none of their tokens' targets."""
+    """Store the logit, not scaled, of each target that is in tile n. Most tiles have none of their
+    tokens' targets."""
     at = y - n * BN
     here = (at >= 0) & (at < BN) & (y < V) & (t < T)
     if gl.max(here.to(gl.int32), 0) > 0:
-        i = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))  # opaque: what is compared with it stays in this branch
-        i = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+        i = gl.arange(
+            0, BN, layout=gl.SliceLayout(0, LAYOUT)
+        )  # opaque: what is compared with it stays in this branch
+        i = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+        )
         z = _rounded(gl.sum(gl.where(gl.expand_dims(i, 0) == gl.expand_dims(at, 1), acc, 0.0), 1))
         if bias_ptr is not None:
             z += gl.load(bias_ptr + y, mask=here, other=0.0).to(gl.float32)
@@ -162,10 +187,26 @@ def _keep_target(acc, t, y, n, zy_ptr, bias_ptr, T, V):
 
 @gluon.jit
 def _reduce(
-    h_bufs, w_bufs, full, empty, target_ptr, part_ptr, zy_ptr, bias_ptr, T, V, MT, NT, KT, logit_scale, c: gl.constexpr,
-    ENTROPY: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    """Maximum, sum and Σpz of each tile's rows, as `logits._partials` makes them. Four threads have a row."""
+    h_bufs,
+    w_bufs,
+    full,
+    empty,
+    target_ptr,
+    part_ptr,
+    zy_ptr,
+    bias_ptr,
+    T,
+    V,
+    MT,
+    NT,
+    KT,
+    logit_scale,
+    c: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """Maximum, sum and Σpz of each tile's rows, as `logits._partials` makes them. Four threads have
+    a row."""
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), MT * NT, gl.num_programs(0)):
         m, n = _place(tile, MT, NT)
@@ -188,25 +229,92 @@ def _reduce(
 
 @gluon.jit
 def _forward(
-    h_desc, w_desc, target_ptr, part_ptr, zy_ptr, bias_ptr, T, V, KT, logit_scale, ENTROPY: gl.constexpr,
+    h_desc,
+    w_desc,
+    target_ptr,
+    part_ptr,
+    zy_ptr,
+    bias_ptr,
+    T,
+    V,
+    KT,
+    logit_scale,
+    ENTROPY: gl.constexpr,
     EVEN: gl.constexpr,
-):  # fmt: skip
+):
     MT, NT = gl.cdiv(T, 2 * BM), gl.cdiv(V, BN)
     h_bufs, w_bufs, full, empty = _allocate(h_desc, w_desc)
-    gl.warp_specialize([
-        (_reduce, (h_bufs, w_bufs, full, empty, target_ptr, part_ptr, zy_ptr, bias_ptr, T, V, MT, NT, KT, logit_scale,
-                   0, ENTROPY, EVEN)),
-        (_reduce, (h_bufs, w_bufs, full, empty, target_ptr, part_ptr, zy_ptr, bias_ptr, T, V, MT, NT, KT, logit_scale,
-                   1, ENTROPY, EVEN)),
-        (_produce, (h_desc, w_desc, h_bufs, w_bufs, full, empty, MT, NT, KT)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _reduce,
+                (
+                    h_bufs,
+                    w_bufs,
+                    full,
+                    empty,
+                    target_ptr,
+                    part_ptr,
+                    zy_ptr,
+                    bias_ptr,
+                    T,
+                    V,
+                    MT,
+                    NT,
+                    KT,
+                    logit_scale,
+                    0,
+                    ENTROPY,
+                    EVEN,
+                ),
+            ),
+            (
+                _reduce,
+                (
+                    h_bufs,
+                    w_bufs,
+                    full,
+                    empty,
+                    target_ptr,
+                    part_ptr,
+                    zy_ptr,
+                    bias_ptr,
+                    T,
+                    V,
+                    MT,
+                    NT,
+                    KT,
+                    logit_scale,
+                    1,
+                    ENTROPY,
+                    EVEN,
+                ),
+            ),
+            (_produce, (h_desc, w_desc, h_bufs, w_bufs, full, empty, MT, NT, KT)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 @gluon.jit
 def _store_gradient(
-    acc, base, a, e, column, row, box, x_desc, bias_ptr, V, logit_scale, BH: gl.constexpr, ENTROPY: gl.constexpr
-):  # fmt: skip
-    """Of BH classes from ``column`` on, as if none were a target. The box is free once the last store has read it."""
+    acc,
+    base,
+    a,
+    e,
+    column,
+    row,
+    box,
+    x_desc,
+    bias_ptr,
+    V,
+    logit_scale,
+    BH: gl.constexpr,
+    ENTROPY: gl.constexpr,
+):
+    """Of BH classes from ``column`` on, as if none were a target. The box is free once the last
+    store has read it."""
     x = _biased(acc, column, bias_ptr, V, HALF, BH)
     x = x * (logit_scale * LOG2E) - gl.expand_dims(base, 1)  # log₂ p
     p = gl.exp2(x)
@@ -224,10 +332,28 @@ def _store_gradient(
 
 @gluon.jit
 def _turn(
-    h_bufs, w_bufs, full, empty, boxes, x_desc, target_ptr, rows_ptr, zy_ptr, bias_ptr, T, V, first, MT, NT, KT,
-    logit_scale, c: gl.constexpr, ENTROPY: gl.constexpr,
-):  # fmt: skip
-    """Each tile's logits become their gradient. It is stored by TMA, half of the classes at a time."""
+    h_bufs,
+    w_bufs,
+    full,
+    empty,
+    boxes,
+    x_desc,
+    target_ptr,
+    rows_ptr,
+    zy_ptr,
+    bias_ptr,
+    T,
+    V,
+    first,
+    MT,
+    NT,
+    KT,
+    logit_scale,
+    c: gl.constexpr,
+    ENTROPY: gl.constexpr,
+):
+    """Each tile's logits become their gradient. It is stored by TMA, half of the classes at a
+    time."""
     BH: gl.constexpr = BN // 2
     box = boxes.index(c)
     stage, phase = 0, 0
@@ -243,31 +369,97 @@ def _turn(
             e = gl.load(rows_ptr + 2 * T + i, mask=i < T, other=0.0)
         acc, stage, phase = _product(h_bufs, w_bufs, full, empty, stage, phase, KT, c)
         _keep_target(acc, t, y, n, zy_ptr, bias_ptr, T, V)
-        left, right = gl.split(gl.permute(gl.reshape(acc, [BM, 2, BH]), (0, 2, 1)))  # the same threads' registers
+        left, right = gl.split(
+            gl.permute(gl.reshape(acc, [BM, 2, BH]), (0, 2, 1))
+        )  # the same threads' registers
         left, right = (
             gl.convert_layout(left, HALF, assert_trivial=True),
             gl.convert_layout(right, HALF, assert_trivial=True),
         )
         column = n * BN
-        _store_gradient(left, base, a, e, column, row, box, x_desc, bias_ptr, V, logit_scale, BH, ENTROPY)
-        _store_gradient(right, base, a, e, column + BH, row, box, x_desc, bias_ptr, V, logit_scale, BH, ENTROPY)
+        _store_gradient(
+            left, base, a, e, column, row, box, x_desc, bias_ptr, V, logit_scale, BH, ENTROPY
+        )
+        _store_gradient(
+            right, base, a, e, column + BH, row, box, x_desc, bias_ptr, V, logit_scale, BH, ENTROPY
+        )
     tma.store_wait(0)  # shared memory must outlive the last store's read
 
 
 @gluon.jit
 def _backward(
-    h_desc, w_desc, x_desc, target_ptr, rows_ptr, zy_ptr, bias_ptr, T, V, first, KT, logit_scale, ENTROPY: gl.constexpr
+    h_desc,
+    w_desc,
+    x_desc,
+    target_ptr,
+    rows_ptr,
+    zy_ptr,
+    bias_ptr,
+    T,
+    V,
+    first,
+    KT,
+    logit_scale,
+    ENTROPY: gl.constexpr,
 ):
     MT, NT = gl.cdiv(T, 2 * BM), gl.cdiv(V, BN)
     h_bufs, w_bufs, full, empty = _allocate(h_desc, w_desc)
     boxes = gl.allocate_shared_memory(gl.bfloat16, [2, BN // 2, BM], x_desc.layout)
-    gl.warp_specialize([
-        (_turn, (h_bufs, w_bufs, full, empty, boxes, x_desc, target_ptr, rows_ptr, zy_ptr, bias_ptr, T, V, first, MT,
-                 NT, KT, logit_scale, 0, ENTROPY)),
-        (_turn, (h_bufs, w_bufs, full, empty, boxes, x_desc, target_ptr, rows_ptr, zy_ptr, bias_ptr, T, V, first, MT,
-                 NT, KT, logit_scale, 1, ENTROPY)),
-        (_produce, (h_desc, w_desc, h_bufs, w_bufs, full, empty, MT, NT, KT)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _turn,
+                (
+                    h_bufs,
+                    w_bufs,
+                    full,
+                    empty,
+                    boxes,
+                    x_desc,
+                    target_ptr,
+                    rows_ptr,
+                    zy_ptr,
+                    bias_ptr,
+                    T,
+                    V,
+                    first,
+                    MT,
+                    NT,
+                    KT,
+                    logit_scale,
+                    0,
+                    ENTROPY,
+                ),
+            ),
+            (
+                _turn,
+                (
+                    h_bufs,
+                    w_bufs,
+                    full,
+                    empty,
+                    boxes,
+                    x_desc,
+                    target_ptr,
+                    rows_ptr,
+                    zy_ptr,
+                    bias_ptr,
+                    T,
+                    V,
+                    first,
+                    MT,
+                    NT,
+                    KT,
+                    logit_scale,
+                    1,
+                    ENTROPY,
+                ),
+            ),
+            (_produce, (h_desc, w_desc, h_bufs, w_bufs, full, empty, MT, NT, KT)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def _descriptor(x, rows, columns):
@@ -280,30 +472,55 @@ def _launch(kernel, h, w, *args, **constants):
     """On the device of h, as many programs as it has multiprocessors."""
     grid = min(devices.multiprocessors(h), cdiv(len(h), 128) * cdiv(len(w), 256))
     with devices.guard(h):
-        kernel[(grid,)](_descriptor(h, 64, 64), _descriptor(w, 256, 64), *args, **constants, num_warps=4)
+        kernel[(grid,)](
+            _descriptor(h, 64, 64), _descriptor(w, 256, 64), *args, **constants, num_warps=4
+        )
 
 
 def partials(h, w, bias, target, part, zy, logit_scale):
     """Fill part (slots, ⌈V/256⌉, T) and zy (T,) from h (T, H), w (V, H) and bias (V,) or None.
 
-    The slots: maximum, Σ exp(z - maximum) and, if there is a third, Σ exp(z - maximum)·(z - maximum) of each 256
-    classes, with z = logit_scale·(h·wᵀ + bias). zy: a target's logit, not scaled. It stays where that is no class of w.
-    """
+    The slots: maximum, Σ exp(z - maximum) and, if there is a third, Σ exp(z - maximum)·(z -
+    maximum) of each 256 classes, with z = logit_scale·(h·wᵀ + bias). zy: a target's logit, not
+    scaled. It stays where that is no class of w."""
     T, V = len(h), len(w)
     _launch(
-        _forward, h, w, target, part, zy, bias, T, V, w.shape[1] // 64, logit_scale, ENTROPY=len(part) > 2,
+        _forward,
+        h,
+        w,
+        target,
+        part,
+        zy,
+        bias,
+        T,
+        V,
+        w.shape[1] // 64,
+        logit_scale,
+        ENTROPY=len(part) > 2,
         EVEN=V % 256 == 0,
-    )  # fmt: skip
+    )
 
 
 def gradient(h, w, bias, target, rows, x, zy, first, logit_scale):
-    """Fill x (V, tokens) and zy (T,), where ``first`` is the class that w begins with, and there may be more tokens.
+    """Fill x (V, tokens) and zy (T,), where ``first`` is the class that w begins with, and there
+    may be more tokens.
 
-    x = p·(a + e·log₂ p) with p = 2^(z·log₂e - base), of rows (base, a) or (base, a, e), each (T,). It is 0, whatever z
-    is, where base is infinite and for further tokens. zy: as in `partials`.
-    """
+    x = p·(a + e·log₂ p) with p = 2^(z·log₂e - base), of rows (base, a) or (base, a, e), each (T,).
+    It is 0, whatever z is, where base is infinite and for further tokens. zy: as in `partials`."""
     T, V = rows.shape[1], len(w)
     _launch(
-        _backward, h, w, _descriptor(x, 128, 64), target, rows, zy, bias, T, V, first, w.shape[1] // 64, logit_scale,
+        _backward,
+        h,
+        w,
+        _descriptor(x, 128, 64),
+        target,
+        rows,
+        zy,
+        bias,
+        T,
+        V,
+        first,
+        w.shape[1] // 64,
+        logit_scale,
         ENTROPY=len(rows) > 2,
-    )  # fmt: skip
+    )

@@ -1,11 +1,12 @@
-r"""Generalised JSD of a student's and a teacher's linear head, without the logits of either in memory.
+r"""Generalised JSD of a student's and a teacher's linear head, without the logits of either in
+memory.
 
     log Q = log_softmax(h_s·W_sᵀ/T),   log P = log_softmax(h_t·W_tᵀ/T)
     loss = Σ_valid β·KL(P‖M) + (1-β)·KL(Q‖M) / max(1, valid rows),   M = β·P + (1-β)·Q
 
-β = 0 is KL(P‖Q) and β = 1 is KL(Q‖P). There is no factor T². This is the soft loss of `distillation`, which does the
-work: logits are rounded to the weight's dtype (or autocast's), everything after them is in fp32, and the gradients are
-computed in forward.
+β = 0 is KL(P‖Q) and β = 1 is KL(Q‖P). There is no factor T². This is the soft loss of
+`distillation`, which does the work: logits are rounded to the weight's dtype (or autocast's),
+everything after them is in fp32, and the gradients are computed in forward.
 
 Source: Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
 """
@@ -22,9 +23,16 @@ from liger_kernel.ops.head.token_log_probs import check_head
 
 
 def fused_linear_jsd_reference(
-    student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
-    temperature=1.0, accum_dtype=None,
-):  # fmt: skip
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    jsd_beta=0.5,
+    ignore_index=-100,
+    temperature=1.0,
+    accum_dtype=None,
+):
     return linear_distillation_reference(
         student_input, student_weight, some_labels(shift_labels, student_input, ignore_index), teacher=teacher_input,
         teacher_weight=teacher_weight, beta=jsd_beta, temperature=temperature, weight_hard=0.0, weight_soft=1.0,
@@ -40,35 +48,60 @@ def some_labels(shift_labels, rows, ignore_index):
 
 
 class LigerFusedLinearJSDFunction:
-    """``apply(student_input, student_weight, teacher_input, teacher_weight, ...) -> loss``, 0-d in fp32.
+    """``apply(student_input, student_weight, teacher_input, teacher_weight, ...) -> loss``, 0-d in
+    fp32.
 
-    The arguments are those of `liger_fused_linear_jsd`. ``jsd_impl`` and ``jsd_mode`` are accepted and change nothing.
-    """
+    The arguments are those of `liger_fused_linear_jsd`. ``jsd_impl`` and ``jsd_mode`` are accepted
+    and change nothing."""
 
     @staticmethod
     def apply(
-        student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5,
-        ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None,
-    ):  # fmt: skip
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels=None,
+        jsd_beta=0.5,
+        ignore_index=-100,
+        temperature=1.0,
+        accum_dtype=None,
+        jsd_impl=None,
+        jsd_mode=None,
+    ):
         return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
-            temperature, accum_dtype,
-        )  # fmt: skip
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+            jsd_beta,
+            ignore_index,
+            temperature,
+            accum_dtype,
+        )
 
 
 def liger_fused_linear_jsd(
-    student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None, jsd_beta: float = 0.5,
-    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Generalised JSD of two linear heads at a temperature, averaged over the rows.
 
     Args:
         student_input, student_weight: (M, H) hidden states and (V, H), fp32, bf16 or fp16.
         teacher_input, teacher_weight: (M, H_t) and (V, H_t). They get no gradient.
-        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count for nothing. None: all
+        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count
+        for nothing. None: all
             rows count.
-        jsd_beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
+        jsd_beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖
+        teacher).
         ignore_index: see shift_labels.
         temperature: the logits of both are divided by it.
         accum_dtype: as in `linear_token_loss`.
@@ -82,7 +115,14 @@ def liger_fused_linear_jsd(
     Source: arXiv:2306.13649.
     """
     name = "liger_fused_linear_jsd"
-    check.floats(name, dict(student_input=student_input, student_weight=student_weight, teacher_weight=teacher_weight))
+    check.floats(
+        name,
+        dict(
+            student_input=student_input,
+            student_weight=student_weight,
+            teacher_weight=teacher_weight,
+        ),
+    )
     check.integers(name, {}, shift_labels=shift_labels)
     if student_input.dim() == 2:  # or check_head raises
         check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
@@ -91,7 +131,9 @@ def liger_fused_linear_jsd(
     jsd_beta = check.share(name, "jsd_beta", jsd_beta)
     if student_weight.shape[:1] != teacher_weight.shape[:1]:
         classes = f"{tuple(student_weight.shape)} and {tuple(teacher_weight.shape)}"
-        raise ValueError(f"{name}: student_weight and teacher_weight have shapes {classes}, give as many classes")
+        raise ValueError(
+            f"{name}: student_weight and teacher_weight have shapes {classes}, give as many classes"
+        )
     return linear_distillation(
         student_input, student_weight, y, teacher=teacher_input, teacher_weight=teacher_weight, beta=jsd_beta,
         temperature=temperature, weight_hard=0.0, weight_soft=1.0, ignore_index=ignore_index, accum_dtype=accum_dtype,
@@ -102,9 +144,12 @@ class LigerFusedLinearJSD(torch.nn.Module):
     """`liger_fused_linear_jsd` with its options kept."""
 
     def __init__(
-        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
         accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         self.jsd_beta = check.share(name, "jsd_beta", jsd_beta)
@@ -114,17 +159,30 @@ class LigerFusedLinearJSD(torch.nn.Module):
         self.accum_dtype = accum_dtype
 
     def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None,
-    ):  # fmt: skip
+        self,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        shift_labels: torch.Tensor | None,
+    ):
         return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
-            self.ignore_index, self.temperature, self.accum_dtype,
-        )  # fmt: skip
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+            self.jsd_beta,
+            self.ignore_index,
+            self.temperature,
+            self.accum_dtype,
+        )
 
 
 def _inputs(M, H, V):
-    student, weight, teacher, teacher_weight = (torch.randn(shape) for shape in ((M, H), (V, H), (M, H), (V, H)))
+    student, weight, teacher, teacher_weight = (
+        torch.randn(shape) for shape in ((M, H), (V, H), (M, H), (V, H))
+    )
     return dict(
         student_input=student.requires_grad_(), student_weight=(weight / H**0.5).requires_grad_(),
         teacher_input=teacher, teacher_weight=teacher_weight / H**0.5, shift_labels=labels(M, V),

@@ -1,16 +1,18 @@
-r"""KL divergence of given probabilities p from a linear head's distribution, without its logits in memory.
+r"""KL divergence of given probabilities p from a linear head's distribution, without its logits in
+memory.
 
     log q = log_softmax(h·Wᵀ/T)
     loss = s·Σ_valid Σ_v p_v·(log max(p_v, eps) - log q_v)      s = 1 ("sum"), 1/n ("batchmean"), 1/(n·V) ("mean")
 
     dz = -s·(p - q·Σ_v p_v)/T   for the logits z = h·Wᵀ
 
-A row of p needs not add up to 1. This is one more divergence of `distillation`, which does the work: logits are rounded
-to the weight's dtype (or autocast's), everything after them is in fp32, and the gradients are computed in forward.
+A row of p needs not add up to 1. This is one more divergence of `distillation`, which does the
+work: logits are rounded to the weight's dtype (or autocast's), everything after them is in fp32,
+and the gradients are computed in forward.
 
-Source: the soft loss of Hinton et al., Distilling the Knowledge in a Neural Network, arXiv:1503.02531; options and the
-least probability as in `torch.nn.functional.kl_div` and the published package.
-"""
+Source: the soft loss of Hinton et al., Distilling the Knowledge in a Neural Network,
+arXiv:1503.02531; options and the least probability as in `torch.nn.functional.kl_div` and the
+published package."""
 
 from __future__ import annotations
 
@@ -26,19 +28,32 @@ from liger_kernel.ops.probability.rows import check_reduction
 
 
 def fused_linear_kl_div_reference(
-    student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
-    temperature=1.0, eps=1e-10, accum_dtype=None,
-):  # fmt: skip
+    student_input,
+    student_weight,
+    target,
+    shift_labels=None,
+    reduction="batchmean",
+    ignore_index=-100,
+    temperature=1.0,
+    eps=1e-10,
+    accum_dtype=None,
+):
     y = some_labels(shift_labels, student_input, ignore_index)
     loss, *_ = linear_distillation_reference(
-        student_input, student_weight, y, teacher_logits=target, **_options(temperature, eps, ignore_index)
+        student_input,
+        student_weight,
+        y,
+        teacher_logits=target,
+        **_options(temperature, eps, ignore_index),
     )
     return _reduced(loss, reduction, y, ignore_index, target.shape[1])
 
 
 def _options(temperature, eps, ignore_index):
     shares = dict(weight_hard=0.0, weight_soft=1.0)
-    return dict(divergence="kl_div", beta=eps, temperature=temperature, ignore_index=ignore_index, **shares)
+    return dict(
+        divergence="kl_div", beta=eps, temperature=temperature, ignore_index=ignore_index, **shares
+    )
 
 
 def _reduced(loss, reduction, y, ignore_index, classes):
@@ -49,29 +64,52 @@ def _reduced(loss, reduction, y, ignore_index, classes):
 
 
 class LigerFusedLinearKLDivFunction:
-    """``apply(student_input, student_weight, target, ...) -> loss``, 0-d in fp32: see `liger_fused_linear_kl_div`."""
+    """``apply(student_input, student_weight, target, ...) -> loss``, 0-d in fp32: see
+    `liger_fused_linear_kl_div`."""
 
     @staticmethod
     def apply(
-        student_input, student_weight, target, shift_labels=None, reduction="batchmean", ignore_index=-100,
-        temperature=1.0, eps=1e-10, accum_dtype=None,
-    ):  # fmt: skip
+        student_input,
+        student_weight,
+        target,
+        shift_labels=None,
+        reduction="batchmean",
+        ignore_index=-100,
+        temperature=1.0,
+        eps=1e-10,
+        accum_dtype=None,
+    ):
         return liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype
+            student_input,
+            student_weight,
+            target,
+            shift_labels,
+            reduction,
+            ignore_index,
+            temperature,
+            eps,
+            accum_dtype,
         )
 
 
 def liger_fused_linear_kl_div(
-    student_input: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100,
-    temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """``Σ target·(log target - log_softmax(student_input @ student_weight.T / temperature))``.
 
     Args:
         student_input, student_weight: (M, H) hidden states and (V, H), fp32, bf16 or fp16.
         target: (M, V) probabilities. They get no gradient.
-        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count for nothing. None: all
+        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count
+        for nothing. None: all
             rows count.
         reduction: "batchmean" (over the rows that count), "mean" (over their entries) or "sum".
         ignore_index: see shift_labels.
@@ -86,7 +124,9 @@ def liger_fused_linear_kl_div(
         ValueError, TypeError: shapes, dtypes or options that do not fit.
     """
     name = "liger_fused_linear_kl_div"
-    check.floats(name, dict(student_input=student_input, student_weight=student_weight, target=target))
+    check.floats(
+        name, dict(student_input=student_input, student_weight=student_weight, target=target)
+    )
     check.integers(name, {}, shift_labels=shift_labels)
     if student_input.dim() == 2:  # or check_head raises
         check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
@@ -111,22 +151,41 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
     """`liger_fused_linear_kl_div` with its options kept."""
 
     def __init__(
-        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
         accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_options(type(self).__name__, reduction, temperature, eps, accum_dtype)
-        self.reduction, self.temperature, self.eps, self.accum_dtype = reduction, temperature, eps, accum_dtype
+        self.reduction, self.temperature, self.eps, self.accum_dtype = (
+            reduction,
+            temperature,
+            eps,
+            accum_dtype,
+        )
         self.ignore_index = check.integer(type(self).__name__, "ignore_index", ignore_index)
 
     def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, target: torch.Tensor,
+        self,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        target: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
-    ):  # fmt: skip
+    ):
         return liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
-            self.eps, self.accum_dtype,
-        )  # fmt: skip
+            student_input,
+            student_weight,
+            target,
+            shift_labels,
+            self.reduction,
+            self.ignore_index,
+            self.temperature,
+            self.eps,
+            self.accum_dtype,
+        )
 
 
 def _inputs(M, H, V):
@@ -144,7 +203,11 @@ CASES.append(
         reference=fused_linear_kl_div_reference,
         inputs=_inputs,
         shapes=((1, 8, 8), (5, 24, 123), (4, 16, 1030)),
-        options=(dict(), dict(shift_labels=None, reduction="mean", temperature=2.0), dict(reduction="sum", eps=0.1)),
+        options=(
+            dict(),
+            dict(shift_labels=None, reduction="mean", temperature=2.0),
+            dict(reduction="sum", eps=0.1),
+        ),
         bench=((8192, 4096, 128256),),
         flops=lambda t: 6 * t["student_input"].numel() * t["student_weight"].shape[0],
         fp32_roundings=4,  # as of linear_distillation

@@ -1,4 +1,5 @@
-r"""Cross entropy of rows of logits: the arithmetic that the operator on logits and the linear head share.
+r"""Cross entropy of rows of logits: the arithmetic that the operator on logits and the linear head
+share.
 
 For a row x with target y, class weights w (1 if not given), smoothing ε and λ = lse_square_scale:
 
@@ -13,21 +14,22 @@ For a row x with target y, class weights w (1 if not given), smoothing ε and λ
     a = (1-ε)·w_y·g·t/n₀,   b = ε·W/V·g·t/n₀ + 2λ·lse·g·t/n₁ + gₛ,   c = ε/V·g·t/n₀
     dx   = dz·(1 - (z/softcap)²)·logit_scale
 
-with g, gₑ, gₛ the incoming gradients of loss, entropy and lse, W = Σ_v w_v and the normalisers n₀ = Σ_valid w_y, n₁ = n
-of "mean" (1 for "sum" and "none", and where all rows are ignored). t = p_y, without a gradient of its own, with token
-scaling (DFT); 1 otherwise.
+with g, gₑ, gₛ the incoming gradients of loss, entropy and lse, W = Σ_v w_v and the normalisers n₀ =
+Σ_valid w_y, n₁ = n of "mean" (1 for "sum" and "none", and where all rows are ignored). t = p_y,
+without a gradient of its own, with token scaling (DFT); 1 otherwise.
 
-Logits are (T, V) with any strides. If the classes of a token are contiguous, a program reads a row. If the tokens are
-contiguous (the linear head's logits), it reads a strip of classes for some tokens. Either way each lane keeps its own
-maximum and sums until the end. Then `_merge` combines the strips, and those of the ranks of a group that each hold a
-shard of the classes. lse is kept as its two parts, max z and log Σ exp(z - max z): z - lse is computed as
-(z - max z) - log Σ, so that a confident row keeps its digits.
+Logits are (T, V) with any strides. If the classes of a token are contiguous, a program reads a row.
+If the tokens are contiguous (the linear head's logits), it reads a strip of classes for some
+tokens. Either way each lane keeps its own maximum and sums until the end. Then `_merge` combines
+the strips, and those of the ranks of a group that each hold a shard of the classes. lse is kept as
+its two parts, max z and log Σ exp(z - max z): z - lse is computed as (z - max z) - log Σ, so that a
+confident row keeps its digits.
 
-A head's bias is added here, in fp32, to each x that is read. x is the product alone, rounded once: in the product, the
-bias would need a copy of the weight with one more column.
+A head's bias is added here, in fp32, to each x that is read. x is the product alone, rounded once:
+in the product, the bias would need a copy of the weight with one more column.
 
-An ignored row gives 0 everywhere. A target out of range gives NaN, and nothing outside the row is read.
-"""
+An ignored row gives 0 everywhere. A target out of range gives NaN, and nothing outside the row is
+read."""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ from liger_kernel.core.tile import (
 )
 
 MOST = 65535  # programs along a grid's second axis
-SLOTS = 7  # numbers of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the target
+# numbers of a token in `_partials` and `_merge`: max, sum, Σpz, Σwz, Σz, index of the max, z of the
+# target
+SLOTS = 7
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,36 @@ class TokenOptions:
     @property
     def kind(self):
         """Constants of the kernels."""
-        return dict(SMOOTH=self.label_smoothing != 0, SCALED=self.logit_scale != 1.0, SOFTCAP=bool(self.softcap))
+        return dict(
+            SMOOTH=self.label_smoothing != 0,
+            SCALED=self.logit_scale != 1.0,
+            SOFTCAP=bool(self.softcap),
+        )
 
     @property
     def numbers(self):
         """Arguments of the kernels."""
-        return self.ignore_index, self.label_smoothing, self.lse_square_scale, self.softcap or 1.0, self.logit_scale
+        return (
+            self.ignore_index,
+            self.label_smoothing,
+            self.lse_square_scale,
+            self.softcap or 1.0,
+            self.logit_scale,
+        )
 
 
 @kernel
 def _normalise(
-    target_ptr, weight_ptr, items_ptr, norm_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    target_ptr,
+    weight_ptr,
+    items_ptr,
+    norm_ptr,
+    M,
+    V,
+    ignore_index,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """norm = (n₀, n₁, W, n); one program."""
     i = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -102,7 +124,9 @@ def _normalise(
         n0 = tl.sum(valid_weight)
         all_weight = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, V, BLOCK):
-            all_weight += tl.load(weight_ptr + start + i, mask=start + i < V, other=0.0).to(tl.float32)
+            all_weight += tl.load(weight_ptr + start + i, mask=start + i < V, other=0.0).to(
+                tl.float32
+            )
         total = tl.sum(all_weight)
     if items_ptr is not None:
         items = tl.load(items_ptr).to(tl.float32)
@@ -146,16 +170,38 @@ def times(p, x):
 
 @kernel
 def _partials(
-    x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, part_ptr, stride_t, stride_v, T, V, STRIP, first,
-    ignore_index, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, MEAN: tl.constexpr,
-    BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr,
-    EACH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program: STRIP classes of BLOCK_T tokens, read once. In each iteration a lane takes EACH classes of a token.
+    x_ptr,
+    more_ptr,
+    split,
+    bias_ptr,
+    target_ptr,
+    weight_ptr,
+    part_ptr,
+    stride_t,
+    stride_v,
+    T,
+    V,
+    STRIP,
+    first,
+    ignore_index,
+    softcap,
+    logit_scale,
+    ENTROPY: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    MEAN: tl.constexpr,
+    BEST: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: STRIP classes of BLOCK_T tokens, read once. In each iteration a lane takes EACH
+    classes of a token.
 
-    With ROWS the classes of a token are contiguous, and a lane's are neighbours. Otherwise the tokens are contiguous,
-    and neighbouring lanes have neighbouring tokens.
-    """
+    With ROWS the classes of a token are contiguous, and a lane's are neighbours. Otherwise the
+    tokens are contiguous, and neighbouring lanes have neighbouring tokens."""
     t0 = tl.program_id(0) * BLOCK_T
     x_ptr, row, begin, left = of_program(x_ptr, more_ptr, split, V, STRIP)
     tokens = t0 + tl.arange(0, BLOCK_T)
@@ -205,7 +251,9 @@ def _partials(
                 sz += tl.sum(z, axis=0)
             if SMOOTH:
                 if weight_ptr is not None:
-                    z *= tl.load(weight_ptr + first + begin + start + i, mask=mask, other=0.0).to(tl.float32)
+                    z *= tl.load(weight_ptr + first + begin + start + i, mask=mask, other=0.0).to(
+                        tl.float32
+                    )
                 wz += tl.sum(z, axis=0)
 
     top = tl.reshape(top, (LANES // BLOCK_T, BLOCK_T))
@@ -223,9 +271,13 @@ def _partials(
         pz = times(keep, pz + (finite(top) - shift[None, :]) * total)
         tl.store(part + 2 * slot, tl.sum(pz, axis=0), mask=mask)
     if SMOOTH:
-        tl.store(part + 3 * slot, tl.sum(tl.reshape(wz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
+        tl.store(
+            part + 3 * slot, tl.sum(tl.reshape(wz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask
+        )
     if MEAN:
-        tl.store(part + 4 * slot, tl.sum(tl.reshape(sz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask)
+        tl.store(
+            part + 4 * slot, tl.sum(tl.reshape(sz, (LANES // BLOCK_T, BLOCK_T)), axis=0), mask=mask
+        )
     if BEST:
         best = tl.reshape(best, (LANES // BLOCK_T, BLOCK_T))
         at = tl.min(tl.where(top == highest[None, :], best, 2147483647), axis=0)
@@ -240,24 +292,60 @@ def target_logit(x_ptr, more_ptr, split, of_token, y, stride_v, mask, other):
         here = mask & (y < split)
     x = tl.load(x_ptr + of_token + y * stride_v, mask=here, other=other)
     if more_ptr is not None:
-        more = tl.load(more_ptr + of_token + (y - split) * stride_v, mask=mask & (y >= split), other=other)
+        more = tl.load(
+            more_ptr + of_token + (y - split) * stride_v, mask=mask & (y >= split), other=other
+        )
         x = tl.where(y < split, x, more)
     return x
 
 
 @kernel
 def _merge(
-    part_ptr, x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, norm_ptr, merged_ptr, loss_ptr, stats_ptr,
-    z_ptr, token_ptr, entropy_ptr, mean_ptr, best_ptr, stride_n, stride_slot, stride_t, stride_v, N, T, V, first,
-    shard, ignore_index, smoothing, lse_square_scale, softcap, logit_scale, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr,
-    MEAN: tl.constexpr, BEST: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    x_ptr,
+    more_ptr,
+    split,
+    bias_ptr,
+    target_ptr,
+    weight_ptr,
+    norm_ptr,
+    merged_ptr,
+    loss_ptr,
+    stats_ptr,
+    z_ptr,
+    token_ptr,
+    entropy_ptr,
+    mean_ptr,
+    best_ptr,
+    stride_n,
+    stride_slot,
+    stride_t,
+    stride_v,
+    N,
+    T,
+    V,
+    first,
+    shard,
+    ignore_index,
+    smoothing,
+    lse_square_scale,
+    softcap,
+    logit_scale,
+    ENTROPY: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    MEAN: tl.constexpr,
+    BEST: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TOKEN_SCALING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     """N strips become one, in ``merged``; if that is None, they become the tokens' outputs.
 
-    The target's logit is read from x, the classes from ``first`` to ``first + shard``; without x it is in the strips.
-    It has that many arguments because one launch writes all outputs; a pointer that is None costs nothing.
-    """
+    The target's logit is read from x, the classes from ``first`` to ``first + shard``; without x it
+    is in the strips. It has that many arguments because one launch writes all outputs; a pointer
+    that is None costs nothing."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = t < T
     n = tl.arange(0, BLOCK_N)[:, None]
@@ -286,9 +374,15 @@ def _merge(
     inside = (y >= 0) & (y < V)
     if x_ptr is not None:
         here = valid & (y >= first) & (y < first + shard)
-        x = target_logit(x_ptr, more_ptr, split, t.to(tl.int64) * stride_t, y - first, stride_v, here, 0.0)
+        x = target_logit(
+            x_ptr, more_ptr, split, t.to(tl.int64) * stride_t, y - first, stride_v, here, 0.0
+        )
         x = _biased(x, bias_ptr, y - first, here)
-        zy = tl.where(here, _logits(x, softcap, logit_scale, SCALED, SOFTCAP), tl.where(inside, 0.0, float("nan")))
+        zy = tl.where(
+            here,
+            _logits(x, softcap, logit_scale, SCALED, SOFTCAP),
+            tl.where(inside, 0.0, float("nan")),
+        )
     else:
         zy = tl.sum(tl.load(part + 6 * stride_slot, mask=mask, other=0.0), axis=0)
     if merged_ptr is not None:
@@ -314,7 +408,9 @@ def _merge(
     if TOKEN_SCALING:
         token = exp(-nll)
     z_loss = lse_square_scale * lse * lse / tl.load(norm_ptr + 1) * token
-    tl.store(loss_ptr + t, tl.where(valid, ce / tl.load(norm_ptr) * token + z_loss, 0.0), mask=known)
+    tl.store(
+        loss_ptr + t, tl.where(valid, ce / tl.load(norm_ptr) * token + z_loss, 0.0), mask=known
+    )
     tl.store(stats_ptr + 2 * t, tl.where(valid, top, 0.0), mask=known)
     tl.store(stats_ptr + 2 * t + 1, tl.where(valid, log_sum, 0.0), mask=known)
     if z_ptr is not None:
@@ -331,12 +427,41 @@ def _merge(
 
 @kernel
 def _gradient(
-    g_ptr, g_entropy_ptr, g_lse_ptr, x_ptr, more_ptr, split, bias_ptr, target_ptr, weight_ptr, norm_ptr, stats_ptr,
-    entropy_ptr, dx_ptr, stride_g, stride_t, stride_v, stride_dt, stride_dv, T, V, first, shard, ignore_index,
-    smoothing, lse_square_scale, softcap, logit_scale, SMOOTH: tl.constexpr, SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One program: one block of classes of some tokens. dx may be x, and is x if that is in two parts. No g means 1."""
+    g_ptr,
+    g_entropy_ptr,
+    g_lse_ptr,
+    x_ptr,
+    more_ptr,
+    split,
+    bias_ptr,
+    target_ptr,
+    weight_ptr,
+    norm_ptr,
+    stats_ptr,
+    entropy_ptr,
+    dx_ptr,
+    stride_g,
+    stride_t,
+    stride_v,
+    stride_dt,
+    stride_dv,
+    T,
+    V,
+    first,
+    shard,
+    ignore_index,
+    smoothing,
+    lse_square_scale,
+    softcap,
+    logit_scale,
+    SMOOTH: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: one block of classes of some tokens. dx may be x, and is x if that is in two
+    parts. No g means 1."""
     t0 = tl.program_id(0) * BLOCK_T
     x_ptr, row, v0, left = of_program(x_ptr, more_ptr, split, shard, BLOCK_V)
     if more_ptr is not None:
@@ -365,7 +490,9 @@ def _gradient(
     b = smoothing * tl.load(norm_ptr + 2) / V * g0 + 2.0 * lse_square_scale * (top + log_sum) * g1
     if g_lse_ptr is not None:
         b += tl.load(g_lse_ptr + t, mask=known, other=0.0) * logit_scale
-    of_target = tl.where((y >= first + v0) & (y < first + v0 + left), y - first - v0, -1).to(tl.int32)
+    of_target = tl.where((y >= first + v0) & (y < first + v0 + left), y - first - v0, -1).to(
+        tl.int32
+    )
 
     log_p = (_logits(x, softcap, logit_scale, SCALED, SOFTCAP) - top[None, :]) - log_sum[None, :]
     p = exp_for(log_p, x_ptr.dtype.element_ty == tl.float32)
@@ -389,18 +516,25 @@ def _gradient(
 
 
 def _layout(x):
-    """What a launch is made from: tokens (0: it makes no difference), classes, whether those are contiguous."""
+    """What a launch is made from: tokens (0: it makes no difference), classes, whether those are
+    contiguous."""
     rows = x.stride(1) == 1
     return 0 if rows else x.shape[0], x.shape[1], rows
 
 
 def _others(x, numbers, T, V, rows, plain):
     tokens, lanes, each, warps = numbers
-    places = {1: tuning.near(lanes, 32, 2048), 2: tuning.near(each, 2, 16), 3: tuning.near(warps, 1, 16)}
+    places = {
+        1: tuning.near(lanes, 32, 2048),
+        2: tuning.near(each, 2, 16),
+        3: tuning.near(warps, 1, 16),
+    }
     if not rows:
         places |= {0: tuning.near(tokens, 1, 128), 1: (512, 1024)}
     return tuning.around(
-        numbers, places, lambda _, lanes, each, warps: each * lanes <= 2048 * warps <= 8 * each * lanes
+        numbers,
+        places,
+        lambda _, lanes, each, warps: each * lanes <= 2048 * warps <= 8 * each * lanes,
     )
 
 
@@ -408,12 +542,13 @@ def _others(x, numbers, T, V, rows, plain):
 def _launch(x, T, V, rows, plain):
     """(tokens, lanes, classes of a lane in an iteration, warps) of a program that reads logits.
 
-    What is not ``plain`` (softcap, smoothing, fp32 ...) needs more registers: half as many logits at a time.
+    What is not ``plain`` (softcap, smoothing, fp32 ...) needs more registers: half as many logits
+    at a time.
 
-    H200, 2026-11-20, bf16, share of the copy rate (4.26 TB/s). Rows of 32000, 128256, 256000: 0.95, 1.00, 1.02; twice
-    the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V, T) of 128256 classes and 2048, 4096,
-    6144 tokens: 0.76, 0.86, 0.90; half the classes of a lane 0.74, 0.84, 0.88; twice the tokens 0.75, 0.84, 0.90.
-    """
+    H200, 2026-11-20, bf16, share of the copy rate (4.26 TB/s). Rows of 32000, 128256, 256000: 0.95,
+    1.00, 1.02; twice the lanes 0.93, 1.00, 1.03; twice the classes of a lane 0.88, 0.92, 0.94. (V,
+    T) of 128256 classes and 2048, 4096, 6144 tokens: 0.76, 0.86, 0.90; half the classes of a lane
+    0.74, 0.84, 0.88; twice the tokens 0.75, 0.84, 0.90."""
     if rows:
         lanes = min(max(next_power_of_2(V) // 8, 1), 256)
         return 1, lanes, 8, max(lanes // 64, 1)
@@ -435,9 +570,9 @@ def _others_gradient(x, numbers, T, V, rows):
 def _launch_gradient(x, T, V, rows):
     """(tokens, classes, warps) of a program that makes the gradient of one block.
 
-    H200, 2026-11-21, bf16, read + written, share of the copy rate: rows of 32000 0.90, half as many classes 0.90,
-    with 8 warps 0.86; (V, T) of 2048, 4096, 8192 tokens 0.90, 0.91, 0.91, twice the classes 0.89, 0.90, 0.91.
-    """
+    H200, 2026-11-21, bf16, read + written, share of the copy rate: rows of 32000 0.90, half as many
+    classes 0.90, with 8 warps 0.86; (V, T) of 2048, 4096, 8192 tokens 0.90, 0.91, 0.91, twice the
+    classes 0.89, 0.90, 0.91."""
     if rows:
         columns = min(next_power_of_2(V), 4096)
         return 1, columns, max(columns // 1024, 1)
@@ -456,34 +591,59 @@ def _plain(x, *options):
 
 
 def _rounding(x, SCALED, SOFTCAP, **_):
-    """A launch's option: fp32 logits are rounded after they are scaled and before a maximum is subtracted.
+    """A launch's option: fp32 logits are rounded after they are scaled and before a maximum is
+    subtracted.
 
-    All kernels must do the same: a fused multiply-add in one of them costs a confident row's gradient 2e-6 (H200). A
-    softcap's tanh is more exact with them.
-    """
-    return dict(enable_fp_fusion=False) if x.dtype == torch.float32 and SCALED and not SOFTCAP else {}
+    All kernels must do the same: a fused multiply-add in one of them costs a confident row's
+    gradient 2e-6 (H200). A softcap's tanh is more exact with them."""
+    return (
+        dict(enable_fp_fusion=False) if x.dtype == torch.float32 and SCALED and not SOFTCAP else {}
+    )
 
 
 def normalisers(target, weight, V, ignore_index, mean, items=None):
-    """-> fp32 (n₀, n₁, W, n), without waiting for the device. ``items`` (0-d) is both n₀ and n₁ if given."""
+    """-> fp32 (n₀, n₁, W, n), without waiting for the device. ``items`` (0-d) is both n₀ and n₁ if
+    given."""
     norm = torch.empty(4, dtype=torch.float32, device=target.device)
     block = min(max(next_power_of_2(target.numel()), 1024), 8192)
     _normalise[(1,)](
-        target, weight, items, norm, target.numel(), V, ignore_index, MEAN=mean, BLOCK=block, num_warps=block // 512
+        target,
+        weight,
+        items,
+        norm,
+        target.numel(),
+        V,
+        ignore_index,
+        MEAN=mean,
+        BLOCK=block,
+        num_warps=block // 512,
     )
     return norm
 
 
 def token_loss(
-    x, target, weight, norm, options, loss, stats, z_loss=None, token=None, entropy=None, mean=None, best=None,
-    token_scaling=False, group=None, bias=None,
-):  # fmt: skip
-    """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x (T, V).
+    x,
+    target,
+    weight,
+    norm,
+    options,
+    loss,
+    stats,
+    z_loss=None,
+    token=None,
+    entropy=None,
+    mean=None,
+    best=None,
+    token_scaling=False,
+    group=None,
+    bias=None,
+):
+    """Fill loss (T,), stats (T, 2), and z_loss, token, entropy, mean, best (T,) where given, for x
+    (T, V).
 
-    x may be in two parts, of the same strides. ``bias`` (V,), of any dtype, is added to it. With a ``group`` both are
-    this rank's shard of the classes, and one small tensor is gathered. The loss of a token, and its gradient, are NaN
-    if its target is another one on another rank.
-    """
+    x may be in two parts, of the same strides. ``bias`` (V,), of any dtype, is added to it. With a
+    ``group`` both are this rank's shard of the classes, and one small tensor is gathered. The loss
+    of a token, and its gradient, are NaN if its target is another one on another rank."""
     (x, more, split, shard), (world, rank) = parts(x), place(group)
     T, kind, bias = x.shape[0], options.kind, _like(x, bias)
     rounding = _rounding(x, **kind)
@@ -492,22 +652,72 @@ def token_loss(
     tokens, lanes, each, warps = _launch(x, *_layout(x), _plain(x, *kind.values()))
     strip = x.shape[1] if x.stride(1) == 1 else STRIP
     strips = blocks(split, shard, strip)
-    slots = 6 if kind["BEST"] else 5 if kind["MEAN"] else 4 if kind["SMOOTH"] else 3 if kind["ENTROPY"] else 2
+    slots = (
+        6
+        if kind["BEST"]
+        else 5
+        if kind["MEAN"]
+        else 4
+        if kind["SMOOTH"]
+        else 3
+        if kind["ENTROPY"]
+        else 2
+    )
     part = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     _partials[(cdiv(T, tokens), strips)](
-        x, more, split, bias, target, weight, part, *x.stride(), T, shard, strip, rank * shard, ignore_index, softcap,
-        logit_scale, **kind, BLOCK_T=tokens, LANES=lanes, EACH=each, ROWS=x.stride(1) == 1,
-        num_warps=devices.warps(warps, x), **rounding,
-    )  # fmt: skip
+        x,
+        more,
+        split,
+        bias,
+        target,
+        weight,
+        part,
+        *x.stride(),
+        T,
+        shard,
+        strip,
+        rank * shard,
+        ignore_index,
+        softcap,
+        logit_scale,
+        **kind,
+        BLOCK_T=tokens,
+        LANES=lanes,
+        EACH=each,
+        ROWS=x.stride(1) == 1,
+        num_warps=devices.warps(warps, x),
+        **rounding,
+    )
     outputs = loss, stats, z_loss, token, entropy, mean, best
 
     def merge(part, n, strides, x, more, bias, merged):
         rows = max(16, min(64, 2048 // next_power_of_2(n)))
         _merge[(cdiv(T, rows),)](
-            part, x, more, split, bias, target, weight, norm, merged, *outputs, *strides,
-            *((0, 0) if x is None else x.stride()), n, T, world * shard, rank * shard, shard, *options.numbers, **kind,
-            TOKEN_SCALING=token_scaling, BLOCK_N=next_power_of_2(n), BLOCK_T=rows, num_warps=4, **rounding,
-        )  # fmt: skip
+            part,
+            x,
+            more,
+            split,
+            bias,
+            target,
+            weight,
+            norm,
+            merged,
+            *outputs,
+            *strides,
+            *((0, 0) if x is None else x.stride()),
+            n,
+            T,
+            world * shard,
+            rank * shard,
+            shard,
+            *options.numbers,
+            **kind,
+            TOKEN_SCALING=token_scaling,
+            BLOCK_N=next_power_of_2(n),
+            BLOCK_T=rows,
+            num_warps=4,
+            **rounding,
+        )
 
     if world == 1:
         merge(part, strips, (T, strips * T), x, more, bias, None)
@@ -523,9 +733,22 @@ def token_loss(
 
 
 def token_gradient(
-    g, x, target, weight, norm, stats, dx, options, g_entropy=None, g_lse=None, entropy=None, group=None, bias=None
-):  # fmt: skip
-    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse (T,).
+    g,
+    x,
+    target,
+    weight,
+    norm,
+    stats,
+    dx,
+    options,
+    g_entropy=None,
+    g_lse=None,
+    entropy=None,
+    group=None,
+    bias=None,
+):
+    """dx (T, V) for incoming gradients g (0-d or (T,) of any stride; None: 1), g_entropy, g_lse
+    (T,).
 
     dx may be x, and must be if x is in two parts. ``bias`` as in `token_loss`.
     """
@@ -536,7 +759,30 @@ def token_gradient(
         block *= 2
     stride_g = g.stride(0) if g is not None and g.dim() else 0
     _gradient[(cdiv(T, tokens), blocks(split, shard, block))](
-        g, g_entropy, g_lse, x, more, split, bias, target, weight, norm, stats, entropy, dx, stride_g, *x.stride(),
-        *dx.stride(), T, world * shard, rank * shard, shard, *options.numbers, **kind, BLOCK_T=tokens, BLOCK_V=block,
-        num_warps=devices.warps(warps, x), **_rounding(x, **kind),
-    )  # fmt: skip
+        g,
+        g_entropy,
+        g_lse,
+        x,
+        more,
+        split,
+        bias,
+        target,
+        weight,
+        norm,
+        stats,
+        entropy,
+        dx,
+        stride_g,
+        *x.stride(),
+        *dx.stride(),
+        T,
+        world * shard,
+        rank * shard,
+        shard,
+        *options.numbers,
+        **kind,
+        BLOCK_T=tokens,
+        BLOCK_V=block,
+        num_warps=devices.warps(warps, x),
+        **_rounding(x, **kind),
+    )

@@ -4,10 +4,10 @@ r"""Log-probabilities of given tokens under given logits: what a policy loss nee
 
     dx_t = (1[v=y] - p)·g_t / T,   p = softmax(x_t / T)
 
-The logits x (B, L+1, V) are those of a causal model for L tokens y: the last position predicts a token that is not
-there. It has no influence, its gradient is 0. Each token is a row of `cross_entropy`, whose kernels do the work, in
-fp32. Backward writes the gradient once, and may write it over the logits.
-"""
+The logits x (B, L+1, V) are those of a causal model for L tokens y: the last position predicts a
+token that is not there. It has no influence, its gradient is 0. Each token is a row of
+`cross_entropy`, whose kernels do the work, in fp32. Backward writes the gradient once, and may
+write it over the logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def selected_log_probs_reference(logits, ids, temperature=1.0, in_place=False):
 
 
 class LigerSelectedLogProbsFunction(Function):
-    """``apply(logits (B, L+1, V), ids (B, L), temperature, in_place) -> (B, L)``: 0 where the id is `IGNORED`."""
+    """``apply(logits (B, L+1, V), ids (B, L), temperature, in_place) -> (B, L)``: 0 where the id is
+    `IGNORED`."""
 
     reference = staticmethod(selected_log_probs_reference)
 
@@ -66,24 +67,32 @@ class LigerSelectedLogProbsFunction(Function):
 
 
 def liger_selected_log_probs(
-    logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None = None, temperature: float = 1.0,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
     in_place: bool = True,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """log p of each token under ``softmax(logits / temperature)``.
 
     Args:
-        logits: (B, L+1, V), fp32, bf16 or fp16; contiguous, or they are copied. The last position is not used.
+        logits: (B, L+1, V), fp32, bf16 or fp16; contiguous, or they are copied. The last position
+        is not used.
         ids: (B, L) integers, the tokens.
-        mask: (B, L), 0 for tokens whose log-probability is not needed. It is 0 there, whatever the id.
+        mask: (B, L), 0 for tokens whose log-probability is not needed. It is 0 there, whatever the
+        id.
         temperature: a positive number.
-        in_place: in backward, the logits' memory becomes that of their gradient if nobody else can see it any more.
+        in_place: in backward, the logits' memory becomes that of their gradient if nobody else can
+        see it any more.
 
     Returns:
         (B, L) in fp32, or fp64 for fp64.
 
     Raises:
-        ValueError, TypeError: shapes or numbers that don't fit; an id out of range that is not masked, also -100, on
-            the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU such a token's log-probability is otherwise NaN.
+        ValueError, TypeError: shapes or numbers that don't fit; an id out of range that is not
+        masked, also -100, on
+            the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU such a token's
+            log-probability is otherwise NaN.
     """
     name = "liger_selected_log_probs"
     check.floats(name, dict(logits=logits))
@@ -98,15 +107,20 @@ def liger_selected_log_probs(
     check.shape(name, "mask", mask, tuple(ids.shape))
     for argument, x in dict(ids=ids, mask=mask).items():
         if x is not None and x.device != logits.device:
-            raise ValueError(f"{name}: logits are on {logits.device}, {argument} on {x.device}, give one device")
+            raise ValueError(
+                f"{name}: logits are on {logits.device}, {argument} on {x.device}, give one device"
+            )
     temperature = check.positive(name, "temperature", temperature)
     ids = ids.long() if mask is None else ids.long().where(mask.bool(), IGNORED)
     check_targets(name, ids.reshape(-1), logits.shape[2], IGNORED, "mask the token")
     run = LigerSelectedLogProbsFunction
-    return (run.apply if devices.has_kernels(logits) else run.reference)(logits, ids, temperature, in_place)
+    return (run.apply if devices.has_kernels(logits) else run.reference)(
+        logits, ids, temperature, in_place
+    )
 
 
-# A case's functions, of logits that an operation made: a leaf is never written over. A third of the ids is masked.
+# A case's functions, of logits that an operation made: a leaf is never written over. A third of the
+# ids is masked.
 
 
 def _fn(logits, ids, **options):
@@ -128,7 +142,9 @@ CASES.append(
         shapes=((1, 1, 8), (3, 2, 123), (1, 2, 9001)),
         options=(dict(), dict(temperature=0.7, in_place=False)),
         bench=((8, 2048, 32000),),
-        traffic=lambda t: tuple(n * t["logits"].numel() * t["logits"].element_size() for n in (1, 2)),
+        traffic=lambda t: tuple(
+            n * t["logits"].numel() * t["logits"].element_size() for n in (1, 2)
+        ),
         fp32_roundings=2,
     )
 )

@@ -1,17 +1,20 @@
-r"""Cross entropy of logits whose classes are spread over the ranks of a group (vocabulary parallelism).
+r"""Cross entropy of logits whose classes are spread over the ranks of a group (vocabulary
+parallelism).
 
-Rank r of R has the logits x (S, B, V_local) of the classes from r·V_local on. The targets y are of all classes.
+Rank r of R has the logits x (S, B, V_local) of the classes from r·V_local on. The targets y are of
+all classes.
 
     ℓ = log_softmax(x), over the classes of all ranks
     loss = -(1-a)·ℓ_y - a·mean_K(ℓ)
 
     dx_v = (p_v - a/K - (1-a)·1[v=y])·g,   p = exp(ℓ)
 
-Label smoothing ε is shared by all classes ("pytorch", a = ε), or is the share of the wrong ones ("megatron",
-a = ε·K/(K-1)). K counts the classes of all ranks ("global") or of this rank ("partition": each rank has its own loss).
+Label smoothing ε is shared by all classes ("pytorch", a = ε), or is the share of the wrong ones
+("megatron", a = ε·K/(K-1)). K counts the classes of all ranks ("global") or of this rank
+("partition": each rank has its own loss).
 
-Forward sends one small tensor (`logits`), backward nothing. Arithmetic is in fp32. As in `cross_entropy`, backward
-writes over the logits if nobody but the graph can see them any more.
+Forward sends one small tensor (`logits`), backward nothing. Arithmetic is in fp32. As in
+`cross_entropy`, backward writes over the logits if nobody but the graph can see them any more.
 
 Sources: Megatron-LM, arXiv:1909.08053; label smoothing, arXiv:1512.00567.
 """
@@ -21,7 +24,15 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix, matrix_rows, may_overwrite
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    Function,
+    custom_op,
+    matrix,
+    matrix_rows,
+    may_overwrite,
+)
 from liger_kernel.core.parallel import group_name, is_group, place, token_loss_reference_parallel
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
 from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
@@ -30,18 +41,30 @@ FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
 
 
 def vocab_parallel_cross_entropy_reference(
-    vocab_parallel_logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0,
-    label_smoothing_formula="pytorch", label_smoothing_mode="global",
-):  # fmt: skip
+    vocab_parallel_logits,
+    target,
+    tp_group=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    label_smoothing_formula="pytorch",
+    label_smoothing_mode="global",
+):
     x, y = matrix(vocab_parallel_logits), target.reshape(-1).long()
-    a, share = _smoothing(x, tp_group, label_smoothing, label_smoothing_formula, label_smoothing_mode)
+    a, share = _smoothing(
+        x, tp_group, label_smoothing, label_smoothing_formula, label_smoothing_mode
+    )
     z = x.to(torch.promote_types(x.dtype, torch.float32))
-    loss, lse, *_ = token_loss_reference_parallel(z, y, tp_group, None, ignore_index, a if share == 1 else 0.0)
-    return (loss if share == 1 else _with_own_classes(loss, lse, z, y, ignore_index, a)).view(target.shape)
+    loss, lse, *_ = token_loss_reference_parallel(
+        z, y, tp_group, None, ignore_index, a if share == 1 else 0.0
+    )
+    return (loss if share == 1 else _with_own_classes(loss, lse, z, y, ignore_index, a)).view(
+        target.shape
+    )
 
 
 def _smoothing(x, group, epsilon, formula, mode):
-    """-> a, and by how much a class's share of a is larger than it would be among the classes of all ranks."""
+    """-> a, and by how much a class's share of a is larger than it would be among the classes of
+    all ranks."""
     ranks = place(group)[0]
     K = x.shape[1] * (1 if mode == "partition" else ranks)
     a = epsilon * K / (K - 1) if formula == "megatron" and K > 1 else epsilon
@@ -54,14 +77,21 @@ def _with_own_classes(nll, lse, x, target, ignore_index, a):
 
 
 def _outputs(x, target, ignore_index, epsilon, formula, mode, group):
-    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in ((x.shape[0],), (x.shape[0], 2), (4,)))
+    return tuple(
+        x.new_empty(shape, dtype=torch.float32) for shape in ((x.shape[0],), (x.shape[0], 2), (4,))
+    )
 
 
 @custom_op("vocab_parallel_cross_entropy", _outputs)
 def vocab_parallel_cross_entropy_fwd(
-    x: torch.Tensor, target: torch.Tensor, ignore_index: int, epsilon: float, formula: str, mode: str,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    epsilon: float,
+    formula: str,
+    mode: str,
     group: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x (M, V_local) with unit stride -> loss (M,), (max, log-sum) (M, 2), normalisers (4,)."""
     a, share = _smoothing(x, group, epsilon, formula, mode)
     loss, stats, _ = _outputs(x, target, ignore_index, epsilon, formula, mode, group)
@@ -74,11 +104,14 @@ def vocab_parallel_cross_entropy_fwd(
 
 
 def _fill_gradient(dx, g, x, target, stats, norm, ignore_index, epsilon, formula, mode, group):
-    """The kernel has (1-ε)·(p - 1[v=y]) + ε·(K·p - 1)/V, to be multiplied by g: so ε and g become others."""
+    """The kernel has (1-ε)·(p - 1[v=y]) + ε·(K·p - 1)/V, to be multiplied by g: so ε and g become
+    others."""
     a, share = _smoothing(x, group, epsilon, formula, mode)
     factor = 1 - a + a * share
     options = TokenOptions(ignore_index, label_smoothing=a * share / factor)
-    token_gradient(g if share == 1 else g * factor, x, target, None, norm, stats, dx, options, group=group)
+    token_gradient(
+        g if share == 1 else g * factor, x, target, None, norm, stats, dx, options, group=group
+    )
 
 
 def _gradient(g, x, target, stats, norm, ignore_index, epsilon, formula, mode, group):
@@ -87,9 +120,17 @@ def _gradient(g, x, target, stats, norm, ignore_index, epsilon, formula, mode, g
 
 @custom_op("vocab_parallel_cross_entropy_backward", _gradient)
 def vocab_parallel_cross_entropy_bwd(
-    g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, stats: torch.Tensor, norm: torch.Tensor,
-    ignore_index: int, epsilon: float, formula: str, mode: str, group: str | None,
-) -> torch.Tensor:  # fmt: skip
+    g: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    norm: torch.Tensor,
+    ignore_index: int,
+    epsilon: float,
+    formula: str,
+    mode: str,
+    group: str | None,
+) -> torch.Tensor:
     """g (M,) -> dx (M, V_local)."""
     dx = x.new_empty(x.shape)
     _fill_gradient(dx, g, x, target, stats, norm, ignore_index, epsilon, formula, mode, group)
@@ -98,14 +139,20 @@ def vocab_parallel_cross_entropy_bwd(
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
     """Raises ValueError unless both are known."""
-    _check_smoothing("validate_formula_and_mode", 0.0, label_smoothing_formula, label_smoothing_mode)
+    _check_smoothing(
+        "validate_formula_and_mode", 0.0, label_smoothing_formula, label_smoothing_mode
+    )
 
 
 def _check_smoothing(name, epsilon, formula, mode):
     if formula not in FORMULAS:
-        raise ValueError(f"{name}: label_smoothing_formula is {formula!r}, give one of {', '.join(FORMULAS)}")
+        raise ValueError(
+            f"{name}: label_smoothing_formula is {formula!r}, give one of {', '.join(FORMULAS)}"
+        )
     if mode not in MODES:
-        raise ValueError(f"{name}: label_smoothing_mode is {mode!r}, give one of {', '.join(MODES)}")
+        raise ValueError(
+            f"{name}: label_smoothing_mode is {mode!r}, give one of {', '.join(MODES)}"
+        )
     if check.share(name, "label_smoothing", epsilon) == 1:
         raise ValueError(f"{name}: label_smoothing is {epsilon!r}, give a number from 0 to below 1")
 
@@ -114,30 +161,45 @@ def _check(name, x, target, group, ignore_index, *smoothing):
     check.floats(name, dict(vocab_parallel_logits=x))
     check.integers(name, dict(target=target))
     if target.device != x.device:
-        raise ValueError(f"{name}: vocab_parallel_logits are on {x.device}, target on {target.device}, give one device")
+        raise ValueError(
+            f"{name}: vocab_parallel_logits are on {x.device}, target on {target.device}, give one device"
+        )
     if x.dim() != 3:
-        raise ValueError(f"{name}: vocab_parallel_logits have shape {tuple(x.shape)}, give (S, B, this rank's classes)")
+        raise ValueError(
+            f"{name}: vocab_parallel_logits have shape {tuple(x.shape)}, give (S, B, this rank's classes)"
+        )
     if x.shape[2] == 0:
-        raise ValueError(f"{name}: vocab_parallel_logits of shape {tuple(x.shape)} has no classes, give one or more")
+        raise ValueError(
+            f"{name}: vocab_parallel_logits of shape {tuple(x.shape)} has no classes, give one or more"
+        )
     check.shape(name, "target", target, tuple(x.shape[:2]))
     if not is_group(group):
-        raise TypeError(f"{name}: tp_group is {group!r}, give a process group that this process is in, or None")
+        raise TypeError(
+            f"{name}: tp_group is {group!r}, give a process group that this process is in, or None"
+        )
     check.integer(name, "ignore_index", ignore_index)
     _check_smoothing(name, *smoothing)
     check_targets(name, target.reshape(-1), x.shape[2] * place(group)[0], ignore_index)
 
 
 class LigerVocabParallelCEFunction(Function):
-    """``apply(vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, ...)`` -> loss (S, B).
+    """``apply(vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, ...)`` ->
+    loss (S, B).
 
     The arguments of `liger_vocab_parallel_cross_entropy`, by position or by name.
     """
 
     @classmethod
     def apply(
-        cls, vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0,
-        label_smoothing_formula="pytorch", label_smoothing_mode="global",
-    ):  # fmt: skip
+        cls,
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        label_smoothing_formula="pytorch",
+        label_smoothing_mode="global",
+    ):
         smoothing = label_smoothing, label_smoothing_formula, label_smoothing_mode
         _check(cls.__name__, vocab_parallel_logits, target, tp_group, ignore_index, *smoothing)
         return super().apply(vocab_parallel_logits, target, tp_group, ignore_index, *smoothing)
@@ -146,16 +208,24 @@ class LigerVocabParallelCEFunction(Function):
 
     @staticmethod
     def forward(
-        ctx, vocab_parallel_logits, target, tp_group, ignore_index=-100, label_smoothing=0.0,
-        label_smoothing_formula="pytorch", label_smoothing_mode="global",
-    ):  # fmt: skip
+        ctx,
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        label_smoothing_formula="pytorch",
+        label_smoothing_mode="global",
+    ):
         devices.require_kernels("LigerVocabParallelCEFunction", vocab_parallel_logits)
         x, y = matrix_rows(vocab_parallel_logits), target.reshape(-1).long().contiguous()
         smoothing = float(label_smoothing), label_smoothing_formula, label_smoothing_mode
         ctx.options = ignore_index, *smoothing, group_name(tp_group)
         loss, stats, norm = vocab_parallel_cross_entropy_fwd(x, y, *ctx.options)
         ctx.save_for_backward(vocab_parallel_logits, y, stats, norm)
-        return torch.ops.aten._unsafe_view(loss, target.shape)  # no view to autograd, so that it may be written to
+        return torch.ops.aten._unsafe_view(
+            loss, target.shape
+        )  # no view to autograd, so that it may be written to
 
     @staticmethod
     def arguments(ctx):
@@ -172,32 +242,46 @@ class LigerVocabParallelCEFunction(Function):
             _fill_gradient(x, g, x, *rest, *ctx.options)
             torch.autograd.graph.increment_version(logits)
             return logits, *[None] * 6
-        return vocab_parallel_cross_entropy_bwd(g, x, *rest, *ctx.options).view(logits.shape), *[None] * 6
+        return vocab_parallel_cross_entropy_bwd(g, x, *rest, *ctx.options).view(logits.shape), *[
+            None
+        ] * 6
 
 
 def liger_vocab_parallel_cross_entropy(
-    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: object = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
-) -> torch.Tensor:  # fmt: skip
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: object = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    label_smoothing_formula: str = "pytorch",
+    label_smoothing_mode: str = "global",
+) -> torch.Tensor:
     """Each token's cross entropy, with logits that every rank has for a part of the classes.
 
     Args:
-        vocab_parallel_logits: (S, B, V_local), fp32, bf16 or fp16, any strides: rank r has the classes from r·V_local
-            on, as many as the other ranks. Not written to in forward; in backward their memory becomes that of their
+        vocab_parallel_logits: (S, B, V_local), fp32, bf16 or fp16, any strides: rank r has the
+        classes from r·V_local
+            on, as many as the other ranks. Not written to in forward; in backward their memory
+            becomes that of their
             gradient if nobody else can see it any more.
         target: (S, B), the same on all ranks, of all classes.
-        tp_group: the process group of these ranks. None, or a group of one: the classes are all here.
+        tp_group: the process group of these ranks. None, or a group of one: the classes are all
+        here.
         ignore_index: target of tokens whose loss is 0.
         label_smoothing: from 0 to below 1.
-        label_smoothing_formula: "pytorch": shared by all classes; "megatron": by all but the target.
-        label_smoothing_mode: the classes that share it, those of all ranks ("global") or of this one ("partition").
+        label_smoothing_formula: "pytorch": shared by all classes; "megatron": by all but the
+        target.
+        label_smoothing_mode: the classes that share it, those of all ranks ("global") or of this
+        one ("partition").
 
     Returns:
-        (S, B) in fp32, or fp64 for fp64. The gradient is that of this rank's classes, if all ranks give the same one
+        (S, B) in fp32, or fp64 for fp64. The gradient is that of this rank's classes, if all ranks
+        give the same one
         to backward.
 
     Raises:
-        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU and in debug mode
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU
+        and in debug mode
             (LIGER_KERNEL_DEBUG=1). On a GPU the loss of such a token is otherwise NaN.
 
     Source: arXiv:1909.08053.
@@ -214,22 +298,42 @@ class LigerVocabParallelCrossEntropy(torch.nn.Module):
     """`liger_vocab_parallel_cross_entropy` with its options kept. ``reduction`` must be "none"."""
 
     def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
-        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
-    ) -> None:  # fmt: skip
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "pytorch",
+        label_smoothing_mode: str = "global",
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         if reduction != "none":
-            raise ValueError(f"{name}: reduction is {reduction!r}, give 'none', and reduce the tokens' losses yourself")
+            raise ValueError(
+                f"{name}: reduction is {reduction!r}, give 'none', and reduce the tokens' losses yourself"
+            )
         _check_smoothing(name, label_smoothing, label_smoothing_formula, label_smoothing_mode)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+        self.ignore_index, self.label_smoothing, self.reduction = (
+            ignore_index,
+            label_smoothing,
+            reduction,
+        )
+        self.label_smoothing_formula, self.label_smoothing_mode = (
+            label_smoothing_formula,
+            label_smoothing_mode,
+        )
 
-    def forward(self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: object = None):
+    def forward(
+        self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: object = None
+    ):
         return liger_vocab_parallel_cross_entropy(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode,
-        )  # fmt: skip
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            self.ignore_index,
+            self.label_smoothing,
+            self.label_smoothing_formula,
+            self.label_smoothing_mode,
+        )
 
 
 def _of_logits(loss):
@@ -248,7 +352,9 @@ CASES.append(
         shapes=((1, 1, 8), (5, 2, 123), (2, 1, 9001)),
         options=(dict(), dict(label_smoothing=0.1, label_smoothing_formula="megatron")),
         bench=((8192, 1, 32000),),
-        traffic=lambda t: tuple(n * t["logits"].numel() * t["logits"].element_size() for n in (1, 2)),
+        traffic=lambda t: tuple(
+            n * t["logits"].numel() * t["logits"].element_size() for n in (1, 2)
+        ),
         fp32_roundings=2,
     )
 )

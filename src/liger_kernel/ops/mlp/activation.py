@@ -2,7 +2,8 @@ r"""Activations without a gate, ReLU² among them: y = act(x), dx = dy·act'(x).
 
     relu_squared:   y = max(x, 0)²,   dx = 2·max(x, 0)·dy
 
-`pointwise` has the formulas of the others and the kernels, which compute in fp32 and round once. Only x is saved.
+`pointwise` has the formulas of the others and the kernels, which compute in fp32 and round once.
+Only x is saved.
 
 Source: ReLU² is So et al., Primer, arXiv:2109.08668.
 """
@@ -92,7 +93,9 @@ def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
     Source: arXiv:2109.08668.
     """
     check.floats("liger_relu_squared", dict(x=x))
-    return LigerReLUSquaredFunction.apply(x) if devices.has_kernels(x) else relu_squared_reference(x)
+    return (
+        LigerReLUSquaredFunction.apply(x) if devices.has_kernels(x) else relu_squared_reference(x)
+    )
 
 
 class LigerReLUSquared(torch.nn.Module):

@@ -4,13 +4,12 @@ r"""Gated linear units: SwiGLU, GeGLU and SwiGLU with limits.
     geglu:            y = gelu(a)·b
     clamped swiglu:   y = g·σ(α·g)·(u + shift),   g = min(a, limit),   u = b clamped between -limit and limit
 
-The last is silu(α·g)·(u + shift)/α, so that one kernel computes them all (`pointwise`, which has the gradients).
-Hugging Face rounds the activation to the input's dtype, and then the product. The kernels compute in fp32 and round
-once.
+The last is silu(α·g)·(u + shift)/α, so that one kernel computes them all (`pointwise`, which has
+the gradients). Hugging Face rounds the activation to the input's dtype, and then the product. The
+kernels compute in fp32 and round once.
 
-Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of Falcon-H1,
-arXiv:2507.22448; limits, α and shift those of gpt-oss, arXiv:2508.10925.
-"""
+Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of
+Falcon-H1, arXiv:2507.22448; limits, α and shift those of gpt-oss, arXiv:2508.10925."""
 
 from __future__ import annotations
 
@@ -39,13 +38,16 @@ def clamped_swiglu_reference(a, b, limit, alpha=1.0, shift=0.0):
 def check_pair(name, a, b):
     check.floats(name, dict(a=a, b=b))
     if a.shape != b.shape:
-        raise ValueError(f"{name}: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, give equal ones")
+        raise ValueError(
+            f"{name}: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, give equal ones"
+        )
     if a.dtype != b.dtype:
         raise TypeError(f"{name}: a is {a.dtype}, b {b.dtype}, cast one of them")
 
 
 class _GLUFunction(Function):
-    """Saves a and b, and recomputes the activation. da and db overwrite a and b if nothing else refers to these."""
+    """Saves a and b, and recomputes the activation. da and db overwrite a and b if nothing else
+    refers to these."""
 
     @staticmethod
     def save(name, ctx, a, b, given, *options):
@@ -70,11 +72,16 @@ class _GLUFunction(Function):
             da, db = glu_bwd_over(dy, a, b, need_da, need_db, over_a, over_b, *ctx.options)
         else:
             da, db = glu_bwd(dy, a, b, need_da, need_db, *ctx.options)
-        return da if need_da else None, db if need_db else None, *[None] * (len(ctx.needs_input_grad) - 2)
+        return (
+            da if need_da else None,
+            db if need_db else None,
+            *[None] * (len(ctx.needs_input_grad) - 2),
+        )
 
 
 class LigerSiLUMulFunction(_GLUFunction):
-    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0) -> silu(gate_multiplier·a)·b·down_multiplier``."""
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0) ->
+    silu(gate_multiplier·a)·b·down_multiplier``."""
 
     @staticmethod
     def reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
@@ -101,7 +108,8 @@ class LigerGELUMulFunction(_GLUFunction):
 
 
 class LigerClampedSiLUMulFunction(_GLUFunction):
-    """``apply(a, b, limit, alpha=1.0, shift=0.0) -> g·σ(alpha·g)·(u + shift)``, where g and u are a and b clamped."""
+    """``apply(a, b, limit, alpha=1.0, shift=0.0) -> g·σ(alpha·g)·(u + shift)``, where g and u are a
+    and b clamped."""
 
     @staticmethod
     def reference(a, b, limit, alpha=1.0, shift=0.0):
@@ -116,11 +124,11 @@ class LigerClampedSiLUMulFunction(_GLUFunction):
 
 
 class LigerFusedGateUpSiLUMulFunction(Function):
-    """``apply(y, in_place=False) -> silu(a)·b``: a is the first half of y's last dimension, b the second.
+    """``apply(y, in_place=False) -> silu(a)·b``: a is the first half of y's last dimension, b the
+    second.
 
-    y's gradient overwrites y if nothing else refers to it; with ``in_place`` whoever does, if y is contiguous. A second
-    backward, or another use of y in the graph, then raises.
-    """
+    y's gradient overwrites y if nothing else refers to it; with ``in_place`` whoever does, if y is
+    contiguous. A second backward, or another use of y in the graph, then raises."""
 
     @staticmethod
     def reference(y, in_place=False):
@@ -160,8 +168,11 @@ def _halves(y):
 
 
 def liger_swiglu(
-    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> torch.Tensor:
     """``silu(gate_multiplier·a)·b·down_multiplier``.
 
     Args:
@@ -172,7 +183,8 @@ def liger_swiglu(
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are not floating point
+        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are not
+        floating point
             tensors; a multiplier is not a number.
 
     Source: arXiv:2002.05202.
@@ -196,7 +208,8 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: an unknown approximation; a and b differ in shape or device. TypeError: they differ in dtype, or are
+        ValueError: an unknown approximation; a and b differ in shape or device. TypeError: they
+        differ in dtype, or are
             not floating point tensors.
 
     Source: arXiv:2002.05202.
@@ -209,9 +222,14 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
 
 
 def liger_clamped_swiglu(
-    a: torch.Tensor, b: torch.Tensor, limit: float, alpha: float = 1.0, shift: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    """``g·σ(alpha·g)·(u + shift)``, where g is a up to ``limit`` and u is b between ``-limit`` and ``limit``.
+    a: torch.Tensor,
+    b: torch.Tensor,
+    limit: float,
+    alpha: float = 1.0,
+    shift: float = 0.0,
+) -> torch.Tensor:
+    """``g·σ(alpha·g)·(u + shift)``, where g is a up to ``limit`` and u is b between ``-limit`` and
+    ``limit``.
 
     Args:
         a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
@@ -222,7 +240,8 @@ def liger_clamped_swiglu(
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: a and b differ in shape or device; limit or alpha is not positive. TypeError: they differ in dtype,
+        ValueError: a and b differ in shape or device; limit or alpha is not positive. TypeError:
+        they differ in dtype,
             or are not floating point tensors; an option is not a number.
 
     Source: arXiv:2508.10925.
@@ -231,7 +250,11 @@ def liger_clamped_swiglu(
     check.floats(name, dict(a=a))
     limit, alpha = check.positive(name, "limit", limit), check.positive(name, "alpha", alpha)
     shift = check.finite(name, "shift", shift)
-    run = LigerClampedSiLUMulFunction.call if devices.has_kernels(a) else LigerClampedSiLUMulFunction.reference
+    run = (
+        LigerClampedSiLUMulFunction.call
+        if devices.has_kernels(a)
+        else LigerClampedSiLUMulFunction.reference
+    )
     return run(a, b, limit, alpha, shift)
 
 
@@ -273,8 +296,12 @@ CASES.append(
 CASES.append(
     Case(
         "clamped_swiglu",
-        fn=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: liger_clamped_swiglu(a, b, limit, alpha, shift),
-        reference=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: clamped_swiglu_reference(a, b, limit, alpha, shift),
+        fn=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: liger_clamped_swiglu(
+            a, b, limit, alpha, shift
+        ),
+        reference=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: clamped_swiglu_reference(
+            a, b, limit, alpha, shift
+        ),
         inputs=pair,
         shapes=SHAPES[1:3],
         options=(dict(), dict(alpha=1.702, shift=1.0)),

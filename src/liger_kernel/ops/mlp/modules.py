@@ -1,4 +1,5 @@
-"""The MLPs of Hugging Face as modules, by the operators of this folder. Their state dicts are Hugging Face's.
+"""The MLPs of Hugging Face as modules, by the operators of this folder. Their state dicts are
+Hugging Face's.
 
 The published paths of SwiGLU and GeGLU lead here: they hand on the operators' names, too.
 """
@@ -11,7 +12,9 @@ from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction as Lig
 from liger_kernel.ops.mlp.activation_linear import gated_linear as gated_linear
 from liger_kernel.ops.mlp.activation_linear import glu_linear_reference as glu_linear_reference
 from liger_kernel.ops.mlp.activation_linear import liger_glu_linear as liger_glu_linear
-from liger_kernel.ops.mlp.glu import LigerFusedGateUpSiLUMulFunction as LigerFusedGateUpSiLUMulFunction
+from liger_kernel.ops.mlp.glu import (
+    LigerFusedGateUpSiLUMulFunction as LigerFusedGateUpSiLUMulFunction,
+)
 from liger_kernel.ops.mlp.glu import LigerGELUMulFunction as LigerGELUMulFunction
 from liger_kernel.ops.mlp.glu import LigerSiLUMulFunction as LigerSiLUMulFunction
 from liger_kernel.ops.mlp.glu import check_pair as check_pair
@@ -24,7 +27,9 @@ from liger_kernel.ops.moe.experts import LigerExperts as LigerExperts
 
 def _require_silu(module, act):
     if act not in ("silu", "swish"):
-        raise ValueError(f"{type(module).__name__}: the config's activation is {act!r}, it computes 'silu' alone")
+        raise ValueError(
+            f"{type(module).__name__}: the config's activation is {act!r}, it computes 'silu' alone"
+        )
 
 
 def _projections(module, config, intermediate_size, bias=False):
@@ -44,7 +49,11 @@ class LigerSwiGLUMLP(torch.nn.Module):
     def __init__(self, config: object, intermediate_size: int | None = None) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
-        _projections(self, config, config.intermediate_size if intermediate_size is None else intermediate_size)
+        _projections(
+            self,
+            config,
+            config.intermediate_size if intermediate_size is None else intermediate_size,
+        )
 
     def forward(self, x: torch.Tensor):
         return gated_linear(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj)
@@ -57,7 +66,9 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     """`LigerSwiGLUMLP` with the arguments of Hunyuan V1."""
 
-    def __init__(self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+    def __init__(
+        self, config: object, layer_idx: int | None = None, is_shared_mlp: bool = False
+    ) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
 
@@ -67,12 +78,16 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
     def __init__(self, config: object) -> None:
         torch.nn.Module.__init__(self)
-        _require_silu(self, config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act)
+        _require_silu(
+            self,
+            config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act,
+        )
         _projections(self, config, config.intermediate_size)
 
 
 class LigerFalconH1SwiGLUMLP(torch.nn.Module):
-    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: also the bias is multiplied."""
+    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: also the bias
+    is multiplied."""
 
     def __init__(self, config: object) -> None:
         super().__init__()
@@ -81,7 +96,9 @@ class LigerFalconH1SwiGLUMLP(torch.nn.Module):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: torch.Tensor):
-        y = gated_linear(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj, self.gate_multiplier)
+        y = gated_linear(
+            self.gate_proj(x), self.up_proj(x), "silu", self.down_proj, self.gate_multiplier
+        )
         return y * self.down_multiplier
 
 
@@ -101,14 +118,17 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
-    """One linear for gate and up projection, the gate first. The kernel reads both halves without a copy."""
+    """One linear for gate and up projection, the gate first. The kernel reads both halves without a
+    copy."""
 
     def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = torch.nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.gate_up_proj = torch.nn.Linear(
+            self.hidden_size, 2 * self.intermediate_size, bias=False
+        )
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor):
@@ -116,7 +136,8 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
 
 
 class LigerGEGLUMLP(torch.nn.Module):
-    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU. The config's activation is not used.
+    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU. The config's activation is
+    not used.
 
     ``forward`` uses only the three projections, since other classes use it as their own.
     """
@@ -130,11 +151,14 @@ class LigerGEGLUMLP(torch.nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """Twice as wide in the layers with shared keys and values, if the config has ``use_double_wide_mlp``."""
+    """Twice as wide in the layers with shared keys and values, if the config has
+    ``use_double_wide_mlp``."""
 
     def __init__(self, config: object, layer_idx: int | None = None) -> None:
         torch.nn.Module.__init__(self)
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
-        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        wide = (
+            getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        )
         wide = wide and layer_idx >= config.num_hidden_layers - shared
         _projections(self, config, config.intermediate_size * (2 if wide else 1))

@@ -9,8 +9,10 @@ r"""What an MLP does between its matrices: the kernels of activations, gated or 
     relu:           act(x) = max(x, 0),     act' = 1 if x > 0, else 0
     relu_squared:   act(x) = max(x, 0)²,    act' = 2·max(x, 0)
 
-GELU's ½·(1 + tanh u) is σ(2u). Without b it is 1. With a limit, a is min(a, limit) and b is shift + b clamped between
--limit and limit; what is beyond a limit has no gradient, and what is at a limit has the one that torch.clamp gives it
+GELU's ½·(1 + tanh u) is σ(2u). Without b it is 1. With a limit, a is min(a, limit) and b is shift +
+b clamped between
+-limit and limit; what is beyond a limit has no gradient, and what is at a limit has the one that
+torch.clamp gives it
 here. Everything is computed in fp32 and rounded once.
 """
 
@@ -19,14 +21,15 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import devices, tuning
-from liger_kernel.core.kernel import Plans, kernel, prepared
+from liger_kernel.core.kernel import LaunchCache, kernel, prepared
 from liger_kernel.core.op import custom_op, matrix_rows, rounded_number
 from liger_kernel.core.tile import cdiv, next_power_of_2, sigmoid, silu, tl, triton
 
 
 @triton.jit
 def _gelu_tanh(x):
-    """-> act(x), act'(x), as all activations here. The compiler removes what a kernel does not use."""
+    """-> act(x), act'(x), as all activations here. The compiler removes what a kernel does not
+    use."""
     s, ds = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return x * s, s + x * ds * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
@@ -45,7 +48,9 @@ def _quick_gelu(x):
 
 @triton.jit
 def _relu(x):
-    return tl.where(x < 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)  # NaN stays NaN, which tl.maximum would lose
+    return tl.where(x < 0, 0.0, x), tl.where(
+        x <= 0, 0.0, 1.0
+    )  # NaN stays NaN, which tl.maximum would lose
 
 
 @triton.jit
@@ -66,7 +71,8 @@ CLAMP_MOVES_AT_LIMIT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 1
 
 @triton.jit
 def moves(x, edge, AT_EDGE: tl.constexpr):
-    """Whether torch.clamp(x, max=limit) has a gradient. It compares x with edge, the limit rounded to x's dtype."""
+    """Whether torch.clamp(x, max=limit) has a gradient. It compares x with edge, the limit rounded
+    to x's dtype."""
     if AT_EDGE:
         return x <= edge
     return x < edge
@@ -74,8 +80,19 @@ def moves(x, edge, AT_EDGE: tl.constexpr):
 
 @kernel
 def _fwd(
-    a_ptr, b_ptr, y_ptr, stride_a, stride_b, N, gm, dm, limit, shift, ACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    y_ptr,
+    stride_a,
+    stride_b,
+    N,
+    gm,
+    dm,
+    limit,
+    shift,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program computes BLOCK columns of one row."""
     blocks = tl.cdiv(N, BLOCK)
     m = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -94,10 +111,28 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dy_ptr, a_ptr, b_ptr, da_ptr, db_ptr, y_ptr, stride_dy, stride_a, stride_b, stride_d, N, gm, dm, limit, edge,
-    shift, ACT: tl.constexpr, AT_EDGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """da, db and y (as in `_fwd`) may share the memory of a, b and dy: an element is read before it is written.
+    dy_ptr,
+    a_ptr,
+    b_ptr,
+    da_ptr,
+    db_ptr,
+    y_ptr,
+    stride_dy,
+    stride_a,
+    stride_b,
+    stride_d,
+    N,
+    gm,
+    dm,
+    limit,
+    edge,
+    shift,
+    ACT: tl.constexpr,
+    AT_EDGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """da, db and y (as in `_fwd`) may share the memory of a, b and dy: an element is read before it
+    is written.
 
     stride_d is that of the rows of da and db, if it is not N. edge is the limit in a's dtype.
     """
@@ -141,24 +176,27 @@ ENOUGH = 4096  # columns: of more, a launch is the same
 
 def _others(a, numbers, N, act, clamped, backward):
     places = {0: tuning.near(numbers[0], 256, 4096), 1: (1, 2, 4, 8)}
-    return tuning.around(numbers, places, lambda columns, warps: 2 * warps <= columns // 64 <= 16 * warps)
+    return tuning.around(
+        numbers, places, lambda columns, warps: 2 * warps <= columns // 64 <= 16 * warps
+    )
 
 
 @tuning.tuned("glu", _others)
 def _launch(a, N, act, clamped, backward):
-    """(columns, warps) of a program: a thread loads 16 bytes of each operand, or 32 if the activation is expensive.
+    """(columns, warps) of a program: a thread loads 16 bytes of each operand, or 32 if the
+    activation is expensive.
 
-    Measured on H200, 2026-11-20, forward, bf16 8192x14336, in TB/s with 1024 and 2048 columns: SiLU 4.26, 4.24; tanh
-    GELU 4.05, 4.24; GELU 3.16, 3.37. Clamped SiLU with 4 and 2 warps 3.70, 3.91, backward 3.84, 4.08 (2026-11-22).
-    """
+    Measured on H200, 2026-11-20, forward, bf16 8192x14336, in TB/s with 1024 and 2048 columns: SiLU
+    4.26, 4.24; tanh GELU 4.05, 4.24; GELU 3.16, 3.37. Clamped SiLU with 4 and 2 warps 3.70, 3.91,
+    backward 3.84, 4.08 (2026-11-22)."""
     most = 2048 if act in ("tanh", "none") else 1024
     columns = most if N > most // 2 else next_power_of_2(max(N, 1))
     return columns, tuning.traits(a).warps((2 if clamped else 4) * columns // most)
 
 
 def rows(*tensors):
-    """-> M, N and the tensors as the kernels read them: as one long row if all are contiguous, else as `matrix_rows`;
-    None for None."""
+    """-> M, N and the tensors as the kernels read them: as one long row if all are contiguous, else
+    as `matrix_rows`; None for None."""
     for t in tensors:
         if t is not None and not t.is_contiguous():
             break
@@ -174,7 +212,8 @@ def _stride(x, M):
 
 
 def _like(a):
-    """An empty tensor of a's shape, contiguous. `empty_like` is two microseconds faster, but keeps strides."""
+    """An empty tensor of a's shape, contiguous. `empty_like` is two microseconds faster, but keeps
+    strides."""
     return torch.empty_like(a) if a.is_contiguous() else a.new_empty(a.shape)
 
 
@@ -192,9 +231,14 @@ def _gradients_and_product(dy, a, *others):
 
 @custom_op("glu", _output)
 def glu_fwd(
-    a: torch.Tensor, b: torch.Tensor | None, act: str, gm: float = 1.0, dm: float = 1.0, limit: float | None = None,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    act: str,
+    gm: float = 1.0,
+    dm: float = 1.0,
+    limit: float | None = None,
     shift: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """a, b (or None) of one shape and dtype, any strides -> y, contiguous. A limit needs b."""
     y = _output(a)
     M, N, a, b = rows(a, b)
@@ -203,17 +247,20 @@ def glu_fwd(
     return y
 
 
-_forwards, _backwards = Plans(), Plans()
+_forwards, _backwards = LaunchCache(), LaunchCache()
 
 
 def _prepared_fwd(a, M, N, stride_a, stride_b, gm, dm, limit, shift, act, *_):
     columns, warps = _launch(a, min(N, ENOUGH), act, limit is not None, False)
     numbers, warps = (stride_a, stride_b, N, gm, dm, limit, shift), devices.warps(warps, a)
-    return prepared(_fwd, (M * cdiv(N, columns),), *numbers, ACT=ACTS[act], BLOCK=columns, num_warps=warps)
+    return prepared(
+        _fwd, (M * cdiv(N, columns),), *numbers, ACT=ACTS[act], BLOCK=columns, num_warps=warps
+    )
 
 
 def launch_bwd(dy, a, b, da, db, y, act, gm=1.0, dm=1.0, limit=None, shift=0.0):
-    """Fills those of da, db and y that are given; da and db are contiguous, or (M, N) with rows of one stride."""
+    """Fills those of da, db and y that are given; da and db are contiguous, or (M, N) with rows of
+    one stride."""
     if (da is None or da.is_contiguous()) and (db is None or db.is_contiguous()):
         (M, N, dy, a, b), stride_d = rows(dy, a, b), None
     else:
@@ -235,28 +282,45 @@ def _prepared_bwd(a, M, N, stride_dy, stride_a, stride_b, stride_d, gm, dm, limi
 
 @custom_op("glu_backward", _gradients)
 def glu_bwd(
-    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor | None, need_da: bool, need_db: bool, act: str, gm: float = 1.0,
-    dm: float = 1.0, limit: float | None = None, shift: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    need_da: bool,
+    need_db: bool,
+    act: str,
+    gm: float = 1.0,
+    dm: float = 1.0,
+    limit: float | None = None,
+    shift: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """-> da, db, contiguous. What is not needed is an empty tensor."""
     da, db = _gradients(dy, a, b, need_da, need_db)
-    launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, None, act, gm, dm, limit, shift)
+    launch_bwd(
+        dy, a, b, da if need_da else None, db if need_db else None, None, act, gm, dm, limit, shift
+    )
     return da, db
 
 
 @custom_op("glu_backward_and_product", _gradients_and_product)
 def glu_bwd_and_product(
-    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor | None, need_da: bool, need_db: bool, act: str, gm: float = 1.0
+    dy: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    need_da: bool,
+    need_db: bool,
+    act: str,
+    gm: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> da, db and act(gm·a)·b once more. One operator: in a graph, a second `glu_fwd` would be the first one's
-    result, kept from forward to backward."""
+    """-> da, db and act(gm·a)·b once more. One operator: in a graph, a second `glu_fwd` would be
+    the first one's result, kept from forward to backward."""
     da, db, y = _gradients_and_product(dy, a, b, need_da, need_db)
     launch_bwd(dy, a, b, da if need_da else None, db if need_db else None, y, act, gm)
     return da, db, y
 
 
 def glu_bwd_over(dy, a, b, need_da, need_db, over_a, over_b, *options, y=None):
-    """-> da, db, in the memory of a and b if over_a and over_b; None if not needed. If y is given, it is computed."""
+    """-> da, db, in the memory of a and b if over_a and over_b; None if not needed. If y is given,
+    it is computed."""
     da = (a.detach() if over_a else _like(a)) if need_da else None
     db = (b.detach() if over_b else _like(b)) if need_db else None
     launch_bwd(dy, a, b, da, db, y, *options)

@@ -2,18 +2,21 @@ r"""An MLP in tiles of tokens (ALST): of its activations only its input is kept 
 
     y_i = f(x_i)        dx_i = dy_i·∂f/∂x (x_i),   dw = Σ_i dy_i·∂f/∂w (x_i)        i: a tile, w: a parameter of f
 
-f works on every token by itself, so its tokens can be cut into tiles: forward computes one after the other and keeps x;
-backward computes each once more, with a graph, and goes back through it. What f holds meanwhile is that of one tile,
-however long the sequence is. An x that can be made again (`again`) is not kept: backward makes that of a tile. Other
-threads may go forward and back through the same f meanwhile: gradients are taken from a tile's own nodes.
+f works on every token by itself, so its tokens can be cut into tiles: forward computes one after
+the other and keeps x; backward computes each once more, with a graph, and goes back through it.
+What f holds meanwhile is that of one tile, however long the sequence is. An x that can be made
+again (`again`) is not kept: backward makes that of a tile. Other threads may go forward and back
+through the same f meanwhile: gradients are taken from a tile's own nodes.
 
-The sum over the tiles is in fp32 and is rounded once, to the dtype of a tile's gradient. Where that dtype rounds by ε,
+The sum over the tiles is in fp32 and is rounded once, to the dtype of a tile's gradient. Where that
+dtype rounds by ε,
 dw is off by ε·Σ_i |dw_i| at most, as f rounds the tiles, and by ε·|dw|, as their sum is rounded.
 
-Autograd gets that sum once, as the gradient of an input of the Function. So whatever follows a parameter's gradient
-(its hooks, DDP, FSDP, ZeRO-3) follows once a step. In backward, the parameters are looked up in the module again: by
-then FSDP has gathered them anew. ZeRO-3 has to gather them for all tiles at once (`LEAF`). Random numbers are drawn
-again as in forward, and autocast is as there.
+Autograd gets that sum once, as the gradient of an input of the Function. So whatever follows a
+parameter's gradient (its hooks, DDP, FSDP, ZeRO-3) follows once a step. In backward, the parameters
+are looked up in the module again: by then FSDP has gathered them anew. ZeRO-3 has to gather them
+for all tiles at once (`LEAF`). Random numbers are drawn again as in forward, and autocast is as
+there.
 
 Source: Arctic Long Sequence Training, arXiv:2506.13996.
 """
@@ -40,11 +43,14 @@ from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
 
 NAME = "apply_tiled_mlp"
-LEAF = {"_z3_leaf": True}  # members of a module: deepspeed.initialize makes ZeRO-3 gather all below it with it
+LEAF = {
+    "_z3_leaf": True
+}  # members of a module: deepspeed.initialize makes ZeRO-3 gather all below it with it
 
 
 def _tiles(x, shards):
-    """x (..., S, H) as at most ``shards`` tiles (1, ..., tokens, H), of all tokens one after the other."""
+    """x (..., S, H) as at most ``shards`` tiles (1, ..., tokens, H), of all tokens one after the
+    other."""
     rows = matrix(x)
     return rows[(None,) * (x.dim() - 2)].split(max(1, cdiv(rows.shape[0], shards)), dim=-2)
 
@@ -52,13 +58,20 @@ def _tiles(x, shards):
 def _run(fn, mlp_module, tile):
     y = fn(mlp_module, tile)
     if not isinstance(y, torch.Tensor) or y.shape[:-1] != tile.shape[:-1]:
-        given = f"a tensor of shape {tuple(y.shape)}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
-        raise ValueError(f"{NAME}: fn gave {given} for a tile of shape {tuple(tile.shape)}, it must give a row a token")
+        given = (
+            f"a tensor of shape {tuple(y.shape)}"
+            if isinstance(y, torch.Tensor)
+            else f"a {type(y).__name__}"
+        )
+        raise ValueError(
+            f"{NAME}: fn gave {given} for a tile of shape {tuple(tile.shape)}, it must give a row a token"
+        )
     return y
 
 
 def _joined(run, x, shards):
-    """What ``run`` makes of the tiles, in the shape of x. Without a graph each is in its place before the next."""
+    """What ``run`` makes of the tiles, in the shape of x. Without a graph each is in its place
+    before the next."""
     if torch.is_grad_enabled():
         y = torch.cat([run(tile) for tile in _tiles(x, shards)], dim=-2)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -78,7 +91,9 @@ def _in_graph(fn, mlp_module, x, shards):
         return fn(mlp_module, x)
     run = functools.partial(_run, fn, mlp_module)
     return _joined(
-        functools.partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run, x, shards
+        functools.partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run,
+        x,
+        shards,
     )
 
 
@@ -86,13 +101,18 @@ def _in_graph(fn, mlp_module, x, shards):
 
 
 def _learning(module, more):
-    """The tensors that require a gradient, and the places (module, attribute) where each is. ``more``: other ones."""
+    """The tensors that require a gradient, and the places (module, attribute) where each is.
+    ``more``: other ones."""
     found = {}
     for m in module.modules():
         _check_gathered(m)
         for held in (m._parameters, vars(m)):
             for name, t in held.items():
-                if isinstance(t, torch.Tensor) and t.requires_grad and (held is m._parameters or _stands_for(t, m)):
+                if (
+                    isinstance(t, torch.Tensor)
+                    and t.requires_grad
+                    and (held is m._parameters or _stands_for(t, m))
+                ):
                     found.setdefault(id(t), (t, []))[1].append((m, name))
     for t in more or ():
         if t.requires_grad:
@@ -101,13 +121,14 @@ def _learning(module, more):
 
 
 def _is_stateless(module):
-    """Whether its weights are what it holds: not made of others, once for all tiles (`parametrize.cached`) or anew by
-    each (spectral norm)."""
+    """Whether its weights are what it holds: not made of others, once for all tiles
+    (`parametrize.cached`) or anew by each (spectral norm)."""
     if parametrize._cache_enabled:
         return False
     hooks = (hook for m in module.modules() for hook in m._forward_pre_hooks.values())
     return not any(isinstance(hook, SpectralNorm) for hook in hooks) and not any(
-        type(m).__module__ == "torch.nn.utils.parametrizations" and m._buffers for m in module.modules()
+        type(m).__module__ == "torch.nn.utils.parametrizations" and m._buffers
+        for m in module.modules()
     )
 
 
@@ -122,13 +143,18 @@ def _check_gathered(module):
 
 
 def _stands_for(t, module):
-    """Whether an attribute stands for a parameter, as FSDP1's views and DataParallel's replicas do. What a hook has
-    computed of parameters does not: it may be that of an earlier step."""
-    return t.is_leaf or (t._base is not None and t._base.is_leaf) or getattr(module, "_is_replica", False)
+    """Whether an attribute stands for a parameter, as FSDP1's views and DataParallel's replicas do.
+    What a hook has computed of parameters does not: it may be that of an earlier step."""
+    return (
+        t.is_leaf
+        or (t._base is not None and t._base.is_leaf)
+        or getattr(module, "_is_replica", False)
+    )
 
 
 class _Seen:
-    """A tensor that was in its place in forward. FSDP frees it in between, so what is a parameter is not kept alive."""
+    """A tensor that was in its place in forward. FSDP frees it in between, so what is a parameter
+    is not kept alive."""
 
     def __init__(self, t):
         kept = t._base is None and not t.is_leaf
@@ -136,10 +162,15 @@ class _Seen:
         self.base = None if t._base is None else TensorWeakRef(t._base)
 
     def now(self, module, name):
-        """It, or FSDP1's new view of what it was a view of. What stands in its place by now may be another tensor, as
-        after `torch.func.functional_call`."""
+        """It, or FSDP1's new view of what it was a view of. What stands in its place by now may be
+        another tensor, as after `torch.func.functional_call`."""
         there, t = getattr(module, name, None), self.tensor()
-        if self.base is not None and there is not None and there._base is not None and there._base is self.base():
+        if (
+            self.base is not None
+            and there is not None
+            and there._base is not None
+            and there._base is self.base()
+        ):
             t = there
         if t is None or t._version != self.version or not t.requires_grad:
             what = "replaced" if t is None else "written to" if t.requires_grad else "frozen"
@@ -179,7 +210,8 @@ def _in_places(places, tensors):
 
 
 class _Outside:
-    """A parameter's hook, which is for the sum: it does not see the tiles' gradients, for which autograd calls it, too.
+    """A parameter's hook, which is for the sum: it does not see the tiles' gradients, for which
+    autograd calls it, too.
 
     It stays in the hook's place: another thread may go back to the same parameter meanwhile."""
 
@@ -187,7 +219,11 @@ class _Outside:
         functools.update_wrapper(self, hook)
 
     def __call__(self, gradient):
-        return None if _tile_runs.intersection([torch._C._current_graph_task_id()]) else self.__wrapped__(gradient)
+        return (
+            None
+            if _tile_runs.intersection([torch._C._current_graph_task_id()])
+            else self.__wrapped__(gradient)
+        )
 
 
 _tile_runs = set()  # autograd's numbers of those that are under way
@@ -195,7 +231,8 @@ _tile_runs = set()  # autograd's numbers of those that are under way
 
 @contextlib.contextmanager
 def _tile_run(y, tensors):
-    """In which autograd goes back through the graph of y, of a tile: without the hooks of these leaves."""
+    """In which autograd goes back through the graph of y, of a tile: without the hooks of these
+    leaves."""
     for t in tensors:
         hooks = t._backward_hooks if t.is_leaf else None
         for key, hook in list((hooks or {}).items()):
@@ -217,10 +254,13 @@ def _tile_run(y, tensors):
 
 
 def _readers(y, known):
-    """-> for each of ``known``, tensors in the graph of y, what gets its gradient from: (node, which of its inputs).
+    """-> for each of ``known``, tensors in the graph of y, what gets its gradient from: (node,
+    which of its inputs).
 
     Raises if something else learns in that graph: its gradient would be lost."""
-    edges = [(edge.node, edge.output_nr) for edge in map(torch.autograd.graph.get_gradient_edge, known)]
+    edges = [
+        (edge.node, edge.output_nr) for edge in map(torch.autograd.graph.get_gradient_edge, known)
+    ]
     found, seen, waiting = {edge: [] for edge in edges}, set(), [(y.grad_fn, y.output_nr)]
     while waiting:
         node, _ = edge = waiting.pop()
@@ -241,8 +281,9 @@ def _readers(y, known):
 
 
 def _gradient(run, x, tensors, sums, dy):
-    """-> that of x, a tile, None if there is none. Those of the tensors are added to their sums, None if none is
-    needed, each as soon as it is there: autograd goes on with one that has no memory."""
+    """-> that of x, a tile, None if there is none. Those of the tensors are added to their sums,
+    None if none is needed, each as soon as it is there: autograd goes on with one that has no
+    memory."""
     y = run(x)
     if not y.requires_grad:
         return None
@@ -255,9 +296,14 @@ def _gradient(run, x, tensors, sums, dy):
     inputs = [x] if x.requires_grad else []
     with _tile_run(y, tensors):
         found = torch.autograd.grad(
-            y, [*inputs, *(t for t, _ in wanted)], dy, allow_unused=True,
-            retain_graph=not all(t.is_leaf for t in tensors),  # autograd goes on from what is computed of others
-        )  # fmt: skip
+            y,
+            [*inputs, *(t for t, _ in wanted)],
+            dy,
+            allow_unused=True,
+            retain_graph=not all(
+                t.is_leaf for t in tensors
+            ),  # autograd goes on from what is computed of others
+        )
     for (t, total), gradient in zip(wanted, found[len(inputs) :], strict=True):
         if not readers[id(t)] and gradient is not None:  # y itself
             total.add(gradient)
@@ -276,7 +322,11 @@ class _Sum:
             return None
         self.add(gradients[i])
         dense = gradients[i].layout is torch.strided
-        nothing = gradients[i].new_zeros(()).expand_as(gradients[i]) if dense else torch.zeros_like(gradients[i])
+        nothing = (
+            gradients[i].new_zeros(()).expand_as(gradients[i])
+            if dense
+            else torch.zeros_like(gradients[i])
+        )
         return *gradients[:i], nothing, *gradients[i + 1 :]
 
     def add(self, more):
@@ -312,7 +362,8 @@ def _is_captured(x):
 
 
 def _replay(x):
-    """-> a function that returns a context with a graph, and with autocast and random numbers as they are now."""
+    """-> a function that returns a context with a graph, and with autocast and random numbers as
+    they are now."""
     autocast, state = devices.autocast_as_now(x.device), torch.get_rng_state()
     indices, states = ([], []) if _is_captured(x) else get_device_states(x)
     kind = "cpu" if x.device.type == "meta" else x.device.type
@@ -328,8 +379,8 @@ def _replay(x):
 
 
 class _Input(torch.autograd.Function):
-    """x, or what backward makes it of. A checkpoint that has this need not run the tiles again, too: the node behind
-    it keeps nothing."""
+    """x, or what backward makes it of. A checkpoint that has this need not run the tiles again,
+    too: the node behind it keeps nothing."""
 
     @staticmethod
     def forward(ctx, x, recipe):
@@ -343,7 +394,8 @@ class _Input(torch.autograd.Function):
 
 
 class LigerTiledMLPFunction(Function):
-    """``apply(fn, mlp_module, x, shards, compute_params=None) -> y``: `apply_tiled_mlp` with a number of tiles."""
+    """``apply(fn, mlp_module, x, shards, compute_params=None) -> y``: `apply_tiled_mlp` with a
+    number of tiles."""
 
     @staticmethod
     def reference(fn, mlp_module, x, shards, compute_params=None):
@@ -355,11 +407,15 @@ class LigerTiledMLPFunction(Function):
             return _in_graph(fn, mlp_module, x, shards)
         if transformed() or not _is_stateless(mlp_module):
             return cls.reference(fn, mlp_module, x, shards)
-        tensors, places = _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
+        tensors, places = (
+            _learning(mlp_module, compute_params) if torch.is_grad_enabled() else ((), ())
+        )
         if not tensors and not (torch.is_grad_enabled() and x.requires_grad):
             return _joined(functools.partial(_run, fn, mlp_module), x, shards)
         x = _Input.apply(x, recipe(x)) if x.requires_grad and torch.is_grad_enabled() else x
-        return super(torch.autograd.Function, cls).apply(fn, mlp_module, x, shards, compute_params, places, *tensors)
+        return super(torch.autograd.Function, cls).apply(
+            fn, mlp_module, x, shards, compute_params, places, *tensors
+        )
 
     @staticmethod
     def forward(ctx, fn, mlp_module, x, shards, compute_params, places, *tensors):
@@ -369,7 +425,11 @@ class LigerTiledMLPFunction(Function):
         else:
             ctx.input = ctx
             ctx.save_for_backward(x)
-        ctx.run, ctx.shards, ctx.replay = functools.partial(_run, fn, mlp_module), shards, _replay(x)
+        ctx.run, ctx.shards, ctx.replay = (
+            functools.partial(_run, fn, mlp_module),
+            shards,
+            _replay(x),
+        )
         ctx.places, ctx.seen, version = places, [_Seen(t) for t in tensors], x._version
         learns = ctx.needs_input_grad[2]  # a tile says so, as x does
         try:
@@ -379,7 +439,9 @@ class LigerTiledMLPFunction(Function):
             if devices.in_autocast(x):
                 torch.clear_autocast_cache()  # where it has weights that were cast without a graph
         if x._version != version:
-            raise RuntimeError(f"{NAME}: fn writes to its input, which backward needs; let it write to a copy")
+            raise RuntimeError(
+                f"{NAME}: fn writes to its input, which backward needs; let it write to a copy"
+            )
         return y
 
     @classmethod
@@ -387,7 +449,10 @@ class LigerTiledMLPFunction(Function):
         x, *others = ctx.input.saved_tensors
         x = ctx.recipe(x, *others) if ctx.recipe else x
 
-        own, needs = _now(ctx.places, ctx.seen), [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
+        own, needs = (
+            _now(ctx.places, ctx.seen),
+            [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]],
+        )
         # a view of what is computed of others: one may depend on another
         given = [x.view_as(x), *(t if t.is_leaf else t.view_as(t) for t in own)]
         with ctx.replay(), _in_places(ctx.places, given[1:]):
@@ -395,14 +460,22 @@ class LigerTiledMLPFunction(Function):
         _readers(y, [t for t in given if t.requires_grad])
         wanted = [t for t, need in zip(given, needs, strict=True) if need and y.requires_grad]
         with _tile_run(y, own):
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True) if wanted else ())
+            found = iter(
+                torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True)
+                if wanted
+                else ()
+            )
         dx, *found = (next(found, None) if need else None for need in needs)
         return None, None, dx, None, None, None, *found
 
     @staticmethod
     def backward(ctx, dy):
         x, *others = ctx.input.saved_tensors
-        tensors, need_dx, needs = _now(ctx.places, ctx.seen), ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
+        tensors, need_dx, needs = (
+            _now(ctx.places, ctx.seen),
+            ctx.needs_input_grad[2],
+            ctx.needs_input_grad[6:],
+        )
         dx = x.new_empty(x.shape) if need_dx else None
         sums = [_Sum() if need else None for need in needs]
         tiles = (_tiles(t, ctx.shards) for t in (x, dy, x if dx is None else dx))
@@ -417,43 +490,58 @@ class LigerTiledMLPFunction(Function):
                     with torch.no_grad():
                         x_i = ctx.recipe(x_i, *others)
                 x_i = x_i.detach().requires_grad_(need_dx)
-                own = _gradient(run, x_i.view_as(x_i), tensors, sums, dy_i)  # a view: hooks that count take no leaves
+                own = _gradient(
+                    run, x_i.view_as(x_i), tensors, sums, dy_i
+                )  # a view: hooks that count take no leaves
                 if need_dx:
                     dx_i.zero_() if own is None else dx_i.copy_(own)
         return None, None, dx, None, None, None, *(total and total.rounded() for total in sums)
 
 
 def apply_tiled_mlp(
-    fn: Callable, mlp_module: torch.nn.Module, x: torch.Tensor, num_shards: int | None = None,
+    fn: Callable,
+    mlp_module: torch.nn.Module,
+    x: torch.Tensor,
+    num_shards: int | None = None,
     compute_params: list[torch.nn.Parameter] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """``fn(mlp_module, x)`` in tiles of tokens, each of which backward computes again.
 
     Args:
-        fn: called with the module and a tile (1, ..., tokens, H), or (tokens, H) of a 2-D x. It gives a row a token,
+        fn: called with the module and a tile (1, ..., tokens, H), or (tokens, H) of a 2-D x. It
+        gives a row a token,
             of that token alone, and what it makes of parameters it makes at every call.
         mlp_module: has the parameters; what of it is in use when this is called gets gradients.
         x: (..., S, H), fp32, bf16, fp16 or fp64. It may be frozen, and so may be parameters.
-        num_shards: the number of tiles; there may be less. By default ⌈S/H⌉: of one sequence, what an MLP holds of a
+        num_shards: the number of tiles; there may be less. By default ⌈S/H⌉: of one sequence, what
+        an MLP holds of a
             tile is then of the size of its weights.
         compute_params: further tensors that fn uses and that require a gradient.
 
     Returns:
-        (..., S, H'), as of ``fn(mlp_module, x)``, which is called without tiles where weights are made once a call
-        (spectral norm, ``parametrize.cached``). Under torch.compile each tile is a checkpoint in the graph, and the
+        (..., S, H'), as of ``fn(mlp_module, x)``, which is called without tiles where weights are
+        made once a call
+        (spectral norm, ``parametrize.cached``). Under torch.compile each tile is a checkpoint in
+        the graph, and the
         gradients of the tiles add up in their own dtype.
 
     Raises:
-        TypeError: x is no floating point tensor, mlp_module no module, num_shards no int. ValueError: x has one
-            dimension; num_shards is not positive; fn gives another number of rows. RuntimeError: fn writes to its
-            input, or uses a tensor that requires a gradient and is not the module's; a parameter was written to or
-            frozen between forward and backward; fn draws random numbers while a CUDA graph is captured.
+        TypeError: x is no floating point tensor, mlp_module no module, num_shards no int.
+        ValueError: x has one
+            dimension; num_shards is not positive; fn gives another number of rows. RuntimeError: fn
+            writes to its
+            input, or uses a tensor that requires a gradient and is not the module's; a parameter
+            was written to or
+            frozen between forward and backward; fn draws random numbers while a CUDA graph is
+            captured.
 
     Source: arXiv:2506.13996.
     """
     check.floats(NAME, dict(x=x))
     if not isinstance(mlp_module, torch.nn.Module):
-        raise TypeError(f"{NAME}: mlp_module is a {type(mlp_module).__name__}, give the module with the parameters")
+        raise TypeError(
+            f"{NAME}: mlp_module is a {type(mlp_module).__name__}, give the module with the parameters"
+        )
     if x.dim() < 2:
         raise ValueError(f"{NAME}: x has shape {tuple(x.shape)}, give (..., S, H)")
     if num_shards is None:
@@ -474,7 +562,9 @@ class _TiledMLP(torch.nn.Module):
         act = getattr(config, "hidden_act", self.acts[0])
         if act not in self.acts:
             names = " or ".join(map(repr, self.acts))
-            raise ValueError(f"{type(self).__name__}: the config's activation is {act!r}, it computes {names}")
+            raise ValueError(
+                f"{type(self).__name__}: the config's activation is {act!r}, it computes {names}"
+            )
         self.config, self.num_shards = config, num_shards
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
@@ -483,7 +573,8 @@ class _TiledMLP(torch.nn.Module):
 
 
 class LigerTiledSwiGLUMLP(_TiledMLP):
-    """`LigerSwiGLUMLP` in ``num_shards`` tiles, by `apply_tiled_mlp`. The state dict is Hugging Face's."""
+    """`LigerSwiGLUMLP` in ``num_shards`` tiles, by `apply_tiled_mlp`. The state dict is Hugging
+    Face's."""
 
     acts = "silu", "swish"
 

@@ -6,8 +6,8 @@ r"""xIELU: a square above zero, an exponential below, with two learned weights (
 
     dalpha_p = σ(alpha_p)·Σ_{x>0} dy·x²,   dalpha_n = σ(alpha_n)·Σ_{x≤0} dy·(exp(m) - 1 - x)
 
-beta and eps are numbers, or tensors that hold one, which the kernels read; eps is a little below zero. Everything is
-computed in fp32 and rounded once.
+beta and eps are numbers, or tensors that hold one, which the kernels read; eps is a little below
+zero. Everything is computed in fp32 and rounded once.
 
 Source: Huang and Schlag, Deriving Activation Functions Using Integration, arXiv:2411.13010.
 """
@@ -27,7 +27,10 @@ def xielu_reference(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     z = x.to(wide)
     alpha_p, alpha_n = (F.softplus(alpha.to(wide).reshape(())) for alpha in (alpha_p, alpha_n))
-    beta, eps = (n.to(wide).reshape(()) if isinstance(n, torch.Tensor) else z.new_tensor(n) for n in (beta, eps))
+    beta, eps = (
+        n.to(wide).reshape(()) if isinstance(n, torch.Tensor) else z.new_tensor(n)
+        for n in (beta, eps)
+    )
     below = torch.expm1(torch.min(z, eps)) - z
     return torch.where(z > 0, alpha_p * z * z, (beta + alpha_n) * below).add(beta * z).to(x.dtype)
 
@@ -64,7 +67,9 @@ def _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps):
 
 
 @kernel
-def _fwd(x_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, y_ptr, N, beta, eps, BLOCK: tl.constexpr):
+def _fwd(
+    x_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, y_ptr, N, beta, eps, BLOCK: tl.constexpr
+):
     p, q, _, _, beta, eps = _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps)
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + n, mask=n < N).to(tl.float32)
@@ -75,15 +80,30 @@ def _fwd(x_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, y_ptr, N, beta, eps
 
 @kernel
 def _bwd(
-    x_ptr, dy_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, dx_ptr, dp_ptr, dn_ptr, y_ptr, N, beta, eps,
+    x_ptr,
+    dy_ptr,
+    alpha_p_ptr,
+    alpha_n_ptr,
+    beta_ptr,
+    eps_ptr,
+    dx_ptr,
+    dp_ptr,
+    dn_ptr,
+    y_ptr,
+    N,
+    beta,
+    eps,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program processes every num_programs-th block, and writes its part of dalpha_p and dalpha_n.
+):
+    """A program processes every num_programs-th block, and writes its part of dalpha_p and
+    dalpha_n.
 
-    dx and y (as in `_fwd`) may share the memory of x and dy: an element is read before it is written.
-    """
+    dx and y (as in `_fwd`) may share the memory of x and dy: an element is read before it is
+    written."""
     pid = tl.program_id(0)
-    p, q, p_slope, n_slope, beta, eps = _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps)
+    p, q, p_slope, n_slope, beta, eps = _numbers(
+        alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps
+    )
     dp = tl.zeros((BLOCK,), dtype=tl.float32)
     dn = dp
     for block in range(pid, tl.cdiv(N, BLOCK), tl.num_programs(0)):
@@ -92,7 +112,9 @@ def _bwd(
         dy = tl.load(dy_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         below, e = _below(x, eps, x_ptr.dtype.element_ty == tl.float32)
         if dx_ptr is not None:
-            moves = tl.where(x < eps, 1.0, tl.where(x == eps, 0.5, 0.0))  # of a tie half, as in PyTorch
+            moves = tl.where(
+                x < eps, 1.0, tl.where(x == eps, 0.5, 0.0)
+            )  # of a tie half, as in PyTorch
             dx = dy * (tl.where(x > 0, 2.0 * p * x, q * (e * moves - 1.0)) + beta)
             tl.store(dx_ptr + n, dx.to(dx_ptr.dtype.element_ty), mask=n < N)
         if y_ptr is not None:
@@ -109,14 +131,14 @@ def _bwd(
 def _launch(backward):
     """(columns, warps) of a program.
 
-    8192x14336, bf16, 2048 columns with 2, 4, 8 warps: forward 3.43, 3.06 TB/s, -; backward -, 2.56, 2.93 (H200,
-    2026-11-23).
-    """
+    8192x14336, bf16, 2048 columns with 2, 4, 8 warps: forward 3.43, 3.06 TB/s, -; backward -, 2.56,
+    2.93 (H200, 2026-11-23)."""
     return 2048, 8 if backward else 2
 
 
 def apart(beta, eps):
-    """As the operators take them: the numbers, and in the place of a number that a tensor holds this tensor, too."""
+    """As the operators take them: the numbers, and in the place of a number that a tensor holds
+    this tensor, too."""
     held = [n if isinstance(n, torch.Tensor) else None for n in (beta, eps)]
     return *(n if t is None else 0.0 for n, t in zip((beta, eps), held, strict=True)), *held
 
@@ -137,16 +159,30 @@ def _gradients_and_product(x, *others):
 
 @custom_op("xielu", lambda x, *_: x.new_empty(x.shape))
 def xielu_fwd(
-    x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float, eps: float,
-    beta_in: torch.Tensor | None, eps_in: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: float,
+    eps: float,
+    beta_in: torch.Tensor | None,
+    eps_in: torch.Tensor | None,
+) -> torch.Tensor:
     """x contiguous, beta and eps `apart` -> y"""
     y, (columns, warps) = x.new_empty(x.shape), _launch(False)
     if x.numel():
         _fwd[(cdiv(x.numel(), columns),)](
-            x, alpha_p, alpha_n, beta_in, eps_in, y, x.numel(), beta, eps, BLOCK=columns,
+            x,
+            alpha_p,
+            alpha_n,
+            beta_in,
+            eps_in,
+            y,
+            x.numel(),
+            beta,
+            eps,
+            BLOCK=columns,
             num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -158,19 +194,41 @@ def _launch_bwd(x, dy, alpha_p, alpha_n, beta, eps, beta_in, eps_in, dx, dp, dn,
     programs = max(1, min(blocks, 16 * devices.multiprocessors(x)) if few else blocks)
     parts = partial(dp, programs), partial(dn, programs)
     _bwd[(programs,)](
-        x, dy, alpha_p, alpha_n, beta_in, eps_in, dx, *parts, y, x.numel(), beta, eps, BLOCK=columns,
+        x,
+        dy,
+        alpha_p,
+        alpha_n,
+        beta_in,
+        eps_in,
+        dx,
+        *parts,
+        y,
+        x.numel(),
+        beta,
+        eps,
+        BLOCK=columns,
         num_warps=devices.warps(warps, x),
-    )  # fmt: skip
+    )
     for part, gradient in zip(parts, (dp, dn), strict=True):
         sum_rows(part, gradient)
 
 
 @custom_op("xielu_backward", _gradients)
 def xielu_bwd(
-    x: torch.Tensor, dy: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float, eps: float,
-    beta_in: torch.Tensor | None, eps_in: torch.Tensor | None, need_dx: bool, need_dp: bool, need_dn: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x, dy contiguous -> dx, dalpha_p, dalpha_n, each like its tensor. What is not needed is None."""
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: float,
+    eps: float,
+    beta_in: torch.Tensor | None,
+    eps_in: torch.Tensor | None,
+    need_dx: bool,
+    need_dp: bool,
+    need_dn: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, dy contiguous -> dx, dalpha_p, dalpha_n, each like its tensor. What is not needed is
+    None."""
     numbers = beta, eps, beta_in, eps_in
     found = _gradients(x, dy, alpha_p, alpha_n, *numbers, need_dx, need_dp, need_dn)
     _launch_bwd(x, dy, alpha_p, alpha_n, *numbers, *found, None)
@@ -179,9 +237,18 @@ def xielu_bwd(
 
 @custom_op("xielu_backward_and_product", _gradients_and_product)
 def xielu_bwd_and_product(
-    x: torch.Tensor, dy: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float, eps: float,
-    beta_in: torch.Tensor | None, eps_in: torch.Tensor | None, need_dx: bool, need_dp: bool, need_dn: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: float,
+    eps: float,
+    beta_in: torch.Tensor | None,
+    eps_in: torch.Tensor | None,
+    need_dx: bool,
+    need_dp: bool,
+    need_dn: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> the gradients, and y once more; one operator, as `pointwise.glu_bwd_and_product`."""
     numbers = beta, eps, beta_in, eps_in
     found = _gradients_and_product(x, dy, alpha_p, alpha_n, *numbers, need_dx, need_dp, need_dn)
@@ -190,9 +257,12 @@ def xielu_bwd_and_product(
 
 
 def xielu_bwd_over(x, dy, alpha_p, alpha_n, *numbers_and_needs, over_x, y):
-    """-> the gradients, dx in the memory of x if ``over_x``. If y is given, it is computed; it may be dy."""
+    """-> the gradients, dx in the memory of x if ``over_x``. If y is given, it is computed; it may
+    be dy."""
     *numbers, need_dx, need_dp, need_dn = numbers_and_needs
-    dx, dp, dn = _gradients(x, dy, alpha_p, alpha_n, *numbers, need_dx and not over_x, need_dp, need_dn)
+    dx, dp, dn = _gradients(
+        x, dy, alpha_p, alpha_n, *numbers, need_dx and not over_x, need_dp, need_dn
+    )
     dx = x.detach() if over_x else dx
     _launch_bwd(x, dy, alpha_p, alpha_n, *numbers, dx, dp, dn, y)
     torch.autograd.graph.increment_version([x] if over_x else [])
@@ -200,7 +270,8 @@ def xielu_bwd_over(x, dy, alpha_p, alpha_n, *numbers_and_needs, over_x, y):
 
 
 class LigerXIELUFunction(Function):
-    """``apply(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6) -> y`` like x, contiguous. As `liger_xielu`."""
+    """``apply(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6) -> y`` like x, contiguous. As
+    `liger_xielu`."""
 
     reference = staticmethod(xielu_reference)
 
@@ -224,7 +295,9 @@ class LigerXIELUFunction(Function):
     def backward(ctx, dy):
         x, alpha_p, alpha_n, *held = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        found = xielu_bwd(x.contiguous(), dy.contiguous(), alpha_p, alpha_n, *ctx.numbers, *held, *needs)
+        found = xielu_bwd(
+            x.contiguous(), dy.contiguous(), alpha_p, alpha_n, *ctx.numbers, *held, *needs
+        )
         return *(d if need else None for d, need in zip(found, needs, strict=True)), None, None
 
 
@@ -235,28 +308,37 @@ def _check(name, x, alpha_p, alpha_n, beta, eps):
         check.shape(name, argument, t, (1,), ())
     for argument, t in dict(beta=beta, eps=eps).items():
         if t is not None and t.requires_grad:
-            raise TypeError(f"{name}: {argument} requires a gradient, which it does not get; give {argument}.detach()")
+            raise TypeError(
+                f"{name}: {argument} requires a gradient, which it does not get; give {argument}.detach()"
+            )
 
 
 def liger_xielu(
-    x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: float | torch.Tensor = 0.5,
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    beta: float | torch.Tensor = 0.5,
     eps: float | torch.Tensor = -1e-6,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """``αp·x² + beta·x`` above zero, ``αn·(exp(min(x, eps)) - 1 - x) + beta·x`` below.
 
     Args:
         x: any shape and strides, fp32, bf16 or fp16.
-        alpha_p, alpha_n: (1,), any floating dtype: αp is softplus(alpha_p), αn is beta + softplus(alpha_n).
+        alpha_p, alpha_n: (1,), any floating dtype: αp is softplus(alpha_p), αn is beta +
+        softplus(alpha_n).
         beta: the slope at zero: a number, or a tensor of one element, which gets no gradient.
-        eps: a number below zero and close to it, from which on the exponential no longer moves; or a tensor of one
+        eps: a number below zero and close to it, from which on the exponential no longer moves; or
+        a tensor of one
             element, whose value is not checked.
 
     Returns:
         A contiguous tensor of x's shape and dtype, computed in fp32 and rounded once.
 
     Raises:
-        ValueError: a tensor has another shape or device; beta or eps is not finite, or eps not below zero.
-        TypeError: something is not a floating point tensor, or not a number; beta or eps requires a gradient.
+        ValueError: a tensor has another shape or device; beta or eps is not finite, or eps not
+        below zero.
+        TypeError: something is not a floating point tensor, or not a number; beta or eps requires a
+        gradient.
 
     Source: arXiv:2411.13010.
     """
@@ -282,16 +364,23 @@ def _options(name, beta, eps):
 
 
 class LigerXIELU(torch.nn.Module):
-    """`liger_xielu` as a module; its parameters are named as Hugging Face's, and begin with these αp and αn."""
+    """`liger_xielu` as a module; its parameters are named as Hugging Face's, and begin with these
+    αp and αn."""
 
     def __init__(
-        self, alpha_p_init: float = 0.8, alpha_n_init: float = 0.8, beta: float = 0.5, eps: float = -1e-6,
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         check.positive(name, "alpha_p_init", alpha_p_init)
-        check.positive(name, "alpha_n_init - beta", check.finite(name, "alpha_n_init", alpha_n_init) - beta)
+        check.positive(
+            name, "alpha_n_init - beta", check.finite(name, "alpha_n_init", alpha_n_init) - beta
+        )
         for argument, value in dict(alpha_p=alpha_p_init, alpha_n=alpha_n_init - beta).items():
             raw = torch.tensor([value], dtype=torch.float64).expm1().log()
             setattr(self, argument, torch.nn.Parameter(raw.to(dtype or torch.get_default_dtype())))

@@ -4,8 +4,8 @@ r"""xIELU and the linear layer behind it: the second half of Apertus's MLP.
 
     dy = dout·W,   dW = doutᵀ·y,   dbias = Σ_rows dout;   dx, dalpha_p and dalpha_n from dy as in `xielu`
 
-x and W are saved, but not y, which dW needs. In backward, the kernel that computes dx from dy also computes y and
-writes it over dy. y is rounded once.
+x and W are saved, but not y, which dW needs. In backward, the kernel that computes dx from dy also
+computes y and writes it over dy. y is rounded once.
 
 Source: Huang and Schlag, Deriving Activation Functions Using Integration, arXiv:2411.13010.
 """
@@ -36,11 +36,11 @@ def xielu_linear_reference(x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps
 
 
 class LigerXIELULinearFunction(Function):
-    """``apply(x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps=-1e-6) -> xIELU(x)·weightᵀ + bias``.
+    """``apply(x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps=-1e-6) -> xIELU(x)·weightᵀ +
+    bias``.
 
-    x, weight and bias have one dtype, alpha_p, alpha_n and what is a tensor of beta and eps one element, and autocast
-    is off: `liger_xielu_linear` handles the other cases.
-    """
+    x, weight and bias have one dtype, alpha_p, alpha_n and what is a tensor of beta and eps one
+    element, and autocast is off: `liger_xielu_linear` handles the other cases."""
 
     reference = staticmethod(xielu_linear_reference)
 
@@ -83,10 +83,16 @@ class LigerXIELULinearFunction(Function):
 
 
 def liger_xielu_linear(
-    x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None = None, beta: float | torch.Tensor = 0.5, eps: float | torch.Tensor = -1e-6,
-) -> torch.Tensor:  # fmt: skip
-    """``linear(xIELU(x), weight, bias)``. It saves x and weight for backward, but not the input of the linear.
+    x: torch.Tensor,
+    alpha_p: torch.Tensor,
+    alpha_n: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    beta: float | torch.Tensor = 0.5,
+    eps: float | torch.Tensor = -1e-6,
+) -> torch.Tensor:
+    """``linear(xIELU(x), weight, bias)``. It saves x and weight for backward, but not the input of
+    the linear.
 
     Args:
         x: (..., F), fp32, bf16 or fp16, any strides.
@@ -94,11 +100,13 @@ def liger_xielu_linear(
         alpha_p, alpha_n, beta, eps: as in `liger_xielu`.
 
     Returns:
-        (..., H), in x's dtype. xIELU and linear run one after the other if memory cannot be saved (under autocast,
+        (..., H), in x's dtype. xIELU and linear run one after the other if memory cannot be saved
+        (under autocast,
         without a GPU, with mixed dtypes) or none would be (the weight is frozen).
 
     Raises:
-        ValueError, TypeError: as `liger_xielu`; shapes that do not fit. RuntimeError: as `torch.nn.functional.linear`.
+        ValueError, TypeError: as `liger_xielu`; shapes that do not fit. RuntimeError: as
+        `torch.nn.functional.linear`.
 
     Source: arXiv:2411.13010.
     """
@@ -121,7 +129,13 @@ def _inputs(M, N, H):
     """beta and eps are in memory, as a model's are."""
     alpha_p, alpha_n = (torch.randn(1).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(H, N) / N**0.5).requires_grad_(), torch.randn(H).requires_grad_()
-    given = dict(x=(2 * torch.randn(M, N)).requires_grad_(), alpha_p=alpha_p, alpha_n=alpha_n, weight=weight, bias=bias)
+    given = dict(
+        x=(2 * torch.randn(M, N)).requires_grad_(),
+        alpha_p=alpha_p,
+        alpha_n=alpha_n,
+        weight=weight,
+        bias=bias,
+    )
     return given | dict(beta=torch.tensor(0.5), eps=torch.tensor(-1e-6))
 
 

@@ -1,9 +1,9 @@
 r"""The scores of a token's experts, and the choice of the best: what the kernels of routers share.
 
-A program has some tokens, and all experts of each in one block. The best are found one after the other: each is the
-largest key of those that are left, and of equal ones the first. So K are found in K passes over registers, in the order
-of their keys, whatever the keys are: a key that is no number counts as infinite, and a masked one (-inf) may be chosen.
-"""
+A program has some tokens, and all experts of each in one block. The best are found one after the
+other: each is the largest key of those that are left, and of equal ones the first. So K are found
+in K passes over registers, in the order of their keys, whatever the keys are: a key that is no
+number counts as infinite, and a masked one (-inf) may be chosen."""
 
 from __future__ import annotations
 
@@ -56,10 +56,18 @@ def pick(key, left, e):
 
 @triton.jit
 def in_best_groups(
-    key, left, e, size, groups, top_groups, BEST_OF_A_GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    key,
+    left,
+    e,
+    size,
+    groups,
+    top_groups,
+    BEST_OF_A_GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """``left``, of the best groups of ``size`` experts each. A group's score is the sum of its one or two best keys."""
+):
+    """``left``, of the best groups of ``size`` experts each. A group's score is the sum of its one
+    or two best keys."""
     of, g = e // size, tl.arange(0, BLOCK_G)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_G), dtype=tl.float32)
     for i in range(groups):
@@ -80,7 +88,8 @@ def in_best_groups(
 
 
 def launch(E, x, each=16):
-    """(rows, columns, warps) of a program, whose rows are one block: ``each`` columns a thread, 32 of the widest."""
+    """(rows, columns, warps) of a program, whose rows are one block: ``each`` columns a thread, 32
+    of the widest."""
     columns = next_power_of_2(E)
     rows = max(1, 2048 // columns)
     return rows, columns, devices.warps(min(max(rows * columns // (32 * each), 1), 16), x)

@@ -1,20 +1,21 @@
-r"""Expert parallelism: the experts of a mixture on the ranks of a group, each rank with tokens of its own.
+r"""Expert parallelism: the experts of a mixture on the ranks of a group, each rank with tokens of
+its own.
 
-Of E experts rank r of R holds those from r·E/R on. Assignment s of a token t goes to the rank of its expert, and what
-that rank computes comes back:
+Of E experts rank r of R holds those from r·E/R on. Assignment s of a token t goes to the rank of
+its expert, and what that rank computes comes back:
 
     rows = x[t(s)], sorted by expert          all-to-all    y = w_s·expert(rows)    all-to-all    out_t = Σ_k y_s
 
-The backward of an all-to-all is the one in the other direction, and sending a token's row K times and adding K rows up
-are each other's backward. So each rank computes the gradients of its experts for the tokens of all ranks, which are
-complete, and those of its own tokens and weights.
+The backward of an all-to-all is the one in the other direction, and sending a token's row K times
+and adding K rows up are each other's backward. So each rank computes the gradients of its experts
+for the tokens of all ranks, which are complete, and those of its own tokens and weights.
 
-An output is that of `liger_experts` with all experts on one device; in 16 bits, each product of a weight and an
-expert's output is rounded once more, as Hugging Face does it. A token's K rows are added in fp32 in the order of k, so
-that the result does not depend on the number of ranks.
+An output is that of `liger_experts` with all experts on one device; in 16 bits, each product of a
+weight and an expert's output is rounded once more, as Hugging Face does it. A token's K rows are
+added in fp32 in the order of k, so that the result does not depend on the number of ranks.
 
-How many rows go to each rank is a number that the collectives need on the host: it waits for the device once in a
-forward, and never in a backward.
+How many rows go to each rank is a number that the collectives need on the host: it waits for the
+device once in a forward, and never in a backward.
 
 Source: Lepikhin et al., GShard, arXiv:2006.16668.
 """
@@ -36,7 +37,9 @@ class _Rows:
 
     def __init__(self, index, E):
         self.index, self.E = index.contiguous(), E
-        order, offsets, *_ = routing(index, E, 128) if devices.has_kernels(index) else sort_reference(index, E)
+        order, offsets, *_ = (
+            routing(index, E, 128) if devices.has_kernels(index) else sort_reference(index, E)
+        )
         self.order, self.counts = order.long(), offsets.diff()
 
     def keep(self, n):
@@ -82,16 +85,23 @@ class _Collect(torch.autograd.Function):
 
 @torch._disable_dynamo  # torch.compiler.disable, which imports torch._dynamo
 def liger_expert_parallel(
-    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor, group: dist.ProcessGroup | None = None, **options: object,
-) -> torch.Tensor:  # fmt: skip
-    """`liger_experts` for a group of ranks, each of which holds an equal part of the experts, and tokens of its own.
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    **options: object,
+) -> torch.Tensor:
+    """`liger_experts` for a group of ranks, each of which holds an equal part of the experts, and
+    tokens of its own.
 
     Every rank of the group calls it, and runs its backward, whether it has tokens or none.
 
     Args:
         x: (T, H), this rank's tokens. T may differ between ranks.
-        gate_up_proj, down_proj: this rank's experts, as in `liger_experts`: rank r of R holds those from r·E/R on.
+        gate_up_proj, down_proj: this rank's experts, as in `liger_experts`: rank r of R holds those
+        from r·E/R on.
         top_k_index: (T, K), integers from 0 to E. What is no expert's index is dropped.
         top_k_weights: (T, K), any floating dtype.
         group: the process group; None computes on this rank alone.
@@ -103,11 +113,12 @@ def liger_expert_parallel(
     Raises:
         ValueError, TypeError: as `liger_experts`; group is no process group.
 
-    The host waits for the device once in a forward: it must know how many rows go to each rank. `torch.compile` leaves
-    the call as it is.
-    """
+    The host waits for the device once in a forward: it must know how many rows go to each rank.
+    `torch.compile` leaves the call as it is."""
     name = "liger_expert_parallel"
-    check.floats(name, dict(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, top_k_weights=top_k_weights))
+    check.floats(
+        name, dict(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
+    )
     check.integers(name, dict(top_k_index=top_k_index))
     if not parallel.is_group(group):
         raise TypeError(f"{name}: group is {group!r}, give a process group or None")
@@ -127,8 +138,14 @@ def liger_expert_parallel(
     sent, received = torch.stack([n.view(ranks, E).sum(1) for n in (rows.counts, theirs)]).tolist()
     rows.keep(sum(sent))
     given = parallel.all_to_all(_Spread.apply(x, rows), sent, received, group)
-    weights = parallel.all_to_all(top_k_weights.reshape(-1).index_select(0, rows.order), sent, received, group)
-    experts = torch.arange(E, device=x.device).repeat(ranks).repeat_interleave(theirs, output_size=sum(received))
+    weights = parallel.all_to_all(
+        top_k_weights.reshape(-1).index_select(0, rows.order), sent, received, group
+    )
+    experts = (
+        torch.arange(E, device=x.device)
+        .repeat(ranks)
+        .repeat_interleave(theirs, output_size=sum(received))
+    )
     y = liger_experts(given, gate_up_proj, down_proj, experts[:, None], weights[:, None], **options)
     return rounded(_Collect.apply(parallel.all_to_all(y, received, sent, group), rows), dtype)
 
@@ -144,15 +161,22 @@ class LigerExpertParallelFusedMoe(torch.nn.Module):
         self.process_group = process_group
 
     def forward(
-        self, hidden_states: torch.Tensor, expert_indices: torch.Tensor, expert_weights: torch.Tensor,
-        all_B: torch.Tensor, all_C: torch.Tensor, all_A: torch.Tensor, num_experts: int,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        expert_indices: torch.Tensor,
+        expert_weights: torch.Tensor,
+        all_B: torch.Tensor,
+        all_C: torch.Tensor,
+        all_A: torch.Tensor,
+        num_experts: int,
+    ) -> torch.Tensor:
         """``out[t] = Σ_k expert_weights[t, k]·A·(silu(B·x) * (C·x))`` with x = hidden_states[t].
 
         Args:
             hidden_states: (..., H), this rank's.
             expert_indices, expert_weights: (..., K), of all experts.
-            all_B, all_C: (experts of this rank, I, H), the gate and up projections, as `torch.nn.Linear` stores them.
+            all_B, all_C: (experts of this rank, I, H), the gate and up projections, as
+            `torch.nn.Linear` stores them.
                 A copy of both is made; `liger_expert_parallel` takes them in one tensor.
             all_A: (experts of this rank, H, I), the down projections.
             num_experts: on all ranks together.
@@ -161,15 +185,29 @@ class LigerExpertParallelFusedMoe(torch.nn.Module):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         tables = dict(all_B=all_B, all_C=all_C, all_A=all_A)
-        check.floats(name, dict(hidden_states=hidden_states, **tables, expert_weights=expert_weights))
+        check.floats(
+            name, dict(hidden_states=hidden_states, **tables, expert_weights=expert_weights)
+        )
         ranks, H = parallel.place(group)[0], hidden_states.shape[-1]
-        if all_B.dim() != 3 or all_B.shape[2] != H or all_C.shape != all_B.shape or all_A.shape != all_B.mT.shape:
+        if (
+            all_B.dim() != 3
+            or all_B.shape[2] != H
+            or all_C.shape != all_B.shape
+            or all_A.shape != all_B.mT.shape
+        ):
             shapes = ", ".join(f"{argument} {tuple(t.shape)}" for argument, t in tables.items())
-            raise ValueError(f"{name}: {shapes}, hidden size {H}, give (experts, I, H) twice and (experts, H, I)")
+            raise ValueError(
+                f"{name}: {shapes}, hidden size {H}, give (experts, I, H) twice and (experts, H, I)"
+            )
         if num_experts != ranks * all_B.shape[0]:
             raise ValueError(
                 f"{name}: num_experts is {num_experts!r}, {ranks} ranks hold {all_B.shape[0]} each, give their product"
             )
-        x, chosen = hidden_states.reshape(-1, H), expert_indices.reshape(-1, expert_indices.shape[-1])
+        x, chosen = (
+            hidden_states.reshape(-1, H),
+            expert_indices.reshape(-1, expert_indices.shape[-1]),
+        )
         gate_up, weights = torch.cat((all_B, all_C), 1), expert_weights.reshape(chosen.shape)
-        return liger_expert_parallel(x, gate_up, all_A, chosen, weights, group).view(hidden_states.shape)
+        return liger_expert_parallel(x, gate_up, all_A, chosen, weights, group).view(
+            hidden_states.shape
+        )

@@ -1,7 +1,8 @@
-r"""The kernels of experts: products in which each row has its own expert's matrix, and what comes between them.
+r"""The kernels of experts: products in which each row has its own expert's matrix, and what comes
+between them.
 
-With the assignments sorted by expert (`routing`), row r of expert e is that of assignment s = order[r] and of token
-t = s // K. W_e is gate_up_proj[e], with 2I rows, and D_e is down_proj[e]:
+With the assignments sorted by expert (`routing`), row r of expert e is that of assignment s =
+order[r] and of token t = s // K. W_e is gate_up_proj[e], with 2I rows, and D_e is down_proj[e]:
 
     pre_r = W_e·x_t + b_e,   (g, u) = pre_r in halves, or its even and odd entries,   z_r = act(g)·u
     y_s = D_e·z_r + d_e,     out_t = Σ_k w_s·y_s
@@ -12,12 +13,12 @@ t = s // K. W_e is gate_up_proj[e], with 2I rows, and D_e is down_proj[e]:
 
 With a limit, g and u are those of `liger_clamped_swiglu`, and act(g) is silu(alpha·g)/alpha.
 
-A product reads its rows of x and of dout where they lie, by their tokens, and writes y and the parts of dx by their
-assignments. So a token's K rows are neighbours, and are added in that order: the same sum in every run. Sums are in
-fp32. Rounded are pre, q, w·z, dpre, each expert's y and part of dx, and the results. In forward, z is made from sums in
-fp32, in the product's own program. In backward it is made from pre, where q comes back: one more trip of q through
-memory, but a product that needs no registers for anything else.
-"""
+A product reads its rows of x and of dout where they lie, by their tokens, and writes y and the
+parts of dx by their assignments. So a token's K rows are neighbours, and are added in that order:
+the same sum in every run. Sums are in fp32. Rounded are pre, q, w·z, dpre, each expert's y and part
+of dx, and the results. In forward, z is made from sums in fp32, in the product's own program. In
+backward it is made from pre, where q comes back: one more trip of q through memory, but a product
+that needs no registers for anything else."""
 
 from __future__ import annotations
 
@@ -33,11 +34,31 @@ from liger_kernel.ops.moe.products import gate, multiply_columns, multiply_rows
 
 @kernel
 def _gate_bwd(
-    q_ptr, pre_ptr, weight_ptr, dpre_ptr, z_ptr, dweight_ptr, dout_ptr, bias_ptr, index_ptr, order_ptr, stride_dout,
-    TOP, H, F, limit, edge, alpha, shift, ACT: tl.constexpr, AT_EDGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    q_ptr,
+    pre_ptr,
+    weight_ptr,
+    dpre_ptr,
+    z_ptr,
+    dweight_ptr,
+    dout_ptr,
+    bias_ptr,
+    index_ptr,
+    order_ptr,
+    stride_dout,
+    TOP,
+    H,
+    F,
+    limit,
+    edge,
+    alpha,
+    shift,
+    ACT: tl.constexpr,
+    AT_EDGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: a row of dpre, of w·z, and dw of its assignment. Each may be left out, and q with dpre and dw.
+):
+    """One program: a row of dpre, of w·z, and dw of its assignment. Each may be left out, and q
+    with dpre and dw.
 
     dpre may be in the memory of pre, and z in that of q. edge is the limit in pre's dtype.
     """
@@ -88,9 +109,19 @@ def _gate_bwd(
 
 @kernel
 def _sums(
-    a_ptr, weight_ptr, c_ptr, order_ptr, offset_ptr, stride_a, N, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """One program: BLOCK_N columns of c_e = Σ_r a_r, or with weights Σ_r weight_s·a_t: then a has the tokens' rows."""
+    a_ptr,
+    weight_ptr,
+    c_ptr,
+    order_ptr,
+    offset_ptr,
+    stride_a,
+    N,
+    TOP,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_N columns of c_e = Σ_r a_r, or with weights Σ_r weight_s·a_t: then a has
+    the tokens' rows."""
     e, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, end = tl.load(offset_ptr + e), tl.load(offset_ptr + e + 1)
     c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -110,9 +141,20 @@ def _sums(
 
 @kernel
 def _add(
-    y_ptr, weight_ptr, index_ptr, place_ptr, out_ptr, T, N, E, TOP, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """One program: BLOCK_N columns of BLOCK_M tokens, out_t = Σ_k weight_s·y_s, or Σ_k y_s without weights.
+    y_ptr,
+    weight_ptr,
+    index_ptr,
+    place_ptr,
+    out_ptr,
+    T,
+    N,
+    E,
+    TOP,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_N columns of BLOCK_M tokens, out_t = Σ_k weight_s·y_s, or Σ_k y_s without
+    weights.
 
     With place_ptr, y_s is the row place[s].
     """
@@ -150,7 +192,8 @@ def _contiguous(t):
 
 
 def add_rows(y, weights, index, out, E, place=None):
-    """out (T, N): of each token the K rows of y, (T·K, N), added in fp32; ``place`` says where they are."""
+    """out (T, N): of each token the K rows of y, (T·K, N), added in fp32; ``place`` says where they
+    are."""
     (T, N), TOP = out.shape, index.shape[1]
     rows, columns = _launch_rows(T, N)
     _add[(cdiv(T, rows) * cdiv(N, columns),)](
@@ -160,7 +203,9 @@ def add_rows(y, weights, index, out, E, place=None):
 
 def _sum_rows(a, weights, c, TOP, order, offsets):
     E, N = c.shape
-    _sums[(cdiv(N, 64), E)](a, weights, c, order, offsets, a.stride(0), N, TOP, BLOCK_M=32, BLOCK_N=64, num_warps=4)
+    _sums[(cdiv(N, 64), E)](
+        a, weights, c, order, offsets, a.stride(0), N, TOP, BLOCK_M=32, BLOCK_N=64, num_warps=4
+    )
 
 
 def _outputs(x, gate_up, down, index, *others):
@@ -171,14 +216,30 @@ def _outputs(x, gate_up, down, index, *others):
 
 @custom_op("experts", _outputs)
 def experts_fwd(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor, weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor,
-    tiles: torch.Tensor, rows: int, act: str, limit: float | None, alpha: float, shift: float, transposed: bool,
-    interleaved: bool, keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x (T, H) and the experts' weights of any strides, and what `routing` gives for tiles of ``rows`` rows.
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: int,
+    act: str,
+    limit: float | None,
+    alpha: float,
+    shift: float,
+    transposed: bool,
+    interleaved: bool,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (T, H) and the experts' weights of any strides, and what `routing` gives for tiles of
+    ``rows`` rows.
 
-    -> out (T, H) and, to keep it, pre (T·K, 2I): row r is that of assignment order[r], columns are gate_up's.
+    -> out (T, H) and, to keep it, pre (T·K, 2I): row r is that of assignment order[r], columns are
+    gate_up's.
     """
     out, pre = _outputs(x, gate_up, down, index, transposed, interleaved, keep)
     x, index, weights = matrix_rows(x), index.contiguous(), weights.contiguous()
@@ -195,38 +256,109 @@ def experts_fwd(
 
 def _gradients(dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, *others):
     given = x, gate_up, down, weights, gate_up_bias, down_bias
-    return tuple(t.new_empty(t.shape) if need else None for t, need in zip(given, others[-6:], strict=True))
+    return tuple(
+        t.new_empty(t.shape) if need else None for t, need in zip(given, others[-6:], strict=True)
+    )
 
 
 @custom_op("experts_backward", _gradients)
 def experts_bwd(
-    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, index: torch.Tensor,
-    weights: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, pre: torch.Tensor,
-    order: torch.Tensor, offsets: torch.Tensor, tiles: torch.Tensor, rows: int, act: str, limit: float | None,
-    alpha: float, shift: float, transposed: bool, interleaved: bool, need_dx: bool, need_dgate_up: bool,
-    need_ddown: bool, need_dweights: bool, need_dgate_up_bias: bool, need_ddown_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> the gradients of x, gate_up, down, weights and both biases: None for what is not needed."""
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    pre: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: int,
+    act: str,
+    limit: float | None,
+    alpha: float,
+    shift: float,
+    transposed: bool,
+    interleaved: bool,
+    need_dx: bool,
+    need_dgate_up: bool,
+    need_ddown: bool,
+    need_dweights: bool,
+    need_dgate_up_bias: bool,
+    need_ddown_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> the gradients of x, gate_up, down, weights and both biases: None for what is not
+    needed."""
     needs = need_dx, need_dgate_up, need_ddown, need_dweights, need_dgate_up_bias, need_ddown_bias
     return launch_bwd(
-        dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, pre, order, offsets, tiles, rows, act, limit,
-        alpha, shift, transposed, interleaved, *needs, dpre=None,
-    )  # fmt: skip
+        dout,
+        x,
+        gate_up,
+        down,
+        index,
+        weights,
+        gate_up_bias,
+        down_bias,
+        pre,
+        order,
+        offsets,
+        tiles,
+        rows,
+        act,
+        limit,
+        alpha,
+        shift,
+        transposed,
+        interleaved,
+        *needs,
+        dpre=None,
+    )
 
 
 def launch_bwd(
-    dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, pre, order, offsets, tiles, rows, act, limit,
-    alpha, shift, transposed, interleaved, *needs, dpre,
-):  # fmt: skip
+    dout,
+    x,
+    gate_up,
+    down,
+    index,
+    weights,
+    gate_up_bias,
+    down_bias,
+    pre,
+    order,
+    offsets,
+    tiles,
+    rows,
+    act,
+    limit,
+    alpha,
+    shift,
+    transposed,
+    interleaved,
+    *needs,
+    dpre,
+):
     """`experts_bwd`, with dpre in the memory that is given; it may be that of pre.
 
-    Memory for a gradient is taken when it is made: that of the largest one last, after all else is free again.
-    """
+    Memory for a gradient is taken when it is made: that of the largest one last, after all else is
+    free again."""
     need_dx, need_dgate_up, need_ddown, need_dweights, need_dgate_up_bias, need_ddown_bias = needs
     dx = dgate_up = ddown = dweights = dgate_up_bias = ddown_bias = q = z = None
-    dout, x, index, weights = matrix_rows(dout), matrix_rows(x), index.contiguous(), weights.contiguous()
+    dout, x, index, weights = (
+        matrix_rows(dout),
+        matrix_rows(x),
+        index.contiguous(),
+        weights.contiguous(),
+    )
     w, d = _table(gate_up, transposed), _table(down, transposed)
-    (E, H, F), TOP, S, metadata = d.shape, index.shape[1], index.numel(), (order, offsets, tiles, rows)
+    (E, H, F), TOP, S, metadata = (
+        d.shape,
+        index.shape[1],
+        index.numel(),
+        (order, offsets, tiles, rows),
+    )
     if not (need_dx or need_dgate_up or need_dgate_up_bias):
         dpre = None
     elif dpre is None:
@@ -239,13 +371,34 @@ def launch_bwd(
     if need_ddown:
         z = pre.new_empty((S, F)) if q is None else q
     if q is not None or z is not None:
-        block = min(next_power_of_2(max(F, 1)), 1024)  # no entry in two threads: z and dpre lie over q and pre
+        block = min(
+            next_power_of_2(max(F, 1)), 1024
+        )  # no entry in two threads: z and dpre lie over q and pre
         _gate_bwd[(S,)](
-            q, pre, weights, dpre, z, dweights, dout, _contiguous(down_bias), index, order, dout.stride(0), TOP, H, F,
-            limit, rounded_number(limit, pre.dtype), None if alpha == 1 else alpha, shift, ACT=ACTS[act],
-            AT_EDGE=CLAMP_MOVES_AT_LIMIT, INTERLEAVED=interleaved, BLOCK=block,
+            q,
+            pre,
+            weights,
+            dpre,
+            z,
+            dweights,
+            dout,
+            _contiguous(down_bias),
+            index,
+            order,
+            dout.stride(0),
+            TOP,
+            H,
+            F,
+            limit,
+            rounded_number(limit, pre.dtype),
+            None if alpha == 1 else alpha,
+            shift,
+            ACT=ACTS[act],
+            AT_EDGE=CLAMP_MOVES_AT_LIMIT,
+            INTERLEAVED=interleaved,
+            BLOCK=block,
             num_warps=devices.warps(min(block // 32, 4), x),
-        )  # fmt: skip
+        )
     if need_ddown:
         ddown = down.new_empty(down.shape)
         multiply_columns(dout, z, _table(ddown, transposed), "a", TOP, order, offsets)

@@ -1,9 +1,10 @@
-"""Products of rows that are grouped by expert: each row with its own expert's matrix, and each expert's outer products.
+"""Products of rows that are grouped by expert: each row with its own expert's matrix, and each
+expert's outer products.
 
-Where the device copies tiles by descriptors, a product reads its tables by these, and rows that lie in the experts'
-order. Rows of tokens are read where they lie: of a product's rows that costs nothing. For the outer products, which sum
-over them, they are gathered first, some columns at a time.
-"""
+Where the device copies tiles by descriptors, a product reads its tables by these, and rows that lie
+in the experts' order. Rows of tokens are read where they lie: of a product's rows that costs
+nothing. For the outer products, which sum over them, they are gathered first, some columns at a
+time."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from liger_kernel.ops.mlp.pointwise import ACTS
 WIDE = tl.constexpr(devices.INTERPRETED)  # its products of bf16 are wrong, those of fp32 are not
 NO_GATE = None, None, None, None, False
 GATHERED = 3 * 2**26  # bytes of rows that are gathered for a product, or 256 of their columns
-TOGETHER = tl.constexpr(8)  # tiles of rows whose programs are neighbours: they share the weights in the cache
+TOGETHER = tl.constexpr(
+    8
+)  # tiles of rows whose programs are neighbours: they share the weights in the cache
 
 
 @triton.jit
 def _place(tile_ptr, offset_ptr, order_ptr, tiles, blocks, BLOCK_M: tl.constexpr):
-    """-> this program's expert (-1: none), its first row, which of its rows are the expert's, their assignments, its
-    block of columns."""
+    """-> this program's expert (-1: none), its first row, which of its rows are the expert's, their
+    assignments, its block of columns."""
     pid = tl.program_id(0)
     first = pid // (TOGETHER * blocks) * TOGETHER
     size = tl.minimum(tiles - first, TOGETHER)
@@ -60,19 +63,46 @@ def gate(g, u, limit, alpha, shift, ACT: tl.constexpr):
 
 @kernel
 def _product(
-    a_ptr, b_ptr, bias_ptr, c_ptr, z_ptr, order_ptr, offset_ptr, tile_ptr, stride_a, b_e, b_k, b_n, TOP, K, N, tiles,
-    limit, alpha, shift, OF_TOKENS: tl.constexpr, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BULK: tl.constexpr,
-    K_LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    c_ptr,
+    z_ptr,
+    order_ptr,
+    offset_ptr,
+    tile_ptr,
+    stride_a,
+    b_e,
+    b_k,
+    b_n,
+    TOP,
+    K,
+    N,
+    tiles,
+    limit,
+    alpha,
+    shift,
+    OF_TOKENS: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BULK: tl.constexpr,
+    K_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One program: BLOCK_N of the N columns of c = a·b_e + bias_e.
 
-    OF_TOKENS: a has a row for each token, and c one for each row r; otherwise a one for each r, c for each assignment.
-    With an activation, the columns are half of g and half of u, and z is written, too; c only where there is a c_ptr.
-    BULK: b_ptr is a descriptor, and a_ptr unless its rows are gathered; K_LAST: b lies in memory as (E, N, K). EVEN: K
-    is a multiple of BLOCK_K.
-    """
-    e, row, known, s, block = _place(tile_ptr, offset_ptr, order_ptr, tiles, tl.cdiv(N, BLOCK_N), BLOCK_M)
+    OF_TOKENS: a has a row for each token, and c one for each row r; otherwise a one for each r, c
+    for each assignment. With an activation, the columns are half of g and half of u, and z is
+    written, too; c only where there is a c_ptr. BULK: b_ptr is a descriptor, and a_ptr unless its
+    rows are gathered; K_LAST: b lies in memory as (E, N, K). EVEN: K is a multiple of BLOCK_K."""
+    e, row, known, s, block = _place(
+        tile_ptr, offset_ptr, order_ptr, tiles, tl.cdiv(N, BLOCK_N), BLOCK_M
+    )
     if e < 0:
         return
     k, i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -134,23 +164,45 @@ def _product(
         act, _, u = gate(g, u, limit, alpha, shift, ACT)
         f = block * HALF + tl.arange(0, HALF)
         at = z_ptr + row * (N // 2) + i[:, None] * (N // 2) + f[None, :]
-        tl.store(at, (act * u).to(z_ptr.dtype.element_ty), mask=known[:, None] & (f < N // 2)[None, :])
+        tl.store(
+            at, (act * u).to(z_ptr.dtype.element_ty), mask=known[:, None] & (f < N // 2)[None, :]
+        )
 
 
 @kernel
 def _outer(
-    a_ptr, b_ptr, c_ptr, order_ptr, offset_ptr, stride_a, stride_b, c_e, c_m, c_n, M, N, TOP,
-    OF_TOKENS: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M x BLOCK_N of c_e = Σ_r a_r ⊗ b_r, over an expert's rows; 0 if it has none.
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    order_ptr,
+    offset_ptr,
+    stride_a,
+    stride_b,
+    c_e,
+    c_m,
+    c_n,
+    M,
+    N,
+    TOP,
+    OF_TOKENS: tl.constexpr,
+    BULK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program: BLOCK_M x BLOCK_N of c_e = Σ_r a_r ⊗ b_r, over an expert's rows; 0 if it has
+    none.
 
-    OF_TOKENS: which of "a" and "b" has a row for each token, and not for each row r. BULK: a_ptr and b_ptr are
-    descriptors, of a row for each r.
-    """
+    OF_TOKENS: which of "a" and "b" has a row for each token, and not for each row r. BULK: a_ptr
+    and b_ptr are descriptors, of a row for each r."""
     blocks_m, blocks_n, e = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(1).to(tl.int64)
     together = tl.program_id(0) // (TOGETHER * blocks_n) * TOGETHER
-    size, inside = tl.minimum(blocks_m - together, TOGETHER), tl.program_id(0) % (TOGETHER * blocks_n)
+    size, inside = (
+        tl.minimum(blocks_m - together, TOGETHER),
+        tl.program_id(0) % (TOGETHER * blocks_n),
+    )
     first_m, first_n = (together + inside % size) * BLOCK_M, inside // size * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     begin, end = tl.load(offset_ptr + e), tl.load(offset_ptr + e + 1)
@@ -172,7 +224,10 @@ def _outer(
             b_row = (tl.load(order_ptr + r, mask=known, other=0) // TOP).to(tl.int64)
             if OF_TOKENS == "a":
                 a_row, b_row = b_row, a_row
-            a_at, b_at = a_ptr + a_row[:, None] * stride_a + m[None, :], b_ptr + b_row[:, None] * stride_b + n[None, :]
+            a_at, b_at = (
+                a_ptr + a_row[:, None] * stride_a + m[None, :],
+                b_ptr + b_row[:, None] * stride_b + n[None, :],
+            )
             a = tl.load(a_at, mask=known[:, None] & (m < M)[None, :], other=0.0)
             b = tl.load(b_at, mask=known[:, None] & (n < N)[None, :], other=0.0)
             c = _dot(tl.trans(a), b, c, PRECISION)
@@ -193,15 +248,15 @@ def _gather(x_ptr, rows_ptr, order_ptr, stride_x, TOP, N, BLOCK: tl.constexpr):
 def tile_rows(S, E, x):
     """Rows of a tile, for S assignments: an expert's last tile is partly empty.
 
-    Of 16, 32, 64 and 128 the fastest or within 2 % of it, forward and backward, for 1 to 8,192 tokens through the
-    experts of Mixtral-8x7B and of Qwen3-30B-A3B (H200, 2026-11-23).
-    """
+    Of 16, 32, 64 and 128 the fastest or within 2 % of it, forward and backward, for 1 to 8,192
+    tokens through the experts of Mixtral-8x7B and of Qwen3-30B-A3B (H200, 2026-11-23)."""
     rows = 16 if S <= 8 * E else 64 if S <= 32 * E else 128
     return min(rows, 64) if x.dtype == torch.float32 else rows
 
 
 def _launch(rows, N, K, x, tiles, most=256):
-    """Block sizes, precision, stages and warps of a product of tiles of ``rows`` rows, N columns and sums of K terms.
+    """Block sizes, precision, stages and warps of a product of tiles of ``rows`` rows, N columns
+    and sums of K terms.
 
     ``most``: columns of a tile, where the device copies tiles.
     """
@@ -216,11 +271,19 @@ def _launch(rows, N, K, x, tiles, most=256):
 def _others(x, numbers, rows, N, K, tiles, most):
     device = tuning.traits(x)
     widest, deepest = max(next_power_of_2(N), 16), max(next_power_of_2(K), 16)
-    places = {0: (32, 64, 128, 256), 1: (16, 32, 64), 2: (2, 3, 4) if device.prefetches else (1, 2), 3: (4, 8)}
+    places = {
+        0: (32, 64, 128, 256),
+        1: (16, 32, 64),
+        2: (2, 3, 4) if device.prefetches else (1, 2),
+        3: (4, 8),
+    }
 
     def fits(columns, deep, stages, warps):
         small = columns <= widest and deep <= deepest and rows * columns <= 4096 * warps
-        return small and max(stages, 2) * (rows + columns) * deep * x.element_size() + 2048 <= device.shared
+        return (
+            small
+            and max(stages, 2) * (rows + columns) * deep * x.element_size() + 2048 <= device.shared
+        )
 
     return tuning.around(numbers, places, fits)
 
@@ -229,21 +292,24 @@ def _others(x, numbers, rows, N, K, tiles, most):
 def _tile(x, rows, N, K, tiles, most):
     """(columns, deep, stages, warps) of `_launch`.
 
-    A thread has at most 128 entries of c. fp32 has no matrix unit, unless torch may use tf32: its operands lie in
-    registers, too. Nothing is spilled on sm_80 and sm_90, and few tokens' programs are enough for the device.
+    A thread has at most 128 entries of c. fp32 has no matrix unit, unless torch may use tf32: its
+    operands lie in registers, too. Nothing is spilled on sm_80 and sm_90, and few tokens' programs
+    are enough for the device.
 
-    Of nine launches by descriptors 128x256x64 with 3 stages was among the fastest, mostly within 5 % of the best, for
-    each product of 16,384 tokens through the experts of Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V3 and gpt-oss-20b, which
-    ran at 0.8 to 1.1 of the rate of an 8192³ product; with pointers those of tokens at 0.4 to 0.9 (H200, 2026-11-23,
-    Triton 3.6).
-    """
+    Of nine launches by descriptors 128x256x64 with 3 stages was among the fastest, mostly within 5
+    % of the best, for each product of 16,384 tokens through the experts of Mixtral-8x7B,
+    Qwen3-30B-A3B, DeepSeek-V3 and gpt-oss-20b, which ran at 0.8 to 1.1 of the rate of an 8192³
+    product; with pointers those of tokens at 0.4 to 0.9 (H200, 2026-11-23, Triton 3.6)."""
     wide = x.dtype == torch.float32
     deep = 16 if wide else 64
     bulk = devices.copies_tiles(x)
     columns = 64 if wide else most if bulk else 128
     if devices.stages((rows + columns) * deep * x.element_size(), x) == 1:
         columns = min(columns, 128)
-    columns, deep = min(columns, max(next_power_of_2(N), 16)), min(deep, max(next_power_of_2(K), 16))
+    columns, deep = (
+        min(columns, max(next_power_of_2(N), 16)),
+        min(deep, max(next_power_of_2(K), 16)),
+    )
     while columns > 32 and tiles * cdiv(N, columns) < 2 * devices.multiprocessors(x):
         columns //= 2
     warps = 8 if rows >= 128 and columns >= 128 and not (bulk and most == 128) else 4
@@ -254,34 +320,65 @@ def _tile(x, rows, N, K, tiles, most):
     return columns, deep, stages, warps
 
 
-def multiply_rows(a, w, bias, c, of_tokens, TOP, order, offsets, tiles, rows, z=None, gated=NO_GATE):
+def multiply_rows(
+    a, w, bias, c, of_tokens, TOP, order, offsets, tiles, rows, z=None, gated=NO_GATE
+):
     """c = a·w_e + bias_e, with w (E, K, N) of any strides. ``of_tokens``: see `_product`.
 
-    ``gated``: limit, alpha, shift, activation, and whether g and u are interleaved; z is what comes out of it.
-    """
+    ``gated``: limit, alpha, shift, activation, and whether g and u are interleaved; z is what comes
+    out of it."""
     (_, K, N), n, (*numbers, act, interleaved) = w.shape, tiles.shape[0], gated
     columns, blocks = _launch(rows, N, K, a, n)
     deep, k_last = blocks["BLOCK_K"], w.stride(1) == 1
     table, block = (w.mT, (columns, deep)) if k_last else (w, (deep, columns))
     if act is not None and not interleaved:  # a half of the block's columns is of g, a half of u
-        table, block = table.unflatten(1 if k_last else 2, (2, N // 2)), (2, columns // 2, deep) if k_last else None
-    bulk_a, bulk_w = a if of_tokens else descriptor(a, (rows, deep)), block and descriptor(table, (1, *block))
+        table, block = (
+            table.unflatten(1 if k_last else 2, (2, N // 2)),
+            (2, columns // 2, deep) if k_last else None,
+        )
+    bulk_a, bulk_w = (
+        a if of_tokens else descriptor(a, (rows, deep)),
+        block and descriptor(table, (1, *block)),
+    )
     bulk = bulk_a is not None and bulk_w is not None
     _product[(n * cdiv(N, columns),)](
-        bulk_a if bulk else a, bulk_w if bulk else w, bias, c, z, order, offsets, tiles, a.stride(0), *w.stride(), TOP,
-        K, N, n, *numbers, OF_TOKENS=of_tokens, ACT=ACTS.get(act), INTERLEAVED=interleaved, BULK=bulk, K_LAST=k_last,
-        BLOCK_N=columns, EVEN=K % deep == 0, **blocks,
-    )  # fmt: skip
+        bulk_a if bulk else a,
+        bulk_w if bulk else w,
+        bias,
+        c,
+        z,
+        order,
+        offsets,
+        tiles,
+        a.stride(0),
+        *w.stride(),
+        TOP,
+        K,
+        N,
+        n,
+        *numbers,
+        OF_TOKENS=of_tokens,
+        ACT=ACTS.get(act),
+        INTERLEAVED=interleaved,
+        BULK=bulk,
+        K_LAST=k_last,
+        BLOCK_N=columns,
+        EVEN=K % deep == 0,
+        **blocks,
+    )
 
 
 def multiply_columns(a, b, c, of_tokens, TOP, order, offsets):
-    """c (E, M, N) of any strides: Σ_r a_r ⊗ b_r over each expert's rows. ``of_tokens``: see `_outer`.
+    """c (E, M, N) of any strides: Σ_r a_r ⊗ b_r over each expert's rows. ``of_tokens``: see
+    `_outer`.
 
-    The rows of tokens are gathered, some columns at a time, where the product of rows in order is so much faster: with
-    descriptors twice as fast (H200, 2026-11-23, Triton 3.6, (16384, 2048, 768, 128, 8) and three larger ones).
+    The rows of tokens are gathered, some columns at a time, where the product of rows in order is
+    so much faster: with descriptors twice as fast (H200, 2026-11-23, Triton 3.6, (16384, 2048, 768,
+    128, 8) and three larger ones).
 
-    Of few rows, sums are short, and tiles of half the columns and warps let one write while another one adds up. All of
-    backward for 1, 128, 2,048 tokens of Mixtral-8x7B and 2,048 of Qwen3-30B-A3B: 1.62, 2.16, 6.04, 1.52 ms instead of
+    Of few rows, sums are short, and tiles of half the columns and warps let one write while another
+    one adds up. All of backward for 1, 128, 2,048 tokens of Mixtral-8x7B and 2,048 of
+    Qwen3-30B-A3B: 1.62, 2.16, 6.04, 1.52 ms instead of
     1.78, 2.39, 6.58, 1.70 (H200, 2026-11-23).
     """
     if c.stride(2) != 1 and c.stride(1) == 1:
@@ -300,11 +397,26 @@ def multiply_columns(a, b, c, of_tokens, TOP, order, offsets):
         strips = _gathered(tokens, other, c, of_tokens, TOP, order)
     for a, b, c in strips:
         E, M, N = c.shape
-        a_at, b_at = (descriptor(a, (deep, rows)), descriptor(b, (deep, columns))) if bulk else (a, b)
+        a_at, b_at = (
+            (descriptor(a, (deep, rows)), descriptor(b, (deep, columns))) if bulk else (a, b)
+        )
         _outer[(cdiv(M, rows) * cdiv(N, columns), E)](
-            a_at, b_at, c, order, offsets, a.stride(0), b.stride(0), *c.stride(), M, N, TOP,
-            OF_TOKENS=of_tokens, BULK=bulk, BLOCK_N=columns, **blocks,
-        )  # fmt: skip
+            a_at,
+            b_at,
+            c,
+            order,
+            offsets,
+            a.stride(0),
+            b.stride(0),
+            *c.stride(),
+            M,
+            N,
+            TOP,
+            OF_TOKENS=of_tokens,
+            BULK=bulk,
+            BLOCK_N=columns,
+            **blocks,
+        )
 
 
 def _gathered(tokens, other, c, of_tokens, TOP, order):
@@ -314,6 +426,15 @@ def _gathered(tokens, other, c, of_tokens, TOP, order):
     for first in range(0, width, strip):
         part = tokens[:, first : first + strip]
         at = tokens.new_empty((S, part.shape[1]))
-        _gather[(S,)](part, at, order, part.stride(0), TOP, at.shape[1], BLOCK=1024, num_warps=devices.warps(4, at))
+        _gather[(S,)](
+            part,
+            at,
+            order,
+            part.stride(0),
+            TOP,
+            at.shape[1],
+            BLOCK=1024,
+            num_warps=devices.warps(4, at),
+        )
         last = slice(first, first + strip)
         yield (at, other, c[:, last]) if of_tokens == "a" else (other, at, c[:, :, last])

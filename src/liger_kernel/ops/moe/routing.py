@@ -1,18 +1,19 @@
 r"""Which rows each expert has: the assignments of tokens, sorted by expert on the device.
 
-Token t has K experts, and assignment s = t·K + k is that of its k-th. Those of E experts are counted in chunks:
+Token t has K experts, and assignment s = t·K + k is that of its k-th. Those of E experts are
+counted in chunks:
 
     match(s, e) = 1 if index[s] = e, else 0
     count(c, e) = Σ_{s in chunk c} match(s, e),   total(e) = Σ_c count(c, e),   offsets(e) = Σ_{e' < e} total(e')
     order[offsets(e) + Σ_{c' < c} count(c', e) + Σ_{s' < s, in chunk c} match(s', e)] = s   where index[s] = e
 
-So the assignments of an expert stay in the order of the tokens. An index that is no expert's is dropped: ranks of an
-expert-parallel group mark so what other ranks compute. The last entries of ``order`` are then -1.
+So the assignments of an expert stay in the order of the tokens. An index that is no expert's is
+dropped: ranks of an expert-parallel group mark so what other ranks compute. The last entries of
+``order`` are then -1.
 
-A product of an expert's rows is made in tiles of ``block`` rows. No expert pads more than its last tile, so that there
-are never more than ⌈T·K / block⌉ + min(E, T·K) of them. The table has an entry for each. Shapes depend on no value, and
-the host waits for nothing.
-"""
+A product of an expert's rows is made in tiles of ``block`` rows. No expert pads more than its last
+tile, so that there are never more than ⌈T·K / block⌉ + min(E, T·K) of them. The table has an entry
+for each. Shapes depend on no value, and the host waits for nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def sort_reference(index, E):
 def routing_reference(index, E, block):
     """The same in plain PyTorch, but for the number of tiles: of those in use alone."""
     order, offsets = sort_reference(index, E)
-    tiles = [(e, row) for e in range(E) for row in range(int(offsets[e]), int(offsets[e + 1]), block)]
+    tiles = [
+        (e, row) for e in range(E) for row in range(int(offsets[e]), int(offsets[e + 1]), block)
+    ]
     return order, offsets, torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
 
 
@@ -56,14 +59,25 @@ def _matches(index_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
 def _count(index_ptr, count_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
     """One program: BLOCK_E experts in one chunk."""
     _, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
-    tl.store(count_ptr + tl.program_id(0) * E + e, tl.sum(match, axis=0, keep_dims=True), mask=e < E)
+    tl.store(
+        count_ptr + tl.program_id(0) * E + e, tl.sum(match, axis=0, keep_dims=True), mask=e < E
+    )
 
 
 @kernel
 def _scan(
-    count_ptr, before_ptr, offset_ptr, end_ptr, chunks, E, block, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr
-):  # fmt: skip
-    """The only program: an expert's assignments before each chunk, those before the expert, and where its tiles end."""
+    count_ptr,
+    before_ptr,
+    offset_ptr,
+    end_ptr,
+    chunks,
+    E,
+    block,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The only program: an expert's assignments before each chunk, those before the expert, and
+    where its tiles end."""
     c, e = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_E)[None, :]
     total = tl.zeros((1, BLOCK_E), dtype=tl.int32)
     for first in range(0, chunks, BLOCK_C):
@@ -77,7 +91,9 @@ def _scan(
 
 
 @kernel
-def _sort(index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
+def _sort(
+    index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr
+):
     """One program: what one chunk has of BLOCK_E experts."""
     s, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
     first = tl.load(offset_ptr + e, mask=e < E, other=0)
@@ -87,9 +103,15 @@ def _sort(index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.conste
 
 
 @kernel
-def _tiles(end_ptr, offset_ptr, tile_ptr, tiles, E, block, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """One program: BLOCK_T entries of the table, the expert (-1: none) and the first row of each."""
-    t, e = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_E)[None, :]
+def _tiles(
+    end_ptr, offset_ptr, tile_ptr, tiles, E, block, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """One program: BLOCK_T entries of the table, the expert (-1: none) and the first row of
+    each."""
+    t, e = (
+        tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None],
+        tl.arange(0, BLOCK_E)[None, :],
+    )
     end = tl.load(end_ptr + e, mask=e < E, other=2147483647)
     expert = tl.sum((end <= t).to(tl.int32), axis=1, keep_dims=True)
     first = tl.max(tl.where(end <= t, end, 0), axis=1, keep_dims=True)
@@ -99,7 +121,8 @@ def _tiles(end_ptr, offset_ptr, tile_ptr, tiles, E, block, BLOCK_T: tl.constexpr
 
 
 def _launch(S, E):
-    """(assignments of a chunk, experts of a program, chunks in an iteration of the scan, all experts, rounded up)."""
+    """(assignments of a chunk, experts of a program, chunks in an iteration of the scan, all
+    experts, rounded up)."""
     every = next_power_of_2(E)
     return 256, min(every, 32), max(4096 // every, 1), every
 
@@ -107,15 +130,20 @@ def _launch(S, E):
 def _metadata(index, E, block):
     S = index.numel()
     tiles = cdiv(S, block) + min(E, S)
-    return tuple(index.new_empty(shape, dtype=torch.int32) for shape in ((S,), (E + 1,), (tiles, 2)))
+    return tuple(
+        index.new_empty(shape, dtype=torch.int32) for shape in ((S,), (E + 1,), (tiles, 2))
+    )
 
 
 @custom_op("expert_routing", _metadata)
-def routing(index: torch.Tensor, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """index (T, K) of integers -> order (T·K,), offsets (E + 1,), tiles (n, 2): expert or -1, and first row. In int32.
+def routing(
+    index: torch.Tensor, E: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """index (T, K) of integers -> order (T·K,), offsets (E + 1,), tiles (n, 2): expert or -1, and
+    first row. In int32.
 
-    Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``, and row r of a product is that of order[r].
-    """
+    Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``, and row r of a product is
+    that of order[r]."""
     order, offsets, tiles = _metadata(index, E, block)
     order.fill_(-1)
     index, S = index.contiguous(), index.numel()
@@ -125,7 +153,18 @@ def routing(index: torch.Tensor, E: int, block: int) -> tuple[torch.Tensor, torc
     count, before = offsets.new_empty((2, chunks, E))
     end = offsets.new_empty(E)
     _count[grid](index, count, S, E, **blocks)
-    _scan[(1,)](count, before, offsets, end, chunks, E, block, BLOCK_C=chunks_at_once, BLOCK_E=every, num_warps=8)
+    _scan[(1,)](
+        count,
+        before,
+        offsets,
+        end,
+        chunks,
+        E,
+        block,
+        BLOCK_C=chunks_at_once,
+        BLOCK_E=every,
+        num_warps=8,
+    )
     _sort[grid](index, before, offsets, order, S, E, **blocks)
     n = tiles.shape[0]
     _tiles[(cdiv(n, 32),)](end, offsets, tiles, n, E, block, BLOCK_T=32, BLOCK_E=every, num_warps=8)
@@ -133,17 +172,22 @@ def routing(index: torch.Tensor, E: int, block: int) -> tuple[torch.Tensor, torc
 
 
 class RoutingMetadata(NamedTuple):
-    """Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``; assignment s is of token ``s // K``."""
+    """Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``; assignment s is of token
+    ``s // K``."""
 
-    order: torch.Tensor  # (T·K,), int32: assignments by expert, then by token; -1 at the end for those of no expert
-    offsets: torch.Tensor  # (E + 1,), int32
-    tiles: (
+    order: (
         torch.Tensor
-    )  # (n, 2), int32: the expert and the first row of each tile; the expert is -1 where there is none
+    )  # (T·K,), int32: assignments by expert, then by token; -1 at the end for those of no expert
+    offsets: torch.Tensor  # (E + 1,), int32
+    # (n, 2), int32: the expert and the first row of each tile; the expert is -1 where there is none
+    tiles: torch.Tensor
 
 
-def compute_routing_metadata(top_k_index: torch.Tensor, num_experts: int, block: int = 128) -> RoutingMetadata:
-    """Which rows each expert has, for products of rows that are grouped by expert. The host waits for nothing.
+def compute_routing_metadata(
+    top_k_index: torch.Tensor, num_experts: int, block: int = 128
+) -> RoutingMetadata:
+    """Which rows each expert has, for products of rows that are grouped by expert. The host waits
+    for nothing.
 
     Args:
         top_k_index: (T, K), integers. What is no expert's index is dropped.
@@ -151,7 +195,8 @@ def compute_routing_metadata(top_k_index: torch.Tensor, num_experts: int, block:
         block: rows of a tile.
 
     Returns:
-        ``order``, ``offsets`` and ``tiles``, whose shapes depend on no value. See `RoutingMetadata`.
+        ``order``, ``offsets`` and ``tiles``, whose shapes depend on no value. See
+        `RoutingMetadata`.
 
     Raises:
         TypeError: top_k_index is not of integers, num_experts or block no int.
@@ -161,7 +206,10 @@ def compute_routing_metadata(top_k_index: torch.Tensor, num_experts: int, block:
     check.integers(name, dict(top_k_index=top_k_index))
     if top_k_index.dim() != 2:
         raise ValueError(f"{name}: top_k_index has shape {tuple(top_k_index.shape)}, give (T, K)")
-    num_experts, block = check.integer(name, "num_experts", num_experts), check.integer(name, "block", block)
+    num_experts, block = (
+        check.integer(name, "num_experts", num_experts),
+        check.integer(name, "block", block),
+    )
     for argument, value in dict(num_experts=num_experts, block=block).items():
         if value < 1:
             raise ValueError(f"{name}: {argument} is {value!r}, give a positive int")

@@ -31,8 +31,17 @@ def dyt_reference(x, alpha, gamma, beta=None):
 
 @kernel
 def _fwd(
-    x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    alpha_ptr,
+    gamma_ptr,
+    beta_ptr,
+    y_ptr,
+    stride_x,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
@@ -47,15 +56,31 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dy_ptr, x_ptr, alpha_ptr, gamma_ptr, dx_ptr, dalpha_ptr, dgamma_ptr, dbeta_ptr, stride_dy, stride_x, M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program processes every num_programs-th block of rows, and writes one row of each of the partial sums."""
+    dy_ptr,
+    x_ptr,
+    alpha_ptr,
+    gamma_ptr,
+    dx_ptr,
+    dalpha_ptr,
+    dgamma_ptr,
+    dbeta_ptr,
+    stride_dy,
+    stride_x,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program processes every num_programs-th block of rows, and writes one row of each of the
+    partial sums."""
     pid = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
     gamma = read(gamma_ptr, n, n < N)
-    scale = gamma * alpha  # in the loop, Triton would compute all twice: in gamma's layout and in x's
+    scale = (
+        gamma * alpha
+    )  # in the loop, Triton would compute all twice: in gamma's layout and in x's
     dalpha = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dgamma, dbeta = dalpha, dalpha
     for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -85,9 +110,10 @@ def _bwd(
 def _launch(N, widest, elements):
     """(rows, columns, warps) of a program's block of so many elements, in at most so many columns.
 
-    65536x768, bf16, in blocks of 1024 columns and of 256, which end where a row does: forward 2.50, 2.88 TB/s (H200,
-    2026-11-22), backward 2.50, 2.94 (2026-11-24). With 2,048 elements and 4,096 of 1024 columns, 65536x1024 and
-    16384x4096: forward 3.47, 3.81 and 3.41, 3.69; with 2,048 in 1024 columns and in 2048, 16384x4096: backward 3.33,
+    65536x768, bf16, in blocks of 1024 columns and of 256, which end where a row does: forward 2.50,
+    2.88 TB/s (H200, 2026-11-22), backward 2.50, 2.94 (2026-11-24). With 2,048 elements and 4,096 of
+    1024 columns, 65536x1024 and 16384x4096: forward 3.47, 3.81 and 3.41, 3.69; with 2,048 in 1024
+    columns and in 2048, 16384x4096: backward 3.33,
     3.49 (2026-11-24).
     """
     columns = min(next_power_of_2(N), widest)
@@ -104,25 +130,42 @@ def _gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, nee
 @custom_op("dyt", lambda x, alpha, gamma, beta: x.new_empty(x.shape))
 def dyt_fwd(
     x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """x (M, N) with unit stride in N, gamma and beta (N,) contiguous -> y (M, N)."""
     y = x.new_empty(x.shape)
     M, N = x.shape
     rows, columns, warps = _launch(N, 1024, 4096)
     if M and N:
         _fwd[(cdiv(M, rows), cdiv(N, columns))](
-            x, alpha, gamma, beta, y, x.stride(0), M, N,
-            BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            x,
+            alpha,
+            gamma,
+            beta,
+            y,
+            x.stride(0),
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            num_warps=devices.warps(warps, x),
+        )
     return y
 
 
 @custom_op("dyt_backward", _gradients)
 def dyt_bwd(
-    dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None,
-    need_dx: bool, need_dalpha: bool, need_dgamma: bool, need_dbeta: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dy as x -> dx (M, N), and gradients like alpha, gamma and beta. What is not needed is None."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    need_dx: bool,
+    need_dalpha: bool,
+    need_dgamma: bool,
+    need_dbeta: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dy as x -> dx (M, N), and gradients like alpha, gamma and beta. What is not needed is
+    None."""
     needs = need_dx, need_dalpha, need_dgamma, need_dbeta
     found = dx, dalpha, dgamma, dbeta = _gradients(dy, x, alpha, gamma, beta, *needs)
     M, N = x.shape
@@ -132,9 +175,21 @@ def dyt_bwd(
     parts = partial(dalpha, programs * across), partial(dgamma, programs), partial(dbeta, programs)
     if N:
         _bwd[(programs, across)](
-            dy, x, alpha, gamma, dx, *parts, dy.stride(0), x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns,
-            STAGES=devices.stages(2 * rows * columns * x.element_size(), x), num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            dy,
+            x,
+            alpha,
+            gamma,
+            dx,
+            *parts,
+            dy.stride(0),
+            x.stride(0),
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            STAGES=devices.stages(2 * rows * columns * x.element_size(), x),
+            num_warps=devices.warps(warps, x),
+        )
     sum_rows(parts[0], dalpha)
     if programs > 1:
         sum_both(*parts[1:], dgamma, dbeta)
@@ -149,7 +204,11 @@ class LigerDyTFunction(Function):
     @staticmethod
     def forward(ctx, x, alpha, gamma, beta):
         devices.require_kernels("LigerDyTFunction", x)
-        if x.dim() == 0 or not check.fits(x, x.shape[-1:], gamma, beta) or not check.fits(x, (1,), alpha):
+        if (
+            x.dim() == 0
+            or not check.fits(x, x.shape[-1:], gamma, beta)
+            or not check.fits(x, (1,), alpha)
+        ):
             _check("LigerDyTFunction", x, alpha, gamma, beta)
         ctx.save_for_backward(x, alpha, gamma, beta)
         return _forward(x, alpha, gamma, beta)
@@ -162,13 +221,16 @@ class LigerDyTFunction(Function):
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[:4]
         found = _backward(dy, *ctx.saved_tensors, *needs)
-        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+        return tuple(
+            gradient if need else None for gradient, need in zip(found, needs, strict=True)
+        )
 
 
 def liger_dyt_fwd(
     x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
-    """`liger_dyt` without autograd, for frameworks with a Function of their own. It needs kernels."""
+) -> torch.Tensor:
+    """`liger_dyt` without autograd, for frameworks with a Function of their own. It needs
+    kernels."""
     _check("liger_dyt_fwd", x, alpha, gamma, beta)
     devices.require_kernels("liger_dyt_fwd", x)
     return _forward(x, alpha, gamma, beta)
@@ -180,9 +242,14 @@ def _forward(x, alpha, gamma, beta):
 
 
 def liger_dyt_bwd(
-    dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """-> the gradients of x, alpha, gamma and beta (None without beta), each like its tensor. It needs kernels."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """-> the gradients of x, alpha, gamma and beta (None without beta), each like its tensor. It
+    needs kernels."""
     _check("liger_dyt_bwd", x, alpha, gamma, beta)
     if not check.fits(x, x.shape, dy):
         check.floats("liger_dyt_bwd", dict(x=x, dy=dy))
@@ -207,8 +274,11 @@ def _check(name, x, alpha, gamma, beta):
 
 
 def liger_dyt(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Dynamic tanh: ``gamma·tanh(alpha·x) + beta``.
 
     Args:
@@ -238,10 +308,15 @@ class LigerDyT(torch.nn.Module):
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()
         check.size("LigerDyT", "hidden_size", hidden_size)
-        self.hidden_size, self.init_alpha = hidden_size, check.finite("LigerDyT", "init_alpha", init_alpha)
+        self.hidden_size, self.init_alpha = (
+            hidden_size,
+            check.finite("LigerDyT", "init_alpha", init_alpha),
+        )
         self.alpha = torch.nn.Parameter(torch.full((1,), self.init_alpha))
         self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
-        self.register_parameter("beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+        self.register_parameter(
+            "beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None
+        )
 
     def forward(self, x: torch.Tensor):
         return liger_dyt(x, self.alpha, self.gamma, self.beta)
@@ -252,7 +327,12 @@ class LigerDyT(torch.nn.Module):
 
 def _inputs(*shape):
     gamma, beta = (torch.randn(shape[-1]).requires_grad_() for _ in range(2))
-    return dict(x=torch.randn(shape).requires_grad_(), alpha=torch.rand(1).requires_grad_(), gamma=gamma, beta=beta)
+    return dict(
+        x=torch.randn(shape).requires_grad_(),
+        alpha=torch.rand(1).requires_grad_(),
+        gamma=gamma,
+        beta=beta,
+    )
 
 
 CASES.append(

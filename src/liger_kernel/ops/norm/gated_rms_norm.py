@@ -3,14 +3,15 @@ r"""RMSNorm with a gate, as in Mamba-2 and in linear attention.
     norm before gate:   rstd = 1 / sqrt(mean(x²) + eps),   x̂ = x·rstd,   y = x̂·w·act(g)
     gate before norm:   u = x·act(g),   rstd = 1 / sqrt(mean(u²) + eps),   y = u·rstd·w
 
-The mean goes over a row, or over each group of ``group_size`` columns. `gated_rows` has the kernels, and the gradients.
+The mean goes over a row, or over each group of ``group_size`` columns. `gated_rows` has the
+kernels, and the gradients.
 
-``casting`` says where Hugging Face rounds to x's dtype: "llama" rounds x̂ (or u·rstd), and then its product with w
-(Qwen3-Next, Mamba-2, Bamba); "gemma" rounds only y (Kimi Linear, Falcon-H1). The gate is always computed in fp32.
+``casting`` says where Hugging Face rounds to x's dtype: "llama" rounds x̂ (or u·rstd), and then its
+product with w (Qwen3-Next, Mamba-2, Bamba); "gemma" rounds only y (Kimi Linear, Falcon-H1). The
+gate is always computed in fp32.
 
-Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060; Yang et al., Gated Delta Networks, arXiv:2412.06464;
-rounding as in Hugging Face transformers.
-"""
+Source: Dao and Gu, Transformers are SSMs, arXiv:2405.21060; Yang et al., Gated Delta Networks,
+arXiv:2412.06464; rounding as in Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -21,19 +22,34 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, matrix_rows
 from liger_kernel.ops.norm.gated_rows import gated_norm_bwd, gated_norm_fwd
-from liger_kernel.ops.norm.rms_norm import CASTINGS, check_function, check_module, check_norm, rms_norm_reference
+from liger_kernel.ops.norm.rms_norm import (
+    CASTINGS,
+    check_function,
+    check_module,
+    check_norm,
+    rms_norm_reference,
+)
 from liger_kernel.ops.norm.rows import shaped
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def gated_rms_norm_reference(
-    x, gate, w=None, eps=1e-6, casting="llama", norm_before_gate=True, group_size=None, activation="silu"
+    x,
+    gate,
+    w=None,
+    eps=1e-6,
+    casting="llama",
+    norm_before_gate=True,
+    group_size=None,
+    activation="silu",
 ):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     factor = ACTIVATIONS[activation](gate.to(wide))
     u = x.to(wide) if norm_before_gate else x.to(wide) * factor
-    y = rms_norm_reference(u if group_size is None else u.unflatten(-1, (-1, group_size)), None, eps).view(u.shape)
+    y = rms_norm_reference(
+        u if group_size is None else u.unflatten(-1, (-1, group_size)), None, eps
+    ).view(u.shape)
     if casting == "llama":
         y = y.to(x.dtype)
     if w is not None:
@@ -42,7 +58,8 @@ def gated_rms_norm_reference(
 
 
 class LigerGatedRMSNormFunction(Function):
-    """``apply(x, gate, weight, eps, casting_mode, norm_before_gate, group_size, activation) -> y`` like x.
+    """``apply(x, gate, weight, eps, casting_mode, norm_before_gate, group_size, activation) -> y``
+    like x.
 
     The arguments of `liger_gated_rms_norm`, and its defaults.
     """
@@ -51,9 +68,16 @@ class LigerGatedRMSNormFunction(Function):
 
     @staticmethod
     def forward(
-        ctx, x, gate, weight=None, eps=1e-6, casting_mode="llama", norm_before_gate=True, group_size=None,
+        ctx,
+        x,
+        gate,
+        weight=None,
+        eps=1e-6,
+        casting_mode="llama",
+        norm_before_gate=True,
+        group_size=None,
         activation="silu",
-    ):  # fmt: skip
+    ):
         name = "LigerGatedRMSNormFunction"
         devices.require_kernels(name, x)
         check_function(name, x, weight=weight)
@@ -80,7 +104,16 @@ class LigerGatedRMSNormFunction(Function):
         need_dx, need_dg, need_dw = needs = ctx.needs_input_grad[:3]
         w = None if weight is None else weight.contiguous()
         dx, dg, dw, _ = gated_norm_bwd(
-            matrix_rows(dy), matrix_rows(x), matrix_rows(gate), w, None, rstd, 0.0, *ctx.how, *needs, False
+            matrix_rows(dy),
+            matrix_rows(x),
+            matrix_rows(gate),
+            w,
+            None,
+            rstd,
+            0.0,
+            *ctx.how,
+            *needs,
+            False,
         )
         dx, dg = shaped(dx, x.shape) if need_dx else None, shaped(dg, x.shape) if need_dg else None
         return dx, dg, dw if need_dw else None, None, None, None, None, None
@@ -100,33 +133,46 @@ def _check_options(name, casting_mode, norm_before_gate, group_size, activation,
         raise ValueError(f"{name}: activation is {activation!r}, give 'silu' or 'sigmoid'")
     group_size = None if group_size is None else check.integer(name, "group_size", group_size)
     if group_size is not None and (group_size < 1 or hidden_size % group_size):
-        raise ValueError(f"{name}: group_size is {group_size}, give a divisor of the hidden size, {hidden_size}")
+        raise ValueError(
+            f"{name}: group_size is {group_size}, give a divisor of the hidden size, {hidden_size}"
+        )
     return casting_mode, norm_before_gate, group_size, activation
 
 
 def liger_gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6,
-    casting_mode: str = "llama", norm_before_gate: bool = True, group_size: int | None = None, activation: str = "silu",
-) -> torch.Tensor:  # fmt: skip
-    """RMSNorm over the last dimension, and a gate: ``RMSNorm(x)·act(gate)``, or ``RMSNorm(x·act(gate))``.
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    casting_mode: str = "llama",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """RMSNorm over the last dimension, and a gate: ``RMSNorm(x)·act(gate)``, or
+    ``RMSNorm(x·act(gate))``.
 
     Args:
         x: (..., H), fp32, bf16 or fp16, any strides.
         gate: (..., H), any floating dtype, any strides.
         weight: (H,), any floating dtype, or None for no weight.
         eps: added to the mean square.
-        casting_mode: where Hugging Face rounds: "llama" (Qwen3-Next, Mamba-2) or "gemma" (Kimi Linear, Falcon-H1).
+        casting_mode: where Hugging Face rounds: "llama" (Qwen3-Next, Mamba-2) or "gemma" (Kimi
+        Linear, Falcon-H1).
         norm_before_gate: True as in Qwen3-Next, False as in Mamba-2.
-        group_size: of groups of columns that are normalised by themselves; None: a row is one group.
+        group_size: of groups of columns that are normalised by themselves; None: a row is one
+        group.
         activation: of the gate, "silu" or "sigmoid".
 
     Returns:
         (..., H) in x's dtype.
 
     Raises:
-        ValueError: an unknown casting mode or activation; x has no dimension; gate or weight has another shape or
+        ValueError: an unknown casting mode or activation; x has no dimension; gate or weight has
+        another shape or
             device; group_size does not divide H; eps is negative.
-        TypeError: x, gate or weight is not a floating point tensor, eps or group_size not a number, norm_before_gate
+        TypeError: x, gate or weight is not a floating point tensor, eps or group_size not a number,
+        norm_before_gate
             not a bool.
 
     Source: arXiv:2405.21060, arXiv:2412.06464.
@@ -135,31 +181,51 @@ def liger_gated_rms_norm(
     check_norm(name, x, weight=weight)
     _check_gate(name, x, gate)
     eps = check.not_negative(name, "eps", eps)
-    options = _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
+    options = _check_options(
+        name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1]
+    )
     if not devices.has_kernels(x):
         return gated_rms_norm_reference(x, gate, weight, eps, *options)
     return LigerGatedRMSNormFunction.call(x, gate, weight, eps, *options)
 
 
 class LigerGatedRMSNorm(torch.nn.Module):
-    """`liger_gated_rms_norm` as a module: ``forward(hidden_states, gate)``. The state dict is Hugging Face's."""
+    """`liger_gated_rms_norm` as a module: ``forward(hidden_states, gate)``. The state dict is
+    Hugging Face's."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, casting_mode: str = "llama", norm_before_gate: bool = True,
-        group_size: int | None = None, activation: str = "silu",
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        casting_mode: str = "llama",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
         check_module("LigerGatedRMSNorm", hidden_size, eps, "ones")
-        _check_options("LigerGatedRMSNorm", casting_mode, norm_before_gate, group_size, activation, hidden_size)
+        _check_options(
+            "LigerGatedRMSNorm", casting_mode, norm_before_gate, group_size, activation, hidden_size
+        )
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon, self.casting_mode, self.norm_before_gate = eps, casting_mode, norm_before_gate
+        self.variance_epsilon, self.casting_mode, self.norm_before_gate = (
+            eps,
+            casting_mode,
+            norm_before_gate,
+        )
         self.group_size, self.activation = group_size, activation
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor):
         return liger_gated_rms_norm(
-            hidden_states, gate, self.weight, self.variance_epsilon, self.casting_mode, self.norm_before_gate,
-            self.group_size, self.activation,
-        )  # fmt: skip
+            hidden_states,
+            gate,
+            self.weight,
+            self.variance_epsilon,
+            self.casting_mode,
+            self.norm_before_gate,
+            self.group_size,
+            self.activation,
+        )
 
     def extra_repr(self):
         order = "norm before gate" if self.norm_before_gate else "gate before norm"
@@ -180,20 +246,24 @@ def _group_size(x, grouped):
 CASES.append(
     Case(
         "gated_rms_norm",
-        fn=lambda x, gate, w=None, casting="llama", before=True, grouped=False, act="silu": liger_gated_rms_norm(
-            x, gate, w, 1e-6, casting, before, _group_size(x, grouped), act
+        fn=lambda x, gate, w=None, casting="llama", before=True, grouped=False, act="silu": (
+            liger_gated_rms_norm(x, gate, w, 1e-6, casting, before, _group_size(x, grouped), act)
         ),
         reference=lambda x, gate, w=None, casting="llama", before=True, grouped=False, act="silu": (
-            gated_rms_norm_reference(x, gate, w, 1e-6, casting, before, _group_size(x, grouped), act)
+            gated_rms_norm_reference(
+                x, gate, w, 1e-6, casting, before, _group_size(x, grouped), act
+            )
         ),
         inputs=_inputs,
         shapes=((1, 8), (5, 123), (2, 7, 512), (2, 16390)),
         options=(
-            dict(), dict(before=False, grouped=True), dict(act="sigmoid", casting="gemma"),
+            dict(),
+            dict(before=False, grouped=True),
+            dict(act="sigmoid", casting="gemma"),
             dict(w=None, before=False, casting="gemma"),
         ),
         bench=((1048576, 128), (32768, 4096), (8192, 8192), (8192, 4096)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (3, 5)),
         fp32_roundings=2,
     )
-)  # fmt: skip
+)

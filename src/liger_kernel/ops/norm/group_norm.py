@@ -1,18 +1,19 @@
-r"""GroupNorm: each group of K channels of a sample, K·S elements, is normalised; each channel is scaled and shifted.
+r"""GroupNorm: each group of K channels of a sample, K·S elements, is normalised; each channel is
+scaled and shifted.
 
     rstd = 1 / sqrt(mean((x - mean x)²) + eps),   x̂ = (x - mean x)·rstd,   y = x̂·w + b
 
     with m = dy·w:   dx = rstd·(m - mean(m) - x̂·mean(m·x̂)),   dw = Σ dy·x̂,   db = Σ dy
 
-The sums Σ dy·x̂ and Σ dy of a channel in one sample are used twice. Weighted with w and summed over the group, they are
-the means in dx. Summed over the samples, they are dw and db.
+The sums Σ dy·x̂ and Σ dy of a channel in one sample are used twice. Weighted with w and summed over
+the group, they are the means in dx. Summed over the samples, they are dw and db.
 
-The variance is the biased one, from the squares of differences to a mean. If a group fits into a program, that is the
-group's mean. Otherwise it is the mean of a part, and Chan's formula merges the parts. The kernels are in `group_rows`.
+The variance is the biased one, from the squares of differences to a mean. If a group fits into a
+program, that is the group's mean. Otherwise it is the mean of a part, and Chan's formula merges the
+parts. The kernels are in `group_rows`.
 
-Source: Wu and He, Group Normalization, arXiv:1803.08494; Chan, Golub and LeVeque, Algorithms for Computing the Sample
-Variance, 1983.
-"""
+Source: Wu and He, Group Normalization, arXiv:1803.08494; Chan, Golub and LeVeque, Algorithms for
+Computing the Sample Variance, 1983."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ def group_norm_reference(x, w, b, groups, eps=1e-6):
 
 
 def _samples(t):
-    """(N, C, *) as (N, C·S) in which a sample is contiguous: a view if there is one, else a copy."""
+    """(N, C, *) as (N, C·S) in which a sample is contiguous: a view if there is one, else a
+    copy."""
     return matrix_rows(t.flatten(1))
 
 
 class LigerGroupNormFunction(Function):
-    """``apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps) -> Y`` like X."""
+    """``apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps) -> Y``
+    like X."""
 
     @staticmethod
     def reference(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
@@ -47,13 +50,28 @@ class LigerGroupNormFunction(Function):
     def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
         devices.require_kernels("LigerGroupNormFunction", X)
         of_channels = check.fits(X, X.shape[1:2], affine_scaling_weight, affine_shifting_bias)
-        if not of_channels or X.dim() < 3 or X.shape[1] != num_channels or num_groups < 1 or num_channels % num_groups:
-            _check("LigerGroupNormFunction", X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups)
+        if (
+            not of_channels
+            or X.dim() < 3
+            or X.shape[1] != num_channels
+            or num_groups < 1
+            or num_channels % num_groups
+        ):
+            _check(
+                "LigerGroupNormFunction",
+                X,
+                affine_scaling_weight,
+                affine_shifting_bias,
+                num_channels,
+                num_groups,
+            )
         x, w, b = _samples(X), affine_scaling_weight.contiguous(), affine_shifting_bias.contiguous()
         y, mean, rstd = group_norm_fwd(x, w, b, num_groups, eps)
         ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, mean, rstd)
         ctx.options = num_channels, num_groups, eps
-        return torch.ops.aten._unsafe_view(y, X.shape)  # to autograd no view: the caller may write to it
+        return torch.ops.aten._unsafe_view(
+            y, X.shape
+        )  # to autograd no view: the caller may write to it
 
     @staticmethod
     def arguments(ctx):
@@ -63,7 +81,9 @@ class LigerGroupNormFunction(Function):
     def backward(ctx, dY):
         X, w, b, mean, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        dx, dw, db = group_norm_bwd(_samples(dY), _samples(X), w.contiguous(), b.contiguous(), mean, rstd, *need)
+        dx, dw, db = group_norm_bwd(
+            _samples(dY), _samples(X), w.contiguous(), b.contiguous(), mean, rstd, *need
+        )
         dx = dx.view(dY.shape) if need[0] else None
         return dx, dw if need[1] else None, db if need[2] else None, None, None, None
 
@@ -71,26 +91,39 @@ class LigerGroupNormFunction(Function):
 def _check_groups(name, num_channels, num_groups):
     check.size(name, "num_channels", num_channels)
     if check.integer(name, "num_groups", num_groups) < 1 or num_channels % num_groups:
-        raise check.Misfit(f"{name}: num_groups is {num_groups}, give a divisor of num_channels, {num_channels}")
+        raise check.Misfit(
+            f"{name}: num_groups is {num_groups}, give a divisor of num_channels, {num_channels}"
+        )
 
 
 def _check(name, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups):
-    parameters = dict(affine_scaling_weight=affine_scaling_weight, affine_shifting_bias=affine_shifting_bias)
+    parameters = dict(
+        affine_scaling_weight=affine_scaling_weight, affine_shifting_bias=affine_shifting_bias
+    )
     check.floats(name, dict(X=X, **parameters))
     if X.dim() < 3:
-        raise check.Misfit(f"{name}: X has shape {tuple(X.shape)}, give (N, C, *) with at least three dimensions")
+        raise check.Misfit(
+            f"{name}: X has shape {tuple(X.shape)}, give (N, C, *) with at least three dimensions"
+        )
     if X.shape[1] != check.size(name, "num_channels", num_channels):
-        raise check.Misfit(f"{name}: num_channels is {num_channels}, X has {X.shape[1]}; it comes before num_groups")
+        raise check.Misfit(
+            f"{name}: num_channels is {num_channels}, X has {X.shape[1]}; it comes before num_groups"
+        )
     _check_groups(name, num_channels, num_groups)
     for what, t in parameters.items():
         check.shape(name, what, t, (num_channels,))
 
 
 def liger_group_norm(
-    X: torch.Tensor, affine_scaling_weight: torch.Tensor, affine_shifting_bias: torch.Tensor, num_channels: int,
-    num_groups: int, eps: float,
-) -> torch.Tensor:  # fmt: skip
-    """Group normalisation, as `torch.nn.functional.group_norm`. Note that num_channels comes before num_groups.
+    X: torch.Tensor,
+    affine_scaling_weight: torch.Tensor,
+    affine_shifting_bias: torch.Tensor,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """Group normalisation, as `torch.nn.functional.group_norm`. Note that num_channels comes before
+    num_groups.
 
     Args:
         X: (N, C, *) with at least three dimensions, fp32, bf16 or fp16.
@@ -103,9 +136,11 @@ def liger_group_norm(
         A tensor like X, computed in fp32 and rounded once.
 
     Raises:
-        ValueError: X has fewer than three dimensions; C is not num_channels, or not a multiple of num_groups; weight or
+        ValueError: X has fewer than three dimensions; C is not num_channels, or not a multiple of
+        num_groups; weight or
             bias has another shape or device.
-        TypeError: X, weight or bias is not a floating point tensor; num_channels, num_groups or eps is not a number.
+        TypeError: X, weight or bias is not a floating point tensor; num_channels, num_groups or eps
+        is not a number.
 
     Source: arXiv:1803.08494.
     """
@@ -114,15 +149,23 @@ def liger_group_norm(
     eps = check.not_negative(name, "eps", eps)
     if not devices.has_kernels(X):
         return group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
-    return LigerGroupNormFunction.call(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
+    return LigerGroupNormFunction.call(
+        X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps
+    )
 
 
 class LigerGroupNorm(torch.nn.Module):
-    """`liger_group_norm` as a module. There is always a bias: from N(0, 1) with ``bias=True``, else zeros."""
+    """`liger_group_norm` as a module. There is always a bias: from N(0, 1) with ``bias=True``, else
+    zeros."""
 
     def __init__(
-        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
-    ) -> None:  # fmt: skip
+        self,
+        num_channels: int,
+        num_groups: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+    ) -> None:
         super().__init__()
         _check_groups("LigerGroupNorm", num_channels, num_groups)
         check_module("LigerGroupNorm", num_channels, eps, init_fn)
@@ -133,7 +176,12 @@ class LigerGroupNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor):
         return liger_group_norm(
-            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
+            hidden_states,
+            self.weight,
+            self.bias,
+            self.num_channels,
+            self.num_groups,
+            self.variance_epsilon,
         )
 
     def extra_repr(self):
@@ -160,6 +208,7 @@ CASES.append(
         shapes=((1, 3, 5), (5, 6, 7), (3, 40, 4, 9), (2, 9, 592), (3, 12, 50, 120), (1, 6, 17000)),
         bench=((16, 512, 64, 64), (8, 320, 96, 96)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
-        fp32_roundings=2,  # x - mean is one more than PyTorch's x·scale + shift, which cancels if x has a large mean
+        # x - mean is one more than PyTorch's x·scale + shift, which cancels if x has a large mean
+        fp32_roundings=2,
     )
 )

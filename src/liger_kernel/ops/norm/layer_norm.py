@@ -58,8 +58,11 @@ class LigerLayerNormFunction(Function):
 
 
 def liger_layer_norm(
-    X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float = 1e-6,
-) -> torch.Tensor:  # fmt: skip
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    B: torch.Tensor | None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
     """Layer normalisation over the last dimension: ``(x - mean) / sqrt(var + eps) * W + B``.
 
     Args:
@@ -86,23 +89,33 @@ def liger_layer_norm(
 class LigerLayerNorm(torch.nn.Module):
     """`liger_layer_norm` as a module. The state dict is `torch.nn.LayerNorm`'s.
 
-    There is always a trainable bias: zeros, or with ``bias=True`` numbers from N(0, 1). ``impl`` names an
-    implementation (`liger_kernel.available_impls`). ``backend`` is another name for ``impl``. ``mode`` has no effect.
+    There is always a trainable bias: zeros, or with ``bias=True`` numbers from N(0, 1). ``impl``
+    names an implementation (`liger_kernel.available_impls`). ``backend`` is another name for
+    ``impl``. ``mode`` has no effect.
 
     Raises:
-        ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown implementation, or
+        ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown
+        implementation, or
             as `liger_layer_norm`.
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
-        mode: str | None = None, backend: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
         check_module(type(self).__name__, hidden_size, eps, init_fn)
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
-        self.bias = torch.nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+        self.bias = torch.nn.Parameter(
+            torch.randn(hidden_size) if bias else torch.zeros(hidden_size)
+        )
         self.impl, self.mode = impl if backend is None else backend, mode
 
     @property
@@ -127,7 +140,8 @@ CASES.append(
         fn=lambda x, w=None, b=None: liger_layer_norm(x, w, b, 1e-6),
         reference=lambda x, w=None, b=None: layer_norm_reference(x, w, b, 1e-6),
         inputs=lambda *shape: dict(
-            x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_(),
+            x=torch.randn(shape).requires_grad_(),
+            w=torch.randn(shape[-1]).requires_grad_(),
             b=torch.randn(shape[-1]).requires_grad_(),
         ),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
@@ -135,4 +149,4 @@ CASES.append(
         bench=((8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
     )
-)  # fmt: skip
+)

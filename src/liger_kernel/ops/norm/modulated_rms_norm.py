@@ -1,16 +1,17 @@
-r"""Modulated RMSNorm: the norm of a diffusion transformer's block, scaled and shifted for each sample (AdaLN).
+r"""Modulated RMSNorm: the norm of a diffusion transformer's block, scaled and shifted for each
+sample (AdaLN).
 
     y = RMSNorm(x)·(1 + scale) + shift
 
-A row of scale and shift belongs to T rows of x: with x (B, T, H) and scale (B, H), to those of a sample.
-`gated_rows` has the kernels, and the gradients.
+A row of scale and shift belongs to T rows of x: with x (B, T, H) and scale (B, H), to those of a
+sample. `gated_rows` has the kernels, and the gradients.
 
-What is rounded: 1 + scale, to scale's dtype; with the casting mode "llama" and a weight, x̂ and then only y; with
-"gemma", and without a weight, the norm, its product with 1 + scale, and y. Where dtypes differ, PyTorch promotes, and
-the product is not rounded.
+What is rounded: 1 + scale, to scale's dtype; with the casting mode "llama" and a weight, x̂ and
+then only y; with "gemma", and without a weight, the norm, its product with 1 + scale, and y. Where
+dtypes differ, PyTorch promotes, and the product is not rounded.
 
-Source: Peebles and Xie, Scalable Diffusion Models with Transformers, arXiv:2212.09748; the norm: `rms_norm`.
-"""
+Source: Peebles and Xie, Scalable Diffusion Models with Transformers, arXiv:2212.09748; the norm:
+`rms_norm`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, matrix_rows
 from liger_kernel.ops.norm.gated_rows import gated_norm_bwd, gated_norm_fwd
-from liger_kernel.ops.norm.rms_norm import CASTINGS, LigerRMSNorm, check_function, checked, rms_norm_reference
+from liger_kernel.ops.norm.rms_norm import (
+    CASTINGS,
+    LigerRMSNorm,
+    check_function,
+    checked,
+    rms_norm_reference,
+)
 from liger_kernel.ops.norm.rows import shaped
 
 
@@ -33,16 +40,18 @@ def modulated_rms_norm_reference(x, w, scale, shift=None, eps=1e-6, offset=0.0, 
         y = rms_norm_reference(x, w, eps, offset, casting)
     samples = math.prod(scale.shape[:-1])
     row = samples, 1, x.shape[-1]
-    y = y.reshape(samples, math.prod(x.shape[:-1]) // max(samples, 1), x.shape[-1]) * (1 + scale).reshape(row)
+    y = y.reshape(samples, math.prod(x.shape[:-1]) // max(samples, 1), x.shape[-1]) * (
+        1 + scale
+    ).reshape(row)
     return (y if shift is None else y + shift.reshape(row)).to(x.dtype).view(x.shape)
 
 
 class LigerModulatedRMSNormFunction(Function):
-    """``apply(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True) -> Y`` like X.
+    """``apply(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True) -> Y`` like
+    X.
 
-    The arguments of `liger_modulated_rms_norm`. ``in_place`` (whether dX may overwrite dY) has no effect: dY may be
-    used elsewhere.
-    """
+    The arguments of `liger_modulated_rms_norm`. ``in_place`` (whether dX may overwrite dY) has no
+    effect: dY may be used elsewhere."""
 
     @staticmethod
     def reference(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -71,11 +80,24 @@ class LigerModulatedRMSNormFunction(Function):
         *inputs, rstd = ctx.saved_tensors
         need_dx, need_dw, need_dscale, need_dshift = ctx.needs_input_grad[:4]
         dx, dscale, dw, dshift = gated_norm_bwd(
-            matrix_rows(dY), *_matrices(*inputs), rstd, ctx.options[1], *ctx.how,
-            need_dx, need_dscale, need_dw, need_dshift,
-        )  # fmt: skip
+            matrix_rows(dY),
+            *_matrices(*inputs),
+            rstd,
+            ctx.options[1],
+            *ctx.how,
+            need_dx,
+            need_dscale,
+            need_dw,
+            need_dshift,
+        )
         found = zip((dx, dw, dscale, dshift), inputs, ctx.needs_input_grad, strict=False)
-        return *(shaped(d, t.shape) if need else None for d, t, need in found), None, None, None, None
+        return (
+            *(shaped(d, t.shape) if need else None for d, t, need in found),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _matrices(X, W, scale, shift):
@@ -97,22 +119,34 @@ def _check_modulation(name, X, scale, shift):
     rows, samples = math.prod(X.shape[:-1]), math.prod(scale.shape[:-1])
     if scale.shape[-1:] != X.shape[-1:] or (rows % samples if samples else rows):
         given = f"scale has shape {tuple(scale.shape)}, X {tuple(X.shape)}"
-        raise check.Misfit(f"{name}: {given}, give ({X.shape[-1]},) or (G, {X.shape[-1]}) where G divides {rows}")
-    if shift is not None and (shift.shape[-1:] != X.shape[-1:] or math.prod(shift.shape[:-1]) != samples):
+        raise check.Misfit(
+            f"{name}: {given}, give ({X.shape[-1]},) or (G, {X.shape[-1]}) where G divides {rows}"
+        )
+    if shift is not None and (
+        shift.shape[-1:] != X.shape[-1:] or math.prod(shift.shape[:-1]) != samples
+    ):
         given = f"shift has shape {tuple(shift.shape)}, scale {tuple(scale.shape)}"
         raise check.Misfit(f"{name}: {given}, give equal ones")
 
 
 def liger_modulated_rms_norm(
-    X: torch.Tensor, W: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor | None = None, eps: float = 1e-6,
-    offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """``RMSNorm(X)·(1 + scale) + shift``, in which each row of scale and shift belongs to as many rows of X.
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """``RMSNorm(X)·(1 + scale) + shift``, in which each row of scale and shift belongs to as many
+    rows of X.
 
     Args:
         X: (..., H), fp32, bf16 or fp16, of M rows.
         W: (H,), any floating dtype, or None for no weight (``offset`` is unused then).
-        scale: (..., H), any floating dtype, of G rows, where G divides M: row i of X has row i // (M / G). So for X
+        scale: (..., H), any floating dtype, of G rows, where G divides M: row i of X has row i //
+        (M / G). So for X
             (B, T, H) it may be (H,), (B, H), (B, 1, H) or (B, T, H). It is not broadcast otherwise.
         shift: (..., H) of as many rows, or None.
         eps, offset, casting_mode: as in `liger_rms_norm`.
@@ -122,7 +156,8 @@ def liger_modulated_rms_norm(
         (..., H) in X's dtype.
 
     Raises:
-        ValueError, TypeError: as `liger_rms_norm`; or scale or shift is not a floating point tensor of X's device, has
+        ValueError, TypeError: as `liger_rms_norm`; or scale or shift is not a floating point tensor
+        of X's device, has
             another last dimension, or a number of rows that does not fit.
 
     Source: arXiv:2212.09748.
@@ -132,23 +167,45 @@ def liger_modulated_rms_norm(
     _check_modulation(name, X, scale, shift)
     if not devices.has_kernels(X):
         return modulated_rms_norm_reference(X, W, scale, shift, eps, offset, casting_mode)
-    return LigerModulatedRMSNormFunction.call(X, W, scale, shift, eps, offset, casting_mode, in_place)
+    return LigerModulatedRMSNormFunction.call(
+        X, W, scale, shift, eps, offset, casting_mode, in_place
+    )
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
     """`liger_modulated_rms_norm` as a module: ``forward(hidden_states, scale, shift=None)``."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        elementwise_affine: bool = True,
+    ) -> None:
         super().__init__(
-            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+            hidden_size,
+            eps,
+            offset,
+            casting_mode,
+            init_fn,
+            in_place,
+            elementwise_affine=elementwise_affine,
         )
 
-    def forward(self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None):
+    def forward(
+        self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
+    ):
         return liger_modulated_rms_norm(
-            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
+            hidden_states,
+            self.weight,
+            scale,
+            shift,
+            self.variance_epsilon,
+            self.offset,
+            self.casting_mode,
         )
 
 
@@ -166,8 +223,8 @@ CASES.append(
         fn=lambda x, w, scale, shift, offset=0.0, casting="llama": liger_modulated_rms_norm(
             x, w, scale, shift, 1e-6, offset, casting
         ),
-        reference=lambda x, w, scale, shift, offset=0.0, casting="llama": modulated_rms_norm_reference(
-            x, w, scale, shift, 1e-6, offset, casting
+        reference=lambda x, w, scale, shift, offset=0.0, casting="llama": (
+            modulated_rms_norm_reference(x, w, scale, shift, 1e-6, offset, casting)
         ),
         inputs=_inputs,
         shapes=((1, 8), (5, 123), (2, 7, 512), (2, 1, 8200)),

@@ -5,7 +5,8 @@ r"""PolyNorm: the normalised powers of x, added up.
     d_k = mean(dy·ν_k),   dx = Σ_k w_(3-k)·r_k·k·x^(k-1)·(dy - ν_k·d_k)
     dw_(3-k) = Σ_rows N·d_k,   db = Σ dy
 
-The means go over a row of N columns. Everything is computed in fp32, the powers as well, and rounded once.
+The means go over a row of N columns. Everything is computed in fp32, the powers as well, and
+rounded once.
 
 Source: Zhuo et al., Polynomial Composition Activations, arXiv:2411.03884.
 """
@@ -27,7 +28,10 @@ from liger_kernel.ops.norm.rows import shaped
 def poly_norm_reference(x, w, b, eps=1e-6):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     powers, w = (x.to(wide) ** k for k in (3, 2, 1)), w.to(wide)
-    y = sum(w[i] * (u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)) for i, u in enumerate(powers))
+    y = sum(
+        w[i] * (u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps))
+        for i, u in enumerate(powers)
+    )
     return (y + b.to(wide).view(())).to(x.dtype)
 
 
@@ -39,15 +43,30 @@ def _rstd(squares, N, eps):
 @triton.jit
 def _weights(ptr):
     """Of the cube, of the square and of x."""
-    return tl.load(ptr).to(tl.float32), tl.load(ptr + 1).to(tl.float32), tl.load(ptr + 2).to(tl.float32)
+    return (
+        tl.load(ptr).to(tl.float32),
+        tl.load(ptr + 1).to(tl.float32),
+        tl.load(ptr + 2).to(tl.float32),
+    )
 
 
 @kernel
 def _fwd(
-    x_ptr, w_ptr, b_ptr, y_ptr, rstd_ptr, stride_x, M, N, eps,
-    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read twice."""
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    rstd_ptr,
+    stride_x,
+    M,
+    N,
+    eps,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read
+    twice."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     x = read(x_ptr, m * stride_x + n, (m < M) & (n < N))
@@ -78,10 +97,24 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_x, M, N,
-    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the partial dw and db.
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    stride_dy,
+    stride_x,
+    M,
+    N,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the
+    partial dw and db.
 
     WHOLE: a row is one block and read once; otherwise it is read twice.
     """
@@ -92,7 +125,11 @@ def _bwd(
     dw2, dw3, db = dw1, dw1, dw1
     for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-        r1, r2, r3 = (read(rstd_ptr, m, m < M), read(rstd_ptr, M + m, m < M), read(rstd_ptr, 2 * M + m, m < M))
+        r1, r2, r3 = (
+            read(rstd_ptr, m, m < M),
+            read(rstd_ptr, M + m, m < M),
+            read(rstd_ptr, 2 * M + m, m < M),
+        )
         mask = (m < M) & (n < N)
         x, dy = read(x_ptr, m * stride_x + n, mask), read(dy_ptr, m * stride_dy + n, mask)
         dot1, dot2, dot3 = dy * x, dy * x * x, dy * (x * x * x * r3)  # a cube alone may overflow
@@ -100,12 +137,18 @@ def _bwd(
         if not WHOLE:
             for start in range(BLOCK_N, N, BLOCK_N):
                 mask = (m < M) & (start + n < N)
-                x, dy = read(x_ptr, m * stride_x + start + n, mask), read(dy_ptr, m * stride_dy + start + n, mask)
+                x, dy = (
+                    read(x_ptr, m * stride_x + start + n, mask),
+                    read(dy_ptr, m * stride_dy + start + n, mask),
+                )
                 dot1 += dy * x
                 dot2 += dy * x * x
                 dot3 += dy * (x * x * x * r3)
                 total += dy
-        dot1, dot2 = tl.sum(dot1, axis=1, keep_dims=True) * r1, tl.sum(dot2, axis=1, keep_dims=True) * r2
+        dot1, dot2 = (
+            tl.sum(dot1, axis=1, keep_dims=True) * r1,
+            tl.sum(dot2, axis=1, keep_dims=True) * r2,
+        )
         dot3 = tl.sum(dot3, axis=1, keep_dims=True)
         dw1 += dot1
         dw2 += dot2
@@ -117,7 +160,10 @@ def _bwd(
             for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
                 mask = (m < M) & (start + n < N)
                 if not WHOLE:
-                    x, dy = read(x_ptr, m * stride_x + start + n, mask), read(dy_ptr, m * stride_dy + start + n, mask)
+                    x, dy = (
+                        read(x_ptr, m * stride_x + start + n, mask),
+                        read(dy_ptr, m * stride_dy + start + n, mask),
+                    )
                 xx = x * x
                 dx = dy * (a1 + x * (a2 + x * a3)) - x * (c1 + xx * (c2 + xx * c3))
                 tl.store(dx_ptr + m * N + start + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -134,12 +180,12 @@ WIDE = 16384  # columns; a wider row does not fit into registers
 
 @functools.cache
 def _launch(N, elements, of_warp):
-    """(rows, columns, warps) of a program's block of at least so many elements, and of about so many a warp.
+    """(rows, columns, warps) of a program's block of at least so many elements, and of about so
+    many a warp.
 
-    16384x4096, bf16, with 4, 8, 16 warps: forward 3.74, 3.76, 2.86 TB/s (H200, 2026-11-23). Backward, in blocks of
-    4,096 and 8,192 elements with 4 and 8 warps: 2.72, 3.19 (2026-11-24); of twice as many elements a thread registers
-    spill on sm_100.
-    """
+    16384x4096, bf16, with 4, 8, 16 warps: forward 3.74, 3.76, 2.86 TB/s (H200, 2026-11-23).
+    Backward, in blocks of 4,096 and 8,192 elements with 4 and 8 warps: 2.72, 3.19 (2026-11-24); of
+    twice as many elements a thread registers spill on sm_100."""
     columns = min(next_power_of_2(N), WIDE)
     rows = max(1, elements // columns)
     return rows, columns, min(max(rows * columns // of_warp, 1), 16)
@@ -150,29 +196,53 @@ def _outputs(x, w, b, eps):
 
 
 def _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db):
-    return tuple(t.new_empty(t.shape) if need else None for t, need in ((x, need_dx), (w, need_dw), (b, need_db)))
+    return tuple(
+        t.new_empty(t.shape) if need else None
+        for t, need in ((x, need_dx), (w, need_dw), (b, need_db))
+    )
 
 
 @custom_op("poly_norm", _outputs)
-def poly_norm_fwd(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, N) with unit stride in N, w (3,) contiguous -> y (M, N), and r_1, r_2, r_3 as (3, M) in fp32."""
+def poly_norm_fwd(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, N) with unit stride in N, w (3,) contiguous -> y (M, N), and r_1, r_2, r_3 as (3, M) in
+    fp32."""
     y, rstd = _outputs(x, w, b, eps)
     M, N = x.shape
     rows, columns, warps = _launch(N, 1024, 512)
     if M and N:
         _fwd[(cdiv(M, rows),)](
-            x, w, b, y, rstd, x.stride(0), M, N, eps,
-            WHOLE=columns >= N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            x,
+            w,
+            b,
+            y,
+            rstd,
+            x.stride(0),
+            M,
+            N,
+            eps,
+            WHOLE=columns >= N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            num_warps=devices.warps(warps, x),
+        )
     return y, rstd
 
 
 @custom_op("poly_norm_backward", _gradients)
 def poly_norm_bwd(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, rstd: torch.Tensor, need_dx: bool,
-    need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dy and x (M, N) with unit stride in N -> dx (M, N), dw like w, db like b. What is not needed is None."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    rstd: torch.Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dy and x (M, N) with unit stride in N -> dx (M, N), dw like w, db like b. What is not needed
+    is None."""
     found = dx, dw, db = _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db)
     M, N = x.shape
     if not N:
@@ -184,10 +254,22 @@ def poly_norm_bwd(
     programs = max(1, min(cdiv(M, rows), devices.multiprocessors(x)))
     parts = partial(dw, programs), partial(db, programs)
     _bwd[(programs,)](
-        dy, x, w, rstd, dx, *parts, dy.stride(0), x.stride(0), M, N,
-        WHOLE=columns >= N, BLOCK_M=rows, BLOCK_N=columns,
-        STAGES=devices.stages(2 * rows * columns * x.element_size(), x), num_warps=devices.warps(warps, x),
-    )  # fmt: skip
+        dy,
+        x,
+        w,
+        rstd,
+        dx,
+        *parts,
+        dy.stride(0),
+        x.stride(0),
+        M,
+        N,
+        WHOLE=columns >= N,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        STAGES=devices.stages(2 * rows * columns * x.element_size(), x),
+        num_warps=devices.warps(warps, x),
+    )
     for part, gradient in zip(parts, (dw, db), strict=True):
         sum_rows(part, gradient)
     return found
@@ -196,9 +278,8 @@ def poly_norm_bwd(
 class LigerPolyNormFunction(Function):
     """``apply(X, W, B, eps=1e-6, in_place=True) -> Y`` like X.
 
-    The arguments of `liger_poly_norm`. ``in_place`` (whether dX may overwrite dY) has no effect: dY may be used
-    elsewhere.
-    """
+    The arguments of `liger_poly_norm`. ``in_place`` (whether dX may overwrite dY) has no effect: dY
+    may be used elsewhere."""
 
     @staticmethod
     def reference(X, W, B, eps=1e-6, in_place=True):
@@ -238,9 +319,14 @@ def _check(name, X, W, B):
 
 
 def liger_poly_norm(
-    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float = 1e-6, in_place: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """``W[0]·ν(X³) + W[1]·ν(X²) + W[2]·ν(X) + B`` with ``ν(u) = u / sqrt(mean(u²) + eps)`` over the last dimension.
+    X: torch.Tensor,
+    W: torch.Tensor,
+    B: torch.Tensor,
+    eps: float = 1e-6,
+    in_place: bool = True,
+) -> torch.Tensor:
+    """``W[0]·ν(X³) + W[1]·ν(X²) + W[2]·ν(X) + B`` with ``ν(u) = u / sqrt(mean(u²) + eps)`` over the
+    last dimension.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -267,7 +353,8 @@ def liger_poly_norm(
 
 
 class LigerPolyNorm(torch.nn.Module):
-    """`liger_poly_norm` as a module. It has four numbers, whatever the hidden size: weights of 1/3, a bias of 1."""
+    """`liger_poly_norm` as a module. It has four numbers, whatever the hidden size: weights of 1/3,
+    a bias of 1."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__()
@@ -289,7 +376,9 @@ CASES.append(
         fn=lambda x, w, b: liger_poly_norm(x, w, b),
         reference=poly_norm_reference,
         inputs=lambda *shape: dict(
-            x=torch.randn(shape).requires_grad_(), w=torch.randn(3).requires_grad_(), b=torch.randn(()).requires_grad_()
+            x=torch.randn(shape).requires_grad_(),
+            w=torch.randn(3).requires_grad_(),
+            b=torch.randn(()).requires_grad_(),
         ),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 9001)),
         bench=((16384, 4096), (8192, 14336)),

@@ -4,13 +4,13 @@ r"""RMSNorm.
 
     with m = dy·(w + offset):   dx = rstd·(m - x̂·mean(m·x̂)),   dw = Σ_rows dy·x̂
 
-``casting`` says where Hugging Face rounds to the input's dtype: "llama" rounds x̂, and dw sums the rounded x̂; "gemma"
-rounds only y. "none" does not ask for fp32: it is published as arithmetic in the input's dtype, in which the squares of
-fp16 are infinite from 256 on. Here it is computed in fp32 and rounded once, as "gemma" is, by kernels and reference.
+``casting`` says where Hugging Face rounds to the input's dtype: "llama" rounds x̂, and dw sums the
+rounded x̂; "gemma" rounds only y. "none" does not ask for fp32: it is published as arithmetic in
+the input's dtype, in which the squares of fp16 are infinite from 256 on. Here it is computed in
+fp32 and rounded once, as "gemma" is, by kernels and reference.
 
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; rounding as in the Llama and Gemma
-models of Hugging Face transformers.
-"""
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; rounding as in
+the Llama and Gemma models of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def rms_norm_reference(x, w=None, eps=1e-6, offset=0.0, casting="llama"):
 
 
 class LigerRMSNormFunction(Function):
-    """``apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None) -> Y`` like X.
+    """``apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None) -> Y``
+    like X.
 
-    ``in_place`` (whether dX may overwrite dY) and ``row_mode`` have no effect: dY may be used elsewhere, and the launch
-    follows from the shape.
-    """
+    ``in_place`` (whether dX may overwrite dY) and ``row_mode`` have no effect: dY may be used
+    elsewhere, and the launch follows from the shape."""
 
     @staticmethod
     def reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
@@ -66,11 +66,23 @@ class LigerRMSNormFunction(Function):
         X, W, stats = ctx.saved_tensors
         w, (_, offset, casting_mode) = None if W is None else W.contiguous(), ctx.options
         cast, (need_dx, need_dw) = CASTINGS.index(casting_mode), ctx.needs_input_grad[:2]
-        dx, dw, _ = norm_bwd(rows(dY), None, rows(X), w, None, stats, offset, cast, False, need_dx, need_dw, False)
-        return shaped(dx, dY.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
+        dx, dw, _ = norm_bwd(
+            rows(dY), None, rows(X), w, None, stats, offset, cast, False, need_dx, need_dw, False
+        )
+        return (
+            shaped(dx, dY.shape) if need_dx else None,
+            dw if need_dw else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-CODES = {name: code for code, name in enumerate(CASTINGS, -1)}  # casting modes as rms_norm_forward returns them
+CODES = {
+    name: code for code, name in enumerate(CASTINGS, -1)
+}  # casting modes as rms_norm_forward returns them
 
 
 def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
@@ -81,11 +93,13 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
         row_mode: no effect.
 
     Returns:
-        (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as (M, H); RSTD (M,), fp32; and three ints.
+        (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as (M, H); RSTD (M,), fp32;
+        and three ints.
         `rms_norm_backward` takes all but Y. BLOCK_SIZE and num_warps have no effect there.
 
     Raises:
-        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: there are no kernels for X, or H is too large for
+        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: there are no kernels for X, or H
+        is too large for
             `calculate_settings`.
     """
     name = "rms_norm_forward"
@@ -97,36 +111,58 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     return shaped(y, X.shape), x.view(-1, X.shape[-1]), rstd, *settings, CODES[casting_mode]
 
 
-def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode):
+def rms_norm_backward(
+    dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode
+):
     """-> dX like dY, dW like W (None without W), from what `rms_norm_forward` returned.
 
-    ``casting_mode`` may also be a name. ``BLOCK_SIZE``, ``num_warps``, ``row_mode`` and ``in_place`` (whether dX may
-    overwrite dY) have no effect.
+    ``casting_mode`` may also be a name. ``BLOCK_SIZE``, ``num_warps``, ``row_mode`` and
+    ``in_place`` (whether dX may overwrite dY) have no effect.
 
     Raises:
-        ValueError, TypeError: tensors that are not from one forward, or an unknown casting mode. RuntimeError: there
+        ValueError, TypeError: tensors that are not from one forward, or an unknown casting mode.
+        RuntimeError: there
             are no kernels for X.
     """
     name = "rms_norm_backward"
     casting_mode = CODES.get(casting_mode, casting_mode)
     if casting_mode not in CODES.values():
-        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, give what rms_norm_forward returned")
+        raise ValueError(
+            f"{name}: casting_mode is {casting_mode!r}, give what rms_norm_forward returned"
+        )
     check_norm(name, X, W=W)
     check.floats(name, dict(dY=dY, X=X, RSTD=RSTD))
-    if dY.numel() != X.numel() or dY.shape[-1:] != X.shape[-1:] or RSTD.numel() * X.shape[-1] != X.numel():
+    if (
+        dY.numel() != X.numel()
+        or dY.shape[-1:] != X.shape[-1:]
+        or RSTD.numel() * X.shape[-1] != X.numel()
+    ):
         given = f"{tuple(dY.shape)}, {tuple(X.shape)} and {tuple(RSTD.shape)}"
         raise ValueError(f"{name}: dY, X and RSTD have shapes {given}, give those of one forward")
     devices.require_kernels(name, X)
     w = None if W is None else W.contiguous()
     dx, dw, _ = norm_bwd(
-        rows(dY), None, rows(X), w, None, RSTD, offset, casting_mode + 1, False, True, W is not None, False
+        rows(dY),
+        None,
+        rows(X),
+        w,
+        None,
+        RSTD,
+        offset,
+        casting_mode + 1,
+        False,
+        True,
+        W is not None,
+        False,
     )
     return shaped(dx, dY.shape), dw
 
 
 def check_casting(name, casting_mode):
     if casting_mode not in CASTINGS:
-        raise check.Misfit(f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}")
+        raise check.Misfit(
+            f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}"
+        )
 
 
 def check_norm(name, X, **parameters):
@@ -136,7 +172,9 @@ def check_norm(name, X, **parameters):
         raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
     for argument, p in parameters.items():
         if p is not None and p.shape != X.shape[-1:]:
-            raise check.Misfit(f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}")
+            raise check.Misfit(
+                f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}"
+            )
 
 
 def check_function(name, X, casting_mode=None, **parameters):
@@ -155,10 +193,16 @@ def checked(name, X, W, eps, offset, casting_mode):
 
 
 def liger_rms_norm(
-    X: torch.Tensor, W: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-    in_place: bool = True, row_mode: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Root mean square normalisation over the last dimension: ``x / sqrt(mean(x²) + eps) * (offset + W)``.
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> torch.Tensor:
+    """Root mean square normalisation over the last dimension: ``x / sqrt(mean(x²) + eps) * (offset
+    + W)``.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -172,7 +216,8 @@ def liger_rms_norm(
         (..., H) in X's dtype.
 
     Raises:
-        ValueError: an unknown casting mode; X has no dimension; W has another shape or device; eps is negative.
+        ValueError: an unknown casting mode; X has no dimension; W has another shape or device; eps
+        is negative.
         TypeError: X or W is not a floating point tensor, eps or offset not a number.
 
     Source: arXiv:1910.07467.
@@ -184,8 +229,13 @@ def liger_rms_norm(
 
 
 def check_module(name, hidden_size, eps, init_fn):
-    """Check the arguments of the norms' modules. ``hidden_size`` may also be a shape of one dimension."""
-    size = hidden_size[0] if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1 else hidden_size
+    """Check the arguments of the norms' modules. ``hidden_size`` may also be a shape of one
+    dimension."""
+    size = (
+        hidden_size[0]
+        if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1
+        else hidden_size
+    )
     check.size(name, "hidden_size", size)
     check.not_negative(name, "eps", eps)
     if init_fn not in ("ones", "zeros"):
@@ -193,12 +243,20 @@ def check_module(name, hidden_size, eps, init_fn):
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """`liger_rms_norm` as a module. ``elementwise_affine=False``: no weight. The state dict is Hugging Face's."""
+    """`liger_rms_norm` as a module. ``elementwise_affine=False``: no weight. The state dict is
+    Hugging Face's."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         check_module(name, hidden_size if elementwise_affine else 0, eps, init_fn)
@@ -213,7 +271,9 @@ class LigerRMSNorm(torch.nn.Module):
         self.in_place, self.row_mode = in_place, row_mode
 
     def forward(self, hidden_states: torch.Tensor):
-        return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode)
+        return liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
 
     def extra_repr(self):
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)
@@ -224,9 +284,15 @@ class LigerRMSNormForGemma(LigerRMSNorm):
     """`LigerRMSNorm` with the defaults of Gemma."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
-        init_fn: str = "zeros", in_place: bool = True, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
@@ -234,9 +300,15 @@ class LigerRMSNormForGemma2(LigerRMSNorm):
     """`LigerRMSNorm` with the defaults of Gemma 2."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
-        init_fn: str = "zeros", in_place: bool = False, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
@@ -252,9 +324,14 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
     """`LigerRMSNorm` with the defaults of Gemma 3."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
         in_place: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
@@ -262,20 +339,35 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     """`LigerRMSNorm` with the defaults of Gemma 4. ``with_scale=False``: no weight."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
-        in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        super().__init__(
+            dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale
+        )
         self.with_scale = with_scale
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """`LigerRMSNorm` with the defaults of Muse Glimmer. ``dim`` is optional if there is no weight."""
+    """`LigerRMSNorm` with the defaults of Muse Glimmer. ``dim`` is optional if there is no
+    weight."""
 
     def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
-        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
@@ -283,9 +375,15 @@ class LigerRMSNormForOlmo2(LigerRMSNorm):
     """`LigerRMSNorm` with the defaults of OLMo 2."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
@@ -296,12 +394,25 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
 CASES.append(
     Case(
         "rms_norm",
-        fn=lambda x, w=None, offset=0.0, casting="llama": liger_rms_norm(x, w, 1e-6, offset, casting),
-        reference=lambda x, w=None, offset=0.0, casting="llama": rms_norm_reference(x, w, 1e-6, offset, casting),
-        inputs=lambda *shape: dict(x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_()),
+        fn=lambda x, w=None, offset=0.0, casting="llama": liger_rms_norm(
+            x, w, 1e-6, offset, casting
+        ),
+        reference=lambda x, w=None, offset=0.0, casting="llama": rms_norm_reference(
+            x, w, 1e-6, offset, casting
+        ),
+        inputs=lambda *shape: dict(
+            x=torch.randn(shape).requires_grad_(), w=torch.randn(shape[-1]).requires_grad_()
+        ),
         shapes=((1, 8), (5, 123), (2, 7, 512), (3, 17000)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(casting="none"), dict(w=None)),
-        bench=((8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192), (65536, 128), (1048576, 128)),
+        bench=(
+            (8192, 2048),
+            (8192, 4096),
+            (16384, 4096),
+            (16384, 8192),
+            (65536, 128),
+            (1048576, 128),
+        ),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
     )
 )

@@ -7,17 +7,16 @@ r"""Normalisation of rows: the kernels of RMSNorm, residual add + RMSNorm and La
     m = dy·(w + offset):   dx = dr = rstd·(m - mean(m) [centred] - x̂·mean(m·x̂)) + ds
     dw = Σ_rows dy·x̂,   db = Σ_rows dy
 
-The gradient ds of s, which comes from the skip connection, is added in the same kernel. With the casting mode `LLAMA`,
-x̂ is rounded to x's dtype before it is multiplied with the weight, in y and in dw. Everything else is computed in fp32
-and rounded once.
-"""
+The gradient ds of s, which comes from the skip connection, is added in the same kernel. With the
+casting mode `LLAMA`, x̂ is rounded to x's dtype before it is multiplied with the weight, in y and
+in dw. Everything else is computed in fp32 and rounded once."""
 
 from __future__ import annotations
 
 import torch
 
 from liger_kernel.core import devices, tuning
-from liger_kernel.core.kernel import Plans, kernel, prepared
+from liger_kernel.core.kernel import LaunchCache, kernel, prepared
 from liger_kernel.core.op import custom_op, matrix_rows
 from liger_kernel.core.reduce import partial, sum_both
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
@@ -27,17 +26,18 @@ LLAMA = tl.constexpr(1)
 
 @triton.jit
 def across(n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where BLOCK_M rows find a weight, from the columns n (1, BLOCK_N): narrow rows have it loaded for each row.
+    """Where BLOCK_M rows find a weight, from the columns n (1, BLOCK_N): narrow rows have it loaded
+    for each row.
 
-    A thread then loads what it multiplies. Else Triton gives a narrow weight to other threads than those with x, and
-    moves one of them, or even all of x, through shared memory.
-    """
+    A thread then loads what it multiplies. Else Triton gives a narrow weight to other threads than
+    those with x, and moves one of them, or even all of x, through shared memory."""
     return tl.broadcast_to(n, (BLOCK_M, BLOCK_N)) if BLOCK_N <= 256 else n
 
 
 @triton.jit
 def with_offset(w, offset):
-    """w + offset. Without an offset a rounded x̂ times w is a product of two bf16, rounded: one instruction for two."""
+    """w + offset. Without an offset a rounded x̂ times w is a product of two bf16, rounded: one
+    instruction for two."""
     w = w.to(tl.float32)
     return w if offset is None else w + offset
 
@@ -54,15 +54,34 @@ def _stream(x_ptr, r_ptr, x_at, r_at, mask):
 
 @kernel
 def _fwd(
-    x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, stats_ptr, stride_x, stride_r, M, N, eps, offset,
-    CAST: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program normalises BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read twice."""
+    x_ptr,
+    r_ptr,
+    w_ptr,
+    b_ptr,
+    s_ptr,
+    y_ptr,
+    stats_ptr,
+    stride_x,
+    stride_r,
+    M,
+    N,
+    eps,
+    offset,
+    CAST: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program normalises BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is
+    read twice."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
     s = _stream(x_ptr, r_ptr, m * stride_x + n, m * stride_r + n, mask)
-    ahead: tl.constexpr = WHOLE and BLOCK_N <= 4096  # load w while x is loaded; a wider w takes too many registers
+    ahead: tl.constexpr = (
+        WHOLE and BLOCK_N <= 4096
+    )  # load w while x is loaded; a wider w takes too many registers
     if ahead:
         every = across(n, BLOCK_M, BLOCK_N)
         if w_ptr is not None:
@@ -81,13 +100,20 @@ def _fwd(
             square = tl.sum(square, axis=1, keep_dims=True)
         for start in range(BLOCK_N, N, BLOCK_N):
             more = (m < M) & (start + n < N)
-            f = _stream(x_ptr, r_ptr, m * stride_x + start + n, m * stride_r + start + n, more).to(tl.float32)
+            f = _stream(x_ptr, r_ptr, m * stride_x + start + n, m * stride_r + start + n, more).to(
+                tl.float32
+            )
             if CENTRED:  # Chan's formula: the mean and Σ(x - mean)² of both parts
-                count, whole = tl.minimum(N - start, BLOCK_N) * 1.0, tl.minimum(N, start + BLOCK_N) * 1.0
+                count, whole = (
+                    tl.minimum(N - start, BLOCK_N) * 1.0,
+                    tl.minimum(N, start + BLOCK_N) * 1.0,
+                )
                 its_mean = tl.sum(f, axis=1, keep_dims=True) / count
                 f = tl.where(more, f - its_mean, 0.0)
                 apart = its_mean - mean
-                square += tl.sum(f * f, axis=1, keep_dims=True) + apart * apart * (start * (count / whole))
+                square += tl.sum(f * f, axis=1, keep_dims=True) + apart * apart * (
+                    start * (count / whole)
+                )
                 mean += apart * (count / whole)
             else:
                 square += f * f
@@ -122,11 +148,29 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dy_ptr, ds_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, dw_ptr, db_ptr, stride_dy, stride_ds, stride_s, M, N, offset,
-    CAST: tl.constexpr, CENTRED: tl.constexpr, DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr,
+    ds_ptr,
+    s_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    stride_dy,
+    stride_ds,
+    stride_s,
+    M,
+    N,
+    offset,
+    CAST: tl.constexpr,
+    CENTRED: tl.constexpr,
+    DX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the partial dw and db.
+):
+    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the
+    partial dw and db.
 
     With DX a row is one block. Without, the second grid axis goes over the columns.
     """
@@ -174,9 +218,21 @@ def _bwd(
 
 @kernel
 def _bwd_wide(
-    dy_ptr, ds_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, stride_dy, stride_ds, stride_s, M, N, offset,
-    CENTRED: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    s_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    stride_dy,
+    stride_ds,
+    stride_s,
+    M,
+    N,
+    offset,
+    CENTRED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: dx of one row, which is read twice."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -201,7 +257,9 @@ def _bwd_wide(
             else:
                 dx = rstd * (dy - even - xhat * along)
                 if ds_ptr is not None:
-                    dx += tl.load(ds_ptr + m * stride_ds + start + n, mask=mask, other=0.0).to(tl.float32)
+                    dx += tl.load(ds_ptr + m * stride_ds + start + n, mask=mask, other=0.0).to(
+                        tl.float32
+                    )
                 tl.store(dx_ptr + m * N + start + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         along, even = tl.sum(dot) / N, tl.sum(total) / N
 
@@ -223,10 +281,12 @@ def _in_registers(rows, columns, warps, *_):
 def _launch(x, N, centred):
     """(rows, columns, warps) of a forward program's block.
 
-    Measured on H200, bf16, in TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17 (4 warps),
-    8192x4096 3.64 (8; with 4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with 16 3.84), 65536x128 2.59
-    (8 rows, 2 warps; 16 rows 2.55). LayerNorm, which needs two sums, 2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row
-    3.03), 8192x4096 3.55 (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps; with 8 3.70).
+    Measured on H200, bf16, in TB/s of the bytes that must move. RMSNorm, 2026-11-20: 8192x2048 3.17
+    (4 warps), 8192x4096 3.64 (8; with 4 3.58, with 16 3.04), 16384x8192 4.06 (8; with 4 4.09, with
+    16 3.84), 65536x128 2.59 (8 rows, 2 warps; 16 rows 2.55). LayerNorm, which needs two sums,
+    2026-11-21: 8192x2048 3.11 (2 rows, 4 warps; 1 row
+    3.03), 8192x4096 3.55 (2 rows, 4 warps; 1 row, 8 warps 3.36), 16384x8192 3.95 (1 row, 4 warps;
+    with 8 3.70).
     """
     columns = min(next_power_of_2(N), WIDE)
     rows = max(2 if centred and columns <= 4096 else 1, 1024 // columns)
@@ -243,12 +303,15 @@ def _others_bwd(s, numbers, N, heavy, streams):
 
 @tuning.tuned("norm_backward", _others_bwd)
 def _launch_bwd(s, N, heavy, streams):
-    """(rows, columns, warps, programs per multiprocessor) of a backward program. ``heavy``: LayerNorm in fp32.
+    """(rows, columns, warps, programs per multiprocessor) of a backward program. ``heavy``:
+    LayerNorm in fp32.
 
     An iteration loads as many elements of each of the ``streams``.
 
-    Measured on H200, bf16, 2026-11-21, in TB/s. RMSNorm with three stages (`devices.stages`): 8192x2048 2.76, 8192x4096
-    3.33, 65536x128 2.12. With half the rows and twice the programs 2.60, 3.25, 1.93, and with one stage as well 2.33,
+    Measured on H200, bf16, 2026-11-21, in TB/s. RMSNorm with three stages (`devices.stages`):
+    8192x2048 2.76, 8192x4096
+    3.33, 65536x128 2.12. With half the rows and twice the programs 2.60, 3.25, 1.93, and with one
+    stage as well 2.33,
     2.79, 1.76. LayerNorm 8192x4096 3.09 (else 3.00), 16384x4096 3.51 (else 3.47).
     """
     columns = min(next_power_of_2(N), WIDE)
@@ -270,11 +333,16 @@ def _outputs(x, r, w, b, eps, offset, cast, centred):
 
 
 def _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db):
-    return _empty(s) if need_dx else None, _empty(w) if need_dw else None, _empty(b) if need_db else None
+    return (
+        _empty(s) if need_dx else None,
+        _empty(w) if need_dw else None,
+        _empty(b) if need_db else None,
+    )
 
 
 def rows(t):
-    """What the kernels read: t (..., N) itself if it is contiguous, which saves a microsecond, else `matrix_rows`."""
+    """What the kernels read: t (..., N) itself if it is contiguous, which saves a microsecond, else
+    `matrix_rows`."""
     return t if t.is_contiguous() else matrix_rows(t)
 
 
@@ -285,42 +353,95 @@ def _stride(t):
 
 @custom_op("norm", _outputs)
 def norm_fwd(
-    x: torch.Tensor, r: torch.Tensor | None, w: torch.Tensor | None, b: torch.Tensor | None,
-    eps: float, offset: float, cast: int, centred: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x, r: `rows` -> y, s like x (s: None without r), and rstd (M,), fp32, followed by mean (M,) if centred."""
+    x: torch.Tensor,
+    r: torch.Tensor | None,
+    w: torch.Tensor | None,
+    b: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    cast: int,
+    centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, r: `rows` -> y, s like x (s: None without r), and rstd (M,), fp32, followed by mean (M,)
+    if centred."""
     y, s, stats = _outputs(x, r, w, b, eps, offset, cast, centred)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
     if M:
-        key = M, N, _stride(x), 0 if r is None else _stride(r), eps, offset, cast, centred, x.dtype, x.device
+        key = (
+            M,
+            N,
+            _stride(x),
+            0 if r is None else _stride(r),
+            eps,
+            offset,
+            cast,
+            centred,
+            x.dtype,
+            x.device,
+        )
         (_forwards.get(key) or _forwards.add(key, _prepared_fwd(x, *key)))(x, r, w, b, s, y, stats)
     return y, s, stats
 
 
-_forwards, _backwards = Plans(), Plans()
+_forwards, _backwards = LaunchCache(), LaunchCache()
 
 
 def _prepared_fwd(x, M, N, stride_x, stride_r, eps, offset, cast, centred, *_):
     block, columns, warps = _launch(x, N, centred)
     return prepared(
-        _fwd, (cdiv(M, block),), stride_x, stride_r, M, N, eps, offset or None,
-        CAST=cast, CENTRED=centred, WHOLE=columns >= N, BLOCK_M=block, BLOCK_N=columns,
+        _fwd,
+        (cdiv(M, block),),
+        stride_x,
+        stride_r,
+        M,
+        N,
+        eps,
+        offset or None,
+        CAST=cast,
+        CENTRED=centred,
+        WHOLE=columns >= N,
+        BLOCK_M=block,
+        BLOCK_N=columns,
         num_warps=devices.warps(warps, x),
-    )  # fmt: skip
+    )
 
 
 @custom_op("norm_backward", _gradients)
 def norm_bwd(
-    dy: torch.Tensor, ds: torch.Tensor | None, s: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None,
-    stats: torch.Tensor, offset: float, cast: int, centred: bool, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    w: torch.Tensor | None,
+    b: torch.Tensor | None,
+    stats: torch.Tensor,
+    offset: float,
+    cast: int,
+    centred: bool,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dy, ds and s are `rows` -> dx like s, dw and db (N,). What is not needed is None."""
-    dx, dw, db = _gradients(dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db)
+    dx, dw, db = _gradients(
+        dy, ds, s, w, b, stats, offset, cast, centred, need_dx, need_dw, need_db
+    )
     N = s.shape[-1]
     M = s.numel() // N if N else 0
     strides = _stride(dy), 0 if ds is None else _stride(ds), _stride(s)
-    key = M, N, *strides, offset, cast, centred, need_dx, need_dw or need_db, ds is None, s.dtype, s.device
+    key = (
+        M,
+        N,
+        *strides,
+        offset,
+        cast,
+        centred,
+        need_dx,
+        need_dw or need_db,
+        ds is None,
+        s.dtype,
+        s.device,
+    )
     wide, narrow, programs = _backwards.get(key) or _backwards.add(key, _prepared_bwd(s, *key))
     if wide is not None:
         wide(dy, ds, s, w, stats, dx)
@@ -332,27 +453,43 @@ def norm_bwd(
     return dx, dw, db
 
 
-def _prepared_bwd(s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred, need_dx, need_sums, alone, *_):
-    """-> the launch for dx of rows that are wider than a block, the one for dx and the partial sums of dw and db, and
-    the number of these; None for a launch that is not needed."""
+def _prepared_bwd(
+    s, M, N, stride_dy, stride_ds, stride_s, offset, cast, centred, need_dx, need_sums, alone, *_
+):
+    """-> the launch for dx of rows that are wider than a block, the one for dx and the partial sums
+    of dw and db, and the number of these; None for a launch that is not needed."""
     streams = 2 if alone else 3
     block, columns, warps, resident = _launch_bwd(s, N, centred and s.element_size() == 4, streams)
     warps, whole, wide, narrow, programs = devices.warps(warps, s), columns >= N, None, None, 1
     numbers = stride_dy, stride_ds, stride_s, M, N, offset or None
     if need_dx and M and not whole:
-        wide = prepared(_bwd_wide, (M,), *numbers, CENTRED=centred, BLOCK_N=columns, num_warps=warps)
+        wide = prepared(
+            _bwd_wide, (M,), *numbers, CENTRED=centred, BLOCK_N=columns, num_warps=warps
+        )
     if not whole:
-        columns, warps = 4096, devices.warps(8, s)  # dw needs no whole rows: take a block that fits into registers
+        columns, warps = (
+            4096,
+            devices.warps(8, s),
+        )  # dw needs no whole rows: take a block that fits into registers
     if N and (need_sums or (need_dx and M and whole)):
         programs = max(1, min(cdiv(M, block), resident * devices.multiprocessors(s)))
         stages = devices.stages(streams * block * columns * s.element_size(), s)
         narrow = prepared(
-            _bwd, (programs, cdiv(N, columns)), *numbers, CAST=cast, CENTRED=centred, DX=need_dx and whole,
-            BLOCK_M=block, BLOCK_N=columns, STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+            _bwd,
+            (programs, cdiv(N, columns)),
+            *numbers,
+            CAST=cast,
+            CENTRED=centred,
+            DX=need_dx and whole,
+            BLOCK_M=block,
+            BLOCK_N=columns,
+            STAGES=stages,
+            num_warps=warps,
+        )
     return wide, narrow, programs
 
 
 def shaped(t, shape):
-    """t in the caller's shape. To autograd it is no view, so the caller may write to it in place."""
+    """t in the caller's shape. To autograd it is no view, so the caller may write to it in
+    place."""
     return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)

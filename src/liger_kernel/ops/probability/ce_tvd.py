@@ -5,9 +5,9 @@ r"""Cross entropy and total variation distance of a student's and a teacher's lo
 
     dx = g_ce·(p - 1[v=y]) + g_tvd·½·p·(s - Σ p·s),   s = sign(p - q), 0 for a tie
 
-Forward reads both rows for their log-sum-exps and once more for the distance; it saves these and Σ p·s, five numbers a
-row. Neither softmax is in memory. A log-sum-exp is kept as its two parts, max x and log Σ exp(x - max x), so that a
-confident row keeps its digits. Arithmetic is in fp32.
+Forward reads both rows for their log-sum-exps and once more for the distance; it saves these and Σ
+p·s, five numbers a row. Neither softmax is in memory. A log-sum-exp is kept as its two parts, max x
+and log Σ exp(x - max x), so that a confident row keeps its digits. Arithmetic is in fp32.
 
 Source: TVD as a loss of distillation, arXiv:2307.15190.
 """
@@ -19,7 +19,18 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, F, custom_op, matrix_rows
-from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, log, next_power_of_2, online_max, tl, triton
+from liger_kernel.core.tile import (
+    INF,
+    cdiv,
+    exp,
+    exp_for,
+    finite,
+    log,
+    next_power_of_2,
+    online_max,
+    tl,
+    triton,
+)
 from liger_kernel.ops.head.cross_entropy import check_targets, labels
 from liger_kernel.ops.head.divergences import tvd
 from liger_kernel.ops.probability.rows import RowsFunction, applied, wide
@@ -33,18 +44,26 @@ def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=
 
 
 @triton.jit
-def _log_sum(row, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
+def _log_sum(
+    row, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr
+):
     """max x and log Σ exp(x - max x). Each lane keeps its own maximum and sum until the end.
 
     In an iteration it reads ROWS times EACH entries; if ALIGNED, those of a load are contiguous.
     """
     EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
-    of_row, lane, each = tl.arange(0, ROWS)[:, None, None], tl.arange(0, LANES)[None, :, None], tl.arange(0, EACH)
+    of_row, lane, each = (
+        tl.arange(0, ROWS)[:, None, None],
+        tl.arange(0, LANES)[None, :, None],
+        tl.arange(0, EACH),
+    )
     i = (of_row * LANES + lane) * EACH + each if ALIGNED else (of_row * EACH + each) * LANES + lane
     top = tl.full((LANES,), -INF, dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     for start in range(0, N, ROWS * LANES * EACH):
-        x = tl.load(row + start + i, mask=start + i < N, other=-INF, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(
+            row + start + i, mask=start + i < N, other=-INF, eviction_policy="evict_last"
+        ).to(tl.float32)
         new, shift = online_max(top, tl.max(tl.max(x, axis=2), axis=0))
         more = tl.sum(tl.sum(exp_for(x - shift[None, :, None], EXACT), axis=2), axis=0)
         total = total * exp_for(top - shift, EXACT) + more
@@ -56,7 +75,9 @@ def _log_sum(row, N, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 @triton.jit
 def _pair(x_row, z_row, i, N, top_x, sum_x, top_z, sum_z):
     """A block of p, and of ½·(p - q); 0 beyond the row."""
-    EXACT: tl.constexpr = x_row.dtype.element_ty == tl.float32 or z_row.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = (
+        x_row.dtype.element_ty == tl.float32 or z_row.dtype.element_ty == tl.float32
+    )
     x = tl.load(x_row + i, mask=i < N, other=-INF).to(tl.float32)
     z = tl.load(z_row + i, mask=i < N, other=-INF).to(tl.float32)
     p = exp_for((x - top_x) - sum_x, EXACT)
@@ -70,9 +91,22 @@ def _half_sign(d):
 
 @kernel
 def _fwd(
-    x_ptr, z_ptr, target_ptr, ce_ptr, tvd_ptr, stats_ptr, stride_x, stride_z, M, N, ignore_index,
-    ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    z_ptr,
+    target_ptr,
+    ce_ptr,
+    tvd_ptr,
+    stats_ptr,
+    stride_x,
+    stride_z,
+    M,
+    N,
+    ignore_index,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """One row, read twice. Statistics (5, M): max x, log Σ, max z, log Σ, ½·Σ p·s."""
     m = tl.program_id(0).to(tl.int64)
     y = tl.load(target_ptr + m)
@@ -90,7 +124,9 @@ def _fwd(
     distance = tl.zeros((BLOCK,), dtype=tl.float32)
     signs = distance
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
-    for back in range(0, N, BLOCK):  # from the end of the rows, which was read last and is in a cache
+    for back in range(
+        0, N, BLOCK
+    ):  # from the end of the rows, which was read last and is in a cache
         p, d = _pair(x_row, z_row, last - back + i, N, top_x, sum_x, top_z, sum_z)
         distance += tl.abs(d)
         signs += p * _half_sign(d)
@@ -106,9 +142,20 @@ def _fwd(
 
 @kernel
 def _bwd(
-    g_ce_ptr, g_tvd_ptr, x_ptr, z_ptr, target_ptr, stats_ptr, dx_ptr, stride_x, stride_z, M, N, ignore_index,
+    g_ce_ptr,
+    g_tvd_ptr,
+    x_ptr,
+    z_ptr,
+    target_ptr,
+    stats_ptr,
+    dx_ptr,
+    stride_x,
+    stride_z,
+    M,
+    N,
+    ignore_index,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: BLOCK columns of one row."""
     blocks = tl.cdiv(N, BLOCK)
     m = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -119,7 +166,12 @@ def _bwd(
         tl.store(dx, tl.zeros((BLOCK,), dtype=dx_ptr.dtype.element_ty), mask=i < N)
         return
     stats = stats_ptr + m
-    top_x, sum_x, top_z, sum_z = tl.load(stats), tl.load(stats + M), tl.load(stats + 2 * M), tl.load(stats + 3 * M)
+    top_x, sum_x, top_z, sum_z = (
+        tl.load(stats),
+        tl.load(stats + M),
+        tl.load(stats + 2 * M),
+        tl.load(stats + 3 * M),
+    )
     p, d = _pair(x_ptr + m * stride_x, z_ptr + m * stride_z, i, N, top_x, sum_x, top_z, sum_z)
     of_tvd = tl.load(g_tvd_ptr + m) * p * (_half_sign(d) - tl.load(stats + 4 * M))
     of_ce = tl.load(g_ce_ptr + m) * (p - (i == y).to(tl.float32))
@@ -127,9 +179,11 @@ def _bwd(
 
 
 def _launch(size):
-    """(loads of a thread at once, warps) of a program that reads two rows of ``size`` bytes, and reads them again.
+    """(loads of a thread at once, warps) of a program that reads two rows of ``size`` bytes, and
+    reads them again.
 
-    8192x128256, bf16: with 8, 16, 32 warps 1.87, 1.79, 1.67 TB/s; with 4 loads of each thread at once instead of 2
+    8192x128256, bf16: with 8, 16, 32 warps 1.87, 1.79, 1.67 TB/s; with 4 loads of each thread at
+    once instead of 2
     1.86, 1.78, - (H200, 2026-11-23).
     """
     return 2, min(8, max(next_power_of_2(size // 4096), 1))
@@ -142,7 +196,10 @@ def _launch_bwd(N):
 
 
 def _outputs(x, z, target, ignore_index):
-    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in (x.shape[:1], x.shape[:1], (5, x.shape[0])))
+    return tuple(
+        x.new_empty(shape, dtype=torch.float32)
+        for shape in (x.shape[:1], x.shape[:1], (5, x.shape[0]))
+    )
 
 
 def _gradient(g_ce, g_tvd, x, z, target, stats, ignore_index):
@@ -160,26 +217,57 @@ def ce_tvd_fwd(
     aligned = N % 16 == x.stride(0) % 16 == z.stride(0) % 16 == 0
     if M:
         _fwd[(M,)](
-            x, z, target, ce, distance, stats, x.stride(0), z.stride(0), M, N, ignore_index,
-            ROWS=loads, LANES=32 * warps, EACH=each, ALIGNED=aligned, num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            x,
+            z,
+            target,
+            ce,
+            distance,
+            stats,
+            x.stride(0),
+            z.stride(0),
+            M,
+            N,
+            ignore_index,
+            ROWS=loads,
+            LANES=32 * warps,
+            EACH=each,
+            ALIGNED=aligned,
+            num_warps=devices.warps(warps, x),
+        )
     return ce, distance, stats
 
 
 @custom_op("fused_ce_tvd_backward", _gradient)
 def ce_tvd_bwd(
-    g_ce: torch.Tensor, g_tvd: torch.Tensor, x: torch.Tensor, z: torch.Tensor, target: torch.Tensor,
-    stats: torch.Tensor, ignore_index: int,
-) -> torch.Tensor:  # fmt: skip
+    g_ce: torch.Tensor,
+    g_tvd: torch.Tensor,
+    x: torch.Tensor,
+    z: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    ignore_index: int,
+) -> torch.Tensor:
     """Incoming gradients (M,), contiguous -> dx (M, N)."""
     dx = x.new_empty(x.shape)
     M, N = x.shape
     columns, warps = _launch_bwd(N)
     if x.numel():
         _bwd[(M * cdiv(N, columns),)](
-            g_ce, g_tvd, x, z, target, stats, dx, x.stride(0), z.stride(0), M, N, ignore_index,
-            BLOCK=columns, num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+            g_ce,
+            g_tvd,
+            x,
+            z,
+            target,
+            stats,
+            dx,
+            x.stride(0),
+            z.stride(0),
+            M,
+            N,
+            ignore_index,
+            BLOCK=columns,
+            num_warps=devices.warps(warps, x),
+        )
     return dx
 
 
@@ -202,7 +290,8 @@ def _check(name, student_logits, teacher_logits, target, ignore_index=-100):
 
 
 class LigerFusedCETVDFunction(RowsFunction):
-    """``apply(student_logits, teacher_logits, target, ignore_index=-100) -> (ce, tvd)``, each (M,)."""
+    """``apply(student_logits, teacher_logits, target, ignore_index=-100) -> (ce, tvd)``, each
+    (M,)."""
 
     @classmethod
     def checked(cls, *args):
@@ -227,13 +316,22 @@ class LigerFusedCETVDFunction(RowsFunction):
     def backward(ctx, g_ce, g_tvd):
         x, z, target, stats = ctx.saved_tensors
         rows = matrix_rows(x), matrix_rows(z), target.contiguous()
-        return ce_tvd_bwd(g_ce.contiguous(), g_tvd.contiguous(), *rows, stats, ctx.ignore_index), None, None, None
+        return (
+            ce_tvd_bwd(g_ce.contiguous(), g_tvd.contiguous(), *rows, stats, ctx.ignore_index),
+            None,
+            None,
+            None,
+        )
 
 
 def liger_fused_ce_tvd(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of a student's logits, and the total variation distance of its distribution from a teacher's.
+    """Cross entropy of a student's logits, and the total variation distance of its distribution
+    from a teacher's.
 
     Args:
         student_logits: (M, V), fp32, bf16 or fp16.
@@ -245,8 +343,10 @@ def liger_fused_ce_tvd(
         (ce, tvd), (M,) each in fp32.
 
     Raises:
-        ValueError: shapes that are not two equal (M, V) and (M,); tensors of several devices; a target out of range, on
-            the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU the ce of such a row is otherwise NaN.
+        ValueError: shapes that are not two equal (M, V) and (M,); tensors of several devices; a
+        target out of range, on
+            the CPU and in debug mode (LIGER_KERNEL_DEBUG=1). On a GPU the ce of such a row is
+            otherwise NaN.
         TypeError: dtypes, or an ignore_index that is no int.
     """
     args = _check("liger_fused_ce_tvd", student_logits, teacher_logits, target, ignore_index)
@@ -260,7 +360,9 @@ class LigerFusedCETVDLoss(torch.nn.Module):
         super().__init__()
         self.ignore_index = check.integer(type(self).__name__, "ignore_index", ignore_index)
 
-    def forward(self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor):
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
+    ):
         return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
 
@@ -270,11 +372,15 @@ CASES.append(
         fn=liger_fused_ce_tvd,
         reference=fused_ce_tvd_reference,
         inputs=lambda M, V: dict(
-            student_logits=torch.randn(M, V).requires_grad_(), teacher_logits=torch.randn(M, V), target=labels(M, V)
+            student_logits=torch.randn(M, V).requires_grad_(),
+            teacher_logits=torch.randn(M, V),
+            target=labels(M, V),
         ),
         shapes=((1, 8), (5, 123), (9, 513), (3, 17000)),
         bench=((8192, 32000), (8192, 128256)),
-        traffic=lambda t: tuple(n * t["student_logits"].numel() * t["student_logits"].element_size() for n in (2, 3)),
+        traffic=lambda t: tuple(
+            n * t["student_logits"].numel() * t["student_logits"].element_size() for n in (2, 3)
+        ),
         fp32_roundings=2,
     )
 )

@@ -41,7 +41,8 @@ def kl_div_reference(input, target, reduction="mean", log_target=False, eps=1e-1
 
 
 class LigerKLDivLossFunction(DivergenceFunction):
-    """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10) -> loss``, in fp32."""
+    """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10) -> loss``, in
+    fp32."""
 
     @classmethod
     def checked(cls, y_pred, y_true, *args):
@@ -56,19 +57,27 @@ class LigerKLDivLossFunction(DivergenceFunction):
     def forward(ctx, y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
         divergence, rest = "forward_kl" if log_target else "kl", (reduction, log_target, eps)
         name = "LigerKLDivLossFunction"
-        return DivergenceFunction.save(ctx, name, (y_pred, y_true), divergence, eps, reduction, -100, rest)
+        return DivergenceFunction.save(
+            ctx, name, (y_pred, y_true), divergence, eps, reduction, -100, rest
+        )
 
 
 def liger_kl_div(
-    input: torch.Tensor, target: torch.Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
-    log_target: bool = False, eps: float = 1e-10,
-) -> torch.Tensor:  # fmt: skip
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> torch.Tensor:
     """KL(target ‖ input), as `torch.nn.functional.kl_div`.
 
     Args:
         input: (M, V) log-probabilities, fp32, bf16 or fp16.
         target: (M, V) probabilities, or with ``log_target`` their logarithms. It gets no gradient.
-        size_average, reduce: True or None: as ``reduction`` says. False: as torch's deprecated spellings.
+        size_average, reduce: True or None: as ``reduction`` says. False: as torch's deprecated
+        spellings.
         reduction: "mean" (over all entries), "batchmean" (over the rows), "sum" or "none".
         log_target: whether target is logarithms.
         eps: the least probability in log target; not used with ``log_target``.
@@ -97,12 +106,17 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
         self.eps = check.not_negative(type(self).__name__, "eps", eps)
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor):
-        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+        return liger_kl_div(
+            y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
+        )
 
 
 CASES.append(
     case_of(
-        "kl_div", liger_kl_div, kl_div_reference, inputs_of(torch.log_softmax, labelled=False),
+        "kl_div",
+        liger_kl_div,
+        kl_div_reference,
+        inputs_of(torch.log_softmax, labelled=False),
         (dict(), dict(reduction="none"), dict(reduction="batchmean", eps=0.1)),
     )
-)  # fmt: skip
+)

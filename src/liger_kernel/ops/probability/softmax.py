@@ -4,9 +4,9 @@ r"""Softmax over the last dimension.
 
     dx = y·(dy - Σ dy·y)
 
-Arithmetic is in fp32 and y is rounded once, as PyTorch does it. An entry of -inf gives 0. A row without a finite
-maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows are not affected.
-"""
+Arithmetic is in fp32 and y is rounded once, as PyTorch does it. An entry of -inf gives 0. A row
+without a finite maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows are
+not affected."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ def softmax_reference(x):
 
 
 @kernel
-def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
-    """A program takes every num_programs-th block of BLOCK_M rows. A row is one block, and read once."""
+def _fwd(
+    x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+):
+    """A program takes every num_programs-th block of BLOCK_M rows. A row is one block, and read
+    once."""
     n = tl.arange(0, BLOCK_N)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for block in tl.range(
+        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES
+    ):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (m < M) & (n < N)
         x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
@@ -36,11 +41,14 @@ def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @kernel
-def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them in an iteration.
+def _fwd_wide(
+    x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them
+    in an iteration.
 
-    If ALIGNED, a lane's columns are contiguous, and one load reads them. Otherwise those of neighbouring lanes are.
-    """
+    If ALIGNED, a lane's columns are contiguous, and one load reads them. Otherwise those of
+    neighbouring lanes are."""
     row = tl.program_id(0).to(tl.int64)
     x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -52,16 +60,24 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr
     for start in range(0, N, BLOCK):
         x = tl.load(x_row + start + i, mask=start + i < N, other=-INF).to(tl.float32)
         new, shift = online_max(top, tl.max(x, axis=0))
-        total = total * exp_for(top - shift, EXACT) + tl.sum(exp_for(x - shift[None, :], EXACT), axis=0)
+        total = total * exp_for(top - shift, EXACT) + tl.sum(
+            exp_for(x - shift[None, :], EXACT), axis=0
+        )
         top = new
     highest = finite(tl.max(top))
     scale = 1.0 / tl.sum(total * exp(top - highest))
     n = tl.arange(0, BLOCK)
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
-    for back in range(0, N, BLOCK):  # from the end of the row, which was read last and is in a cache
+    for back in range(
+        0, N, BLOCK
+    ):  # from the end of the row, which was read last and is in a cache
         at = last - back + n
         x = tl.load(x_row + at, mask=at < N, other=-INF).to(tl.float32)
-        tl.store(y_row + at, (exp_for(x - highest, EXACT) * scale).to(y_ptr.dtype.element_ty), mask=at < N)
+        tl.store(
+            y_row + at,
+            (exp_for(x - highest, EXACT) * scale).to(y_ptr.dtype.element_ty),
+            mask=at < N,
+        )
 
 
 @kernel
@@ -74,7 +90,9 @@ def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N:
     dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
     dot = tl.sum(y * dy, axis=1, keep_dims=True)
     if BLOCK_M * BLOCK_N > 16384:  # the registers hold only y; dy is read again, from a cache
-        dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = tl.load(
+            dy_ptr + m * stride_dy + n, mask=mask, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
     dx = y * (dy - dot)
     tl.store(dx_ptr + m * N + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -102,23 +120,26 @@ WIDE = 65536  # bytes; a wider row doesn't fit into a program's registers and is
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program whose rows are one block, forward or backward: 16 to 32 columns a thread."""
+    """(rows, columns, warps) of a program whose rows are one block, forward or backward: 16 to 32
+    columns a thread."""
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
     return rows, columns, columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
 
 
 def _launch_stages(x, M, columns):
-    """(programs, rows in flight) of forward. If one row fills a multiprocessor, others are loaded in the meantime."""
+    """(programs, rows in flight) of forward. If one row fills a multiprocessor, others are loaded
+    in the meantime."""
     ahead = devices.stages(columns * x.element_size(), x)
     return (min(M, devices.multiprocessors(x)), ahead) if columns > 16384 and ahead > 1 else (M, 1)
 
 
 def _launch_wide(x):
-    """(lanes, columns of a lane in an iteration, warps) of a program that reads a row in blocks: 16 bytes a lane.
+    """(lanes, columns of a lane in an iteration, warps) of a program that reads a row in blocks: 16
+    bytes a lane.
 
-    The programs are large, so that few rows are in work at a time: they stay in the cache until they are read again.
-    """
+    The programs are large, so that few rows are in work at a time: they stay in the cache until
+    they are read again."""
     return 1024, 16 // x.element_size(), 16
 
 
@@ -139,14 +160,28 @@ def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
         rows, columns, warps = _launch(N)
         programs, ahead = _launch_stages(x, cdiv(M, rows), columns)
         _fwd[(programs,)](
-            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, STAGES=ahead, num_warps=devices.warps(warps, x)
+            x,
+            y,
+            x.stride(0),
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            STAGES=ahead,
+            num_warps=devices.warps(warps, x),
         )
     else:
         lanes, each, warps = _launch_wide(x)
         _fwd_wide[(M,)](
-            x, y, x.stride(0), N, LANES=lanes, EACH=each, ALIGNED=N % 16 == x.stride(0) % 16 == 0,
+            x,
+            y,
+            x.stride(0),
+            N,
+            LANES=lanes,
+            EACH=each,
+            ALIGNED=N % 16 == x.stride(0) % 16 == 0,
             num_warps=devices.warps(warps, x),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -158,11 +193,21 @@ def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     if N * y.element_size() <= WIDE:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
-            y, dy, dx, dy.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, y)
+            y,
+            dy,
+            dx,
+            dy.stride(0),
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            num_warps=devices.warps(warps, y),
         )
     else:
         lanes, each, warps = _launch_wide(y)
-        _bwd_wide[(M,)](y, dy, dx, dy.stride(0), N, BLOCK=lanes * each, num_warps=devices.warps(warps, y))
+        _bwd_wide[(M,)](
+            y, dy, dx, dy.stride(0), N, BLOCK=lanes * each, num_warps=devices.warps(warps, y)
+        )
     return dx
 
 
@@ -200,7 +245,8 @@ def liger_softmax(x: torch.Tensor) -> torch.Tensor:
         x: (..., N), fp32, bf16 or fp16; any N.
 
     Returns:
-        (..., N) in x's dtype, computed in fp32 and rounded once. A row that is all -inf is NaN, as in PyTorch.
+        (..., N) in x's dtype, computed in fp32 and rounded once. A row that is all -inf is NaN, as
+        in PyTorch.
 
     Raises:
         ValueError: x has no dimension.

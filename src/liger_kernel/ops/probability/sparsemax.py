@@ -5,11 +5,11 @@ r"""Sparsemax: the distribution that is nearest to x. Unlike softmax's, most of 
     dx = 1[y > 0]·(dy - mean of dy over the support),   support = {y > 0}
 
 τ = (Σ_S x - 1)/|S| for the support S = {x > τ}. Sorted rows would tell S. Here it is found from above, without a sort
-(Michelot, 1986): from the entries above max x - 1, which are all that can be in it, τ follows, and with it a smaller S.
-τ never falls and S never grows; when S stays the same, the two are exact.
+(Michelot, 1986): from the entries above max x - 1, which are all that can be in it, τ follows, and
+with it a smaller S. τ never falls and S never grows; when S stays the same, the two are exact.
 
-Arithmetic is in fp32 and y is rounded once. An entry of -inf gives 0. As in softmax, a row without a finite maximum and
-a row with a NaN are all NaN.
+Arithmetic is in fp32 and y is rounded once. An entry of -inf gives 0. As in softmax, a row without
+a finite maximum and a row with a NaN are all NaN.
 
 Source: Martins and Astudillo, From Softmax to Sparsemax, arXiv:1602.02068.
 """
@@ -30,7 +30,10 @@ def sparsemax_reference(input, dim=-1):
         return input.clone()
     z = z - z.detach().amax(-1, keepdim=True)  # the same projection
     s = z.sort(-1, descending=True).values
-    above, count = s.cumsum(-1) - 1, torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    above, count = (
+        s.cumsum(-1) - 1,
+        torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device),
+    )
     k = (s * count > above).sum(-1, keepdim=True).clamp(min=1)
     return F.relu(z - above.gather(-1, k - 1) / k).transpose(dim, -1).to(input.dtype)
 
@@ -87,7 +90,9 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, BLOCK: tl.constexpr):
 
 
 @kernel
-def _bwd(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _bwd(
+    y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """One program: BLOCK_M rows. A row is one block, and read once."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
@@ -96,7 +101,9 @@ def _bwd(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, M, N, BLOCK_M: tl.constexpr
     dy = tl.load(dy_ptr + m * stride_dy + n, mask=mask, other=0.0).to(tl.float32)
     count = tl.sum(support.to(tl.float32), axis=1, keep_dims=True)
     mean = tl.sum(tl.where(support, dy, 0.0), axis=1, keep_dims=True) / tl.maximum(count, 1.0)
-    tl.store(dx_ptr + m * N + n, tl.where(support, dy - mean, 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dx_ptr + m * N + n, tl.where(support, dy - mean, 0.0).to(dx_ptr.dtype.element_ty), mask=mask
+    )
 
 
 @kernel
@@ -110,7 +117,9 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, N, BLOCK: tl.constexpr
     for start in range(0, N, BLOCK):
         support = tl.load(y_row + start + n, mask=start + n < N, other=0.0).to(tl.float32) > 0
         counts += support.to(tl.float32)
-        totals += tl.where(support, tl.load(dy_row + start + n, mask=start + n < N, other=0.0).to(tl.float32), 0.0)
+        totals += tl.where(
+            support, tl.load(dy_row + start + n, mask=start + n < N, other=0.0).to(tl.float32), 0.0
+        )
     mean = tl.sum(totals) / tl.maximum(tl.sum(counts), 1.0)
     for start in range(0, N, BLOCK):
         support = tl.load(y_row + start + n, mask=start + n < N, other=0.0).to(tl.float32) > 0
@@ -123,14 +132,16 @@ WIDE = 16384  # columns; a wider row is read in blocks
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program whose rows are one block: 16 columns a thread, 32 of the widest rows."""
+    """(rows, columns, warps) of a program whose rows are one block: 16 columns a thread, 32 of the
+    widest rows."""
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
     return rows, columns, min(max(rows * columns // 512, 1), 16)
 
 
 def _launch_wide():
-    """(columns of a block, warps). Large programs: the rows in work are few, and stay in a cache."""
+    """(columns of a block, warps). Large programs: the rows in work are few, and stay in a
+    cache."""
     return 8192, 16
 
 
@@ -152,7 +163,14 @@ def sparsemax_fwd(x: torch.Tensor) -> torch.Tensor:
     if N <= WIDE:
         rows, columns, warps = _launch(N)
         _fwd[(cdiv(M, rows),)](
-            x, y, x.stride(0), M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, x)
+            x,
+            y,
+            x.stride(0),
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            num_warps=devices.warps(warps, x),
         )
     else:
         columns, warps = _launch_wide()
@@ -170,7 +188,15 @@ def sparsemax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     if N <= WIDE:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
-            y, dy, dx, *strides, M, N, BLOCK_M=rows, BLOCK_N=columns, num_warps=devices.warps(warps, y)
+            y,
+            dy,
+            dx,
+            *strides,
+            M,
+            N,
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            num_warps=devices.warps(warps, y),
         )
     else:
         columns, warps = _launch_wide()
@@ -179,7 +205,8 @@ def sparsemax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(y, shape, dim):
-    """Rows y (M, N) as a tensor of that shape whose rows are along ``dim``; to autograd it is no view of y."""
+    """Rows y (M, N) as a tensor of that shape whose rows are along ``dim``; to autograd it is no
+    view of y."""
     if dim in (-1, len(shape) - 1):
         return torch.ops.aten._unsafe_view(y, shape)
     order = list(shape)
@@ -206,13 +233,16 @@ class LigerSparsemaxFunction(Function):
     def again(ctx, dy):
         (y,) = ctx.saved_tensors
         support, d = y.float().sign(), dy.float()
-        mean = (support * d).sum(ctx.dim, keepdim=True) / support.sum(ctx.dim, keepdim=True).clamp(min=1)
+        mean = (support * d).sum(ctx.dim, keepdim=True) / support.sum(ctx.dim, keepdim=True).clamp(
+            min=1
+        )
         return (support * (d - mean)).to(dy.dtype), None
 
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        # no generator: Dynamo begins backward anew where a stride is asked for, and torch 2.14 cannot leave one by that
+        # no generator: Dynamo begins backward anew where a stride is asked for, and torch 2.14
+        # cannot leave one by that
         rows = [matrix_rows(t.transpose(ctx.dim, -1)) for t in (y, dy)]
         return _shaped(sparsemax_bwd(*rows), dy.shape, ctx.dim), None
 
@@ -222,7 +252,8 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
     Args:
         input: any shape with a dimension or more, fp32, bf16 or fp16.
-        dim: the dimension whose entries add up to 1. Rows along another than the last one are copied.
+        dim: the dimension whose entries add up to 1. Rows along another than the last one are
+        copied.
 
     Returns:
         Of input's shape and dtype, computed in fp32 and rounded once.
@@ -237,7 +268,9 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check.floats(name, dict(input=input))
     dim = check.integer(name, "dim", dim)
     if not -input.dim() <= dim < input.dim():
-        raise ValueError(f"{name}: dim is {dim!r}, give one of an input of shape {tuple(input.shape)}")
+        raise ValueError(
+            f"{name}: dim is {dim!r}, give one of an input of shape {tuple(input.shape)}"
+        )
     if not devices.has_kernels(input):
         return sparsemax_reference(input, dim)
     return LigerSparsemaxFunction.apply(input, dim)

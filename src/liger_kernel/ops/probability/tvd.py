@@ -6,8 +6,8 @@ r"""Total variation distance of rows of probabilities x and y.
 
 Reductions, ignored rows and the kernel stand in `rows`.
 
-Source: Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation, arXiv:2307.15190.
-"""
+Source: Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation,
+arXiv:2307.15190."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def tvd_reference(input, target, shift_labels=None, reduction="mean", ignore_ind
 
 
 class LigerTVDLossFunction(DivergenceFunction):
-    """``apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100) -> loss``, in fp32."""
+    """``apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100) -> loss``, in
+    fp32."""
 
     @staticmethod
     def reference(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
@@ -42,20 +43,26 @@ class LigerTVDLossFunction(DivergenceFunction):
     @staticmethod
     def forward(ctx, p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         rest, name = (reduction, ignore_index), "LigerTVDLossFunction"
-        return DivergenceFunction.save(ctx, name, (p, q, shift_labels), "tvd", 0.0, reduction, ignore_index, rest)
+        return DivergenceFunction.save(
+            ctx, name, (p, q, shift_labels), "tvd", 0.0, reduction, ignore_index, rest
+        )
 
 
 def liger_tvd(
-    input: torch.Tensor, target: torch.Tensor, shift_labels: torch.Tensor | None = None, reduction: str = "mean",
+    input: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "mean",
     ignore_index: int = -100,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Total variation distance ``½·Σ|input - target|`` of rows of probabilities.
 
     Args:
         input: (M, V) probabilities, fp32, bf16 or fp16. Where they equal target, the gradient is 0.
         target: (M, V) probabilities. They get no gradient.
         shift_labels, ignore_index: as in `liger_jsd`.
-        reduction: "mean" (over the entries of the rows that count), "batchmean" (over these rows), "sum" or "none".
+        reduction: "mean" (over the entries of the rows that count), "batchmean" (over these rows),
+        "sum" or "none".
 
     Returns:
         fp32, 0-d, or (M, V) for "none", 0 in ignored rows. 0 if all rows are ignored.
@@ -87,7 +94,10 @@ class LigerTVDLoss(torch.nn.Module):
 
 CASES.append(
     case_of(
-        "tvd", liger_tvd, tvd_reference, inputs_of(torch.softmax),
+        "tvd",
+        liger_tvd,
+        tvd_reference,
+        inputs_of(torch.softmax),
         (dict(), dict(reduction="none"), dict(reduction="batchmean", shift_labels=None)),
     )
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-r"""Attention residuals: the input of a layer is a mixture of what the blocks before it have put out.
+r"""Attention residuals: the input of a layer is a mixture of what the blocks before it have put
+out.
 
     x̂_i = V_i / sqrt(mean(V_i²) + eps),   K_i = x̂_i·w_norm,   s_i = <w_query, K_i>
     a = softmax of s over the blocks i,   out = Σ_i a_i·V_i
@@ -43,9 +44,21 @@ def _entry(values, n, i):
 
 @kernel
 def _fwd(
-    v_ptr, q_ptr, w_ptr, out_ptr, a_ptr, rstd_ptr, stride_v, M, N, D, eps,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    v_ptr,
+    q_ptr,
+    w_ptr,
+    out_ptr,
+    a_ptr,
+    rstd_ptr,
+    stride_v,
+    M,
+    N,
+    D,
+    eps,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One program: a row of each of the N blocks, read once."""
     m = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -74,10 +87,25 @@ def _fwd(
 
 @kernel
 def _bwd(
-    dout_ptr, v_ptr, q_ptr, w_ptr, a_ptr, rstd_ptr, dv_ptr, t_ptr, stride_dout, stride_v, M, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program processes every num_programs-th row of all blocks, and writes one row of the partial t."""
+    dout_ptr,
+    v_ptr,
+    q_ptr,
+    w_ptr,
+    a_ptr,
+    rstd_ptr,
+    dv_ptr,
+    t_ptr,
+    stride_dout,
+    stride_v,
+    M,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program processes every num_programs-th row of all blocks, and writes one row of the
+    partial t."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     key = read(q_ptr, d, d < D)
     key *= read(w_ptr, d, d < D)
@@ -111,8 +139,10 @@ def _bwd(
 def _launch(D, columns_of_warp, most, ahead, v):
     """(columns, warps, stages) of a program, whose registers hold whole rows.
 
-    With 1, 2 and 3 stages, 12 blocks of 8192x7168 in bf16: forward 2.16, 2.19, 2.68 TB/s (with 8 warps 1.87), backward
-    2.13 (4 warps), -, 2.32 (H200, 2026-11-22). With 3 and 4: forward 2.69, 2.63, backward 2.28, 2.40; 8 blocks of
+    With 1, 2 and 3 stages, 12 blocks of 8192x7168 in bf16: forward 2.16, 2.19, 2.68 TB/s (with 8
+    warps 1.87), backward
+    2.13 (4 warps), -, 2.32 (H200, 2026-11-22). With 3 and 4: forward 2.69, 2.63, backward 2.28,
+    2.40; 8 blocks of
     8192x4096 2.89, 2.89 and 2.68, 2.78 (2026-11-24).
     """
     columns = next_power_of_2(D)
@@ -135,24 +165,46 @@ def _gradients(dout, v, q, w, a, rstd, need_dv, need_dq, need_dw):
 def attn_res_fwd(
     v: torch.Tensor, q: torch.Tensor, w: torch.Tensor, blocks: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v (N·M, D) with unit stride in D, q and w (D,) -> out (M, D) in v's dtype, a and rstd (M, N) in fp32."""
+    """v (N·M, D) with unit stride in D, q and w (D,) -> out (M, D) in v's dtype, a and rstd (M, N)
+    in fp32."""
     out, a, rstd = _outputs(v, q, w, blocks, eps)
     M, D = out.shape
     columns, warps, stages = _launch(D, 1024, 4, 3, v)
     if out.numel():
         _fwd[(M,)](
-            v, q, w, out, a, rstd, v.stride(0), M, blocks, D, eps,
-            BLOCK_N=next_power_of_2(blocks), BLOCK_D=columns, STAGES=stages, num_warps=devices.warps(warps, v),
-        )  # fmt: skip
+            v,
+            q,
+            w,
+            out,
+            a,
+            rstd,
+            v.stride(0),
+            M,
+            blocks,
+            D,
+            eps,
+            BLOCK_N=next_power_of_2(blocks),
+            BLOCK_D=columns,
+            STAGES=stages,
+            num_warps=devices.warps(warps, v),
+        )
     return out, a, rstd
 
 
 @custom_op("attn_res_backward", _gradients)
 def attn_res_bwd(
-    dout: torch.Tensor, v: torch.Tensor, q: torch.Tensor, w: torch.Tensor, a: torch.Tensor, rstd: torch.Tensor,
-    need_dv: bool, need_dq: bool, need_dw: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dout (M, D) with unit stride in D -> dv (N·M, D), dq and dw (D,). What is not needed is None."""
+    dout: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor,
+    w: torch.Tensor,
+    a: torch.Tensor,
+    rstd: torch.Tensor,
+    need_dv: bool,
+    need_dq: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dout (M, D) with unit stride in D -> dv (N·M, D), dq and dw (D,). What is not needed is
+    None."""
     dv = v.new_empty(v.shape) if need_dv else None
     (M, N), D = a.shape, v.shape[1]
     columns, warps, stages = _launch(D, 512, 16, 4, v)
@@ -160,9 +212,24 @@ def attn_res_bwd(
     part = v.new_empty((programs, D), dtype=torch.float32) if need_dq or need_dw else None
     if D:
         _bwd[(programs,)](
-            dout, v, q, w, a, rstd, dv, part, dout.stride(0), v.stride(0), M, N, D,
-            BLOCK_N=next_power_of_2(N), BLOCK_D=columns, STAGES=stages, num_warps=devices.warps(warps, v),
-        )  # fmt: skip
+            dout,
+            v,
+            q,
+            w,
+            a,
+            rstd,
+            dv,
+            part,
+            dout.stride(0),
+            v.stride(0),
+            M,
+            N,
+            D,
+            BLOCK_N=next_power_of_2(N),
+            BLOCK_D=columns,
+            STAGES=stages,
+            num_warps=devices.warps(warps, v),
+        )
     if part is None:
         return dv, None, None
     t = v.new_empty(D, dtype=torch.float32)
@@ -172,7 +239,8 @@ def attn_res_bwd(
 
 
 class LigerAttnResFunction(Function):
-    """``apply(V_stacked, w_query, w_norm, eps) -> out``: (N, B, T, D), (D,), (D,) -> (B, T, D) in V_stacked's dtype."""
+    """``apply(V_stacked, w_query, w_norm, eps) -> out``: (N, B, T, D), (D,), (D,) -> (B, T, D) in
+    V_stacked's dtype."""
 
     @staticmethod
     def reference(V_stacked, w_query, w_norm, eps):
@@ -191,7 +259,9 @@ class LigerAttnResFunction(Function):
         out, a, rstd = attn_res_fwd(v, q, w, V_stacked.shape[0], eps)
         ctx.save_for_backward(V_stacked, w_query, w_norm, a, rstd)
         ctx.eps = eps
-        return torch.ops.aten._unsafe_view(out, V_stacked.shape[1:])  # to autograd no view: one may write to it
+        return torch.ops.aten._unsafe_view(
+            out, V_stacked.shape[1:]
+        )  # to autograd no view: one may write to it
 
     @staticmethod
     def arguments(ctx):
@@ -203,7 +273,12 @@ class LigerAttnResFunction(Function):
         need = ctx.needs_input_grad[:3]
         q, w = q.contiguous(), w.contiguous()
         dv, dq, dw = attn_res_bwd(matrix_rows(dout), matrix_rows(V), q, w, a, rstd, *need)
-        return dv.view(V.shape) if need[0] else None, dq if need[1] else None, dw if need[2] else None, None
+        return (
+            dv.view(V.shape) if need[0] else None,
+            dq if need[1] else None,
+            dw if need[2] else None,
+            None,
+        )
 
 
 def _stacked(name, V):
@@ -223,27 +298,36 @@ def _stacked(name, V):
 def _check(name, V, w_query, w_norm):
     check.floats(name, dict(V=V, w_query=w_query, w_norm=w_norm))
     if V.dim() < 2 or V.shape[0] == 0:
-        raise ValueError(f"{name}: V has shape {tuple(V.shape)}, give (N, ..., D) with at least one block")
+        raise ValueError(
+            f"{name}: V has shape {tuple(V.shape)}, give (N, ..., D) with at least one block"
+        )
     for argument, w in dict(w_query=w_query, w_norm=w_norm).items():
         check.shape(name, argument, w, (V.shape[-1],))
 
 
 def liger_attn_res(
-    V: torch.Tensor | list[torch.Tensor], w_query: torch.Tensor, w_norm: torch.Tensor, eps: float = 1e-6
+    V: torch.Tensor | list[torch.Tensor],
+    w_query: torch.Tensor,
+    w_norm: torch.Tensor,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
-    """A mixture of the outputs of N blocks, with weights that depend on them: ``Σ_i softmax_i(<w_query, K_i>)·V_i``.
+    """A mixture of the outputs of N blocks, with weights that depend on them: ``Σ_i
+    softmax_i(<w_query, K_i>)·V_i``.
 
     Args:
-        V: (N, B, T, D), or N tensors (B, T, D) in a list, which are stacked; fp32, bf16 or fp16. There may be any
+        V: (N, B, T, D), or N tensors (B, T, D) in a list, which are stacked; fp32, bf16 or fp16.
+        There may be any
             number of dimensions between N and D.
-        w_query, w_norm: (D,), any floating dtype: the query, and the weight of the RMSNorm whose results are the keys.
+        w_query, w_norm: (D,), any floating dtype: the query, and the weight of the RMSNorm whose
+        results are the keys.
         eps: added to the mean square.
 
     Returns:
         (B, T, D) in V's dtype.
 
     Raises:
-        ValueError: V has no block or fewer than two dimensions; the blocks of a list differ; w_query or w_norm has
+        ValueError: V has no block or fewer than two dimensions; the blocks of a list differ;
+        w_query or w_norm has
             another shape or device; eps is negative.
         TypeError: something is not a floating point tensor, or eps not a number.
 
@@ -260,7 +344,9 @@ def liger_attn_res(
 def _inputs(B, T, N, D):
     w_query, w_norm = (torch.randn(D) / D**0.25 for _ in range(2))
     return dict(
-        V=torch.randn(N, B, T, D).requires_grad_(), w_query=w_query.requires_grad_(), w_norm=w_norm.requires_grad_()
+        V=torch.randn(N, B, T, D).requires_grad_(),
+        w_query=w_query.requires_grad_(),
+        w_norm=w_norm.requires_grad_(),
     )
 
 

@@ -1,4 +1,5 @@
-r"""The coefficients of hyper-connections, from n streams of C channels: the kernels of `hyper_connections`.
+r"""The coefficients of hyper-connections, from n streams of C channels: the kernels of
+`hyper_connections`.
 
 With u, all streams in one row of K = n·C, and the columns of mix in parts of n, n and n²:
 
@@ -7,14 +8,14 @@ With u, all streams in one row of K = n·C, and the columns of mix in parts of n
 
     draw = alpha·dz·rstd,   du = draw·phiᵀ - u·rstd²/K·Σ alpha·dz·mix,   dphi = uᵀ·draw
 
-The three products share a kernel. Sinkhorn: y = softmax of each row + ε; then the columns are divided by (their sum +
-ε); then tmax - 1 times the rows and the columns. With s, what y was divided by, a division is undone by
+The three products share a kernel. Sinkhorn: y = softmax of each row + ε; then the columns are
+divided by (their sum + ε); then tmax - 1 times the rows and the columns. With s, what y was divided
+by, a division is undone by
 
     dy ← (dy - Σ dy·y) / s, summed as s was;   y ← y·s
 
-So backward needs the sums of each division, not the matrices; they are computed again when it begins. Everything is
-in fp32.
-"""
+So backward needs the sums of each division, not the matrices; they are computed again when it
+begins. Everything is in fp32."""
 
 from __future__ import annotations
 
@@ -31,13 +32,32 @@ DEEP = tl.constexpr(1024)  # a multiple of every block's depth
 
 @kernel
 def _product(
-    a_ptr, b_ptr, c_ptr, square_ptr, u_ptr, along_ptr, a_m, a_k, b_k, b_n, u_m, M, N, K, STRIP,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """c = a·b - along·u, and Σ_k a². The third axis of the grid goes over strips of K, of which each has its own c.
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    square_ptr,
+    u_ptr,
+    along_ptr,
+    a_m,
+    a_k,
+    b_k,
+    b_n,
+    u_m,
+    M,
+    N,
+    K,
+    STRIP,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """c = a·b - along·u, and Σ_k a². The third axis of the grid goes over strips of K, of which
+    each has its own c.
 
-    Matrix units cut sums off where they should round them. So the products of DEEP entries are summed by themselves.
-    """
+    Matrix units cut sums off where they should round them. So the products of DEEP entries are
+    summed by themselves."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     begin = tl.program_id(2) * STRIP
@@ -99,12 +119,33 @@ def _undo(y, dy, s_ptr, s_at, kept, axis: tl.constexpr):
 
 @kernel
 def _coeffs(
-    raw_ptr, square_ptr, b_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr, pre_ptr, post_ptr, res_ptr, s_ptr,
-    M, n, K, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    raw_ptr,
+    square_ptr,
+    b_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    pre_ptr,
+    post_ptr,
+    res_ptr,
+    s_ptr,
+    M,
+    n,
+    K,
+    tmax,
+    rms_eps,
+    pre_eps,
+    sinkhorn_eps,
+    post_mult,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: BLOCK_M rows. It writes h_res, and either h_pre and h_post or the sums."""
     P, steps = n * n + 2 * n, 2 * tmax - 1
-    m, i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    m, i = (
+        tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None],
+        tl.arange(0, BLOCK_N)[None, :],
+    )
     if pre_ptr is not None:
         rstd = _rstd(square_ptr, m, M, K, rms_eps)
         pre, _ = sigmoid(_z(raw_ptr, rstd, b_ptr, alpha_pre_ptr, m, P, i, m < M, i < n)[1])
@@ -134,11 +175,31 @@ def _spread(dz, mix, rstd, alpha_ptr, draw_ptr, at, mask):
 
 @kernel
 def _coeffs_bwd(
-    dpre_ptr, dpost_ptr, dres_ptr, raw_ptr, square_ptr, b_ptr, alpha_pre_ptr, alpha_post_ptr, alpha_res_ptr,
-    res_ptr, s_ptr, draw_ptr, along_ptr, part_ptr, M, n, K, tmax, rms_eps, post_mult,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program takes every num_programs-th block of BLOCK_M rows, and writes one row of partial Σ dz and Σ dz·mix."""
+    dpre_ptr,
+    dpost_ptr,
+    dres_ptr,
+    raw_ptr,
+    square_ptr,
+    b_ptr,
+    alpha_pre_ptr,
+    alpha_post_ptr,
+    alpha_res_ptr,
+    res_ptr,
+    s_ptr,
+    draw_ptr,
+    along_ptr,
+    part_ptr,
+    M,
+    n,
+    K,
+    tmax,
+    rms_eps,
+    post_mult,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program takes every num_programs-th block of BLOCK_M rows, and writes one row of partial Σ
+    dz and Σ dz·mix."""
     P, steps, j = n * n + 2 * n, 2 * tmax - 1, tl.arange(0, BLOCK_N)
     dpre = tl.zeros((BLOCK_N,), dtype=tl.float32)
     dpost, dpre_mix, dpost_mix = dpre, dpre, dpre
@@ -157,7 +218,9 @@ def _coeffs_bwd(
         _, slope = sigmoid(z)
         dz = read(dpost_ptr, m * n + i, known) * (post_mult * slope)
         dpost, dpost_mix = dpost + tl.sum(dz, axis=0), dpost_mix + tl.sum(dz * mix, axis=0)
-        along += tl.sum(_spread(dz, mix, rstd, alpha_post_ptr, draw_ptr, m * P + n + i, known), axis=1)
+        along += tl.sum(
+            _spread(dz, mix, rstd, alpha_post_ptr, draw_ptr, m * P + n + i, known), axis=1
+        )
         m, o, i = first[:, None, None], j[None, :, None], j[None, None, :]
         at, inside, rstd = o * n + i, (o < n) & (i < n), _rstd(square_ptr, m, M, K, rms_eps)
         known = (m < M) & inside
@@ -189,19 +252,36 @@ def _coeffs_bwd(
 def _multiply(a, b, c, blocks, exact, splits=1, square=None, u=None, along=None):
     """c (splits, M, N) = a (M, K)·b (K, N) - along·u, each split of a strip of K.
 
-    If not ``exact``, it may be computed in tf32: its 11 bits are all that 16-bit operands or results have.
-    """
+    If not ``exact``, it may be computed in tf32: its 11 bits are all that 16-bit operands or
+    results have."""
     (M, K), N, (rows, columns, depth) = a.shape, b.shape[1], blocks
     strip = depth * max(cdiv(cdiv(K, depth), splits), 1)
     _product[(cdiv(M, rows), cdiv(N, columns), splits)](
-        a, b, c, square, u, along, *a.stride(), *b.stride(), 0 if u is None else u.stride(0), M, N, K, strip,
-        BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, PRECISION="ieee" if exact else None,
-        STAGES=devices.stages((rows + columns) * depth * a.element_size(), a), num_warps=devices.warps(4, a),
-    )  # fmt: skip
+        a,
+        b,
+        c,
+        square,
+        u,
+        along,
+        *a.stride(),
+        *b.stride(),
+        0 if u is None else u.stride(0),
+        M,
+        N,
+        K,
+        strip,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        PRECISION="ieee" if exact else None,
+        STAGES=devices.stages((rows + columns) * depth * a.element_size(), a),
+        num_warps=devices.warps(4, a),
+    )
 
 
 def _launch_coeffs(n):
-    """(rows, streams, warps) of a program: matrices in registers, four entries of them in each thread."""
+    """(rows, streams, warps) of a program: matrices in registers, four entries of them in each
+    thread."""
     streams = next_power_of_2(n)
     rows = max(512 // streams**2, 1)
     return rows, streams, min(max(rows * streams**2 // 128, 1), 16)
@@ -213,56 +293,125 @@ def _columns(P):
 
 
 def _depth(u):
-    """Of u in a block of forward: much where it is loaded ahead, little where it goes straight into registers.
+    """Of u in a block of forward: much where it is loaded ahead, little where it goes straight into
+    registers.
 
-    128 is Hopper's, of 16 bits (H200, 2026-11-22). sm_80 and sm_89, or fp32, have too few registers for it.
-    """
+    128 is Hopper's, of 16 bits (H200, 2026-11-22). sm_80 and sm_89, or fp32, have too few registers
+    for it."""
     if devices.stages(32 * 1024, u) == 1:
         return 32
     return 64 if u.dtype == torch.float32 or devices.arch(u).startswith("sm_8") else 128
 
 
-def _coefficients(u, phi, b, alpha_pre, alpha_post, alpha_res, n, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult):
+def _coefficients(
+    u, phi, b, alpha_pre, alpha_post, alpha_res, n, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+):
     M, P = u.shape[0], phi.shape[1]
-    return tuple(u.new_empty(shape, dtype=torch.float32) for shape in ((M, n), (M, n), (M, n, n), (M, P), (M,)))
+    return tuple(
+        u.new_empty(shape, dtype=torch.float32)
+        for shape in ((M, n), (M, n), (M, n, n), (M, P), (M,))
+    )
 
 
 @custom_op("mhc_coeffs", _coefficients)
 def mhc_coeffs_fwd(
-    u: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
-    alpha_res: torch.Tensor, n: int, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """u (M, K) with unit stride in K -> h_pre, h_post (M, n), h_res (M, n, n), raw (M, P) and Σ u² (M,), in fp32."""
+    u: torch.Tensor,
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    n: int,
+    tmax: int,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """u (M, K) with unit stride in K -> h_pre, h_post (M, n), h_res (M, n, n), raw (M, P) and Σ u²
+    (M,), in fp32."""
     numbers = n, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-    pre, post, res, raw, square = _coefficients(u, phi, b, alpha_pre, alpha_post, alpha_res, *numbers)
+    pre, post, res, raw, square = _coefficients(
+        u, phi, b, alpha_pre, alpha_post, alpha_res, *numbers
+    )
     M, K = u.shape
     if M:
         exact = torch.float32 in (u.dtype, phi.dtype)
         _multiply(u, phi, raw, (32, _columns(phi.shape[1]), _depth(u)), exact, square=square)
         rows, streams, warps = _launch_coeffs(n)
         _coeffs[(cdiv(M, rows),)](
-            raw, square, b, alpha_pre, alpha_post, alpha_res, pre, post, res, None, M, n, K, *numbers[1:],
-            BLOCK_M=rows, BLOCK_N=streams, num_warps=devices.warps(warps, u),
-        )  # fmt: skip
+            raw,
+            square,
+            b,
+            alpha_pre,
+            alpha_post,
+            alpha_res,
+            pre,
+            post,
+            res,
+            None,
+            M,
+            n,
+            K,
+            *numbers[1:],
+            BLOCK_M=rows,
+            BLOCK_N=streams,
+            num_warps=devices.warps(warps, u),
+        )
     return pre, post, res, raw, square
 
 
 def _coefficient_gradients(
-    dpre, dpost, dres, u, phi, b, alpha_pre, alpha_post, alpha_res, raw, square, tmax, rms_eps, sinkhorn_eps, post_mult,
-    need_du, need_dphi,
-):  # fmt: skip
-    du, dphi = u.new_empty(u.shape) if need_du else None, phi.new_empty(phi.shape) if need_dphi else None
+    dpre,
+    dpost,
+    dres,
+    u,
+    phi,
+    b,
+    alpha_pre,
+    alpha_post,
+    alpha_res,
+    raw,
+    square,
+    tmax,
+    rms_eps,
+    sinkhorn_eps,
+    post_mult,
+    need_du,
+    need_dphi,
+):
+    du, dphi = (
+        u.new_empty(u.shape) if need_du else None,
+        phi.new_empty(phi.shape) if need_dphi else None,
+    )
     return du, dphi, u.new_empty((2, phi.shape[1]), dtype=torch.float32)
 
 
 @custom_op("mhc_coeffs_backward", _coefficient_gradients)
 def mhc_coeffs_bwd(
-    dpre: torch.Tensor, dpost: torch.Tensor, dres: torch.Tensor, u: torch.Tensor, phi: torch.Tensor, b: torch.Tensor,
-    alpha_pre: torch.Tensor, alpha_post: torch.Tensor, alpha_res: torch.Tensor, raw: torch.Tensor, square: torch.Tensor,
-    tmax: int, rms_eps: float, sinkhorn_eps: float, post_mult: float, need_du: bool, need_dphi: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dpre: torch.Tensor,
+    dpost: torch.Tensor,
+    dres: torch.Tensor,
+    u: torch.Tensor,
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    raw: torch.Tensor,
+    square: torch.Tensor,
+    tmax: int,
+    rms_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+    need_du: bool,
+    need_dphi: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> du, dphi (None if not needed), and Σ dz and Σ dz·mix of each column, (2, P) in fp32."""
-    du, dphi = u.new_empty(u.shape) if need_du else None, phi.new_empty(phi.shape) if need_dphi else None
+    du, dphi = (
+        u.new_empty(u.shape) if need_du else None,
+        phi.new_empty(phi.shape) if need_dphi else None,
+    )
     (M, K), P, n, m = u.shape, phi.shape[1], dpre.shape[1], devices.multiprocessors(u)
     rows, streams, warps = _launch_coeffs(n)
     block = dict(BLOCK_M=rows, BLOCK_N=streams, num_warps=devices.warps(warps, u))
@@ -270,12 +419,44 @@ def mhc_coeffs_bwd(
     res, s = torch.empty_like(dres), raw.new_empty((M, 2 * tmax - 1, n))
     if M:
         _coeffs[(cdiv(M, rows),)](
-            *given, None, None, res, s, M, n, K, tmax, rms_eps, 0.0, sinkhorn_eps, post_mult, **block
+            *given,
+            None,
+            None,
+            res,
+            s,
+            M,
+            n,
+            K,
+            tmax,
+            rms_eps,
+            0.0,
+            sinkhorn_eps,
+            post_mult,
+            **block,
         )
     programs = max(1, min(cdiv(M, rows), 4 * m))
-    draw, along, part = torch.empty_like(raw), torch.empty_like(square), raw.new_empty((programs, 2 * P))
+    draw, along, part = (
+        torch.empty_like(raw),
+        torch.empty_like(square),
+        raw.new_empty((programs, 2 * P)),
+    )
     _coeffs_bwd[(programs,)](
-        dpre, dpost, dres, *given, res, s, draw, along, part, M, n, K, tmax, rms_eps, post_mult, **block
+        dpre,
+        dpost,
+        dres,
+        *given,
+        res,
+        s,
+        draw,
+        along,
+        part,
+        M,
+        n,
+        K,
+        tmax,
+        rms_eps,
+        post_mult,
+        **block,
     )
     sums = raw.new_empty((2, P))
     sum_rows(part, sums)

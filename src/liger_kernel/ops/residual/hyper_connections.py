@@ -1,17 +1,19 @@
 r"""Manifold-constrained hyper-connections (mHC): a residual stream of n parallel streams x_i.
 
-A layer f reads a mixture of the streams, and its result is spread over them, while the streams mix with each other:
+A layer f reads a mixture of the streams, and its result is spread over them, while the streams mix
+with each other:
 
     x_in = Σ_i h_pre[i]·x_i,   x_out_o = Σ_i h_res[o, i]·x_i + h_post[o]·f(x_in)
 
-The coefficients depend on the streams. With u, all streams in one row, and the columns of mix in parts of n, n and n²:
+The coefficients depend on the streams. With u, all streams in one row, and the columns of mix in
+parts of n, n and n²:
 
     mix = (u·phi) / sqrt(mean(u²) + rms_eps),   z = alpha·mix + b, with an alpha for each part
     h_pre = σ(z) + pre_eps,   h_post = post_mult·σ(z),   h_res = Sinkhorn(z as n×n)
 
-Sinkhorn makes the rows and the columns of a positive matrix add up to 1 in turns, tmax times. `coefficients` and
-`streams` have the kernels and their gradients. Everything is computed in fp32 and rounded once; the coefficients are
-fp32.
+Sinkhorn makes the rows and the columns of a positive matrix add up to 1 in turns, tmax times.
+`coefficients` and `streams` have the kernels and their gradients. Everything is computed in fp32
+and rounded once; the coefficients are fp32.
 
 Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv:2512.24880.
 """
@@ -36,13 +38,27 @@ def _wide(x):
 
 
 def mhc_coeffs_reference(
-    x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0,
-    sinkhorn_eps=1e-6, post_mult=2.0,
-):  # fmt: skip
+    x,
+    phi,
+    b,
+    alpha_pre,
+    alpha_post,
+    alpha_res,
+    allow_fp32=False,
+    tmax=20,
+    rms_eps=1e-6,
+    pre_eps=0.0,
+    sinkhorn_eps=1e-6,
+    post_mult=2.0,
+):
     n, u = x.shape[-2], _wide(x.flatten(-2))
     with devices.without_autocast(x):
         mix = (u @ phi.to(u.dtype)) * torch.rsqrt(u.square().mean(-1, keepdim=True) + rms_eps)
-    parts = zip((alpha_pre, alpha_post, alpha_res), *(t.split((n, n, n * n), -1) for t in (mix, b)), strict=True)
+    parts = zip(
+        (alpha_pre, alpha_post, alpha_res),
+        *(t.split((n, n, n * n), -1) for t in (mix, b)),
+        strict=True,
+    )
     pre, post, res = (alpha.to(u.dtype) * m + bias.to(u.dtype) for alpha, m, bias in parts)
     y = res.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
     y = y / (y.sum(-2, keepdim=True) + sinkhorn_eps)
@@ -60,7 +76,9 @@ def mhc_pre_reference(x, h_pre):
 def mhc_post_res_reference(x, f_out, h_post, h_res):
     wide = _wide(x)
     mixed = (h_res.to(wide.dtype).unsqueeze(-1) * wide.unsqueeze(-3)).sum(-2)
-    return (mixed + h_post.to(wide.dtype).unsqueeze(-1) * f_out.to(wide.dtype).unsqueeze(-2)).to(x.dtype)
+    return (mixed + h_post.to(wide.dtype).unsqueeze(-1) * f_out.to(wide.dtype).unsqueeze(-2)).to(
+        x.dtype
+    )
 
 
 def _rows(t, last):
@@ -85,14 +103,28 @@ class LigerMHCCoeffsFunction(Function):
 
     @staticmethod
     def forward(
-        ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        ctx,
+        x,
+        phi,
+        b,
+        alpha_pre,
+        alpha_post,
+        alpha_res,
+        allow_fp32,
+        tmax,
+        rms_eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
     ):
         name = "LigerMHCCoeffsFunction"
         devices.require_kernels(name, x)
         _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax)
         n, parameters = x.shape[-2], (phi, b.contiguous(), alpha_pre, alpha_post, alpha_res)
         numbers = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-        pre, post, res, raw, square = mhc_coeffs_fwd(matrix_rows(x.flatten(-2)), *parameters, n, *numbers)
+        pre, post, res, raw, square = mhc_coeffs_fwd(
+            matrix_rows(x.flatten(-2)), *parameters, n, *numbers
+        )
         ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, raw, square)
         ctx.options = allow_fp32, *numbers
         shaped = torch.ops.aten._unsafe_view  # to autograd no views: the caller may write to them
@@ -109,9 +141,21 @@ class LigerMHCCoeffsFunction(Function):
         _, tmax, rms_eps, _, sinkhorn_eps, post_mult = ctx.options
         need, n = ctx.needs_input_grad, x.shape[-2]
         du, dphi, (db, along) = mhc_coeffs_bwd(
-            _rows(dpre, 1), _rows(dpost, 1), _rows(dres, 2), matrix_rows(x.flatten(-2)), phi, b.contiguous(), *alphas,
-            raw, square, tmax, rms_eps, sinkhorn_eps, post_mult, *need[:2],
-        )  # fmt: skip
+            _rows(dpre, 1),
+            _rows(dpost, 1),
+            _rows(dres, 2),
+            matrix_rows(x.flatten(-2)),
+            phi,
+            b.contiguous(),
+            *alphas,
+            raw,
+            square,
+            tmax,
+            rms_eps,
+            sinkhorn_eps,
+            post_mult,
+            *need[:2],
+        )
         dalphas = zip(alphas, along.split((n, n, n * n)), need[3:6], strict=True)
         return (
             du.view(x.shape) if need[0] else None, dphi if need[1] else None, db.to(b.dtype) if need[2] else None,
@@ -143,12 +187,15 @@ class LigerMHCPreFunction(Function):
         x, h_pre = ctx.saved_tensors
         need, h = ctx.needs_input_grad, _rows(h_pre, 1).unsqueeze(1)
         dout = _streams(dout, 1).unsqueeze(1)
-        dx, _, _, dh = mix_streams_bwd(dout, _streams(x), None, None, h, need[0], False, False, need[1])
+        dx, _, _, dh = mix_streams_bwd(
+            dout, _streams(x), None, None, h, need[0], False, False, need[1]
+        )
         return dx.view(x.shape) if need[0] else None, dh.view(h_pre.shape) if need[1] else None
 
 
 class LigerMHCPostResFunction(Function):
-    """``apply(x, f_out, h_post, h_res) -> x_out``: (..., n, C), (..., C), (..., n), (..., n, n) -> like x."""
+    """``apply(x, f_out, h_post, h_res) -> x_out``: (..., n, C), (..., C), (..., n), (..., n, n) ->
+    like x."""
 
     @staticmethod
     def reference(x, f_out, h_post, h_res):
@@ -159,7 +206,9 @@ class LigerMHCPostResFunction(Function):
         devices.require_kernels("LigerMHCPostResFunction", x)
         _check_post_res("LigerMHCPostResFunction", x, f_out, h_post, h_res)
         ctx.save_for_backward(x, f_out, h_post, h_res)
-        return shaped(mix_streams(_streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)), x.shape)
+        return shaped(
+            mix_streams(_streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)), x.shape
+        )
 
     @staticmethod
     def arguments(ctx):
@@ -170,7 +219,10 @@ class LigerMHCPostResFunction(Function):
         x, f_out, h_post, h_res = saved = ctx.saved_tensors
         given = _streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)
         found = mix_streams_bwd(_streams(dout), *given, *(need := ctx.needs_input_grad))
-        return tuple(d.view(t.shape) if needed else None for d, t, needed in zip(found, saved, need, strict=True))
+        return tuple(
+            d.view(t.shape) if needed else None
+            for d, t, needed in zip(found, saved, need, strict=True)
+        )
 
 
 MOST = 64  # streams: more do not fit into the registers, and PyTorch computes them
@@ -182,7 +234,9 @@ def _has_kernels(x):
 
 def _check_streams(name, x):
     if x.dim() < 2 or x.shape[-2] == 0:
-        raise ValueError(f"{name}: x has shape {tuple(x.shape)}, give (..., n, C) with at least one stream")
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)}, give (..., n, C) with at least one stream"
+        )
 
 
 def _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax):
@@ -197,7 +251,9 @@ def _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow
             raise AssertionError(f"{name}: {argument} has shape {tuple(t.shape)}, give {shape}")
     for argument, t in alphas.items():
         if t.numel() != 1:
-            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, give a tensor of one element")
+            raise ValueError(
+                f"{name}: {argument} has shape {tuple(t.shape)}, give a tensor of one element"
+            )
     tmax = check.integer(name, "tmax", tmax)
     if tmax < 1:
         raise ValueError(f"{name}: tmax is {tmax}, give an int from 1 on")
@@ -215,15 +271,29 @@ def _check_post_res(name, x, f_out, h_post, h_res):
     check.floats(name, dict(x=x, f_out=f_out, h_post=h_post, h_res=h_res))
     _check_streams(name, x)
     *rows, n, C = x.shape
-    for argument, t, last in (("f_out", f_out, (C,)), ("h_post", h_post, (n,)), ("h_res", h_res, (n, n))):
+    for argument, t, last in (
+        ("f_out", f_out, (C,)),
+        ("h_post", h_post, (n,)),
+        ("h_res", h_res, (n, n)),
+    ):
         check.shape(name, argument, t, (*rows, *last))
 
 
 def liger_mhc_coeffs(
-    x: torch.Tensor, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor, alpha_post: torch.Tensor,
-    alpha_res: torch.Tensor, *, allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The coefficients of hyper-connections, from the streams.
 
     Args:
@@ -236,11 +306,13 @@ def liger_mhc_coeffs(
         pre_eps, post_mult: added to h_pre, and the factor of h_post.
 
     Returns:
-        h_pre (..., n), h_post (..., n) and h_res (..., n, n), output streams by input streams, in fp32.
+        h_pre (..., n), h_post (..., n) and h_res (..., n, n), output streams by input streams, in
+        fp32.
 
     Raises:
         AssertionError: x is fp32 without ``allow_fp32``, or phi or b has another shape.
-        ValueError: x has no stream; an alpha has not one element; a device or number that does not fit.
+        ValueError: x has no stream; an alpha has not one element; a device or number that does not
+        fit.
         TypeError: something is not a floating point tensor, or not a number.
 
     Source: arXiv:2512.24880.
@@ -251,7 +323,11 @@ def liger_mhc_coeffs(
         check.not_negative(name, argument, value)
         for argument, value in dict(rms_eps=rms_eps, sinkhorn_eps=sinkhorn_eps).items()
     )
-    numbers = check.finite(name, "pre_eps", pre_eps), sinkhorn_eps, check.finite(name, "post_mult", post_mult)
+    numbers = (
+        check.finite(name, "pre_eps", pre_eps),
+        sinkhorn_eps,
+        check.finite(name, "post_mult", post_mult),
+    )
     run = LigerMHCCoeffsFunction.call if _has_kernels(x) else mhc_coeffs_reference
     return run(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, *numbers)
 
@@ -267,7 +343,8 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
         (..., C) in x's dtype.
 
     Raises:
-        ValueError: x has no stream; h_pre has another shape or device. TypeError: they are not floating point tensors.
+        ValueError: x has no stream; h_pre has another shape or device. TypeError: they are not
+        floating point tensors.
 
     Source: arXiv:2512.24880.
     """
@@ -277,7 +354,9 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
     return (LigerMHCPreFunction.call if _has_kernels(x) else mhc_pre_reference)(x, h_pre)
 
 
-def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor) -> torch.Tensor:
+def liger_mhc_post_res(
+    x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor
+) -> torch.Tensor:
     """The streams after the layer: ``Σ_i h_res[o, i]·x[i] + h_post[o]·f_out`` for each stream o.
 
     Args:
@@ -289,19 +368,27 @@ def liger_mhc_post_res(x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tenso
         (..., n, C) in x's dtype.
 
     Raises:
-        ValueError: x has no stream; a shape or device that does not fit. TypeError: not a floating point tensor.
+        ValueError: x has no stream; a shape or device that does not fit. TypeError: not a floating
+        point tensor.
 
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_post_res"
     _check_post_res(name, x, f_out, h_post, h_res)
-    return (LigerMHCPostResFunction.call if _has_kernels(x) else mhc_post_res_reference)(x, f_out, h_post, h_res)
+    return (LigerMHCPostResFunction.call if _has_kernels(x) else mhc_post_res_reference)(
+        x, f_out, h_post, h_res
+    )
 
 
 def liger_mhc_apply(
-    x: torch.Tensor, f_out: torch.Tensor, h_pre: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor, *,
+    x: torch.Tensor,
+    f_out: torch.Tensor,
+    h_pre: torch.Tensor,
+    h_post: torch.Tensor,
+    h_res: torch.Tensor,
+    *,
     return_x_in: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`liger_mhc_post_res`; with ``return_x_in`` also `liger_mhc_pre`, the second of two results.
 
     Raises:
@@ -314,11 +401,22 @@ def liger_mhc_apply(
 
 
 def liger_mhc_forward(
-    x: torch.Tensor, layer: torch.nn.Module, phi: torch.Tensor, b: torch.Tensor, alpha_pre: torch.Tensor,
-    alpha_post: torch.Tensor, alpha_res: torch.Tensor, *, allow_fp32: bool = False, tmax: int = 20,
-    rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
+    x: torch.Tensor,
+    layer: torch.nn.Module,
+    phi: torch.Tensor,
+    b: torch.Tensor,
+    alpha_pre: torch.Tensor,
+    alpha_post: torch.Tensor,
+    alpha_res: torch.Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
     return_coeffs: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """A layer with hyper-connections around it.
 
     Args:
@@ -336,9 +434,19 @@ def liger_mhc_forward(
     Source: arXiv:2512.24880.
     """
     h_pre, h_post, h_res = liger_mhc_coeffs(
-        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=allow_fp32, tmax=tmax, rms_eps=rms_eps,
-        pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
-    )  # fmt: skip
+        x,
+        phi,
+        b,
+        alpha_pre,
+        alpha_post,
+        alpha_res,
+        allow_fp32=allow_fp32,
+        tmax=tmax,
+        rms_eps=rms_eps,
+        pre_eps=pre_eps,
+        sinkhorn_eps=sinkhorn_eps,
+        post_mult=post_mult,
+    )
     x_in = liger_mhc_pre(x, h_pre)
     weight = next((p for p in layer.parameters() if p.is_floating_point()), x_in)
     x_out = liger_mhc_post_res(x, layer(x_in.to(weight.dtype)), h_post, h_res)
@@ -349,10 +457,19 @@ class LigerMHC(torch.nn.Module):
     """`liger_mhc_forward` around a layer, with ``hc`` streams of ``c`` channels."""
 
     def __init__(
-        self, layer: torch.nn.Module, *, hc: int, c: int, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
-        sinkhorn_eps: float = 1e-6, post_mult: float = 2.0, phi_dtype: torch.dtype = torch.float16,
+        self,
+        layer: torch.nn.Module,
+        *,
+        hc: int,
+        c: int,
+        tmax: int = 20,
+        rms_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        phi_dtype: torch.dtype = torch.float16,
         allow_fp32: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         for argument, value in dict(hc=hc, c=c).items():
@@ -360,13 +477,17 @@ class LigerMHC(torch.nn.Module):
                 raise ValueError(f"{name}: {argument} is {value}, give an int from 1 on")
         check.dtype(name, "phi_dtype", phi_dtype)
         if hc > 16:
-            warnings.warn(f"{name}: hc is {hc}; the coefficients are made for up to 16 streams", stacklevel=2)
+            warnings.warn(
+                f"{name}: hc is {hc}; the coefficients are made for up to 16 streams", stacklevel=2
+            )
         device = next((p.device for p in layer.parameters()), None)
         self.layer, self.hc, self.c, self.allow_fp32 = layer, hc, c, allow_fp32
         self.tmax, self.rms_eps, self.pre_eps = tmax, rms_eps, pre_eps
         self.sinkhorn_eps, self.post_mult = sinkhorn_eps, post_mult
         columns = hc * hc + 2 * hc
-        self.phi = torch.nn.Parameter((0.02 * torch.randn(hc * c, columns, device=device)).to(phi_dtype))
+        self.phi = torch.nn.Parameter(
+            (0.02 * torch.randn(hc * c, columns, device=device)).to(phi_dtype)
+        )
         self.b = torch.nn.Parameter(torch.zeros(columns, device=device))
         self.alpha_pre, self.alpha_post, self.alpha_res = (
             torch.nn.Parameter(torch.ones((), device=device)) for _ in range(3)
@@ -374,12 +495,24 @@ class LigerMHC(torch.nn.Module):
 
     def forward(self, x: torch.Tensor):
         if x.shape[-2:] != (self.hc, self.c):
-            raise ValueError(f"{type(self).__name__}: x has shape {tuple(x.shape)}, give (..., {self.hc}, {self.c})")
+            raise ValueError(
+                f"{type(self).__name__}: x has shape {tuple(x.shape)}, give (..., {self.hc}, {self.c})"
+            )
         return liger_mhc_forward(
-            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res,
-            allow_fp32=self.allow_fp32, tmax=self.tmax, rms_eps=self.rms_eps, pre_eps=self.pre_eps,
-            sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
-        )  # fmt: skip
+            x,
+            self.layer,
+            self.phi,
+            self.b,
+            self.alpha_pre,
+            self.alpha_post,
+            self.alpha_res,
+            allow_fp32=self.allow_fp32,
+            tmax=self.tmax,
+            rms_eps=self.rms_eps,
+            pre_eps=self.pre_eps,
+            sinkhorn_eps=self.sinkhorn_eps,
+            post_mult=self.post_mult,
+        )
 
     def extra_repr(self):
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
@@ -404,7 +537,10 @@ def _traffic(forward, backward):
     """In sizes of x, and of one of its streams."""
 
     def traffic(t):
-        x, stream = t["x"].numel() * t["x"].element_size(), t["x"][:, 0].numel() * t["x"].element_size()
+        x, stream = (
+            t["x"].numel() * t["x"].element_size(),
+            t["x"][:, 0].numel() * t["x"].element_size(),
+        )
         return tuple(whole * x + single * stream for whole, single in (forward, backward))
 
     return traffic

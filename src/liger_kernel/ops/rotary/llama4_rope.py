@@ -1,9 +1,11 @@
-r"""Llama 4's rotary position embedding: neighbours are a complex number, and are multiplied by one, f, for each pair.
+r"""Llama 4's rotary position embedding: neighbours are a complex number, and are multiplied by one,
+f, for each pair.
 
     y[2j] + i·y[2j+1] = (x[2j] + i·x[2j+1])·f[j]        dx: the same with the conjugate of f
 
-This is rope.py's rotation with ``interleaved=True``, cos = Re f and sin = Im f, by its kernel, which reads both parts
-where they are in f. It computes in fp32 and rounds the result once, as Hugging Face does.
+This is rope.py's rotation with ``interleaved=True``, cos = Re f and sin = Im f, by its kernel,
+which reads both parts where they are in f. It computes in fp32 and rounds the result once, as
+Hugging Face does.
 
 Source: Llama 4 in Hugging Face transformers; arXiv:2104.09864.
 """
@@ -41,11 +43,20 @@ def _arguments(q, k, freqs, name):
         given = freqs.dtype if isinstance(freqs, torch.Tensor) else f"a {type(freqs).__name__}"
         raise TypeError(f"{name}: freqs is {given}, give a complex tensor")
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"{name}: q has shape {tuple(q.shape)}, k {tuple(k.shape)}, give (B, S, heads, D)")
+        raise ValueError(
+            f"{name}: q has shape {tuple(q.shape)}, k {tuple(k.shape)}, give (B, S, heads, D)"
+        )
     B, S, _, D = q.shape
     shape, rows = tuple(freqs.shape), freqs[None] if freqs.dim() == 2 else freqs
-    if rows.dim() != 3 or rows.shape[0] not in (1, B) or rows.shape[1] < S or 2 * rows.shape[2] != D:
-        raise ValueError(f"{name}: freqs has shape {shape}, give {S, D // 2}, {1, S, D // 2} or {B, S, D // 2}")
+    if (
+        rows.dim() != 3
+        or rows.shape[0] not in (1, B)
+        or rows.shape[1] < S
+        or 2 * rows.shape[2] != D
+    ):
+        raise ValueError(
+            f"{name}: freqs has shape {shape}, give {S, D // 2}, {1, S, D // 2} or {B, S, D // 2}"
+        )
     rows = rows[:, :S]
     if rows.is_complex():
         cos, sin = torch.view_as_real(rows.resolve_conj()).unbind(-1)
@@ -58,8 +69,8 @@ def _arguments(q, k, freqs, name):
 class LigerLlama4RopeFunction(Rotation):
     """``apply(q, k, freqs_cis, BLOCK_SIZE=None) -> (q, k)``
 
-    q, k and freqs_cis as in `liger_llama4_text_rotary_pos_emb`. BLOCK_SIZE is not used: a launch is chosen by shape.
-    """
+    q, k and freqs_cis as in `liger_llama4_text_rotary_pos_emb`. BLOCK_SIZE is not used: a launch is
+    chosen by shape."""
 
     reference = staticmethod(llama4_rope_reference)
 
@@ -80,11 +91,13 @@ def _rotated(name, q, k, freqs):
 def liger_llama4_text_rotary_pos_emb(
     xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding of Llama 4's text model. It replaces Hugging Face's ``apply_rotary_emb``.
+    """Rotary position embedding of Llama 4's text model. It replaces Hugging Face's
+    ``apply_rotary_emb``.
 
     Args:
         xq, xk: (B, S, h, D) and (B, S, h_k, D), fp32, bf16 or fp16, of any strides.
-        freqs_cis: complex, (S', D/2), (1, S', D/2) or (B, S', D/2) with S' ≥ S; the first S rows are used. It gets no
+        freqs_cis: complex, (S', D/2), (1, S', D/2) or (B, S', D/2) with S' ≥ S; the first S rows
+        are used. It gets no
             gradient. A real one multiplies both entries of a pair.
 
     Returns:
@@ -100,22 +113,26 @@ def liger_llama4_text_rotary_pos_emb(
 def liger_llama4_vision_rotary_pos_emb(
     query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `liger_llama4_text_rotary_pos_emb`, for Llama 4's vision model: all rows of the batch share ``freqs_ci``.
+    """As `liger_llama4_text_rotary_pos_emb`, for Llama 4's vision model: all rows of the batch
+    share ``freqs_ci``.
 
-    That is (S, D/2), (S, 1, D/2), (1, S, D/2) or (1, S, 1, D/2). It replaces ``vision_apply_rotary_emb``.
-    """
+    That is (S, D/2), (S, 1, D/2), (1, S, D/2) or (1, S, 1, D/2). It replaces
+    ``vision_apply_rotary_emb``."""
     freqs = freqs_ci
     if isinstance(freqs, torch.Tensor) and isinstance(query, torch.Tensor) and query.dim() == 4:
         (_, S, _, D), shape = query.shape, tuple(freqs.shape)
         known = (S, D // 2), (S, 1, D // 2), (1, S, D // 2), (1, S, 1, D // 2)
         if shape not in known:
-            raise ValueError(f"{VISION}: freqs_ci has shape {shape}, give {' or '.join(map(str, known))}")
+            raise ValueError(
+                f"{VISION}: freqs_ci has shape {shape}, give {' or '.join(map(str, known))}"
+            )
         freqs = freqs.reshape(S, D // 2)
     return _rotated(VISION, query, key, freqs)
 
 
 def apply_liger_llama4_rope_full(modeling_module) -> None:
-    """Replace both of Llama 4's functions in its modeling module: from then on, every Llama 4 model uses the kernel."""
+    """Replace both of Llama 4's functions in its modeling module: from then on, every Llama 4 model
+    uses the kernel."""
     modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
     modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
 
@@ -123,7 +140,9 @@ def apply_liger_llama4_rope_full(modeling_module) -> None:
 def _inputs(B, S, HQ, HK, D):
     rope = rope_inputs(B, S, HQ, HK, D)
     q, k = (rope[x].detach().transpose(1, 2).requires_grad_() for x in "qk")
-    return dict(q=q, k=k, freqs=torch.complex(rope["cos"][..., : D // 2], rope["sin"][..., : D // 2]))
+    return dict(
+        q=q, k=k, freqs=torch.complex(rope["cos"][..., : D // 2], rope["sin"][..., : D // 2])
+    )
 
 
 def _variant(rope):

@@ -1,12 +1,14 @@
-r"""Multimodal rotary position embedding (M-RoPE): a token has a position in time, a row and a column.
+r"""Multimodal rotary position embedding (M-RoPE): a token has a position in time, a row and a
+column.
 
     y1 = x1·cos - x2·sin,   y2 = x2·cos + x1·sin        dx: the same with -sin
 
-for each pair (x[j], x[j + D/2]), with cos and sin of the axis that pair j belongs to: the first ``mrope_section[0]``
-pairs to time, the next ``mrope_section[1]`` to the row, the others to the column.
+for each pair (x[j], x[j + D/2]), with cos and sin of the axis that pair j belongs to: the first
+``mrope_section[0]`` pairs to time, the next ``mrope_section[1]`` to the row, the others to the
+column.
 
-This is rope.py's rotation, by its kernel, which reads each pair's angle where it is. It computes in fp32 and rounds the
-result once.
+This is rope.py's rotation, by its kernel, which reads each pair's angle where it is. It computes in
+fp32 and rounds the result once.
 
 Source: Wang et al., Qwen2-VL, arXiv:2409.12191.
 """
@@ -33,23 +35,36 @@ NAME = "liger_multimodal_rotary_pos_emb"
 
 def mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
     cos, sin, *axes = _arguments(q, k, cos, sin, mrope_section)
-    given = one_axis(cos, *axes), one_axis(sin, *axes), None, unsqueeze_dim, 2 * cos.shape[-1], False, NAME
+    given = (
+        one_axis(cos, *axes),
+        one_axis(sin, *axes),
+        None,
+        unsqueeze_dim,
+        2 * cos.shape[-1],
+        False,
+        NAME,
+    )
     q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(q, k, *given)
     q, k = rotate_reference(q, k, cos, sin, rotary_dim, False, False)
     return swapped(q, heads_dim), swapped(k, heads_dim)
 
 
 def _arguments(q, k, cos, sin, mrope_section):
-    """Check the arguments -> cos, sin (3, 1 or B, S, pairs), and the first pairs of the second and the third axis."""
+    """Check the arguments -> cos, sin (3, 1 or B, S, pairs), and the first pairs of the second and
+    the third axis."""
     check.floats(NAME, dict(q=q, k=k, cos=cos, sin=sin))
     if cos.shape != sin.shape or cos.dim() != 4 or cos.shape[0] != 3:
-        raise ValueError(f"{NAME}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, give both (3, B, S, D)")
+        raise ValueError(
+            f"{NAME}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, give both (3, B, S, D)"
+        )
     if not isinstance(mrope_section, (list, tuple)):
         raise TypeError(f"{NAME}: mrope_section is {mrope_section!r}, give a list of 3 numbers")
     sections = [check.size(NAME, "mrope_section", n) for n in mrope_section]
     pairs = cos.shape[-1] // 2
     if len(sections) != 3 or sum(sections) != pairs:
-        raise ValueError(f"{NAME}: mrope_section is {mrope_section}, give 3 numbers of pairs with the sum {pairs}")
+        raise ValueError(
+            f"{NAME}: mrope_section is {mrope_section}, give 3 numbers of pairs with the sum {pairs}"
+        )
     return cos[..., :pairs], sin[..., :pairs], sections[0], sections[0] + sections[1]
 
 
@@ -65,18 +80,26 @@ class LigerQwen2VLMRopeFunction(Rotation):
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
         devices.require_kernels("LigerQwen2VLMRopeFunction", q)
         cos, sin, *axes = _arguments(q, k, cos, sin, mrope_section)
-        *_, layout = kernel_arguments(q, k, cos[0], sin[0], None, unsqueeze_dim, 2 * cos.shape[-1], False, NAME)
+        *_, layout = kernel_arguments(
+            q, k, cos[0], sin[0], None, unsqueeze_dim, 2 * cos.shape[-1], False, NAME
+        )
         return Rotation.rotate(ctx, q, k, cos, sin, layout, False, *axes)
 
 
 def liger_multimodal_rotary_pos_emb(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: list[int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: list[int],
     unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rotary position embedding by positions on three axes, as ``apply_multimodal_rotary_pos_emb`` of Qwen2-VL.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding by positions on three axes, as ``apply_multimodal_rotary_pos_emb``
+    of Qwen2-VL.
 
     Args:
-        q, k: (B, h, S, D) and (B, h_k, S, D), fp32, bf16 or fp16, of any strides. With ``unsqueeze_dim=2``:
+        q, k: (B, h, S, D) and (B, h_k, S, D), fp32, bf16 or fp16, of any strides. With
+        ``unsqueeze_dim=2``:
             (B, S, h, D) and (B, S, h_k, D).
         cos, sin: (3, 1 or B, S, D): time, row, column. They get no gradient.
         mrope_section: how many pairs of entries belong to each axis; their sum is D/2.
@@ -94,7 +117,9 @@ def liger_multimodal_rotary_pos_emb(
     return run(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
 
-liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb  # its name in `liger_kernel.transformers.functional`
+liger_qwen2vl_mrope = (
+    liger_multimodal_rotary_pos_emb  # its name in `liger_kernel.transformers.functional`
+)
 
 
 def _inputs(B, S, HQ, HK, D):
@@ -107,7 +132,9 @@ def _variant(mrope):
 
     def call(q, k, cos, sin, one_row=False, empty_axis=False):
         pairs = cos.shape[-1] // 2
-        sections = [pairs - pairs // 3, 0, pairs // 3] if empty_axis else [pairs // 4, pairs // 3, 0]
+        sections = (
+            [pairs - pairs // 3, 0, pairs // 3] if empty_axis else [pairs // 4, pairs // 3, 0]
+        )
         sections[-1] += pairs - sum(sections)
         cos, sin = (x[:, :1] if one_row else x for x in (cos, sin))
         return mrope(q, k, cos, sin, sections)

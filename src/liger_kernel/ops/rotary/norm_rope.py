@@ -3,18 +3,19 @@ r"""RMSNorm over each head of queries and keys, then the rotary position embeddi
     x̂ = x·rstd,   rstd = 1 / sqrt(mean(x²) + eps),   n = x̂·(w + offset)
     y1 = n1·cos - n2·sin,   y2 = n2·cos + n1·sin
 
-for each pair (n1, n2) of a head's entries. Entries beyond the angles' width have cos = 1, sin = 0. Backward:
+for each pair (n1, n2) of a head's entries. Entries beyond the angles' width have cos = 1, sin = 0.
+Backward:
 
     g1 = dy1·cos + dy2·sin,   g2 = dy2·cos - dy1·sin
     with m = g·(w + offset):   dx = rstd·(m - x̂·mean(m·x̂)),   dw = Σ_tokens,heads g·x̂
 
-Forward rounds like the two operators one after the other: n and y are rounded to the input's dtype, and
-``casting_mode`` says whether x̂ is (see rms_norm.py). Backward does not round g. Only the inputs are saved: backward
-reads all of x anyway, and computes rstd again. For ``interleaved`` see rope.py.
+Forward rounds like the two operators one after the other: n and y are rounded to the input's dtype,
+and ``casting_mode`` says whether x̂ is (see rms_norm.py). Backward does not round g. Only the
+inputs are saved: backward reads all of x anyway, and computes rstd again. For ``interleaved`` see
+rope.py.
 
-Source: Henry et al., Query-Key Normalization for Transformers, arXiv:2010.04245. Qwen3 (arXiv:2505.09388) and Gemma 3
-(arXiv:2503.19786) have these norms before RoPE.
-"""
+Source: Henry et al., Query-Key Normalization for Transformers, arXiv:2010.04245. Qwen3
+(arXiv:2505.09388) and Gemma 3 (arXiv:2503.19786) have these norms before RoPE."""
 
 from __future__ import annotations
 
@@ -47,25 +48,44 @@ NAME = "liger_norm_rope"
 
 
 def norm_rope_reference(
-    q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", unsqueeze_dim=1, interleaved=False
-):  # fmt: skip
-    q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME)
-    q, k = (rms_norm_reference(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    eps=1e-6,
+    offset=0.0,
+    casting_mode="llama",
+    unsqueeze_dim=1,
+    interleaved=False,
+):
+    q, k, cos, sin, heads_dim, rotary_dim = rope_arguments(
+        q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME
+    )
+    q, k = (
+        rms_norm_reference(x, w, eps, offset, casting_mode)
+        for x, w in ((q, q_weight), (k, k_weight))
+    )
     q, k = rope_reference(q, k, cos, sin, rotary_dim=rotary_dim, interleaved=bool(interleaved))
     return swapped(q, heads_dim), swapped(k, heads_dim)
 
 
 @triton.jit
 def _columns(n, D: tl.constexpr, R: tl.constexpr):
-    """The columns of both entries of pair n, if they are not neighbours. What is not rotated forms pairs, too."""
+    """The columns of both entries of pair n, if they are not neighbours. What is not rotated forms
+    pairs, too."""
     if R < D:
-        return tl.where(n < R // 2, n, n + R // 2), tl.where(n < R // 2, n + R // 2, n + (D + 1) // 2)
+        return tl.where(n < R // 2, n, n + R // 2), tl.where(
+            n < R // 2, n + R // 2, n + (D + 1) // 2
+        )
     return n, n + D // 2
 
 
 @triton.jit
 def _load(row, mask, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Both entries of every pair, each (tokens, heads, BLOCK_N), in fp32. ``row``: (tokens, heads, 1) pointers."""
+    """Both entries of every pair, each (tokens, heads, BLOCK_N), in fp32. ``row``: (tokens, heads,
+    1) pointers."""
     if PAIRS:
         n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
         x = tl.load(row + n, mask=mask & (n < D), other=0.0).to(tl.float32)
@@ -79,7 +99,9 @@ def _load(row, mask, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOC
 
 
 @triton.jit
-def _store(row, mask, x1, x2, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store(
+    row, mask, x1, x2, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     dtype: tl.constexpr = row.dtype.element_ty
     if PAIRS:
         n = tl.arange(0, 2 * BLOCK_N)[None, None, :]
@@ -106,14 +128,21 @@ def _rows(x, b, head, t):
 
 @triton.jit
 def _angles(
-    cos, sin, b, t, T, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+    cos,
+    sin,
+    b,
+    t,
+    T,
+    R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """cos and sin of a token's pairs; 1 and 0 for those that are not rotated.
 
-    ``cos``, ``sin``: a pointer and the strides of batch, tokens and columns. The angles of several tokens are loaded
-    for each head, from the cache. With a block (tokens, 1, columns), Triton would move q through shared memory to match
-    that block's layout.
-    """
+    ``cos``, ``sin``: a pointer and the strides of batch, tokens and columns. The angles of several
+    tokens are loaded for each head, from the cache. With a block (tokens, 1, columns), Triton would
+    move q through shared memory to match that block's layout."""
     n = tl.arange(0, BLOCK_N)[None, None, :]
     if BLOCK_T > 1:
         n += tl.zeros((1, BLOCK_H, 1), dtype=tl.int32)
@@ -138,11 +167,29 @@ def _xhat(x, rstd, dtype: tl.constexpr, CAST: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x, w_ptr, cos, sin, y_ptr, b, token, part, T, eps, offset,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CAST: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Block ``part`` of q or of k in the unit of tokens that begins at ``token``: BLOCK_T tokens, BLOCK_H heads."""
+    x,
+    w_ptr,
+    cos,
+    sin,
+    y_ptr,
+    b,
+    token,
+    part,
+    T,
+    eps,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Block ``part`` of q or of k in the unit of tokens that begins at ``token``: BLOCK_T tokens,
+    BLOCK_H heads."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     GROUPS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     token += part // GROUPS * BLOCK_T
@@ -169,17 +216,50 @@ def _forward(
 
 @kernel
 def _fwd(
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, q_b, q_h, q_t, k_b, k_h, k_t,
-    cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, T, eps, offset,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, PAIRS: tl.constexpr, CAST: tl.constexpr,
-    Q_PARTS: tl.constexpr, K_PARTS: tl.constexpr, BLOCK_TQ: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_TK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """UNIT tokens are Q_PARTS blocks of q and K_PARTS blocks of k, all of about the same size. A program processes one.
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    yq_ptr,
+    yk_ptr,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    cos_b,
+    cos_t,
+    cos_n,
+    sin_b,
+    sin_t,
+    sin_n,
+    T,
+    eps,
+    offset,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CAST: tl.constexpr,
+    Q_PARTS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    BLOCK_TQ: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_TK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """UNIT tokens are Q_PARTS blocks of q and K_PARTS blocks of k, all of about the same size. A
+    program processes one.
 
-    A stride is named after its tensor and dimension. ROWS: a result's memory is (B, T, h, D), else (B, h, T, D).
-    """
+    A stride is named after its tensor and dimension. ROWS: a result's memory is (B, T, h, D), else
+    (B, h, T, D)."""
     UNIT: tl.constexpr = BLOCK_TQ if BLOCK_TQ > BLOCK_TK else BLOCK_TK
     cos, sin = (cos_ptr, cos_b, cos_t, cos_n), (sin_ptr, sin_b, sin_t, sin_n)
     part = tl.program_id(0) % (Q_PARTS + K_PARTS)
@@ -188,24 +268,83 @@ def _fwd(
     token = tl.cast(unit % tl.cdiv(T, UNIT), tl.int64) * UNIT
     if part < Q_PARTS:
         _forward(
-            (q_ptr, q_b, q_h, q_t), q_weight_ptr, cos, sin, yq_ptr, b, token, part, T, eps, offset,
-            HQ, D, R, Q_ROWS, PAIRS, CAST, BLOCK_TQ, BLOCK_Q, BLOCK_N,
-        )  # fmt: skip
+            (q_ptr, q_b, q_h, q_t),
+            q_weight_ptr,
+            cos,
+            sin,
+            yq_ptr,
+            b,
+            token,
+            part,
+            T,
+            eps,
+            offset,
+            HQ,
+            D,
+            R,
+            Q_ROWS,
+            PAIRS,
+            CAST,
+            BLOCK_TQ,
+            BLOCK_Q,
+            BLOCK_N,
+        )
     else:
         _forward(
-            (k_ptr, k_b, k_h, k_t), k_weight_ptr, cos, sin, yk_ptr, b, token, part - Q_PARTS, T, eps, offset,
-            HK, D, R, K_ROWS, PAIRS, CAST, BLOCK_TK, BLOCK_K, BLOCK_N,
-        )  # fmt: skip
+            (k_ptr, k_b, k_h, k_t),
+            k_weight_ptr,
+            cos,
+            sin,
+            yk_ptr,
+            b,
+            token,
+            part - Q_PARTS,
+            T,
+            eps,
+            offset,
+            HK,
+            D,
+            R,
+            K_ROWS,
+            PAIRS,
+            CAST,
+            BLOCK_TK,
+            BLOCK_K,
+            BLOCK_N,
+        )
 
 
 @triton.jit
 def _backward(
-    dy, x, w_ptr, cos, sin, dx_ptr, dw_ptr, first, step, UNITS, part, T, eps, offset,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CAST: tl.constexpr,
-    UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy,
+    x,
+    w_ptr,
+    cos,
+    sin,
+    dx_ptr,
+    dw_ptr,
+    first,
+    step,
+    UNITS,
+    part,
+    T,
+    eps,
+    offset,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
-    """Block ``part`` of q or of k in every ``step``-th unit of tokens, and one row of its partial dw."""
+):
+    """Block ``part`` of q or of k in every ``step``-th unit of tokens, and one row of its partial
+    dw."""
     dtype: tl.constexpr = x[0].dtype.element_ty
     GROUPS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     head = tl.cast(part % GROUPS * BLOCK_H, tl.int64) + tl.arange(0, BLOCK_H)[None, :, None]
@@ -222,7 +361,9 @@ def _backward(
         x1, x2 = _load(_rows(x, b, head, t), mask, D, R, PAIRS, BLOCK_N)
         dy1, dy2 = _load(_rows(dy, b, head, t), mask, D, R, PAIRS, BLOCK_N)
         c, s = _angles(cos, sin, b, t, T, R, BLOCK_T, BLOCK_H, BLOCK_N)
-        rstd = tl.where(mask, _rstd(x1, x2, eps, D), 0.0)  # of a row that does not exist, rstd is 1/0 if eps is 0
+        rstd = tl.where(
+            mask, _rstd(x1, x2, eps, D), 0.0
+        )  # of a row that does not exist, rstd is 1/0 if eps is 0
         g1, g2 = dy1 * c + dy2 * s, dy2 * c - dy1 * s
         if dw_ptr is not None:
             dw1 += g1 * _xhat(x1, rstd, dtype, CAST)
@@ -232,25 +373,80 @@ def _backward(
                 g1, g2 = g1 * w1, g2 * w2
             along = rstd * rstd / D * tl.sum(g1 * x1 + g2 * x2, axis=2, keep_dims=True)
             dx_row = dx_ptr + ((b * T + t) * H + head if ROWS else (b * H + head) * T + t) * D
-            _store(dx_row, mask, rstd * (g1 - x1 * along), rstd * (g2 - x2 * along), D, R, PAIRS, BLOCK_N)
+            _store(
+                dx_row,
+                mask,
+                rstd * (g1 - x1 * along),
+                rstd * (g2 - x2 * along),
+                D,
+                R,
+                PAIRS,
+                BLOCK_N,
+            )
     if dw_ptr is not None:
         dw1 = tl.sum(tl.sum(dw1, axis=0, keep_dims=True), axis=1, keep_dims=True)
         dw2 = tl.sum(tl.sum(dw2, axis=0, keep_dims=True), axis=1, keep_dims=True)
         one = tl.full((1, 1, 1), 1, dtype=tl.int32)
-        _store(dw_ptr + (first * PARTS + part) * D + (one - 1), one > 0, dw1, dw2, D, R, PAIRS, BLOCK_N)
+        _store(
+            dw_ptr + (first * PARTS + part) * D + (one - 1), one > 0, dw1, dw2, D, R, PAIRS, BLOCK_N
+        )
 
 
 @kernel
 def _bwd(
-    dyq_ptr, dyk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    dq_ptr, dk_ptr, dq_weight_ptr, dk_weight_ptr, dyq_b, dyq_h, dyq_t, dyk_b, dyk_h, dyk_t,
-    q_b, q_h, q_t, k_b, k_h, k_t, cos_b, cos_t, cos_n, sin_b, sin_t, sin_n, T, UNITS, eps, offset,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, PAIRS: tl.constexpr, CAST: tl.constexpr,
-    Q_PARTS: tl.constexpr, K_PARTS: tl.constexpr, BLOCK_TQ: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_TK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """As `_fwd`, but a program processes its block of every n-th unit. Without gradients of q, Q_PARTS is 0."""
+    dyq_ptr,
+    dyk_ptr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    dq_ptr,
+    dk_ptr,
+    dq_weight_ptr,
+    dk_weight_ptr,
+    dyq_b,
+    dyq_h,
+    dyq_t,
+    dyk_b,
+    dyk_h,
+    dyk_t,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    cos_b,
+    cos_t,
+    cos_n,
+    sin_b,
+    sin_t,
+    sin_n,
+    T,
+    UNITS,
+    eps,
+    offset,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    K_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CAST: tl.constexpr,
+    Q_PARTS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    BLOCK_TQ: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_TK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `_fwd`, but a program processes its block of every n-th unit. Without gradients of q,
+    Q_PARTS is 0."""
     UNIT: tl.constexpr = BLOCK_TQ if BLOCK_TQ > BLOCK_TK else BLOCK_TK
     cos, sin = (cos_ptr, cos_b, cos_t, cos_n), (sin_ptr, sin_b, sin_t, sin_n)
     part = tl.program_id(0) % (Q_PARTS + K_PARTS)
@@ -258,25 +454,72 @@ def _bwd(
     step = tl.num_programs(0) // (Q_PARTS + K_PARTS)
     if part < Q_PARTS:
         _backward(
-            (dyq_ptr, dyq_b, dyq_h, dyq_t), (q_ptr, q_b, q_h, q_t), q_weight_ptr, cos, sin, dq_ptr, dq_weight_ptr,
-            first, step, UNITS, part, T, eps, offset,
-            HQ, D, R, Q_ROWS, PAIRS, CAST, UNIT, Q_PARTS, BLOCK_TQ, BLOCK_Q, BLOCK_N, STAGES,
-        )  # fmt: skip
+            (dyq_ptr, dyq_b, dyq_h, dyq_t),
+            (q_ptr, q_b, q_h, q_t),
+            q_weight_ptr,
+            cos,
+            sin,
+            dq_ptr,
+            dq_weight_ptr,
+            first,
+            step,
+            UNITS,
+            part,
+            T,
+            eps,
+            offset,
+            HQ,
+            D,
+            R,
+            Q_ROWS,
+            PAIRS,
+            CAST,
+            UNIT,
+            Q_PARTS,
+            BLOCK_TQ,
+            BLOCK_Q,
+            BLOCK_N,
+            STAGES,
+        )
     else:
         _backward(
-            (dyk_ptr, dyk_b, dyk_h, dyk_t), (k_ptr, k_b, k_h, k_t), k_weight_ptr, cos, sin, dk_ptr, dk_weight_ptr,
-            first, step, UNITS, part - Q_PARTS, T, eps, offset,
-            HK, D, R, K_ROWS, PAIRS, CAST, UNIT, K_PARTS, BLOCK_TK, BLOCK_K, BLOCK_N, STAGES,
-        )  # fmt: skip
+            (dyk_ptr, dyk_b, dyk_h, dyk_t),
+            (k_ptr, k_b, k_h, k_t),
+            k_weight_ptr,
+            cos,
+            sin,
+            dk_ptr,
+            dk_weight_ptr,
+            first,
+            step,
+            UNITS,
+            part - Q_PARTS,
+            T,
+            eps,
+            offset,
+            HK,
+            D,
+            R,
+            K_ROWS,
+            PAIRS,
+            CAST,
+            UNIT,
+            K_PARTS,
+            BLOCK_TK,
+            BLOCK_K,
+            BLOCK_N,
+            STAGES,
+        )
 
 
 @functools.cache
 def _launch(HQ, HK, D, entries):
-    """-> the block sizes, the length of a unit of tokens, and how many blocks of q and of k are in a unit.
+    """-> the block sizes, the length of a unit of tokens, and how many blocks of q and of k are in
+    a unit.
 
-    A block has ``entries`` entries, with all heads of its tokens if they fit, so that an angle is read once. q and k
-    have separate blocks of the same size: all programs have equal work, even if k has few heads.
-    """
+    A block has ``entries`` entries, with all heads of its tokens if they fit, so that an angle is
+    read once. q and k have separate blocks of the same size: all programs have equal work, even if
+    k has few heads."""
     pairs = next_power_of_2(cdiv(D, 2))
 
     def block(H):
@@ -285,20 +528,53 @@ def _launch(HQ, HK, D, entries):
 
     (tokens_q, heads_q, groups_q), (tokens_k, heads_k, groups_k) = block(HQ), block(HK)
     unit = max(tokens_q, tokens_k)
-    blocks = dict(BLOCK_TQ=tokens_q, BLOCK_Q=heads_q, BLOCK_TK=tokens_k, BLOCK_K=heads_k, BLOCK_N=pairs)
+    blocks = dict(
+        BLOCK_TQ=tokens_q, BLOCK_Q=heads_q, BLOCK_TK=tokens_k, BLOCK_K=heads_k, BLOCK_N=pairs
+    )
     return blocks, unit, unit // tokens_q * groups_q, unit // tokens_k * groups_k
 
 
 def _outputs(
-    q, k, q_weight, k_weight, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, eps, offset, cast
-):  # fmt: skip
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    heads_dim,
+    rotary_dim,
+    pairs,
+    q_rows,
+    k_rows,
+    eps,
+    offset,
+    cast,
+):
     return result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
 
 
 def _gradients(
-    dyq, dyk, q, k, q_weight, k_weight, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, eps, offset, cast,
-    need_dq, need_dk, need_dwq, need_dwk,
-):  # fmt: skip
+    dyq,
+    dyk,
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    heads_dim,
+    rotary_dim,
+    pairs,
+    q_rows,
+    k_rows,
+    eps,
+    offset,
+    cast,
+    need_dq,
+    need_dk,
+    need_dwq,
+    need_dwk,
+):
     return (
         result_like(q, q_rows, heads_dim) if need_dq else None,
         result_like(k, k_rows, heads_dim) if need_dk else None,
@@ -309,38 +585,106 @@ def _gradients(
 
 @custom_op("norm_rope", _outputs)
 def norm_rope_fwd(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
-    cos: torch.Tensor, sin: torch.Tensor, heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool,
-    eps: float, offset: float, cast: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> q and k normalised and rotated; cos, sin are (1 or B, T, rotary_dim/2). The weights are contiguous.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads_dim: int,
+    rotary_dim: int,
+    pairs: bool,
+    q_rows: bool,
+    k_rows: bool,
+    eps: float,
+    offset: float,
+    cast: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> q and k normalised and rotated; cos, sin are (1 or B, T, rotary_dim/2). The weights are
+    contiguous.
 
-    Strides are asked for in here, as in `rope_rotate`. For heads_dim to k_rows see `Layout` in rope.py.
-    """
+    Strides are asked for in here, as in `rope_rotate`. For heads_dim to k_rows see `Layout` in
+    rope.py."""
     yq, yk = result_like(q, q_rows, heads_dim), result_like(k, k_rows, heads_dim)
     q, k = (swapped(unit_stride(x), heads_dim) for x in (q, k))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     blocks, unit, q_parts, k_parts = _launch(HQ, HK, D, 4096)
     _fwd[(B * cdiv(T, unit) * (q_parts + k_parts),)](
-        q, k, q_weight, k_weight, cos, sin, yq, yk, *row_strides(q, k), *angle_strides(cos, sin), T, eps, offset,
-        HQ=HQ, HK=HK, D=D, R=rotary_dim, Q_ROWS=q_rows, K_ROWS=k_rows, PAIRS=pairs, CAST=cast,
-        Q_PARTS=q_parts, K_PARTS=k_parts, **blocks, num_warps=devices.warps(4, q),
-    )  # fmt: skip
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        yq,
+        yk,
+        *row_strides(q, k),
+        *angle_strides(cos, sin),
+        T,
+        eps,
+        offset,
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        R=rotary_dim,
+        Q_ROWS=q_rows,
+        K_ROWS=k_rows,
+        PAIRS=pairs,
+        CAST=cast,
+        Q_PARTS=q_parts,
+        K_PARTS=k_parts,
+        **blocks,
+        num_warps=devices.warps(4, q),
+    )
     return yq, yk
 
 
 @custom_op("norm_rope_backward", _gradients)
 def norm_rope_bwd(
-    dyq: torch.Tensor, dyk: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
-    heads_dim: int, rotary_dim: int, pairs: bool, q_rows: bool, k_rows: bool, eps: float, offset: float, cast: int,
-    need_dq: bool, need_dk: bool, need_dwq: bool, need_dwk: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dyq: torch.Tensor,
+    dyk: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads_dim: int,
+    rotary_dim: int,
+    pairs: bool,
+    q_rows: bool,
+    k_rows: bool,
+    eps: float,
+    offset: float,
+    cast: int,
+    need_dq: bool,
+    need_dk: bool,
+    need_dwq: bool,
+    need_dwk: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq, dk, dq_weight, dk_weight. What is not needed is None."""
     dq, dk, dwq, dwk = _gradients(
-        dyq, dyk, q, k, q_weight, k_weight, cos, sin, heads_dim, rotary_dim, pairs, q_rows, k_rows, eps, offset, cast,
-        need_dq, need_dk, need_dwq, need_dwk,
-    )  # fmt: skip
+        dyq,
+        dyk,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        heads_dim,
+        rotary_dim,
+        pairs,
+        q_rows,
+        k_rows,
+        eps,
+        offset,
+        cast,
+        need_dq,
+        need_dk,
+        need_dwq,
+        need_dwk,
+    )
     dyq, dyk, q, k = (swapped(unit_stride(x), heads_dim) for x in (dyq, dyk, q, k))
     (B, HQ, T, D), HK = q.shape, k.shape[1]
     entries = 2048 if pairs else 4096  # splitting and joining pairs takes registers
@@ -351,12 +695,38 @@ def norm_rope_bwd(
     partial_q = q.new_empty((programs * q_parts, D), dtype=torch.float32) if need_dwq else None
     partial_k = k.new_empty((programs * k_parts, D), dtype=torch.float32) if need_dwk else None
     _bwd[(programs * parts,)](
-        dyq, dyk, q, k, q_weight, k_weight, cos, sin, dq, dk, partial_q, partial_k,
-        *row_strides(dyq, dyk, q, k), *angle_strides(cos, sin), T, units, eps, offset,
-        HQ=HQ, HK=HK, D=D, R=rotary_dim, Q_ROWS=q_rows, K_ROWS=k_rows, PAIRS=pairs, CAST=cast,
-        Q_PARTS=q_parts, K_PARTS=k_parts, **blocks,
-        STAGES=devices.stages(3 * entries * q.element_size(), q), num_warps=devices.warps(8, q),
-    )  # fmt: skip
+        dyq,
+        dyk,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        dq,
+        dk,
+        partial_q,
+        partial_k,
+        *row_strides(dyq, dyk, q, k),
+        *angle_strides(cos, sin),
+        T,
+        units,
+        eps,
+        offset,
+        HQ=HQ,
+        HK=HK,
+        D=D,
+        R=rotary_dim,
+        Q_ROWS=q_rows,
+        K_ROWS=k_rows,
+        PAIRS=pairs,
+        CAST=cast,
+        Q_PARTS=q_parts,
+        K_PARTS=k_parts,
+        **blocks,
+        STAGES=devices.stages(3 * entries * q.element_size(), q),
+        num_warps=devices.warps(8, q),
+    )
     if need_dwq:
         sum_rows(partial_q, dwq)
     if need_dwk:
@@ -365,25 +735,39 @@ def norm_rope_bwd(
 
 
 class LigerNormRopeFunction(Function):
-    """``apply(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", unsqueeze_dim=1,
-    interleaved=False) -> (q, k)``
+    """``apply(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama",
+    unsqueeze_dim=1, interleaved=False) -> (q, k)``
 
-    The arguments of `liger_norm_rope`. Results and gradients have the memory layout of q and k. q, k and the incoming
-    gradients are not written to, and are copied only if the entries of a head are not contiguous.
-    """
+    The arguments of `liger_norm_rope`. Results and gradients have the memory layout of q and k. q,
+    k and the incoming gradients are not written to, and are copied only if the entries of a head
+    are not contiguous."""
 
     reference = staticmethod(norm_rope_reference)
 
     @staticmethod
     def forward(
-        ctx, q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", unsqueeze_dim=1,
+        ctx,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="llama",
+        unsqueeze_dim=1,
         interleaved=False,
-    ):  # fmt: skip
+    ):
         devices.require_kernels("LigerNormRopeFunction", q)
-        cos, sin, layout = kernel_arguments(q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME)
+        cos, sin, layout = kernel_arguments(
+            q, k, cos, sin, None, unsqueeze_dim, None, interleaved, NAME
+        )
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.layout, ctx.options = layout, (eps, offset, CASTINGS.index(casting_mode))
-        return norm_rope_fwd(q, k, *_contiguous(q_weight, k_weight), cos, sin, *layout, *ctx.options)
+        return norm_rope_fwd(
+            q, k, *_contiguous(q_weight, k_weight), cos, sin, *layout, *ctx.options
+        )
 
     @staticmethod
     def again(ctx, dyq, dyk):
@@ -391,15 +775,22 @@ class LigerNormRopeFunction(Function):
         layout, (eps, offset, cast) = ctx.layout, ctx.options
 
         def rotated(q, k, q_weight, k_weight):
-            q, k = (rms_norm_reference(x, w, eps, offset, CASTINGS[cast]) for x, w in ((q, q_weight), (k, k_weight)))
-            return rope_reference(q, k, cos, sin, None, layout.heads_dim, layout.rotary_dim, layout.pairs)
+            q, k = (
+                rms_norm_reference(x, w, eps, offset, CASTINGS[cast])
+                for x, w in ((q, q_weight), (k, k_weight))
+            )
+            return rope_reference(
+                q, k, cos, sin, None, layout.heads_dim, layout.rotary_dim, layout.pairs
+            )
 
         return *gradients(rotated, given, ctx.needs_input_grad[:4], (dyq, dyk)), *(None,) * 7
 
     @staticmethod
     def backward(ctx, dyq, dyk):
         needed, (q, k, *weights, cos, sin) = ctx.needs_input_grad[:4], ctx.saved_tensors
-        found = norm_rope_bwd(dyq, dyk, q, k, *_contiguous(*weights), cos, sin, *ctx.layout, *ctx.options, *needed)
+        found = norm_rope_bwd(
+            dyq, dyk, q, k, *_contiguous(*weights), cos, sin, *ctx.layout, *ctx.options, *needed
+        )
         return *(g if need else None for g, need in zip(found, needed, strict=True)), *(None,) * 7
 
 
@@ -408,26 +799,40 @@ def _contiguous(*weights):
 
 
 def liger_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", unsqueeze_dim: int = 1,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    unsqueeze_dim: int = 1,
     interleaved: bool | str = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """RMSNorm of each head of queries and keys, then rotary position embedding, as in Qwen3 and Gemma 3.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of each head of queries and keys, then rotary position embedding, as in Qwen3 and
+    Gemma 3.
 
-    The same as ``liger_rotary_pos_emb(liger_rms_norm(q, q_weight, ...), liger_rms_norm(k, k_weight, ...), cos, sin)``,
-    but q and k are read and written once.
+    The same as ``liger_rotary_pos_emb(liger_rms_norm(q, q_weight, ...), liger_rms_norm(k, k_weight,
+    ...), cos, sin)``, but q and k are read and written once.
 
     Args:
-        q, k: (B, h, T, D) and (B, h_k, T, D), fp32, bf16 or fp16, of any strides. With ``unsqueeze_dim=2``:
+        q, k: (B, h, T, D) and (B, h_k, T, D), fp32, bf16 or fp16, of any strides. With
+        ``unsqueeze_dim=2``:
             (B, T, h, D) and (B, T, h_k, D).
-        q_weight, k_weight: (D,), any floating dtype, or None for no weight (``offset`` is not used then).
-        cos, sin: (T, w), (1, T, w) or (B, T, w); or one of these with a dimension of size 1 where q has its heads. They
-            get no gradient. The first w entries of a head are rotated, the others are only normalised.
+        q_weight, k_weight: (D,), any floating dtype, or None for no weight (``offset`` is not used
+        then).
+        cos, sin: (T, w), (1, T, w) or (B, T, w); or one of these with a dimension of size 1 where q
+        has its heads. They
+            get no gradient. The first w entries of a head are rotated, the others are only
+            normalised.
         eps: added to the mean square.
         offset: added to the weights: 0 for Qwen3, 1 for Gemma 3.
         casting_mode: where the norm rounds: "llama" (Qwen3), "gemma" or "none".
         unsqueeze_dim: the dimension of q and k that holds the heads.
-        interleaved: which entries form a pair: False, True or "repeated", see `liger_rotary_pos_emb`.
+        interleaved: which entries form a pair: False, True or "repeated", see
+        `liger_rotary_pos_emb`.
 
     Returns:
         q and k normalised and rotated, in new tensors with the dtype and memory layout of q and k.
@@ -442,27 +847,49 @@ def liger_norm_rope(
     check.floats(NAME, dict(q=q, k=k), q_weight=q_weight, k_weight=k_weight)
     for name, w, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if w is not None and w.shape != x.shape[-1:]:
-            raise ValueError(f"{NAME}: {name} has shape {tuple(w.shape)}, head size is {x.shape[-1]}")
+            raise ValueError(
+                f"{NAME}: {name} has shape {tuple(w.shape)}, head size is {x.shape[-1]}"
+            )
     run = LigerNormRopeFunction.call if devices.has_kernels(q) else norm_rope_reference
-    return run(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, interleaved)
+    return run(
+        q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_dim, interleaved
+    )
 
 
 def _inputs(*shape):
     rope, weights = rope_inputs(*shape), (torch.randn(shape[-1]).requires_grad_() for _ in "qk")
     q_weight, k_weight = weights
-    return dict(q=rope["q"], k=rope["k"], q_weight=q_weight, k_weight=k_weight, cos=rope["cos"], sin=rope["sin"])
+    return dict(
+        q=rope["q"],
+        k=rope["k"],
+        q_weight=q_weight,
+        k_weight=k_weight,
+        cos=rope["cos"],
+        sin=rope["sin"],
+    )
 
 
 def _variant(norm_rope):
     """A function of the case's options, which hold for every shape."""
 
     def call(
-        q, k, q_weight, k_weight, cos, sin, partial=False, interleaved=False, casting="llama", offset=0.0,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        partial=False,
+        interleaved=False,
+        casting="llama",
+        offset=0.0,
         unsqueeze_dim=1,
-    ):  # fmt: skip
+    ):
         cos, sin = rope_angles(cos, sin, partial, interleaved)
         q, k = swapped(q, unsqueeze_dim), swapped(k, unsqueeze_dim)
-        return norm_rope(q, k, q_weight, k_weight, cos, sin, 1e-6, offset, casting, unsqueeze_dim, interleaved)
+        return norm_rope(
+            q, k, q_weight, k_weight, cos, sin, 1e-6, offset, casting, unsqueeze_dim, interleaved
+        )
 
     return call
 

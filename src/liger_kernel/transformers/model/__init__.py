@@ -1,1 +1,1 @@
-"""Aliases of `liger_kernel.patch.causal_lm`, under their published names."""
+"""Aliases of `liger_kernel.patch.loss.causal_lm`, under their published names."""

@@ -1,2 +1,2 @@
 # Written by scripts/stubs.py.
-from liger_kernel.patch.causal_lm import *
+from liger_kernel.patch.loss.causal_lm import *

@@ -1,15 +1,15 @@
 """`LigerORPOTrainer`: TRL's ORPO trainer without logits.
 
-1. TRL calls `concatenated_forward`, which leaves a `_Pairs` on the model's head and runs the model as it is: wrapped by
-   DDP, FSDP or DeepSpeed, with adapters or without.
-2. The head, when it is called, computes loss and metrics from its hidden states and its weight, and gives the loss back
-   where the logits would be: see `liger_kernel.patch.loss_in_head`, whose mechanism this is.
-3. TRL makes its metrics of the log-probabilities, as it always does; `get_batch_loss_metrics` puts the loss's gradient
-   to its value.
+1. TRL calls `concatenated_forward`, which leaves a `_Pairs` on the model's head and runs the model
+   as it is: wrapped by DDP, FSDP or DeepSpeed, with adapters or without.
+2. The head, when it is called, computes loss and metrics from its hidden states and its weight, and
+   gives the loss back where the logits would be: see `liger_kernel.patch.loss.loss_in_head`, whose
+   mechanism this is.
+3. TRL makes its metrics of the log-probabilities, as it always does; `get_batch_loss_metrics` puts
+   the loss's gradient to its value.
 
-What cannot be computed in the head (an adapter on the head, logits that are scaled or capped, encoder-decoder models)
-trains as TRL does it, with a warning.
-"""
+What cannot be computed in the head (an adapter on the head, logits that are scaled or capped,
+encoder-decoder models) trains as TRL does it, with a warning."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class _FSDPForwardRedirection:
-    """``_FSDPForwardRedirection()(wrapper, method, *args, **kwargs)`` is ``method(*args, **kwargs)``, called where the
-    wrapper calls its module's forward: with the parameters that FSDP (1 or 2), DeepSpeed or DDP have gathered for it.
+    """``_FSDPForwardRedirection()(wrapper, method, *args, **kwargs)`` is ``method(*args,
+    **kwargs)``, called where the wrapper calls its module's forward: with the parameters that FSDP
+    (1 or 2), DeepSpeed or DDP have gathered for it.
 
     The wrapper's hooks see the arguments, and may cast them, and see the result.
     """
@@ -61,17 +62,28 @@ class _Pairs:
         self.value = self.metrics = None
 
     def of_head(self, head, own_forward, args, kwargs):
-        """The head's forward: the loss as (1, 1, 1), or logits where the weight alone does not make them."""
-        from liger_kernel.patch.conditions import plain
+        """The head's forward: the loss as (1, 1, 1), or logits where the weight alone does not make
+        them."""
+        from liger_kernel.patch.proof.conditions import plain
 
         if len(args) + len(kwargs) != 1 or not any(head is leaf for leaf in self.leaves):
             return own_forward(head, *args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
-        usable = own_forward is torch.nn.Linear.forward and plain(hidden_states, head.weight, head.bias)
-        if not usable or hidden_states.shape[:2] != self.target.shape or head.weight.shape[0] != head.out_features:
+        usable = own_forward is torch.nn.Linear.forward and plain(
+            hidden_states, head.weight, head.bias
+        )
+        if (
+            not usable
+            or hidden_states.shape[:2] != self.target.shape
+            or head.weight.shape[0] != head.out_features
+        ):
             return own_forward(head, hidden_states)
         loss, self.metrics = self.loss(
-            head.weight, hidden_states[:, :-1], self.target[:, 1:], head.bias, nll_target=self.nll_target[:, 1:]
+            head.weight,
+            hidden_states[:, :-1],
+            self.target[:, 1:],
+            head.bias,
+            nll_target=self.nll_target[:, 1:],
         )
         self.value = loss.reshape(1, 1, 1).clone()
         return self.value
@@ -92,17 +104,22 @@ class _ORPOInHead:
             self._liger_unfusable = True
             logger.warning(
                 "LigerORPOTrainer: %s does more to its logits than a linear layer; the loss is computed from the "
-                "logits, as TRL's ORPOTrainer does it.", type(self.accelerator.unwrap_model(model)).__name__,
-            )  # fmt: skip
+                "logits, as TRL's ORPOTrainer does it.",
+                type(self.accelerator.unwrap_model(model)).__name__,
+            )
         return super().concatenated_forward(model, batch)
 
     def _in_head(self, model, batch):
-        """What TRL's method returns, with the mean of the logits for the logits; None if it needs the logits."""
-        from liger_kernel.patch.head import leaves, prepare
-        from liger_kernel.patch.logits import ask
+        """What TRL's method returns, with the mean of the logits for the logits; None if it needs
+        the logits."""
+        from liger_kernel.patch.loss.head import leaves, prepare
+        from liger_kernel.patch.loss.placeholder import ask
 
         pairs = self.concatenated_inputs(
-            batch, is_encoder_decoder=False, padding_value=self.padding_value, device=self.accelerator.device
+            batch,
+            is_encoder_decoder=False,
+            padding_value=self.padding_value,
+            device=self.accelerator.device,
         )
         ids, mask = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
         head = self.accelerator.unwrap_model(model).get_output_embeddings()
@@ -118,9 +135,18 @@ class _ORPOInHead:
             ask(before)
         if request.value is None or not torch.equal(outputs.logits, request.value):
             return None
-        self._liger_loss = outputs.logits.reshape(())  # the tensor that the wrappers' hooks have seen
+        self._liger_loss = outputs.logits.reshape(
+            ()
+        )  # the tensor that the wrappers' hooks have seen
         chosen, rejected, chosen_logits, rejected_logits, nll, *_ = request.metrics
-        return chosen, rejected, chosen_logits, rejected_logits, nll, *([outputs.aux_loss] if routed else [])
+        return (
+            chosen,
+            rejected,
+            chosen_logits,
+            rejected_logits,
+            nll,
+            *([outputs.aux_loss] if routed else []),
+        )
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
         loss, metrics = super().get_batch_loss_metrics(model, batch, train_eval)

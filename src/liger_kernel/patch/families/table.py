@@ -1,0 +1,105 @@
+"""The families: a row each, from which their functions are made (`families`). It imports
+nothing."""
+
+from __future__ import annotations
+
+
+def _row(glu="swiglu", **changes) -> dict[str, bool]:
+    """The switches of a function in their order, with their defaults; what a family hasn't got is
+    None."""
+    row = dict(
+        rope=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=True,
+        layer_norm=None,
+        rms_norm=True,
+    )
+    row |= {glu: True} | changes
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _loss_only(**more) -> dict[str, bool]:
+    return dict(cross_entropy=False, fused_linear_cross_entropy=True) | more
+
+
+def _mixture(**changes) -> dict[str, bool]:
+    return _row(**changes) | dict(router=True)
+
+
+FAMILIES = {  # the defaults of the published functions
+    "deepseek_v2": _mixture(rope=False),
+    "deepseek_v3": _mixture(rope=False),
+    "deepseek_v4": _row(rope=False, swiglu=False),
+    "exaone4": _row(),
+    "falcon_h1": _row(),
+    "gemma": _row("geglu"),
+    "gemma2": _row("geglu"),
+    "gemma3": _row("geglu", layer_norm=True),
+    "gemma3_text": _row("geglu"),
+    "gemma4": _row("geglu", rope=False, layer_norm=False),
+    "gemma4_text": _row("geglu", rope=False),
+    "glm4": _row(rope=False),
+    "glm4v": _row(rope=False),
+    "glm4v_moe": _mixture(rope=False),
+    "gpt_oss": _mixture(swiglu=False),
+    "granite": _row(cross_entropy=True, fused_linear_cross_entropy=False),
+    "hunyuan_v1_dense": _row(),
+    "hunyuan_v1_moe": _mixture(),
+    "internvl": _loss_only(rms_norm=True, layer_norm=True),
+    "llama": _row(),
+    "llama4": _row(layer_norm=True),
+    "llava": _loss_only(),
+    "ministral": _row(),
+    "mistral": _row(),
+    "mixtral": _mixture(),
+    "mllama": _row(layer_norm=True),
+    "muse_glimmer": _row(layer_norm=True),
+    "nemotron": dict(relu_squared=True) | _loss_only(),
+    "olmo2": _row(),
+    "olmo3": _row(),
+    "paligemma": _row("geglu", layer_norm=True),
+    "phi3": _row(),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+    "qwen2": _row(),
+    "qwen2_5_vl": _row(),
+    "qwen2_vl": {**_row(swiglu=None), "layer_norm": True, "swiglu": True},
+    "qwen3": _row(),
+    "qwen3_5": _row(rope=False),
+    "qwen3_5_moe": _mixture(rope=False),
+    "qwen3_moe": _mixture(),
+    "qwen3_next": _mixture(rope=False),
+    "qwen3_vl": _row(swiglu=False),
+    "qwen3_vl_moe": _mixture(),
+    "smollm3": _row(),
+    "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
+}
+TEXT = {  # the language model of a family, by its own model type
+    "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe",
+}  # fmt: skip
+BY_NAME = ("router",)  # switches that are keywords alone
+BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
+MORE = (
+    "internvl",
+    "llava",
+    "nemotron",
+    "smolvlm",
+)  # functions that take any keyword, and do not use it
+FUNCTIONS = [
+    f"apply_liger_kernel_to_{name}"
+    for name in (*FAMILIES, *(text for text in TEXT if "qwen3_5" in text))
+]
+LONG = {
+    "tiled_mlp": False,
+    "offloaded_checkpoints": False,
+}  # what ``long_context`` switches on; by name alone, all
+EVERYTHING = {
+    **_row(),
+    "layer_norm": True,
+    "geglu": True,
+    "relu_squared": True,
+    "router": True,
+    **LONG,
+}
+EVERYTHING["long_context"] = False

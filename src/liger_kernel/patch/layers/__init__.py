@@ -1,0 +1,1 @@
+"""The rewrites of layers: a file for each."""

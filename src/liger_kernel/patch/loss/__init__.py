@@ -1,0 +1,1 @@
+"""The loss of a causal model, computed in its head."""

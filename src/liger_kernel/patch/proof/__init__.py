@@ -1,0 +1,1 @@
+"""How a part of a model is proved, and how it is replaced."""

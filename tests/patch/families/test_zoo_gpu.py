@@ -1,0 +1,22 @@
+"""Every causal-LM family again on a GPU, with the kernels that test_zoo.py leaves to their
+references."""
+
+import pytest
+import zoo
+from hardware import DEVICE
+
+if DEVICE == "cpu":
+    pytest.skip("no GPU: test_zoo.py has these models with the references", allow_module_level=True)
+
+
+def build(name):
+    return zoo.build(name).to(DEVICE)
+
+
+def batch(model):
+    return {name: given.to(DEVICE) for name, given in zoo.batch(model).items()}
+
+
+@zoo.each(zoo.FAMILIES)
+def test_trains_as_before(name):
+    assert not zoo.trial(name, build, batch).differs

@@ -1,0 +1,77 @@
+"""Which tensors our operators are for within a graph."""
+
+import pytest
+import torch
+
+from liger_kernel.patch.proof import conditions
+
+
+def test_small_tensors_are_the_compilers(monkeypatch):
+    """In a graph, and on a GPU: there each operator of ours costs the host more than it saves."""
+    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
+    small, large = torch.empty(2**23 - 1, device="meta"), torch.empty(2**23, device="meta")
+    assert not conditions.is_the_compilers(small)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert conditions.is_the_compilers(small) and not conditions.is_the_compilers(large)
+    assert not conditions.is_the_compilers(torch.empty(1))
+
+
+@pytest.mark.parametrize(
+    "compiling, graphs",
+    [
+        ({}, False),
+        (dict(mode="reduce-overhead"), True),
+        (dict(mode="max-autotune"), True),
+        (dict(mode="max-autotune-no-cudagraphs"), False),
+        (dict(options={"triton.cudagraphs": True}), True),
+        (dict(backend="eager"), False),
+    ],
+    ids=str,
+)
+def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
+    """There small tensors are ours. Every backend has its own answer, for one function."""
+    found = []
+
+    def note():
+        found.append(conditions.becomes_a_cuda_graph())
+        return True
+
+    note._dynamo_marked_constant = True
+
+    def function(x):
+        return x + 1 if note() else x
+
+    x = torch.ones(3)
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda graph, *_, **options: graph.forward
+    )
+    torch._dynamo.reset()
+    torch.compile(function, backend="eager")(x)
+    torch.compile(function, **compiling)(x)
+    assert found[0] is False and found[-1] is graphs
+    assert not conditions.becomes_a_cuda_graph()
+
+
+def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
+    """The question is a constant to Dynamo, and no break; Inductor's own setting counts, too."""
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda graph, *_, **options: graph.forward
+    )
+
+    def function(x):
+        return x + 1 if conditions.becomes_a_cuda_graph() else x - 1
+
+    x = torch.ones(3)
+    torch._dynamo.reset()
+    assert torch.compile(function, fullgraph=True, mode="reduce-overhead")(x).sum() == 6
+    assert torch.compile(function, fullgraph=True)(x).sum() == 0
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert torch.compile(function, fullgraph=True)(x).sum() == 6
+
+
+def test_small_tensors_of_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
+    monkeypatch.setattr(conditions, "becomes_a_cuda_graph", lambda: True)
+    assert not conditions.is_the_compilers(torch.empty(5, device="meta"))
