@@ -283,7 +283,8 @@ environments: $(VENV)/newest/.ready $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) 
 $(VENV)/.ready: pyproject.toml
 	@python3 -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "make: Python 3.10 or newer is needed"; exit 1; }
 	@python3 -m venv $(VENV) || { echo "make: python3 has no venv here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(INSTALL) --upgrade $(TORCH) -e ".[dev]"
+	@echo "Installing PyTorch, transformers and what the tests need into $(VENV), once. This takes some minutes."
+	$(PYTHON) -m pip install --no-compile --upgrade $(TORCH) -e ".[dev]"
 	touch $@
 
 clean:

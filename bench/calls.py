@@ -1,4 +1,4 @@
-"""What is timed, by the name of a `Case` and with its inputs: the line that a user writes.
+"""The lines that are timed: what a user writes, by the name of a `Case` and with its inputs.
 
 ``LIGER`` runs in our process and in the published package's, whose public names are the same.
 ``PLAIN`` is PyTorch for it, where PyTorch has the operator or the case's reference computes more
@@ -17,16 +17,20 @@ import torch.nn.functional as F
 from . import newer_torch
 
 
-def _liger(name, *args, **given):
+def _liger(name, *args, **kwargs):
     import liger_kernel.transformers.functional as functional
 
-    return getattr(functional, f"liger_{name}")(*args, **given)
+    return getattr(functional, f"liger_{name}")(*args, **kwargs)
 
 
 def _loss(name, **options):
     from liger_kernel import chunked_loss
 
     return getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**options)
+
+
+def _dpo(hidden, weight, target, ref_hidden, ref_weight):
+    return _loss("DPO")(weight, hidden, target, None, ref_hidden, ref_weight)[0]
 
 
 def _pairs(name):
@@ -38,9 +42,9 @@ def _kto(hidden, weight, target, ref_hidden, ref_weight):
     return loss(hidden, weight, target, None, every_second(target), ref_hidden, ref_weight)[0]
 
 
-def _grpo(kind):
+def _grpo(loss_type):
     def call(hidden, weight, target, mask, advantages, ref_log_probs):
-        loss = _loss("GRPO", loss_type=kind, max_completion_length=target.shape[1])
+        loss = _loss("GRPO", loss_type=loss_type, max_completion_length=target.shape[1])
         return loss(hidden, weight, target, mask, advantages, ref_per_token_logps=ref_log_probs)[0]
 
     return call
@@ -53,8 +57,19 @@ def _distillation(name, **options):
 
 
 def every_second(target):
-    """Of some sequences, as `preference_labels`."""
+    """Return `preference_labels` in which every second sequence is a preferred one."""
     return torch.arange(len(target), device=target.device) % 2 == 0
+
+
+def _fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels):
+    return _liger(
+        "fused_linear_jsd",
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels,
+    )
 
 
 GRPO = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
@@ -88,16 +103,7 @@ LIGER = {
     "mhc_pre": lambda x, h_pre: _liger("mhc_pre", x, h_pre),
     "mhc_post_res": lambda x, f_out, h_post, h_res: _liger("mhc_post_res", x, f_out, h_post, h_res),
     "attn_res": lambda V, w_query, w_norm: _liger("attn_res", V, w_query, w_norm),
-    "fused_linear_jsd": lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels: (
-        _liger(
-            "fused_linear_jsd",
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            shift_labels,
-        )
-    ),
+    "fused_linear_jsd": _fused_linear_jsd,
     "fused_linear_kl_div": lambda student_input, student_weight, target, shift_labels: _liger(
         "fused_linear_kl_div", student_input, student_weight, target, shift_labels
     ),
@@ -108,12 +114,10 @@ LIGER = {
     "fused_linear_cross_entropy": lambda input, weight, target: _liger(
         "fused_linear_cross_entropy", input, weight, target
     ),
-    "DPO": lambda hidden, weight, target, ref_hidden, ref_weight: _loss("DPO")(
-        weight, hidden, target, None, ref_hidden, ref_weight
-    )[0],
+    "DPO": _dpo,
     "KTO": _kto,
     **{name: _pairs(name) for name in ("ORPO", "CPO", "SimPO")},
-    **{f"GRPO, {kind}": _grpo(kind) for kind in GRPO},
+    **{f"GRPO, {loss_type}": _grpo(loss_type) for loss_type in GRPO},
     "JSD": _distillation("JSD"),
     "forward KL": _distillation("JSD", beta=0.0),
     "reverse KL": _distillation("JSD", beta=1.0),
@@ -131,15 +135,15 @@ def _dispatched(name, **inputs):
 
 
 def _cute_rope(q, k, cos, sin):
-    """`liger_rope` hands this Function an argument that it does not take."""
+    """Call the Function itself: `liger_rope` hands it an argument that it does not take."""
     from liger_kernel.ops import LigerRopeFunction
 
     return LigerRopeFunction.apply(q, k, cos, sin)
 
 
 def _cute_head(input, weight, target):
-    """The Function behind `liger_fused_linear_cross_entropy` is for sm_100; for sm_90 there is
-    another."""
+    """Call the head's Function for this GPU. The one behind `liger_fused_linear_cross_entropy` is for
+    sm_100; for sm_90 there is another."""
     if torch.cuda.get_device_capability() != (9, 0):
         return LIGER["fused_linear_cross_entropy"](input, weight, target)
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
@@ -156,11 +160,21 @@ def _scaled(input, weight, target):
 
 
 DISPATCHED = (
-    "rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "kl_div", "jsd",
-    "fused_linear_jsd", "cross_entropy", "fused_linear_cross_entropy",
-)  # fmt: skip
-# LIGER_KERNEL_IMPL=cutedsl puts some of these kernels behind the public names; `functional` knows
-# more
+    "rms_norm",
+    "fused_add_rms_norm",
+    "layer_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "softmax",
+    "kl_div",
+    "jsd",
+    "fused_linear_jsd",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)
+# LIGER_KERNEL_IMPL=cutedsl puts some of these kernels behind the public names; `functional` has
+# more of them.
 CUTE = {
     "cute": {
         **{name: LIGER[name] for name in ("rms_norm", "swiglu", "cross_entropy")},
@@ -178,11 +192,11 @@ CUTE = {
 
 
 def _linear_cross_entropy(input, weight, target, **options):
-    function, Options = newer_torch.found()
+    function, Options = newer_torch.load()
     return function(input, weight, target, options=Options(**options))
 
 
-# by its defaults, with as few chunks as can be, with a quarter of its default chunk
+# with its defaults, with as few chunks as possible, with a quarter of its default chunk
 LINEAR_CROSS_ENTROPY = {
     contestant: {"fused_linear_cross_entropy": partial(_linear_cross_entropy, **options)}
     for contestant, options in {
@@ -194,23 +208,23 @@ LINEAR_CROSS_ENTROPY = {
 
 
 def _rope(q, k, cos, sin):
-    """As Hugging Face's models have it."""
+    """Compute RoPE as Hugging Face's models do."""
 
-    def turned(x):
+    def rotate(x):
         x1, x2 = x.chunk(2, -1)
         return x * cos[:, None] + torch.cat((-x2, x1), -1) * sin[:, None]
 
-    return turned(q), turned(k)
+    return rotate(q), rotate(k)
 
 
 def _norm_rope(q, k, q_weight, k_weight, cos, sin):
-    """As Qwen3's attention has it."""
+    """Norm and rotate as Qwen3's attention does."""
 
-    def normed(x, w):
+    def norm(x, w):
         f = x.float()
         return w * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
-    return _rope(normed(q, q_weight), normed(k, k_weight), cos, sin)
+    return _rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
 
 def _fused_add_rms_norm(x, r, w):
@@ -219,10 +233,9 @@ def _fused_add_rms_norm(x, r, w):
 
 
 def _log_probs(logits, ids):
-    found = (
-        logits[:, :-1].float().log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
-    )
-    return found.where(ids >= 0, 0)
+    log_p = logits[:, :-1].float().log_softmax(-1)
+    selected = log_p.gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
+    return selected.where(ids >= 0, 0)
 
 
 OURS = {  # without a peer: the case's own function makes the logits, too
@@ -248,5 +261,6 @@ PLAIN = {
 }
 
 
-def ours(case):
+def our_line(case):
+    """Return the line of this package that is timed for a case."""
     return OURS.get(case.name) or LIGER.get(case.name, case.fn)

@@ -1,5 +1,4 @@
-"""Time training steps under torch.compile and in CUDA graphs, beside eager ones: Hugging Face's
-models, and ours.
+"""Time training steps under torch.compile and in CUDA graphs: Hugging Face's models, and ours.
 
     PYTHONPATH=src python -m bench.compile [--runs large|small|MODEL@SEQUENCExBATCH,...]
 
@@ -19,14 +18,14 @@ from .runs import CONTESTANTS
 WARMUP = 3
 
 
-def captured(model, called, data: torch.Tensor):
-    """``step(*batches)``: replays of the captured step of a model that has done some, on copies of
-    the batches."""
+def captured(model, forward, data: torch.Tensor):
+    """Capture a training step after some warm-up steps. Returns ``step(*batches)``, which replays
+    it on copies of the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     ids = data[0].clone()
 
     def accumulate():
-        loss = called(input_ids=ids, labels=ids).loss
+        loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss.detach()
 
@@ -41,22 +40,24 @@ def captured(model, called, data: torch.Tensor):
             accumulate()
             update()
     torch.cuda.current_stream().wait_stream(stream)
-    forward_backward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(forward_backward):
+    forward_backward_graph = torch.cuda.CUDAGraph()
+    update_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward_backward_graph):
         loss = accumulate()
-    with torch.cuda.graph(rest, pool=forward_backward.pool()):
+    with torch.cuda.graph(update_graph, pool=forward_backward_graph.pool()):
         update()
 
     def replay(*batches):
         for batch in batches:
             ids.copy_(batch)
-            forward_backward.replay()
-        rest.replay()
+            forward_backward_graph.replay()
+        update_graph.replay()
         return loss.clone()
 
     def figures():
         breakdown.profiled(replay, data[:1])  # the profiler's own start
-        return {"busy_ms": breakdown.busy(breakdown.profiled(replay, data[:WARMUP])) / 1e3 / WARMUP}
+        events = breakdown.profiled(replay, data[:WARMUP])
+        return {"busy_ms": breakdown.busy(events) / 1e3 / WARMUP}
 
     replay.figures = figures
     return replay
@@ -65,7 +66,8 @@ def captured(model, called, data: torch.Tensor):
 def work(
     contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str
 ) -> dict:
-    make = captured if contestant.endswith("captured") else None
+    """Measure one contestant, in this process."""
+    is_captured = contestant.endswith("captured")
     return train.work(
         contestant,
         name,
@@ -74,8 +76,8 @@ def work(
         warmup,
         timed,
         device,
-        make=make,
-        accumulates=make is not None,
+        make_step=captured if is_captured else None,
+        accumulates=is_captured,
     )
 
 

@@ -1,74 +1,117 @@
-"""What `bench.parity` found, as text and as a picture."""
+"""Loss curves of `bench.parity`: how far the runs are from each other, as text and as a picture."""
 
 from __future__ import annotations
 
 import pathlib
 import statistics
+from typing import NamedTuple
 
 from .tables import BLUE, GREY, drawing, heading, table
 
 PICTURE = "parity.svg"  # beside the page
-OURS, THEIRS = "ours", "Hugging Face"
+OURS = "ours"
+HUGGING_FACE = "Hugging Face"
 
 
-def pairs(data: dict) -> str:
+class Distance(NamedTuple):
+    """How far one run's losses are from those of the Hugging Face runs (itself left out)."""
+
+    mean: float  # over all steps and all these runs
+    largest: float  # at any step, from any of these runs
+
+
+def distances(curves: dict[str, list[float]]) -> dict[str, Distance]:
+    """Return the distance of every run that has a Hugging Face run beside it."""
+    result = {}
+    for name, curve in curves.items():
+        gaps = [
+            abs(loss - reference_loss)
+            for reference_name, reference in curves.items()
+            if reference_name not in (name, OURS)
+            for loss, reference_loss in zip(curve, reference, strict=True)
+        ]
+        if gaps:
+            result[name] = Distance(mean=statistics.fmean(gaps), largest=max(gaps))
+    return result
+
+
+def within_spread(curves: dict[str, list[float]]) -> bool | None:
+    """Return True if ours is no farther from the Hugging Face runs than the farthest of these is
+    from the others, on average and at most. None while runs are missing that decide it."""
+    references = distances(curves)
+    ours = references.pop(OURS, None)
+    if ours is None or len(references) < 2:
+        return None
+    mean_bound = max(distance.mean for distance in references.values())
+    largest_bound = max(distance.largest for distance in references.values())
+    # written so that a loss that is no number is outside
+    return ours.mean <= mean_bound and ours.largest <= largest_bound
+
+
+def spread(data: dict) -> str:
+    """Return the distance of every run, and the verdict."""
     verdicts = {
         True: "Ours lies within the spread of the Hugging Face runs.",
         False: "Ours lies OUTSIDE the spread of the Hugging Face runs.",
         None: f"Not finished: there are {len(data['curves'])} of the runs.",
     }
+    rows = [
+        [name, f"{distance.mean:.2g}", f"{distance.largest:.2g}"]
+        for name, distance in distances(data["curves"]).items()
+    ]
     return "\n\n".join(
         [
             heading(data),
-            f"{data['steps']:,} training steps of {data['model']}, {data['sequence']} × {data['batch']} tokens: "
-            "largest and mean difference of the losses.",
-            table(
-                ["pair of runs", "largest difference", "mean difference"],
-                [[p["pair"], f"{p['largest']:.2g}", f"{p['mean']:.2g}"] for p in data["pairs"]],
-            ),
-            verdicts[data["within_noise"]],
+            f"{data['steps']:,} training steps of {data['model']}, {data['sequence']} × "
+            f"{data['batch']} tokens: how far each run's losses are from those of the (other) "
+            "Hugging Face runs.",
+            table(["run", "mean difference", "largest difference"], rows),
+            verdicts[within_spread(data["curves"])],
         ]
     )
 
 
 def page(data: dict) -> str:
-    """The same with the picture that `draw` makes."""
-    return f"{pairs(data)}\n\n![Losses of the runs, and how far they are from Hugging Face's]({PICTURE})"
+    """Return `spread` with the picture that `draw` makes."""
+    caption = "Losses of the runs, and how far they are from Hugging Face's"
+    return f"{spread(data)}\n\n![{caption}]({PICTURE})"
 
 
-def width(steps: int) -> int:
-    """Steps that a point of the picture is the mean of."""
+def steps_per_point(steps: int) -> int:
+    """Return how many steps a point of the picture is the mean of."""
     return max(1, steps // 50)
 
 
-def smooth(curve: list[float], over: int) -> tuple[list[int], list[float]]:
-    """(last step, mean) of each ``over`` steps; fewer at the end are left out."""
-    ends = range(over, len(curve) + 1, over)
-    return [*ends], [statistics.fmean(curve[end - over : end]) for end in ends]
+def smooth(curve: list[float], window: int) -> tuple[list[int], list[float]]:
+    """Return (last step, mean) of each ``window`` steps; fewer at the end are left out."""
+    ends = range(window, len(curve) + 1, window)
+    return [*ends], [statistics.fmean(curve[end - window : end]) for end in ends]
 
 
 def draw(data: dict, path: pathlib.Path) -> None:
-    """Above the losses, below how far each run is from the first; ours over the Hugging Face
+    """Draw the losses, and below how far each run is from the first; ours above the Hugging Face
     runs."""
-    curves, over = data["curves"], width(data["steps"])
-    with drawing(path, (8.5, 6.5), rows=2) as (_, (losses, apart)):
+    curves = data["curves"]
+    window = steps_per_point(data["steps"])
+    with drawing(path, (8.5, 6.5), rows=2) as (_, (loss_axes, difference_axes)):
         for name in sorted(curves, key=lambda name: name == OURS):
-            nudged = name not in (OURS, THEIRS)
-            style = dict(color=BLUE if name == OURS else GREY, linewidth=1 if nudged else 1.8)
-            style |= dict(linestyle="--") if nudged else {}
-            losses.plot(*smooth(curves[name], over), label=name, **style)
-            if name != THEIRS:
-                differences = [
-                    abs(a - b) for a, b in zip(curves[name], curves[THEIRS], strict=True)
-                ]
-                apart.plot(*smooth(differences, over), **style)
-        losses.set_ylabel("loss")
-        losses.legend(frameon=False, fontsize=10)
-        apart.set_ylabel("difference from Hugging Face's")
-        apart.set_ylim(bottom=0)
-        apart.set_xlabel(f"step; each point is the mean of {over} steps")
-        losses.set_title(
-            f"{data['model']}, {data['sequence']} × {data['batch']} tokens a step, bf16, {data['machine'].get('gpu')}",
-            fontsize=11,
-            loc="left",
-        )
+            nudged = name not in (OURS, HUGGING_FACE)
+            style = {
+                "color": BLUE if name == OURS else GREY,
+                "linewidth": 1 if nudged else 1.8,
+            }
+            if nudged:
+                style["linestyle"] = "--"
+            loss_axes.plot(*smooth(curves[name], window), label=name, **style)
+            if name != HUGGING_FACE:
+                pairs = zip(curves[name], curves[HUGGING_FACE], strict=True)
+                differences = [abs(loss - reference) for loss, reference in pairs]
+                difference_axes.plot(*smooth(differences, window), **style)
+        loss_axes.set_ylabel("loss")
+        loss_axes.legend(frameon=False, fontsize=10)
+        difference_axes.set_ylabel("difference from Hugging Face's")
+        difference_axes.set_ylim(bottom=0)
+        difference_axes.set_xlabel(f"step; each point is the mean of {window} steps")
+        size = f"{data['sequence']} × {data['batch']} tokens a step"
+        gpu = data["machine"].get("gpu")
+        loss_axes.set_title(f"{data['model']}, {size}, bf16, {gpu}", fontsize=11, loc="left")

@@ -1,5 +1,4 @@
-"""Time training steps with linear layers in float8 (torchao), beside bf16 ones: Hugging Face's, and
-ours.
+"""Time training steps with linear layers in float8 (torchao), beside bf16: Hugging Face's, and ours.
 
     PYTHONPATH=src python -m bench.float8 [--runs MODEL@SEQUENCExBATCH,...] [--contestants NAME,...]
 
@@ -19,20 +18,28 @@ from . import machine, models, runs, text, train
 
 RUNS = "Llama-3-8B-8L@4096x2"
 FLOAT8 = "-float8"
-CONTESTANTS = (  # in this order: what is there for scale comes last
-    "compile-float8", "ours-compile-float8", "eager-float8", "ours-float8", "compile", "ours-compile", "eager", "ours",
-)  # fmt: skip
+CONTESTANTS = (  # in this order: those that are there for scale come last
+    "compile-float8",
+    "ours-compile-float8",
+    "eager-float8",
+    "ours-float8",
+    "compile",
+    "ours-compile",
+    "eager",
+    "ours",
+)
 
 
 def convert(model, device: str) -> int:
-    """Its linear layers but the head, in float8; how many these are."""
+    """Replace the linear layers but the head by float8 ones. Returns how many these are."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     head = model.get_output_embeddings()
-    config = Float8LinearConfig(emulate=device == "cpu")
     convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: module is not head
+        model,
+        config=Float8LinearConfig(emulate=device == "cpu"),
+        module_filter_fn=lambda module, name: module is not head,
     )
     return sum(isinstance(module, Float8Linear) for module in model.modules())
 
@@ -40,35 +47,38 @@ def convert(model, device: str) -> int:
 def work(
     contestant: str, name: str, sequence: int, batch: int, warmup: int, timed: int, device: str
 ) -> dict:
-    """One contestant, in this process."""
+    """Measure one contestant, in this process."""
     described = runs.described() | {"torchao": machine.version("torchao")}
     model = models.build(name, device, torch.bfloat16)
     converted = convert(model, device) if contestant.endswith(FLOAT8) else 0
-    called, patched = runs.CONTESTANTS[contestant.removesuffix(FLOAT8)](model)
+    forward, report = runs.CONTESTANTS[contestant.removesuffix(FLOAT8)](model)
     data = text.batches(sequence, batch, warmup + timed).to(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    losses, ms = train.steps(model, called, data)
-    median = machine.median(ms[warmup:])
-    figures = {
-        "tokens_per_s": sequence * batch / median * 1e3, "step_ms": median, "steps_ms": ms[warmup:], "losses": losses,
-        "peak_bytes": train.peak_bytes(device), "float8_layers": converted, "patched": patched,
-    }  # fmt: skip
-    del model, called
+    losses, ms = train.steps(model, forward, data)
+    figures = train.speed(sequence, batch, ms[warmup:])
+    figures["losses"] = losses
+    figures["peak_bytes"] = train.peak_bytes(device)
+    figures["float8_layers"] = converted
+    figures["patched"] = report
+    del model, forward
     if device == "cuda":
         figures["ceilings"] = train.hot_ceilings()
     return {"machine": described, "figures": figures}
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = [
-        "--runs",
-        RUNS,
-        *(sys.argv[1:] if argv is None else argv),
-    ]  # what is given after it replaces it
-    shown = ("tokens_per_s", "step_ms", "peak_bytes", "losses")
+    arguments = sys.argv[1:] if argv is None else argv
+    argv = ["--runs", RUNS, *arguments]  # a --runs among the arguments replaces the default
     runs.main(
-        "float8", work, __doc__, argv, usual=CONTESTANTS, steps=8, shown=shown, known=CONTESTANTS
+        "float8",
+        work,
+        __doc__,
+        argv,
+        usual=CONTESTANTS,
+        steps=8,
+        shown=("tokens_per_s", "step_ms", "peak_bytes", "losses"),
+        known=CONTESTANTS,
     )
 
 

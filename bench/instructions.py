@@ -17,22 +17,22 @@ import torch
 
 from .runs import ROOT
 
-IGNORED, PAD, END, WORDS = (
-    -100,
-    0,
-    1,
-    2,
-)  # the label of what has none; tokens, and the first that is a word
-ANSWER = math.log(43), 0.9  # of the logarithm of an answer's length: its mean is 65
+IGNORED = -100  # the label of a token that is not to be predicted
+PAD = 0
+END = 1
+FIRST_WORD = 2  # the first token that is a word
+# mean and deviation of the logarithm of an answer's length: the mean of the length is 65
+ANSWER_LENGTH = math.log(43), 0.9
 PROMPT = (
-    "What follows is a task, at times with a text that it is about. Read both with care, then write an answer that "
-    "does all of what the task asks for, and nothing else.\n\n# Task\n{instruction}\n\n"
+    "What follows is a task, at times with a text that it is about. Read both with care, then "
+    "write an answer that does all of what the task asks for, and nothing else.\n\n"
+    "# Task\n{instruction}\n\n"
 )
 
 
 @functools.cache
 def example():
-    """examples/cluster/data.py"""
+    """Import examples/cluster/data.py."""
     path = ROOT / "examples" / "cluster" / "data.py"
     spec = importlib.util.spec_from_file_location("bench_alpaca_shaped", path)
     module = importlib.util.module_from_spec(spec)
@@ -40,101 +40,113 @@ def example():
     return module
 
 
-def rows(count: int, vocabulary: int, length: int, seed: int = 0) -> list[dict]:
-    """``input_ids`` and ``labels`` of each row, cut at ``length``."""
-    chance, make = random.Random(seed), example().row
-    texts = [make(chance) for _ in range(count)]
+def prompt(text: dict) -> str:
+    source = f"# Text\n{text['input']}\n\n" if text["input"] else ""
+    return PROMPT.format(**text) + source + "# Answer"
+
+
+def rows(count: int, vocab_size: int, length: int, seed: int = 0) -> list[dict]:
+    """Return ``input_ids`` and ``labels`` of each row, cut at ``length``."""
+    rng = random.Random(seed)
+    make_text = example().row
+    texts = [make_text(rng) for _ in range(count)]
 
     @functools.cache
     def token(word):
-        return WORDS + zlib.crc32(word.encode()) % (vocabulary - WORDS)
+        return FIRST_WORD + zlib.crc32(word.encode()) % (vocab_size - FIRST_WORD)
 
     def tokens(text):
         return [*map(token, text.split())]
 
-    answers, found = [tokens(text["output"]) for text in texts], []
+    answers = [tokens(text["output"]) for text in texts]
+    result = []
     for i, text in enumerate(texts):
-        before = tokens(
-            PROMPT.format(**text)
-            + (f"# Text\n{text['input']}\n\n" if text["input"] else "")
-            + "# Answer"
-        )
-        size, answer, at = max(1, round(chance.lognormvariate(*ANSWER))), [], i
-        while len(answer) < size:
-            answer += answers[at % count]
-            at += 1
-        answer[size:] = [END]
-        labels = [IGNORED] * len(before) + answer
-        found.append(dict(input_ids=(before + answer)[:length], labels=labels[:length]))
-    return found
+        prompt_ids = tokens(prompt(text))
+        answer_length = max(1, round(rng.lognormvariate(*ANSWER_LENGTH)))
+        answer_ids = []
+        source = i
+        while len(answer_ids) < answer_length:
+            answer_ids += answers[source % count]
+            source += 1
+        answer_ids[answer_length:] = [END]
+        input_ids = prompt_ids + answer_ids
+        labels = [IGNORED] * len(prompt_ids) + answer_ids
+        result.append(dict(input_ids=input_ids[:length], labels=labels[:length]))
+    return result
 
 
-def packed(given: list[dict], size: int) -> list[dict]:
-    """Sequences of ``size`` tokens, filled with whole rows in their order; what is left is
-    padding."""
-    found, room = [], 0
-    for row in given:
-        n = len(row["input_ids"])
-        if n > room:
-            found.append(dict(input_ids=[], labels=[], position_ids=[]))
-            room = size
-        pack = found[-1]
+def packed(rows: list[dict], size: int) -> list[dict]:
+    """Pack whole rows in their order into sequences of ``size`` tokens. The end of a sequence is
+    padded."""
+    packs = []
+    free = 0
+    for row in rows:
+        num_tokens = len(row["input_ids"])
+        if num_tokens > free:
+            packs.append(dict(input_ids=[], labels=[], position_ids=[]))
+            free = size
+        pack = packs[-1]
         pack["input_ids"] += row["input_ids"]
         pack["labels"] += [IGNORED, *row["labels"][1:]]  # not to be predicted from the row before
-        pack["position_ids"] += range(n)
-        room -= n
-    for pack in found:
-        left = size - len(pack["input_ids"])
-        pack["tokens"] = size - left
-        pack["input_ids"] += [PAD] * left
-        pack["labels"] += [IGNORED] * left
-        pack["position_ids"] += range(left)
-    return found
+        pack["position_ids"] += range(num_tokens)
+        free -= num_tokens
+    for pack in packs:
+        padding = size - len(pack["input_ids"])
+        pack["tokens"] = size - padding
+        pack["input_ids"] += [PAD] * padding
+        pack["labels"] += [IGNORED] * padding
+        pack["position_ids"] += range(padding)
+    return packs
 
 
 def collate(items: list[dict]) -> dict[str, torch.Tensor]:
-    """A micro-batch, padded to its longest."""
-    size = max(len(item["input_ids"]) for item in items)
-    empty = dict(input_ids=PAD, labels=IGNORED)
+    """Return a micro-batch, padded to its longest row.
+
+    Packed rows have no mask: positions that begin anew keep them apart."""
     if "position_ids" in items[0]:
-        batch = {
-            name: torch.tensor([item[name] for item in items]) for name in (*empty, "position_ids")
-        }
-        return batch  # no mask: that the positions begin anew is what keeps rows apart
-    filled = {
-        name: [item[name] + [by] * (size - len(item[name])) for item in items]
-        for name, by in empty.items()
-    }
-    filled["attention_mask"] = [
-        [1] * len(item["input_ids"]) + [0] * (size - len(item["input_ids"])) for item in items
-    ]
-    return {name: torch.tensor(values) for name, values in filled.items()}
+        names = ("input_ids", "labels", "position_ids")
+        return {name: torch.tensor([item[name] for item in items]) for name in names}
+    longest = max(len(item["input_ids"]) for item in items)
+    batch = dict(input_ids=[], labels=[], attention_mask=[])
+    for item in items:
+        num_tokens = len(item["input_ids"])
+        padding = longest - num_tokens
+        batch["input_ids"].append(item["input_ids"] + [PAD] * padding)
+        batch["labels"].append(item["labels"] + [IGNORED] * padding)
+        batch["attention_mask"].append([1] * num_tokens + [0] * padding)
+    return {name: torch.tensor(values) for name, values in batch.items()}
 
 
 def counts(items: list[dict]) -> tuple[int, int]:
-    """Tokens without padding, and labels that count."""
+    """Return the tokens without padding, and the labels that count."""
     tokens = sum(item.get("tokens", len(item["input_ids"])) for item in items)
-    return tokens, sum(label != IGNORED for item in items for label in item["labels"][1:])
+    labels = 0
+    for item in items:
+        labels += sum(label != IGNORED for label in item["labels"][1:])
+    return tokens, labels
 
 
 def order(
-    items: list[dict], batch: int, gpus: int, steps: int, hard: tuple[int, ...]
+    items: list[dict], batch: int, gpus: int, steps: int, hard_steps: tuple[int, ...]
 ) -> list[dict]:
-    """The items of ``steps`` steps, from the first again where they end; every micro-batch of a
-    ``hard`` step has the longest."""
+    """Return the items of ``steps`` steps, from the first again where they end.
+
+    Every micro-batch of a hard step has the longest item."""
     longest = max(items, key=lambda item: len(item["input_ids"]))
-    found = [items[i % len(items)] for i in range(batch * gpus * steps)]
-    for step in hard:
+    result = [items[i % len(items)] for i in range(batch * gpus * steps)]
+    for step in hard_steps:
         for gpu in range(gpus):
-            found[batch * (gpus * step + gpu)] = longest
-    return found
+            result[batch * (gpus * step + gpu)] = longest
+    return result
 
 
-def lengths(given: list[dict]) -> dict:
-    """What the table says of the rows."""
-    sizes = sorted(len(row["input_ids"]) for row in given)
-    tokens, labels = counts(given)
+def lengths(rows: list[dict]) -> dict:
+    """Return the lengths of the rows, and the share of their tokens that have a label."""
+    sizes = sorted(len(row["input_ids"]) for row in rows)
+    tokens, labels = counts(rows)
     return {
-        "median": sizes[len(sizes) // 2], "most of": sizes[int(0.95 * (len(sizes) - 1))], "longest": sizes[-1],
+        "median": sizes[len(sizes) // 2],
+        "most of": sizes[int(0.95 * (len(sizes) - 1))],
+        "longest": sizes[-1],
         "labels": labels / tokens,
-    }  # fmt: skip
+    }

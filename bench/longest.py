@@ -1,10 +1,10 @@
-"""Long sequences: LoRA on a 4-bit model under a cap, attention's share of a step, the longest on
-several GPUs.
+"""Train on long sequences: LoRA on a 4-bit model, attention's share of a step, the longest that fits.
 
-    PYTHONPATH=src python -m bench.longest --case lora4 [--memory 40] [--sequence 200000] [--weights nf4|bnb]
+    PYTHONPATH=src python -m bench.longest --case lora4 [--memory 40] [--sequence 200000]
+        [--weights nf4|bnb]
     PYTHONPATH=src python -m bench.longest --case attention [--sequence 65536 262144]
-    PYTHONPATH=src python -m bench.longest --case full --gpus 2 [--peer DIR] [--start 16384] [--most
-    262144]
+    PYTHONPATH=src python -m bench.longest --case full --gpus 2 [--peer DIR] [--start 16384]
+        [--most 262144]
 
 Random weights and tokens, one sequence a GPU, AdamW with its states in the weights' dtype. A GPU's
 memory is capped at ``--memory`` (GB = 10⁹ bytes): the allocator's, so the CUDA context comes on
@@ -19,7 +19,8 @@ bisection to an eighth; a try is a step with the optimizer's states there. The p
 liger-kernel has a module for tiled MLPs and no switch: it takes the place of each MLP.
 
 Each measurement is a process of its own (one for each GPU); results are saved after each, and
-``--resume`` goes on with what the file lacks. What ends by its limit says how far it came."""
+``--resume`` goes on with what the file lacks. A process that ends by its limit says how far it
+came."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ from collections.abc import Callable
 
 import torch
 
-from . import finetune, machine, models, runs
+from . import contest, machine, models, processes, runs
 from .finetune_table import OUT_OF_MEMORY
-from .longest_table import NAMES, longest, told
+from .long_models import prepare_model
+from .longest_table import NAMES, longest, run_line
 
-GRAIN = 8  # the longest sequence is found to one part in so many
-TOKENS = 256  # and to a multiple of these
-CASES = {  # their defaults
+GRANULARITY = 8  # the longest sequence is found to one part in so many
+TOKEN_MULTIPLE = 256  # and to a multiple of these
+DEFAULTS = {  # of the options, by case
     "lora4": dict(sides=["long"], sequence=[200_000], steps=2, memory=40),
     "attention": dict(
         sides=["long", "tiled"], sequence=[65_536, 262_144], layers=8, steps=2, memory=40
@@ -50,194 +52,45 @@ CASES = {  # their defaults
 }
 
 
-# ---- a model ----
-
-
-def build(spec: dict):
-    """On the meta device: `fill` gives it weights. The head has its own."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = dict(models.SIZES[spec["model"]]) | dict(tie_word_embeddings=False)
-    if spec.get("layers"):
-        sizes["num_hidden_layers"] = spec["layers"]
-    config = AutoConfig.for_model(
-        sizes.pop("model_type"),
-        **sizes,
-        max_position_embeddings=8192,
-        use_cache=False,
-        pad_token_id=None,
-    )
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-
-
-def to_nf4(weight):
-    """By torchao, wherever it has that."""
-    try:
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-    except ImportError:
-        from torchao.dtypes.nf4tensor import to_nf4
-    return torch.nn.Parameter(
-        to_nf4(weight, 64, min(256, weight.numel() // 64)), requires_grad=False
-    )
-
-
-def in_4_bits(model, weights: str, device: str) -> None:
-    """The linear layers, but for the head."""
-    head = model.get_output_embeddings()
-    for name, module in [*model.named_modules()]:
-        if not isinstance(module, torch.nn.Linear) or module is head:
-            continue
-        weight = torch.empty(module.weight.shape, dtype=torch.bfloat16, device=device).normal_(
-            std=0.02
-        )
-        if weights == "nf4":
-            module.weight = to_nf4(weight)
-            continue
-        import bitsandbytes
-
-        how = dict(compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
-        made = bitsandbytes.nn.Linear4bit(
-            module.in_features, module.out_features, bias=False, **how
-        )
-        made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(
-            device
-        )
-        model.set_submodule(name, made)
-    model.is_loaded_in_4bit = weights == "bnb"  # PEFT asks
-
-
-def adapted(model, rank: int):
-    """In bf16: PEFT would keep them, and compute with them, in fp32."""
-    from peft import LoraConfig, get_peft_model
-
-    model.requires_grad_(False)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    made = get_peft_model(model, config, autocast_adapter_dtype=False)
-    for p in made.parameters():
-        if p.requires_grad:
-            p.data = p.data.to(torch.bfloat16)
-    # as the Trainer does: else the first layer's input stays on the GPU
-    made.enable_input_require_grads()
-    return made
-
-
-def shard(model) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in layers_of(model):
-        fully_shard(layer)
-    fully_shard(model)
-
-
-def layers_of(model):
-    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
-
-
-def fill(model, device: str, sharded: bool) -> None:
-    """Weights of its own for what is on the meta device."""
-    torch.manual_seed(int(os.environ.get("RANK", 0)))
-    made = []
-    if sharded:
-        model.to_empty(device=device)
-        made = [*model.named_parameters()]
-    else:
-        for prefix, module in model.named_modules():
-            for name, p in module.named_parameters(prefix, recurse=False):
-                if p.is_meta:
-                    p = torch.nn.Parameter(
-                        torch.empty_like(p, device=device), requires_grad=p.requires_grad
-                    )
-                    setattr(module, name.rpartition(".")[2], p)
-                    made.append((name, p))
-    for name, p in made:
-        local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-        if "lora_B" in name:
-            local.zero_()
-        elif p.dim() == 1:
-            local.fill_(1)
-        else:
-            local.normal_(std=0.02)
-    base = next(m for m in model.modules() if hasattr(m, "rotary_emb"))
-    with torch.device(device):
-        base.rotary_emb = type(base.rotary_emb)(base.config)  # its buffers are made, not loaded
-
-
-def peers(model):
-    """The published package's patch, and its tiled MLP for each MLP."""
-    from liger_kernel.transformers import LigerTiledSwiGLUMLP, _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model)
-    for layer in layers_of(model):
-        tiled = LigerTiledSwiGLUMLP(model.config).to(layer.mlp.up_proj.weight)
-        tiled.load_state_dict(layer.mlp.state_dict(), assign=True)
-        layer.mlp = tiled
-
-
-OPTIONS = {"patched": {}, "tiled": dict(tiled_mlp=True), "long": dict(long_context=True)}
-
-
-def patched(model, side: str, checkpointing: bool) -> str | None:
-    """What the report of ours says."""
-    if checkpointing and side != "long":
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    if side == "huggingface":
-        return None
-    if side == "peer":
-        return peers(model)
-    from liger_kernel.transformers import apply_liger_kernel
-
-    return str(apply_liger_kernel(model, **OPTIONS[side]))
-
-
-def prepared(spec: dict, device: str):
-    """(model, report) as ``spec`` has it."""
-    sharded, early = spec["gpus"] > 1, spec["side"] == "peer"
-    model = build(spec)
-    report = (
-        patched(model, "peer", spec["checkpointing"]) if early else None
-    )  # its MLPs are modules of their own
-    if spec.get("weights", "bf16") != "bf16":
-        if sharded:
-            raise ValueError("4-bit weights are not sharded here: --gpus 1")
-        in_4_bits(model, spec["weights"], device)
-    if spec.get("lora"):
-        model = adapted(model, spec["lora"])
-    if sharded:
-        shard(model)
-    fill(model, device, sharded)
-    return model, report if early else patched(model, spec["side"], spec["checkpointing"])
-
-
 # ---- a measurement, in a process of its own ----
 
 
 class Progress:
-    """What a process writes down while it works, for the one that may end it."""
+    """Writes down how far this process came, for the process that may end it."""
 
     def __init__(self, path: pathlib.Path, device: str):
-        self.path, self.device, self.begun, self.trained = path, device, time.monotonic(), []
-        self.stage, self.seconds, self.done = "building", {}, threading.Event()
+        self.path = path
+        self.device = device
+        self.trained = []  # the parameters that get gradients
+        self.stage = "building"
+        self.stage_start = time.monotonic()
+        self.seconds = {}  # by stage
+        self.done = threading.Event()
         if int(os.environ.get("RANK", 0)) == 0:
             threading.Thread(target=self._write, daemon=True).start()
 
     def enter(self, stage: str) -> None:
         synchronize(self.device)
         now = time.monotonic()
-        self.seconds[self.stage] = self.seconds.get(self.stage, 0) + now - self.begun
-        self.stage, self.begun = stage, now
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0) + now - self.stage_start
+        self.stage = stage
+        self.stage_start = now
 
-    def told(self) -> dict:
-        there = sum(p.grad is not None for p in self.trained) / max(len(self.trained), 1)
-        found = dict(
-            stage=self.stage, seconds=dict(self.seconds), since_s=time.monotonic() - self.begun
-        )
-        return found | dict(gradients=there) | memory(self.device)
+    def state(self) -> dict:
+        """Return the stage, the seconds of earlier ones, and the share of gradients there."""
+        num_gradients = sum(parameter.grad is not None for parameter in self.trained)
+        return {
+            "stage": self.stage,
+            "seconds": dict(self.seconds),
+            "since_s": time.monotonic() - self.stage_start,
+            "gradients": num_gradients / max(len(self.trained), 1),
+            **memory(self.device),
+        }
 
     def _write(self):
         while not self.done.wait(1):
             partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.told()))
+            partial.write_text(json.dumps(self.state()))
             partial.replace(self.path)
 
 
@@ -255,117 +108,148 @@ def memory(device: str) -> dict[str, int]:
     )
 
 
-def cap(spec: dict) -> None:
-    if spec["device"] == "cuda" and spec.get("memory"):
-        there = torch.cuda.get_device_properties().total_memory
-        if spec["memory"] * 1e9 > there:
-            raise ValueError(f"--memory {spec['memory']}: the GPU has {there / 1e9:.1f} GB")
-        torch.cuda.set_per_process_memory_fraction(spec["memory"] * 1e9 / there)
+def cap_memory(spec: dict) -> None:
+    if spec["device"] != "cuda" or not spec.get("memory"):
+        return
+    total = torch.cuda.get_device_properties().total_memory
+    if spec["memory"] * 1e9 > total:
+        raise ValueError(f"--memory {spec['memory']}: the GPU has {total / 1e9:.1f} GB")
+    torch.cuda.set_per_process_memory_fraction(spec["memory"] * 1e9 / total)
+
+
+def make_optimizer(parameters: list) -> torch.optim.Optimizer:
+    """Return an AdamW that has its states from the first step on."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def random_ids(spec: dict) -> torch.Tensor:
+    """Return token ids of shape (steps, batch, sequence), other ones for each rank."""
+    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", 0)))
+    shape = spec["steps"], spec.get("batch", 1), spec["sequence"]
+    vocab_size = models.SIZES[spec["model"]]["vocab_size"]
+    return torch.randint(vocab_size, shape, generator=generator).to(spec["device"])
 
 
 def train(spec: dict, progress: Progress) -> dict:
-    """Steps of training on this rank."""
-    device, sharded = spec["device"], spec["gpus"] > 1
+    """Do steps of training on this rank."""
+    device = spec["device"]
+    sharded = spec["gpus"] > 1
     if sharded:
         torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl")
-    model, report = prepared(spec, device)
-    trained = progress.trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    model, report = prepare_model(spec, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    progress.trained = trained
     progress.enter("optimizer")
-    for p in trained:  # its states are there from the first step on
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", 0)))
-    shape = spec["steps"], spec.get("batch", 1), spec["sequence"]
-    data = torch.randint(models.SIZES[spec["model"]]["vocab_size"], shape, generator=generator).to(
-        device
-    )
+    optimizer = make_optimizer(trained)
+    data = random_ids(spec)
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     for step, ids in enumerate(data, 1):
         progress.enter(f"forward {step}")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         progress.enter(f"backward {step}")
         loss.backward()
         optimizer.step()
         progress.enter(f"after {step}")
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
         optimizer.zero_grad()
         losses.append(loss.item())
-    figures = dict(
-        losses=losses, seconds=seconds, parts_s=progress.seconds, patched=report
-    ) | memory(device)
-    figures |= dict(
-        parameters=sum(p.numel() for p in model.parameters()),
-        attention=model.config._attn_implementation,
-    )
-    figures |= dict(trained=sum(p.numel() for p in trained), host_bytes=host_bytes(spec["side"]))
-    if sharded and not all(hasattr(p, "full_tensor") for p in model.parameters()):
+    if sharded and not all(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise RuntimeError("the model is not sharded")
-    return figures
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "parts_s": progress.seconds,
+        "patched": report,
+        **memory(device),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": model.config._attn_implementation,
+        "trained": sum(parameter.numel() for parameter in trained),
+        "host_bytes": host_bytes(spec["side"]),
+    }
 
 
 def host_bytes(side: str) -> int:
-    """What checkpoints have taken of the host."""
+    """Return the host memory that checkpoints have taken."""
     if side != "long":
         return 0
     from liger_kernel.core import host_memory
 
-    return host_memory._Pieces.taken
+    return host_memory._PinnedPieces.pinned_bytes
 
 
 def attention(spec: dict, progress: Progress) -> dict:
-    """Causal attention alone: seconds of a layer's forward and backward, by PyTorch's choice and by
-    cuDNN."""
+    """Time causal attention alone: seconds of a layer's forward and backward, by the kernel that
+    PyTorch chooses and by cuDNN's."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    sizes, device, found = models.SIZES[spec["model"]], spec["device"], {}
-    heads, width = sizes["num_attention_heads"], sizes["head_dim"]
-    shapes = ((1, n, spec["sequence"], width) for n in (heads, *[sizes["num_key_value_heads"]] * 2))
-    q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes)
+    device = spec["device"]
+    sizes = models.SIZES[spec["model"]]
+
+    def draw(num_heads):
+        shape = (1, num_heads, spec["sequence"], sizes["head_dim"])
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    q = draw(sizes["num_attention_heads"])
+    k = draw(sizes["num_key_value_heads"])
+    v = draw(sizes["num_key_value_heads"])
     dy = torch.randn_like(q)
-    for name, chosen in (
-        ("chosen", contextlib.nullcontext()),
-        ("cudnn", sdpa_kernel([SDPBackend.CUDNN_ATTENTION])),
-    ):
+
+    def forward_backward():
+        start = time.perf_counter()
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        synchronize(device)
+        middle = time.perf_counter()
+        torch.autograd.grad(y, (q, k, v), dy)
+        synchronize(device)
+        return middle - start, time.perf_counter() - middle
+
+    kernels = {
+        "chosen": contextlib.nullcontext(),
+        "cudnn": sdpa_kernel([SDPBackend.CUDNN_ATTENTION]),
+    }
+    figures = {}
+    for name, context in kernels.items():
         times = []
         try:
-            with chosen:
-                for n in range(3):  # the first is not counted
-                    progress.enter(f"{name} {n}")
-                    marks = [time.perf_counter()]
-                    y = torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=True, enable_gqa=True
-                    )
-                    synchronize(device)
-                    marks.append(time.perf_counter())
-                    torch.autograd.grad(y, (q, k, v), dy)
-                    synchronize(device)
-                    marks.append(time.perf_counter())
-                    times.append((marks[1] - marks[0], marks[2] - marks[1]))
-            forward, backward = (min(column) for column in zip(*times[1:], strict=True))
-            found[name] = dict(
-                forward_s=forward,
-                backward_s=backward,
-                seconds=spec["layers"] * (2 * forward + backward),
-            )
+            with context:
+                for repetition in range(3):
+                    progress.enter(f"{name} {repetition}")
+                    times.append(forward_backward())
         except RuntimeError as error:
             if name == "chosen":
                 raise
-            found[name] = {"error": finetune.summary(error)}
-    return found | dict(losses=[]) | memory(device)
+            figures[name] = {"error": contest.summary(error)}
+            continue
+        # the first repetition is not counted
+        forward_s, backward_s = (min(column) for column in zip(*times[1:], strict=True))
+        figures[name] = {
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+            "seconds": spec["layers"] * (2 * forward_s + backward_s),
+        }
+    return figures | {"losses": []} | memory(device)
 
 
 def work(spec: dict, progress: Progress) -> dict:
+    """Measure on this rank."""
     described = runs.described()
     if spec["device"] == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        cap(spec)
-    figures = (attention if spec["side"] == "attention" else train)(spec, progress)
+        cap_memory(spec)
+    measure = attention if spec["side"] == "attention" else train
+    figures = measure(spec, progress)
     progress.done.set()
     return {"machine": described, "figures": figures}
 
@@ -373,62 +257,85 @@ def work(spec: dict, progress: Progress) -> dict:
 def worker(request: str, out: str) -> None:
     spec = json.loads(request)
     progress = Progress(pathlib.Path(out).with_name("progress"), spec["device"])
-    finetune.worker(request, out, lambda spec: work(spec, progress))
+    processes.rank_main(request, out, lambda spec: work(spec, progress))
 
 
 # ---- measurements ----
 
 
-def following(tried: dict[str, bool], start: int, most: int) -> int | None:
-    """The sequence to try next, of those that fitted or did not; None: the longest is found."""
-    low = max((int(n) for n, fits in tried.items() if fits), default=0)
-    high = min((int(n) for n, fits in tried.items() if not fits), default=most + 1)
+def next_sequence(tried: dict[str, bool], start: int, longest: int) -> int | None:
+    """Return the sequence to try next, or None if the longest that fits is found.
+
+    ``tried`` says of each sequence whether it fitted; none is longer than ``longest``."""
+    low = max((int(sequence) for sequence, fits in tried.items() if fits), default=0)
+    failed = [int(sequence) for sequence, fits in tried.items() if not fits]
     if not tried:
-        return min(start, most)
-    if high > most:
-        return min(2 * low, most) if low < most else None
+        return min(start, longest)
+    if not failed:
+        return min(2 * low, longest) if low < longest else None
+    high = min(failed)
+    middle = (low + high) // 2 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
     if not low:
-        half = high // 2 // TOKENS * TOKENS
-        return half or None
-    middle = (low + high) // 2 // TOKENS * TOKENS
-    return middle if high - low > max(low // GRAIN, TOKENS) and low < middle < high else None
+        return middle or None
+    if high - low > max(low // GRANULARITY, TOKEN_MULTIPLE) and low < middle < high:
+        return middle
+    return None
 
 
-class Measuring:
-    """The file of results, and what may still be asked for."""
+class Measurements:
+    """The file of results, which grows by a run at a time."""
 
-    def __init__(self, args, kind: str = "longest", module: str = "bench.longest", told=told):
-        self.args, self.kind, self.module, self.told = args, kind, module, told
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        kind: str = "longest",
+        module: str = "bench.longest",
+        format_run: Callable[[dict], str] = run_line,
+    ):
+        self.args = args
+        self.kind = kind
+        self.module = module
+        self.format_run = format_run
         self.end = time.monotonic() + args.limit
-        begin = dict(machine=finetune.described())
-        old = machine.resumed(kind, begin, args.out) if args.resume else None
-        self.data = old or begin | dict(runs=[])
+        begin = dict(machine=processes.describe_machine())
+        earlier = machine.resumed(kind, begin, args.out) if args.resume else None
+        self.data = earlier or begin | dict(runs=[])
+
+    def find(self, spec: dict) -> dict | None:
+        for run in self.data["runs"]:
+            if run["spec"] == spec:
+                return run
+        return None
 
     def __call__(self, **spec) -> dict:
-        """The run of this ``spec``: that of an earlier call, or a new one. Raises
-        `finetune.NoTime`."""
-        found = next((r for r in self.data["runs"] if r["spec"] == spec), None)
-        if found is not None and ("figures" in found or found.get("error") == OUT_OF_MEMORY):
-            return found
+        """Return the run of this ``spec``: that of an earlier call, or a new one. Raises
+        `processes.NoTime`."""
+        earlier = self.find(spec)
+        if earlier is not None:
+            if "figures" in earlier or earlier.get("error") == OUT_OF_MEMORY:
+                return earlier
         if time.monotonic() > self.end:
-            raise finetune.NoTime
-        if found is not None:
-            self.data["runs"].remove(found)
-        asked = spec | dict(device=self.args.device)
-        result = finetune.apart(asked, self.args.peer, self.args.run_limit, self.module)
+            raise processes.NoTime
+        if earlier is not None:
+            self.data["runs"].remove(earlier)
+        request = spec | dict(device=self.args.device)
+        result = processes.run_ranks(request, self.args.peer, self.args.run_limit, self.module)
         if spec["side"] == "peer" and "machine" in result:
             self.data["peer"] = result["machine"]["liger_kernel"]
         result.pop("machine", None)
-        self.data["runs"].append(run := dict(spec=spec) | result)
+        run = dict(spec=spec) | result
+        self.data["runs"].append(run)
         self.save()
-        print(self.told(run), flush=True)
+        print(self.format_run(run), flush=True)
         return run
 
-    def all(self, measured: Callable, page: Callable[[dict], str]) -> None:
-        """``measured(args, self)``, as far as the time goes, and its table."""
+    def run_all(
+        self, run_plan: Callable[[argparse.Namespace, Measurements], None], page: Callable
+    ) -> None:
+        """Do ``run_plan(args, self)`` as far as the time goes, and print the table."""
         try:
-            measured(self.args, self)
-        except finetune.NoTime:
+            run_plan(self.args, self)
+        except processes.NoTime:
             print(f"{self.module}: no time left; --resume goes on from here", flush=True)
         finally:
             self.save()
@@ -438,20 +345,27 @@ class Measuring:
         machine.save(self.kind, self.data, self.args.out)
 
 
-def search(measure, spec: dict, start: int, most: int) -> None:
+def search(measure: Callable[..., dict], spec: dict, start: int, longest: int) -> None:
+    """Find the longest sequence that fits."""
     tried = {}
-    while (sequence := following(tried, start, most)) is not None:
+    while (sequence := next_sequence(tried, start, longest)) is not None:
         run = measure(**spec, sequence=sequence)
         if run.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY:
             return  # it is in the table
         tried[str(sequence)] = "figures" in run
 
 
-def measured(args, measure) -> None:
+def run_plan(args: argparse.Namespace, measure: Callable[..., dict]) -> None:
+    """Measure all runs of a case."""
     spec = dict(
-        case=args.case, model=args.model, layers=args.layers, gpus=args.gpus, checkpointing=True
+        case=args.case,
+        model=args.model,
+        layers=args.layers,
+        gpus=args.gpus,
+        checkpointing=True,
+        memory=args.memory,
+        steps=args.steps,
     )
-    spec |= dict(memory=args.memory, steps=args.steps)
     if args.case == "lora4":
         spec |= dict(weights=args.weights, lora=args.rank, host_memory=args.host_memory)
         for sequence in args.sequence:
@@ -467,70 +381,72 @@ def measured(args, measure) -> None:
             search(measure, spec | dict(side=side), args.start, args.most)
 
 
+# ---- the command line ----
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--case", choices=CASES, default="lora4", help="(lora4)")
-    p.add_argument(
+    parser.add_argument("--case", choices=DEFAULTS, default="lora4", help="(lora4)")
+    parser.add_argument(
         "--model",
-        type=finetune.model_name,
+        type=processes.model_name,
         default="Llama-3-8B",
         help="one of bench.models (llama-3-8b)",
     )
-    p.add_argument("--layers", type=int, help="of them, if not all (attention: 8)")
-    p.add_argument(
+    parser.add_argument("--layers", type=int, help="of them, if not all (attention: 8)")
+    parser.add_argument(
         "--sequence", nargs="+", type=int, help="tokens (lora4: 200000; attention: 65536 262144)"
     )
-    p.add_argument(
+    parser.add_argument(
         "--memory", type=float, help="GB of a GPU that may be used (lora4, attention: 40)"
     )
-    p.add_argument(
+    parser.add_argument(
         "--host-memory", type=float, help="GB of the host for checkpoints (half of what it has)"
     )
-    p.add_argument(
+    parser.add_argument(
         "--weights", choices=("nf4", "bnb"), help="of lora4: torchao's, or bitsandbytes' (if there)"
     )
-    p.add_argument("--rank", type=int, default=32, help="of lora4's adapters (32)")
-    p.add_argument("--gpus", type=int, help="of full (2)")
-    p.add_argument(
+    parser.add_argument("--rank", type=int, default=32, help="of lora4's adapters (32)")
+    parser.add_argument("--gpus", type=int, help="of full (2)")
+    parser.add_argument(
         "--sides",
         nargs="+",
         choices=NAMES,
         help="of attention (long tiled), of full (huggingface peer long)",
     )
-    p.add_argument(
+    parser.add_argument(
         "--start",
         type=int,
         default=16_384,
         help="of full: the first sequence that is tried (16384)",
     )
-    p.add_argument(
+    parser.add_argument(
         "--most", type=int, default=262_144, help="of full: the longest that is tried (262144)"
     )
-    p.add_argument("--steps", type=int, help="of a run (2; full: 1)")
-    finetune.of_processes(p, "longest", run_limit=500, limit=60)
-    p.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
-    for name, value in (dict(gpus=1, sequence=[]) | CASES[args.case]).items():
+    parser.add_argument("--steps", type=int, help="of a run (2; full: 1)")
+    processes.add_options(parser, "longest", run_limit=500, limit=60)
+    parser.add_argument("--worker", nargs=2, metavar=("SPEC", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    sides_given = args.sides is not None
+    for name, value in (dict(gpus=1, sequence=[]) | DEFAULTS[args.case]).items():
         if getattr(args, name) is None:
-            setattr(
-                args,
-                name,
-                [s for s in value if s != "peer" or args.peer] if name == "sides" else value,
-            )
+            setattr(args, name, value)
+    if not args.peer and not sides_given:
+        args.sides = [side for side in args.sides if side != "peer"]
     if args.case != "full" and args.gpus != 1:
-        p.error(f"--case {args.case} runs on one GPU")
+        parser.error(f"--case {args.case} runs on one GPU")
     if args.layers is None:
         args.layers = models.SIZES[args.model]["num_hidden_layers"]
     if args.weights is None:
         args.weights = "bnb" if importlib.util.find_spec("bitsandbytes") else "nf4"
-    finetune.check(p, args, positive=("layers", "gpus", "rank", "start", "most", "steps"))
+    processes.check(parser, args, positive=("layers", "gpus", "rank", "start", "most", "steps"))
     return args
 
 
 def environment(host_memory: float | None) -> None:
-    """Of the processes that measure."""
+    """Set the environment of the processes that measure."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if host_memory is not None:
         os.environ["LIGER_KERNEL_HOST_MEMORY"] = str(int(host_memory * 1e9))
@@ -543,7 +459,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cuda":
         machine.require_gpu()
     environment(args.host_memory)
-    Measuring(args).all(measured, longest)
+    Measurements(args).run_all(run_plan, longest)
 
 
 if __name__ == "__main__":

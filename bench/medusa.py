@@ -1,8 +1,7 @@
-"""Time the training of Medusa's heads on a frozen backbone: Hugging Face's way, liger-kernel's,
-ours.
+"""Time the training of Medusa's heads on a frozen backbone: Hugging Face's, liger-kernel's, ours.
 
-    PYTHONPATH=src python -m bench.medusa [--peer DIR] [--runs MODEL@SEQUENCExBATCH,...] [--heads
-    3,5]
+    PYTHONPATH=src python -m bench.medusa [--peer DIR] [--runs MODEL@SEQUENCExBATCH,...]
+        [--heads 3,5]
 
 As `bench.train`: its models, text, seeds and optimizer, each contestant in a process of its own. A
 head is a residual block and a projection of its own (arXiv:2401.10774). PyTorch has a head's logits
@@ -15,77 +14,81 @@ from __future__ import annotations
 
 import argparse
 import copy
-import pathlib
 import time
 
 import torch
 import torch.nn.functional as F
 
-from . import machine, models, report, runs, text, train
+from . import machine, models, runs, text, train, training_tables
 
 RUNS = "Llama-3-8B@4096x2,Llama-3-8B@4096x4,Llama-3-8B@4096x8"
-DECAY, IGNORED = 0.8, -100
+DECAY = 0.8  # head k has the weight DECAY**k in the loss
+IGNORED = -100
 
 
 class Heads(torch.nn.Module):
-    """Of a model whose ``lm_head`` their projections begin with."""
+    """Medusa's heads; their projections begin as copies of the model's ``lm_head``."""
 
     def __init__(self, model, count: int):
         super().__init__()
         head = model.get_output_embeddings()
-        size, like = head.weight.shape[1], dict(device=head.weight.device, dtype=head.weight.dtype)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(size, size, **like) for _ in range(count))
+        size = head.weight.shape[1]
+        options = dict(device=head.weight.device, dtype=head.weight.dtype)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Linear(size, size, **options) for _ in range(count)
+        )
         self.projections = torch.nn.ModuleList(copy.deepcopy(head) for _ in range(count))
         for block in self.blocks:
             torch.nn.init.zeros_(block.weight)
             torch.nn.init.zeros_(block.bias)
 
     def __iter__(self):
-        """(head's number, block, projection)"""
+        """Yield (head's number from 1, block, projection)."""
         return zip(range(1, len(self.blocks) + 1), self.blocks, self.projections, strict=True)
 
 
-def state(block, hidden):
-    return hidden + F.silu(block(hidden))
+def head_states(block, hidden_states):
+    return hidden_states + F.silu(block(hidden_states))
 
 
 def shifted(labels, k: int):
+    """Return the labels of head k: those of ``k + 1`` tokens later."""
     return F.pad(labels[:, k + 1 :], (0, k + 1), value=IGNORED)
 
 
-def hugging_face(heads, hidden, labels):
+def hugging_face_loss(heads, hidden_states, labels):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     loss = 0
     for k, block, projection in heads:
-        logits = projection(state(block, hidden))
-        size = projection.weight.shape[0]
-        loss = loss + DECAY**k * ForCausalLMLoss(
-            logits, None, size, shift_labels=shifted(labels, k)
-        )
+        logits = projection(head_states(block, hidden_states))
+        vocab_size = projection.weight.shape[0]
+        head_loss = ForCausalLMLoss(logits, None, vocab_size, shift_labels=shifted(labels, k))
+        loss = loss + DECAY**k * head_loss
     return loss
 
 
-def peer(heads, hidden, labels):
+def peer_loss(heads, hidden_states, labels):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss, of_head = 0, LigerFusedLinearCrossEntropyLoss()
+    loss = 0
+    compute_loss = LigerFusedLinearCrossEntropyLoss()
     for k, block, projection in heads:
-        rows = state(block, hidden).flatten(0, 1)
-        loss = loss + DECAY**k * of_head(projection.weight, rows, shifted(labels, k).flatten())
+        rows = head_states(block, hidden_states).flatten(0, 1)
+        head_loss = compute_loss(projection.weight, rows, shifted(labels, k).flatten())
+        loss = loss + DECAY**k * head_loss
     return loss
 
 
-def ours(heads, hidden, labels):
+def our_loss(heads, hidden_states, labels):
     from liger_kernel.chunked_loss import liger_medusa_loss
 
-    states = [state(block, hidden) for block in heads.blocks]
-    return liger_medusa_loss(
-        states, [projection.weight for projection in heads.projections], labels
-    )[0]
+    states = [head_states(block, hidden_states) for block in heads.blocks]
+    weights = [projection.weight for projection in heads.projections]
+    return liger_medusa_loss(states, weights, labels)[0]
 
 
-LOSSES = {"eager": hugging_face, "peer": peer, "ours": ours}
+LOSSES = {"eager": hugging_face_loss, "peer": peer_loss, "ours": our_loss}
 
 
 def work(
@@ -98,8 +101,9 @@ def work(
     timed: int,
     device: str,
 ) -> dict:
-    """One contestant, in this process."""
-    described, of_heads = runs.described(), LOSSES[contestant]
+    """Measure one contestant with ``count`` heads, in this process."""
+    described = runs.described()
+    compute_loss = LOSSES[contestant]
     model = models.build(name, device, torch.bfloat16).requires_grad_(False).eval()
     heads = Heads(model, count)
     heads.requires_grad_(True)
@@ -109,8 +113,8 @@ def work(
 
     def step(ids):
         with torch.no_grad():
-            hidden = model.base_model(input_ids=ids).last_hidden_state
-        loss = of_heads(heads, hidden, ids)
+            hidden_states = model.base_model(input_ids=ids).last_hidden_state
+        loss = compute_loss(heads, hidden_states, ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -119,70 +123,46 @@ def work(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, ms = train.clocked(step, data)
-    everything = {
-        x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers(), *heads.parameters())
-    }
-    learnt = sum(p.nbytes for p in heads.parameters())
-    states = sum(
-        x.nbytes
-        for of in optimizer.state.values()
-        for x in of.values()
-        if isinstance(x, torch.Tensor)
-    )
-    median = machine.median(ms[warmup:])
-    figures = {
-        "tokens_per_s": sequence * batch / median * 1e3, "step_ms": median, "steps_ms": ms[warmup:], "losses": losses,
-        "peak_bytes": train.peak_bytes(device), "weights_bytes": sum(everything.values()),
-        "learning_bytes": learnt + states,
-    }  # fmt: skip
+    figures = train.speed(sequence, batch, ms[warmup:])
+    figures["losses"] = losses
+    figures["peak_bytes"] = train.peak_bytes(device)
+    figures["weights_bytes"] = weights_bytes(model, heads)
+    figures["learning_bytes"] = learning_bytes(heads, optimizer)
     return {"machine": described, "figures": figures}
 
 
+def weights_bytes(model, heads: Heads) -> int:
+    """Return the bytes of all weights, shared ones once."""
+    tensors = (*model.parameters(), *model.buffers(), *heads.parameters())
+    nbytes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(nbytes.values())
+
+
+def learning_bytes(heads: Heads, optimizer) -> int:
+    """Return the bytes of the heads' gradients and of the optimizer's state."""
+    total = sum(parameter.nbytes for parameter in heads.parameters())
+    for state in optimizer.state.values():
+        total += sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return total
+
+
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument(
-        "--peer", type=pathlib.Path, help="directory that holds the published liger-kernel"
-    )
-    p.add_argument("--runs", default=RUNS, help=f"what to train ({RUNS})")
-    p.add_argument("--heads", default="3,5", help="how many (3,5)")
-    p.add_argument(
+    parser.add_argument("--runs", default=RUNS, help=f"what to train ({RUNS})")
+    parser.add_argument("--heads", default="3,5", help="how many (3,5)")
+    parser.add_argument(
         "--contestants", default="", help=f"some of {','.join(LOSSES)} (all; peer with --peer)"
     )
-    p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (3)")
-    p.add_argument("--steps", type=int, default=8, help="timed steps (8)")
-    p.add_argument(
-        "--run-limit", type=float, default=180, help="seconds for one contestant of one run (180)"
-    )
-    p.add_argument(
-        "--limit",
-        type=float,
-        default=570,
-        help="seconds after which no further process is started (570)",
-    )
-    p.add_argument(
-        "--device",
-        default="cuda",
-        choices=("cuda", "cpu"),
-        help="cpu tries the program out, no more",
-    )
-    p.add_argument("--out", help="JSON file (bench/results/medusa.json)")
-    p.add_argument("--worker", nargs=9, help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    runs.add_options(parser, "medusa", steps=8)
+    parser.add_argument("--worker", nargs=9, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
     if args.worker:
         return runs.worker(work, args.worker)
-    names = [n for n in args.contestants.split(",") if n] or [
-        n for n in LOSSES if n != "peer" or args.peer
-    ]
-    if set(names) - set(LOSSES) or ("peer" in names and args.peer is None):
-        known = ",".join(LOSSES)
-        raise SystemExit(
-            f"bench.medusa: --contestants {args.contestants}: some of {known}, and peer with --peer DIR"
-        )
-    plan = [
-        (*run, int(n)) for run in runs.parsed(args.runs, "medusa") for n in args.heads.split(",")
-    ]
+    names = runs.chosen_contestants("medusa", args, LOSSES, LOSSES)
+    head_counts = [int(count) for count in args.heads.split(",")]
+    plan = [(*run, count) for run in runs.parsed(args.runs, "medusa") for count in head_counts]
     if args.device == "cuda":
         machine.require_gpu()
     end = time.monotonic() + args.limit
@@ -191,20 +171,9 @@ def main(argv: list[str] | None = None) -> None:
         row = dict(zip(("model", "sequence", "batch", "heads"), run, strict=True), contestants={})
         data["rows"].append(row)
         for name in names:
-            result = (
-                runs.run_apart("medusa", name, run, args)
-                if time.monotonic() < end
-                else {"error": "no time left"}
-            )
-            if "machine" in result:
-                version = result["machine"].pop("liger_kernel")
-                data |= {"machine": result["machine"]} | (
-                    {"peer": version} if name == "peer" else {}
-                )
-            row["contestants"][name] = result.get("figures", result)
-            machine.save("medusa", data, args.out)
-            print(report.medusa_line(row, name), flush=True)
-    print("\n" + report.medusa(data))
+            runs.measure("medusa", data, row, name, run, args, end)
+            print(training_tables.medusa_line(row, name), flush=True)
+    print("\n" + training_tables.medusa(data))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""`torch.nn.functional.linear_cross_entropy`: PyTorch's own from 2.13 on, or its Python beside an
-older PyTorch.
+"""`torch.nn.functional.linear_cross_entropy` of PyTorch 2.13, also beside an older PyTorch.
 
 It is plain Python. For an older PyTorch a directory on the import path holds four files of 2.13:
 
     pip download --no-deps --dest wheel torch==2.13.0
-    unzip wheel/torch-*.whl torch/version.py torch/nn/functional.py
-    'torch/nn/modules/linear_cross_entropy*' -d DIR
+    unzip wheel/torch-*.whl torch/version.py torch/nn/functional.py -d DIR
+    unzip wheel/torch-*.whl 'torch/nn/modules/linear_cross_entropy*' -d DIR
 
-This is to measure it. Nothing of PyTorch is replaced: only modules that it lacks are found in the
-directory."""
+This is to measure it. Nothing of PyTorch is replaced: only modules that it lacks are loaded from
+the directory."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ NAME = "linear_cross_entropy"
 
 
 def installed() -> pathlib.Path | None:
-    """The directory that holds PyTorch, if it has the function."""
+    """Return the directory that holds PyTorch, or None if it has no such function."""
     return pathlib.Path(torch.__file__).parents[1] if hasattr(F, NAME) else None
 
 
 def directory() -> pathlib.Path:
-    """The first on the import path that holds the function's files."""
+    """Return the first directory of the import path that holds the function's files."""
     for path in map(pathlib.Path, sys.path):
         if (path / f"torch/nn/modules/{NAME}.py").exists():
             return path
@@ -44,13 +43,13 @@ def directory() -> pathlib.Path:
 
 
 def version() -> str:
-    """Of the PyTorch that the function is from."""
+    """Return the version of the PyTorch that the function is from."""
     return runpy.run_path(str(directory() / "torch/version.py"))["__version__"].partition("+")[0]
 
 
 @functools.cache
-def found() -> tuple[Callable, type]:
-    """The function, and the class of its options."""
+def load() -> tuple[Callable, type]:
+    """Return the function, and the class of its options."""
     if installed():
         return getattr(F, NAME), torch.nn.LinearCrossEntropyOptions
     source = directory() / "torch/nn"

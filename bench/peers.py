@@ -1,8 +1,8 @@
-"""Who is measured in a process of its own: packages with our import name, and functions that
-PyTorch may lack.
+"""Contestants that are measured in a process of their own.
 
-A side is such a process. Its option names the directory that comes first on its import path; its
-contestants are lines of `calls`."""
+These are packages with our import name, and functions that PyTorch may lack. A side is such a
+process. Its option names the directory that comes first on its import path; its contestants are
+lines of `calls`."""
 
 from __future__ import annotations
 
@@ -16,63 +16,72 @@ from . import calls, machine, newer_torch
 
 class Side(NamedTuple):
     option: str
-    holds: str  # the directory, for --help
+    content: str  # of the directory, for --help
     lines: dict[str, dict[str, Callable]]  # by contestant, then by case
     version: Callable[[], str | None]
     environment: dict[str, str] = {}
     default: pathlib.Path | None = None
 
 
-def liger() -> str | None:
+def liger_version() -> str | None:
     return machine.version("liger-kernel")
+
+
+def cute_version() -> str:
+    return f"{liger_version()} with nvidia-cutlass-dsl {machine.version('nvidia-cutlass-dsl')}"
 
 
 SIDES = {
     "torch": Side(
         "--peer-torch",
-        "linear_cross_entropy of PyTorch 2.13 (see bench/newer_torch.py; none is needed where PyTorch has it)",
+        "linear_cross_entropy of PyTorch 2.13 "
+        "(see bench/newer_torch.py; none is needed where PyTorch has it)",
         calls.LINEAR_CROSS_ENTROPY,
         newer_torch.version,
         default=newer_torch.installed(),
     ),
-    "peer": Side("--peer", "the published liger-kernel", {"peer": calls.LIGER}, liger),
+    "peer": Side("--peer", "the published liger-kernel", {"peer": calls.LIGER}, liger_version),
     "cute": Side(
         "--peer-cute",
         "the published liger-kernel with what its extra `cutedsl` needs",
         calls.CUTE,
-        lambda: f"{liger()} with nvidia-cutlass-dsl {machine.version('nvidia-cutlass-dsl')}",
-        {"LIGER_KERNEL_IMPL": "cutedsl"},
+        cute_version,
+        environment={"LIGER_KERNEL_IMPL": "cutedsl"},
     ),
 }
 LINES = {contestant: lines for side in SIDES.values() for contestant, lines in side.lines.items()}
 CASES = {case for lines in LINES.values() for case in lines}
-SIDE_OF = {
-    contestant: name for name, side in SIDES.items() for contestant in side.lines
-}  # the others are "ours"
+# contestant -> its side; those that are not here are measured on the side "ours"
+SIDE_OF = {contestant: name for name, side in SIDES.items() for contestant in side.lines}
 
 
 def takes_part(contestant: str, case: str) -> bool:
-    """A peer does so where it has a line for the case."""
+    """Return True if a contestant is measured in this case: a peer is where it has a line for it."""
     return contestant not in LINES or case in LINES[contestant]
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """An option for the directory of each side, or of those named."""
+    """Add an option for the directory of each side, or of those named."""
     for side in [SIDES[name] for name in names] or SIDES.values():
-        about = f"directory that holds {side.holds}"
         parser.add_argument(
-            side.option, type=pathlib.Path, metavar="DIR", default=side.default, help=about
+            side.option,
+            type=pathlib.Path,
+            metavar="DIR",
+            default=side.default,
+            help=f"directory that holds {side.content}",
         )
 
 
 def directories(args: argparse.Namespace) -> dict[str, pathlib.Path]:
-    """Of the sides that take part."""
-    given = {
-        name: getattr(args, side.option[2:].replace("-", "_"), None) for name, side in SIDES.items()
-    }
-    return {name: path.resolve() for name, path in given.items() if path}
+    """Return the directory of each side that takes part."""
+    result = {}
+    for name, side in SIDES.items():
+        path = getattr(args, side.option[2:].replace("-", "_"), None)
+        if path:
+            result[name] = path.resolve()
+    return result
 
 
 def contestants(args: argparse.Namespace) -> list[str]:
-    """Those of the sides that take part."""
+    """Return the contestants of the sides that take part."""
     return [contestant for name in directories(args) for contestant in SIDES[name].lines]

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -21,127 +22,156 @@ from .contest import Contestant, summary, untimed
 
 
 def candidates(grid: str) -> list[tuple[int | None, ...]]:
-    """ "1,2 =" → [(1, None), (2, None)]; None keeps what is there."""
-    words = [[None if v == "=" else int(v) for v in word.split(",")] for word in grid.split()]
-    return list(itertools.product(*words))
+    """Parse "1,2 =" as [(1, None), (2, None)]; None keeps the number that is there."""
+    columns = []
+    for word in grid.split():
+        columns.append([None if value == "=" else int(value) for value in word.split(",")])
+    return list(itertools.product(*columns))
 
 
-def replaced(launch, candidate):
-    """``launch`` with the numbers of ``candidate`` in place of its own."""
+def replaced(launch: Callable, candidate: tuple) -> Callable:
+    """Return ``launch`` with the numbers of ``candidate`` in place of its own."""
 
     def call(*args, **kwargs):
-        now = launch(*args, **kwargs)
-        if not isinstance(now, tuple):
-            return now if candidate[0] is None else candidate[0]
-        return tuple(a if b is None else b for a, b in zip(now, candidate, strict=True))
+        current = launch(*args, **kwargs)
+        if not isinstance(current, tuple):
+            return current if candidate[0] is None else candidate[0]
+        pairs = zip(current, candidate, strict=True)
+        return tuple(number if new is None else new for number, new in pairs)
 
     return call
 
 
-def sweep(contestant: Contestant, use, tries: list, kinds: list[str], stopwatch, seconds: float):
-    """{kind: {candidate: ms}} of those that run, and {candidate: why not} of those that don't.
-    ``use`` installs one."""
+def sweep(
+    contestant: Contestant,
+    install: Callable,
+    tries: list,
+    kinds: list[str],
+    stopwatch,
+    seconds: float,
+) -> tuple[dict, dict]:
+    """Time all candidates. ``install(candidate)`` makes the operator use one.
+
+    Returns {kind: {candidate: ms}} of those that run, and {candidate: error} of those that do not.
+    """
 
     def sample(candidate, kind, stopwatch=stopwatch):
-        use(candidate)
+        install(candidate)
         return contestant.sample(kind, stopwatch)
 
-    failed = {}
+    errors = {}
     for candidate in tries:
         try:
             for kind in kinds * 2:
                 sample(candidate, kind, untimed)
-        except Exception as e:  # out of registers or shared memory, say
-            failed[candidate] = summary(e)
-    running = [c for c in tries if c not in failed]
+        except Exception as error:  # out of registers or shared memory, say
+            errors[candidate] = summary(error)
+    running = [candidate for candidate in tries if candidate not in errors]
     figures = {}
     for kind in kinds:
-        turns = {c: lambda c=c, kind=kind: sample(c, kind) for c in running}
-        figures[kind] = {
-            c: machine.median(s) for c, s in machine.interleave(turns, seconds).items()
+        turns = {
+            candidate: lambda candidate=candidate, kind=kind: sample(candidate, kind)
+            for candidate in running
         }
-    return figures, failed
+        samples = machine.interleave(turns, seconds)
+        figures[kind] = {candidate: machine.median(ms) for candidate, ms in samples.items()}
+    return figures, errors
 
 
-def show(candidate) -> str:
-    return (
-        "as now" if candidate is None else " ".join("=" if v is None else str(v) for v in candidate)
-    )
+def show(candidate: tuple | None) -> str:
+    if candidate is None:
+        return "as now"
+    return " ".join("=" if number is None else str(number) for number in candidate)
 
 
-def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(
+def print_best(case, shape, kind: str, ms: dict, num_best: int, num_bytes: int | None) -> None:
+    """Print the fastest candidates of a shape, and today's launch first."""
+    print(f"{case.name} {'×'.join(map(str, shape))} {kind}:")
+    fastest = sorted(ms.keys() - {None}, key=ms.get)[:num_best]
+    for candidate in [None, *fastest]:
+        if candidate in ms:
+            bandwidth = ""
+            if num_bytes is not None:
+                bandwidth = f", {num_bytes / ms[candidate] / 1e9:.2f} TB/s"
+            print(f"  {show(candidate):24} {ms[candidate]:.4f} ms{bandwidth}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("case", help="name of the Case")
-    p.add_argument("--grid", required=True, help="values to try, one word a number")
-    p.add_argument("--module", help="module with the function (the operator's)")
-    p.add_argument("--function", default="_launch")
-    p.add_argument(
+    parser.add_argument("case", help="name of the Case")
+    parser.add_argument("--grid", required=True, help="values to try, one word a number")
+    parser.add_argument("--module", help="module with the function (the operator's)")
+    parser.add_argument("--function", default="_launch")
+    parser.add_argument(
         "--shape", action="append", help="8192x2048; may be repeated (the case's bench shapes)"
     )
-    p.add_argument("--kinds", default="forward,backward", help="of forward, backward, both")
-    p.add_argument("--seconds", type=float, default=2.0, help="of samples for a shape and kind (2)")
-    p.add_argument("--best", type=int, default=5, help="how many to print (5)")
-    p.add_argument(
+    parser.add_argument("--kinds", default="forward,backward", help="of forward, backward, both")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of samples for a shape and kind (2)"
+    )
+    parser.add_argument("--best", type=int, default=5, help="how many to print (5)")
+    parser.add_argument(
         "--jobs",
         type=int,
         default=0,
         help="processes that compile ahead, each with inputs of its own (0)",
     )
-    p.add_argument("--slice", help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    parser.add_argument("--slice", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def compile_ahead(argv: list[str], jobs: int) -> None:
+    """Let ``jobs`` processes compile a part of the candidates each."""
+    command = [sys.executable, "-m", "bench.sweep", *argv, "--jobs", "0"]
+    processes = [
+        subprocess.Popen([*command, "--slice", f"{index}/{jobs}"]) for index in range(jobs)
+    ]
+    for process in processes:
+        process.wait()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     machine.require_gpu()
 
     from liger_kernel.core.kernel import LaunchCache
 
-    ours = worker.Ours()
-    if args.case not in ours.cases:
-        raise SystemExit(f"bench.sweep: no case {args.case}; there are {', '.join(ours.cases)}")
-    case = ours.cases[args.case]
+    our_side = worker.Ours()
+    if args.case not in our_side.cases:
+        raise SystemExit(f"bench.sweep: no case {args.case}; there are {', '.join(our_side.cases)}")
+    case = our_side.cases[args.case]
     module = importlib.import_module(args.module or case.fn.__module__)
     launch = getattr(module, args.function)
     tries = [None, *candidates(args.grid)]
     if args.slice:
-        at, of = map(int, args.slice.split("/"))
-        tries = tries[at::of]
-    command = [sys.executable, "-m", "bench.sweep", *(argv or sys.argv[1:])]
-    ahead = [
-        subprocess.Popen([*command, "--jobs", "0", "--slice", f"{i}/{args.jobs}"])
-        for i in range(args.jobs)
-    ]
-    for process in ahead:
-        process.wait()
+        index, num_slices = map(int, args.slice.split("/"))
+        tries = tries[index::num_slices]
+    compile_ahead(argv or sys.argv[1:], args.jobs)
 
-    def use(candidate):
-        LaunchCache.forget()
+    def install(candidate):
+        LaunchCache.clear_all()
         setattr(module, args.function, launch if candidate is None else replaced(launch, candidate))
 
     stopwatch = machine.Stopwatch()
     kinds = args.kinds.split(",")
-    for shape in [list(map(int, s.split("x"))) for s in args.shape or []] or case.bench:
-        request = {"case": args.case, "shape": list(shape)}
-        inputs = ours.inputs(request)
-        contestant = Contestant(calls.ours(case), inputs)
-        figures, failed = sweep(
-            contestant, use, tries, kinds, stopwatch, 0 if args.slice else args.seconds
-        )
-        use(None)
+    shapes = [list(map(int, shape.split("x"))) for shape in args.shape or []] or case.bench
+    seconds = 0 if args.slice else args.seconds
+    for shape in shapes:
+        inputs = our_side.inputs({"case": args.case, "shape": list(shape)})
+        contestant = Contestant(calls.our_line(case), inputs)
+        figures, errors = sweep(contestant, install, tries, kinds, stopwatch, seconds)
+        install(None)
         if args.slice:
             continue
-        moved = (
-            dict(zip(("forward", "backward"), case.traffic(inputs), strict=True))
-            if case.traffic
-            else {}
-        )
+        traffic = {}
+        if case.traffic:
+            traffic = dict(zip(("forward", "backward"), case.traffic(inputs), strict=True))
         for kind, ms in figures.items():
-            print(f"{args.case} {'×'.join(map(str, shape))} {kind}:")
-            for c in [None, *sorted(ms.keys() - {None}, key=ms.get)[: args.best]]:
-                if c in ms:
-                    speed = f", {moved[kind] / ms[c] / 1e9:.2f} TB/s" if kind in moved else ""
-                    print(f"  {show(c):24} {ms[c]:.4f} ms{speed}")
-        for c, why in failed.items():
-            print(f"  {show(c):24} {why}")
+            print_best(case, shape, kind, ms, args.best, traffic.get(kind))
+        for candidate, message in errors.items():
+            print(f"  {show(candidate):24} {message}")
         del contestant, inputs
         torch.cuda.empty_cache()
 

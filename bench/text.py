@@ -10,16 +10,17 @@ import torch
 
 
 def tokens(count: int) -> torch.Tensor:
-    """The first ``count`` bytes of the standard library, from the start again where it ends; int64
-    on the CPU."""
+    """Return the first ``count`` bytes of the standard library, from the start again where it ends;
+    int64 on the CPU."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    taken = bytearray()
+    source = bytearray()
     for path in itertools.cycle(files):
-        taken += path.read_bytes()
-        if len(taken) >= count:
-            return torch.frombuffer(taken, dtype=torch.uint8)[:count].long()
+        source += path.read_bytes()
+        if len(source) >= count:
+            return torch.frombuffer(source, dtype=torch.uint8)[:count].long()
 
 
 def batches(sequence: int, batch: int, steps: int) -> torch.Tensor:
-    """(steps, batch, sequence), no two rows the same text as long as the library lasts."""
+    """Return token ids of shape (steps, batch, sequence). No two rows are the same text as long as
+    the library lasts."""
     return tokens(steps * batch * sequence).view(steps, batch, sequence)

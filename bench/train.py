@@ -1,7 +1,7 @@
-"""Time whole training steps of real models: Hugging Face as shipped, compiled, with the published
-liger-kernel, ours.
+"""Time whole training steps of real models: Hugging Face, compiled, published liger-kernel, ours.
 
-    PYTHONPATH=src python -m bench.train [--peer DIR] [--runs required|more|small|MODEL@SEQUENCExBATCH,...]
+    PYTHONPATH=src python -m bench.train [--peer DIR]
+        [--runs required|more|small|MODEL@SEQUENCExBATCH,...]
 
 Random weights in bf16, the attention that Hugging Face chooses (sdpa where a family has it), fused
 AdamW, the same seeds and the same text (bytes of the standard library). Each contestant runs in a
@@ -26,32 +26,34 @@ class Marks:
     """Points in the GPU's time, without waiting for it; in the host's where there is no GPU."""
 
     def __init__(self, device: str):
-        self.gpu, self.points = device == "cuda", []
+        self.gpu = device == "cuda"
+        self.points = []
 
     def add(self) -> None:
         if self.gpu:
-            self.points.append(torch.cuda.Event(enable_timing=True))
-            self.points[-1].record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.points.append(event)
         else:
             self.points.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
-        """Milliseconds from each point to the next."""
+        """Return the milliseconds from each point to the next."""
         pairs = zip(self.points, self.points[1:], strict=False)
         if not self.gpu:
-            return [1e3 * (b - a) for a, b in pairs]
+            return [1e3 * (end - start) for start, end in pairs]
         torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairs]
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
-def stepping(model, called, lr: float = 1e-4):
-    """A function that trains ``model`` by one step, calling ``called`` on each batch, and returns
-    the last loss."""
+def stepping(model, forward, lr: float = 1e-4):
+    """Return a function that trains ``model`` by one step, calling ``forward`` on each batch, and
+    returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def step(*batches: torch.Tensor) -> torch.Tensor:
         for batch in batches:
-            loss = called(input_ids=batch, labels=batch).loss
+            loss = forward(input_ids=batch, labels=batch).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,8 +63,9 @@ def stepping(model, called, lr: float = 1e-4):
 
 
 def clocked(step, data: torch.Tensor) -> tuple[list[float], list[float]]:
-    """A step on each batch of ``data``: losses, and milliseconds of each step."""
-    marks, losses = Marks(data.device.type), []
+    """Do a step on each batch of ``data``. Returns losses, and milliseconds of each step."""
+    marks = Marks(data.device.type)
+    losses = []
     marks.add()
     for batch in data:
         losses.append(step(batch))
@@ -71,9 +74,19 @@ def clocked(step, data: torch.Tensor) -> tuple[list[float], list[float]]:
     return torch.stack(losses).tolist(), gaps
 
 
-def steps(model, called, data: torch.Tensor, lr: float = 1e-4) -> tuple[list[float], list[float]]:
-    """Train ``model`` from the start."""
-    return clocked(stepping(model, called, lr), data)
+def steps(model, forward, data: torch.Tensor, lr: float = 1e-4) -> tuple[list[float], list[float]]:
+    """Train ``model`` from the start. Returns losses, and milliseconds of each step."""
+    return clocked(stepping(model, forward, lr), data)
+
+
+def speed(sequence: int, batch: int, timed_ms: list[float]) -> dict:
+    """Return tokens per second and the step time, by the median of the timed steps."""
+    median = machine.median(timed_ms)
+    return {
+        "tokens_per_s": sequence * batch / median * 1e3,
+        "step_ms": median,
+        "steps_ms": timed_ms,
+    }
 
 
 def work(
@@ -84,32 +97,31 @@ def work(
     warmup: int,
     timed: int,
     device: str,
-    make: Callable | None = None,
+    make_step: Callable | None = None,
     accumulates: bool = True,
 ) -> dict:
-    """One contestant, in this process. ``make(model, called, data)`` gives another step than
-    `stepping`."""
+    """Measure one contestant, in this process.
+
+    ``make_step(model, forward, data)`` gives another step than `stepping`."""
     described = runs.described()
     model = models.build(name, device, torch.bfloat16)
-    called, patched = CONTESTANTS[contestant](model)
+    forward, report = CONTESTANTS[contestant](model)
     data = text.batches(sequence, batch, warmup + timed).to(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = stepping(model, called) if make is None else make(model, called, data)
+    step = make_step(model, forward, data) if make_step else stepping(model, forward)
     losses, ms = clocked(step, data)
-    peak = peak_bytes(device)
-    accumulated = peak_of_accumulating(step, data, device) if accumulates else None
-    median = machine.median(ms[warmup:])
-    figures = {
-        "tokens_per_s": sequence * batch / median * 1e3,
-        "step_ms": median,
-        "steps_ms": ms[warmup:],
-        "losses": losses,
-    }
-    figures |= {"peak_bytes": peak, "accumulated_peak_bytes": accumulated, "patched": patched}
+    figures = speed(sequence, batch, ms[warmup:])
+    figures["losses"] = losses
+    figures["peak_bytes"] = peak_bytes(device)
+    figures["accumulated_peak_bytes"] = None
+    if accumulates:
+        figures["accumulated_peak_bytes"] = peak_of_accumulating(step, data, device)
+    figures["patched"] = report
     figures["attention"] = model.config._attn_implementation
-    figures |= step.figures() if make and hasattr(step, "figures") else {}
-    del model, called, step
+    if hasattr(step, "figures"):
+        figures |= step.figures()
+    del model, forward, step
     if device == "cuda":
         figures["ceilings"] = hot_ceilings()
     return {"machine": described, "figures": figures}
@@ -120,8 +132,8 @@ def peak_bytes(device: str) -> int:
 
 
 def peak_of_accumulating(step, data: torch.Tensor, device: str) -> int:
-    """Of one more step with the gradients of several batches: those of the first stay while the
-    others are made."""
+    """Return the peak of one more step with the gradients of several batches: those of the first
+    stay while the others are made."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -130,7 +142,7 @@ def peak_of_accumulating(step, data: torch.Tensor, device: str) -> int:
 
 
 def hot_ceilings() -> dict:
-    """The ceilings of the card as the training steps left it."""
+    """Measure the ceilings of the card as the training steps left it."""
     torch.cuda.empty_cache()
     ceilings = machine.Ceilings(machine.Stopwatch())
     samples = machine.interleave({"matmul": ceilings.matmul, "copy": ceilings.copy}, 0.3)

@@ -26,32 +26,33 @@ class Ours:
 
         self.cases = {case.name: case for case in CASES}
 
-    def inputs(self, request):
+    def inputs(self, request: dict) -> dict:
         case = self.cases[request["case"]]
         torch.manual_seed(0)
         with torch.device("cuda"):
-            given = case.inputs(*request["shape"])
+            inputs = case.inputs(*request["shape"])
         if case.name in calls.LIGER:  # which may leave an option out, as a head's bias
-            given = {
-                name: given[name] for name in inspect.signature(calls.LIGER[case.name]).parameters
-            }
+            parameters = inspect.signature(calls.LIGER[case.name]).parameters
+            inputs = {name: inputs[name] for name in parameters}
         return {
-            name: as_in_training(t) if isinstance(t, torch.Tensor) else t
-            for name, t in given.items()
+            name: as_in_training(value) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
         }
 
-    def fns(self, request):
+    def fns(self, request: dict) -> dict:
         case = self.cases[request["case"]]
         plain = calls.PLAIN.get(case.name, case.reference)
         torch._dynamo.reset()
-        ways = {
-            "ours": calls.ours(case),
+        contestants = {
+            "ours": calls.our_line(case),
             "eager": plain,
             "compile": torch.compile(plain, dynamic=False),
         }
-        return {name: ways[name] for name in request["contestants"]}
+        return {name: contestants[name] for name in request["contestants"]}
 
-    def work(self, request, inputs):
+    def work(self, request: dict, inputs: dict) -> dict:
+        """Return bytes and operations of the case, and a description of the inputs for the other
+        sides."""
         case = self.cases[request["case"]]
         return {
             "inputs": contest.described(inputs),
@@ -63,23 +64,23 @@ class Ours:
 class Peer:
     """Another side, on inputs like those that ours had."""
 
-    def inputs(self, request):
+    def inputs(self, request: dict) -> dict:
         return contest.drawn(request["inputs"])
 
-    def fns(self, request):
+    def fns(self, request: dict) -> dict:
         return {name: peers.LINES[name][request["case"]] for name in request["contestants"]}
 
-    def work(self, request, inputs):
+    def work(self, request: dict, inputs: dict) -> dict:
         return {}
 
 
-def as_in_training(t):
-    """In bf16; and no label is ignored, because a row that is skipped moves no bytes."""
-    if t.is_complex():
-        return t
-    if not t.is_floating_point():
-        return t.clamp(min=0)
-    return t.detach().bfloat16().requires_grad_(t.requires_grad)
+def as_in_training(tensor):
+    """Return a tensor in bf16. No label is ignored, because a row that is skipped moves no bytes."""
+    if tensor.is_complex():
+        return tensor
+    if not tensor.is_floating_point():
+        return tensor.clamp(min=0)
+    return tensor.detach().bfloat16().requires_grad_(tensor.requires_grad)
 
 
 def answer(implementations, request: dict, ceilings: machine.Ceilings) -> dict:
@@ -94,15 +95,21 @@ def answer(implementations, request: dict, ceilings: machine.Ceilings) -> dict:
     )
 
 
-def broken() -> bool:
-    """Whether the GPU's context is: some errors of a kernel stay for good. If not, memory is given
-    back."""
+def context_is_broken() -> bool:
+    """Return True if the GPU's context is unusable: some errors of a kernel stay for good.
+    Otherwise memory is given back."""
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError:
         return True
     return False
+
+
+def describe(side: str) -> dict:
+    if side == "ours":
+        return machine.describe()
+    return {"version": peers.SIDES[side].version()}
 
 
 def main(side: str, directory: str) -> None:
@@ -116,16 +123,12 @@ def main(side: str, directory: str) -> None:
         request = json.loads(line)
         try:
             if request.get("describe"):
-                reply = (
-                    machine.describe()
-                    if side == "ours"
-                    else {"version": peers.SIDES[side].version()}
-                )
+                reply = describe(side)
             else:
                 reply = answer(implementations, request, ceilings)
-        except Exception as e:  # told to whoever asked
-            reply = {"error": contest.summary(e)}
-        if broken():
+        except Exception as error:  # the process that asked prints it
+            reply = {"error": contest.summary(error)}
+        if context_is_broken():
             reply["broken"] = True
         print(json.dumps(reply), file=replies, flush=True)
 

@@ -7,7 +7,17 @@ python examples/distillation.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B
 """
 
 import torch
-from common import arguments, autocast, batch, hidden_states, load, preferences, some, step
+from common import (
+    Progress,
+    arguments,
+    autocast,
+    batch,
+    hidden_states,
+    load,
+    preferences,
+    rows_of_step,
+    step,
+)
 
 from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
@@ -25,7 +35,7 @@ rows = preferences()
 
 
 def texts(i):
-    part = some(rows, i, args.batch_size)
+    part = rows_of_step(rows, i, args.batch_size)
     return batch(tokenizer, [row["prompt"] + "\n" for row in part], [row["chosen"] for row in part])
 
 
@@ -49,6 +59,7 @@ loss_fn = LigerFusedLinearJSDLoss(
     return_soft_hard_loss=True,
 )
 
+progress = Progress(args)
 for i in range(args.steps):
     ids, mask, labels = texts(i)
     with autocast():
@@ -63,4 +74,7 @@ for i in range(args.steps):
             head.bias,
             teacher_head.bias,
         )
-    print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, divergence {soft:.4f}, text {hard:.4f}")
+    details = f"divergence {soft:.4f}, text {hard:.4f}"
+    progress.step(step(optimizer, loss), mask.sum().item(), details)
+
+progress.draw()

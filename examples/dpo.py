@@ -8,7 +8,17 @@ python examples/dpo.py --model Qwen/Qwen3-0.6B --beta 0.1
 import copy
 
 import torch
-from common import arguments, autocast, batch, hidden_states, load, preferences, some, step
+from common import (
+    Progress,
+    arguments,
+    autocast,
+    batch,
+    hidden_states,
+    load,
+    preferences,
+    rows_of_step,
+    step,
+)
 
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
@@ -23,13 +33,13 @@ head, reference_head = model.get_output_embeddings(), reference.get_output_embed
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
 loss_fn = LigerFusedLinearDPOLoss(beta=args.beta, loss_type=args.loss_type)
 rows = preferences()
+progress = Progress(args)
 
 for i in range(args.steps):
-    pairs = some(rows, i, args.batch_size)
+    pairs = rows_of_step(rows, i, args.batch_size)
     prompts = [pair["prompt"] + "\n" for pair in pairs] * 2
-    answers = [pair["chosen"] for pair in pairs] + [
-        pair["rejected"] for pair in pairs
-    ]  # the chosen half first
+    # the chosen half first
+    answers = [pair["chosen"] for pair in pairs] + [pair["rejected"] for pair in pairs]
     ids, mask, labels = batch(tokenizer, prompts, answers)
     with autocast():
         with torch.no_grad():
@@ -44,4 +54,6 @@ for i in range(args.steps):
             reference_head.bias,
         )
     margin = (chosen_rewards - rejected_rewards).mean().item()
-    print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, reward margin {margin:.4f}")
+    progress.step(step(optimizer, loss), mask.sum().item(), f"reward margin {margin:.4f}")
+
+progress.draw()

@@ -8,7 +8,7 @@ python examples/grpo.py --model Qwen/Qwen3-0.6B --tokens 64
 """
 
 import torch
-from common import IGNORED, arguments, autocast, hidden_states, load, preferences, step
+from common import IGNORED, Progress, arguments, autocast, hidden_states, load, preferences, step
 
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from liger_kernel.ops.functional import token_log_probs
@@ -32,6 +32,7 @@ loss_fn = LigerFusedLinearGRPOLoss(
     max_completion_length=args.tokens,
 )
 rows = preferences()
+progress = Progress(args)
 
 
 def reward(text):
@@ -39,12 +40,13 @@ def reward(text):
 
 
 def answers_to(prompt):
-    """-> ids (answers, T), answers' ids (answers, tokens) and mask: an answer ends with its first
-    end token."""
-    given = torch.tensor([tokenizer.encode(prompt)], device=model.device)
+    """Sample answers. Return ids (answers, T), the answers' ids (answers, tokens) and their mask.
+
+    An answer ends with its first end token."""
+    prompt_ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
     ids = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
+        prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
         do_sample=True,
         temperature=args.temperature,
         top_k=0,
@@ -53,13 +55,13 @@ def answers_to(prompt):
         num_return_sequences=args.batch_size,
         pad_token_id=tokenizer.eos_token_id,
     )
-    answers = ids[:, given.shape[1] :]
+    answers = ids[:, prompt_ids.shape[1] :]
     ended = (answers == tokenizer.eos_token_id).cumsum(1)
     return ids, answers, (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))
 
 
 def answer_states(ids, answers):
-    """Hidden states that predict the answer's tokens."""
+    """Return the hidden states that predict the answers' tokens."""
     return hidden_states(model, ids, torch.ones_like(ids))[:, -answers.shape[1] :]
 
 
@@ -93,4 +95,7 @@ for i in range(args.steps):
                 old_per_token_logps=old,
             )
         losses.append(step(optimizer, loss))
-    print(f"step {i + 1}: reward {rewards.mean():.4f}, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    shown = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
+    progress.step(losses[-1], ids.numel(), f"reward {rewards.mean():.4f}", shown)
+
+progress.draw()

@@ -12,50 +12,49 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from common import arguments, autocast, batch, load, preferences, some, step
+from common import Progress, arguments, autocast, batch, load, preferences, rows_of_step, step
 
 from liger_kernel.chunked_loss import liger_medusa_loss
 
 
 class Medusa(torch.nn.Module):
-    """A causal language model and its heads: a residual block each, which changes nothing yet, and
-    a copy of lm_head.
+    """A causal language model and its heads, each a residual block and a copy of lm_head.
 
-    The loss is computed in forward: there FSDP and ZeRO have the weights.
+    The blocks change nothing at first. The loss is computed in forward, where FSDP and ZeRO have
+    gathered the weights.
     """
 
     def __init__(self, model, heads):
         super().__init__()
-        self.model, head = model, model.get_output_embeddings()
+        self.model = model
+        head = model.get_output_embeddings()
         size = head.weight.shape[1]
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(heads)).to(
-            head.weight
-        )
+        blocks = (torch.nn.Linear(size, size) for _ in range(heads))
+        self.blocks = torch.nn.ModuleList(blocks).to(head.weight)
         self.projections = torch.nn.ModuleList(copy.deepcopy(head) for _ in range(heads))
         for block in self.blocks:
             torch.nn.init.zeros_(block.weight)
             torch.nn.init.zeros_(block.bias)
 
     def forward(self, ids, mask, labels, coefficients):
-        """-> the loss, each head's own, and each head's accuracy. One coefficient more than heads:
-        the model's own."""
+        """Return the loss, each head's own loss and its accuracy. With one coefficient more than
+        heads, the first is for the model's own head."""
         hidden = self.model.base_model(
             input_ids=ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
         states = [hidden + F.silu(block(hidden)) for block in self.blocks]
-        projections, own = list(self.projections), len(coefficients) > len(states)
-        if own:
-            states, projections = (
-                [hidden, *states],
-                [self.model.get_output_embeddings(), *projections],
-            )
+        projections = list(self.projections)
+        with_own_head = len(coefficients) > len(states)
+        if with_own_head:
+            states.insert(0, hidden)
+            projections.insert(0, self.model.get_output_embeddings())
         return liger_medusa_loss(
             states,
             [p.weight for p in projections],
             labels,
             [p.bias for p in projections],
             coefficients=coefficients,
-            first=0 if own else 1,
+            first=0 if with_own_head else 1,
             return_token_accuracy=True,
         )
 
@@ -75,10 +74,11 @@ if args.backbone not in ("frozen", "lora", "full"):
     raise SystemExit(f"--backbone {args.backbone}: give frozen, lora or full")
 model, tokenizer = load(args.model)
 rows = preferences()
+progress = Progress(args)
 
 
 def texts(i):
-    part = some(rows, i, args.batch_size)
+    part = rows_of_step(rows, i, args.batch_size)
     return batch(tokenizer, [row["prompt"] + "\n" for row in part], [row["chosen"] for row in part])
 
 
@@ -117,7 +117,9 @@ for i in range(args.steps):
     with autocast():
         loss, losses, accuracies = medusa(ids, mask, labels, coefficients)
     told = ", ".join(f"{x:.4f} ({right:.0%})" for x, right in zip(losses, accuracies, strict=True))
-    print(f"step {i + 1}: loss {step(optimizer, loss):.4f}, heads (accuracy) {told}")
+    progress.step(step(optimizer, loss), mask.sum().item(), f"heads (accuracy) {told}")
+
+progress.draw()
 
 if args.out:
     torch.save(

@@ -6,7 +6,18 @@ python examples/orpo.py --model Qwen/Qwen3-0.6B --beta 0.1
 """
 
 import torch
-from common import IGNORED, arguments, autocast, batch, hidden_states, load, preferences, some, step
+from common import (
+    IGNORED,
+    Progress,
+    arguments,
+    autocast,
+    batch,
+    hidden_states,
+    load,
+    preferences,
+    rows_of_step,
+    step,
+)
 
 from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
 
@@ -18,13 +29,13 @@ head = model.get_output_embeddings()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
 loss_fn = LigerFusedLinearORPOLoss(beta=args.beta)
 rows = preferences()
+progress = Progress(args)
 
 for i in range(args.steps):
-    pairs = some(rows, i, args.batch_size)
+    pairs = rows_of_step(rows, i, args.batch_size)
     prompts = [pair["prompt"] + "\n" for pair in pairs] * 2
-    answers = [pair["chosen"] for pair in pairs] + [
-        pair["rejected"] for pair in pairs
-    ]  # the chosen half first
+    # the chosen half first
+    answers = [pair["chosen"] for pair in pairs] + [pair["rejected"] for pair in pairs]
     ids, mask, labels = batch(tokenizer, prompts, answers)
     learnt = ids.masked_fill(mask == 0, IGNORED)  # of the chosen half: the prompt, too
     with autocast():
@@ -35,6 +46,7 @@ for i in range(args.steps):
             head.bias,
             nll_target=learnt[:, 1:],
         )
-    print(
-        f"step {i + 1}: loss {step(optimizer, loss):.4f}, nll {nll:.4f}, log odds ratio {ratio:.4f}"
-    )
+    details = f"nll {nll:.4f}, log odds ratio {ratio:.4f}"
+    progress.step(step(optimizer, loss), mask.sum().item(), details)
+
+progress.draw()

@@ -1,9 +1,14 @@
 #!/usr/bin/env python3
 """Versions of releases and of nightly builds.
 
-    scripts/release.py nightly [--date YYYYMMDD] [--write]   a nightly build's version; --write puts it into the package
-    scripts/release.py check TAG                             whether tag, package and CHANGELOG.md are of one release
-    scripts/release.py notes                                 what CHANGELOG.md says of this version
+    scripts/release.py nightly [--date YYYYMMDD] [--write]
+        print a nightly build's version; --write puts it into the package
+    scripts/release.py check TAG
+        check that tag, package and CHANGELOG.md are of one release
+    scripts/release.py notes
+        print what CHANGELOG.md says of this version
+    scripts/release.py links URL
+        put the repository's URL into the metadata, and make the README's links absolute
 
 A nightly build is a development version of the minor version that comes next: newer than every
 release of today, for pip and for whatever asks for a least version. It exits with 1 where something
@@ -42,7 +47,8 @@ def problems(tag: str, version: str, changelog: str) -> list[str]:
     found = []
     if tag != f"v{version}":
         found.append(
-            f"the tag is {tag}, the package's version {version}: the tag of this version is v{version}"
+            f"the tag is {tag}, the package's version {version}: "
+            f"the tag of this version is v{version}"
         )
     date, text = section(changelog, version)
     if not text:
@@ -50,6 +56,23 @@ def problems(tag: str, version: str, changelog: str) -> list[str]:
     elif not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
         found.append(f"CHANGELOG.md has no date for {version}: {date}")
     return found
+
+
+def with_links(readme: str, url: str) -> str:
+    """Make the README's links to files absolute: an index shows it without the files beside it."""
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", rf"]({url}/blob/main/\1)", readme)
+
+
+def with_urls(pyproject: str, url: str) -> str:
+    """Add the project's URLs to the metadata: a checkout does not know where it was cloned from."""
+    urls = {
+        "Homepage": url,
+        "Documentation": f"{url}/blob/main/docs/index.md",
+        "Changelog": f"{url}/blob/main/CHANGELOG.md",
+        "Issues": f"{url}/issues",
+    }
+    table = "\n".join(f'{name} = "{value}"' for name, value in urls.items())
+    return pyproject.replace("[project.scripts]", f"[project.urls]\n{table}\n\n[project.scripts]")
 
 
 def main():
@@ -62,6 +85,7 @@ def main():
     of_night.add_argument("--write", action="store_true")
     commands.add_parser("check").add_argument("tag")
     commands.add_parser("notes")
+    commands.add_parser("links").add_argument("url")
     args = parser.parse_args()
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     if args.command == "nightly":
@@ -74,6 +98,10 @@ def main():
         for problem in found:
             print(f"release: {problem}", file=sys.stderr)
         return bool(found)
+    elif args.command == "links":
+        for name, change in (("README.md", with_links), ("pyproject.toml", with_urls)):
+            path = ROOT / name
+            path.write_text(change(path.read_text(encoding="utf-8"), args.url.rstrip("/")))
     else:
         print(section(changelog, version())[1])
     return 0

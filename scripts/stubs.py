@@ -46,7 +46,9 @@ def handed_on(homes: dict[str, str]) -> str:
 
 
 def forwards(family: str) -> str:
-    names = [*_public.FORWARDS[family], *([bound.LOSS] if family in bound.WITH_LOSS else [])]
+    names = list(_public.FORWARDS[family])
+    if family in bound.FAMILIES_WITH_LOSS:
+        names.append(bound.LOSS_FUNCTION)
     lines = [f"def {name}(self: Any, *args: Any, **kwargs: Any) -> Any: ..." for name in names]
     return "\n".join(["from typing import Any", "", *lines, ""])
 
@@ -54,44 +56,54 @@ def forwards(family: str) -> str:
 def lazy_names() -> str:
     lines = [
         f"from {home} import {name} as {name}"
-        for name, home in sorted({**transformers._HOMES, **transformers._NEED_TRANSFORMERS}.items())
+        for name, home in sorted({**transformers._OPERATORS, **transformers._NEED_TRANSFORMERS}.items())
     ]
     return "\n".join([*lines, "", "def is_transformers_available() -> bool: ...", ""])
 
 
 def functions() -> str:
     lines = [
-        "from collections.abc import Callable",
+        "from collections.abc import Callable, Iterable",
         "",
         "import torch",
         "",
         "from liger_kernel.patch.proof.report import Report",
         "",
         "FAMILIES: dict[str, dict[str, bool]]",
-        "EVERYTHING: dict[str, bool]",
+        "ALL_SWITCHES: dict[str, bool]",
         "MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Report]]",
-        "NAMED: dict[str, Callable[..., Report]]",
+        "FAMILY_FUNCTIONS: dict[str, Callable[..., Report]]",
         "",
     ]
-    for name in (
-        "apply_liger_kernel",
-        "revert",
-        "_apply_liger_kernel",
-        "_apply_liger_kernel_to_instance",
-    ):
+    lines.append(stub("apply_liger_kernel", with_switches(families.apply_liger_kernel)))
+    for name in ("revert", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
         lines.append(stub(name, inspect.signature(getattr(families, name))))
-    for name, function in sorted(families.NAMED.items()):
+    for name, function in sorted(families.FAMILY_FUNCTIONS.items()):
         lines.append(stub(name, inspect.signature(function)))
     return "\n".join([*lines, ""])
 
 
+def with_switches(function) -> inspect.Signature:
+    """Return the signature with a keyword for each switch in place of ``**switches``: so a type
+    checker finds a switch that does not exist."""
+    signature = inspect.signature(function)
+    *parameters, switches = signature.parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    for name in families.ALL_SWITCHES:
+        parameters.append(
+            inspect.Parameter(name, keyword, annotation=switches.annotation, default=None)
+        )
+    return signature.replace(parameters=parameters)
+
+
 def stub(name: str, signature: inspect.Signature) -> str:
-    parameters = [str(parameter).replace("'", "") for parameter in signature.parameters.values()]
-    line = f"def {name}({', '.join(parameters)}) -> {signature.return_annotation}: ..."
+    parameters = str(signature.replace(return_annotation=inspect.Signature.empty))[1:-1]
+    parameters = parameters.replace("'", "")
+    line = f"def {name}({parameters}) -> {signature.return_annotation}: ..."
     if len(line) <= 120:
         return line
     return "\n".join(
-        [f"def {name}(", f"    {', '.join(parameters)}", f") -> {signature.return_annotation}: ..."]
+        [f"def {name}(", f"    {parameters}", f") -> {signature.return_annotation}: ..."]
     )
 
 

@@ -19,7 +19,7 @@ import liger_kernel
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.functional import liger_rms_norm
 
-NEEDS = "needs transformers: pip install 'liger-kernel[transformers]'"
+NEEDS = "needs transformers: pip install transformers accelerate"
 
 
 def installed():

@@ -1,5 +1,4 @@
-"""Fixtures of all tests. What tests share beside fixtures is in tests/support, which pytest has on
-its path."""
+"""Fixtures of all tests. What else they share is in tests/support, which is on pytest's path."""
 
 import gc
 import os
@@ -16,8 +15,7 @@ from selection import pytest_collection_modifyitems  # noqa: E402, F401
 
 
 def pytest_collection_finish():
-    """What was imported stays: for the garbage collector to look at it takes a third of a family's
-    tests."""
+    """Freeze what was imported: the garbage collector would take a third of a family's tests."""
     if DEVICE == "cpu":
         gc.collect()
         gc.freeze()
@@ -25,7 +23,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_logreport(report):
-    """A run that is ended from outside has named what has failed: in the file FAILED_TESTS."""
+    """Write each failure to the file FAILED_TESTS, for a run that is ended from outside."""
     if report.failed and "FAILED_TESTS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(os.environ["FAILED_TESTS"], "a") as file:
             print(report.nodeid, report.longreprtext.splitlines()[-1:], file=file)
@@ -38,24 +36,25 @@ def pytest_unconfigure():
 @pytest.fixture
 def reference_only(monkeypatch):
     """CPU tensors take the operators' PyTorch reference, as they do for a user without a GPU."""
-    import liger_kernel.ops  # noqa: F401  (a kernel that is defined after this would be none of the interpreter's)
+    # a kernel that is defined after the change would be none of the interpreter's
+    import liger_kernel.ops  # noqa: F401
     from liger_kernel.core import devices
 
     monkeypatch.setattr(devices, "INTERPRETED", False)
 
 
 @pytest.fixture(params=["kernels", "no kernels"])
-def anywhere(request, monkeypatch):
-    """With the kernels of a head, and as where there are none: then in chunks of few rows."""
+def with_and_without_kernels(request, monkeypatch):
+    """Run a test with the kernels of a head, and without them, then in chunks of few rows."""
     from liger_kernel.core import devices
-    from liger_kernel.ops.head import distillation, token_log_probs
+    from liger_kernel.ops.head import distillation, linear_head_reference
 
     if request.param == "no kernels":
         if DEVICE != "cpu":
             pytest.skip("a tensor on a GPU has kernels")
         monkeypatch.setattr(devices, "INTERPRETED", False)
-        monkeypatch.setattr(token_log_probs, "ROWS_WITHOUT_KERNELS", 64)
-        monkeypatch.setattr(distillation.take_in_chunks, "__defaults__", (4,))
+        monkeypatch.setattr(linear_head_reference, "ROWS_WITHOUT_KERNELS", 64)
+        monkeypatch.setattr(distillation.distill_in_chunks, "__defaults__", (4,))
 
 
 @pytest.fixture
@@ -63,9 +62,12 @@ def fused(monkeypatch):
     """The activations with which an MLP's activation and last layer have run as one operator."""
     from liger_kernel.ops.mlp.activation_linear import LigerGLULinearFunction
 
-    seen = []
+    activations = []
     apply = LigerGLULinearFunction.apply
-    monkeypatch.setattr(
-        LigerGLULinearFunction, "apply", lambda *args: seen.append(args[4]) or apply(*args)
-    )
-    return seen
+
+    def recording_apply(*args):
+        activations.append(args[4])
+        return apply(*args)
+
+    monkeypatch.setattr(LigerGLULinearFunction, "apply", recording_apply)
+    return activations

@@ -50,27 +50,32 @@ NOT_FINISHED = 128 + signal.SIGTERM
 IGNORED = -100
 
 
+def option(default, text):
+    """A field of `Settings` with its help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclasses.dataclass
 class Settings:
-    """Its fields are the program's options."""
+    """The program's options."""
 
-    data: str = "data.jsonl"
-    out: str = (
-        "run"  # checkpoints, losses.jsonl, result.json and the model; all workers must see it
+    data: str = option("data.jsonl", "rows to train on: instruction, input, output")
+    out: str = option(
+        "run", "checkpoints, losses.jsonl, result.json and the model; all workers must see it"
     )
-    model: str = ""  # name or folder of a causal language model; none: a small random Llama
-    patched: bool = True  # with liger-kernel's kernels
-    strategy: str = "fsdp2"  # or ddp
-    steps: int = 100
-    batch: int = 8  # rows of a step, of all workers together
-    length: int = 512  # tokens of a row; what is longer is cut
-    learning_rate: float = 1e-3
-    warmup: int = 10  # steps
-    save_every: int = 20  # steps
-    keep: int = 2  # checkpoints
-    seed: int = 0
-    heartbeat: str = ""  # a file that is touched after each step, for a probe
-    collective_timeout: int = 600  # seconds until a worker gives up on one that hangs
+    model: str = option("", "name or folder of a causal language model; none: a small random Llama")
+    patched: bool = option(True, "use liger-kernel's kernels")
+    strategy: str = option("fsdp2", "how the model is spread over the workers: fsdp2 or ddp")
+    steps: int = option(100, "steps to train")
+    batch: int = option(8, "rows of a step, of all workers together")
+    length: int = option(512, "tokens of a row; what is longer is cut")
+    learning_rate: float = option(1e-3, "learning rate after the warm-up")
+    warmup: int = option(10, "steps in which the learning rate grows")
+    save_every: int = option(20, "steps from one checkpoint to the next")
+    keep: int = option(2, "checkpoints to keep")
+    seed: int = option(0, "of the weights and the order of the rows")
+    heartbeat: str = option("", "a file that is touched after each step, for a probe")
+    collective_timeout: int = option(600, "seconds until a worker gives up on one that hangs")
 
     def identity(self):
         """What a run that continues another must have in common with it."""
@@ -184,7 +189,8 @@ def workers(settings):
         # torchrun's store keeps what workers wrote that are gone: those that it starts again would
         # look for them
         raise RuntimeError(
-            "train.py: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as torchrun.sh does"
+            "train.py: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, "
+            "as torchrun.sh does"
         )
     cuda = torch.cuda.is_available()
     device = (
@@ -302,7 +308,8 @@ def train(settings):
         rank, size = dist.get_rank(), dist.get_world_size()
         if settings.batch % size:
             raise ValueError(
-                f"train.py: --batch is {settings.batch}; it must be a multiple of the {size} workers"
+                f"train.py: --batch is {settings.batch}; "
+                f"it must be a multiple of the {size} workers"
             )
         out = Path(settings.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -338,6 +345,7 @@ def train(settings):
                 torch.manual_seed(
                     settings.seed + 1 + step * size + rank
                 )  # dropout, where a model has it
+                began = time.perf_counter()
                 losses.append(one_step(model, optimizer, batch, max(tokens, 1), settings, device))
                 if since is None:
                     since = time.perf_counter()  # the first step also compiles kernels
@@ -345,6 +353,12 @@ def train(settings):
                     seen += tokens
                 if log:
                     log.add(step=step + 1, loss=losses[-1], tokens=tokens)
+                    speed = tokens / (time.perf_counter() - began)
+                    print(
+                        f"step {step + 1}/{settings.steps}: loss {losses[-1]:.4f}, "
+                        f"{speed:,.0f} tokens/s",
+                        flush=True,
+                    )
                 if (step + 1) % settings.save_every == 0:
                     saved = save(step + 1)
                 if reports:
@@ -355,9 +369,15 @@ def train(settings):
                 save(reached)
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         result = dict(
-            finished=finished, begun_after=begin, steps=reached, loss=losses[-1] if losses else None, workers=size,
-            patched=settings.patched, tokens_per_second=speed, peak_memory=memory,
-        )  # fmt: skip
+            finished=finished,
+            begun_after=begin,
+            steps=reached,
+            loss=losses[-1] if losses else None,
+            workers=size,
+            patched=settings.patched,
+            tokens_per_second=speed,
+            peak_memory=memory,
+        )
         if finished:
             export(model, tokenizer, settings, out / "model")
             if log:
@@ -368,12 +388,16 @@ def train(settings):
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in dataclasses.fields(Settings):
-        kind = dict(type=field.type)
+        kind = {"type": field.type}
         if field.type is bool:
-            kind = dict(action=argparse.BooleanOptionalAction)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **kind)
+            kind = {"action": argparse.BooleanOptionalAction}
+        text = f"{field.metadata['help']} (default: {'none' if field.default == '' else field.default})"
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, default=field.default, help=text, **kind)
     return Settings(**vars(parser.parse_args(arguments)))
 
 

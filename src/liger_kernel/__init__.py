@@ -15,13 +15,19 @@ from liger_kernel.implementations import (
 )
 
 __all__ = [
-    "__version__", "available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl",
-]  # fmt: skip
+    "__version__",
+    "available_backends",
+    "available_impls",
+    "get_backend",
+    "get_impl",
+    "set_backend",
+    "set_impl",
+]
 
 _public.install()
 
 
-if not TYPE_CHECKING:  # or any name would do
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name):
         if name not in ("chunked_loss", "functional", "ops", "transformers"):

@@ -1,5 +1,7 @@
-"""What is public, and where it lives. An alias is the same module object as its home: who patches
-one patches both."""
+"""The public names and import paths, and the modules that they are in.
+
+An alias of a module is the same module object, so a patch of one is a patch of both.
+"""
 
 from __future__ import annotations
 
@@ -11,142 +13,254 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """What is published of one file of `liger_kernel.ops`: names of three packages, and further
-    import paths."""
+    """The published names of one file of `liger_kernel.ops`, by package, separated by spaces.
 
-    ops: str = ""  # `liger_kernel.ops`: autograd Functions
-    functional: str = ""  # `liger_kernel.transformers.functional`
-    transformers: str = ""  # `liger_kernel.transformers`: modules
+    ops: autograd Functions in `liger_kernel.ops`.
+    functional: functions in `liger_kernel.transformers.functional`.
+    transformers: modules in `liger_kernel.transformers`.
+    paths: further import paths of the file.
+    """
+
+    ops: str = ""
+    functional: str = ""
+    transformers: str = ""
     paths: str = ""
 
 
-OPERATORS = {  # a line for each file
+OPERATORS = {
     "attention.multi_token": Operator(
-        "LigerMultiTokenAttentionFunction", "liger_multi_token_attention", "LigerMultiTokenAttention",
-        "ops.multi_token_attention transformers.multi_token_attention",
+        ops="LigerMultiTokenAttentionFunction",
+        functional="liger_multi_token_attention",
+        transformers="LigerMultiTokenAttention",
+        paths="ops.multi_token_attention transformers.multi_token_attention",
     ),
     "attention.neighborhood": Operator(
-        "LigerFusedNeighborhoodAttentionFunction", "liger_fused_neighborhood_attention",
+        ops="LigerFusedNeighborhoodAttentionFunction",
+        functional="liger_fused_neighborhood_attention",
         paths="ops.fused_neighborhood_attention transformers.fused_neighborhood_attention",
     ),
     "embedding.embedding": Operator(
-        "LigerEmbeddingFunction", "liger_embedding",
+        ops="LigerEmbeddingFunction",
+        functional="liger_embedding",
         paths="ops.experimental.embedding transformers.experimental.embedding",
     ),
     "head.cross_entropy": Operator(
-        "LigerCrossEntropyFunction", "CrossEntropyOutput liger_cross_entropy", "LigerCrossEntropyLoss",
-        "ops.cross_entropy transformers.cross_entropy",
+        ops="LigerCrossEntropyFunction",
+        functional="CrossEntropyOutput liger_cross_entropy",
+        transformers="LigerCrossEntropyLoss",
+        paths="ops.cross_entropy transformers.cross_entropy",
     ),
     "head.distillation": Operator(),
     "head.linear_cross_entropy": Operator(
-        "LigerFusedLinearCrossEntropyFunction fused_linear_cross_entropy_backward fused_linear_cross_entropy_forward",
-        "liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss",
-        "ops.fused_linear_cross_entropy transformers.fused_linear_cross_entropy",
+        ops=(
+            "LigerFusedLinearCrossEntropyFunction fused_linear_cross_entropy_backward "
+            "fused_linear_cross_entropy_forward"
+        ),
+        functional="liger_fused_linear_cross_entropy",
+        transformers="LigerFusedLinearCrossEntropyLoss",
+        paths="ops.fused_linear_cross_entropy transformers.fused_linear_cross_entropy",
     ),
     "head.linear_jsd": Operator(
-        "LigerFusedLinearJSDFunction", "liger_fused_linear_jsd", "LigerFusedLinearJSD",
-        "ops.fused_linear_jsd transformers.fused_linear_jsd",
+        ops="LigerFusedLinearJSDFunction",
+        functional="liger_fused_linear_jsd",
+        transformers="LigerFusedLinearJSD",
+        paths="ops.fused_linear_jsd transformers.fused_linear_jsd",
     ),
     "head.linear_kl_div": Operator(
-        "LigerFusedLinearKLDivFunction", "liger_fused_linear_kl_div", "LigerFusedLinearKLDivLoss",
-        "ops.fused_linear_kl_div transformers.fused_linear_kl_div",
+        ops="LigerFusedLinearKLDivFunction",
+        functional="liger_fused_linear_kl_div",
+        transformers="LigerFusedLinearKLDivLoss",
+        paths="ops.fused_linear_kl_div transformers.fused_linear_kl_div",
     ),
     "head.scaled_cross_entropy": Operator(
-        "LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction",
-        "liger_fused_linear_scaled_cross_entropy_tp",
+        ops=(
+            "LigerFusedLinearScaledCrossEntropyFunction "
+            "LigerFusedLinearScaledCrossEntropyTPFunction"
+        ),
+        functional="liger_fused_linear_scaled_cross_entropy_tp",
     ),
     "head.selected_log_probs": Operator(functional="liger_selected_log_probs"),
     "head.token_log_probs": Operator(functional="linear_token_loss token_log_probs"),
     "head.vocab_parallel": Operator(
-        "LigerVocabParallelCEFunction", "liger_vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy",
-        "ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
+        ops="LigerVocabParallelCEFunction",
+        functional="liger_vocab_parallel_cross_entropy",
+        transformers="LigerVocabParallelCrossEntropy",
+        paths="ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
     ),
     "mlp.activation": Operator(
-        "LigerReLUSquaredFunction", "liger_relu_squared", "LigerReLUSquared",
-        "ops.relu_squared transformers.relu_squared",
+        ops="LigerReLUSquaredFunction",
+        functional="liger_relu_squared",
+        transformers="LigerReLUSquared",
+        paths="ops.relu_squared transformers.relu_squared",
     ),
     "mlp.activation_linear": Operator(functional="liger_activation_linear liger_glu_linear"),
     "mlp.glu": Operator(
-        "LigerFusedGateUpSiLUMulFunction LigerGELUMulFunction LigerSiLUMulFunction",
-        "liger_clamped_swiglu liger_geglu liger_swiglu",
+        ops="LigerFusedGateUpSiLUMulFunction LigerGELUMulFunction LigerSiLUMulFunction",
+        functional="liger_clamped_swiglu liger_geglu liger_swiglu",
     ),
     "mlp.modules": Operator(
-        transformers="LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "
-        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer",
+        transformers=(
+            "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "
+            "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer"
+        ),
         paths="ops.geglu ops.swiglu transformers.geglu transformers.swiglu",
     ),
     "mlp.swiglu_mlp": Operator(
-        "LigerMLPFunction", transformers="LigerFalconH1MLP LigerMLP", paths="transformers.mlp"
+        ops="LigerMLPFunction",
+        transformers="LigerFalconH1MLP LigerMLP",
+        paths="transformers.mlp",
     ),
     "mlp.tiled_mlp": Operator(
-        "LigerTiledMLPFunction apply_tiled_mlp", transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
+        ops="LigerTiledMLPFunction apply_tiled_mlp",
+        transformers="LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
         paths="ops.tiled_mlp transformers.tiled_mlp",
     ),
-    "mlp.xielu": Operator("LigerXIELUFunction", "liger_xielu", "LigerXIELU"),
-    "mlp.xielu_linear": Operator(),
-    "moe.expert_parallel": Operator(functional="liger_expert_parallel", paths="transformers.moe"),
-    "moe.experts": Operator("LigerFusedMoEFunction", "liger_experts", "LigerExperts", "ops.fused_moe"),
-    "moe.load_balancing": Operator("LigerLoadBalancingFunction", "liger_load_balancing_loss"),
-    "moe.router": Operator("LigerRouterFunction", "liger_router"),
-    "norm.dyt": Operator("LigerDyTFunction", "liger_dyt", "LigerDyT", "ops.dyt transformers.dyt"),
-    "norm.fused_add_rms_norm": Operator(
-        "LigerFusedAddRMSNormFunction", "liger_fused_add_rms_norm", "LigerFusedAddRMSNorm",
-        "ops.fused_add_rms_norm transformers.fused_add_rms_norm",
+    "mlp.xielu": Operator(
+        ops="LigerXIELUFunction",
+        functional="liger_xielu",
+        transformers="LigerXIELU",
     ),
-    "norm.gated_rms_norm": Operator("LigerGatedRMSNormFunction", "liger_gated_rms_norm", "LigerGatedRMSNorm"),
+    "mlp.xielu_linear": Operator(),
+    "moe.expert_parallel": Operator(
+        functional="liger_expert_parallel",
+        paths="transformers.moe",
+    ),
+    "moe.experts": Operator(
+        ops="LigerFusedMoEFunction",
+        functional="liger_experts",
+        transformers="LigerExperts",
+        paths="ops.fused_moe",
+    ),
+    "moe.load_balancing": Operator(
+        ops="LigerLoadBalancingFunction",
+        functional="liger_load_balancing_loss",
+    ),
+    "moe.router": Operator(
+        ops="LigerRouterFunction",
+        functional="liger_router",
+    ),
+    "norm.dyt": Operator(
+        ops="LigerDyTFunction",
+        functional="liger_dyt",
+        transformers="LigerDyT",
+        paths="ops.dyt transformers.dyt",
+    ),
+    "norm.fused_add_rms_norm": Operator(
+        ops="LigerFusedAddRMSNormFunction",
+        functional="liger_fused_add_rms_norm",
+        transformers="LigerFusedAddRMSNorm",
+        paths="ops.fused_add_rms_norm transformers.fused_add_rms_norm",
+    ),
+    "norm.gated_rms_norm": Operator(
+        ops="LigerGatedRMSNormFunction",
+        functional="liger_gated_rms_norm",
+        transformers="LigerGatedRMSNorm",
+    ),
     "norm.group_norm": Operator(
-        "LigerGroupNormFunction", "liger_group_norm", "LigerGroupNorm", "ops.group_norm transformers.group_norm"
+        ops="LigerGroupNormFunction",
+        functional="liger_group_norm",
+        transformers="LigerGroupNorm",
+        paths="ops.group_norm transformers.group_norm",
     ),
     "norm.layer_norm": Operator(
-        "LigerLayerNormFunction", "liger_layer_norm", "LigerLayerNorm", "ops.layer_norm transformers.layer_norm"
+        ops="LigerLayerNormFunction",
+        functional="liger_layer_norm",
+        transformers="LigerLayerNorm",
+        paths="ops.layer_norm transformers.layer_norm",
     ),
     "norm.modulated_rms_norm": Operator(
-        "LigerModulatedRMSNormFunction", "liger_modulated_rms_norm", "LigerModulatedRMSNorm",
-        "ops.modulated_rms_norm transformers.modulated_rms_norm",
+        ops="LigerModulatedRMSNormFunction",
+        functional="liger_modulated_rms_norm",
+        transformers="LigerModulatedRMSNorm",
+        paths="ops.modulated_rms_norm transformers.modulated_rms_norm",
     ),
     "norm.poly_norm": Operator(
-        "LigerPolyNormFunction", "liger_poly_norm", "LigerPolyNorm", "ops.poly_norm transformers.poly_norm"
+        ops="LigerPolyNormFunction",
+        functional="liger_poly_norm",
+        transformers="LigerPolyNorm",
+        paths="ops.poly_norm transformers.poly_norm",
     ),
     "norm.rms_norm": Operator(
-        "LigerRMSNormFunction", "liger_rms_norm",
-        "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
-        "LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 "
-        "LigerRMSNormForQwen3Next",
-        "ops.rms_norm transformers.rms_norm",
+        ops="LigerRMSNormFunction",
+        functional="liger_rms_norm",
+        transformers=(
+            "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 "
+            "LigerRMSNormForGemma4 LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer "
+            "LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next"
+        ),
+        paths="ops.rms_norm transformers.rms_norm",
     ),
     "probability.ce_tvd": Operator(
-        "LigerFusedCETVDFunction", "liger_fused_ce_tvd", "LigerFusedCETVDLoss",
-        "ops.fused_ce_tvd transformers.fused_ce_tvd",
+        ops="LigerFusedCETVDFunction",
+        functional="liger_fused_ce_tvd",
+        transformers="LigerFusedCETVDLoss",
+        paths="ops.fused_ce_tvd transformers.fused_ce_tvd",
     ),
-    "probability.jsd": Operator("LigerJSDFunction", "liger_jsd", "LigerJSD", "ops.jsd transformers.jsd"),
+    "probability.jsd": Operator(
+        ops="LigerJSDFunction",
+        functional="liger_jsd",
+        transformers="LigerJSD",
+        paths="ops.jsd transformers.jsd",
+    ),
     "probability.kl_div": Operator(
-        "LigerKLDivLossFunction", "liger_kl_div", "LigerKLDIVLoss", "ops.kl_div transformers.kl_div"
+        ops="LigerKLDivLossFunction",
+        functional="liger_kl_div",
+        transformers="LigerKLDIVLoss",
+        paths="ops.kl_div transformers.kl_div",
     ),
     "probability.softmax": Operator(
-        "LigerSoftmaxFunction", "liger_softmax", "LigerSoftmax", "ops.softmax transformers.softmax"
+        ops="LigerSoftmaxFunction",
+        functional="liger_softmax",
+        transformers="LigerSoftmax",
+        paths="ops.softmax transformers.softmax",
     ),
     "probability.sparsemax": Operator(
-        "LigerSparsemaxFunction", "liger_sparsemax", "LigerSparsemax", "ops.sparsemax transformers.sparsemax"
+        ops="LigerSparsemaxFunction",
+        functional="liger_sparsemax",
+        transformers="LigerSparsemax",
+        paths="ops.sparsemax transformers.sparsemax",
     ),
-    "residual.attention_residuals": Operator("LigerAttnResFunction", "liger_attn_res", paths="ops.attn_res"),
+    "residual.attention_residuals": Operator(
+        ops="LigerAttnResFunction",
+        functional="liger_attn_res",
+        paths="ops.attn_res",
+    ),
     "residual.hyper_connections": Operator(
-        "LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction",
-        "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre", "LigerMHC",
-        "ops.mhc transformers.mhc",
+        ops="LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction",
+        functional=(
+            "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre"
+        ),
+        transformers="LigerMHC",
+        paths="ops.mhc transformers.mhc",
     ),
     "rotary.llama4_rope": Operator(
-        "LigerLlama4RopeFunction",
+        ops="LigerLlama4RopeFunction",
         transformers="liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
         paths="ops.llama4_rope transformers.llama4_rope",
     ),
     "rotary.multimodal_rope": Operator(
-        "LigerQwen2VLMRopeFunction", "liger_qwen2vl_mrope", paths="ops.qwen2vl_mrope transformers.qwen2vl_mrope"
+        ops="LigerQwen2VLMRopeFunction",
+        functional="liger_qwen2vl_mrope",
+        paths="ops.qwen2vl_mrope transformers.qwen2vl_mrope",
     ),
-    "probability.tvd": Operator("LigerTVDLossFunction", "liger_tvd", "LigerTVDLoss", "ops.tvd transformers.tvd"),
-    "rotary.norm_rope": Operator("LigerNormRopeFunction", "liger_norm_rope"),
-    "rotary.rope": Operator("LigerRopeFunction", "liger_rope", "liger_rotary_pos_emb", "ops.rope transformers.rope"),
-}  # fmt: skip
-HOMES = {  # published import path -> where the module is
+    "probability.tvd": Operator(
+        ops="LigerTVDLossFunction",
+        functional="liger_tvd",
+        transformers="LigerTVDLoss",
+        paths="ops.tvd transformers.tvd",
+    ),
+    "rotary.norm_rope": Operator(
+        ops="LigerNormRopeFunction",
+        functional="liger_norm_rope",
+    ),
+    "rotary.rope": Operator(
+        ops="LigerRopeFunction",
+        functional="liger_rope",
+        transformers="liger_rotary_pos_emb",
+        paths="ops.rope transformers.rope",
+    ),
+}
+HOMES = {  # published import path -> module
     **{
         path: f"ops.{home}"
         for home, operator in OPERATORS.items()
@@ -173,13 +287,14 @@ HOMES = {  # published import path -> where the module is
     "transformers.monkey_patch": "patch.families.published",
 }
 _LCE_FORWARD = (
-    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe gpt_oss internvl llama "
-    "llava ministral mistral mixtral muse_glimmer nemotron olmo2 olmo3 paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 "
-    "qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm"
+    "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 glm4 glm4v glm4v_moe "
+    "gpt_oss internvl llama llava ministral mistral mixtral muse_glimmer nemotron olmo2 olmo3 "
+    "paligemma phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe "
+    "smollm3 smolvlm"
 )
 FORWARDS_HOME = "patch.families.bound"
-# modules of `liger_kernel.transformers.model`: a forward to bind, for which model types or their
-# classes
+# modules of `liger_kernel.transformers.model`: their forwards, and the model types or classes that
+# these are bound to
 FORWARDS = {
     **{family: {"lce_forward": (family,)} for family in _LCE_FORWARD.split()},
     "gemma3": {"causal_forward": ("gemma3_text",), "multimodal_forward": ("gemma3",)},
@@ -193,24 +308,20 @@ FORWARDS = {
         "lce_forward_conditional_generation": ("qwen3_5_moe",),
     },
 }
-PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {
-    "chunked_loss",
-    "ops",
-    "transformers",
-}  # that hold nothing but aliases
+# packages that have nothing but aliases
+PACKAGES = {name.rpartition(".")[0] for name in HOMES} - {"chunked_loss", "ops", "transformers"}
 
 
 def homes(column: str) -> dict[str, str]:
-    """Each name that a package hands on -> the file of `liger_kernel.ops` that has it."""
-    return {
-        name: home
-        for home, operator in OPERATORS.items()
-        for name in getattr(operator, column).split()
-    }
+    """Return the names in a column of `OPERATORS`, and the file of `liger_kernel.ops` of each."""
+    file_of_name = {}
+    for home, operator in OPERATORS.items():
+        file_of_name |= dict.fromkeys(getattr(operator, column).split(), home)
+    return file_of_name
 
 
 def forwards_of(path: str) -> str | None:
-    """The family of a path ``transformers.model.<family>``."""
+    """Return the family of a path ``transformers.model.<family>``, or None for another path."""
     package, _, family = path.rpartition(".")
     return family if package == "transformers.model" and family in FORWARDS else None
 
@@ -233,12 +344,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         family = forwards_of(module.__name__.removeprefix("liger_kernel."))
         if family:
-            vars(module).update(
-                importlib.import_module(f"liger_kernel.{FORWARDS_HOME}").forwards(family)
-            )
-        spec = (
-            module.__spec__
-        )  # the import system has just set the alias's: give the home its own back
+            bound = importlib.import_module(f"liger_kernel.{FORWARDS_HOME}")
+            vars(module).update(bound.forwards(family))
+        # the import system has just replaced the spec of the module by that of its alias
+        spec = module.__spec__
         if spec.loader_state is not None:
             module.__spec__ = spec.loader_state
             module.__loader__ = spec.loader_state.loader

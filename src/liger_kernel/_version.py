@@ -1,6 +1,6 @@
 __version__ = "0.8.6"
 OLDEST_TRANSFORMERS = "5.0.0"  # whose models are patched
-TESTED = {  # the suite runs on these
+TESTED = {  # the versions that the test suite runs on
     "python": "3.11 and 3.12",
     "torch": "2.11, 2.13 and 2.14",
     "triton": "3.6, 3.7, 3.8 and 3.9",

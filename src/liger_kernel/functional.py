@@ -1,12 +1,12 @@
-"""Operators as functions that can be asked for an implementation.
+"""Operators as functions whose implementation can be chosen.
 
-They compute what the functions of `liger_kernel.transformers.functional` do. ``impl``, or
+They compute the same as the functions of `liger_kernel.transformers.functional`. ``impl``, or
 ``backend``, names an implementation (`liger_kernel.available_impls`), ``mode`` has no effect. The
-cross entropies return (loss, z_loss, token_accuracy, predicted_tokens), with None for what was not
-asked for.
+cross entropies return (loss, z_loss, token_accuracy, predicted_tokens), with None for outputs that
+were not requested.
 
 Raises:
-    ValueError: an unknown implementation. What the operator raises.
+    ValueError: an unknown implementation; and the errors of the operator.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.implementations import CHOOSABLE, chosen
+from liger_kernel.implementations import OPERATOR_NAMES, resolve_impl
 from liger_kernel.ops import functional
 
-__all__ = list(CHOOSABLE)
+__all__ = list(OPERATOR_NAMES)
 
 
 def rms_norm(
@@ -34,7 +34,7 @@ def rms_norm(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_rms_norm`."""
-    chosen("rms_norm", impl, backend)
+    resolve_impl("rms_norm", impl, backend)
     return functional.liger_rms_norm(x, weight, eps, offset, casting_mode, in_place, row_mode)
 
 
@@ -49,7 +49,7 @@ def layer_norm(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_layer_norm`; without a bias one of zeros is added."""
-    chosen("layer_norm", impl, backend)
+    resolve_impl("layer_norm", impl, backend)
     return functional.liger_layer_norm(x, weight, bias, eps)
 
 
@@ -67,7 +67,7 @@ def fused_add_rms_norm(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`liger_fused_add_rms_norm`."""
-    chosen("fused_add_rms_norm", impl, backend)
+    resolve_impl("fused_add_rms_norm", impl, backend)
     return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
 
 
@@ -79,7 +79,7 @@ def softmax(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_softmax`."""
-    chosen("softmax", impl, backend)
+    resolve_impl("softmax", impl, backend)
     return functional.liger_softmax(x)
 
 
@@ -94,7 +94,7 @@ def swiglu(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_swiglu`."""
-    chosen("swiglu", impl, backend)
+    resolve_impl("swiglu", impl, backend)
     return functional.liger_swiglu(a, b, gate_multiplier, down_multiplier)
 
 
@@ -107,7 +107,7 @@ def geglu(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_geglu`, with the tanh GELU."""
-    chosen("geglu", impl, backend)
+    resolve_impl("geglu", impl, backend)
     return functional.liger_geglu(a, b)
 
 
@@ -124,7 +124,7 @@ def rope(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`liger_rope`."""
-    chosen("rope", impl, backend)
+    resolve_impl("rope", impl, backend)
     return functional.liger_rope(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
@@ -140,7 +140,7 @@ def kl_div(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_kl_div`."""
-    chosen("kl_div", impl, backend)
+    resolve_impl("kl_div", impl, backend)
     return functional.liger_kl_div(
         y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps
     )
@@ -158,7 +158,7 @@ def jsd(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_jsd`."""
-    chosen("jsd", impl, backend)
+    resolve_impl("jsd", impl, backend)
     return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
 
 
@@ -177,17 +177,23 @@ def fused_linear_jsd(
     backend: str | None = None,
 ) -> Tensor:
     """`liger_fused_linear_jsd`."""
-    chosen("fused_linear_jsd", impl, backend)
-    student, teacher = (student_input, student_weight), (teacher_input, teacher_weight)
+    resolve_impl("fused_linear_jsd", impl, backend)
     return functional.liger_fused_linear_jsd(
-        *student, *teacher, shift_labels, jsd_beta, ignore_index, temperature
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels,
+        jsd_beta,
+        ignore_index,
+        temperature,
     )
 
 
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _four(result) -> Losses:
+def _four_results(result) -> Losses:
     if isinstance(result, Tensor):
         return result, None, None, None
     return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
@@ -211,8 +217,8 @@ def cross_entropy(
     backend: str | None = None,
 ) -> Losses:
     """`liger_cross_entropy`, as four results."""
-    chosen("cross_entropy", impl, backend)
-    return _four(
+    resolve_impl("cross_entropy", impl, backend)
+    return _four_results(
         functional.liger_cross_entropy(
             input,
             target,
@@ -251,8 +257,8 @@ def fused_linear_cross_entropy(
     backend: str | None = None,
 ) -> Losses:
     """`liger_fused_linear_cross_entropy`, as four results."""
-    chosen("fused_linear_cross_entropy", impl, backend)
-    return _four(
+    resolve_impl("fused_linear_cross_entropy", impl, backend)
+    return _four_results(
         functional.liger_fused_linear_cross_entropy(
             _input,
             weight,

@@ -1,4 +1,4 @@
-"""What is installed, and on what machine: helpers that training frameworks import."""
+"""Helpers that training frameworks import: the installed packages and the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMM_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
 
 
 def is_peft_available() -> bool:
-    """Whether PEFT is installed. It isn't imported."""
+    """Return True if PEFT is installed. It isn't imported."""
     return importlib.util.find_spec("peft") is not None
 
 
@@ -24,43 +24,39 @@ PEFT_AVAILABLE = is_peft_available()
 
 
 def infer_device() -> str:
-    """The kind of accelerator that torch has here: "cuda" (ROCm's, too), "xpu", "npu", or "cpu"
-    without one."""
-    for kind in COMM_BACKENDS:
-        module = getattr(torch, kind, None)
+    """Return the type of torch's accelerator here: "cuda" (ROCm's, too), "xpu", "npu", or "cpu"."""
+    for device_type in COMM_BACKENDS:
+        module = getattr(torch, device_type, None)
         if module is not None and module.is_available():
-            return kind
+            return device_type
     return "cpu"
 
 
 def infer_comm_backend() -> str:
-    """The backend of torch.distributed for `infer_device`: "nccl", "xccl", "hccl", or "gloo"."""
+    """Return torch.distributed's backend for `infer_device`: "nccl", "xccl", "hccl" or "gloo"."""
     return COMM_BACKENDS.get(infer_device(), "gloo")
 
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The architecture of that accelerator, as its maker names it, such as "sm_90", "gfx942" or
-    "xpu"; else "cpu"."""
-    kind = infer_device()
-    return (
-        kind
-        if kind in ("cpu", "npu")
-        else devices.arch(torch.empty(0, device=torch.device(kind, device_id)))
-    )
+    """Return the accelerator's architecture, such as "sm_90", "gfx942" or "xpu"; or "cpu"."""
+    device_type = infer_device()
+    if device_type in ("cpu", "npu"):
+        return device_type
+    return devices.arch(torch.empty(0, device=torch.device(device_type, device_id)))
 
 
 def is_npu_available() -> bool:
-    """Whether `infer_device` is Ascend's, which torch has once torch_npu is imported."""
+    """Return True if `infer_device` is Ascend's, which torch has once torch_npu is imported."""
     return infer_device() == "npu"
 
 
 def get_total_gpu_memory() -> int:
-    """The accelerator's memory in GB (2³⁰ bytes), rounded down."""
-    kind = infer_device()
-    if kind == "cpu":
+    """Return the accelerator's memory in GB (2³⁰ bytes), rounded down."""
+    device_type = infer_device()
+    if device_type == "cpu":
         raise RuntimeError("get_total_gpu_memory: torch has no accelerator here")
-    return getattr(torch, kind).get_device_properties(0).total_memory // 2**30
+    return getattr(torch, device_type).get_device_properties(0).total_memory // 2**30
 
 
 def transformers_version_dispatch(
@@ -72,16 +68,15 @@ def transformers_version_dispatch(
     before_kwargs: dict | None = None,
     after_kwargs: dict | None = None,
 ):
-    """Call ``before_fn`` if the installed transformers is older than ``required_version``, else
-    ``after_fn``.
+    """Call ``before_fn`` for a transformers older than ``required_version``, else ``after_fn``.
 
     Raises:
         ImportError: transformers is not installed.
     """
     try:
-        older = TorchVersion(importlib.metadata.version("transformers")) < required_version
+        is_older = TorchVersion(importlib.metadata.version("transformers")) < required_version
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError("transformers_version_dispatch: transformers is not installed") from error
-    if older:
+    if is_older:
         return before_fn(*before_args, **(before_kwargs or {}))
     return after_fn(*after_args, **(after_kwargs or {}))

@@ -3,9 +3,9 @@ table."""
 
 import pytest
 import torch
-from test_bench import Ceilings, on_the_host  # noqa: F401
+from host_timing import HostCeilings
 
-from bench import experts, head, ops, report
+from bench import experts, head, head_tables, ops, tables
 
 SIZE = 12, 16, 8, 4, 2
 
@@ -23,12 +23,12 @@ def test_contestants_compute_the_same(way):
 
 
 def test_skewed():
-    given = experts.drawn(False, 20.0)(20000, 2, 2, 8, 2, device="cpu")
+    given = experts.make_inputs(False, 20.0)(20000, 2, 2, 8, 2, device="cpu")
     counts = given["index"].flatten().bincount(minlength=8)
     assert counts[0] > 5 * counts[-1] > 0
 
 
-def test_a_row_and_the_table(on_the_host, monkeypatch):  # noqa: F811
+def test_a_row_and_the_table(on_the_host, monkeypatch):
     monkeypatch.setitem(experts.LAYERS, "Mixtral-8x7B", SIZE[1:])
     monkeypatch.setattr(experts, "TOKENS", SIZE[0])
     request, skewed = experts.plan(["Mixtral-8x7B"], [], 0)
@@ -37,11 +37,11 @@ def test_a_row_and_the_table(on_the_host, monkeypatch):  # noqa: F811
         "ours",
     ]
     request.pop("contestants")
-    workers = {"ours": head.Here(Ceilings(), "cpu", experts.ways())}
+    workers = {"ours": head.LocalWorker(HostCeilings(), "cpu", experts.ways())}
     row = ops.measure(request, ["eager", "ours"], workers, 1, lambda: 1)
-    assert not report.failures([row], report.experts_label)
+    assert not tables.failures([row], head_tables.experts_label)
     assert row["contestants"]["ours"]["kept_bytes"] == 10**6
-    line = report.experts_line(row)
+    line = head_tables.experts_line(row)
     assert line.startswith("Mixtral-8x7B, 12 tokens: eager: ") and "; ours: " in line
-    table = report.experts({"machine": {"gpu": "GPU X", "date": "today"}, "rows": [row]})
+    table = head_tables.experts({"machine": {"gpu": "GPU X", "date": "today"}, "rows": [row]})
     assert "| Mixtral-8x7B, 12 tokens |" in table and "GPU X" in table

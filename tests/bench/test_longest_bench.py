@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from bench import finetune, longest, longest_table, machine, report, scale, scale_table
+from bench import long_models, longest, longest_table, processes, report, scale, scale_table
 
 SPEC = dict(
     case="full",
@@ -43,7 +43,7 @@ def test_sides_train_the_same(reference_only):
 
 def test_adapters_are_trained_in_bf16():
     pytest.importorskip("peft")
-    model, _ = longest.prepared(SPEC | dict(side="huggingface", lora=4), "cpu")
+    model, _ = long_models.prepare_model(SPEC | dict(side="huggingface", lora=4), "cpu")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 7 and all("lora_" in name for name in trained)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -53,16 +53,16 @@ def test_adapters_are_trained_in_bf16():
 @pytest.mark.parametrize("limit", [*range(200, 9000, 700)])
 def test_the_longest_is_found(limit):
     tried = {}
-    while (sequence := longest.following(tried, 1024, 8192)) is not None:
+    while (sequence := longest.next_sequence(tried, 1024, 8192)) is not None:
         assert str(sequence) not in tried and 0 < sequence <= 8192
         tried[str(sequence)] = sequence <= limit
     found = max((int(n) for n, fits in tried.items() if fits), default=0)
     if limit >= 8192:
         assert found == 8192
-    elif limit < longest.TOKENS:
+    elif limit < longest.TOKEN_MULTIPLE:
         assert found == 0
     else:
-        assert found <= limit < found + max(found // longest.GRAIN, longest.TOKENS)
+        assert found <= limit < found + max(found // longest.GRANULARITY, longest.TOKEN_MULTIPLE)
 
 
 def arguments(tmp_path, **others):
@@ -84,12 +84,12 @@ def test_results_are_kept(tmp_path, monkeypatch):
         {"figures": {"seconds": [1.0]}},
         {"error": "out of memory"},
     ]
-    monkeypatch.setattr(finetune, "apart", lambda *_: answers.pop(0))
-    monkeypatch.setattr(finetune, "described", lambda: {"gpu": "X"})
+    monkeypatch.setattr(processes, "run_ranks", lambda *_: answers.pop(0))
+    monkeypatch.setattr(processes, "describe_machine", lambda: {"gpu": "X"})
     spec = dict(case="full", side="long", sequence=8)
-    first = longest.Measuring(arguments(tmp_path), told=str)
+    first = longest.Measurements(arguments(tmp_path), format_run=str)
     assert "error" in first(**spec)
-    second = longest.Measuring(arguments(tmp_path), told=str)
+    second = longest.Measurements(arguments(tmp_path), format_run=str)
     assert second(**spec)["figures"] == {"seconds": [1.0]} == second(**spec)["figures"]
     assert (
         second(**spec | dict(sequence=9))["error"]
@@ -99,8 +99,10 @@ def test_results_are_kept(tmp_path, monkeypatch):
     assert [
         run["spec"]["sequence"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]
     ] == [8, 9]
-    with pytest.raises(finetune.NoTime):
-        longest.Measuring(arguments(tmp_path, limit=-1), told=str)(**spec | dict(sequence=10))
+    with pytest.raises(processes.NoTime):
+        longest.Measurements(arguments(tmp_path, limit=-1), format_run=str)(
+            **spec | dict(sequence=10)
+        )
 
 
 def test_how_far_it_came(tmp_path):
@@ -109,17 +111,17 @@ def test_how_far_it_came(tmp_path):
     there, missing = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     there.grad, progress.trained = torch.ones(2), [there, missing]
     progress.enter("backward 1")
-    told = progress.told()
+    told = progress.state()
     assert (
         told["stage"] == "backward 1" and told["gradients"] == 0.5 and "building" in told["seconds"]
     )
     (tmp_path / "progress").write_text(json.dumps(told | dict(peak_bytes=38 * 10**9, since_s=61.0)))
-    run = {"error": "no result within 500 s"} | finetune.so_far(str(tmp_path))
+    run = {"error": "no result within 500 s"} | processes.read_progress(str(tmp_path))
     said = (
         "no result within 500 s (backward 1, 61 s, 50% of the gradients there, 38.0 GB until then)"
     )
     assert longest_table.failed(run) == said
-    assert finetune.so_far(str(tmp_path / "none")) == {}
+    assert processes.read_progress(str(tmp_path / "none")) == {}
 
 
 def test_attention_alone():
@@ -127,23 +129,6 @@ def test_attention_alone():
     found = longest.attention(spec, NoProgress())["chosen"]
     assert found["seconds"] == pytest.approx(2 * (2 * found["forward_s"] + found["backward_s"]))
     assert 0 < found["forward_s"] < 5
-
-
-def test_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for module in longest, scale:
-        with pytest.raises(SystemExit, match="no CUDA or ROCm device here"):
-            module.main([])
-        with pytest.raises(SystemExit):
-            module.main(["--sides", "peer"])
-        assert "--sides peer needs --peer DIR" in capsys.readouterr().err
-    assert longest.parse(["--case", "full"]).sides == ["huggingface", "long"]
-    assert (a := longest.parse(["--case", "attention"])).layers == 8 and a.sequence == [
-        65536,
-        262144,
-    ]
-    with pytest.raises(SystemExit):
-        longest.parse(["--case", "lora4", "--gpus", "2"])
 
 
 def figures(*seconds, **others):
@@ -226,7 +211,7 @@ def test_what_is_planned(monkeypatch, tmp_path):
     data = dict(runs=[dict(spec=spec | dict(side=side)) for side in scale_table.NAMES])
     monkeypatch.setattr(scale, "planned", lambda spec: dict(patched=spec["gpus"]))
     for _ in "twice":
-        scale.plans(data, [8, 16])
+        scale.add_plans(data, [8, 16])
     assert [each["peak_bytes"]["patched"] for each in data["plans"]] == [8, 16]
     with pytest.raises(SystemExit, match="--plan adds to what was measured, and there is no"):
         scale.main(["--plan", "8", "--out", str(tmp_path / "none.json")])
@@ -238,15 +223,8 @@ def test_one_gpu_is_capped(monkeypatch):
         torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(total_memory=80 * 10**9)
     )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
-    longest.cap(dict(device="cuda", memory=40))
-    longest.cap(dict(device="cuda", memory=None))
+    longest.cap_memory(dict(device="cuda", memory=40))
+    longest.cap_memory(dict(device="cuda", memory=None))
     assert given == [0.5]
     with pytest.raises(ValueError, match="--memory 90: the GPU has 80.0 GB"):
-        longest.cap(dict(device="cuda", memory=90))
-
-
-def test_saved_as_its_kind(tmp_path):
-    path = machine.save(
-        "scale", dict(machine={"error": "no"}, runs=[]), str(tmp_path / "scale.json")
-    )
-    assert json.loads(path.read_text())["kind"] in report.KINDS
+        longest.cap_memory(dict(device="cuda", memory=90))

@@ -21,7 +21,7 @@ from programs import ROOT
 
 from liger_kernel.cli import _child, build, compare, doctor, main, options, text
 from liger_kernel.cli._child import BadInput, Crash
-from liger_kernel.cli.train import Training, _visible
+from liger_kernel.cli.train import Training, _visible_device
 from liger_kernel.cli.verdict import NOISE_FACTOR, TOLERANCE, table, verdict
 
 TINY = "--hidden-size 32 --layers 1 --heads 2 --vocab-size 512 --steps 3 --batch-size 2 --sequence-length 32".split()
@@ -164,12 +164,7 @@ def test_missing_extras(answer, monkeypatch, missing, argv):
         lambda name, *rest: None if name == missing else find(name, *rest),
     )
     code, _, err = answer("compare", "llama", *argv.split())
-    assert (
-        code == 2
-        and missing in err
-        and "pip install 'liger-kernel[" in err
-        and err.count("\n") == 1
-    )
+    assert code == 2 and missing in err and "pip install " in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", "compare", "doctor", "models", "plan"])
@@ -200,7 +195,7 @@ def test_defaults_are_said_once(capsys):
             main([command, "--help"])
         out = " ".join(capsys.readouterr().out.split())
         assert "None" not in out and "default: False" not in out
-        assert command != "compare" or out.count("(default") == 7 and out.count("(default 20)") == 1
+        assert command != "compare" or out.count("(default") == 12 and out.count("(default 20)") == 1
 
 
 @pytest.mark.parametrize("argv", ["models llama", "compare -h"])
@@ -385,7 +380,7 @@ def test_one_gpu_is_seen(monkeypatch, device, seen, want):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    assert _visible(device) == {"CUDA_VISIBLE_DEVICES": want}
+    assert _visible_device(device) == {"CUDA_VISIBLE_DEVICES": want}
 
 
 @pytest.mark.parametrize(

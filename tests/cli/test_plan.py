@@ -24,9 +24,9 @@ GIB = 2**30
 
 def prepared(*argv, patched, attention=None):
     """The step of these arguments."""
-    args = plan.checked(parser().parse_args(["plan", *map(str, argv)]))
-    args.sequence = args.sequence or plan.SEQUENCE
-    step = plan.prepared(build.config(args.model, args.config, args.sizes), args, patched)
+    args = plan.check_arguments(parser().parse_args(["plan", *map(str, argv)]))
+    args.sequence = args.sequence or plan.DEFAULT_SEQUENCE
+    step = plan.build_step(build.config(args.model, args.config, args.sizes), args, patched)
     if attention == "sdpa" and not step.model._supports_sdpa:
         pytest.skip(
             "measured with SDPA, which this version of transformers does not use for this family"
@@ -132,7 +132,7 @@ SIZES = "--hidden-size 64 --layers 2 --heads 4 --kv-heads 2 --intermediate-size 
 def tiny(family, device, patched, attention, dtype=torch.float32, layers=2):
     from transformers import AutoModelForCausalLM
 
-    args = plan.checked(parser().parse_args(["plan", family, *SIZES, "--layers", str(layers)]))
+    args = plan.check_arguments(parser().parse_args(["plan", family, *SIZES, "--layers", str(layers)]))
     with torch.device(device):
         settings = build.config(family, None, args.sizes)
         model = AutoModelForCausalLM.from_config(
@@ -160,7 +160,9 @@ def kept(model, device, autocast=False, shape=(2, 24), **more):
         if device == "meta":
             stack.enter_context(meta.as_on_a_gpu())
             stack.enter_context(memory.Ledger([list(model.parameters())]))
-        stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=autocast))
+            stack.enter_context(meta.autocast(autocast))
+        else:
+            stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=autocast))
         loss = model(input_ids=ids, labels=ids, use_cache=False, **more).loss
     assert loss.requires_grad
     return Counter((storage.nbytes(), dtype) for storage, dtype in saved.values())
@@ -172,7 +174,7 @@ def as_large_on_a_gpu(monkeypatch):
     if not devices.INTERPRETED:
         pytest.skip("kernels run on CPU tensors in Triton's interpreter")
     monkeypatch.setattr(devices, "_properties", lambda kind, index: ("sm_90", 132, 32, 232448))
-    monkeypatch.setattr(conditions, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE_NUMEL", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,7 +224,7 @@ def test_fullest_moment(family):
         ledger = memory.Ledger([list(model.parameters())])
         with meta.as_on_a_gpu() if device == "meta" else contextlib.nullcontext(), ledger:
             meta.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
-        return ledger.most, ledger.total
+        return ledger.peak_total, ledger.total
 
     assert peak("cpu") == peak("meta")
 
@@ -230,7 +232,7 @@ def test_fullest_moment(family):
 @pytest.mark.parametrize("patched", [False, True])
 def test_a_layer_of_llama_by_hand(patched, monkeypatch):
     """What one more layer keeps of T tokens, in bf16."""
-    monkeypatch.setattr(conditions, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE_NUMEL", 0)
     T, H, wide, heads, kv_heads, head = 3 * 128, 64, 96, 4, 2, 16
 
     def kept_by(layers):
@@ -270,11 +272,11 @@ SMALL = [*SIZES, "--sequence", "64"]
 
 def parts(*argv, patched=False):
     step, args = prepared("llama", *SMALL, *argv, patched=patched)
-    return step.held, step.peak(args.batch, args.sequence), [p for unit in step.units for p in unit]
+    return step.persistent_bytes, step.peak(args.batch, args.sequence), [p for unit in step.units for p in unit]
 
 
 def rounded(sizes):
-    return sum(memory.blocks(size) for size in sizes)
+    return sum(memory.round_to_blocks(size) for size in sizes)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +318,11 @@ def test_held(argv, weight, state, ranks_of_weights, ranks_of_states):
 )
 def test_gradients_after_backward(argv, ranks, nbytes):
     step, args = prepared("llama", *SMALL, *argv.split(), patched=False)
-    run = memory._Run(step)
+    run = memory.StepRun(step)
     run.peak(1, 64)
     every = [p for unit in step.units for p in unit]
     assert run.end["gradients"] == rounded(p.numel() * nbytes / ranks for p in every)
-    assert run.end["optimizer"] == step.held["optimizer"] + step.updating
+    assert run.end["optimizer"] == step.persistent_bytes["optimizer"] + step.update_bytes
     assert run.end["activations"] + run.end["head"] < 4096 and run.ledger.total == sum(
         run.ledger.now.values()
     )
@@ -362,23 +364,23 @@ def test_adapters():
         4 * (64 + 64) - 2 * 32 + 2 * (64 + 96) + (96 + 64)
     )  # in and out of each, of two layers
     assert sum(p.numel() for p in trained) == 8 * linears
-    assert step.held["optimizer"] == rounded(p.numel() * 2 * p.element_size() for p in trained)
+    assert step.persistent_bytes["optimizer"] == rounded(p.numel() * 2 * p.element_size() for p in trained)
 
 
 def test_quantised_weights():
     """Linear layers take 4 bits and a scale; each is made bf16 while it is multiplied."""
     whole, _ = prepared("llama", *SMALL, "--lora", 8, patched=False)
     four, _ = prepared("llama", *SMALL, "--lora", 8, "--weights", "4bit", patched=False)
-    sizes = [p.numel() for p in four.quantised]
+    sizes = [p.numel() for p in four.element_bytes]
     assert len(sizes) == 2 * 7 and 64 * 320 not in sizes
     saved = rounded(2 * n for n in sizes) - rounded(n * (0.5 + 4 / 64) for n in sizes)
-    assert whole.held["weights"] - four.held["weights"] == saved
-    ledger = memory.Ledger(four.units, {p: 2 * p.numel() for p in four.quantised})
-    weight = next(p for p in four.quantised if p.numel() == 64 * 96)
+    assert whole.persistent_bytes["weights"] - four.persistent_bytes["weights"] == saved
+    ledger = memory.Ledger(four.units, {p: 2 * p.numel() for p in four.element_bytes})
+    weight = next(p for p in four.element_bytes if p.numel() == 64 * 96)
     with ledger:
         x = torch.empty(1, weight.shape[1], device="meta", dtype=torch.bfloat16)
         x = torch.mm(x, weight.t())
-    assert ledger.most == 2 * 64 * 96 + 2 * memory.BLOCK and ledger.peak["weights"] == 2 * 64 * 96
+    assert ledger.peak_total == 2 * 64 * 96 + 2 * memory.BLOCK_BYTES and ledger.peak["weights"] == 2 * 64 * 96
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -406,9 +408,9 @@ def test_tensor_parallel(patched):
     class Shapes(memory.Ledger):
         counts_alone = True
 
-        def see(self, tensor):
+        def count_tensor(self, tensor):
             seen.add(tuple(tensor.shape))
-            super().see(tensor)
+            super().count_tensor(tensor)
 
     with meta.as_on_a_gpu(), Shapes(two.units):
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
@@ -444,10 +446,10 @@ def test_checkpoints():
 )
 def test_largest(need, limit, guess):
     asked = []
-    found = plan.largest(lambda n: asked.append(n) or need(n), limit, guess, most=4096)
+    found = plan.largest_that_fits(lambda n: asked.append(n) or need(n), limit, guess, most=4096)
     assert found == sum(need(n) <= limit for n in range(1, 4097))
     assert len(asked) == len(set(asked)) <= 30 and all(1 <= n <= 4096 for n in asked)
-    nearly = plan.largest(need, limit, guess, 0.05, most=4096)
+    nearly = plan.largest_that_fits(need, limit, guess, 0.05, most=4096)
     assert nearly <= found <= max(1.05 * nearly, nearly)
 
 
@@ -457,7 +459,7 @@ def test_largest(need, limit, guess):
 @pytest.fixture
 def answer(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(plan, "PERIOD", math.inf)  # no progress, however long it takes
+    monkeypatch.setattr(plan, "PROGRESS_SECONDS", math.inf)  # no progress, however long it takes
 
     def call(*argv):
         return main(["plan", *map(str, argv)]), *capsys.readouterr()
@@ -595,7 +597,7 @@ def test_the_longest_sequence_of_a_model_whose_positions_end(answer, fits):
 def test_progress(answer, capsys, monkeypatch, terminal):
     """On stderr, before each run: a line that is wiped in the end, or a line every few seconds."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    monkeypatch.setattr(plan, "PERIOD", 0.0)
+    monkeypatch.setattr(plan, "PROGRESS_SECONDS", 0.0)
     code, out, err = answer("llama", *SMALL, "--gpu-memory", "80MB", "--json")
     said = [text for text in err.replace("\r\033[K", "\n").splitlines() if text]
     assert code == 0 and json.loads(out)
@@ -648,24 +650,79 @@ def test_presets_are_the_published_sizes():
 # ---- everything is as it was ----
 
 
+REPLACED_DEVICE_FUNCTIONS = (
+    "has_kernels",
+    "supports_fp32_output",
+    "_properties",
+    "in_autocast",
+    "autocast_dtype",
+    "without_autocast",
+    "snapshot_autocast",
+)
+
+
 def test_nothing_stays_replaced():
-    replaced = [
-        (devices, "has_kernels"),
-        (devices, "_properties"),
+    places = [(devices, name) for name in REPLACED_DEVICE_FUNCTIONS]
+    places += [(launcher, "__getitem__") for launcher in meta.launcher_classes()]
+
+    def current():
+        return [(vars(owner).get(name), getattr(owner, name)) for owner, name in places]
+
+    before = current()
+    x = torch.empty(1, device="meta")
+    kernel.LaunchCache.clear_all()
+    with pytest.raises(ZeroDivisionError), meta.as_on_a_gpu(), meta.autocast():
+        replaced = current()
+        assert devices.has_kernels(x)
+        raise ZeroDivisionError
+    for (_, original), (_, replacement) in zip(before, replaced, strict=True):
+        assert original is not replacement
+    assert current() == before
+    assert not any(kernel.LaunchCache.instances) and not devices.has_kernels(x)
+
+
+def test_autocast_of_the_meta_device():
+    """Our functions tell of it, and of other devices' as ever."""
+    x = torch.empty(1, device="meta")
+    with meta.as_on_a_gpu():
+        assert not devices.in_autocast(x) and devices.autocast_dtype(x) is None
+        with meta.autocast():
+            assert devices.in_autocast(x) and devices.autocast_dtype(x) == torch.bfloat16
+            snapshot = devices.snapshot_autocast(x.device)
+            with devices.without_autocast(x):
+                assert not devices.in_autocast(x)
+                with snapshot():
+                    assert devices.in_autocast(x)
+            assert not devices.in_autocast(torch.empty(1))
+            with torch.autocast("cpu", torch.float16):
+                assert devices.autocast_dtype(torch.empty(1)) == torch.float16
+                with devices.without_autocast(torch.empty(1)):
+                    assert not devices.in_autocast(torch.empty(1)) and devices.in_autocast(x)
+    assert not devices.in_autocast(x)
+
+
+def test_torch_stays_as_it_is(monkeypatch):
+    """While a plan runs, torch's functions of autocast are torch's own."""
+    functions = [
         (torch, "autocast"),
         (torch, "is_autocast_enabled"),
+        (torch, "get_autocast_dtype"),
+        (torch.amp, "autocast"),
+        (torch.amp, "is_autocast_available"),
+        (torch.nn.functional, "linear"),
+        (torch.nn.functional, "scaled_dot_product_attention"),
     ]
-    replaced += [(launcher, "__getitem__") for launcher in meta.launchers()]
-    before = [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
-    kernel.LaunchCache.forget()
-    with pytest.raises(ZeroDivisionError), meta.as_on_a_gpu(), torch.autocast("meta"):
-        assert torch.is_autocast_enabled("meta") and not torch.is_autocast_enabled("cpu")
-        assert devices.has_kernels(torch.empty(1, device="meta"))
-        raise ZeroDivisionError
-    assert before == [(vars(where).get(name), getattr(where, name)) for where, name in replaced]
-    assert not any(kernel.LaunchCache.every) and not devices.has_kernels(
-        torch.empty(1, device="meta")
-    )
+    originals = [getattr(owner, name) for owner, name in functions]
+    seen = []
+    backward = meta.backward
+
+    def watching(loss):
+        seen.append([getattr(owner, name) for owner, name in functions])
+        backward(loss)
+
+    monkeypatch.setattr(meta, "backward", watching)
+    assert total("llama", *SIZES, "--sequence", 64, "--mixed-precision", patched=True)
+    assert seen == [originals]
 
 
 def test_what_is_let_go_of():
@@ -681,4 +738,4 @@ def test_what_is_let_go_of():
         z = y + y
         assert ledger.total == 8192
         del y, z
-    assert ledger.total == 0 and ledger.most == 8192
+    assert ledger.total == 0 and ledger.peak_total == 8192

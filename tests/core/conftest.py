@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from programs import ran
+from programs import run_command
 
 PROGRAM = """
     import torch
@@ -44,6 +44,6 @@ def run(tmp_path):
     def call(body):
         file = tmp_path / "program.py"
         file.write_text(textwrap.dedent(PROGRAM) + textwrap.dedent(body))
-        ran(["-W", "ignore", file], CUDA_VISIBLE_DEVICES="")
+        run_command(["-W", "ignore", file], CUDA_VISIBLE_DEVICES="")
 
     return call

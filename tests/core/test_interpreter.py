@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import given, run
+from cases import make_inputs, run
 from hardware import DEVICE
-from programs import ran
+from programs import run_command
 
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES
@@ -12,7 +12,7 @@ from liger_kernel.core.tile import tl
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU interprets nothing")
 
-OWN = """
+PROGRAM = """
 import interpreter
 interpreter.shorten = lambda: None
 import sys, torch, test_interpreter
@@ -21,25 +21,24 @@ torch.save(test_interpreter.results(), sys.argv[1])
 
 
 def results():
-    """Of every operator in fp32 and bf16, of these by turns without options and with the last of
-    them."""
-    found = {}
+    """Run every operator in fp32 and bf16, by turns without options and with the last of them."""
+    outputs = {}
     for i, case in enumerate(CASES):
         for j, dtype in enumerate((torch.float32, torch.bfloat16)):
             option = {} if (i + j) % 2 or not case.options else case.options[-1]
-            found[case.name, dtype] = run(case.fn, given(case, case.shapes[0], option, dtype))[0]
-    return found
+            outputs[case.name, dtype] = run(case.fn, make_inputs(case, case.shapes[0], option, dtype))[0]
+    return outputs
 
 
 @pytest.mark.thorough
 def test_the_bits_are_tritons_own(tmp_path):
     file = tmp_path / "results"
-    ran(["-W", "ignore", "-c", OWN, file], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    mine, own = results(), torch.load(file)
-    assert mine.keys() == own.keys()
-    for key, found in mine.items():
-        for name, t in found.items():
-            assert torch.equal(t.nan_to_num(), own[key][name].nan_to_num()), (key, name)
+    run_command(["-W", "ignore", "-c", PROGRAM, file], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    outputs, expected = results(), torch.load(file)
+    assert outputs.keys() == expected.keys()
+    for key, tensors in outputs.items():
+        for name, t in tensors.items():
+            assert torch.equal(t.nan_to_num(), expected[key][name].nan_to_num()), (key, name)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Launches: found by what their arguments are to Triton, and otherwise bound by Triton itself."""
+"""Launches: found by what Triton specialises on, and otherwise bound by Triton itself."""
 
 import pytest
 
@@ -14,11 +14,19 @@ def test_found_where_triton_would_find_the_same_kernel(run):
     no fewer."""
     run("""
         calls = [
-            dict(x=x, w=None, y=y, N=64), dict(x=x, w=None, y=y, N=32), dict(x=x, w=None, y=y, N=64, scale=2.0),
-            dict(x=x, w=None, y=y, N=63), dict(x=x, w=None, y=y, N=1), dict(x=x, w=None, y=y, N=2**31 + 16),
-            dict(x=x, w=x, y=y, N=64), dict(x=x.half(), w=None, y=y, N=64), dict(x=x[1:], w=None, y=y, N=64),
-            dict(x=x, w=None, y=y, N=64, ROUND=True), dict(x=x, w=None, y=y, N=64, BLOCK=32),
-            dict(x=x, w=None, y=y, N=64, warps=8), dict(x=torch.nn.Parameter(x), w=None, y=y, N=64),
+            dict(x=x, w=None, y=y, N=64),
+            dict(x=x, w=None, y=y, N=32),
+            dict(x=x, w=None, y=y, N=64, scale=2.0),
+            dict(x=x, w=None, y=y, N=63),
+            dict(x=x, w=None, y=y, N=1),
+            dict(x=x, w=None, y=y, N=2**31 + 16),
+            dict(x=x, w=x, y=y, N=64),
+            dict(x=x.half(), w=None, y=y, N=64),
+            dict(x=x[1:], w=None, y=y, N=64),
+            dict(x=x, w=None, y=y, N=64, ROUND=True),
+            dict(x=x, w=None, y=y, N=64, BLOCK=32),
+            dict(x=x, w=None, y=y, N=64, warps=8),
+            dict(x=torch.nn.Parameter(x), w=None, y=y, N=64),
         ]
         first = [launch(**call) for call in calls]
         assert first == ["bound", "found", "found"] + ["bound"] * 9 + ["found"], first
@@ -46,37 +54,39 @@ def test_a_prepared_launch(run):
     """It arrives as any other, and what Triton specialises on is asked of the tensors alone; a hook
     sees it."""
     run("""
-        from liger_kernel.core.kernel import prepared
+        from liger_kernel.core.kernel import prepare_launch
 
         arrived = []
         portability._Launched.run = lambda self, *args: arrived.append(args)
-        ready = prepared(copy, (3, 2), 64, 0.5, ROUND=False, BLOCK=64, num_warps=4)
+        prepared_launch = prepare_launch(copy, (3, 2), 64, 0.5, ROUND=False, BLOCK=64, num_warps=4)
 
         def how(*tensors):
             before = len(bound)
-            ready(*tensors)
+            prepared_launch(*tensors)
             return "bound" if len(bound) > before else "found"
 
-        ready(x, None, y)  # the first launch of all finds out where it runs
+        prepared_launch(x, None, y)  # the first launch of all finds out where it runs
         assert [how(x, None, y) for _ in range(3)] == ["bound", "found", "found"]
         others = (x, x, y), (x.half(), None, y), (x[1:], None, y)
-        assert [how(*t) for t in others] == ["bound"] * 3 and [how(*t) for t in others] == ["found"] * 3
+        assert [how(*t) for t in others] == ["bound"] * 3
+        assert [how(*t) for t in others] == ["found"] * 3
         assert how(torch.nn.Parameter(x), None, y) == "found" and len(launches) == 4
-        ready(x, None, y)
+        prepared_launch(x, None, y)
         copy[3, 2](x, None, y, 64, 0.5, ROUND=False, BLOCK=64, num_warps=4)
-        one, other = arrived[-2:]
-        assert one[:3] == (3, 2, 1) and all(a is b or a == b for a, b in zip(one, other, strict=True)), arrived
+        prepared, direct = arrived[-2:]
+        assert prepared[:3] == (3, 2, 1), arrived
+        assert all(a is b or a == b for a, b in zip(prepared, direct, strict=True)), arrived
         triton.knobs.runtime.launch_enter_hook = lambda metadata: None
         assert how(x, None, y) == "bound"
     """)
 
 
-def test_plans_are_not_kept_for_ever():
-    plans = LaunchCache()
-    plans.MOST = 3
+def test_a_launch_cache_is_cleared_when_it_is_full():
+    cache = LaunchCache()
+    cache.MAX_ENTRIES = 3
     for n in range(5):
-        assert plans.add(n, str(n)) == str(n) == plans.get(n)
-    assert len(plans) <= 3
+        assert cache.store(n, str(n)) == str(n) == cache.get(n)
+    assert len(cache) <= 3
 
 
 @pytest.mark.thorough

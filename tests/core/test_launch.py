@@ -6,7 +6,7 @@ products in fp32.
 
 import pytest
 import torch
-from cases import ANYWHERE, PoisonedEmpty
+from cases import WITH_AND_WITHOUT_KERNELS, PoisonedEmpty
 from hardware import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +15,7 @@ from liger_kernel.core.devices import AMD
 from liger_kernel.ops.head import token_log_probs
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.head.logits import MOST, TokenOptions, token_gradient
+from liger_kernel.ops.head.logits import MAX_GRID_Y, TokenOptions, token_gradient
 
 ELSEWHERE = """
         import contextlib
@@ -35,7 +35,7 @@ ELSEWHERE = """
 
         driver.get_current_device = lambda: current[0]
         driver.get_current_stream = lambda device: streams.append(device)
-        devices.guard = guard
+        devices.device_guard = guard
         far = torch.zeros(64).as_subclass(OnAnother)
 """
 
@@ -71,11 +71,15 @@ def test_launches_are_only_found_with_a_driver_that_was_checked(run):
         + """
         import types
         driver.target = types.SimpleNamespace(backend="xpu")
-        devices = []
-        triton.runtime.jit.JITFunction.run = lambda self, *args, **kwargs: devices.append(current[0])
+        launched_on = []
+
+        def run(self, *args, **kwargs):
+            launched_on.append(current[0])
+
+        triton.runtime.jit.JITFunction.run = run
         for _ in range(3):
             copy[(3,)](far, None, far, 64, 1.0, ROUND=False, BLOCK=64)
-        assert devices == [1, 1, 1], devices
+        assert launched_on == [1, 1, 1], launched_on
     """
     )
 
@@ -94,19 +98,18 @@ def test_autocast_leaves_the_products_of_a_pass_alone():
     """dW in fp32 from bf16 operands is not rounded to bf16 on the way."""
     h, w, y = parameters()
     with torch.autocast(DEVICE, torch.bfloat16):
-        (got,) = torch.autograd.grad(liger_fused_linear_cross_entropy(h, w, y), w)
+        (dw,) = torch.autograd.grad(liger_fused_linear_cross_entropy(h, w, y), w)
     half = w.detach().bfloat16().requires_grad_()
     loss = liger_fused_linear_cross_entropy(
         h.detach().bfloat16(), half, y, accum_dtype=torch.float32
     )
-    (want,) = torch.autograd.grad(loss, half)
-    assert not torch.equal(got.bfloat16().float(), got)
-    torch.testing.assert_close(
-        got, want.to(got.dtype), rtol=2**-8, atol=0
-    )  # that one is rounded in the end
+    (expected,) = torch.autograd.grad(loss, half)
+    assert not torch.equal(dw.bfloat16().float(), dw)
+    # the expected one is rounded in the end
+    torch.testing.assert_close(dw, expected.to(dw.dtype), rtol=2**-8, atol=0)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_a_loss_of_ones_own_keeps_autocast():
     """fn runs as it would around the head: its matrix products are autocast's, or not."""
     h, w, y = parameters(6)
@@ -139,16 +142,16 @@ def test_products_into_fp32_are_tried_once(works, monkeypatch):
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "addmm", product)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(devices, "_multiplies", {})
+    monkeypatch.setattr(devices, "_fp32_output_support", {})
     x = torch.zeros(2, dtype=torch.bfloat16).as_subclass(OnGPU)
-    assert not devices.multiplies_into_fp32(x) and not tried  # nothing is tried within a CUDA graph
+    assert not devices.supports_fp32_output(x) and not tried  # nothing is tried within a CUDA graph
     capturing[0] = False
     for _ in range(3):
-        assert devices.multiplies_into_fp32(x) is works
+        assert devices.supports_fp32_output(x) is works
     assert len(tried) == (2 if works else 1)
     capturing[0] = True
-    assert devices.multiplies_into_fp32(x) is works
-    assert not devices.multiplies_into_fp32(torch.zeros(2))
+    assert devices.supports_fp32_output(x) is works
+    assert not devices.supports_fp32_output(torch.zeros(2))
 
 
 @pytest.mark.parametrize("shape", [(128, 2**22), (1, 2**29), (2**21, 128)], ids=str)
@@ -164,13 +167,13 @@ def test_grids_within_the_limits(shape, columns, monkeypatch):
             grids.append(grid)
             return lambda *args, **kwargs: None
 
-    monkeypatch.setattr(logits, "_gradient", Recorded())
+    monkeypatch.setattr(logits, "gradient_kernel", Recorded())
     x = torch.empty(shape[::-1] if columns else shape, dtype=torch.bfloat16, device="meta")
     x = x.t() if columns else x
     y = torch.empty(shape[0], dtype=torch.int64, device="meta")
     token_gradient(None, x, y, None, None, None, x, TokenOptions())
     ((tokens, blocks),) = grids
-    assert blocks <= MOST == 65535 and tokens < 2**31
+    assert blocks <= MAX_GRID_Y == 65535 and tokens < 2**31
 
 
 # ---- what a CPU's products read ----

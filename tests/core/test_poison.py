@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import PoisonedEmpty
-from programs import run
+from programs import run_program
 
 ALLOCATE = {
     "empty": lambda dtype: torch.empty(3, dtype=dtype),
@@ -26,7 +26,7 @@ def test_every_allocation_is_poisoned(way, dtype):
 def test_nothing_stays():
     """PyTorch looks up what `torch.empty` is at the first `torch.device(...)`, and then never
     again."""
-    run("""
+    run_program("""
 import torch
 from cases import PoisonedEmpty
 
@@ -35,6 +35,7 @@ with PoisonedEmpty(), torch.device("cpu"):
     assert torch.empty(2).isnan().all()
 assert empty == (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 with torch.device("meta"):
-    made = torch.empty(2), torch.empty_strided((2,), (1,)), torch.zeros(2), torch.nn.Linear(2, 2).weight
-assert {x.device.type for x in made} == {"meta"}, [x.device for x in made]
+    tensors = torch.empty(2), torch.empty_strided((2,), (1,)), torch.zeros(2)
+    tensors += (torch.nn.Linear(2, 2).weight,)
+assert {x.device.type for x in tensors} == {"meta"}, [x.device for x in tensors]
 """)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hardware import DEVICE
-from programs import ROOT, ran
+from programs import ROOT, run_command
 
 import liger_kernel.ops  # noqa: F401  (fills CASES)
 from bench import tune
@@ -21,8 +21,8 @@ from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import LaunchCache
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import logits
-from liger_kernel.ops.moe import products
-from liger_kernel.ops.norm import rms_norm, rows
+from liger_kernel.ops.moe import grouped_matmul
+from liger_kernel.ops.norm import norm_kernels, rms_norm
 
 BY_NAME = {case.name: case for case in CASES}
 KB = 1024
@@ -43,7 +43,7 @@ def pretend(monkeypatch, tmp_path):
     """`pretend(name)`: from here on every tensor is on that device. No table of this machine's is
     read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    monkeypatch.delenv(tuning.ENV_VARIABLE, raising=False)
 
     def call(name, *properties):
         if properties or name in GPUS:
@@ -51,15 +51,15 @@ def pretend(monkeypatch, tmp_path):
             monkeypatch.setattr(
                 devices, "_properties", lambda kind, index: (arch, processors, warps, shared)
             )
-        monkeypatch.setattr(devices, "model", lambda kind, index: (name, 0.0))
-        tuning._traits.cache_clear()
-        tuning.forget()
+        monkeypatch.setattr(devices, "name_and_bandwidth", lambda kind, index: (name, 0.0))
+        tuning._device_traits.cache_clear()
+        tuning.reset_tables()
         return torch.empty(1, device="meta")
 
     yield call
     monkeypatch.undo()
-    tuning._traits.cache_clear()
-    tuning.forget()
+    tuning._device_traits.cache_clear()
+    tuning.reset_tables()
 
 
 # ---- what is known of a device ----
@@ -67,73 +67,83 @@ def pretend(monkeypatch, tmp_path):
 
 @EVERY_GPU
 def test_traits(gpu, pretend):
-    device = tuning.traits(pretend(gpu))
+    device = tuning.device_traits(pretend(gpu))
     arch, processors, warps, shared, rate = GPUS[gpu]
     assert device[:4] == (gpu, arch, processors, 1024 // warps)
-    assert device.shared == (shared or 64 * KB) and device.prefetches == (shared > 0)
-    assert device.rate == pytest.approx(1e12 * rate)
+    assert device.shared_memory == (shared or 64 * KB) and device.prefetches == (shared > 0)
+    assert device.bandwidth == pytest.approx(1e12 * rate)
 
 
 def test_a_rate_that_is_not_published(pretend, monkeypatch):
     """The driver's, then the architecture's, else none: then nothing is made of it."""
     x = pretend("NVIDIA GeForce RTX 4070", "sm_89", 46, 32, 99 * KB)
-    assert tuning.traits(x).rate == 1.01e12
-    monkeypatch.setattr(devices, "model", lambda kind, index: ("NVIDIA GeForce RTX 4070", 5.04e11))
-    tuning._traits.cache_clear()
-    assert tuning.traits(x).rate == 5.04e11
+    assert tuning.device_traits(x).bandwidth == 1.01e12
+    monkeypatch.setattr(
+        devices, "name_and_bandwidth", lambda kind, index: ("NVIDIA GeForce RTX 4070", 5.04e11)
+    )
+    tuning._device_traits.cache_clear()
+    assert tuning.device_traits(x).bandwidth == 5.04e11
     x = pretend("something", "sm_75", 40, 32, 64 * KB)
-    assert tuning.traits(x).rate == 0 and tuning.traits(x).programs(1, 1) == 1
-    assert tuning.traits(pretend("NVIDIA H200 MIG 1g.18gb", "sm_90", 16, 32, 227 * KB)).rate == 0
+    assert (
+        tuning.device_traits(x).bandwidth == 0
+        and tuning.device_traits(x).programs_per_processor(1, 1) == 1
+    )
+    assert (
+        tuning.device_traits(
+            pretend("NVIDIA H200 MIG 1g.18gb", "sm_90", 16, 32, 227 * KB)
+        ).bandwidth
+        == 0
+    )
 
 
 # ---- defaults ----
 
 
-def asked(names):
-    """{key: numbers} of all that these cases choose on meta tensors, in 16 and 32 bits."""
-    found = {}
+def default_configs(names):
+    """Return {key: config} of all that these cases choose on meta tensors, in 16 and 32 bits."""
+    configs = {}
 
-    def seen(launch, key, tensor, what, usual):
-        found[" ".join(map(str, (launch.name, f"{8 * tensor.element_size()}-bit", *what)))] = usual
+    def observe(launch, key, tensor, problem, default):
+        parts = launch.name, f"{8 * tensor.element_size()}-bit", *problem
+        configs[" ".join(map(str, parts))] = default
 
-    with tuning.trying({}, seen):
+    with tuning.override_launches({}, observe):
         for case in (BY_NAME[name] for name in names):
             for shape in (*case.shapes, *case.bench):
                 for dtype in torch.bfloat16, torch.float32:
-                    contestant = Contestant(case.fn, tune.inputs(case, shape, dtype, "meta"))
+                    contestant = Contestant(case.fn, tune.make_inputs(case, shape, dtype, "meta"))
                     contestant.gradients(contestant.outputs(), contestant.dys)
-    return found
+    return configs
 
 
-USUAL = Path(__file__).with_name("launches_h200.txt")
+DEFAULTS_FILE = Path(__file__).with_name("launches_h200.txt")
 
 
 def test_hoppers_defaults_are_those_that_were_measured(pretend):
-    """What was measured there changes only with a new measurement: of `Traits`, nothing may change
-    it."""
+    """They change only with a new measurement: no property of `DeviceTraits` may change them."""
     wide = pretend("NVIDIA H200")
     tensors = {"16-bit": wide.bfloat16(), "32-bit": wide}
     words = {"False": False, "True": True}
     names = set()
-    for line in USUAL.read_text().splitlines():
+    for line in DEFAULTS_FILE.read_text().splitlines():
         key, _, numbers = line.partition(" = ")
-        name, bits, *what = key.split()
-        what = [words.get(w, int(w) if w.isdigit() else w) for w in what]
-        assert tune.text(tuning.LAUNCHES[name].default(tensors[bits], *what)) == numbers, line
+        name, bits, *problem = key.split()
+        problem = [words.get(w, int(w) if w.isdigit() else w) for w in problem]
+        assert tune.config_text(tuning.LAUNCHES[name].default(tensors[bits], *problem)) == numbers, line
         names.add(name)
     assert names == set(tuning.LAUNCHES)
     x = tensors["16-bit"]
     assert logits._launch(x, 2048, 128256, False, True) == (64, 1024, 8, 4)
     assert logits._launch(x, 2048, 128256, False, False) == (64, 1024, 4, 4)
-    assert logits._launch_gradient(x, 2048, 128256, False) == (128, 32, 4)
+    assert logits._gradient_launch(x, 2048, 128256, False) == (128, 32, 4)
 
 
 @pytest.mark.thorough
 def test_the_list_of_defaults_is_that_of_the_cases():
     with meta.as_on_a_gpu():
-        found = asked(name for name in tune.SHAPES if "linear" not in name)
-    lines = [f"{key} = {tune.text(numbers)}" for key, numbers in sorted(found.items())]
-    assert lines == USUAL.read_text().splitlines()
+        configs = default_configs(name for name in tune.SHAPES if "linear" not in name)
+    lines = [f"{key} = {tune.config_text(config)}" for key, config in sorted(configs.items())]
+    assert lines == DEFAULTS_FILE.read_text().splitlines()
 
 
 @EVERY_GPU
@@ -142,24 +152,31 @@ def test_defaults_fit(gpu, pretend):
     are."""
     wide = pretend(gpu)
     for x in wide.bfloat16(), wide:
-        device, size = tuning.traits(x), x.element_size()
+        device, size = tuning.device_traits(x), x.element_size()
         for N in (100, 1024, 2048, 4096, 8192, 16384, 50000):
             for streams in 2, 3:
                 for heavy in {False, size == 4}:
-                    block, columns, warps, resident = rows._launch_bwd(x, N, heavy, streams)
+                    block, columns, warps, resident = norm_kernels._choose_bwd_launch(
+                        x, N, heavy, streams
+                    )
                     one = streams * block * columns * size
-                    stages = devices.stages(one, x)
-                    assert stages == 1 or stages * one <= device.shared
-                    assert resident * device.warp * devices.warps(
+                    stages = devices.choose_num_stages(one, x)
+                    assert stages == 1 or stages * one <= device.shared_memory
+                    assert resident * device.warp_size * devices.limit_warps(
                         warps, x
                     ) <= 2048 and resident in (1, 2)
-            block, columns, warps = rows._launch(x, N, False)
-            assert device.warp * warps <= 1024 and block * columns <= 128 * device.warp * warps
+            block, columns, warps = norm_kernels._choose_fwd_launch(x, N, False)
+            assert (
+                device.warp_size * warps <= 1024
+                and block * columns <= 128 * device.warp_size * warps
+            )
         for tile in (16, 32, 64, 128)[: 4 if size == 2 else 3]:
             for most in 128, 256:
-                columns, deep, stages, warps = products._tile(x, tile, 4096, 14336, 4096, most)
-                assert max(stages - 1, 1) * (tile + columns) * deep * size <= device.shared
-                assert columns * tile <= 128 * device.warp * warps
+                columns, deep, stages, warps = grouped_matmul._choose_tile(
+                    x, tile, 4096, 14336, 4096, most
+                )
+                assert max(stages - 1, 1) * (tile + columns) * deep * size <= device.shared_memory
+                assert columns * tile <= 128 * device.warp_size * warps
 
 
 def test_defaults_follow_the_device(pretend):
@@ -169,9 +186,11 @@ def test_defaults_follow_the_device(pretend):
     for gpu in GPUS:
         x = pretend(gpu)
         backward[gpu] = [
-            rows._launch_bwd(t, 2048, False, n) for t in (x.bfloat16(), x) for n in (2, 3)
+            norm_kernels._choose_bwd_launch(t, 2048, False, n)
+            for t in (x.bfloat16(), x)
+            for n in (2, 3)
         ]
-        assert rows._launch(x, 4096, False)[2] == (4 if "AMD" in gpu else 8)
+        assert norm_kernels._choose_fwd_launch(x, 4096, False)[2] == (4 if "AMD" in gpu else 8)
     full, half, two = (4, 2048, 8, 1), (2, 2048, 8, 1), (4, 2048, 8, 2)
     assert backward == {
         "NVIDIA H200": [full, full, full, full],
@@ -182,7 +201,7 @@ def test_defaults_follow_the_device(pretend):
         "AMD Instinct MI300X": [two, full, full, full],
     }
     x = pretend("AMD Instinct MI300X").bfloat16()
-    assert products._tile(x, 128, 4096, 4096, 4096, 256) == (128, 64, 2, 8)
+    assert grouped_matmul._choose_tile(x, 128, 4096, 4096, 4096, 256) == (128, 64, 2, 8)
 
 
 PROGRAM = """
@@ -193,7 +212,7 @@ PROGRAM = """
     limit = 99 * 1024
     portability.TARGETS["sm_89"] = GPUTarget("cuda", 89, 32), 142, limit
     launches = portability.pretend("sm_89")
-    devices.model = lambda kind, index: ("NVIDIA L40S", 0.0)
+    devices.name_and_bandwidth = lambda kind, index: ("NVIDIA L40S", 0.0)
     for case in portability.CASES:
         if case.name in ("rms_norm", "experts"):
             for dtype in (torch.bfloat16, torch.float32)[: 2 if case.name == "rms_norm" else 1]:
@@ -217,33 +236,37 @@ def test_what_takes_most_shared_memory_fits_into_an_l40s(tmp_path):
     defaults."""
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PROGRAM))
-    ran(["-W", "ignore", file], CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+    run_command(["-W", "ignore", file], CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 # ---- tables ----
 
 
 def written(path, numbers, **other):
-    device = tuning.traits(torch.empty(1, device=DEVICE))
+    device = tuning.device_traits(torch.empty(1, device=DEVICE))
     table = (
-        tuning.stamp(device)
+        tuning.table_header(device)
         | dict(launches={k: dict(launch=list(v)) for k, v in numbers.items()})
         | other
     )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(table))
-    tuning.forget()
+    tuning.reset_tables()
 
 
 @contextlib.contextmanager
 def launched(monkeypatch, module):
     """The constants of each launch that the module prepares."""
-    made, prepared = [], module.prepared
+    launches = []
+    prepare_launch = module.prepare_launch
+
+    def recorded(*args, **constants):
+        launches.append(constants)
+        return prepare_launch(*args, **constants)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            module, "prepared", lambda *args, **kw: made.append(kw) or prepared(*args, **kw)
-        )
-        yield made
+        patch.setattr(module, "prepare_launch", recorded)
+        yield launches
 
 
 def norm(shape=(5, 100), dtype=torch.float32):
@@ -263,17 +286,22 @@ def test_a_table_is_used(pretend, monkeypatch):
     they were."""
     pretend("Some GPU (X-1)")
     usual = norm()
-    path = tuning.folder() / "tuning-Some-GPU-X-1-.json"
+    path = tuning.default_folder() / "tuning-Some-GPU-X-1-.json"
     written(path, {KEY: (2, 128, 1)})
-    with launched(monkeypatch, rows) as made:
-        assert tune.agree([norm()], [usual])
+    with launched(monkeypatch, norm_kernels) as launches:
+        assert tune.results_agree([norm()], [usual])
         norm(), norm((4, 65)), norm((5, 100), torch.bfloat16), norm((5, 200))
-    assert [(m["BLOCK_M"], m["BLOCK_N"]) for m in made] == [(2, 128), (2, 128), (8, 128), (4, 256)]
-    monkeypatch.setenv(tuning.VARIABLE, "off")
-    tuning.forget()
-    with launched(monkeypatch, rows) as made:
+    assert [(m["BLOCK_M"], m["BLOCK_N"]) for m in launches] == [
+        (2, 128),
+        (2, 128),
+        (8, 128),
+        (4, 256),
+    ]
+    monkeypatch.setenv(tuning.ENV_VARIABLE, "off")
+    tuning.reset_tables()
+    with launched(monkeypatch, norm_kernels) as launches:
         norm()
-    assert made[0]["BLOCK_M"] == 8
+    assert launches[0]["BLOCK_M"] == 8
 
 
 def test_a_file_or_a_folder_may_be_given(pretend, monkeypatch, tmp_path):
@@ -283,11 +311,11 @@ def test_a_file_or_a_folder_may_be_given(pretend, monkeypatch, tmp_path):
         (tmp_path / "here", tmp_path / "here" / "tuning-GPU.json"),
     ):
         written(path, {KEY: (2, 128, 1)})
-        monkeypatch.setenv(tuning.VARIABLE, str(where))
-        tuning.forget()
-        with launched(monkeypatch, rows) as made:
+        monkeypatch.setenv(tuning.ENV_VARIABLE, str(where))
+        tuning.reset_tables()
+        with launched(monkeypatch, norm_kernels) as launches:
             norm()
-        assert made[0]["BLOCK_M"] == 2
+        assert launches[0]["BLOCK_M"] == 2
 
 
 @pytest.mark.parametrize(
@@ -316,15 +344,15 @@ def test_a_table_that_is_of_no_use(content, why, pretend, monkeypatch, tmp_path)
         written(path, {KEY: (2, 128, 1)}, **content)
     elif content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
-    tuning.forget()
+    monkeypatch.setenv(tuning.ENV_VARIABLE, str(path))
+    tuning.reset_tables()
     with (
-        launched(monkeypatch, rows) as made,
+        launched(monkeypatch, norm_kernels) as launches,
         pytest.warns(UserWarning, match="table of launches") as seen,
     ):
         norm(), norm((3, 100)), norm((3, 64))
     assert len(seen) == 1 and why in str(seen[0].message) and str(path) in str(seen[0].message)
-    assert [m["BLOCK_M"] for m in made] == [8, 8, 16]
+    assert [m["BLOCK_M"] for m in launches] == [8, 8, 16]
 
 
 def test_a_user_without_a_home(pretend, monkeypatch):
@@ -338,11 +366,11 @@ def test_a_user_without_a_home(pretend, monkeypatch):
             raise listed(path)
 
         monkeypatch.setattr("os.listdir", listdir)
-        tuning.forget()
+        tuning.reset_tables()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             norm()
-        assert tuning._tables.idle
+        assert tuning._tables.none_exist
 
 
 @pytest.mark.parametrize(
@@ -350,31 +378,31 @@ def test_a_user_without_a_home(pretend, monkeypatch):
 )
 def test_a_launch_that_is_not_right_is_not_taken(numbers, pretend, monkeypatch):
     pretend("GPU")
-    written(tuning.file("GPU"), {KEY: numbers})
+    written(tuning.table_path("GPU"), {KEY: numbers})
     with (
-        launched(monkeypatch, rows) as made,
+        launched(monkeypatch, norm_kernels) as launches,
         pytest.warns(UserWarning, match=f"{KEY} is .*no launch for"),
     ):
         norm()
-    assert made[0]["BLOCK_M"] == 8
+    assert launches[0]["BLOCK_M"] == 8
 
 
 def test_without_a_table_nobody_is_asked(pretend, monkeypatch):
     """Nor is one read at import, nor when a launch that was planned comes again."""
     pretend("GPU")
     looked = []
-    monkeypatch.setattr(tuning, "folder", lambda: looked.append(1) or Path("/nowhere"))
+    monkeypatch.setattr(tuning, "default_folder", lambda: looked.append(1) or Path("/nowhere"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         norm()
-        LaunchCache.forget()
+        LaunchCache.clear_all()
         norm(), norm((3, 64))
-    assert len(looked) == 1 and tuning._tables.idle
+    assert len(looked) == 1 and tuning._tables.none_exist
 
 
 def test_a_launch_is_looked_up_when_it_is_planned(pretend, monkeypatch):
     pretend("GPU")
-    written(tuning.file("GPU"), {KEY: (2, 128, 1)})
+    written(tuning.table_path("GPU"), {KEY: (2, 128, 1)})
     norm()
     found, asked = tuning._tables.find, []
     monkeypatch.setattr(
@@ -389,46 +417,59 @@ def test_a_launch_is_looked_up_when_it_is_planned(pretend, monkeypatch):
 # ---- measuring ----
 
 SMALL = {  # a shape of each case, for the interpreter
-    "rms_norm": (5, 100), "layer_norm": (5, 100), "swiglu": (3, 700), "rope": None, "cross_entropy": (5, 300),
-    "linear_token_loss": None, "experts": None,
-}  # fmt: skip
+    "rms_norm": (5, 100),
+    "layer_norm": (5, 100),
+    "swiglu": (3, 700),
+    "rope": None,
+    "cross_entropy": (5, 300),
+    "linear_token_loss": None,
+    "experts": None,
+}
 
 
 def contestant(name, dtype=torch.float32):
     case = BY_NAME[name]
-    return Contestant(case.fn, tune.inputs(case, SMALL[name] or case.shapes[1], dtype, DEVICE))
+    return Contestant(case.fn, tune.make_inputs(case, SMALL[name] or case.shapes[1], dtype, DEVICE))
 
 
-def every_launch(names, some):
-    tried = set()
+def every_launch(names, select):
+    """Check the selected configs of each launch of these cases. Returns the names of launches."""
+    launches = set()
     for name in names:
-        who = contestant(name)
-        with tuning.trying({}):
-            want = tune.results(who)
-        for choice in tune.choices(who):
-            tried.add(choice.key.split()[0])
-            for numbers in some(choice.others):
-                with tuning.trying({choice.key: numbers}):
-                    assert tune.agree(tune.results(who), want), f"{name}: {choice.key}: {numbers}"
-    return tried
+        case = contestant(name)
+        with tuning.override_launches({}):
+            expected = tune.outputs_and_gradients(case)
+        for choice in tune.choices(case):
+            launches.add(choice.key.split()[0])
+            for config in select(choice.alternatives):
+                with tuning.override_launches({choice.key: config}):
+                    outputs = tune.outputs_and_gradients(case)
+                assert tune.results_agree(outputs, expected), f"{name}: {choice.key}: {config}"
+    return launches
 
 
 @pytest.mark.thorough
 def test_every_choice_of_launches_computes_the_same(pretend):
-    """Whatever a table may name. On a CPU as with Hopper's shared memory, and the first and the
-    last one."""
+    """Every config that a table may have; on a CPU the first and the last, as with Hopper's shared
+    memory."""
     if DEVICE == "cpu":
         pretend("", "cpu", 4, 32, 227 * KB)
-    some = (lambda others: others[:: max(len(others) - 1, 1)]) if DEVICE == "cpu" else list
-    assert every_launch(SMALL, some) == set(tuning.LAUNCHES)
+
+    def first_and_last(configs):
+        return configs[:: max(len(configs) - 1, 1)]
+
+    select = first_and_last if DEVICE == "cpu" else list
+    assert every_launch(SMALL, select) == set(tuning.LAUNCHES)
 
 
-def made_up(ms):
-    """A stopwatch: what each launch takes, by its numbers; the default 1 ms. Whoever is timed is in
-    ``timed``."""
+def fake_stopwatch(ms):
+    """Return a stopwatch that takes ``ms(config, n)`` for the n-th timing.
+
+    The config is None for the default. Its list ``timed`` has the configs that were timed.
+    """
 
     def stopwatch(work, prepare=lambda: None):
-        numbers = next(iter(tuning._tables.tried.values()), None)
+        numbers = next(iter(tuning._tables.overrides.values()), None)
         stopwatch.timed.append(numbers)
         return ms(numbers, len(stopwatch.timed))
 
@@ -437,10 +478,10 @@ def made_up(ms):
 
 
 def forward_norm(others):
-    who = contestant("rms_norm")
-    (choice,) = (c for c in tune.choices(who) if c.key == KEY)
-    choice.others = others
-    return who, choice
+    case = contestant("rms_norm")
+    (choice,) = (c for c in tune.choices(case) if c.key == KEY)
+    choice.alternatives = others
+    return case, choice
 
 
 def test_the_fastest_is_written(pretend, monkeypatch, capsys):
@@ -448,8 +489,8 @@ def test_the_fastest_is_written(pretend, monkeypatch, capsys):
     versions."""
     pretend("GPU")
     monkeypatch.setattr(tune, "SHAPES", {"rms_norm": ((5, 100),)})
-    path, best = tuning.file("GPU"), {(4, 128, 2): 0.9, (2, 128, 2): 0.95}
-    stopwatch = made_up(lambda numbers, n: best.get(numbers, 1.0))
+    path, best = tuning.table_path("GPU"), {(4, 128, 2): 0.9, (2, 128, 2): 0.95}
+    stopwatch = fake_stopwatch(lambda numbers, n: best.get(numbers, 1.0))
     written(path, {"rope 16-bit 1024": (8, 4)})
     tune.run(["rms_norm"], [torch.float32], None, stopwatch, 0.0, DEVICE)
     table = json.loads(path.read_text())["launches"]
@@ -471,10 +512,10 @@ def test_the_fastest_is_written(pretend, monkeypatch, capsys):
     )
     assert "norm_backward 32-bit 128 False 2: the default" in said
     assert "other results" not in said and "Error" not in said
-    device = tuning.traits(torch.empty(1, device=DEVICE))
-    assert tuning.read(device) == {KEY: (4, 128, 2), "rope 16-bit 1024": (8, 4)}
-    assert tune.table_at(path, {"device": "B"}) == {"device": "B", "launches": {}}
-    monkeypatch.setenv(tuning.VARIABLE, "off")
+    device = tuning.device_traits(torch.empty(1, device=DEVICE))
+    assert tuning.read_table(device) == {KEY: (4, 128, 2), "rope 16-bit 1024": (8, 4)}
+    assert tune.load_table(path, {"device": "B"}) == {"device": "B", "launches": {}}
+    monkeypatch.setenv(tuning.ENV_VARIABLE, "off")
     with pytest.raises(SystemExit, match="LIGER_KERNEL_TUNING=off: unset it, or give --out"):
         tune.run([], [], None, stopwatch, 0.0, DEVICE)
 
@@ -491,8 +532,8 @@ def test_the_fastest_is_written(pretend, monkeypatch, capsys):
 )
 def test_noise_wins_nothing(ms, pretend):
     pretend("GPU")
-    who, choice = forward_norm([(4, 128, 2)])
-    assert tune.measured(who, choice, made_up(ms), 0.0) == (None, {})
+    case, choice = forward_norm([(4, 128, 2)])
+    assert tune.measure_choice(case, choice, fake_stopwatch(ms), 0.0) == (None, {})
 
 
 def test_a_launch_with_other_results_is_not_timed(pretend, monkeypatch):
@@ -500,23 +541,23 @@ def test_a_launch_with_other_results_is_not_timed(pretend, monkeypatch):
     pretend("GPU")
     launch = tuning.LAUNCHES["norm_forward"]
     wrong, bad = (8, 128, 4), (4, 128, 1)
-    prepared = rows.prepared
+    prepared = norm_kernels.prepare_launch
 
     def mistaken(*args, **constants):
         if constants["num_warps"] == 4:
-            constants |= dict(BLOCK_N=64, WHOLE=True)
+            constants |= dict(BLOCK_N=64, ONE_BLOCK=True)
         if constants["num_warps"] == 1:
             raise RuntimeError("out of resource: shared memory")
         return prepared(*args, **constants)
 
-    monkeypatch.setattr(rows, "prepared", mistaken)
-    who, choice = forward_norm([wrong, bad, (4, 128, 2)])
+    monkeypatch.setattr(norm_kernels, "prepare_launch", mistaken)
+    case, choice = forward_norm([wrong, bad, (4, 128, 2)])
     assert all(
-        numbers in launch.others(torch.empty(1), choice.usual, 100, False)
-        for numbers in choice.others
+        numbers in launch.alternatives(torch.empty(1), choice.default, 100, False)
+        for numbers in choice.alternatives
     )
-    stopwatch = made_up(lambda numbers, n: 1.0 if numbers is None else 0.5)
-    entry, failed = tune.measured(who, choice, stopwatch, 0.0)
+    stopwatch = fake_stopwatch(lambda numbers, n: 1.0 if numbers is None else 0.5)
+    entry, failed = tune.measure_choice(case, choice, stopwatch, 0.0)
     assert failed == {
         wrong: "other results than the default's",
         bad: "RuntimeError: out of resource: shared memory",
@@ -526,10 +567,10 @@ def test_a_launch_with_other_results_is_not_timed(pretend, monkeypatch):
 
 def test_trying_leaves_nothing(pretend):
     pretend("GPU")
-    with pytest.raises(ZeroDivisionError), tuning.trying({KEY: (2, 128, 1)}):
-        assert tuning._tables.tried
+    with pytest.raises(ZeroDivisionError), tuning.override_launches({KEY: (2, 128, 1)}):
+        assert tuning._tables.overrides
         raise ZeroDivisionError
-    assert not tuning._tables.tried and not any(LaunchCache.every)
+    assert not tuning._tables.overrides and not any(LaunchCache.instances)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it would measure")

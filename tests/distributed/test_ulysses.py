@@ -14,7 +14,7 @@ import tiny
 import torch
 import zero
 from hardware import DEVICE
-from logged import Losses
+from logged import LossRecorder
 from ranks import SIZE
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,7 +73,7 @@ def sp_trainer(folder, model, stage, accumulated):
         deepspeed=zero.configuration(torch.float32, stage, accumulated, rows=1),
         parallelism_config=ParallelismConfig(sp_size=SIZE, sp_backend="deepspeed", sp_handler=how),
     )
-    losses = Losses()
+    losses = LossRecorder()
     made = InOrder(model=model, args=args, train_dataset=texts(), callbacks=[losses])
     made.losses = losses.seen
     return made

@@ -235,16 +235,16 @@ def check_operators(rank, family, when):
         patch.setattr(
             torch.nn.functional, "linear", torch._C._nn.linear
         )  # an earlier engine's own is still there
-        with patched.counted(patch) as calls:
+        with patched.count_calls(patch) as calls:
             ran.backward(ran(**batch).loss)
-        assert calls == patched.expected(family)
+        assert calls == patched.expected_calls(family)
         if family == "mixtral":
             return ran.destroy()
         seen = []
         ran.module.model.layers[0].mlp.act_fn.register_forward_hook(
             lambda module, args, out: seen.append(out) or out * 2
         )
-        with patched.counted(patch) as calls:
+        with patched.count_calls(patch) as calls:
             loss = ran(**batch).loss
         assert len(seen) == 1 and calls["swiglu"] == 1, "a user's hook is not called"
     ran.destroy()

@@ -14,6 +14,7 @@ import torch
 import trl_tiny
 import yaml
 import zoo_vision
+from programs import guide_file
 
 import liger_kernel.transformers as liger
 
@@ -56,6 +57,14 @@ MORE = dict(
     packed=dict(sample_packing=True, pad_to_sequence_len=True),
 )
 
+# What of the guide's yaml a tiny run on a CPU replaces.
+SMALL = (
+    "base_model datasets output_dir dataset_prepared_path tokenizer_config sequence_len max_steps "
+    "optimizer logging_steps save_strategy save_steps bf16 fp16 tf32 attn_implementation "
+    "dataset_num_proc use_tensorboard".split()
+)
+FOR_A_CPU = dict(adapter="lora", load_in_4bit=False, num_epochs=1)
+
 # A plugin of Axolotl with the loss that liger_use_token_scaling stands for: each token's, times its
 # probability.
 SCALED = """
@@ -88,6 +97,13 @@ def settings(folder, job, family, **more):
     ) | more  # fmt: skip
 
 
+def of_the_guide(folder):
+    """The yaml of docs/guides/axolotl.md, with a tiny model and data, in fp32 and without 4 bits."""
+    small = settings(folder, "guide", "qwen3")
+    small = {name: small[name] for name in SMALL}
+    return yaml.safe_load(guide_file("axolotl.md", "qlora.yaml")) | small | FOR_A_CPU
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("axolotl")
@@ -95,7 +111,7 @@ def runs(tmp_path_factory):
     (folder / "said.jsonl").write_text("\n".join(rows))
     plans = {}
     for family in [*FAMILIES, *SIZES]:
-        trl_tiny.folder(folder / "models" / family, family=family, **SIZES.get(family, {}))
+        trl_tiny.save_model(folder / "models" / family, family=family, **SIZES.get(family, {}))
         more = (
             dict(remove_unused_columns=False) if family == GENERIC else {}
         )  # its forward names no arguments
@@ -117,6 +133,8 @@ def runs(tmp_path_factory):
             given["plugins"] = [PLUGIN]
         (folder / f"{job}.yaml").write_text(yaml.safe_dump(given))
         jobs[job] = [folder / f"{job}.yaml"]
+    (folder / "guide.yaml").write_text(yaml.safe_dump(of_the_guide(folder)))
+    jobs["guide"] = [folder / "guide.yaml"]
     first = "axolotl.cli.config axolotl.cli.checks axolotl.train axolotl.common.datasets axolotl.core.builders".split()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)])
     environment = dict(AXOLOTL_DO_NOT_TRACK="1", PYTHONPATH=path)
@@ -165,6 +183,12 @@ def test_switches(name, runs):
     assert mine.calls["liger_cross_entropy"] == (2 * STEPS if name == "cross_entropy" else 0)
 
 
+def test_the_guide(runs):
+    guide = runs["guide"]
+    assert {*LAYER_OPERATORS.values(), FUSED_HEAD} <= set(guide.calls)
+    assert len(guide.logged()) == STEPS
+
+
 def test_layer_norm(reference_only):
     """By its plugin, then the model that this patches. The layers are those of an image tower."""
     from axolotl.integrations.liger import LigerPlugin
@@ -172,7 +196,7 @@ def test_layer_norm(reference_only):
 
     def step(model):
         calls = Counter()
-        sys.setprofile(framework_runs.noting(calls))
+        sys.setprofile(framework_runs.call_counter(calls))
         try:
             loss = model(**zoo_vision.batch(model)).loss
         finally:

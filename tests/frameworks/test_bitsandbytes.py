@@ -11,10 +11,10 @@ import bitsandbytes as bnb
 import peft
 import tiny
 import torch
-from companions import WHEN, pair
+from companions import WHEN, model_pair
 from hardware import DEVICE
 from patched import assert_same_step, step
-from rounded import STEPS, assert_reverted, same_weights, trained, within
+from rounded import STEPS, assert_reverted, copy_weights, train_and_compare, close_to_rounding
 
 import liger_kernel.transformers as liger
 from liger_kernel.patch import engine
@@ -27,7 +27,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @pytest.fixture
 def few_rows(reference_only, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK", 7)  # of 26
+    monkeypatch.setattr(head, "CHUNK_ROWS", 7)  # of 26
 
 
 def four_bits(linear, quant_type):
@@ -88,7 +88,7 @@ def with_lora(change, on_head=False):
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_on_a_frozen_base(kind, of_head, when):
     with_head, adapted = of_head != "nothing", of_head == "and adapted"
-    theirs, mine = pair("llama", with_lora(quantised(kind, with_head), adapted), when, **LAYERS)
+    theirs, mine = model_pair("llama", with_lora(quantised(kind, with_head), adapted), when, **LAYERS)
     base = mine.base_model.model.model.layers[0].mlp.down_proj.base_layer
     assert base.weight.dtype is (torch.int8 if "int8" in kind else torch.uint8)
     fine = with_lora(lambda model: model.requires_grad_(False), adapted)(
@@ -96,10 +96,10 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
     )
 
     def exact():
-        same_weights(theirs, fine)
+        copy_weights(theirs, fine)
         return step(fine)
 
-    trained(theirs, mine, within(0.1, exact) if "int8" in kind else assert_same_step)
+    train_and_compare(theirs, mine, close_to_rounding(0.1, exact) if "int8" in kind else assert_same_step)
     (model,) = engine.causal_lms(mine)
     assert head.mixes_rows(model.get_output_embeddings()) == (
         with_head and kind == "int8 with outliers"
@@ -111,11 +111,11 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
 def test_adamw_in_eight_bits(optimizer):
     """Its state of 8 bits is of tensors with 4,096 elements and more; the same gradients give the
     same weights."""
-    theirs, mine = (model.to(DEVICE) for model in pair("llama", **LAYERS))
+    theirs, mine = (model.to(DEVICE) for model in model_pair("llama", **LAYERS))
     made = [getattr(bnb.optim, optimizer)(model.parameters(), lr=1e-2) for model in (theirs, mine)]
     losses = []
     for _ in range(STEPS):
-        same_weights(theirs, mine)
+        copy_weights(theirs, mine)
         found, wanted = step(mine), step(theirs)
         assert_same_step(found, wanted)
         losses.append(wanted[0].loss.item())
@@ -132,7 +132,7 @@ def test_adamw_in_eight_bits(optimizer):
 def test_trains_by_adamw_in_eight_bits():
     """By itself, without its weights being set: the losses go down as the unpatched model's."""
     runs = []
-    for model in pair("llama", **LAYERS):
+    for model in model_pair("llama", **LAYERS):
         model.to(DEVICE)
         optimizer, losses = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2), []
         for _ in range(5):

@@ -57,7 +57,7 @@ def module(monkeypatch):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return trl_tiny.folder(tmp_path_factory.mktemp("model"))
+    return trl_tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
 def leaves(*shapes):

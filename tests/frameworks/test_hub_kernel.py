@@ -1,4 +1,4 @@
-"""The kernel for Hugging Face's hub: what `scripts/build-hub-kernel` writes, loaded by the package
+"""The kernel for Hugging Face's hub that `scripts/build-hub-kernel` writes, loaded by the package
 `kernels`.
 
 `make test-hub-kernel` has `kernels`, and a transformers that takes it. Without it the layers are
@@ -31,8 +31,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import liger_kernel.transformers as liger
+from liger_kernel.hub import dispatch
 from liger_kernel.hub import layers as package_layers
-from liger_kernel.hub import ours
 from liger_kernel.ops import functional
 
 pytestmark = pytest.mark.thorough
@@ -40,8 +40,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts/build-hub-kernel"
 
 
 def build(folder):
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     return folder
 
 
@@ -67,8 +67,9 @@ def test_the_same_source_gives_the_same_bytes(repository, tmp_path):
 
 def test_no_other_folder_is_replaced(tmp_path):
     (tmp_path / "build/torch-universal").mkdir(parents=True)
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
-    assert done.returncode and "is no build of a kernel" in done.stderr and not content(tmp_path)
+    process = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
+    assert process.returncode and "is no build of a kernel" in process.stderr
+    assert not content(tmp_path)
 
 
 def test_an_import_that_cannot_be_made_relative_is_refused():
@@ -79,28 +80,28 @@ def test_an_import_that_cannot_be_made_relative_is_refused():
         "from . import x",
     ):
         with pytest.raises(SystemExit):
-            script.imported(ast.parse(text).body, "a.py")
+            script.imported_modules(ast.parse(text).body, "a.py")
 
 
 def test_imports_are_relative_or_of_torch_and_triton(repository):
     root = repository / "build/torch-universal"
-    seen = set()
+    packages = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                seen.update(alias.name.partition(".")[0] for alias in node.names)
+                packages.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                seen.add(node.module.partition(".")[0])
+                packages.add(node.module.partition(".")[0])
             elif isinstance(node, ast.ImportFrom):
                 base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 for alias in node.names:
-                    there = [
+                    files = [
                         base.with_suffix(".py"),
                         base / f"{alias.name}.py",
                         base / alias.name / "__init__.py",
                     ]
-                    assert any(p.exists() for p in there), f"{path}:{node.lineno}"
-    assert {"torch", "triton"} <= seen <= {"torch", "triton", *sys.stdlib_module_names}
+                    assert any(file.exists() for file in files), f"{path}:{node.lineno}"
+    assert {"torch", "triton"} <= packages <= {"torch", "triton", *sys.stdlib_module_names}
 
 
 ALONE = """
@@ -109,7 +110,8 @@ from pathlib import Path
 import torch, triton.testing
 sys.modules["liger_kernel"] = None  # an import of it raises
 before = {name.partition(".")[0] for name in sys.modules}
-spec = importlib.util.spec_from_file_location("alone", Path(sys.argv[1]) / "build/torch-universal/__init__.py")
+path = Path(sys.argv[1]) / "build/torch-universal/__init__.py"
+spec = importlib.util.spec_from_file_location("alone", path)
 kernel = sys.modules["alone"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernel)
 new = {name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
@@ -123,20 +125,24 @@ class Norm(torch.nn.Module):
         self.weight, self.eps = torch.nn.Parameter(torch.randn(8)), 1e-5
 
     def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * rstd).to(x.dtype)
 
 norm, x = Norm(), torch.randn(4, 8)
 want = norm(x)
 norm.forward = types.MethodType(kernel.layers.LigerRMSNorm.forward, norm)
 torch.testing.assert_close(norm(x), want)
-assert [b.ours is not None for held in kernel.hub.ours._bound.values() for b in held.values()] == [True]
+(proofs,) = kernel.hub.dispatch._proof_of_module.values()
+assert [proof.fused_forward is not None for proof in proofs.values()] == [True]
 """
 
 
 def test_loads_where_liger_kernel_is_not_installed(repository):
-    done = subprocess.run([sys.executable, "-c", ALONE, repository], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", ALONE, repository], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
 
 
 # ---- a layer in the place of a forward ----
@@ -147,44 +153,52 @@ def bind(module, layer):
     return module
 
 
-def runs_ours(module) -> bool:
-    """At its next call."""
-    held = [modules[module] for modules in ours._bound.values() if module in modules]
-    assert len(held) == 1
-    return held[0].ours is not None and held[0].holds_for(module)
+def runs_fused(module) -> bool:
+    """Return True if the module's next call runs our kernel."""
+    (proof,) = [proofs[module] for proofs in dispatch._proof_of_module.values() if module in proofs]
+    return proof.fused_forward is not None and proof.holds_for(module)
 
 
 def gradients(module, x, second=False):
-    """The output, and the gradients of the input and of every parameter; ``second``: of a
-    gradient's square, too."""
+    """Return the output, and the gradients of the input and of every parameter.
+
+    ``second``: the loss has the square of a gradient, too.
+    """
     module.zero_grad()
     x = x.detach().requires_grad_()
     y = module(x)
-    loss = y.sin().flatten() @ torch.linspace(
-        0.5, 2, y.numel(), device=y.device
-    )  # a norm's own square is constant
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True) if second else (y.new_zeros(()),)
-    (loss + dx.square().sum()).backward()
+    weights = torch.linspace(0.5, 2, y.numel(), device=y.device)
+    loss = y.sin().flatten() @ weights  # a norm's own square is constant
+    if second:
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + dx.square().sum()
+    loss.backward()
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-def assert_same(mine, theirs, x, **given):
-    """fp32 sums of at most a hundred terms in another order."""
-    for got, want in zip(gradients(mine, x, **given), gradients(theirs, x, **given), strict=True):
-        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+def assert_same(module, reference, x, **kwargs):
+    """Assert the same output and gradients.
+
+    They are fp32 sums of at most a hundred terms in another order.
+    """
+    outputs = gradients(module, x, **kwargs), gradients(reference, x, **kwargs)
+    for output, expected in zip(*outputs, strict=True):
+        assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def assert_as_close(low, their_low, exact):
-    """In bf16: no further from fp32 than the module's own, plus one rounding."""
-    error, theirs = ((y.float() - exact).abs().max() for y in (low, their_low))
-    assert low.dtype == their_low.dtype and error <= theirs + 2**-8 * exact.abs().max()
+def assert_as_close(output, reference_output, exact):
+    """Assert that an output is no further from fp32 than the module's own, plus one rounding."""
+    error = (output.float() - exact).abs().max()
+    reference_error = (reference_output.float() - exact).abs().max()
+    assert output.dtype == reference_output.dtype
+    assert error <= reference_error + 2**-8 * exact.abs().max()
 
 
 CONFIG = tiny.config("llama", hidden_size=16, intermediate_size=24)
 
 
-def llama_mlp(**given):
-    return LlamaMLP(tiny.config("llama", hidden_size=16, intermediate_size=24, **given))
+def llama_mlp(**config):
+    return LlamaMLP(tiny.config("llama", hidden_size=16, intermediate_size=24, **config))
 
 
 class Clipped(LlamaMLP):
@@ -203,7 +217,7 @@ def with_dropout():
     return mlp
 
 
-MODULES = {  # layer, module, whether it is of that kind
+MODULES = {  # layer, module, True if the layer's kernel runs
     "Llama's": ("RMSNorm", lambda: LlamaRMSNorm(16), True),
     "an offset": ("RMSNorm", lambda: GemmaRMSNorm(16), True),
     "PyTorch's": ("RMSNorm", lambda: nn.RMSNorm(16, eps=1e-3), True),
@@ -234,34 +248,34 @@ MODULES = {  # layer, module, whether it is of that kind
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_layer_computes_what_the_module_does(kind):
-    layer, make, known = MODULES[kind]
+    layer, make, is_fused = MODULES[kind]
     torch.manual_seed(0)
-    theirs = make().to(DEVICE)
+    reference = make().to(DEVICE)
     with torch.no_grad():
-        for p in theirs.parameters():
+        for p in reference.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    mine, x = bind(copy.deepcopy(theirs), layer), torch.randn(2, 19, 16, device=DEVICE)
-    assert_same(mine, theirs, x)
-    assert known is None or runs_ours(mine) == known
-    assert_same(mine, theirs, x, second=True)
-    low, their_low = (m.bfloat16()(x.bfloat16()) for m in (mine, theirs))
-    assert_as_close(low, their_low, theirs.float()(x.bfloat16().float()))
+    kernelized, x = bind(copy.deepcopy(reference), layer), torch.randn(2, 19, 16, device=DEVICE)
+    assert_same(kernelized, reference, x)
+    assert is_fused is None or runs_fused(kernelized) == is_fused
+    assert_same(kernelized, reference, x, second=True)
+    outputs = [module.bfloat16()(x.bfloat16()) for module in (kernelized, reference)]
+    assert_as_close(*outputs, reference.float()(x.bfloat16().float()))
 
 
 def test_what_changes_later_counts():
-    theirs = llama_mlp().to(DEVICE)
-    mine, x = bind(copy.deepcopy(theirs), "SwiGLUMLP"), torch.randn(3, 16, device=DEVICE)
-    assert_same(mine, theirs, x)
-    for change, known in ((nn.GELU(), False), (theirs.act_fn, True)):
-        mine.act_fn = theirs.act_fn = change
-        assert_same(mine, theirs, x)
-        assert runs_ours(mine) == known
+    reference = llama_mlp().to(DEVICE)
+    kernelized, x = bind(copy.deepcopy(reference), "SwiGLUMLP"), torch.randn(3, 16, device=DEVICE)
+    assert_same(kernelized, reference, x)
+    for activation, is_fused in ((nn.GELU(), False), (reference.act_fn, True)):
+        kernelized.act_fn = reference.act_fn = activation
+        assert_same(kernelized, reference, x)
+        assert runs_fused(kernelized) == is_fused
     norm = bind(LlamaRMSNorm(16).to(DEVICE), "RMSNorm")
     norm(x)
     norm.variance_epsilon = 3.0
-    want = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3.0)
-    torch.testing.assert_close(norm(x), want)
-    assert runs_ours(norm)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3.0)
+    torch.testing.assert_close(norm(x), expected)
+    assert runs_fused(norm)
 
 
 def test_a_forward_that_is_replaced_later_runs(monkeypatch):
@@ -276,8 +290,8 @@ def test_a_forward_that_is_replaced_later_runs(monkeypatch):
 )
 @pytest.mark.parametrize("layer", ["RMSNorm", "SwiGLUMLP"])
 def test_the_first_call_may_be_anywhere(layer, where):
-    theirs = MODULES["Llama's" if layer == "RMSNorm" else "SwiGLU"][1]().to(DEVICE)
-    mine, x = bind(copy.deepcopy(theirs), layer), torch.randn(3, 16, device=DEVICE)
+    reference = MODULES["Llama's" if layer == "RMSNorm" else "SwiGLU"][1]().to(DEVICE)
+    kernelized, x = bind(copy.deepcopy(reference), layer), torch.randn(3, 16, device=DEVICE)
     sizes = set()
     context = {
         "no_grad": torch.no_grad,
@@ -288,34 +302,44 @@ def test_the_first_call_may_be_anywhere(layer, where):
         ),
         "meta": lambda: torch.device("meta"),
     }[where]
-    ours._proofs.clear()
+    dispatch._proofs.clear()
     state = torch.get_rng_state()
     with context():
-        y, want = mine(x), theirs(x)
+        y, expected = kernelized(x), reference(x)
     if where == "autocast":
-        assert_as_close(y, want, theirs(x))
+        assert_as_close(y, expected, reference(x))
     else:
-        torch.testing.assert_close(y, want)
-    assert runs_ours(mine) and torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(y, expected)
+    assert runs_fused(kernelized) and torch.equal(torch.get_rng_state(), state)
     assert sizes <= {3, 3 * 16, 3 * 24, 16, 16 * 24}, "the hooks have seen the proof's tensors"
-    assert_same(mine, theirs, x)
+    assert_same(kernelized, reference, x)
 
 
 def test_threads_call_it_first():
-    theirs = llama_mlp().to(DEVICE)
-    mine = [bind(copy.deepcopy(theirs), "SwiGLUMLP") for _ in range(4)]
+    reference = llama_mlp().to(DEVICE)
+    kernelized = [bind(copy.deepcopy(reference), "SwiGLUMLP") for _ in range(4)]
     x = torch.randn(3, 16, device=DEVICE)
-    ours._proofs.clear()
+    dispatch._proofs.clear()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda mlp: gradients(mlp, x), mine))
-    want = gradients(theirs, x)
-    for got in found:
-        for a, b in zip(got, want, strict=True):
+        outputs = list(pool.map(lambda mlp: gradients(mlp, x), kernelized))
+    expected = gradients(reference, x)
+    for output in outputs:
+        for a, b in zip(output, expected, strict=True):
             torch.testing.assert_close(a, b)
-    assert all(map(runs_ours, mine))
+    assert all(map(runs_fused, kernelized))
 
 
 # ---- by the package kernels ----
+
+
+def counting(calls, name, function):
+    """Return the function, counted by its name in ``calls``."""
+
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Hub:
@@ -331,7 +355,7 @@ class Hub:
         return self.kernels.LocalLayerRepository(self.repository, layer_name=f"Liger{name}")
 
     def mapped(self, names):
-        """``names``: of transformers, with the layers in training and otherwise."""
+        """Map names of transformers to layers, in training and otherwise."""
         mode = self.kernels.Mode
         return self.kernels.use_kernel_mapping(
             {
@@ -363,23 +387,16 @@ class Hub:
         return model
 
     def count(self, monkeypatch):
-        """How often its norms, its tiled MLPs and its losses run."""
-        package, calls = (
-            next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules)),
-            collections.Counter(),
-        )
-        for module, name in (
+        """Count how often its norms, its tiled MLPs and its losses run."""
+        package = next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules))
+        calls = collections.Counter()
+        for submodule, name in (
             ("ops.functional", "liger_rms_norm"),
             ("hub.layers", "apply_tiled_mlp"),
             ("hub.loss", "liger_cross_entropy"),
         ):
-            module = sys.modules[f"{package}.{module}"]
-            function = getattr(module, name)
-            monkeypatch.setattr(
-                module,
-                name,
-                lambda *args, f=function, n=name, **given: calls.update([n]) or f(*args, **given),
-            )
+            module = sys.modules[f"{package}.{submodule}"]
+            monkeypatch.setattr(module, name, counting(calls, name, getattr(module, name)))
         return calls
 
 
@@ -388,19 +405,19 @@ def hub(repository, monkeypatch):
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(LlamaRMSNorm, "kernel_layer_name", "RMSNorm", raising=False)
     monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "SwiGLUMLP", raising=False)
-    found = Hub(kernels, repository)
-    with found.mapped(
+    hub = Hub(kernels, repository)
+    with hub.mapped(
         {"RMSNorm": ("RMSNorm", "RMSNorm"), "SwiGLUMLP": ("TiledSwiGLUMLP", "SwiGLUMLP")}
     ):
-        yield found
+        yield hub
 
 
 @pytest.fixture
 def pair(hub, tmp_path):
     """A Llama as it is, and one with the layers."""
-    theirs = tiny.model("llama").to(DEVICE)
-    theirs.save_pretrained(tmp_path)
-    return theirs, hub.llama(tmp_path)
+    reference = tiny.model("llama").to(DEVICE)
+    reference.save_pretrained(tmp_path)
+    return reference, hub.llama(tmp_path)
 
 
 BATCH = {name: t.to(DEVICE) for name, t in tiny.batch(tokens=40).items()}  # two tiles
@@ -408,52 +425,53 @@ BATCH = {name: t.to(DEVICE) for name, t in tiny.batch(tokens=40).items()}  # two
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_trains_as_before_and_as_patched(pair, hub, monkeypatch, checkpoints):
-    theirs, mine = pair
-    patched = copy.deepcopy(theirs)
+    reference, kernelized = pair
+    patched = copy.deepcopy(reference)
     liger.apply_liger_kernel(patched, tiled_mlp=True)
     if checkpoints:
-        for model in (theirs, mine, patched):
+        for model in (reference, kernelized, patched):
             model.gradient_checkpointing_enable(dict(use_reentrant=False))
     calls = hub.count(monkeypatch)
     for _ in range(3):
-        want = step(theirs, **BATCH)
-        assert_same_step(step(mine, **BATCH), want)
-        assert_same_step(step(patched, **BATCH), want)
+        expected = step(reference, **BATCH)
+        assert_same_step(step(kernelized, **BATCH), expected)
+        assert_same_step(step(patched, **BATCH), expected)
         with torch.no_grad():
-            for model in (theirs, mine, patched):
+            for model in (reference, kernelized, patched):
                 for p in model.parameters():
                     p -= 0.05 * p.grad
-    again = 2 if checkpoints else 1
-    assert calls == {"liger_rms_norm": 3 * (4 * again + 1), "apply_tiled_mlp": 3 * 2 * again}
+    runs = 2 if checkpoints else 1
+    assert calls == {"liger_rms_norm": 3 * (4 * runs + 1), "apply_tiled_mlp": 3 * 2 * runs}
 
 
 def test_evaluates_and_generates_as_before(pair, hub, monkeypatch):
-    theirs, mine = (model.eval() for model in pair)
+    reference, kernelized = (model.eval() for model in pair)
     if not hub.by_name:
-        hub.kernelize(mine)
+        hub.kernelize(kernelized)
     calls, ids = hub.count(monkeypatch), BATCH["input_ids"]
     with torch.no_grad():
-        torch.testing.assert_close(mine(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
-    tiled = (
-        2 if hub.by_name and DEVICE != "cpu" else 0
-    )  # by a `KernelConfig` it is in evaluation as in training
+        torch.testing.assert_close(
+            kernelized(ids).logits, reference(ids).logits, rtol=1e-5, atol=1e-5
+        )
+    # by a `KernelConfig` it is in evaluation as in training
+    tiled = 2 if hub.by_name and DEVICE != "cpu" else 0
     assert calls == collections.Counter(liger_rms_norm=5, apply_tiled_mlp=tiled)
-    new = dict(max_new_tokens=5, do_sample=False, use_cache=True)
-    assert torch.equal(mine.generate(ids, **new), theirs.generate(ids, **new))
+    options = dict(max_new_tokens=5, do_sample=False, use_cache=True)
+    assert torch.equal(kernelized.generate(ids, **options), reference.generate(ids, **options))
     if hub.by_name:
-        mine.train(), calls.clear()
-        assert_same_step(step(mine, **BATCH), step(theirs.train(), **BATCH))
+        kernelized.train(), calls.clear()
+        assert_same_step(step(kernelized, **BATCH), step(reference.train(), **BATCH))
         assert calls["apply_tiled_mlp"] == 2
 
 
 def test_beside_the_package(pair):
     """A model that has both, in either order, and operators of two namespaces."""
-    theirs, mine = pair
-    want = step(theirs, **BATCH)
-    both = copy.deepcopy(mine)
+    reference, kernelized = pair
+    expected = step(reference, **BATCH)
+    both = copy.deepcopy(kernelized)
     report = liger.apply_liger_kernel(both)
-    assert any("replaced on the instance" in why for _, why in report.left_alone)
-    assert_same_step(step(both, **BATCH), want)
+    assert any("replaced on the instance" in reason for _, reason in report.left_alone)
+    assert_same_step(step(both, **BATCH), expected)
     spaces = {
         name.partition("::")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -463,44 +481,44 @@ def test_beside_the_package(pair):
 
 
 def test_on_a_patched_model(hub, tmp_path):
-    theirs = tiny.model("llama").to(DEVICE)
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine)
-    rotated = [
-        what for what, _ in report.replaced if what == "apply_rotary_pos_emb"
-    ]  # a module, where kernels is
-    assert rotated and not report.left_alone
-    hub.kernelize(mine)
-    assert_same_step(step(mine, **BATCH), step(theirs, **BATCH))
+    reference = tiny.model("llama").to(DEVICE)
+    kernelized = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(kernelized)
+    # it is a module, where kernels is
+    assert "apply_rotary_pos_emb" in [name for name, _ in report.replaced]
+    assert not report.left_alone
+    hub.kernelize(kernelized)
+    assert_same_step(step(kernelized, **BATCH), step(reference, **BATCH))
 
 
 def test_a_function_that_is_replaced_later(hub, monkeypatch):
     """As `kernelize` does it: a forward of the one module that all attentions call."""
-    theirs = tiny.model("llama").to(DEVICE)
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    want = step(theirs, **BATCH)
-    assert_same_step(step(mine, **BATCH), want)
-    assert_same_step(step(mine, run, **BATCH), want)
+    reference = tiny.model("llama").to(DEVICE)
+    kernelized = copy.deepcopy(reference)
+    liger.apply_liger_kernel(kernelized)
+    run = torch.compile(kernelized, backend="aot_eager", fullgraph=True)
+    expected = step(reference, **BATCH)
+    assert_same_step(step(kernelized, **BATCH), expected)
+    assert_same_step(step(kernelized, run, **BATCH), expected)
     function = modeling_llama.apply_rotary_pos_emb
     usual = function.forward
-    monkeypatch.setitem(
-        vars(function), "forward", usual
-    )  # `kernelize` does this, too, where it finds no kernel
-    calls, rope = [], functional.liger_rope
-    monkeypatch.setattr(
-        functional, "liger_rope", lambda *given, **how: calls.append(1) or rope(*given, **how)
-    )
-    assert_same_step(step(mine, **BATCH), want)
+    # `kernelize` does this, too, where it finds no kernel
+    monkeypatch.setitem(vars(function), "forward", usual)
+    calls = collections.Counter()
+    rope = counting(calls, "liger_rope", functional.liger_rope)
+    monkeypatch.setattr(functional, "liger_rope", rope)
+    assert_same_step(step(kernelized, **BATCH), expected)
     assert calls
-    assert_same_step(step(mine, run, **BATCH), want)
-    halved = lambda *given, **named: tuple(t * 0.5 for t in usual(*given, **named))  # noqa: E731
+    assert_same_step(step(kernelized, run, **BATCH), expected)
+
+    def halved(*args, **kwargs):
+        return tuple(t * 0.5 for t in usual(*args, **kwargs))
+
     monkeypatch.setitem(vars(function), "forward", halved)
-    changed = step(theirs, **BATCH)
-    assert not torch.isclose(changed[0]["loss"], want[0]["loss"], rtol=1e-3)
-    assert_same_step(step(mine, **BATCH), changed)
-    assert_same_step(step(mine, run, **BATCH), changed)
+    changed = step(reference, **BATCH)
+    assert not torch.isclose(changed[0]["loss"], expected[0]["loss"], rtol=1e-3)
+    assert_same_step(step(kernelized, **BATCH), changed)
+    assert_same_step(step(kernelized, run, **BATCH), changed)
 
 
 def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monkeypatch):
@@ -515,16 +533,16 @@ def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monk
     (refs / "v3").write_text("0" * 40)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
     monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/liger-kernels={hub.repository}")
-    there = hub.kernels.LayerRepository(
+    repository = hub.kernels.LayerRepository(
         "kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3
     )
     norm, x = LlamaRMSNorm(16).to(DEVICE), torch.randn(3, 16, device=DEVICE)
-    want = norm(x)
-    with hub.kernels.use_kernel_mapping({"RMSNorm": {DEVICE: there}}):
+    expected = norm(x)
+    with hub.kernels.use_kernel_mapping({"RMSNorm": {DEVICE: repository}}):
         hub.kernelize(norm)
     package = norm.forward.__func__.__module__
     assert package.startswith("liger_kernels_") and package.endswith(".hub.layers")
-    torch.testing.assert_close(norm(x), want)
+    torch.testing.assert_close(norm(x), expected)
 
 
 def test_the_examples_of_the_page(hub, tmp_path, monkeypatch):
@@ -537,44 +555,43 @@ def test_the_examples_of_the_page(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(hub.repository, "liger-kernels")
     tiny.model("llama").save_pretrained("llama")
-    names, (on_cpu, on_gpu) = {}, [compile(code, "docs/hub-kernel.md", "exec") for code in examples]
-    exec(on_cpu, names)
-    assert "LigerRMSNorm" in repr(names["model"].model.norm.forward) and on_gpu
+    on_cpu, on_gpu = [compile(code, "docs/hub-kernel.md", "exec") for code in examples]
+    variables = {}
+    exec(on_cpu, variables)
+    assert "LigerRMSNorm" in repr(variables["model"].model.norm.forward) and on_gpu
 
 
 def test_is_copied_and_pickled(pair):
-    theirs, mine = pair
-    want = step(theirs, **BATCH)
-    assert_same_step(step(copy.deepcopy(mine), **BATCH), want)
-    norm, x = (
-        mine.model.norm,
-        torch.randn(3, 32, device=DEVICE),
-    )  # kernels' functions, which a model holds, are not
+    reference, kernelized = pair
+    expected = step(reference, **BATCH)
+    assert_same_step(step(copy.deepcopy(kernelized), **BATCH), expected)
+    # kernels' functions, which a model holds, are not pickled
+    norm, x = kernelized.model.norm, torch.randn(3, 32, device=DEVICE)
     torch.testing.assert_close(pickle.loads(pickle.dumps(norm))(x), norm(x))
 
 
 def test_compiles(pair):
-    theirs, mine = pair
-    run = torch.compile(mine, fullgraph=True, backend="eager")
-    assert_same_step(step(mine, run, **BATCH), step(theirs, **BATCH))
+    reference, kernelized = pair
+    run = torch.compile(kernelized, fullgraph=True, backend="eager")
+    assert_same_step(step(kernelized, run, **BATCH), step(reference, **BATCH))
 
 
 def test_the_loss(hub, monkeypatch):
     loss = hub.kernels.use_kernel_forward_from_hub("ForCausalLMLoss")(ForCausalLMLoss)
-    theirs = tiny.model("llama").to(DEVICE)
-    mine = copy.deepcopy(theirs)
-    mine._loss_function = loss  # the property would not take a module
+    reference = tiny.model("llama").to(DEVICE)
+    kernelized = copy.deepcopy(reference)
+    kernelized._loss_function = loss  # the property would not take a module
     with hub.mapped({"ForCausalLMLoss": ("ForCausalLMLossLayer", "ForCausalLMLossLayer")}):
-        hub.kernelize(mine)
-    few = tiny.batch(tokens=5)
-    step(mine, **few)
+        hub.kernelize(kernelized)
+    batch = tiny.batch(tokens=5)
+    step(kernelized, **batch)
     calls = hub.count(monkeypatch)
-    for given in ({}, dict(num_items_in_batch=torch.tensor(50)), dict(num_items_in_batch=7)):
-        assert_same_step(step(mine, **few, **given), step(theirs, **few, **given))
+    for kwargs in ({}, dict(num_items_in_batch=torch.tensor(50)), dict(num_items_in_batch=7)):
+        assert_same_step(step(kernelized, **batch, **kwargs), step(reference, **batch, **kwargs))
     assert calls["liger_cross_entropy"] == 3
-    nothing = torch.full_like(few["labels"], -100)
-    out, want = (step(model, **{**few, "labels": nothing})[0].loss for model in (mine, theirs))
-    assert out.isnan() and want.isnan()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for model in (kernelized, reference):
+        assert step(model, **batch)[0].loss.isnan()
 
 
 def test_another_loss_by_that_name(hub):
@@ -601,23 +618,23 @@ def test_another_loss_by_that_name(hub):
 
 
 def test_every_layer_is_taken(hub):
-    """`kernels` checks each for a state, and its signature against that of what it replaces."""
+    """`kernels` checks each for a state, and its signature against the replaced forward's."""
 
     class Head(nn.Linear):
         pass
 
-    made = {
+    modules = {
         "Linear": Head(16, 8),
         "TiledGEGLUMLP": GemmaMLP(tiny.config("gemma", hidden_size=16, intermediate_size=24)),
         "GEGLUMLP": llama_mlp(hidden_act="gelu"),
         "RMSNorm": GemmaRMSNorm(16),
     }
     x = torch.randn(2, 19, 16, device=DEVICE)
-    for layer, theirs in made.items():
-        named = type(type(theirs).__name__, (type(theirs),), {"kernel_layer_name": "a layer"})
-        mine = copy.deepcopy(theirs.to(DEVICE))
-        mine.__class__ = named
+    for layer, reference in modules.items():
+        named = type(type(reference).__name__, (type(reference),), {"kernel_layer_name": "a layer"})
+        kernelized = copy.deepcopy(reference.to(DEVICE))
+        kernelized.__class__ = named
         with hub.mapped({"a layer": (layer, layer)}):
-            hub.kernelize(mine)
-        assert mine.forward.__func__.__qualname__ == f"Liger{layer}.forward"
-        assert_same(mine, theirs, x)
+            hub.kernelize(kernelized)
+        assert kernelized.forward.__func__.__qualname__ == f"Liger{layer}.forward"
+        assert_same(kernelized, reference, x)

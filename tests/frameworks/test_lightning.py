@@ -26,7 +26,7 @@ ACCELERATOR = dict(accelerator="gpu" if DEVICE == "cuda" else "cpu")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return trl_tiny.folder(tmp_path_factory.mktemp("model"))
+    return trl_tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

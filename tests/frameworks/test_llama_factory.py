@@ -11,6 +11,7 @@ pytest.importorskip(
 import framework_runs
 import trl_tiny
 import yaml
+from programs import guide_file
 
 STEPS = 4
 CASES = {
@@ -61,7 +62,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama_factory")
     data(folder / "data")
     common = dict(
-        model_name_or_path=trl_tiny.folder(folder / "model"), do_train=True, template="default", cutoff_len=32,
+        model_name_or_path=trl_tiny.save_model(folder / "model"), do_train=True, template="default", cutoff_len=32,
         dataset_dir=str(folder / "data"), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1,
         gradient_accumulation_steps=2, learning_rate=0.005, lr_scheduler_type="constant", report_to="none", seed=0,
         save_strategy="no", overwrite_output_dir=True, preprocessing_num_workers=None, flash_attn="disabled",
@@ -76,6 +77,11 @@ def runs(tmp_path_factory):
             path = folder / f"{job}.yaml"
             path.write_text(yaml.safe_dump({k: v for k, v in given.items() if v is not None}))
             jobs[job] = ["train", path]
+    of_guide = yaml.safe_load(guide_file("llama-factory.md", "sft.yaml")) | common
+    of_guide |= dict(dataset="asked", bf16=False, output_dir=str(folder / "guide" / "saved"))
+    settings = {name: value for name, value in of_guide.items() if value is not None}
+    (folder / "guide.yaml").write_text(yaml.safe_dump(settings))
+    jobs["guide"] = ["train", folder / "guide.yaml"]
     return framework_runs.run(
         "llamafactory.cli:main", jobs, folder, first=["llamafactory.train.tuner"]
     )
@@ -92,6 +98,11 @@ def test_trains_as_before(case, runs):
     assert set(mine.calls) == LAYERS | in_head and not theirs.calls
     assert mine.calls["liger_fused_linear_cross_entropy"] == (2 * STEPS if in_head else 0)
     assert "Liger kernel has been applied to the model." in mine.output
+
+
+def test_the_guide(runs):
+    assert set(runs["guide"].calls) == {*LAYERS, "liger_fused_linear_cross_entropy"}
+    assert len(runs["guide"].logged()) == STEPS
 
 
 def test_learns(runs):

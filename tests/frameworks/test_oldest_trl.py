@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl-oldest in
 import trl
 import trl_tiny
 from hardware import DEVICE
-from logged import compare, steps
+from logged import assert_same_logs, logged_steps
 from packaging.version import Version
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
@@ -43,7 +43,7 @@ def by_itself(monkeypatch):
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    return trl_tiny.folder(tmp_path_factory.mktemp("policy"))
+    return trl_tiny.save_model(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def both(policy, tmp_path):
         for loss in losses:
             loss.register_forward_hook(lambda *_: calls.append(1))
         trainer.train()
-        return steps(trainer), len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
+        return logged_steps(trainer), len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
 
     def run(
         cls,
@@ -104,7 +104,7 @@ def both(policy, tmp_path):
         assert (none, seen) == (0, calls) and (patched is not plain) == (
             "use_liger_kernel" in switches
         )
-        compare(mine, theirs, except_)
+        assert_same_logs(mine, theirs, except_)
 
     return run
 
@@ -215,7 +215,7 @@ class GKDTrainer(trl.GKDTrainer):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_gkd(beta, both, tmp_path):
     """At a temperature of 1, which is the only one that its plain loss has."""
-    path = trl_tiny.folder(tmp_path / "teacher", seed=7, hidden_size=48, head_dim=12)
+    path = trl_tiny.save_model(tmp_path / "teacher", seed=7, hidden_size=48, head_dim=12)
     both(
         trl.GKDTrainer,
         trl.GKDConfig,

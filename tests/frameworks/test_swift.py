@@ -57,9 +57,9 @@ def runs(tmp_path_factory):
     for name, rows in dict(said=chats, ranked=ranked, asked=asked).items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "rewards.py").write_text(REWARD)
-    trl_tiny.folder(folder / "teacher", seed=7, hidden_size=48, head_dim=12)
+    trl_tiny.save_model(folder / "teacher", seed=7, hidden_size=48, head_dim=12)
     common = dict(
-        model=trl_tiny.folder(folder / "model"), model_type="llama", template="default", torch_dtype="float32",
+        model=trl_tiny.save_model(folder / "model"), model_type="llama", template="default", torch_dtype="float32",
         max_steps=STEPS,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.005, lr_scheduler_type="constant",
         logging_steps=1, seed=0, split_dataset_ratio=0, attn_impl="eager", report_to="none", max_length=64,

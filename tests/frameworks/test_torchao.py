@@ -9,10 +9,10 @@ pytest.importorskip("torchao", reason="torchao is not installed: make test-torch
 import peft
 import tiny
 import torch
-from companions import WHEN, pair
+from companions import WHEN, model_pair
 from hardware import DEVICE
 from patched import assert_same_step, step
-from rounded import assert_reverted, trained, within
+from rounded import assert_reverted, train_and_compare, close_to_rounding
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.quantization import (
@@ -41,7 +41,7 @@ REPLACED = {
 
 @pytest.fixture
 def few_rows(reference_only, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK", 7)  # of 26
+    monkeypatch.setattr(head, "CHUNK_ROWS", 7)  # of 26
 
 
 def int8(model, linear):
@@ -99,12 +99,12 @@ def float8(with_head, **config):
 @HEAD
 @pytest.mark.parametrize("quantised", [int8, nf4])
 def test_lora_on_a_frozen_base(quantised, with_head, when):
-    theirs, mine = pair("llama", lora_on(quantised, with_head), when, **LAYERS)
+    theirs, mine = model_pair("llama", lora_on(quantised, with_head), when, **LAYERS)
     down = mine.base_model.model.model.layers[0].mlp.down_proj
     assert (
         type(getattr(down, "base_layer", down).weight.data) is not torch.Tensor
     )  # it is torchao's
-    trained(theirs, mine, assert_same_step)
+    train_and_compare(theirs, mine, assert_same_step)
     report = liger.apply_liger_kernel(mine)
     assert not report.replaced and not report.left_alone  # all of it was there
     assert_reverted(theirs, mine)
@@ -124,14 +124,14 @@ def test_training_in_float8(recipe, with_head, when):
             "round_scales_to_power_of_2",
         )
         config = {name: getattr(rowwise, name) for name in names}
-    theirs, mine = pair("llama", float8(with_head, **config), when, **LAYERS)
+    theirs, mine = model_pair("llama", float8(with_head, **config), when, **LAYERS)
     fine = plain()
 
     def exact():
         fine.load_state_dict(theirs.state_dict())
         return step(fine)
 
-    trained(theirs, mine, within(0.1, exact))
+    train_and_compare(theirs, mine, close_to_rounding(0.1, exact))
     assert_reverted(theirs, mine)
 
 
@@ -139,7 +139,7 @@ def test_training_in_float8(recipe, with_head, when):
 def test_a_head_in_float8_is_called_with_all_rows(when, monkeypatch):
     """Its scale is one of all rows: of each chunk by itself it would be another."""
     seen, forward = [], Float8Linear.forward
-    _, mine = pair("llama", float8(True), when, **LAYERS)
+    _, mine = model_pair("llama", float8(True), when, **LAYERS)
     lm_head = mine.lm_head
     monkeypatch.setattr(
         Float8Linear,
@@ -193,10 +193,10 @@ def test_the_report(with_head):
 
 
 def test_compiled_in_float8():
-    theirs, mine = pair("llama", float8(False), **LAYERS)
+    theirs, mine = model_pair("llama", float8(False), **LAYERS)
     fine = copy.deepcopy(theirs)
     for module in fine.modules():
         if isinstance(module, Float8Linear):
             module.__class__ = torch.nn.Linear
     run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    within(0.1, lambda: step(fine))(step(mine, run), step(theirs))
+    close_to_rounding(0.1, lambda: step(fine))(step(mine, run), step(theirs))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import as_on_any_processor, assert_as_exact_as, cast, errors, given, run, run_plain
+from cases import exact_products_on_cpu, assert_as_exact_as_pytorch, cast, measure_errors, make_inputs, run, run_reference
 
 from liger_kernel.core.op import CASES
 from liger_kernel.patch import engine
@@ -57,20 +57,20 @@ def test_the_operator_is_as_exact_as_pytorch(operator, dtype):
     for shape in case.shapes:
         draws = []
         for seed in range(4):
-            tensors = given(case, shape, {}, dtype, seed)
-            with as_on_any_processor():
+            tensors = make_inputs(case, shape, {}, dtype, seed)
+            with exact_products_on_cpu():
                 got, once, twice = run(case.fn, tensors)
-            plain = run_plain(case.reference, tensors, dtype, products=False)
+            plain = run_reference(case.reference, tensors, dtype, products=False)
             exact, *_ = run(case.reference, cast(tensors, torch.float64))
             tensors = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
-            draws.append(errors(got, plain, exact, tensors, case.fp32_roundings))
+            draws.append(measure_errors(got, plain, exact, tensors, case.fp32_roundings))
             assert all(map(torch.equal, once, twice))
-        assert_as_exact_as(draws)
+        assert_as_exact_as_pytorch(draws)
 
 
 def test_the_operator_has_a_graph_of_its_gradients(operator):
     module, case = operator
-    tensors = given(case, case.shapes[1], {})
+    tensors = make_inputs(case, case.shapes[1], {})
     (dx,) = torch.autograd.grad(case.fn(**tensors).sum(), tensors["x"], create_graph=True)
     (second,) = torch.autograd.grad(dx.sum(), tensors["x"])
     (dx,) = torch.autograd.grad(case.reference(**tensors).sum(), tensors["x"], create_graph=True)

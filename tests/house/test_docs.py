@@ -15,7 +15,7 @@ from liger_kernel.cli import main
 from liger_kernel.ops.head import chunks as head_chunks
 from liger_kernel.ops.head import planning
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EXAMPLES = [
     (page.name, code)
     for page in PAGES
@@ -44,7 +44,7 @@ def test_example(page, code, reference_only):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 24
+    assert len(EXAMPLES) >= 24
 
 
 def taken(M, H, V, memory):
@@ -52,7 +52,7 @@ def taken(M, H, V, memory):
     units of dX and dW."""
     dtype = torch.bfloat16
     plan = planning.plan(M, H, V, dtype, dtype, memory=memory)
-    held = head_chunks._Memory(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
+    held = head_chunks.HeadBuffers(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
     passes = len(plan.chunks(M))
     narrow = plan.accum_dtype == dtype
     gradients = 2 * H * (M + V)
@@ -77,12 +77,12 @@ def test_the_readme_counts_the_families():
         r"all (\d+) causal language model families that transformers ([\d.]+) can build .* and (\d+) vision-language",
         " ".join((ROOT / "README.md").read_text().split()),
     )
-    assert counts[2] == ".".join(map(str, zoo.MADE_FOR))
-    if zoo.HERE == zoo.MADE_FOR:
+    assert counts[2] == ".".join(map(str, zoo.TABLES_VERSION))
+    if zoo.TRANSFORMERS_VERSION == zoo.TABLES_VERSION:
         assert (int(counts[1]), int(counts[3])) == (len(zoo.FAMILIES), len(zoo_vision.FAMILIES))
 
 
-@pytest.mark.skipif(zoo.HERE > zoo.MADE_FOR, reason="the page is an older version's")
+@pytest.mark.skipif(zoo.TRANSFORMERS_VERSION > zoo.TABLES_VERSION, reason="the page is an older version's")
 def test_the_page_of_models_has_every_family():
     types = set(re.findall(r"^\| `([^`]+)` \|", MODELS, re.M))
     assert {*zoo.FAMILIES, *zoo_vision.FAMILIES} <= types

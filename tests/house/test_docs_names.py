@@ -6,7 +6,7 @@ import re
 import pytest
 from programs import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOTTED = re.compile(r"(?<![\w./-])((?:liger_kernel|chunked_loss|losses|ops)(?:\.\w+)+)(?![\w/-])")
 FILES = "py", "md", "json", "pyi"
 EXAMPLES = {"liger_kernel.ops.mlp.soft_cap"}  # the operator that contributing.md adds

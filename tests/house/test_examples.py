@@ -33,7 +33,7 @@ def ran(name, *options):
         OMP_NUM_THREADS="1",
         CUDA_VISIBLE_DEVICES="",
     )
-    options = ["--steps=3", "--batch-size=4", *SCRIPTS[name], *options]
+    options = ["--steps=3", "--batch-size=4", "--curve=", *SCRIPTS[name], *options]
     script = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
     done = subprocess.run(script, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from hardware import DEVICE
 
 import liger_kernel
 from liger_kernel import env_report, functional, utils
-from liger_kernel.implementations import CHOOSABLE
+from liger_kernel.implementations import OPERATOR_NAMES
 from liger_kernel.ops import functional as ours
 from liger_kernel.ops.configure import FusedLinearCrossEntropyConfig, MoEConfig, configure
 from liger_kernel.ops.utils import device_context
@@ -48,7 +48,7 @@ def arguments():
     }
 
 
-@pytest.mark.parametrize("name", CHOOSABLE)
+@pytest.mark.parametrize("name", OPERATOR_NAMES)
 def test_is_the_operator(name):
     given, operator = arguments()[name]
     function = getattr(functional, name)

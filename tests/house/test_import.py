@@ -1,7 +1,7 @@
 """What an import loads beside torch, and what is there without transformers."""
 
 import pytest
-from programs import run
+from programs import run_program
 
 SLOW = {
     "torch._dynamo",
@@ -25,17 +25,17 @@ assert not slow, sorted(slow)[:5]
 @pytest.mark.thorough
 def test_operators_load_nothing_slow(module):
     """`torch._dynamo` takes as long to import as torch itself."""
-    run(LOADED.format(module=f"liger_kernel.{module}", slow=SLOW))
+    run_program(LOADED.format(module=f"liger_kernel.{module}", slow=SLOW))
 
 
 @pytest.mark.thorough
 def test_the_package_loads_nothing_until_it_is_asked():
-    run(
+    run_program(
         LOADED.format(
             module="liger_kernel.transformers", slow=SLOW | {"triton", "liger_kernel.ops"}
         )
     )
-    run("""
+    run_program("""
 import liger_kernel.transformers
 assert liger_kernel.ops.LigerRMSNormFunction and "transformers" not in sys.modules
 """)
@@ -63,8 +63,8 @@ PATCHES = (
 
 @pytest.mark.thorough
 def test_star():
-    run(STAR.format(names=[*LAYERS, *PATCHES]))
-    run(STAR.format(names=LAYERS) + "assert 'revert' not in globals()", without=("transformers",))
+    run_program(STAR.format(names=[*LAYERS, *PATCHES]))
+    run_program(STAR.format(names=LAYERS) + "assert 'revert' not in globals()", without=("transformers",))
 
 
 def test_every_name_can_be_had():

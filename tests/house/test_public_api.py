@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from programs import run
+from programs import run_program
 
 import liger_kernel
 from liger_kernel import _public
@@ -175,7 +175,7 @@ else:
 
 
 def test_import_loads_nothing_optional_and_touches_no_device():
-    run(IMPORTS)
+    run_program(IMPORTS)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_import_loads_nothing_optional_and_touches_no_device():
 )
 @pytest.mark.thorough
 def test_import_without(without):
-    run(ABSENT, without=without)
+    run_program(ABSENT, without=without)
 
 
 def test_patching_without_transformers_says_so():
-    run(APPLY, without=("transformers",))
+    run_program(APPLY, without=("transformers",))
 
 
 def test_an_unknown_name_is_an_import_error():

@@ -4,6 +4,7 @@ they have."""
 import datetime
 import importlib.metadata
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -88,7 +89,7 @@ def test_wheel_has_the_package_and_nothing_else(dist):
     assert found[f"{BUILT}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     head = HeaderParser().parsestr(found[f"{BUILT}.dist-info/METADATA"].decode())
     assert (head["Name"], head["Version"]) == ("liger-kernel", __version__)
-    assert needed(head) == {"torch", "triton"}
+    assert needed(head) == {"torch", "triton"} and head["Author"]
 
 
 def needed(head):
@@ -99,7 +100,7 @@ def needed(head):
 
 @together
 @pytest.mark.thorough
-def test_sdist_has_what_the_wheel_is_made_of(dist):
+def test_sdist_has_the_package_its_tests_docs_and_examples(dist):
     with tarfile.open(dist / f"{BUILT}.tar.gz") as opened:
         inside = {
             name.partition("/")[2]
@@ -107,16 +108,14 @@ def test_sdist_has_what_the_wheel_is_made_of(dist):
             if not opened.getmember(name).isdir()
         }
     package = {f"src/{name}" for name in packaged()}
-    about = {
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "MANIFEST.in",
-        "pyproject.toml",
-    }
     made = {name for name in inside if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
-    assert inside - made == package | about
+    folders = {name.partition("/")[0] for name in inside - made if "/" in name}
+    assert folders == {*FOLDERS} and package <= inside
+    assert not any(name.startswith(("out/", "build/")) or name == "notes.txt" for name in inside)
+    about = (
+        "README.md LICENSE CHANGELOG.md CITATION.cff MANIFEST.in Makefile pyproject.toml".split()
+    )
+    assert {*about, "tests/conftest.py", "docs/index.md", "examples/dpo.py"} <= inside
 
 
 @together
@@ -161,7 +160,7 @@ def test_wheel_works_beside_torch_alone(dist, tmp_path):
     models = subprocess.run(
         [python.with_name("liger-kernel"), "models", "llama"], capture_output=True, text=True
     )
-    assert models.returncode == 2 and "pip install 'liger-kernel[transformers]'" in models.stderr
+    assert models.returncode == 2 and "pip install transformers" in models.stderr
 
 
 def ran(command, folder):
@@ -286,3 +285,15 @@ def test_notes():
     assert RELEASE["section"](CHANGES, "0.9.0") == ("2026-12-01", "### Added\n\n- more")
     assert RELEASE["section"](CHANGES, "0.8.6") == ("not released yet", "- all")
     assert RELEASE["section"]((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__)[1]
+
+
+def test_a_release_has_the_urls_of_its_repository():
+    release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+    url = "https://example.org/us/liger-kernel"
+    readme = release["with_links"]((ROOT / "README.md").read_text(), url)
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    assert f"]({url}/blob/main/docs/training.md)" in readme
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    metadata = tomllib.loads(release["with_urls"]((ROOT / "pyproject.toml").read_text(), url))
+    assert metadata["project"]["urls"]["Homepage"] == url and metadata["project"]["scripts"]

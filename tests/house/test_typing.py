@@ -61,6 +61,7 @@ WRONG = {
     "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; f(geglu=True)": "call-arg",
     "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; f(rope='no')": "arg-type",
     "from liger_kernel.transformers import apply_liger_kernel as f; f('llama')": "arg-type",
+    "from liger_kernel.transformers import *; apply_liger_kernel(LigerRMSNorm(8), ropee=True)": "call-arg",
     "from liger_kernel.transformers import apply_liger_kernel as f; f().replace": "call-arg",
     "from liger_kernel.transformers import revert; revert(3)": "arg-type",
     "from liger_kernel.transformers import LigerRMSNorm; LigerRMSNorm('8')": "arg-type",

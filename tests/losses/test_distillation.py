@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE, cast, run
-from distilled import F16, F32, F64, divergence_of, drawn, few, kl, same, textbook
+from cases import WITH_AND_WITHOUT_KERNELS, cast, run
+from distilled import F16, F32, F64, textbook_divergence, make_tensors, small_detached_tensors, kl, assert_outputs_close, textbook
 from hardware import DEVICE
 
 from liger_kernel.losses import distillation
@@ -60,28 +60,28 @@ def called(way, divergence, **more):
     return call
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", LOSSES)
 @pytest.mark.parametrize("way", ["module", "function", "three dimensions"])
 def test_losses(divergence, way):
     """``chunk_size`` and ``compiled`` change nothing; without the flag it is the loss alone."""
-    tensors = cast(drawn(12, W=80), F32)
+    tensors = cast(make_tensors(12, W=80), F32)
     want = run(textbook(dict(divergence=divergence, **SAME)), cast(tensors, F64))[0]
-    same(run(called(way, divergence, chunk_size=3, compiled=False), tensors)[0], want)
+    assert_outputs_close(run(called(way, divergence, chunk_size=3, compiled=False), tensors)[0], want)
     alone = LOSSES[divergence][0](**OF_LOSSES)(**{NAMES.get(k, k): x for k, x in tensors.items()})
     torch.testing.assert_close(alone.double(), want["output 0"], rtol=1e-5, atol=1e-6)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", LOSSES)
 def test_frozen_heads_and_functions(divergence):
-    tensors = cast(drawn(12), F32)
+    tensors = cast(make_tensors(12), F32)
     want = run(called("function", divergence), tensors)[0]
     for k in "student_weight", "student_bias":
         tensors[k] = tensors[k].detach()
     got = run(called("function", divergence), tensors)[0]
     assert got.keys() == want.keys() - {"dstudent_weight", "dstudent_bias"}
-    same(got, {k: want[k] for k in got})
+    assert_outputs_close(got, {k: want[k] for k in got})
 
 
 class KL(LigerFusedLinearDistillationBase):
@@ -128,21 +128,21 @@ class Short(LigerFusedLinearDistillationBase):
         )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("how", ["keywords", "positions"])
 def test_subclasses(how, monkeypatch):
     """In chunks; the hook has the tempered logits; a larger teacher; a weight that changes before
     backward."""
-    monkeypatch.setattr(distillation, "ROWS", 5)
+    monkeypatch.setattr(distillation, "CHUNK_TOKENS", 5)
     KL.seen.clear()
-    tensors = cast(drawn(12, W=80), F32)
+    tensors = cast(make_tensors(12, W=80), F32)
     option = dict(divergence="forward_kl", temperature=2.0 / 1.5, weight_hard=0.2)
 
     def subclass(**given):
         return KL.apply(*(given[k] for k in IN_ORDER), how, 1.5, True)
 
     want = run(textbook(option), cast(tensors, F64))[0]
-    same(run(subclass, tensors)[0], want)
+    assert_outputs_close(run(subclass, tensors)[0], want)
     assert KL.seen == [5, 5, 2]
     loss = KL.apply(*(tensors[k] for k in IN_ORDER), how, 1.5, False)
     with torch.no_grad():
@@ -152,14 +152,14 @@ def test_subclasses(how, monkeypatch):
     torch.testing.assert_close(g.double(), want["dstudent"] / first, rtol=1e-4, atol=1e-6)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_a_subclass_with_fewer_arguments():
-    tensors = cast(drawn(), F32)
+    tensors = cast(make_tensors(), F32)
     for k in "student_bias", "teacher_bias":
         tensors[k] = torch.zeros_like(tensors[k].detach())
     want = run(textbook(dict(divergence="forward_kl", weight_hard=0.0)), cast(tensors, F64))[0]
     got = run(lambda **given: Short.apply(*(given[k] for k in IN_ORDER[:5])), tensors)[0]
-    same(got, want)
+    assert_outputs_close(got, want)
     with pytest.raises(NotImplementedError, match="distillation_loss_fn"):
         LigerFusedLinearDistillationBase.forward(
             LigerFusedLinearDistillationBase, _Nothing(), *_five(tensors)
@@ -181,8 +181,8 @@ def test_compiles_whole():
     for divergence in LOSSES:
         compiled = torch.compile(called("module", divergence), fullgraph=True, backend="aot_eager")
         for dtype in F32, F16:
-            tensors = cast(drawn(12), dtype)
-            same(
+            tensors = cast(make_tensors(12), dtype)
+            assert_outputs_close(
                 run(compiled, tensors)[0],
                 run(called("module", divergence), tensors)[0],
                 rtol=1e-3,
@@ -208,7 +208,7 @@ def of_top_k(
                     lp, lq = (
                         torch.cat((a, (1 - a.exp().sum(0, keepdim=True)).log())) for a in (lp, lq)
                     )
-                soft = soft + divergence_of(lp, lq, divergence, beta) / n
+                soft = soft + textbook_divergence(lp, lq, divergence, beta) / n
         hard = F.cross_entropy(x, target, reduction="sum") / n
         return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
 
@@ -225,12 +225,12 @@ def top_k(tensors, K, temperature):
     return ids.masked_fill(gone, -100), log_p.masked_fill(gone, 0.0)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
 @pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_top_k(divergence, tail, temperature):
-    tensors = cast(drawn(12, 24, 40), F32)
+    tensors = cast(make_tensors(12, 24, 40), F32)
     ids, log_p = top_k(tensors, 5, temperature)
     option = dict(divergence=divergence, temperature=temperature, beta=0.3)
     want = run(of_top_k(ids, log_p, tail, **option), cast(tensors, F64))[0]
@@ -247,16 +247,16 @@ def test_top_k(divergence, tail, temperature):
             given |= {k: in_three_dimensions(given[k], 3, 4) for k in rows}
         return distillation_loss(**given, **option, tail=tail, return_soft_hard_loss=True)
 
-    same(run(loss, tensors)[0], want, atol=3e-6)
-    same(run(loss, tensors | dict(three=True))[0], want, atol=3e-6)
+    assert_outputs_close(run(loss, tensors)[0], want, atol=3e-6)
+    assert_outputs_close(run(loss, tensors | dict(three=True))[0], want, atol=3e-6)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl"])
 @pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
 def test_top_k_of_all_classes(divergence, tail):
     """Is the whole distribution; the tail is empty then."""
-    tensors = cast(drawn(6, 24, 20), F32)
+    tensors = cast(make_tensors(6, 24, 20), F32)
     want = run(textbook(dict(divergence=divergence, weight_hard=0.0)), cast(tensors, F64))[0]
     z = torch.addmm(
         tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t()
@@ -269,7 +269,7 @@ def test_top_k_of_all_classes(divergence, tail):
         )
         return distillation_loss(student, target=target, **given, weight_hard_loss=0.0)
 
-    same(
+    assert_outputs_close(
         run(loss, tensors)[0],
         {k: x for k, x in want.items() if k not in ("output 1", "output 2")},
         atol=1e-5,
@@ -282,10 +282,10 @@ def with_exact_tail(z, ids, log_p, divergence):
     tail = log_q.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
     log_q = torch.cat((log_q.gather(1, ids), tail), 1)
     log_p = torch.cat((log_p, torch.log1p(-log_p.exp().sum(1, keepdim=True))), 1)
-    return divergence_of(log_p, log_q, divergence, 0.5).mean()
+    return textbook_divergence(log_p, log_q, divergence, 0.5).mean()
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
 @pytest.mark.parametrize("lead", [5.0, 15.0, 22.0])
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def next_class_outside(ids, classes):
     return inside.argmin(1, keepdim=True)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("lead", [40.0, 100.0])
 def test_the_tail_of_a_student_that_is_surer_still(lead):
     """forward_kl's gradient does not vanish there."""
@@ -374,11 +374,11 @@ def test_the_tail_of_a_sure_teacher():
     assert sure[:, -1].isfinite().all() and (sure[:, -1] < -15).all()
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "reverse_kl", "tvd"])
 def test_a_row_without_classes_of_the_teacher(divergence):
     """The tail is everything there, so its soft loss is 0; its label counts."""
-    tensors = cast(drawn(12, 24, 40), F32)
+    tensors = cast(make_tensors(12, 24, 40), F32)
     ids, log_p = top_k(tensors, 3, 1.0)
     row = int((tensors["target"] != -100).nonzero()[0])
     ids[row], log_p[row] = -100, torch.nan
@@ -391,15 +391,15 @@ def test_a_row_without_classes_of_the_teacher(divergence):
         )
         return distillation_loss(student, target=target, **given, return_soft_hard_loss=True)
 
-    same(run(loss, tensors)[0], want, atol=3e-6)
+    assert_outputs_close(run(loss, tensors)[0], want, atol=3e-6)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
 def test_log_probabilities_that_do_not_count(tail, what):
     """Those of ignored rows and of ids that are no class."""
-    tensors = cast(drawn(12, 24, 40), F32)
+    tensors = cast(make_tensors(12, 24, 40), F32)
     ids, log_p = top_k(tensors, 5, 1.0)
     nothing = (ids == -100) | (tensors["target"] == -100)[:, None]
     assert nothing.any()
@@ -411,13 +411,13 @@ def test_log_probabilities_that_do_not_count(tail, what):
             return distillation_loss(student, target=target, **given)
 
         results.append(run(loss, tensors)[0])
-    same(*results, rtol=0, atol=0)
+    assert_outputs_close(*results, rtol=0, atol=0)
 
 
 # ---- a student that equals its teacher ----
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, F16], ids=str)
 @pytest.mark.parametrize("teacher", ["head", "logits"])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (6, 8, 37), (5, 24, 123), (13, 64, 257)], ids=str)
@@ -444,10 +444,10 @@ def test_tvd_of_a_student_that_equals_its_teacher(shape, teacher, dtype):
     assert not any(x.grad.any() for x in student)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_top_k_without_rows_that_count(temperature):
-    tensors = cast(drawn(6, 24, 20), F32)
+    tensors = cast(make_tensors(6, 24, 20), F32)
     ids, log_p = top_k(tensors, 3, temperature)
     tensors["target"].fill_(-100)
     names = dict(student="student_input")
@@ -476,7 +476,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("changed,words", OTHERS.values(), ids=OTHERS)
 def test_errors_of_the_losses(changed, words):
-    given = {NAMES.get(k, k): t for k, t in few().items()} | changed
+    given = {NAMES.get(k, k): t for k, t in small_detached_tensors().items()} | changed
     with pytest.raises(ValueError, match=words):
         LigerFusedLinearJSDLoss()(**given)
     with pytest.raises(ValueError, match=words):
@@ -534,6 +534,6 @@ WRONG_TOP = {
 
 @pytest.mark.parametrize("changed,error,words", WRONG_TOP.values(), ids=WRONG_TOP)
 def test_errors_of_a_top_k(changed, error, words):
-    given = {k: t for k, t in few().items() if not k.startswith("teacher")}
+    given = {k: t for k, t in small_detached_tensors().items() if not k.startswith("teacher")}
     with pytest.raises(error, match=f"distillation_loss: .*{words}"):
         distillation_loss(given.pop("student"), **given, **{**TOP, **changed})

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from memory import Source, collect, reused
-from policies import CLIPPED, F32, F64, B, T, V, assert_equal, drawn, outcome, token_logps, whole
+from memory import AddressRecorder, collect_garbage, reuses_memory
+from policies import CLIPPED_LOSSES, F32, F64, B, T, V, assert_all_close, make_batch, run_loss, token_logps, textbook_loss
 
 from liger_kernel.chunked_loss.grpo_loss import (
     clip_coef_fn,
@@ -21,8 +21,8 @@ from liger_kernel.ops import GrpoLossFunction
 from liger_kernel.ops.functional import liger_selected_log_probs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-TYPES = *CLIPPED, "cispo", "sapo", "vespo"
-LEVELS = [(kind, "token") for kind in TYPES] + [(kind, "sequence") for kind in CLIPPED]
+TYPES = *CLIPPED_LOSSES, "cispo", "sapo", "vespo"
+LEVELS = [(kind, "token") for kind in TYPES] + [(kind, "sequence") for kind in CLIPPED_LOSSES]
 EVERY = pytest.mark.parametrize("loss_type, level", LEVELS)
 ONES = torch.ones(B, T, dtype=torch.long, device=DEVICE)
 
@@ -43,7 +43,7 @@ def on_logits(
     old_per_token_logps=None,
     **options,
 ):
-    """With the arguments of `whole`."""
+    """With the arguments of `textbook_loss`."""
     options = {k.replace("epsilon", "eps"): x for k, x in options.items()}
     return triton_grpo_loss(
         logits_of(hidden, weight, bias),
@@ -60,7 +60,7 @@ SMALL = dict(B=2, T=3)  # for the kernels
 
 
 def assert_right(seed, dtype, tolerance, v, old, size, **options):
-    learnt, rest = drawn(seed, dtype, v=v, old=old, **size)
+    learnt, rest = make_batch(seed, dtype, v=v, old=old, **size)
     options |= dict(
         temperature=1.3,
         epsilon_low=0.2,
@@ -68,18 +68,18 @@ def assert_right(seed, dtype, tolerance, v, old, size, **options):
         sapo_temperature_pos=0.8,
         vespo_k_pos=1.5,
     )
-    got = outcome(on_logits, learnt, rest, **options)
+    got = run_loss(on_logits, learnt, rest, **options)
     given = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
     learnt = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
     length = dict(max_completion_length=T) if options["loss_type"] == "dr_grpo" else {}
-    assert_equal(got, outcome(whole, learnt, given, **options | length), tolerance)
+    assert_all_close(got, run_loss(textbook_loss, learnt, given, **options | length), tolerance)
 
 
 @EVERY
 def test_every_loss(loss_type, level):
     """In fp64; a ``delta`` below the bound of the clip, and one above."""
     for seed, v in enumerate((None, "B", "BT", ("B", "one"))):
-        delta = (0.9, 3.0, None, 1.25)[seed] if loss_type in CLIPPED else None
+        delta = (0.9, 3.0, None, 1.25)[seed] if loss_type in CLIPPED_LOSSES else None
         for beta in (0.0, 0.3):
             assert_right(
                 seed,
@@ -128,13 +128,13 @@ REDUCED = {  # from the tokens' losses, their mask and num_items_in_batch
 def test_the_tokens_losses(loss_type, level):
     """They are 0 where masked, whatever stands there, and their reduction is the reduced loss, its
     gradient too."""
-    learnt, rest = drawn(5, v="BT", advantages="BT")
+    learnt, rest = make_batch(5, v="BT", advantages="BT")
     options = dict(
         loss_type=loss_type, importance_sampling_level=level, beta=0.3, num_items_in_batch=9
     )
     padding = rest["attention_mask"] == 0
     assert padding.any()
-    want = outcome(on_logits, learnt, rest, **options)
+    want = run_loss(on_logits, learnt, rest, **options)
     for name in ("old_per_token_logps", "ref_per_token_logps", "vllm_is_ratio", "advantages"):
         rest[name][padding] = math.nan
     rest["selected_token_ids"][padding] = 10**6
@@ -149,13 +149,13 @@ def test_the_tokens_losses(loss_type, level):
         m = rest["attention_mask"].double()
         return REDUCED[loss_type](each, m, 9), (kl.sum() / m.sum(), clipped.sum() / m.sum())
 
-    got = outcome(reduced, learnt, rest, **options)
+    got = run_loss(reduced, learnt, rest, **options)
     assert not got["d hidden"][padding].any()
-    assert_equal(got, want)
+    assert_all_close(got, want)
 
 
 def test_without_a_mask_and_without_a_reference():
-    learnt, rest = drawn(1, ref=None, mask=ONES)
+    learnt, rest = make_batch(1, ref=None, mask=ONES)
     logits = logits_of(**learnt).detach()
     given = rest["old_per_token_logps"], None, rest["selected_token_ids"], rest["advantages"]
     each, kl, clipped = triton_grpo_loss(logits, *given, beta=0.0)
@@ -168,7 +168,7 @@ def test_without_a_mask_and_without_a_reference():
 @pytest.mark.parametrize("phi", ["B", "B1"])
 def test_the_function(phi, reduce):
     """By position. vespo's weights are those that `get_gamma_weights` gives."""
-    learnt, rest = drawn(3, v="BT")
+    learnt, rest = make_batch(3, v="BT")
     logits, ids, mask = (
         logits_of(**learnt).detach(),
         rest["selected_token_ids"],
@@ -241,7 +241,7 @@ def test_gamma_weights_without_a_token():
 
 
 def batch(dtype=F32):
-    learnt, rest = drawn(2, dtype, **SMALL)
+    learnt, rest = make_batch(2, dtype, **SMALL)
     given = (
         "old_per_token_logps",
         "ref_per_token_logps",
@@ -258,9 +258,9 @@ def batch(dtype=F32):
 def test_whose_memory_the_gradient_takes(inplace, keep, reduce):
     x, given = batch()
     before, seen = x.detach().clone(), {}
-    loss = triton_grpo_loss(Source.apply(x, seen), *given, inplace=inplace, reduce=reduce)[0]
-    collect(loss).sum().backward(retain_graph=keep)
-    assert reused(seen) == (inplace and not keep) and torch.equal(x, before)
+    loss = triton_grpo_loss(AddressRecorder.apply(x, seen), *given, inplace=inplace, reduce=reduce)[0]
+    collect_garbage(loss).sum().backward(retain_graph=keep)
+    assert reuses_memory(seen) == (inplace and not keep) and torch.equal(x, before)
     once = x.grad.clone()
     assert once[:, :-1].any() and not once[:, -1].any() and not once[:, :-1][given[-1] == 0].any()
     if keep:
@@ -272,7 +272,7 @@ def test_a_caller_that_still_has_the_logits_keeps_them():
     x, given = batch()
     logits = x * 1
     before = logits.detach().clone()
-    collect(triton_grpo_loss(logits, *given)[0]).sum().backward()
+    collect_garbage(triton_grpo_loss(logits, *given)[0]).sum().backward()
     assert torch.equal(logits, before)
 
 
@@ -325,7 +325,7 @@ def test_selective_log_softmax():
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_an_id_of_minus_100_is_out_of_range(masked, anywhere):
+def test_an_id_of_minus_100_is_out_of_range(masked, with_and_without_kernels):
     """Unless it is masked: it is no padding by itself."""
     x, given = batch()
     ids = given[2].clone()
@@ -345,7 +345,7 @@ def test_an_id_of_minus_100_is_out_of_range(masked, anywhere):
 
 
 @pytest.mark.parametrize("what", [math.nan, math.inf])
-def test_logits_of_a_masked_token_have_no_influence(what, anywhere):
+def test_logits_of_a_masked_token_have_no_influence(what, with_and_without_kernels):
     x, given = batch()
     ids, mask = given[2], torch.ones_like(given[2])
     mask[1, 1] = 0

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE, assert_as_exact_as, cast, leaves, run
+from cases import WITH_AND_WITHOUT_KERNELS, assert_as_exact_as_pytorch, cast, tensors_with_grad, run
 from hardware import DEVICE
-from heads import B16, F16, F32, F64, measured, same
+from heads import B16, F16, F32, F64, measure_head_errors, assert_outputs_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +34,7 @@ def drawn(N=3, seed=0, shared=False, bias=True, T=T):
         tensors[f"hidden{k}"] = torch.randn(B, T, H)
         tensors["weight" if k == 0 else f"weight{k}"] = (
             torch.randn(V, H) * 2 / H**0.5
-        )  # `measured` asks for "weight"
+        )  # `measure_head_errors` asks for "weight"
         if bias:
             tensors[f"bias{k}"] = torch.randn(V)
     return {k: t.requires_grad_(t.is_floating_point()) for k, t in tensors.items()}
@@ -115,22 +115,22 @@ DRAWS = (
 
 @pytest.mark.parametrize("option, shared, dtype", DRAWS, ids=str)
 def test_as_exact_as_pytorch(option, shared, dtype):
-    """Every gradient; a second backward; inputs are not written to (`measured`). One head has
+    """Every gradient; a second backward; inputs are not written to (`measure_head_errors`). One head has
     coefficient 0."""
     draws = []
     for seed in range(2):
         tensors = drawn(seed=seed, shared=shared, bias=option != "plain")
-        draws.append(measured(ours(**OPTIONS[option]), plain(**OPTIONS[option]), tensors, dtype))
-    assert_as_exact_as(draws)
+        draws.append(measure_head_errors(ours(**OPTIONS[option]), plain(**OPTIONS[option]), tensors, dtype))
+    assert_as_exact_as_pytorch(draws)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 def test_with_kernels_and_without(shared):
     tensors = cast(drawn(shared=shared), F32)
     want = run(plain(), cast(tensors, F64))[0]
     got = run(ours(), tensors)[0]
-    same(got, want)
+    assert_outputs_close(got, want)
     if not shared:
         assert not got["dweight1"].any() and got["dweight2"].any()  # the head of coefficient 0
 
@@ -162,7 +162,7 @@ def test_labels_by_hand():
     assert [bool(g.any()) for g in grads] == [True, True, False, False] * 3
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("form", ["tensor", "list", "number"])
 def test_gradient_accumulation(form):
     """Micro-batches whose sums are divided by the same numbers make up the batch."""
@@ -180,7 +180,7 @@ def test_gradient_accumulation(form):
         return run(call, tensors)[0]
 
     one, two = of_row(0), of_row(1)
-    same({k: x + two[k] for k, x in one.items()}, want)
+    assert_outputs_close({k: x + two[k] for k, x in one.items()}, want)
 
 
 def test_packed_sequences():
@@ -194,7 +194,7 @@ def test_packed_sequences():
         )
 
     want = run(ours(), tensors)[0]
-    same(
+    assert_outputs_close(
         run(packed(position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=DEVICE)), tensors)[
             0
         ],
@@ -205,12 +205,12 @@ def test_packed_sequences():
     )  # without them, across the border
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.thorough
 def test_what_no_label_needs_is_dropped():
     tensors = cast(drawn(), F32)
     got, want = (run(ours(drop_ignored=drop), tensors)[0] for drop in (True, False))
-    same(got, want)
+    assert_outputs_close(got, want)
     nothing = dict(labels=torch.full_like(tensors["labels"], -100))
     for drop, dtype in (True, F32), (False, F32), (False, F16):
         assert not any(
@@ -222,7 +222,7 @@ def test_what_no_label_needs_is_dropped():
 # ---- what learns ----
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("learns", ["hidden", "weight", "bias", ""])
 def test_frozen_parts(learns):
     tensors = cast(drawn(), F32)
@@ -237,7 +237,7 @@ def test_frozen_parts(learns):
     assert {k for k in got if k.startswith("d")} == {
         f"d{k}" for k in tensors if k.startswith(learns)
     }
-    same(got, {k: want[k] for k in got})
+    assert_outputs_close(got, {k: want[k] for k in got})
 
 
 @pytest.mark.thorough
@@ -276,7 +276,7 @@ def test_autocast():
     assert loss.dtype == F32 and torch.equal(loss, want)
     loss.backward()
     want.backward()
-    for k, t in leaves(tensors).items():
+    for k, t in tensors_with_grad(tensors).items():
         d = low[k].grad.float()
         assert t.grad.dtype == F32
         assert (t.grad - d).abs().max() <= torch.finfo(B16).eps * d.abs().max(), k
@@ -287,7 +287,7 @@ def test_a_graph_of_the_gradients():
     tensors = cast(drawn(shared=True), F32)
 
     def second(fn, tensors):
-        of = [*leaves(tensors).values()]
+        of = [*tensors_with_grad(tensors).values()]
         first = torch.autograd.grad(fn(**tensors)[0], of, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), of)
 
@@ -305,7 +305,7 @@ def test_a_graph_of_the_gradients():
 )
 def test_no_logits_in_memory(need_w, monkeypatch):
     """No tensor is larger than a head's budget and a gradient, which is less than its logits."""
-    for name, value in dict(ROWS=64, LEAST=64, FREE=0).items():
+    for name, value in dict(CHUNK_TOKENS=64, MIN_CHUNK_TOKENS=64, FREE_BYTES=0).items():
         monkeypatch.setattr(planning, name, value)
     length, largest = 150, []
     memory = 100 * V * 4
@@ -350,7 +350,7 @@ def test_gradients_add_up_in_place(monkeypatch):
     loss, _ = ours([0.8, 0.7, 0.6])(**tensors)
     assert alive == [0, 3, 3] and len(made) == 9
     loss.backward()
-    assert all(t.grad.any() for t in leaves(tensors).values())
+    assert all(t.grad.any() for t in tensors_with_grad(tensors).values())
 
 
 # ---- torch.compile ----
@@ -367,7 +367,7 @@ def test_compiled_steps():
     )
     for share in (0.1, 0.2):
         want = run(ours([share * c for c in (0.8, 0.64)], drop_ignored=False), tensors)[0]
-        same(run(partial(compiled, share), tensors)[0], want)
+        assert_outputs_close(run(partial(compiled, share), tensors)[0], want)
     with torch.no_grad():
         torch.testing.assert_close(compiled(0.2, **tensors)[0], want["output 0"])
 

@@ -14,20 +14,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from policies import (
     B16,
-    CLIPPED,
+    CLIPPED_LOSSES,
     F32,
     F64,
     B,
     H,
     T,
-    assert_equal,
-    drawn,
-    outcome,
+    assert_all_close,
+    make_batch,
+    run_loss,
     token_logps,
-    whole,
+    textbook_loss,
 )
 
-from liger_kernel.losses import policy
+from liger_kernel.losses import grpo, policy
 from liger_kernel.losses.policy import (
     LigerFusedLinearGRPOLoss,
     grpo_loss,
@@ -35,19 +35,20 @@ from liger_kernel.losses.policy import (
     linear_grpo_loss,
 )
 from liger_kernel.ops.head import grouped_loss, planning
+from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 
-TYPES = *CLIPPED, "cispo", "sapo", "vespo"
-LEVELS = [(kind, "token") for kind in TYPES] + [(kind, "sequence") for kind in CLIPPED]
+TYPES = *CLIPPED_LOSSES, "cispo", "sapo", "vespo"
+LEVELS = [(kind, "token") for kind in TYPES] + [(kind, "sequence") for kind in CLIPPED_LOSSES]
 
 
 def assert_right(learnt, rest, tolerance=1e-10, head=None, **options):
     if options.get("loss_type") == "dr_grpo":
         options["max_completion_length"] = 9
-    assert_equal(
-        outcome(linear_grpo_loss, learnt, rest, **options, **(head or {})),
-        outcome(whole, learnt, rest, **options),
+    assert_all_close(
+        run_loss(linear_grpo_loss, learnt, rest, **options, **(head or {})),
+        run_loss(textbook_loss, learnt, rest, **options),
         tolerance,
     )
 
@@ -64,7 +65,7 @@ def test_every_loss(loss_type, level, beta):
         (None, 5, 31.0),
     )
     for i, (delta, corrected, v, old, advantages, num_items) in enumerate(list(grid)[::7]):
-        learnt, rest = drawn(i, v=v, old=old, advantages=advantages)
+        learnt, rest = make_batch(i, v=v, old=old, advantages=advantages)
         rest["num_items_in_batch"] = torch.tensor(num_items) if num_items == 5 else num_items
         assert_right(
             learnt,
@@ -115,13 +116,13 @@ def examples(n):
 @examples(400)
 @pytest.mark.thorough
 def test_any_options(options, batch, seed, num_items, data):
-    if options["loss_type"] not in CLIPPED:
+    if options["loss_type"] not in CLIPPED_LOSSES:
         options["importance_sampling_level"] = "token"
     kind = data.draw(st.sampled_from([torch.int64, torch.bool, F32, F64]))
     mask = (
         torch.rand(batch["B"], batch["T"], generator=torch.Generator().manual_seed(seed)) < 0.7
     )  # holes, too
-    learnt, rest = drawn(seed, **batch, mask=mask.to(kind).to(DEVICE))
+    learnt, rest = make_batch(seed, **batch, mask=mask.to(kind).to(DEVICE))
     for frozen in data.draw(st.sets(st.sampled_from(sorted(learnt)))):
         learnt[frozen].requires_grad_(False)
     assert_right(learnt, rest | dict(num_items_in_batch=num_items), **options)
@@ -130,7 +131,7 @@ def test_any_options(options, batch, seed, num_items, data):
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_of_given_log_probabilities(loss_type, level):
     """The pure function is the same loss, and takes no notice of padding either."""
-    learnt, rest = drawn(3, v="BT")
+    learnt, rest = make_batch(3, v="BT")
     options = dict(
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -146,8 +147,8 @@ def test_of_given_log_probabilities(loss_type, level):
         return grpo_loss(logp, entropy=entropy, **rest, **options)
 
     loss, metrics = pure(**learnt, **rest)
-    expected = outcome(whole, learnt, rest, **options)
-    assert_equal(
+    expected = run_loss(textbook_loss, learnt, rest, **options)
+    assert_all_close(
         {"loss": loss} | {f"metric {i}": x for i, x in enumerate(metrics)},
         dict(list(expected.items())[:4]),
     )
@@ -157,9 +158,9 @@ def test_of_given_log_probabilities(loss_type, level):
 @pytest.mark.parametrize("dtype, tolerance", [(F64, 1e-10), (F32, 1e-5)])
 def test_a_head_without_channels(loss_type, dtype, tolerance):
     """Its logits are its bias."""
-    learnt, rest = drawn(H=0, dtype=dtype, advantages="BT")
-    expected = outcome(whole, learnt, rest, loss_type=loss_type)
-    assert_equal(outcome(linear_grpo_loss, learnt, rest, loss_type=loss_type), expected, tolerance)
+    learnt, rest = make_batch(H=0, dtype=dtype, advantages="BT")
+    expected = run_loss(textbook_loss, learnt, rest, loss_type=loss_type)
+    assert_all_close(run_loss(linear_grpo_loss, learnt, rest, loss_type=loss_type), expected, tolerance)
 
 
 # ---- its surroundings ----
@@ -172,7 +173,7 @@ def test_padding_has_no_influence(loss_type, level, of_sequences, what):
     """Whatever stands there, also for a sequence without a token that counts; and tokens out of
     range."""
     shapes = dict(v="B", advantages="B") if of_sequences else dict(v="BT", advantages="BT")
-    learnt, rest = drawn(5, ref="input", **shapes)
+    learnt, rest = make_batch(5, ref="input", **shapes)
     rest["attention_mask"][1] = 0
     options = dict(
         loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3
@@ -180,30 +181,30 @@ def test_padding_has_no_influence(loss_type, level, of_sequences, what):
     options["entropy_coef"] = 0.1
     padding = rest["attention_mask"] == 0
     assert padding.any(1).sum() > 1
-    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+    expected = run_loss(linear_grpo_loss, learnt, rest, **options)
     assert all(x.isfinite().all() for x in expected.values())
     dirty = {k: x.clone() for k, x in (learnt | rest).items()}
     for name in ("hidden", "old_per_token_logps", "ref_input", "vllm_is_ratio", "advantages"):
         dirty[name].data[padding if dirty[name].dim() > 1 else padding.all(1)] = what
     dirty["selected_token_ids"][padding] = 10**6
     learnt = {k: dirty.pop(k).detach().requires_grad_() for k in learnt}
-    assert_equal(outcome(linear_grpo_loss, learnt, dirty, drop_ignored=True, **options), expected)
-    kept = outcome(linear_grpo_loss, learnt, dirty, drop_ignored=False, **options)
+    assert_all_close(run_loss(linear_grpo_loss, learnt, dirty, drop_ignored=True, **options), expected)
+    kept = run_loss(linear_grpo_loss, learnt, dirty, drop_ignored=False, **options)
     del kept["d weight"], expected["d weight"]  # 0·NaN
-    assert_equal(kept, expected)
+    assert_all_close(kept, expected)
 
 
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_reference_log_probabilities_of_padding_have_no_influence(loss_type, level):
-    learnt, rest = drawn(5)
+    learnt, rest = make_batch(5)
     options = dict(
         loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, beta=0.3
     )
-    expected = outcome(linear_grpo_loss, learnt, rest, **options)
+    expected = run_loss(linear_grpo_loss, learnt, rest, **options)
     for what in (math.nan, math.inf, -math.inf, 1e30):
         dirty = rest["ref_per_token_logps"].masked_fill(rest["attention_mask"] == 0, what)
-        assert_equal(
-            outcome(linear_grpo_loss, learnt, rest | dict(ref_per_token_logps=dirty), **options),
+        assert_all_close(
+            run_loss(linear_grpo_loss, learnt, rest | dict(ref_per_token_logps=dirty), **options),
             expected,
         )
 
@@ -212,10 +213,10 @@ def test_reference_log_probabilities_of_padding_have_no_influence(loss_type, lev
 
 
 def in_fp64(learnt, rest, **options):
-    """The outcome of `whole` in fp64."""
+    """The outcome of `textbook_loss` in fp64."""
     wide = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
     more = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
-    return outcome(whole, wide, more, **options)
+    return run_loss(textbook_loss, wide, more, **options)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
@@ -226,7 +227,7 @@ def test_a_ratio_too_large_for_fp32(loss_type, level, kernels, request):
     if not kernels:
         request.getfixturevalue("reference_only")
     for seed, (advantage, delta) in enumerate(((1.0, None), (0.0, None), (-1.0, 4.0))):
-        learnt, rest = drawn(seed, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+        learnt, rest = make_batch(seed, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
         rest["advantages"] = torch.tensor([advantage, 0.5], device=DEVICE)
         rest["old_per_token_logps"][0] -= 100.0
         options = dict(
@@ -235,12 +236,12 @@ def test_a_ratio_too_large_for_fp32(loss_type, level, kernels, request):
         options["delta"] = delta
         exact = in_fp64(learnt, rest, **options)
         assert all(x.isfinite().all() for x in exact.values())
-        assert_equal(outcome(linear_grpo_loss, learnt, rest, **options), exact, 1e-5)
+        assert_all_close(run_loss(linear_grpo_loss, learnt, rest, **options), exact, 1e-5)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "rloo"])
 def test_ppo_of_a_ratio_too_large_for_fp32(loss):
-    learnt, rest = drawn(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+    learnt, rest = make_batch(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
     rest["old_per_token_logps"][0] -= 100.0
     ids, mask, old = (
         rest[k] for k in ("selected_token_ids", "attention_mask", "old_per_token_logps")
@@ -259,34 +260,34 @@ def test_ppo_of_a_ratio_too_large_for_fp32(loss):
         return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean(), ()
 
     given = dict(selected_token_ids=ids, attention_mask=mask, old_per_token_logps=old)
-    exact = outcome(
+    exact = run_loss(
         definition, {k: x.detach().double().requires_grad_() for k, x in learnt.items()}, {}
     )
-    got = outcome(fused, learnt, {})
-    assert_equal({k: got[k] for k in exact}, exact, 1e-5)
+    got = run_loss(fused, learnt, {})
+    assert_all_close({k: got[k] for k in exact}, exact, 1e-5)
 
 
 def test_a_corrected_kl_of_0_for_any_ratio():
     """KL·r is 0 where the policy is its reference, and so is its gradient, however large r is."""
-    learnt, rest = drawn(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
+    learnt, rest = make_batch(0, F32, B=2, T=3, mask=torch.ones(2, 3, device=DEVICE).long())
     rest["advantages"] = torch.ones(2, device=DEVICE)
     head = learnt["hidden"], learnt["weight"], rest["selected_token_ids"], learnt["bias"]
     with torch.no_grad():
-        now = policy.token_log_probs(*head)
+        now = token_log_probs(*head)
     rest |= dict(
         ref_per_token_logps=now,
         old_per_token_logps=now - torch.tensor([[100.0], [0.0]], device=DEVICE),
     )
     exact = in_fp64(learnt, rest, beta=0.0)
-    got = outcome(linear_grpo_loss, learnt, rest, beta=0.1, use_bias_correction_kl=True)
+    got = run_loss(linear_grpo_loss, learnt, rest, beta=0.1, use_bias_correction_kl=True)
     assert got.pop("metric 0") == 0
-    assert_equal(got | {"metric 0": got.pop("metric 1")}, exact, 1e-5)
+    assert_all_close(got | {"metric 0": got.pop("metric 1")}, exact, 1e-5)
 
 
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_all_masked(loss_type, level):
-    learnt, rest = drawn(mask=torch.zeros(B, T, dtype=torch.long, device=DEVICE))
-    got = outcome(
+    learnt, rest = make_batch(mask=torch.zeros(B, T, dtype=torch.long, device=DEVICE))
+    got = run_loss(
         linear_grpo_loss,
         learnt,
         rest,
@@ -319,24 +320,24 @@ def test_through_kernels(loss_type, level, dtype):
     mine, theirs = {}, {}
     for seed in range(8):
         torch.manual_seed(seed)
-        learnt, rest = drawn(seed, F32, B=3, T=40, H=32, V=130, advantages="BT")
+        learnt, rest = make_batch(seed, F32, B=3, T=40, H=32, V=130, advantages="BT")
         learnt = {k: (x.detach() * 0.5).to(dtype).requires_grad_() for k, x in learnt.items()}
         wide = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
         now = token_logps(**wide, ids=rest["selected_token_ids"], temperature=4.0)[0].detach()
         for name in ("old_per_token_logps", "ref_per_token_logps"):
             rest[name] = (now + 0.05 * torch.randn_like(now)).float()
-        exact = outcome(
-            whole,
+        exact = run_loss(
+            textbook_loss,
             wide,
             {k: x.double() if x.is_floating_point() else x for k, x in rest.items()},
             **options,
         )
-        plain = outcome(whole, learnt, rest, **options)
+        plain = run_loss(textbook_loss, learnt, rest, **options)
         for k, x in exact.items():
             error = (plain[k].double() - x).norm() + torch.finfo(plain[k].dtype).eps * x.norm()
             theirs.setdefault(k, []).append(error)
         for head in ({}, dict(memory=0), dict(memory=0, drop_ignored=False)):
-            got = outcome(linear_grpo_loss, learnt, rest, **options, **head)
+            got = run_loss(linear_grpo_loss, learnt, rest, **options, **head)
             assert got.keys() == exact.keys()
             for k, x in exact.items():
                 assert got[k].dtype == (dtype if k.startswith("d ") else F32)
@@ -357,7 +358,7 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
 
     Logits of size 1 and no KL divergence, so that little else rounds.
     """
-    for name, value in dict(FREE=0, ROWS=64, waves=lambda *args: 32).items():
+    for name, value in dict(FREE_BYTES=0, CHUNK_TOKENS=64, wave_classes=lambda *args: 32).items():
         monkeypatch.setattr(planning, name, value)
     passes, run_ = [], grouped_loss.run_chunks
     monkeypatch.setattr(
@@ -365,7 +366,7 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
     )
     errors = []
     for seed in range(3):
-        learnt, rest = drawn(
+        learnt, rest = make_batch(
             seed,
             F64,
             B=4,
@@ -387,9 +388,9 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
             loss, _ = fn(**given, **more, loss_type=loss_type, beta=0.0)
             return torch.autograd.grad(loss, given["weight"])[0].double()
 
-        exact = dw(whole, F64)
+        exact = dw(textbook_loss, F64)
         errors.append(
-            [(x - exact).norm() / exact.norm() for x in (dw(linear_grpo_loss, B16), dw(whole, B16))]
+            [(x - exact).norm() / exact.norm() for x in (dw(linear_grpo_loss, B16), dw(textbook_loss, B16))]
         )
         assert [i.stop - i.start for i in passes.pop()] == [128, 64, 64]
     mine, theirs = torch.tensor(errors).square().mean(0).sqrt()
@@ -399,7 +400,7 @@ def test_the_gradient_of_the_weight_over_three_chunks(loss_type, advantage, monk
 @pytest.mark.parametrize("loss_type, level", LEVELS)
 def test_passes_change_nothing(loss_type, level, monkeypatch):
     """Passes of any size, whole sequences where a loss needs them."""
-    learnt, rest = drawn(9, v="BT")
+    learnt, rest = make_batch(9, v="BT")
     options = dict(
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -409,14 +410,14 @@ def test_passes_change_nothing(loss_type, level, monkeypatch):
     results = []
     for rows in (1, 3, T, 1000):
         monkeypatch.setattr(grouped_loss, "ROWS_WITHOUT_KERNELS", rows)
-        results.append(outcome(linear_grpo_loss, learnt, rest, **options))
-        assert_equal(results[-1], results[0])
+        results.append(run_loss(linear_grpo_loss, learnt, rest, **options))
+        assert_all_close(results[-1], results[0])
 
 
 def test_the_module_and_the_function_are_the_same_loss():
-    learnt, rest = drawn(2, v="BT")
+    learnt, rest = make_batch(2, v="BT")
     options = dict(beta=0.1, loss_type="grpo", temperature=0.9, delta=1.5, epsilon_high=0.3)
-    expected = outcome(whole, learnt, rest, **options)
+    expected = run_loss(textbook_loss, learnt, rest, **options)
 
     def module(hidden, weight, **others):
         return LigerFusedLinearGRPOLoss(**options, compiled=False, chunk_size=3)(
@@ -461,11 +462,11 @@ def test_the_module_and_the_function_are_the_same_loss():
             1.5,
         )
 
-    assert_equal(outcome(module, learnt, rest), expected)
-    assert_equal(outcome(function, learnt, rest), expected)
+    assert_all_close(run_loss(module, learnt, rest), expected)
+    assert_all_close(run_loss(function, learnt, rest), expected)
     learnt["weight"].requires_grad_(False)
     del expected["d weight"]
-    assert_equal(outcome(function, learnt, rest), expected)
+    assert_all_close(run_loss(function, learnt, rest), expected)
     with torch.no_grad():
         for fn in (module, function):
             loss, _ = fn(**learnt, **rest)
@@ -473,8 +474,8 @@ def test_the_module_and_the_function_are_the_same_loss():
 
 
 def test_the_weight_may_be_gone_in_backward_and_inputs_stay():
-    learnt, rest = drawn(2)
-    expected = outcome(linear_grpo_loss, learnt, rest)
+    learnt, rest = make_batch(2)
+    expected = run_loss(linear_grpo_loss, learnt, rest)
     before = {k: x.clone() for k, x in (learnt | rest).items()}
     for run in (
         linear_grpo_loss,
@@ -486,20 +487,20 @@ def test_the_weight_may_be_gone_in_backward_and_inputs_stay():
         given["weight"].data.fill_(math.nan)
         (2 * loss).backward(retain_graph=True)
         loss.backward()
-        assert_equal(
+        assert_all_close(
             {f"d {k}": x.grad for k, x in given.items()},
             {k: v for k, v in expected.items() if k[0] == "d"},
         )
 
 
 def test_hidden_states_that_are_a_slice():
-    learnt, rest = drawn(2)
+    learnt, rest = make_batch(2)
     wide = torch.cat(
         [learnt["hidden"].detach(), torch.full((B, 1, H), math.nan, dtype=F64, device=DEVICE)], 1
     )
     wide.requires_grad_()
     for level in ("token", "sequence"):
-        expected = outcome(linear_grpo_loss, learnt, rest, importance_sampling_level=level)
+        expected = run_loss(linear_grpo_loss, learnt, rest, importance_sampling_level=level)
         wide.grad = None
         loss, _ = linear_grpo_loss(
             **(learnt | dict(hidden=wide[:, :-1])), **rest, importance_sampling_level=level
@@ -511,35 +512,35 @@ def test_hidden_states_that_are_a_slice():
 
 
 def test_the_reference(monkeypatch):
-    learnt, rest = drawn(1, ref="input")
-    both = drawn(1)[1] | {k: rest[k] for k in ("ref_input", "ref_weight", "ref_bias")}
+    learnt, rest = make_batch(1, ref="input")
+    both = make_batch(1)[1] | {k: rest[k] for k in ("ref_input", "ref_weight", "ref_bias")}
     with pytest.warns(UserWarning, match="both"):
-        got = outcome(linear_grpo_loss, learnt, both)
-    assert_equal(got, outcome(linear_grpo_loss, *drawn(1)))
+        got = run_loss(linear_grpo_loss, learnt, both)
+    assert_all_close(got, run_loss(linear_grpo_loss, *make_batch(1)))
     neither = {k: x for k, x in rest.items() if not k.startswith("ref")}
     for lacking in (neither, neither | dict(ref_input=rest["ref_input"])):
         with pytest.raises(ValueError, match="use_ref_model"):
             linear_grpo_loss(**learnt, **lacking)
-    off = outcome(linear_grpo_loss, learnt, rest, use_ref_model=False)
-    assert_equal(off, outcome(linear_grpo_loss, learnt, neither, use_ref_model=False))
+    off = run_loss(linear_grpo_loss, learnt, rest, use_ref_model=False)
+    assert_all_close(off, run_loss(linear_grpo_loss, learnt, neither, use_ref_model=False))
     assert off["metric 0"] == 0
-    assert_equal(
-        off | {"metric 0": 0 * off["loss"]}, outcome(whole, learnt, neither, use_ref_model=False)
+    assert_all_close(
+        off | {"metric 0": 0 * off["loss"]}, run_loss(textbook_loss, learnt, neither, use_ref_model=False)
     )
-    monkeypatch.setattr(policy, "token_log_probs", None)  # not called
+    monkeypatch.setattr(grpo, "token_log_probs", None)  # not called
     linear_grpo_loss(**learnt, **rest, beta=0.0)
 
 
 def test_ranks_share_the_tokens(monkeypatch):
     """With two ranks: their tokens, or num_items_in_batch, divided by two."""
-    learnt, rest = drawn(1)
+    learnt, rest = make_batch(1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(3))
     tokens = rest["attention_mask"].sum()
     for items, counted in ((None, 3 * tokens), (50, 50), (torch.tensor(50), 50), (0, 0)):
-        got = outcome(linear_grpo_loss, learnt, rest, num_items_in_batch=items)
-        assert_equal(got, outcome(whole, learnt, rest, num_items_in_batch=counted, ranks=2))
+        got = run_loss(linear_grpo_loss, learnt, rest, num_items_in_batch=items)
+        assert_all_close(got, run_loss(textbook_loss, learnt, rest, num_items_in_batch=counted, ranks=2))
 
 
 @pytest.mark.parametrize(
@@ -574,13 +575,13 @@ def test_ranks_share_the_tokens(monkeypatch):
     ],
 )
 def test_errors(wrong, message):
-    learnt, rest = drawn()
+    learnt, rest = make_batch()
     with pytest.raises(ValueError, match=message):
         linear_grpo_loss(**(learnt | rest | wrong))
 
 
 def test_what_existing_code_expects_an_assertion_of():
-    learnt, rest = drawn()
+    learnt, rest = make_batch()
     neither = {k: x for k, x in rest.items() if not k.startswith("ref")}
     for changed, message in (
         (neither, "use_ref_model is True without a reference"),

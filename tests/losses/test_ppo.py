@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import B, assert_equal, drawn, outcome, token_logps
+from policies import B, assert_all_close, make_batch, run_loss, token_logps
 
 from liger_kernel.losses import policy
 from liger_kernel.losses.policy import (
@@ -67,7 +67,7 @@ class Short(Reinforce):
 
 
 def test_a_subclass():
-    learnt, rest = drawn(4)
+    learnt, rest = make_batch(4)
     ids, mask, A = (rest[k] for k in ("selected_token_ids", "attention_mask", "advantages"))
 
     def plain(hidden, weight, bias=None, A=A):
@@ -75,26 +75,26 @@ def test_a_subclass():
         logp = logp * mask
         return -(A[:, None] * logp).sum() / mask.sum(), (mask.sum(), logp.sum(1))
 
-    expected = outcome(plain, learnt, {})
+    expected = run_loss(plain, learnt, {})
     by_place = [None] * 5 + [0.2, 0.2, 0.04, "own", None, "token", 0.5]
     Reinforce.calls = 0
-    whole = outcome(
+    whole = run_loss(
         lambda hidden, weight, bias: Reinforce.apply(hidden, weight, ids, mask, A, bias, *by_place),
         learnt,
         {},
     )
     assert Reinforce.calls > 1, "in several passes"
-    assert_equal(whole, expected)
-    scaled = outcome(
+    assert_all_close(whole, expected)
+    scaled = run_loss(
         lambda hidden, weight, bias: Named.apply(hidden, weight, ids, mask, A / 2, bias, 2.0),
         learnt,
         {},
     )
-    assert_equal(scaled, expected)
+    assert_all_close(scaled, expected)
     del learnt["bias"]
     ones = torch.ones_like(A)
-    got = outcome(lambda hidden, weight: Short.apply(hidden, weight, ids, mask), learnt, {})
-    assert_equal(got, outcome(plain, learnt, dict(A=ones)))
+    got = run_loss(lambda hidden, weight: Short.apply(hidden, weight, ids, mask), learnt, {})
+    assert_all_close(got, run_loss(plain, learnt, dict(A=ones)))
     with pytest.raises(NotImplementedError, match="ppo_loss_fn"):
         type("Nothing", (LigerFusedLinearPPOBase,), {}).apply(*learnt.values(), ids, mask, A)
     assert issubclass(LigerFusedLinearGRPOFunction, LigerFusedLinearPPOBase)
@@ -132,7 +132,7 @@ def whole_ppo(
 @pytest.mark.parametrize("advantages", ["B", "BT"])
 @pytest.mark.parametrize("reduction", policy.REDUCTIONS)
 def test_ppo(reduction, advantages):
-    learnt, rest = drawn(6, ref=None, advantages=advantages)
+    learnt, rest = make_batch(6, ref=None, advantages=advantages)
     options = dict(
         reduction=reduction,
         epsilon_low=0.1,
@@ -140,17 +140,17 @@ def test_ppo(reduction, advantages):
         max_completion_length=9,
         num_items_in_batch=12,
     )
-    expected = outcome(whole_ppo, learnt, rest, reduction=reduction, coef=0.1)
+    expected = run_loss(whole_ppo, learnt, rest, reduction=reduction, coef=0.1)
 
     def pure(hidden, weight, bias, selected_token_ids, **rest):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
         return ppo_loss(logp, **rest, entropy=entropy, entropy_coef=0.1, **options)
 
-    assert_equal(
-        outcome(linear_ppo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
+    assert_all_close(
+        run_loss(linear_ppo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
         expected,
     )
-    assert_equal(outcome(pure, learnt, rest), expected)
+    assert_all_close(run_loss(pure, learnt, rest), expected)
     _, metrics = linear_ppo_loss(**learnt, **rest, **options)
     assert list(metrics) == ["approx_kl", "clip_fraction"]
 
@@ -192,25 +192,25 @@ def whole_rloo(
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_rloo(level, old):
-    learnt, rest = drawn(6, ref=None, old=old)
+    learnt, rest = make_batch(6, ref=None, old=old)
     rest["rewards"] = rest.pop("advantages")
     options = dict(level=level, samples_per_prompt=2)
-    expected = outcome(whole_rloo, learnt, rest, level=level)
+    expected = run_loss(whole_rloo, learnt, rest, level=level)
 
     def pure(hidden, weight, bias, selected_token_ids, **rest):
         logp, entropy = token_logps(hidden, weight, bias, selected_token_ids, 0.8)
         return rloo_loss(logp, **rest, entropy=entropy, entropy_coef=0.1, **options)
 
-    assert_equal(
-        outcome(linear_rloo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
+    assert_all_close(
+        run_loss(linear_rloo_loss, learnt, rest, temperature=0.8, entropy_coef=0.1, **options),
         expected,
     )
-    assert_equal(outcome(pure, learnt, rest), expected)
+    assert_all_close(run_loss(pure, learnt, rest), expected)
     assert "entropy" not in linear_rloo_loss(**learnt, **rest, **options)[1]
 
 
 def test_errors_of_ppo_and_rloo():
-    learnt, rest = drawn(ref=None)
+    learnt, rest = make_batch(ref=None)
     for wrong, message in (
         (dict(reduction="mean"), "linear_ppo_loss: reduction is 'mean', give one of sequences"),
         (dict(reduction="fixed_length"), "max_completion_length is None"),

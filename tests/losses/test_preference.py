@@ -526,7 +526,7 @@ def orpo_of_logits(z, y, beta=0.1):
 @pytest.mark.parametrize("lead", [5.0, 17.0, 30.0, 60.0, 120.0])
 @pytest.mark.parametrize("sure", ["chosen", "rejected", "both"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_the_odds_of_a_sure_answer(sure, lead, tokens, anywhere):
+def test_the_odds_of_a_sure_answer(sure, lead, tokens, with_and_without_kernels):
     """In fp32, where 1 - p is 0: the loss and its gradient are those of fp64."""
     g = torch.Generator().manual_seed(0)
     z = torch.randn(2 * B, T, V, generator=g)

@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl installs 
 
 import torch
 import trl
-from policies import CLIPPED
+from policies import CLIPPED_LOSSES
 
 from liger_kernel import chunked_loss
 
@@ -280,7 +280,7 @@ LEVELS = {
 CASES = [
     (loss_type, level, case)
     for loss_type, levels in LEVELS.items() for level in levels for case in GRPO
-    if loss_type in CLIPPED or case != "two-sided"
+    if loss_type in CLIPPED_LOSSES or case != "two-sided"
 ]  # fmt: skip
 
 
@@ -354,7 +354,7 @@ def test_grpo(loss_type, level, case):
     )
     names = ["kl"] if shared["beta"] != 0 else []
     if (
-        level == "token" and loss_type in CLIPPED
+        level == "token" and loss_type in CLIPPED_LOSSES
     ):  # of sequences TRL counts the sequences, not their tokens
         names.append("clip_ratio/region_mean")
     elif loss_type == "cispo":

@@ -72,7 +72,7 @@ def length_of(model):
 
 # On transformers 5.17, rotary angles are a product, made once for all rows of a batch.
 ANGLES = pytest.mark.skipif(
-    not zoo.NEW, reason="a product that is neither a token's nor a weight's"
+    not zoo.IS_CURRENT, reason="a product that is neither a token's nor a weight's"
 )
 
 

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 import torch
 
-from liger_kernel.metrics.checks import known_peak
+from liger_kernel.metrics.checks import peak_or_none
 from liger_kernel.metrics.flops import Flops, Reach
 from liger_kernel.metrics.meter import Meter, Totals, pairs_of, seen_from
 from liger_kernel.metrics.peaks import peak_flops
@@ -187,11 +187,11 @@ def test_an_unknown_peak_is_told(monkeypatch, caplog):
     names = iter(["NVIDIA H100 80GB HBM3", "Some other device"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     device = torch.device("cuda", 0)
-    assert known_peak(None, device, torch.bfloat16, True) == 989e12
-    assert known_peak(1e12, device, torch.bfloat16, True) == 1e12
-    assert known_peak(None, torch.device("cpu"), torch.float32, True) is None and not caplog.records
+    assert peak_or_none(None, device, torch.bfloat16, True) == 989e12
+    assert peak_or_none(1e12, device, torch.bfloat16, True) == 1e12
+    assert peak_or_none(None, torch.device("cpu"), torch.float32, True) is None and not caplog.records
     assert (
-        known_peak(None, device, torch.bfloat16, True) is None and "give peak_flops" in caplog.text
+        peak_or_none(None, device, torch.bfloat16, True) is None and "give peak_flops" in caplog.text
     )
 
 

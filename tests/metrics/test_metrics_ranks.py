@@ -51,8 +51,10 @@ def sums(rank):
             return super().training_step(*args, **kwargs)
 
     made = Talks(
-        model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen, metrics]
+        model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen]
     )
+    metrics.trainer = made
+    made.add_callback(metrics)
     made.seen = seen.logs
     made.train()
     logs = trained(made)
@@ -76,7 +78,7 @@ def sums(rank):
 def large_sums(rank):
     """More operations than an int64 holds; what one rank does not know, none reports."""
     meter = Meter(DEVICE, ranks=True, peak=1e22)
-    meter.active, meter.since = 1.0, float("inf")
+    meter.active_seconds, meter.last_time = 1.0, float("inf")
     meter.tick = lambda: None
     found = meter.take()
     assert found.capacity == 2e22 and found.devices == 2 and found.rated
@@ -111,8 +113,8 @@ def test_on_two_ranks(tmp_path):
         *(functools.partial(spread, name=name) for name in ("DDP", "FSDP1", "FSDP2")),
     ]
     torch.multiprocessing.start_processes(
-        ranks.process,
-        (str(tmp_path / "store"), list(map(functools.partial, checks)), ranks.reached()),
+        ranks.run_process,
+        (str(tmp_path / "store"), list(map(functools.partial, checks)), ranks.reached_checks()),
         nprocs=ranks.SIZE,
         start_method="fork" if DEVICE == "cpu" else "spawn",
     )

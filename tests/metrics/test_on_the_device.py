@@ -51,6 +51,7 @@ def test_a_short_run(tmp_path, patched):
     metrics, clock = LigerMetrics(peak_flops=None if known else PEAK), Clock()
     flops, rows = flops_of(model), [dict(input_ids=row, labels=row) for row in ids]
     made = Trainer(model=model, args=args, train_dataset=rows, callbacks=[metrics, clock])
+    metrics.trainer = made
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()

@@ -71,8 +71,11 @@ def trainer(folder, metrics, model=None, data=None, kind=Trainer, **arguments):
         args=args,
         train_dataset=data or rows(24),
         eval_dataset=rows(5, 1),
-        callbacks=[seen, *([metrics] if metrics else [])],
+        callbacks=[seen],
     )
+    if metrics is not None:
+        metrics.trainer = made
+        made.add_callback(metrics)
     made.seen = seen.logs
     return made
 

@@ -1,24 +1,19 @@
-"""Real kernels at real and extreme shapes, in CUDA graphs, without host synchronisation, within
-their memory bounds.
+"""Real kernels at real and extreme shapes.
 
-`scripts/gpu-tests` runs this and the rest of the suite on a machine with a GPU. test_ops.py has the
-small shapes."""
+They run in CUDA graphs, and without host synchronisation. `scripts/gpu-tests` runs this and the
+rest of the suite on a machine with a GPU. test_ops.py has the small shapes.
+"""
 
 import gc
 
 import pytest
-import tiny
 import torch
-import torch.nn.functional as F
-from cases import BY_CASE, cast, leaves, outputs
+from cases import BY_CASE, cast, tensors_with_grad, list_outputs
 
-from bench import losses
-from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 from liger_kernel.core.op import CASES
-from liger_kernel.ops.head import chunks, planning
+from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
 from liger_kernel.ops.head.grouped_loss import linear_loss
-from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.token_log_probs import linear_token_loss
 from liger_kernel.ops.mlp.glu import liger_swiglu
 
@@ -41,108 +36,118 @@ def _free_memory():
     torch.cuda.empty_cache()
 
 
-def drawn(case, shape, option, dtype=torch.bfloat16, seed=0):
-    """The case's inputs, drawn on the GPU."""
+def make_tensors(case, shape, option, dtype=torch.bfloat16, seed=0):
+    """Make the case's inputs on the GPU."""
     torch.manual_seed(seed)
     with torch.device("cuda"):
         tensors = case.inputs(*shape)
     return cast({**tensors, **option}, dtype)
 
 
-def incoming(out):
-    """The gradients that come in: random, but the same for every implementation and dtype."""
+def outputs_and_incoming_gradients(out):
+    """Return the outputs with a gradient, and their incoming gradients.
+
+    These are random, but the same for every implementation and dtype.
+    """
     g = torch.Generator("cuda").manual_seed(0)
-    ends = [o for o in outputs(out) if o.requires_grad]
-    return ends, [
-        torch.randn(o.shape, generator=g, device="cuda").bfloat16().to(o.dtype) for o in ends
-    ]
+    ys = [o for o in list_outputs(out) if o.requires_grad]
+    dys = [torch.randn(y.shape, generator=g, device="cuda").bfloat16().to(y.dtype) for y in ys]
+    return ys, dys
 
 
 def results(fn, tensors):
+    """Return the outputs and the gradients, by name."""
     out = fn(**tensors)
-    ends, dys = incoming(out)
-    wanted = leaves(tensors)
-    grads = torch.autograd.grad(ends, list(wanted.values()), dys)
-    named = {f"output {i}": o.detach() for i, o in enumerate(outputs(out))}
-    return named | {f"d{k}": d for k, d in zip(wanted, grads, strict=True)}
+    ys, dys = outputs_and_incoming_gradients(out)
+    inputs = tensors_with_grad(tensors)
+    grads = torch.autograd.grad(ys, list(inputs.values()), dys)
+    named = {f"output {i}": o.detach() for i, o in enumerate(list_outputs(out))}
+    return named | {f"d{k}": d for k, d in zip(inputs, grads, strict=True)}
 
 
 def error(a, exact):
-    """max |a - exact| and max |exact|, piece by piece: the whole in fp64 would not fit."""
+    """Return max |a - exact| and max |exact|.
+
+    They are computed piece by piece: all of it would not fit in fp64.
+    """
     pieces = zip(a.flatten().split(2**26), exact.flatten().split(2**26), strict=True)
-    both = torch.stack(
-        [torch.stack(((x.double() - e).abs().max(), e.abs().max())) for x, e in pieces]
-    )
-    return both.amax(0).tolist()
+    maxima = [torch.stack(((x.double() - e).abs().max(), e.abs().max())) for x, e in pieces]
+    return torch.stack(maxima).amax(0).tolist()
 
 
-def assert_as_exact_as(got, plain, exact, inputs, roundings=1, eps=None):
-    """No further from fp64 than PyTorch's own result, plus a rounding of the largest value (see
-    test_ops.errors)."""
-    largest_input = max(float(t.detach().abs().max()) for t in leaves(inputs).values())
+def assert_as_exact_as(outcome, plain, exact, inputs, roundings=1, eps=None):
+    """Check that errors against fp64 are at most PyTorch's, plus a rounding of the largest value.
+
+    See `cases.measure_errors`.
+    """
+    largest_input = max(float(t.detach().abs().max()) for t in tensors_with_grad(inputs).values())
     for k, e in exact.items():
-        assert got[k].dtype == plain[k].dtype, k
+        assert outcome[k].dtype == plain[k].dtype, k
+        dtype = outcome[k].dtype
         if not e.is_floating_point():
-            assert torch.equal(got[k], e.to(got[k].dtype)), k
+            assert torch.equal(outcome[k], e.to(dtype)), k
             continue
-        (mine, largest), (theirs, _) = error(got[k], e), error(plain[k], e)
+        own_error, largest = error(outcome[k], e)
+        plain_error, _ = error(plain[k], e)
         if k.startswith("output"):
             largest = max(largest, largest_input)
-        floor = (
-            (eps or torch.finfo(got[k].dtype).eps)
-            * largest
-            * (roundings if got[k].dtype == torch.float32 else 1)
-        )
-        assert mine <= theirs + floor, (
-            f"{k}: error {mine:.3g}, PyTorch's own {theirs:.3g}, a rounding {floor:.3g}"
+        rounding = (eps or torch.finfo(dtype).eps) * largest
+        if dtype == torch.float32:
+            rounding *= roundings
+        assert own_error <= plain_error + rounding, (
+            f"{k}: error {own_error:.3g}, PyTorch's own {plain_error:.3g}, "
+            f"a rounding {rounding:.3g}"
         )
 
 
-def fitting(case, shape):
-    """The shape, of rows of logits only so many that their float64 reference fits: a row doesn't
-    know of the others."""
+def shape_that_fits(case, shape):
+    """Return the shape, with so few rows of logits that their float64 reference fits.
+
+    The rows do not depend on each other.
+    """
     rows = shape[0]
-    while (
-        case.name.endswith(("cross_entropy", "token_loss", "distillation", "jsd", "kl_div"))
-        and rows * shape[-1] > 2**29
-    ):
+    of_logits = case.name.endswith(("cross_entropy", "token_loss", "distillation", "jsd", "kl_div"))
+    while of_logits and rows * shape[-1] > 2**29:
         rows //= 2
     return rows, *shape[1:]
 
 
-REAL = {
-    (c.name, fitting(c, shape)): None for c in CASES for shape in c.bench
-}  # a dict: cut shapes may coincide
-WIDE = [
-    ("rms_norm", (16, 70001)), ("rms_norm", (16, 131072)), ("fused_add_rms_norm", (16, 70001)),
-    ("layer_norm", (16, 70001)), ("softmax", (16, 131072)), ("softmax", (8, 300001)), ("cross_entropy", (8, 300001)),
-]  # fmt: skip
+# a dict: shapes may coincide once they are cut
+REAL_SHAPES = {(c.name, shape_that_fits(c, shape)): None for c in CASES for shape in c.bench}
+WIDE_SHAPES = [
+    ("rms_norm", (16, 70001)),
+    ("rms_norm", (16, 131072)),
+    ("fused_add_rms_norm", (16, 70001)),
+    ("layer_norm", (16, 70001)),
+    ("softmax", (16, 131072)),
+    ("softmax", (8, 300001)),
+    ("cross_entropy", (8, 300001)),
+]
 
 
-@pytest.mark.parametrize("name,shape", [*REAL, *WIDE], ids=str)
+@pytest.mark.parametrize("name,shape", [*REAL_SHAPES, *WIDE_SHAPES], ids=str)
 def test_real_shapes(name, shape):
     case = BY_NAME[name]
-    tensors = drawn(case, shape, case.options[0])
-    got = results(case.fn, tensors)
+    tensors = make_tensors(case, shape, case.options[0])
+    outcome = results(case.fn, tensors)
     plain = results(case.reference, tensors)
     exact = results(case.reference, cast(tensors, torch.float64))
-    assert_as_exact_as(got, plain, exact, tensors, case.fp32_roundings)
+    assert_as_exact_as(outcome, plain, exact, tensors, case.fp32_roundings)
 
 
-def logits(x, target):
+def loss_of_rows(x, target):
     return liger_cross_entropy(x, target, reduction="none")
 
 
-def halves():
-    return {
-        "x": torch.randn(2**18 + 5, 8192, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    }
+def make_halves():
+    x = torch.randn(2**18 + 5, 8192, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    return {"x": x}
 
 
 V = 128256
-# name: function, inputs, and the dimension along which an input's entries don't depend on each
-# other
-FAR = {
+# by name: the function, its inputs, and the dimension along which an input's entries do not depend
+# on each other
+LARGE_TENSORS = {
     "rms_norm": (BY_NAME["rms_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
     "fused_add_rms_norm": (BY_NAME["fused_add_rms_norm"].fn, (2**18 + 5, 8192), {"x": 0, "r": 0}),
     "layer_norm": (BY_NAME["layer_norm"].fn, (2**18 + 5, 8192), {"x": 0}),
@@ -150,65 +155,66 @@ FAR = {
     "group_norm of wide groups": (BY_NAME["group_norm"].fn, (2**14 + 5, 4, 2**15), {"x": 0}),
     "softmax": (BY_NAME["softmax"].fn, (2**18 + 5, 8192), {"x": 0}),
     "swiglu": (BY_NAME["swiglu"].fn, (2**31 // 14336 + 5, 14336), {"a": 0, "b": 0}),
-    "swiglu of halves": (lambda x: liger_swiglu(*x.chunk(2, -1)), halves, {"x": 0}),
+    "swiglu of halves": (lambda x: liger_swiglu(*x.chunk(2, -1)), make_halves, {"x": 0}),
     "rope": (BY_NAME["rope"].fn, (1, 2**19 + 7, 32, 8, 128), {"q": 2, "k": 2, "cos": 1, "sin": 1}),
     "norm_rope": (
         BY_NAME["norm_rope"].fn,
         (1, 2**19 + 7, 32, 8, 128),
         {"q": 2, "k": 2, "cos": 1, "sin": 1},
     ),
-    "cross_entropy": (logits, (2**31 // V + 5, V), {"x": 0, "target": 0}),
+    "cross_entropy": (loss_of_rows, (2**31 // V + 5, V), {"x": 0, "target": 0}),
     "cross_entropy in place": (
-        lambda x, target: logits(x * 1, target),
+        lambda x, target: loss_of_rows(x * 1, target),
         (2**31 // V + 5, V),
         {"x": 0, "target": 0},
     ),
 }
 
 
-@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("name", LARGE_TENSORS)
 def test_more_than_2_31_elements(name):
-    """The far end of a tensor whose offsets don't fit 32 bits: the same as its last rows alone.
-    Only they have a dy."""
-    fn, shape, dims = FAR[name]
-    tensors = shape() if callable(shape) else drawn(BY_NAME[name.split()[0]], shape, {})
-    assert max(t.numel() for t in leaves(tensors).values()) > 2**31
+    """The last rows of a tensor whose offsets don't fit 32 bits give the same as these rows alone.
+
+    Only they have a dy.
+    """
+    fn, shape, dims = LARGE_TENSORS[name]
+    tensors = shape() if callable(shape) else make_tensors(BY_NAME[name.split()[0]], shape, {})
+    assert max(t.numel() for t in tensors_with_grad(tensors).values()) > 2**31
 
     def last(t, dim):
         return t.narrow(dim, t.shape[dim] - 3, 3)
 
-    few = {
+    last_rows = {
         k: cast({k: last(t, dims[k])}, t.dtype)[k] if k in dims else t for k, t in tensors.items()
     }
-    want = results(fn, few)
-    few_dys = incoming(fn(**few))[1]
+    expected = results(fn, last_rows)
+    _, last_dys = outputs_and_incoming_gradients(fn(**last_rows))
 
     dim = next(iter(dims.values()))
-    outs = outputs(fn(**tensors))
-    dys = [torch.zeros_like(o) for o in outs]
-    for dy, given in zip(dys, few_dys, strict=True):
-        last(dy, dim).copy_(given)
-    for i, o in enumerate(outs):
-        torch.testing.assert_close(last(o.detach(), dim), want[f"output {i}"])
-    wanted = leaves(tensors)
-    for (k, t), d in zip(
-        wanted.items(), torch.autograd.grad(outs, list(wanted.values()), dys), strict=True
-    ):
-        torch.testing.assert_close(last(d, dims[k]) if k in dims else d, want[f"d{k}"])
+    ys = list_outputs(fn(**tensors))
+    dys = [torch.zeros_like(y) for y in ys]
+    for dy, last_dy in zip(dys, last_dys, strict=True):
+        last(dy, dim).copy_(last_dy)
+    for i, y in enumerate(ys):
+        torch.testing.assert_close(last(y.detach(), dim), expected[f"output {i}"])
+    inputs = tensors_with_grad(tensors)
+    grads = torch.autograd.grad(ys, list(inputs.values()), dys)
+    for (k, t), d in zip(inputs.items(), grads, strict=True):
+        torch.testing.assert_close(last(d, dims[k]) if k in dims else d, expected[f"d{k}"])
         if k in dims:
             assert not d.narrow(dims[k], 0, t.shape[dims[k]] - 3).any(), f"d{k} where dy is 0"
 
 
 @WITH_OPTIONS
 def test_cuda_graph(case, option):
-    """Forward and backward captured, then replayed on other data."""
-    tensors = drawn(case, case.shapes[1], option)
-    wanted = list(leaves(tensors).values())
-    dys = incoming(case.fn(**tensors))[1]
+    """Capture forward and backward, then replay them on other data."""
+    tensors = make_tensors(case, case.shapes[1], option)
+    inputs = list(tensors_with_grad(tensors).values())
+    dys = outputs_and_incoming_gradients(case.fn(**tensors))[1]
 
     def step():
-        outs = outputs(case.fn(**tensors))
-        return outs, torch.autograd.grad([o for o in outs if o.requires_grad], wanted, dys)
+        outs = list_outputs(case.fn(**tensors))
+        return outs, torch.autograd.grad([o for o in outs if o.requires_grad], inputs, dys)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -220,35 +226,36 @@ def test_cuda_graph(case, option):
     with torch.cuda.graph(graph):
         outs, grads = step()
 
-    other = drawn(case, case.shapes[1], option, seed=1)
+    new_tensors = make_tensors(case, case.shapes[1], option, seed=1)
     with torch.no_grad():
         for k, t in tensors.items():
             if isinstance(t, torch.Tensor):
-                t.copy_(other[k])
+                t.copy_(new_tensors[k])
     graph.replay()
     replayed = [t.detach().clone() for t in (*outs, *grads)]
-    now, then = step()
-    for got, want in zip(replayed, (*now, *then), strict=True):
-        torch.testing.assert_close(got, want.detach())
+    outs, grads = step()
+    for replayed_tensor, expected in zip(replayed, (*outs, *grads), strict=True):
+        torch.testing.assert_close(replayed_tensor, expected.detach())
 
 
 def wide_groups(seed):
-    """GroupNorm forward and backward where groups are read twice: the inputs, and a step from
-    these."""
+    """Return inputs of a GroupNorm whose groups are read twice, and its forward and backward."""
     case = BY_NAME["group_norm"]
-    tensors = drawn(case, case.bench[-1], {}, seed=seed)
+    tensors = make_tensors(case, case.bench[-1], {}, seed=seed)
     dy = torch.randn_like(tensors["x"])
 
     def step():
         y = case.fn(**tensors)
-        return y.detach(), *torch.autograd.grad(y, list(leaves(tensors).values()), dy)
+        return y.detach(), *torch.autograd.grad(y, list(tensors_with_grad(tensors).values()), dy)
 
     return tensors, step
 
 
 def test_every_replay_begins_a_queue():
-    """Turns are drawn from the first on, and groups' counts are 0: the results are those of eager
-    mode, bit for bit."""
+    """A replay begins with the first turn, and with counts of 0.
+
+    The results are those of eager mode, bit for bit.
+    """
     tensors, step = wide_groups(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -257,42 +264,44 @@ def test_every_replay_begins_a_queue():
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        captured = step()
     for seed in (1, 2, 3):
-        others, _ = wide_groups(seed)
+        new_tensors, _ = wide_groups(seed)
         with torch.no_grad():
             for k, t in tensors.items():
-                t.copy_(others[k])
+                t.copy_(new_tensors[k])
         graph.replay()
-        replayed = [t.clone() for t in found]
-        assert all(torch.equal(got, want) for got, want in zip(replayed, step(), strict=True))
+        replayed = [t.clone() for t in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
 
 
 def test_two_streams_have_two_queues():
     steps = [wide_groups(seed)[1] for seed in (0, 1)]
-    wanted, streams = [step() for step in steps], [torch.cuda.Stream() for _ in steps]
+    expected = [step() for step in steps]
+    streams = [torch.cuda.Stream() for _ in steps]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
-    found = [[], []]
+    outcomes = [[], []]
     for _ in range(8):
-        for step, stream, outcomes in zip(steps, streams, found, strict=True):
+        for step, stream, stream_outcomes in zip(steps, streams, outcomes, strict=True):
             with torch.cuda.stream(stream):
-                outcomes.append(step())
+                stream_outcomes.append(step())
     torch.cuda.synchronize()
-    for outcomes, want in zip(found, wanted, strict=True):
-        assert all(torch.equal(a, b) for got in outcomes for a, b in zip(got, want, strict=True))
+    for stream_outcomes, stream_expected in zip(outcomes, expected, strict=True):
+        for outcome in stream_outcomes:
+            assert all(torch.equal(a, b) for a, b in zip(outcome, stream_expected, strict=True))
 
 
 @WITH_OPTIONS
 def test_no_host_synchronisation(case, option):
-    tensors = drawn(case, case.shapes[1], option)
-    wanted = list(leaves(tensors).values())
-    ends, dys = incoming(case.fn(**tensors))
-    torch.autograd.grad(ends, wanted, dys)
+    tensors = make_tensors(case, case.shapes[1], option)
+    inputs = list(tensors_with_grad(tensors).values())
+    ys, dys = outputs_and_incoming_gradients(case.fn(**tensors))
+    torch.autograd.grad(ys, inputs, dys)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ends = [o for o in outputs(case.fn(**tensors)) if o.requires_grad]
-        torch.autograd.grad(ends, wanted, dys)
+        ys = [o for o in list_outputs(case.fn(**tensors)) if o.requires_grad]
+        torch.autograd.grad(ys, inputs, dys)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -300,120 +309,76 @@ def test_no_host_synchronisation(case, option):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @BY_CASE
 def test_runs_where_the_tensor_is(case):
-    here = drawn(case, case.shapes[1], case.options[0])
-    there = dict(here)
-    for k, t in here.items():
+    tensors = make_tensors(case, case.shapes[1], case.options[0])
+    moved = dict(tensors)
+    for k, t in tensors.items():
         if isinstance(t, torch.Tensor):
-            there[k] = t.detach().to("cuda:1").requires_grad_(t.requires_grad)
-    ends, dys = incoming(case.fn(**here))
-    want = torch.autograd.grad(ends, list(leaves(here).values()), dys)
-    ends = [o for o in outputs(case.fn(**there)) if o.requires_grad]
-    got = torch.autograd.grad(ends, list(leaves(there).values()), [dy.to("cuda:1") for dy in dys])
+            moved[k] = t.detach().to("cuda:1").requires_grad_(t.requires_grad)
+    ys, dys = outputs_and_incoming_gradients(case.fn(**tensors))
+    expected = torch.autograd.grad(ys, list(tensors_with_grad(tensors).values()), dys)
+    ys = [o for o in list_outputs(case.fn(**moved)) if o.requires_grad]
+    dys = [dy.to("cuda:1") for dy in dys]
+    grads = torch.autograd.grad(ys, list(tensors_with_grad(moved).values()), dys)
     assert torch.cuda.current_device() == 0
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         assert a.device.index == 1
         torch.testing.assert_close(a.cpu(), b.cpu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("classes", [None, 3])
-def test_a_loss_of_ones_own_runs_where_the_tensors_are(classes):
-    """DPO, GRPO and the others, and top-k distillation, on a head that device_map has put
-    elsewhere."""
+def test_a_custom_loss_runs_where_the_tensors_are(classes):
+    """The path of DPO, GRPO and others, and of top-k distillation.
+
+    device_map may have put the head on another device.
+    """
     torch.manual_seed(0)
-    h, w = torch.randn(300, 64), torch.randn(1000, 64)
+    h = torch.randn(300, 64)
+    w = torch.randn(1000, 64)
     y = torch.randint(1000, (300,) if classes is None else (300, classes))
-    found = []
+    outcomes = []
     for device in "cuda:0", "cuda:1":
-        given = [t.to(device).requires_grad_() for t in (h, w)]
-        loss, *_ = linear_loss(lambda part, log_p, entropy: -log_p.sum(), *given, y.to(device))
-        found.append([t.cpu() for t in (loss.detach(), *torch.autograd.grad(loss, given))])
+        head = [t.to(device).requires_grad_() for t in (h, w)]
+        loss, *_ = linear_loss(lambda tokens, log_p, entropy: -log_p.sum(), *head, y.to(device))
+        outcomes.append([t.cpu() for t in (loss.detach(), *torch.autograd.grad(loss, head))])
     assert torch.cuda.current_device() == 0
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*outcomes, strict=True):
         torch.testing.assert_close(a, b)
 
 
 @BY_CASE
 def test_inductor(case):
     torch._dynamo.reset()
-    tensors = drawn(case, case.shapes[1], case.options[0], torch.float32)
-    got = results(torch.compile(case.fn, fullgraph=True, dynamic=False), tensors)
-    for k, want in results(case.fn, tensors).items():
-        torch.testing.assert_close(got[k], want, rtol=1e-5, atol=1e-5)
+    tensors = make_tensors(case, case.shapes[1], case.options[0], torch.float32)
+    compiled = results(torch.compile(case.fn, fullgraph=True, dynamic=False), tensors)
+    for k, expected in results(case.fn, tensors).items():
+        torch.testing.assert_close(compiled[k], expected, rtol=1e-5, atol=1e-5)
 
 
 @BY_CASE
 def test_autocast(case):
-    """fp32 inputs under bf16 autocast: the dtypes of the PyTorch code, and no more error."""
-    tensors = drawn(case, case.shapes[1], case.options[0], torch.float32)
+    """fp32 inputs under bf16 autocast give the dtypes of the PyTorch code, and no more error."""
+    tensors = make_tensors(case, case.shapes[1], case.options[0], torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
-        got, plain = results(case.fn, tensors), results(case.reference, tensors)
+        outcome = results(case.fn, tensors)
+        plain = results(case.reference, tensors)
     exact = results(case.reference, cast(tensors, torch.float64))
-    assert_as_exact_as(got, plain, exact, tensors, eps=torch.finfo(torch.bfloat16).eps)
+    assert_as_exact_as(outcome, plain, exact, tensors, eps=torch.finfo(torch.bfloat16).eps)
 
 
-def peak(run):
-    """Bytes in use at most while it runs, beyond those before; after one run for what stays
-    (cuBLAS's workspace)."""
-    for _ in range(2):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = run()
-        torch.cuda.synchronize()
-        del result
-    return torch.cuda.max_memory_allocated() - before
-
-
-def test_cross_entropy_needs_no_second_logits():
-    """Logits from a head, as in training: the gradient takes their memory."""
-    M, H, V = 8192, 64, 128256
-    h, w = (
-        torch.randn(n, H, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (M, V)
-    )
-    target = torch.randint(V, (M,), device="cuda")
-
-    def step():
-        return torch.autograd.grad(liger_cross_entropy(F.linear(h, w), target), (h, w))
-
-    logits = 2 * M * V
-    assert peak(step) <= 1.03 * logits
-
-
-@pytest.mark.parametrize("M,most", [(2048, 1.05), (4096, 1.06), (8192, 1.53)])
-def test_linear_cross_entropy_memory(M, most):
-    """The logits live in the memory of the gradients: that of 4,096 hidden channels holds those of
-    4,096 tokens."""
-    H, V = 4096, 128256
-    h, w = (
-        torch.randn(n, H, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
-        for n in (M, V)
-    )
-    target = torch.randint(V, (M,), device="cuda")
-
-    def step(**options):
-        return torch.autograd.grad(
-            liger_fused_linear_cross_entropy(h, w, target, **options), (h, w)
-        )
-
-    gradients = 2 * H * (M + V)
-    assert peak(step) <= most * gradients
-    assert peak(lambda: step(memory=gradients // 4)) <= 1.26 * gradients
-
-    def evaluate():
-        with torch.no_grad():
-            return liger_fused_linear_cross_entropy(h, w, target)
-
-    assert peak(evaluate) <= 1.02 * 2 * V * planning.ROWS
-
-
-PASSES = {"one": dict(FREE=2**40), "two": dict(FREE=0), "many": dict(FREE=0, ROWS=256)}
+PASSES = {
+    "one": dict(FREE_BYTES=2**40),
+    "two": dict(FREE_BYTES=0),
+    "many": dict(FREE_BYTES=0, CHUNK_TOKENS=256),
+}
 
 
 @pytest.mark.parametrize("passes", PASSES)
 def test_head_gradient_over_passes(passes, monkeypatch):
-    """dW's distance from fp64 is that of PyTorch's single product; a quarter more where it is
-    rounded twice."""
+    """dW's distance from fp64 is that of PyTorch's single product.
+
+    It is a quarter more where dW is rounded twice.
+    """
     M, H, V = 8192, 512 if passes == "many" else 2048, 8192
     for name, value in PASSES[passes].items():
         monkeypatch.setattr(planning, name, value)
@@ -421,21 +386,21 @@ def test_head_gradient_over_passes(passes, monkeypatch):
     count = len(plan.chunks(M))
     assert count == {"one": 1, "two": 2}.get(passes, count) and (passes != "many" or count > 5)
     case = BY_NAME["fused_linear_cross_entropy"]
-    tensors = drawn(case, (M, H, V), {"bias": None})
+    tensors = make_tensors(case, (M, H, V), {"bias": None})
     exact = cast(tensors, torch.float64)
     exact = torch.autograd.grad(case.reference(**exact)[0], exact["weight"])[0]
     dws = (
-        torch.autograd.grad(outputs(fn(**tensors))[0], tensors["weight"])[0]
+        torch.autograd.grad(list_outputs(fn(**tensors))[0], tensors["weight"])[0]
         for fn in (case.fn, case.reference)
     )
-    mine, theirs = ((dw.double() - exact).norm() / exact.norm() for dw in dws)
-    assert mine <= (1.25 if passes == "two" else 1.02) * theirs, (
-        f"error {mine:.3g}, PyTorch's own {theirs:.3g}"
+    own_error, plain_error = ((dw.double() - exact).norm() / exact.norm() for dw in dws)
+    assert own_error <= (1.25 if passes == "two" else 1.02) * plain_error, (
+        f"error {own_error:.3g}, PyTorch's own {plain_error:.3g}"
     )
 
 
 def test_head_with_more_than_2_31_logits():
-    """In one pass, against a few at a time."""
+    """One pass gives the same as a few logits at a time."""
     M, H, V = 2**31 // 128256 + 65, 64, 128256
     h, w = (
         torch.randn(n, H, device="cuda", dtype=torch.bfloat16).div_(4).requires_grad_()
@@ -455,13 +420,14 @@ def test_head_with_more_than_2_31_logits():
             *torch.autograd.grad(out.loss @ g + out.entropy.sum(), (h, w)),
         )
 
-    whole, parts = step(2 * V * M + 2**28), step("auto")
+    one_pass = step(2 * V * M + 2**28)
+    many_passes = step("auto")
     assert planning.plan(M, H, V, h.dtype, w.dtype, None, 2 * V * M + 2**28).first == M
-    for a, b in zip(whole, parts, strict=True):
+    for a, b in zip(one_pass, many_passes, strict=True):
         torch.testing.assert_close(
             a.float(), b.float(), rtol=2e-2, atol=2e-2 * float(b.float().abs().max())
         )
-    torch.testing.assert_close(whole[0][-3:], parts[0][-3:])
+    torch.testing.assert_close(one_pass[0][-3:], many_passes[0][-3:])
 
 
 def test_targets_out_of_range_read_nothing(monkeypatch):
@@ -473,111 +439,3 @@ def test_targets_out_of_range_read_nothing(monkeypatch):
     monkeypatch.setenv("LIGER_KERNEL_DEBUG", "1")
     with pytest.raises(ValueError, match="row 1 is 1000"):
         linear_token_loss(h, w, target)
-
-
-# ---- whole models ----
-
-
-def training_step(model, batch):
-    model.zero_grad()
-    out = model(**batch)
-    out.loss.backward()
-    return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    "family,compiled", [*((f, False) for f in tiny.FAMILIES), ("llama", True), ("gemma2", True)]
-)
-def test_families_train_as_before(family, compiled, monkeypatch):
-    """With real kernels, those for large layers: loss and every gradient of the unpatched model,
-    with no logits."""
-    from liger_kernel.patch.proof import conditions
-    from liger_kernel.transformers import apply_liger_kernel
-
-    monkeypatch.setattr(conditions, "LARGE", 0)
-    model = tiny.model(family).cuda()
-    batch = {k: v.cuda() for k, v in tiny.batch(3, 33).items()}
-    want, gradients = training_step(model, batch)
-    report = apply_liger_kernel(model)
-    assert report.replaced
-    torch._dynamo.reset()
-    got, mine = training_step(torch.compile(model) if compiled else model, batch)
-    assert got.logits is None
-    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-5)
-    for name, g in gradients.items():
-        d = mine[f"_orig_mod.{name}" if compiled else name]
-        torch.testing.assert_close(d, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
-
-
-SAME = [
-    name
-    for name in losses.SHAPES
-    if name.removeprefix("GRPO, ") not in ("cispo", "sapo", "luspo", "vespo")
-]
-
-
-def drawn_loss(name, lead=8, tokens=512, H=1024, V=32000):
-    shape = *((lead, tokens) if len(losses.SHAPES[name]) == 2 else (lead * tokens,)), H, V
-    way = losses.ways([name])[name]
-    return way.inputs(*shape), way.fns(*shape)
-
-
-def taken(fn, inputs):
-    loss = fn(**inputs)
-    return [loss.detach(), *torch.autograd.grad(loss, [inputs["hidden"], inputs["weight"]])]
-
-
-@pytest.mark.parametrize("passes", ["one", "more"])
-@pytest.mark.parametrize("name", SAME)
-def test_post_training_losses(name, passes, monkeypatch):
-    """As far from fp64 as PyTorch with all logits, a quarter more in two passes or three; the host
-    doesn't wait."""
-    if passes == "more":
-        monkeypatch.setattr(planning, "FREE", 0)
-        monkeypatch.setattr(planning, "ROWS", 1024)  # three for GRPO
-    inputs, fns = drawn_loss(name)
-    taken(fns["ours"], inputs)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        got = taken(fns["ours"], inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    exact = taken(losses.PLAIN[name], cast(inputs, torch.float64))
-    for what, mine, theirs, e in zip(
-        ("loss", "dX", "dW"), got, taken(fns["eager"], inputs), exact, strict=True
-    ):
-        mine, theirs = ((x.double() - e).norm() / e.norm() for x in (mine, theirs))
-        assert mine <= 1.25 * theirs + 2e-4, f"{what}: error {mine:.3g}, PyTorch's own {theirs:.3g}"
-
-
-def test_a_group_larger_than_a_pass():
-    """One pair of 16,384 tokens, its logits made twice within the budget; the same as with room for
-    all."""
-    H, V = 512, 32000
-    inputs, _ = drawn_loss("DPO", 2, 8192, H, V)
-
-    def step(memory):
-        loss = LigerFusedLinearDPOLoss(memory=memory)
-        given = (inputs[k] for k in ("weight", "hidden", "target"))
-        return taken(
-            lambda **_: loss(*given, None, inputs["ref_hidden"], inputs["ref_weight"])[0], inputs
-        )
-
-    small = 2 * V * 2048
-    for a, b in zip(step(small), step(2 * V * 16384), strict=True):
-        assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
-    outputs = 2 * H * (16384 + V) + 2 * V * H  # dX, dW, and dW in fp32
-    assert peak(lambda: step(small)) <= small + outputs + 2**26
-
-
-def test_memory_of_post_training_losses():
-    """Beside what a linear head needs, next to nothing; a teacher's logits of 1,024 tokens."""
-    M, H, V = 8192, 2048, 128256
-    h = torch.empty(M, H, device="meta", dtype=torch.bfloat16)
-    for name, few, more in (("GRPO, dapo", 3, 0), ("JSD", 2, 2 * V * 1024)):
-        plan = planning.plan(M, H, V, torch.bfloat16, torch.bfloat16, few=few)
-        head = chunks._Memory(h, V, torch.bfloat16, plan, True).nbytes(torch.bfloat16) + 2 * M * H
-        inputs, fns = drawn_loss(name, 8, 1024, H, V)
-        assert (
-            peak(lambda inputs=inputs, fns=fns: taken(fns["ours"], inputs)) <= head + more + 2**26
-        ), name

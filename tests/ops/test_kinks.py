@@ -1,12 +1,13 @@
-"""Gradients exactly where a formula has a kink: as the installed PyTorch has them.
+"""Gradients exactly at the kinks of a formula are those of the installed PyTorch.
 
-PyTorch itself changes there: of `torch.clamp` with a number it is 1 at the limit up to 2.13, and 0
-from 2.14 on."""
+PyTorch itself changes there: the gradient of `torch.clamp` with a number is 1 at the limit up to
+2.13, and 0 from 2.14 on.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE
+from cases import WITH_AND_WITHOUT_KERNELS
 from hardware import DEVICE
 
 from liger_kernel.ops.functional import (
@@ -20,12 +21,12 @@ from liger_kernel.ops.functional import (
     liger_xielu,
 )
 
-pytestmark = ANYWHERE
+pytestmark = WITH_AND_WITHOUT_KERNELS
 
 IN_EVERY_DTYPE = pytest.mark.parametrize(
     "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str
 )
-LIMITS = 7.0, 0.1, 3.3  # in 16 bits the others than 7 are rounded, up or down
+LIMITS = 7.0, 0.1, 3.3  # in 16 bits all but 7 are rounded, up or down
 GPT_OSS = dict(alpha=1.702, shift=1.0)
 
 
@@ -36,8 +37,10 @@ def gradients(fn, tensors):
 
 
 def assert_same_gradients(fn, reference, *tensors, roundings=8):
-    """0 just where PyTorch has 0; elsewhere the same but for some roundings, far less than a jump
-    at a kink."""
+    """Check that gradients are 0 where PyTorch's are, and elsewhere the same but for roundings.
+
+    The roundings are far less than a jump at a kink.
+    """
     for d, expected in zip(gradients(fn, tensors), gradients(reference, tensors), strict=True):
         assert torch.equal(d == 0, expected == 0), (
             f"0 at {(d == 0).tolist()}, PyTorch at {(expected == 0).tolist()}"
@@ -47,7 +50,7 @@ def assert_same_gradients(fn, reference, *tensors, roundings=8):
 
 
 def around(*kinks, dtype):
-    """Each kink, and its neighbours in this dtype."""
+    """Return each kink, and its neighbours in this dtype."""
     at = torch.tensor(kinks, device=DEVICE, dtype=dtype)
     neighbours = [
         torch.nextafter(at, torch.full_like(at, end)) for end in (-float("inf"), float("inf"))
@@ -77,8 +80,7 @@ def test_clamped_swiglu(dtype, limit):
 @pytest.mark.parametrize("limit", LIMITS)
 @IN_EVERY_DTYPE
 def test_experts_with_a_limit(dtype, limit):
-    """The first projection passes its input on, so that a gate and its partner lie at the
-    limits."""
+    """The first projection is the unit matrix, so that a gate and its partner are at the limits."""
     pre = torch.cat((around(limit, 0.5, dtype=dtype), around(-limit, limit, dtype=dtype)))
     N = len(pre)
     gate_up = torch.eye(N, device=DEVICE, dtype=dtype)[None]
@@ -117,9 +119,9 @@ def test_activation_linear(dtype, act):
 
 @pytest.mark.parametrize("eps", [-1e-6, -0.25])
 def test_xielu(eps):
-    """At 0, and at eps, where `torch.min` gives each of two equal arguments half of the
-    gradient."""
-    alpha_p, alpha_n = torch.tensor([0.3], device=DEVICE), torch.tensor([0.7], device=DEVICE)
+    """Kinks at 0, and at eps, where `torch.min` gives two equal arguments half of the gradient."""
+    alpha_p = torch.tensor([0.3], device=DEVICE)
+    alpha_n = torch.tensor([0.7], device=DEVICE)
 
     def reference(x, alpha_p, alpha_n):
         above = F.softplus(alpha_p) * x * x
@@ -133,14 +135,14 @@ def test_xielu(eps):
 
 
 def test_sparsemax():
-    """Ties: of the largest, at the edge of the support, all of them."""
+    """Ties of the largest entries, at the edge of the support, and of all entries."""
     x = torch.tensor(
         [[1.0, 1.0, 0.5, -3.0], [1.0, 0.0, -1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE
     )
     steps = torch.arange(1.0, 5.0, device=DEVICE)
 
     def reference(x):
-        """By the sorted entries (arXiv:1602.02068, algorithm 1)."""
+        """Compute sparsemax by sorting the entries (arXiv:1602.02068, algorithm 1)."""
         ranked = x.sort(-1, descending=True).values
         count = torch.arange(1, 5, device=DEVICE)
         size = (1 + count * ranked > ranked.cumsum(-1)).sum(-1, keepdim=True)
@@ -158,7 +160,7 @@ def test_tvd():
 
 
 def test_ce_tvd():
-    """Of logits: a teacher that is the student."""
+    """Ties of all classes: the teacher is the student."""
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 0.0, 0.0]], device=DEVICE)
     target = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     z = x.softmax(-1)

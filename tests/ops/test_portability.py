@@ -1,5 +1,7 @@
-"""Every kernel compiles for every target, and asks for no more than the target has. No hardware is
-needed."""
+"""Every kernel compiles for every target, and needs no more than the target has.
+
+No hardware is needed.
+"""
 
 import ast
 import contextlib
@@ -13,8 +15,8 @@ import textwrap
 
 import pytest
 import triton
-from cases import modules
-from programs import ran
+from cases import operator_modules
+from programs import run_command
 from triton.runtime.jit import KernelInterface
 
 from liger_kernel.core.op import CASES
@@ -28,42 +30,41 @@ LIMITS = {  # bytes of shared memory that one program may have
     "gfx942": 64 * 1024,
     "gfx1100": 64 * 1024,
 }
-XPU = os.environ.get(
-    "XPU_COMPILER"
-)  # a folder with a Triton that compiles for Intel's GPUs, and for no other here
+# a folder with a Triton that compiles for Intel's GPUs, and here for no others
+XPU = os.environ.get("XPU_COMPILER")
 if XPU:
     LIMITS = {"xpu": 128 * 1024}
 VERSION = tuple(triton.__version__.split(".")[:2])
-GLUON = *hopper.TRIED, ("3", "7"), ("3", "9")  # where its kernels compile; see portability.py
+# versions of Triton that compile the kernels in Gluon; see portability.py
+GLUON = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
 HOPPER = ("sm_90",) if VERSION in GLUON else ()
 ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
-    "products._gather": ("sm_90", "sm_100"),
-    "hopper._of_targets": HOPPER,
-    "hopper_kernels._forward": HOPPER,
-    "hopper_kernels._backward": HOPPER,
+    "grouped_matmul._gather_rows": ("sm_90", "sm_100"),
+    "hopper.target_gradient_kernel": HOPPER,
+    "hopper_kernels.forward_kernel": HOPPER,
+    "hopper_kernels.gradient_kernel": HOPPER,
 }
 pytestmark = pytest.mark.thorough  # minutes of compiling
 
 
 def jitted():
-    """Every @triton.jit function of the operators, by module and name."""
-    found = {}
-    for module in modules():
+    """Return every @triton.jit function of the operators, by module and name."""
+    functions = {}
+    for module in operator_modules():
         for name, value in vars(module).items():
             if isinstance(value, KernelInterface) and value.fn.__module__ == module.__name__:
-                found[f"{module.__name__.rpartition('.')[2]}.{name}"] = value.fn
-    return found
+                functions[f"{module.__name__.rpartition('.')[2]}.{name}"] = value.fn
+    return functions
 
 
 def kernels():
-    """Those that the host launches: they take pointers, and no other one calls them."""
+    """Return those that the host launches: they take pointers, and no other function calls them."""
     functions = jitted()
     called = set()
     for fn in functions.values():
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(fn)))):
-            if isinstance(
-                node, ast.Name
-            ):  # one is called, or given to Gluon as a part of its warps
+            # a function is called, or given to Gluon as a part of its warps
+            if isinstance(node, ast.Name):
                 called.add(fn.__globals__.get(node.id))
     called = {getattr(value, "fn", None) for value in called if isinstance(value, KernelInterface)}
     return [
@@ -75,7 +76,10 @@ def kernels():
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """target -> what portability.py found there; under pytest-xdist once for all workers."""
+    """Return a function of the target that returns portability.py's results.
+
+    Under pytest-xdist they are computed once for all workers.
+    """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -83,27 +87,26 @@ def compiled(tmp_path_factory):
     @functools.cache
     def results(target):
         path = folder / f"{target}.json"
-        for name in (
-            target,
-            *LIMITS,
-            None,
-        ):  # while another worker is at this target, help with the next; then wait
+        # while another worker compiles this target, help with the next; then wait
+        for name in (target, *LIMITS, None):
             if path.exists():
                 break
-            one = folder / f"{name or target}.json"
-            with open(one.with_suffix(".lock"), "w") as lock, contextlib.suppress(BlockingIOError):
+            result = folder / f"{name or target}.json"
+            lock_path = result.with_suffix(".lock")
+            with open(lock_path, "w") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if name else 0))
-                if not one.exists():
-                    compile_all(one.stem, one)
+                if not result.exists():
+                    compile_all(result.stem, result)
         return json.loads(path.read_text())
 
     return results
 
 
 def compile_all(target, path):
-    cache, unfinished = path.with_suffix(".cache"), path.with_suffix(".part")
+    cache = path.with_suffix(".cache")
+    unfinished = path.with_suffix(".part")
     cache.mkdir(exist_ok=True)
-    ran(
+    run_command(
         ["-m", "portability", target, unfinished],
         TRITON_CACHE_DIR=str(cache),
         CUDA_VISIBLE_DEVICES="",
@@ -113,22 +116,24 @@ def compile_all(target, path):
     unfinished.rename(path)
 
 
-def on_every_target(what, names):
-    """One list of pairs: of two lists, a machine without a GPU would run a third of the pairs
-    (selection.py)."""
+def on_every_target(argument, names):
+    """Parametrize with one list of pairs (name, target).
+
+    Of two lists, a machine without a GPU would run a third of the pairs (selection.py).
+    """
     pairs = [(name, target) for target in LIMITS for name in names]
     return pytest.mark.parametrize(
-        (what, "target"), pairs, ids=[f"{name}-{target}" for name, target in pairs]
+        (argument, "target"), pairs, ids=[f"{name}-{target}" for name, target in pairs]
     )
 
 
 @on_every_target("case", [case.name for case in CASES])
 def test_case_launches_kernels(case, target, compiled):
-    """On meta tensors, as if on the target: an operator reads no value on the host, and takes its
-    kernels."""
-    found = compiled(target)
-    assert case not in found["failed"], "\n".join(found["failed"][case])
-    assert any(by.split(" ")[0] == case for launch in found["launches"] for by in launch["by"])
+    """On meta tensors, as if on the target, an operator reads no value and runs its kernels."""
+    results = compiled(target)
+    assert case not in results["failed"], "\n".join(results["failed"][case])
+    launched_by = {run.split(" ")[0] for launch in results["launches"] for run in launch["by"]}
+    assert case in launched_by
 
 
 @on_every_target("kernel", kernels())
@@ -143,7 +148,7 @@ def test_kernel_compiles(kernel, target, compiled):
 
 
 def faults(launch, target):
-    """What is wrong with a launch."""
+    """Yield what is wrong with a launch."""
     if "error" in launch:
         yield launch["error"]
         return
@@ -156,30 +161,33 @@ def faults(launch, target):
     for name, kind in launch["signature"].items():
         if "fp64" in kind:
             yield f"{name} is {kind}: a kernel computes in fp32"
-    allowed = KNOWN.get((launch["kernel"], target), 0 if launch["real"] else SPILLED)
+    allowed = KNOWN_SPILLS.get((launch["kernel"], target), 0 if launch["real"] else MAX_SPILLED)
     if launch.get("spilled", 0) > allowed:
-        yield f"{launch['spilled']} spilled of {launch['registers']} registers, {allowed} are allowed"
+        spilled, registers = launch["spilled"], launch["registers"]
+        yield f"{spilled} spilled of {registers} registers, {allowed} are allowed"
 
 
-SPILLED = 256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
-# Triton -> what its assembler spills of a kernel on a target. Triton 3.9's spills none of these
-KNOWN = {
+MAX_SPILLED = (
+    256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
+)
+# by version of Triton: the spills of a kernel on a target. Triton 3.9's assembler has none of these
+KNOWN_SPILLS = {
     ("3", "6"): {
         ("load_balancing._bwd", "sm_90"): 8,
-        ("coefficients._product", "sm_90"): 8,
-        ("coefficients._product", "sm_100"): 8,
-        ("logits._merge", "sm_100"): 8,
-        ("products._outer", "gfx1100"): 16,
+        ("coefficients._matmul", "sm_90"): 8,
+        ("coefficients._matmul", "sm_100"): 8,
+        ("logits_kernels.merge_kernel", "sm_100"): 8,
+        ("grouped_matmul._outer_products", "gfx1100"): 16,
     },
     ("3", "7"): {
         ("load_balancing._bwd", "sm_90"): 8,
-        ("coefficients._product", "sm_90"): 8,
+        ("coefficients._matmul", "sm_90"): 8,
         ("load_balancing._fwd", "sm_100"): 8,
-        ("group_rows._bwd_wide", "sm_100"): 8,
-        ("rows._bwd_wide", "sm_100"): 320,  # rms_norm of 3x17000
+        ("group_norm_kernels.group_norm_bwd_strips_kernel", "sm_100"): 8,
+        ("norm_kernels._bwd_wide", "sm_100"): 320,  # rms_norm of 3x17000
     },
     ("3", "8"): {
         ("load_balancing._bwd", "sm_90"): 8,
-        ("rows._bwd_wide", "sm_100"): 272,
+        ("norm_kernels._bwd_wide", "sm_100"): 272,
     },
 }.get(VERSION, {})

@@ -1,5 +1,7 @@
-"""A framework may put our operators in the place of `torch.nn.functional`'s: no reference calls
-itself."""
+"""A framework may replace functions of `torch.nn.functional` by operators of liger_kernel.
+
+No reference may then call itself.
+"""
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ REPLACED = {
 
 
 @pytest.fixture(params=["kernels", "no kernels"])
-def replaced(request, monkeypatch):
-    """By all of them at once."""
+def dtype_of_replaced(request, monkeypatch):
+    """Replace all of them at once, and return the dtype to test with."""
     if request.param == "no kernels" and DEVICE == "cpu":
         request.getfixturevalue("reference_only")
     dtype = torch.float64 if request.param == "no kernels" and DEVICE != "cpu" else torch.float32
@@ -38,43 +40,42 @@ def replaced(request, monkeypatch):
     return dtype
 
 
-def outcome(fn, tensors):
-    out = fn(**tensors)
-    ys = [
-        y for y in (out if isinstance(out, tuple) else (out,)) if y is not None and y.requires_grad
-    ]
+def outputs_and_gradients(fn, tensors):
+    outputs = fn(**tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    ys = [y for y in outputs if y is not None and y.requires_grad]
     leaves = [t for t in tensors.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     return [y.detach() for y in ys], torch.autograd.grad(sum(y.sum() for y in ys), leaves)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_every_operator(case, replaced):
+def test_every_operator(case, dtype_of_replaced):
     torch.manual_seed(0)
-    made = case.inputs(*case.shapes[1])
-    tensors = {k: t for k, t in made.items() if isinstance(t, torch.Tensor)}
-    others, grad = made.keys() - tensors.keys(), {k: t.requires_grad for k, t in tensors.items()}
-    tensors = {
-        k: t.detach().to(DEVICE, replaced if t.is_floating_point() else None)
-        for k, t in tensors.items()
-    }
+    inputs = case.inputs(*case.shapes[1])
     for option in case.options:
-        given = {k: t.clone().requires_grad_(grad[k]) for k, t in tensors.items()} | {
-            k: made[k] for k in others
-        }
-        given |= option
-        for a, b in zip(outcome(case.fn, given), outcome(case.reference, given), strict=True):
+        results = []
+        for fn in (case.fn, case.reference):
+            arguments = inputs | option
+            for name, x in arguments.items():
+                if isinstance(x, torch.Tensor):
+                    dtype = dtype_of_replaced if x.is_floating_point() else None
+                    copy = x.detach().to(DEVICE, dtype).clone()
+                    arguments[name] = copy.requires_grad_(x.requires_grad)
+            results.append(outputs_and_gradients(fn, arguments))
+        for a, b in zip(*results, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_the_functions_themselves(replaced):
-    """A caller of theirs, who gets ours, gets the same numbers."""
-    x, w = (torch.randn(n, device=DEVICE, dtype=replaced) for n in ((3, 8), (8,)))
+def test_the_functions_themselves(dtype_of_replaced):
+    """Who calls torch's functions gets the same numbers."""
+    x = torch.randn(3, 8, device=DEVICE, dtype=dtype_of_replaced)
+    w = torch.randn(8, device=DEVICE, dtype=dtype_of_replaced)
     y = torch.tensor([1, 0, 7], device=DEVICE)
     torch.testing.assert_close(F.cross_entropy(x, y), -x.log_softmax(-1)[range(3), y].mean())
     torch.testing.assert_close(F.layer_norm(x, (8,), w), torch.layer_norm(x, (8,), w))
     torch.testing.assert_close(F.softmax(x, -1), torch.softmax(x, -1))
     torch.testing.assert_close(F.silu(x), x * x.sigmoid())
     torch.testing.assert_close(
-        torch.nn.LayerNorm(8, device=DEVICE, dtype=replaced)(x), torch.layer_norm(x, (8,))
+        torch.nn.LayerNorm(8, device=DEVICE, dtype=dtype_of_replaced)(x), torch.layer_norm(x, (8,))
     )

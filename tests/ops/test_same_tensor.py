@@ -1,20 +1,20 @@
-"""One tensor for two arguments, as tied weights are: in a graph as in eager."""
+"""One tensor for two arguments, like tied weights, gives the same in a graph as in eager."""
 
 import itertools
 
 import pytest
 import torch
-from cases import given, run
+from cases import make_inputs, run
 from hardware import DEVICE
 
-from liger_kernel.core.op import CASES, distinct
+from liger_kernel.core.op import CASES, alias_repeated
 from liger_kernel.ops.mlp.glu import LigerSiLUMulFunction
 
 
 def pairs():
-    """Every two arguments of a `Case` that one tensor can be, alike in all but their values."""
+    """Yield every two arguments of a `Case` for which one tensor can be given."""
     for case in CASES:
-        tensors = given(case, case.shapes[1], {})
+        tensors = make_inputs(case, case.shapes[1], {})
         floats = [
             k for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
         ]
@@ -25,7 +25,7 @@ def pairs():
 
 @pytest.mark.parametrize("case,first,second", pairs())
 def test_compiles_whole(case, first, second):
-    tensors = given(case, case.shapes[1], {})
+    tensors = make_inputs(case, case.shapes[1], {})
     del tensors[second]
 
     def fn(**tensors):
@@ -51,7 +51,7 @@ class Product(torch.autograd.Function):
 
 
 def loses_a_gradient() -> bool:
-    """Whether this torch is wrong about a Function of nobody's; torch 2.11 is."""
+    """Return True if this torch loses a gradient of any Function; torch 2.11 does."""
     torch._dynamo.reset()
     x = torch.ones(2, requires_grad=True)
     torch.compile(lambda x: Product.apply(x, x), backend="aot_eager")(x).sum().backward()
@@ -59,13 +59,10 @@ def loses_a_gradient() -> bool:
 
 
 def test_apply_has_a_graph_break():
-    """As an autograd Function of PyTorch's has where it gets one tensor twice: the result is that
-    of eager."""
+    """Any autograd Function that gets one tensor twice has one. The result is that of eager."""
     x = torch.randn(3, 8, device=DEVICE)
     if loses_a_gradient():
-        pytest.skip(
-            "in a graph of this torch any Function loses a gradient of a tensor that it is given twice"
-        )
+        pytest.skip("in a graph of this torch any Function loses a gradient of a repeated tensor")
 
     def fn(x):
         y = x * 2
@@ -78,8 +75,8 @@ def test_apply_has_a_graph_break():
         torch.testing.assert_close(outputs[k], expected[k], rtol=1e-6, atol=1e-6)
 
 
-def test_distinct():
+def test_alias_repeated():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
-    a, b, c, d, e, f = distinct((x, y, 1.0, x, None, y))
+    a, b, c, d, e, f = alias_repeated((x, y, 1.0, x, None, y))
     assert (a, b, c, e) == (x, y, 1.0, None) and a is x and b is y
     assert d is not x and d._base is x and d.requires_grad and f is not y and f._base is y

@@ -1,5 +1,7 @@
-"""Saved-tensor hooks (offloading, checkpoints, caches): what they keep stays theirs, and they see
-no gradients."""
+"""Saved-tensor hooks (offloading, checkpoints, caches).
+
+What they keep is not written to, and they see no gradients.
+"""
 
 import gc
 import time
@@ -7,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cases import BY_CASE, given, run, run_forward
+from cases import BY_CASE, make_inputs, run, run_forward
 from hardware import DEVICE
 from memory import Square
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -21,7 +23,8 @@ from liger_kernel.ops.head.grouped_loss import linear_loss
 M, H, V = 6, 16, 40
 
 
-def drawn():
+def make_head_inputs():
+    """Return a head's hidden states, weight and bias, and labels."""
     generator = torch.Generator().manual_seed(0)
     h, w, b = (
         torch.randn(shape, generator=generator).to(DEVICE) for shape in ((M, H), (V, H), (V,))
@@ -34,25 +37,29 @@ def dpo(h, w, b, y):
     return LigerFusedLinearDPOLoss(use_ref_model=False)(w, h.view(2, 3, H), y.view(2, 3), b)[0]
 
 
-def distilled(h, w, b, y):
-    return linear_distillation(
+def distillation(h, w, b, y):
+    loss, *_ = linear_distillation(
         h, w, y, student_bias=b, teacher=h.flip(0), teacher_weight=w.flip(0)
-    )[0]
+    )
+    return loss
 
 
-IN_FORWARD = {  # losses that take their gradients in forward
+def negative_log_probs(h, w, b, y):
+    loss, *_ = linear_loss(lambda tokens, log_probs, entropy: -log_probs.sum(), h, w, y, b)
+    return loss
+
+
+LOSSES = {  # their gradients are computed in forward
     "cross entropy": lambda h, w, b, y: liger_fused_linear_cross_entropy(h, w, y, b),
-    "log-probabilities": lambda h, w, b, y: linear_loss(
-        lambda part, x, entropy: -x.sum(), h, w, y, b
-    )[0],
-    "distillation": distilled,
+    "log-probabilities": negative_log_probs,
+    "distillation": distillation,
     "preference": dpo,
 }
-LOSS = pytest.mark.parametrize("loss", IN_FORWARD.values(), ids=IN_FORWARD)
+LOSS = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
-def plain(loss):
-    tensors, y = drawn()
+def value_and_gradients(loss):
+    tensors, y = make_head_inputs()
     value = loss(**tensors, y=y)
     return value.detach(), torch.autograd.grad(value, list(tensors.values()))
 
@@ -62,19 +69,17 @@ def _memory(t):
 
 
 class Cache:
-    """Keeps what is saved, or a copy of it, in one form or another, and hands the same out every
-    time."""
+    """Keep saved tensors, or copies of them, in one of several forms, and return the same ones."""
 
     FORMS = {
         "itself": (lambda t: t, lambda t: t),
         "detached": (lambda t: t.detach(), lambda t: t),
         "a copy": (lambda t: t.detach().clone(), lambda t: t),
+        # with the same strides, so that a matmul adds in the same order
         "a copy's storage": (
-            lambda t: _memory(
-                t.detach().clone()
-            ),  # laid out alike, so that a matmul adds in the same order
-            lambda kept: torch.empty(0, dtype=kept[1], device=kept[0].device).set_(
-                kept[0], 0, *kept[2:]
+            lambda t: _memory(t.detach().clone()),
+            lambda memory: torch.empty(0, dtype=memory[1], device=memory[0].device).set_(
+                memory[0], 0, *memory[2:]
             ),
         ),
         "dlpack": (lambda t: t.detach().clone(), torch.from_dlpack),
@@ -83,17 +88,17 @@ class Cache:
         FORMS["an array"] = lambda t: t.detach().clone().numpy(), torch.from_numpy
 
     def __init__(self, form):
-        to, self.back = self.FORMS[form]
-        self.kept = []
+        pack_tensor, self.unpack_tensor = self.FORMS[form]
+        self.tensors = []
 
         def pack(t):
-            self.kept.append(to(t))
-            return len(self.kept) - 1
+            self.tensors.append(pack_tensor(t))
+            return len(self.tensors) - 1
 
-        self.hooks = saved_tensors_hooks(pack, lambda i: self.back(self.kept[i]))
+        self.hooks = saved_tensors_hooks(pack, lambda i: self.unpack_tensor(self.tensors[i]))
 
     def contents(self):
-        return [self.back(t).detach().clone() for t in self.kept]
+        return [self.unpack_tensor(t).detach().clone() for t in self.tensors]
 
 
 FORM = pytest.mark.parametrize("form", Cache.FORMS)
@@ -102,114 +107,119 @@ FORM = pytest.mark.parametrize("form", Cache.FORMS)
 @BY_CASE
 @FORM
 def test_what_a_hook_keeps_is_not_written_to(form, case):
-    """Nor are the gradients other ones. What is saved comes from operations, and nobody else holds
-    it."""
+    """And the gradients are the same.
+
+    What is saved comes from operations, and only the graph has it.
+    """
     for option in case.options[: 1 if DEVICE == "cpu" else 2]:
-        tensors = given(case, case.shapes[1], option)
-        want, *_ = run(case.fn, tensors)
+        tensors = make_inputs(case, case.shapes[1], option)
+        expected, *_ = run(case.fn, tensors)
         leaves = {
             k: t for k, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad
         }
+        computed = {k: t * 1 for k, t in leaves.items()}
         cache = Cache(form)
         with cache.hooks:
-            outs = [
-                o
-                for o in run_forward(case.fn, tensors | {k: t * 1 for k, t in leaves.items()})
-                if o.requires_grad
-            ]
+            outputs = run_forward(case.fn, tensors | computed)
+        del computed
+        outputs = [o for o in outputs if o.requires_grad]
         before = cache.contents()
         generator = torch.Generator().manual_seed(0)
         dys = [
             torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype)
-            for o in outs
+            for o in outputs
         ]
-        got = torch.autograd.grad(outs, list(leaves.values()), dys)
-        for k, d in zip(leaves, got, strict=True):
-            assert torch.equal(d, want[f"d{k}"]), k
+        grads = torch.autograd.grad(outputs, list(leaves.values()), dys)
+        for k, d in zip(leaves, grads, strict=True):
+            assert torch.equal(d, expected[f"d{k}"]), k
         assert all(map(torch.equal, before, cache.contents())), "a hook's tensor was written to"
 
 
 @LOSS
 def test_gradients_are_not_shown(loss):
-    """They are no activations: offloading would ship dW to the host and back."""
-    tensors, y = drawn()
+    """They are no activations: offloading would copy dW to the host and back."""
+    tensors, y = make_head_inputs()
     cache = Cache("itself")
     with cache.hooks:
         loss(**tensors, y=y)
-    assert cache.kept and all(t.requires_grad for t in cache.kept if t.numel() in (M * H, V * H, V))
+    assert cache.tensors and all(
+        t.requires_grad for t in cache.tensors if t.numel() in (M * H, V * H, V)
+    )
 
 
 @LOSS
-@pytest.mark.parametrize("keep", [True, False])
-def test_offloaded(keep, loss):
+@pytest.mark.parametrize("twice", [True, False])
+def test_offloaded(twice, loss):
     """The same loss and gradients, once or twice."""
-    value, want = plain(loss)
-    tensors, y = drawn()
+    expected_value, expected = value_and_gradients(loss)
+    tensors, y = make_head_inputs()
     with save_on_cpu():
-        got = loss(**tensors, y=y)
-    assert torch.equal(got, value)
-    for kept in (True, False) if keep else (False,):
-        grads = torch.autograd.grad(got, list(tensors.values()), retain_graph=kept)
-        assert all(map(torch.equal, grads, want))
+        value = loss(**tensors, y=y)
+    assert torch.equal(value, expected_value)
+    for retain_graph in (True, False) if twice else (False,):
+        grads = torch.autograd.grad(value, list(tensors.values()), retain_graph=retain_graph)
+        assert all(map(torch.equal, grads, expected))
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(got, list(tensors.values()))
+        torch.autograd.grad(value, list(tensors.values()))
 
 
 @LOSS
-@pytest.mark.parametrize("keep", [True, False])
-def test_in_a_checkpoint(keep, loss):
-    """It drops the gradients, too, and takes them again."""
-    value, want = plain(loss)
-    tensors, y = drawn()
-    got = checkpoint(lambda h, w, b: loss(h, w, b, y), *tensors.values(), use_reentrant=False)
-    assert torch.equal(got, value) and got.grad_fn.taken is None
-    for kept in (True, False) if keep else (False,):
-        grads = torch.autograd.grad(got, list(tensors.values()), retain_graph=kept)
-        assert all(map(torch.equal, grads, want))
+@pytest.mark.parametrize("twice", [True, False])
+def test_in_a_checkpoint(twice, loss):
+    """It drops the gradients, too, and computes them again."""
+    expected_value, expected = value_and_gradients(loss)
+    tensors, y = make_head_inputs()
+    value = checkpoint(lambda h, w, b: loss(h, w, b, y), *tensors.values(), use_reentrant=False)
+    assert torch.equal(value, expected_value) and value.grad_fn.forward_grads is None
+    for retain_graph in (True, False) if twice else (False,):
+        grads = torch.autograd.grad(value, list(tensors.values()), retain_graph=retain_graph)
+        assert all(map(torch.equal, grads, expected))
 
 
 @LOSS
 @pytest.mark.parametrize("run_backward", [True, False])
 def test_gradients_are_freed(run_backward, loss):
-    """After backward, though the loss lives on; without one, with the loss: they are in no
-    reference cycle."""
-    tensors, y = drawn()
+    """After backward, even if the loss is still referenced; without one, with the loss.
+
+    They are in no reference cycle.
+    """
+    tensors, y = make_head_inputs()
     gc.collect()
     gc.disable()
     try:
         value = loss(**tensors, y=y)
-        held = [weakref.ref(t) for t in value.grad_fn.taken if t is not None]
-        assert len(held) >= 3
+        references = [weakref.ref(t) for t in value.grad_fn.forward_grads if t is not None]
+        assert len(references) >= 3
         if run_backward:
             torch.autograd.grad(value, list(tensors.values()))
         else:
             del value
-        end = (
-            time.monotonic() + 5
-        )  # a GPU's backward runs in a thread, which lets go of them when it has returned
-        while any(t() is not None for t in held) and time.monotonic() < end:
+        # a GPU's backward runs in a thread, which drops its references when it has returned
+        end = time.monotonic() + 5
+        while any(t() is not None for t in references) and time.monotonic() < end:
             time.sleep(0.01)
-        assert not [t for t in held if t() is not None]
+        assert not [t for t in references if t() is not None]
     finally:
         gc.enable()
 
 
 @LOSS
 def test_a_changed_weight_changes_nothing(loss):
-    """The gradients are those of forward, as ZeRO-3 needs it, and nothing that is kept for their
-    graph is looked at."""
-    _, want = plain(loss)
-    tensors, y = drawn()
+    """The gradients are those of forward, as ZeRO-3 needs, and saved inputs are not read."""
+    _, expected = value_and_gradients(loss)
+    tensors, y = make_head_inputs()
     value = loss(**tensors, y=y)
     with torch.no_grad():
         for t in tensors.values():
             t.zero_()
-    assert all(map(torch.equal, torch.autograd.grad(value, list(tensors.values())), want))
+    assert all(map(torch.equal, torch.autograd.grad(value, list(tensors.values())), expected))
 
 
 def test_what_a_checkpoint_makes_is_written_over():
-    """A step with checkpoints needs no more memory than without hooks: nobody else has what they
-    recompute."""
+    """A step with checkpoints needs no more memory than without hooks.
+
+    Only the graph has what they recompute.
+    """
     x = torch.randn(M, V, device=DEVICE, requires_grad=True)
     Square.answers.clear()
     checkpoint(lambda x: Square.apply(x * 3), x, use_reentrant=False).sum().backward()

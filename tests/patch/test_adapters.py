@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from companions import FAMILY, WHEN, assert_same, pair, trained
+from companions import FAMILY, WHEN, assert_same_training, model_pair, train_briefly
 from patched import ONE_LAYER, assert_same_step, step
 
 from liger_kernel.core import devices
@@ -56,12 +56,14 @@ ADAPTERS = {
 @FAMILY
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapters(adapter, family, when):
-    theirs, mine = pair(family, lambda model: peft.get_peft_model(model, ADAPTERS[adapter]()), when)
+    reference, patched_model = model_pair(
+        family, lambda model: peft.get_peft_model(model, ADAPTERS[adapter]()), when
+    )
     with torch.no_grad():  # away from where an adapter does nothing
-        for a, b in zip(theirs.parameters(), mine.parameters(), strict=True):
+        for a, b in zip(reference.parameters(), patched_model.parameters(), strict=True):
             if a.requires_grad:
                 b.copy_(a.add_(torch.randn_like(a) * 0.1))
-    assert_same(theirs, mine)
+    assert_same_training(reference, patched_model)
 
 
 @pytest.mark.parametrize("adapter", ["tokens", "lora and tokens"])
@@ -69,9 +71,9 @@ def test_adapters(adapter, family, when):
 def test_trained_tokens_of_a_tied_head(adapter, when):
     """PEFT then changes rows of the head, too."""
     change = lambda model: peft.get_peft_model(model, ADAPTERS[adapter]())  # noqa: E731
-    theirs, mine = pair("llama", change, when, tie_word_embeddings=True)
-    trained(theirs, mine)
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair("llama", change, when, tie_word_embeddings=True)
+    train_briefly(reference, patched_model)
+    assert_same_training(reference, patched_model)
 
 
 @WHEN
@@ -79,26 +81,32 @@ def test_lora_of_stacked_experts(when):
     config = peft.LoraConfig(
         r=4, target_parameters=["experts.gate_up_proj"], init_lora_weights=False
     )
-    assert_same(
-        *pair("mixtral", lambda model: peft.get_peft_model(model, config), when, **ONE_LAYER)
+    assert_same_training(
+        *model_pair("mixtral", lambda model: peft.get_peft_model(model, config), when, **ONE_LAYER)
     )
 
 
 @WHEN
 def test_a_merged_adapter(when):
-    theirs, mine = pair("qwen3", lambda model: peft.get_peft_model(model, ADAPTERS["lora"]()), when)
-    trained(theirs, mine)
-    theirs, mine = (model.merge_and_unload().requires_grad_() for model in (theirs, mine))
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair(
+        "qwen3", lambda model: peft.get_peft_model(model, ADAPTERS["lora"]()), when
+    )
+    train_briefly(reference, patched_model)
+    reference, patched_model = (
+        model.merge_and_unload().requires_grad_() for model in (reference, patched_model)
+    )
+    assert_same_training(reference, patched_model)
 
 
 @FAMILY
 def test_an_adapter_is_saved_and_loaded(family, tmp_path):
-    theirs, mine = pair(family, lambda model: peft.get_peft_model(model, ADAPTERS["lora"]()))
-    trained(theirs, mine)
-    mine.save_pretrained(tmp_path)
+    reference, patched_model = model_pair(
+        family, lambda model: peft.get_peft_model(model, ADAPTERS["lora"]())
+    )
+    train_briefly(reference, patched_model)
+    patched_model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny.model(family), tmp_path, is_trainable=True)
-    assert_same(loaded, mine)
+    assert_same_training(loaded, patched_model)
 
 
 # ---- quantised weights ----
@@ -135,9 +143,11 @@ class Quantised(torch.nn.Linear):
 
 
 QUANTISED = {
-    "everything": [*LINEAR, "lm_head"], "one of a group": ["k_proj", "up_proj"], "down": ["down_proj"],
+    "everything": [*LINEAR, "lm_head"],
+    "one of a group": ["k_proj", "up_proj"],
+    "down": ["down_proj"],
     "head": ["lm_head"],
-}  # fmt: skip
+}
 
 
 def quantised(names, parameter=Packed):
@@ -156,24 +166,29 @@ def quantised(names, parameter=Packed):
 @pytest.mark.parametrize("parameter", [Packed, torch.nn.Parameter])
 @pytest.mark.parametrize("names", QUANTISED)
 def test_quantised_layers_are_called(names, parameter, family, when, monkeypatch):
-    calls, forward = [], Quantised.forward
+    calls = []
+    forward = Quantised.forward
     monkeypatch.setattr(
         Quantised, "forward", lambda self, x: calls.append(self) or forward(self, x)
     )
-    theirs, mine = pair(family, quantised(QUANTISED[names], parameter), when)
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair(family, quantised(QUANTISED[names], parameter), when)
+    assert_same_training(reference, patched_model)
     calls.clear()
-    theirs(**tiny.batch()), mine(**tiny.batch())
-    by_mine = [layer for layer in calls if layer in set(mine.modules())]
-    more = 4 if mine.lm_head in by_mine else 0  # one row to look at, then 26 rows in chunks of 7
+    reference(**tiny.batch()), patched_model(**tiny.batch())
+    by_mine = [layer for layer in calls if layer in set(patched_model.modules())]
+    more = (
+        4 if patched_model.lm_head in by_mine else 0
+    )  # one row to look at, then 26 rows in chunks of 7
     assert len(by_mine) == len(calls) - len(by_mine) + more > 0
 
 
 def test_quantised_layers_beside_kernels(monkeypatch):
     monkeypatch.setattr(devices, "INTERPRETED", True)
-    theirs, mine = pair("llama", quantised(["gate_proj", "down_proj", "q_proj"]), **ONE_LAYER)
-    given = tiny.batch(rows=1, tokens=7)
-    assert_same_step(step(mine, **given), step(theirs, **given))
+    reference, patched_model = model_pair(
+        "llama", quantised(["gate_proj", "down_proj", "q_proj"]), **ONE_LAYER
+    )
+    inputs = tiny.batch(rows=1, tokens=7)
+    assert_same_step(step(patched_model, **inputs), step(reference, **inputs))
 
 
 class Scaled(torch.Tensor):
@@ -182,7 +197,8 @@ class Scaled(torch.Tensor):
     @staticmethod
     def __new__(cls, values, scale):
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
-        made.values, made.scale = values, scale
+        made.values = values
+        made.scale = scale
         return made
 
     @classmethod
@@ -213,7 +229,7 @@ def test_a_weight_that_is_no_plain_tensor(family, when, monkeypatch):
                 linear.weight = torch.nn.Parameter(values, requires_grad=False)
         return model
 
-    assert_same(*pair(family, change, when))
+    assert_same_training(*model_pair(family, change, when))
 
 
 @FAMILY
@@ -228,7 +244,7 @@ def test_an_adapter_on_quantised_weights(family):
         return peft.get_peft_model(model, ADAPTERS["lora"]())
 
     for when in ("patch before", "patch after"):
-        assert_same(*pair(family, change, when))
+        assert_same_training(*model_pair(family, change, when))
 
 
 # ---- offloaded weights ----
@@ -251,12 +267,15 @@ def test_offloaded_layers(family, when, tmp_path):
             model, places, main_device="cpu", offload_dir=folder, force_hooks=True
         )
 
-    theirs, mine = pair(family, change, when)
-    assert mine.lm_head.weight.is_meta and mine.model.layers[1].mlp.up_proj.weight.is_meta
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair(family, change, when)
+    assert (
+        patched_model.lm_head.weight.is_meta
+        and patched_model.model.layers[1].mlp.up_proj.weight.is_meta
+    )
+    assert_same_training(reference, patched_model)
     new = dict(max_new_tokens=4, do_sample=False)
     ids = tiny.batch()["input_ids"]
-    assert torch.equal(mine.generate(ids, **new), theirs.generate(ids, **new))
+    assert torch.equal(patched_model.generate(ids, **new), reference.generate(ids, **new))
 
 
 @pytest.mark.parametrize("companion", ["lora", "quantised", "checkpointing"])
@@ -272,9 +291,9 @@ def test_compiles_whole(companion):
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         return model
 
-    theirs, mine = pair("qwen3", change, **ONE_LAYER)
-    out, gradients = step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
+    reference, patched_model = model_pair("qwen3", change, **ONE_LAYER)
+    out, gradients = step(torch.compile(patched_model, fullgraph=True, backend="aot_eager"))
     assert_same_step(
-        (out, {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}), step(theirs)
+        (out, {k.removeprefix("_orig_mod."): g for k, g in gradients.items()}), step(reference)
     )
     assert out.logits is None

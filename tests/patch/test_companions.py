@@ -1,7 +1,7 @@
-"""What is done to a model before and after the patch: adapters, quantisation, offloading, copies,
-hooks, generation.
+"""Changes to a model before and after the patch: adapters, quantisation, offloading, copies, hooks,
+generation.
 
-Whatever it is, the patched model computes what the unpatched one does. `test_families` has the
+Whatever the change, the patched model computes what the unpatched one does. `test_families` has the
 forward itself."""
 
 import contextlib
@@ -11,12 +11,12 @@ import itertools
 import pytest
 import tiny
 import torch
-from companions import FAMILY, WHEN, assert_same, pair, trained
-from patched import assert_same_step, llama_with, step
+from companions import FAMILY, WHEN, assert_same_training, model_pair, train_briefly
+from patched import assert_same_step, llama_with_tail, step
 from transformers import AutoModelForCausalLM
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.loss import placeholder as logits
+from liger_kernel.patch.loss.traced_logits import to_logits
 
 pytestmark = [
     pytest.mark.usefixtures("everything_on"),
@@ -35,78 +35,80 @@ def test_gradient_checkpointing(reentrant, family):
         model.enable_input_require_grads()
         return model
 
-    assert_same(*pair(family, change))
+    assert_same_training(*model_pair(family, change))
 
 
 # ---- generation, modes, dtypes ----
 
 
 @FAMILY
-@pytest.mark.parametrize("how", ["greedy", "no cache", "beams", "sampled"])
-def test_generation_after_training(how, family):
-    theirs, mine = trained(*pair(family))
+@pytest.mark.parametrize("generation", ["greedy", "no cache", "beams", "sampled"])
+def test_generation_after_training(generation, family):
+    reference, patched_model = train_briefly(*model_pair(family))
     kind = {
         "greedy": dict(do_sample=False), "no cache": dict(do_sample=False, use_cache=False),
         "beams": dict(do_sample=False, num_beams=3), "sampled": dict(do_sample=True, top_k=0),
-    }[how]  # fmt: skip
+    }[generation]  # fmt: skip
     ids = tiny.batch()["input_ids"]
-    found = []
-    for model in (theirs, mine):
+    outputs = []
+    for model in (reference, patched_model):
         model.eval()
         torch.manual_seed(0)
-        found.append(
+        outputs.append(
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **kind)
         )
-    assert torch.equal(*found) and found[0].shape[1] > ids.shape[1]
-    theirs.train(), mine.train()
-    assert_same(theirs, mine)
+    assert torch.equal(*outputs) and outputs[0].shape[1] > ids.shape[1]
+    reference.train(), patched_model.train()
+    assert_same_training(reference, patched_model)
 
 
 @FAMILY
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_and_then_with_them(mode, family):
     """The first step may be one of these."""
-    theirs, mine = pair(family)
-    given = tiny.batch()
+    reference, patched_model = model_pair(family)
+    inputs = tiny.batch()
     for training, skip in itertools.product((True, False), (True, False)):
-        theirs.train(training), mine.train(training)
+        reference.train(training), patched_model.train(training)
         with mode():
-            got, want = mine(**given, skip_logits=skip), theirs(**given)
-        torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)
-        assert (got.logits is None) == skip
-    theirs.train(), mine.train()
-    assert_same(theirs, mine)
+            output = patched_model(**inputs, skip_logits=skip)
+            expected = reference(**inputs)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=0)
+        assert (output.logits is None) == skip
+    reference.train(), patched_model.train()
+    assert_same_training(reference, patched_model)
 
 
 def test_patched_in_inference_mode():
-    theirs, mine = tiny.model("qwen3"), tiny.model("qwen3")
+    reference = tiny.model("qwen3")
+    patched_model = tiny.model("qwen3")
     with torch.inference_mode():
-        liger.apply_liger_kernel(mine)
+        liger.apply_liger_kernel(patched_model)
         torch.testing.assert_close(
-            mine(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0
+            patched_model(**tiny.batch()).loss, reference(**tiny.batch()).loss, rtol=1e-5, atol=0
         )
-    assert_same(theirs, mine)
+    assert_same_training(reference, patched_model)
 
 
 @FAMILY
 def test_another_dtype_after_a_step(family):
     """There and back: nothing that a step has left has a dtype."""
-    theirs, mine = pair(family)
-    step(mine)
-    for model in (theirs, mine):
+    reference, patched_model = model_pair(family)
+    step(patched_model)
+    for model in (reference, patched_model):
         model.bfloat16()
-    out, gradients = step(mine)
+    out, gradients = step(patched_model)
     assert out.logits is None and {g.dtype for g in gradients.values()} == {torch.bfloat16}
-    assert_same(theirs.float(), mine.float())
+    assert_same_training(reference.float(), patched_model.float())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_another_attention(family):
-    theirs, mine = pair(family)
-    assert_same(theirs, mine)
-    for model in (theirs, mine):
+    reference, patched_model = model_pair(family)
+    assert_same_training(reference, patched_model)
+    for model in (reference, patched_model):
         model.set_attn_implementation("sdpa")
-    assert_same(theirs, mine)
+    assert_same_training(reference, patched_model)
 
 
 # ---- saving, copies ----
@@ -114,17 +116,19 @@ def test_another_attention(family):
 
 @FAMILY
 def test_saved_and_loaded(family, tmp_path):
-    theirs, mine = trained(*pair(family))
-    for name, model in (("theirs", theirs), ("mine", mine)):
+    reference, patched_model = train_briefly(*model_pair(family))
+    for name, model in (("theirs", reference), ("mine", patched_model)):
         model.save_pretrained(tmp_path / name)
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "mine" / name).read_text() == (tmp_path / "theirs" / name).read_text()
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "mine", attn_implementation="eager"
     ).train()
-    assert type(loaded) is type(theirs) and list(loaded.state_dict()) == list(mine.state_dict())
-    assert all(map(torch.equal, loaded.state_dict().values(), mine.state_dict().values()))
-    assert_same(loaded, mine)
+    assert type(loaded) is type(reference) and list(loaded.state_dict()) == list(
+        patched_model.state_dict()
+    )
+    assert all(map(torch.equal, loaded.state_dict().values(), patched_model.state_dict().values()))
+    assert_same_training(loaded, patched_model)
     getattr(liger, f"apply_liger_kernel_to_{family}")()
     try:
         again = AutoModelForCausalLM.from_pretrained(
@@ -132,38 +136,38 @@ def test_saved_and_loaded(family, tmp_path):
         ).train()
     finally:
         liger.revert(family)
-    assert_same(theirs, again)
+    assert_same_training(reference, again)
 
 
 @FAMILY
 def test_made_of_the_patched_model_s_class(family, tmp_path):
     """``type(model)(config)`` and ``type(model).from_pretrained``; modules of it by hand, too."""
-    theirs, mine = pair(family)
-    theirs.save_pretrained(tmp_path)
-    loaded = type(mine).from_pretrained(tmp_path, attn_implementation="eager").train()
-    made = type(mine)(theirs.config).train()
-    made.load_state_dict(theirs.state_dict())
+    reference, patched_model = model_pair(family)
+    reference.save_pretrained(tmp_path)
+    loaded = type(patched_model).from_pretrained(tmp_path, attn_implementation="eager").train()
+    made = type(patched_model)(reference.config).train()
+    made.load_state_dict(reference.state_dict())
     for other in (loaded, made):
-        assert_same(theirs, other)
+        assert_same_training(reference, other)
         liger.apply_liger_kernel(other)
-        assert_same(theirs, other)
-    for model in (theirs, mine):
+        assert_same_training(reference, other)
+    for model in (reference, patched_model):
         torch.manual_seed(0)
         model.set_output_embeddings(type(model.lm_head)(32, 96, bias=True))
-    assert_same(theirs, mine)
+    assert_same_training(reference, patched_model)
 
 
 @FAMILY
 def test_a_copy_stands_alone(family):
-    theirs, mine = pair(family)
-    step(mine)
-    other = copy.deepcopy(mine)
-    trained(other)
-    assert_same(theirs, mine)
-    liger.revert(mine)
-    trained(theirs)
-    assert_same(theirs, other)
-    assert not any(hasattr(type(m), "_liger") for m in mine.modules())
+    reference, patched_model = model_pair(family)
+    step(patched_model)
+    copied = copy.deepcopy(patched_model)
+    train_briefly(copied)
+    assert_same_training(reference, patched_model)
+    liger.revert(patched_model)
+    train_briefly(reference)
+    assert_same_training(reference, copied)
+    assert not any(hasattr(type(m), "_liger") for m in patched_model.modules())
 
 
 def replica(model):
@@ -183,8 +187,8 @@ def replica(model):
 @WHEN
 def test_data_parallel(when, family):
     """Without a GPU `DataParallel` calls its module; with some it does what `replica` does."""
-    theirs, mine = pair(family, torch.nn.DataParallel, when)
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair(family, torch.nn.DataParallel, when)
+    assert_same_training(reference, patched_model)
     given = tiny.batch()
     rows = [{k: v[i : i + 1] for k, v in given.items()} for i in range(2)]
 
@@ -194,8 +198,8 @@ def test_data_parallel(when, family):
         torch.stack([out.loss for out in outs]).mean().backward()
         return outs[0], {name: p.grad for name, p in model.named_parameters()}
 
-    out, gradients = both(mine)
-    assert_same_step((out, gradients), both(theirs))
+    out, gradients = both(patched_model)
+    assert_same_step((out, gradients), both(reference))
     gathered = type(out)(
         (k, v.unsqueeze(0)) for k, v in out.items()
     )  # what DataParallel makes of the outputs
@@ -213,13 +217,15 @@ def test_replicas_do_not_see_each_other():
             model(**given)
         return logits
 
-    theirs, mine = llama_with(tail), llama_with(tail)
-    liger.apply_liger_kernel(mine)
-    first, second = replica(mine), replica(mine)
+    reference = llama_with_tail(tail)
+    patched_model = llama_with_tail(tail)
+    liger.apply_liger_kernel(patched_model)
+    first = replica(patched_model)
+    second = replica(patched_model)
     for _ in range(2):
         other.append((second, tiny.batch(rows=3, seed=5)))
         torch.testing.assert_close(
-            first(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0
+            first(**tiny.batch()).loss, reference(**tiny.batch()).loss, rtol=1e-5, atol=0
         )
         assert not other
 
@@ -237,43 +243,50 @@ def test_embeddings_resized_and_tied(family, when):
         model.tie_weights()
         return model
 
-    theirs, mine = pair(family, change, when)
-    trained(theirs, mine)
-    assert mine.lm_head.weight is mine.model.embed_tokens.weight and len(mine.lm_head.weight) == 120
-    assert_same(theirs, mine)
+    reference, patched_model = model_pair(family, change, when)
+    train_briefly(reference, patched_model)
+    assert (
+        patched_model.lm_head.weight is patched_model.model.embed_tokens.weight
+        and len(patched_model.lm_head.weight) == 120
+    )
+    assert_same_training(reference, patched_model)
 
 
 SWITCHES = [
-    (dict(rope=False), {}), (dict(rms_norm=False), {}), (dict(fused_linear_cross_entropy=False), {}),
-    ({}, dict(rope=False, rms_norm=False)), ({}, dict(fused_linear_cross_entropy=True)),
-]  # fmt: skip
+    (dict(rope=False), {}),
+    (dict(rms_norm=False), {}),
+    (dict(fused_linear_cross_entropy=False), {}),
+    ({}, dict(rope=False, rms_norm=False)),
+    ({}, dict(fused_linear_cross_entropy=True)),
+]
 
 
 @FAMILY
 @pytest.mark.parametrize("first,second", SWITCHES, ids=str)
 def test_patched_again_with_other_switches(first, second, family):
     """Nothing is taken back; what was patched by parts is what was patched at once."""
-    theirs, mine = pair(family)
-    once = [type(m) for m in mine.modules()]
+    reference, patched_model = model_pair(family)
+    once = [type(m) for m in patched_model.modules()]
     other = tiny.model(family)
     for switches in (first, second):
         liger.apply_liger_kernel(other, **switches)
         step(other)
     assert [type(m) for m in other.modules()] == once
-    assert_same(theirs, other)
+    assert_same_training(reference, other)
     liger.revert(other)
-    assert [type(m) for m in other.modules()] == [type(m) for m in theirs.modules()]
+    assert [type(m) for m in other.modules()] == [type(m) for m in reference.modules()]
 
 
 def test_one_loss_and_then_the_other():
-    theirs, mine = tiny.model("gemma2"), tiny.model("gemma2")
-    liger.apply_liger_kernel(mine, cross_entropy=True)
-    assert step(mine)[0].logits is not None
-    liger.apply_liger_kernel(mine)
-    assert_same(theirs, mine)
-    liger.revert(mine)
-    assert "_loss_function" not in mine.__dict__ and type(mine) is type(theirs)
-    assert_same_step(step(mine), step(theirs), rtol=0)
+    reference = tiny.model("gemma2")
+    patched_model = tiny.model("gemma2")
+    liger.apply_liger_kernel(patched_model, cross_entropy=True)
+    assert step(patched_model)[0].logits is not None
+    liger.apply_liger_kernel(patched_model)
+    assert_same_training(reference, patched_model)
+    liger.revert(patched_model)
+    assert "_loss_function" not in patched_model.__dict__ and type(patched_model) is type(reference)
+    assert_same_step(step(patched_model), step(reference), rtol=0)
 
 
 # ---- hooks ----
@@ -282,7 +295,8 @@ def test_one_loss_and_then_the_other():
 @contextlib.contextmanager
 def hooked(model, kind):
     """Every module's inputs and outputs."""
-    seen, handles = {}, []
+    values = {}
+    handles = []
     for name, module in model.named_modules():
         if kind == "forward":
 
@@ -294,25 +308,25 @@ def hooked(model, kind):
                     if isinstance(out, tuple)
                     else (out,)
                 )
-                seen[name] = [*args, *kwargs.values()] if name else [], list(out)
+                values[name] = [*args, *kwargs.values()] if name else [], list(out)
 
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
         else:
 
             def hook(module, dx, dy, name=name):
-                seen[name] = list(dx), list(dy)
+                values[name] = list(dx), list(dy)
 
             handles.append(module.register_full_backward_hook(hook))
-    yield seen
+    yield values
     for handle in handles:
         handle.remove()
 
 
-def assert_same_values(got, want, rtol=1e-4):
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
+def assert_same_values(output, expected, rtol=1e-4):
+    assert len(output) == len(expected)
+    for a, b in zip(output, expected, strict=True):
         if isinstance(b, torch.Tensor) and b.is_floating_point():
-            a = logits.real(a)
+            a = to_logits(a)
             assert type(a) is torch.Tensor and a.shape == b.shape
             assert (a - b).abs().max() <= rtol * b.abs().max() + 1e-7
 
@@ -321,41 +335,41 @@ def assert_same_values(got, want, rtol=1e-4):
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_hooks_see_what_they_saw(kind, family):
     """Every module is called with tensors, and what hooks keep of the head is its logits."""
-    theirs, mine = pair(family)
+    reference, patched_model = model_pair(family)
     for skip in (False, True):
-        with hooked(theirs, kind) as want, hooked(mine, kind) as got:
-            assert_same_step(step(mine, skip_logits=skip), step(theirs))
-        assert got.keys() == want.keys() and len(got) > 20
-        for name in want:
-            given, gave = zip(got[name], want[name], strict=True)
+        with hooked(reference, kind) as expected, hooked(patched_model, kind) as output:
+            assert_same_step(step(patched_model, skip_logits=skip), step(reference))
+        assert output.keys() == expected.keys() and len(output) > 20
+        for name in expected:
+            given, gave = zip(output[name], expected[name], strict=True)
             assert_same_values(*given)
             if not (skip and kind == "forward" and name == ""):  # the model's own output has none
                 assert_same_values(*gave)
-    assert mine._liger_told is not None
-    assert_same_step(step(mine), step(theirs))
-    assert mine(**tiny.batch()).logits is None
+    assert patched_model._liger_told is not None
+    assert_same_step(step(patched_model), step(reference))
+    assert patched_model(**tiny.batch()).logits is None
 
 
 def test_hooks_of_all_modules_see_tensors():
-    """Those that are registered for every module there is."""
-    seen = []
-    mine = pair("qwen3")[1]
+    """Hooks that are registered for every module there is."""
+    types = []
+    patched_model = model_pair("qwen3")[1]
     handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: seen.append((type(module).__name__, *map(type, args)))
+        lambda module, args, out: types.append((type(module).__name__, *map(type, args)))
     )
     with handle:
-        step(mine)
-    assert {name for name, *_ in seen} >= {"Qwen3RMSNorm", "Linear", "SiLUActivation"}
-    assert {kind for _, *kinds in seen for kind in kinds} == {torch.Tensor}
+        step(patched_model)
+    assert {name for name, *_ in types} >= {"Qwen3RMSNorm", "Linear", "SiLUActivation"}
+    assert {kind for _, *kinds in types for kind in kinds} == {torch.Tensor}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_hook_that_changes_the_logits(steps):
     """Whenever it comes: the loss is that of the changed logits."""
-    theirs, mine = pair("gemma2")
+    reference, patched_model = model_pair("gemma2")
     for _ in range(steps):
-        step(mine)
-    for model in (theirs, mine):
+        step(patched_model)
+    for model in (reference, patched_model):
         model.lm_head.register_forward_hook(lambda head, args, out: out * 2)
     for _ in range(2):
-        assert_same_step(step(mine), step(theirs))
+        assert_same_step(step(patched_model), step(reference))

@@ -19,18 +19,21 @@ MICRO = 3  # micro-batches of a step
 def pair(family):
     """With SDPA: transformers' masks for its other attention are copied from the host, which no
     graph can hold."""
-    theirs = tiny.model(
+    reference = tiny.model(
         family, attn_implementation="sdpa", **({"sliding_window": 32} if family == "gemma2" else {})
     )
-    theirs = theirs.cuda()
-    mine = copy.deepcopy(theirs)
-    assert apply_liger_kernel(mine).replaced
-    return theirs, mine
+    reference = reference.cuda()
+    patched = copy.deepcopy(reference)
+    assert apply_liger_kernel(patched).replaced
+    return reference, patched
 
 
 def batches(step):
-    given = [tiny.batch(2, 17, seed=MICRO * step + i) for i in range(MICRO)]
-    return {name: torch.stack([one[name] for one in given]).cuda() for name in given[0]}
+    micro_batches = [tiny.batch(2, 17, seed=MICRO * step + i) for i in range(MICRO)]
+    return {
+        name: torch.stack([batch[name] for batch in micro_batches]).cuda()
+        for name in micro_batches[0]
+    }
 
 
 def items(batch):
@@ -60,47 +63,49 @@ def warm(run):
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["one graph", "one graph a micro-batch"])
+@pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "one graph a micro-batch"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_a_captured_step_with_accumulation(family, whole):
+def test_a_captured_step_with_accumulation(family, one_graph):
     """Over steps with other data: loss and weights of the unpatched model in eager mode."""
-    theirs, mine = pair(family)
-    before = copy.deepcopy(mine.state_dict())
-    optimizer, static = optimizer_of(mine), batches(99)
+    reference, patched = pair(family)
+    before = copy.deepcopy(patched.state_dict())
+    optimizer = optimizer_of(patched)
+    static = batches(99)
     count = items(static)
-    one = {name: t[:1].clone() for name, t in static.items()}
+    static_micro_batch = {name: t[:1].clone() for name, t in static.items()}
 
     def update():
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
     def forward_backward():
-        return accumulated(mine, static if whole else one, count)
+        return accumulated(patched, static if one_graph else static_micro_batch, count)
 
     def step():
         forward_backward()
         update()
 
     warm(step)
-    graph, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
+    rest = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = forward_backward()
-        if whole:
+        if one_graph:
             update()
-    if not whole:
+    if not one_graph:
         with torch.cuda.graph(rest, pool=graph.pool()):
             update()
 
     def replayed(batch):
         count.copy_(items(batch))
-        if whole:
+        if one_graph:
             for name, t in static.items():
                 t.copy_(batch[name])
             graph.replay()
             return loss.clone()
         total = 0.0
         for i in range(MICRO):
-            for name, t in one.items():
+            for name, t in static_micro_batch.items():
                 t.copy_(batch[name][i : i + 1])
             graph.replay()
             total = total + loss
@@ -108,35 +113,37 @@ def test_a_captured_step_with_accumulation(family, whole):
         return total
 
     with torch.no_grad():  # what the warm-up did to weights and momentum
-        for name, t in mine.state_dict().items():
+        for name, t in patched.state_dict().items():
             t.copy_(before[name])
         for state in optimizer.state.values():
             state["momentum_buffer"].zero_()
-    wanted = optimizer_of(theirs)
+    reference_optimizer = optimizer_of(reference)
     for n in range(4):
         batch = batches(n)
-        want = accumulated(theirs, batch, items(batch))
-        wanted.step()
-        wanted.zero_grad()
-        torch.testing.assert_close(replayed(batch), want, rtol=1e-5, atol=1e-5)
-    for (name, got), want in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        expected = accumulated(reference, batch, items(batch))
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+        torch.testing.assert_close(replayed(batch), expected, rtol=1e-5, atol=1e-5)
+    for (name, output), expected in zip(
+        patched.named_parameters(), reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(
-            got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()), msg=name
+            output, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()), msg=name
         )
 
 
 def test_a_number_of_items_neither_waits_nor_is_copied():
     """An int in a captured step, and in an eager one under an error for whatever waits."""
-    _, mine = pair("llama")
+    _, patched = pair("llama")
     batch = {k: v.cuda() for k, v in tiny.batch().items()}
 
     def run():
-        return mine(**batch, num_items_in_batch=7).loss
+        return patched(**batch, num_items_in_batch=7).loss
 
     run()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        want = run()
+        expected = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     warm(run)
@@ -144,7 +151,7 @@ def test_a_number_of_items_neither_waits_nor_is_copied():
     with torch.cuda.graph(graph):
         loss = run()
     graph.replay()
-    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(loss, expected)
 
 
 class OfTensors(torch.nn.Module):
@@ -152,10 +159,11 @@ class OfTensors(torch.nn.Module):
 
     def __init__(self, module, call):
         super().__init__()
-        self.module, self.call = module, call
+        self.module = module
+        self.call = call
 
-    def forward(self, *given):
-        return self.call(self.module, *given)
+    def forward(self, *tensors):
+        return self.call(self.module, *tensors)
 
 
 def layer(module, x, cos, sin):
@@ -171,36 +179,38 @@ def loss(module, ids, labels):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_graphed_callables(family, part):
     """Forward and backward of several calls, each with its own data."""
-    theirs, mine = pair(family)
+    reference, patched = pair(family)
 
-    def given(seed):
+    def make_inputs(seed):
         if part == "model":
             batch = tiny.batch(2, 17, seed=seed)
             return batch["input_ids"].cuda(), batch["labels"].cuda()
         torch.manual_seed(seed)
         x = torch.randn(2, 17, tiny.SIZES["hidden_size"], device="cuda")
         with torch.no_grad():
-            angles = theirs.model.rotary_emb(x, torch.arange(17, device="cuda")[None])
+            angles = reference.model.rotary_emb(x, torch.arange(17, device="cuda")[None])
         return x.requires_grad_(), *angles
 
-    of, call = (lambda m: m, loss) if part == "model" else (lambda m: m.model.layers[0], layer)
-    graphed = torch.cuda.make_graphed_callables(OfTensors(of(mine), call), given(99))
+    select, call = (lambda m: m, loss) if part == "model" else (lambda m: m.model.layers[0], layer)
+    graphed = torch.cuda.make_graphed_callables(OfTensors(select(patched), call), make_inputs(99))
     for seed in range(3):
-        found = []
-        for model, run in ((theirs, OfTensors(of(theirs), call)), (mine, graphed)):
+        results = []
+        for model, run in ((reference, OfTensors(select(reference), call)), (patched, graphed)):
             model.zero_grad(set_to_none=True)
-            tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in given(seed)]
+            tensors = [
+                t.detach().clone().requires_grad_(t.requires_grad) for t in make_inputs(seed)
+            ]
             out = run(*tensors)
             out.square().sum().backward()
             grads = {
                 name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
             }
-            found.append((out.detach().clone(), tensors[0].grad, grads))
-        (want, dx, grads), (got, mine_dx, mine_grads) = found
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            results.append((out.detach().clone(), tensors[0].grad, grads))
+        (expected, dx, grads), (output, mine_dx, mine_grads) = results
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
         assert grads.keys() == mine_grads.keys() and (dx is None) == (mine_dx is None)
         for name, g in {**grads, **({} if dx is None else {"x": dx})}.items():
-            got = mine_dx if name == "x" else mine_grads[name]
+            output = mine_dx if name == "x" else mine_grads[name]
             torch.testing.assert_close(
-                got, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=name
+                output, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=name
             )

@@ -24,11 +24,11 @@ from layouts import (
     ddp,
     fsdp1,
     fsdp2,
-    hugging_faces,
-    kernels,
-    reduced,
+    transformers_sharding,
+    interpreted_kernels,
+    gradient_sync,
     torchtitan,
-    whole,
+    gathered_tensors,
 )
 from ranks import SIZE
 from torch import nn
@@ -41,17 +41,18 @@ from torch.utils._pytree import tree_leaves
 from liger_kernel.patch import engine
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, apply_liger_kernel
 
-STEPS, LR = 3, 0.1
+STEPS = 3
+LR = 0.1
 EPS = torch.finfo(torch.float32).eps
 
 
 # ---- models ----
 
 
-def lora(*more):
+def lora(*other_targets):
     def change(model):
         torch.manual_seed(0)
-        targets = ["q_proj", "v_proj", "down_proj", *more]
+        targets = ["q_proj", "v_proj", "down_proj", *other_targets]
         return peft.get_peft_model(
             model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
         )
@@ -84,7 +85,7 @@ MODELS = {
 }
 
 
-def made(name, dtype=torch.float32):
+def make_model(name, dtype=torch.float32):
     family, config, change = MODELS[name]
     model = tiny.model(family, **config).to(DEVICE, dtype)
     return change(model) if change else model
@@ -94,7 +95,9 @@ def made(name, dtype=torch.float32):
 
 
 def micro_batches(step, accumulated):
-    """Of all ranks, and by which number the loss is divided (None: each micro-batch by its own)."""
+    """Return the micro-batches of all ranks, and the number that the loss is divided by.
+
+    None: each micro-batch by its own."""
     if not accumulated:
         ids = tiny.batch(2 * SIZE, seed=step)["input_ids"]
         return [dict(input_ids=ids, labels=ids)], None
@@ -103,21 +106,21 @@ def micro_batches(step, accumulated):
 
 
 def trained(model, accumulated=False, rank=None, in_head=False):
-    """Of each step, loss and gradients; then the weights."""
-    mine, size = (slice(None), 1) if rank is None else (slice(2 * rank, 2 * rank + 2), SIZE)
+    """Return loss and gradients of each step, and the weights at the end."""
+    rows, size = (slice(None), 1) if rank is None else (slice(2 * rank, 2 * rank + 2), SIZE)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     flat = any(
         isinstance(p, FlatParameter) for p in model.parameters()
     )  # its gradient has no names
-    found = []
+    results = []
     for step in range(STEPS):
-        before = whole(model) if flat else None
+        before = gathered_tensors(model) if flat else None
         optimizer.zero_grad()
         total, (batches, items) = 0, micro_batches(step, accumulated)
         for batch in batches:
-            with reduced(model, last=batch is batches[-1]):
-                given = {} if items is None else dict(num_items_in_batch=items)
-                out = model(**{name: t[mine].to(DEVICE) for name, t in batch.items()}, **given)
+            with gradient_sync(model, last=batch is batches[-1]):
+                num_items = {} if items is None else dict(num_items_in_batch=items)
+                out = model(**{name: t[rows].to(DEVICE) for name, t in batch.items()}, **num_items)
                 loss = out.loss if items is None else out.loss * size
                 loss.backward()
             if in_head:
@@ -129,18 +132,18 @@ def trained(model, accumulated=False, rank=None, in_head=False):
         if rank is not None:
             dist.all_reduce(total)
             total /= SIZE
-        gradients = None if flat else whole(model, "grad")
+        gradients = None if flat else gathered_tensors(model, "grad")
         optimizer.step()
         if flat:
-            after = whole(model)
+            after = gathered_tensors(model)
             gradients = {n: (w - after[n]) / LR for n, w in before.items()}
-        found.append((total, gradients))
-    return found, whole(model)
+        results.append((total, gradients))
+    return results, gathered_tensors(model)
 
 
 @functools.cache
 def alone(name, accumulated, dtype=torch.float32):
-    return trained(made(name, dtype), accumulated)
+    return trained(make_model(name, dtype), accumulated)
 
 
 # ---- layouts ----
@@ -156,11 +159,11 @@ class Layout:
     kernels: bool = False  # without a GPU, in the interpreter
 
     def trained(self, rank, patched):
-        with kernels(self.kernels):
+        with interpreted_kernels(self.kernels):
             return self._trained(rank, patched)
 
     def _trained(self, rank, patched):
-        model = made(self.model)
+        model = make_model(self.model)
         if patched and self.when == "patch before":
             apply_liger_kernel(model)
         model = self.wrap(model)
@@ -206,10 +209,10 @@ LAYOUTS = {
     "accelerate, tied": Layout(accelerate(reshard_after_forward=False), "gemma2", kernels=True),
     "accelerate, loaded by one rank": Layout(accelerate(cpu_ram_efficient_loading=True)),
     "accelerate, bf16": Layout(accelerate(low=True), "qwen3", low=True, when="patch after"),
-    "transformers": Layout(hugging_faces(**HALVES), when="patch after"),
-    "transformers, tied": Layout(hugging_faces(**HALVES), "tied", when="patch after"),
+    "transformers": Layout(transformers_sharding(**HALVES), when="patch after"),
+    "transformers, tied": Layout(transformers_sharding(**HALVES), "tied", when="patch after"),
     "transformers, bf16": Layout(
-        hugging_faces(**HALVES, fsdp_mixed_precision=True), low=True, when="patch after"
+        transformers_sharding(**HALVES, fsdp_mixed_precision=True), low=True, when="patch after"
     ),
     "FSDP1, original parameters": Layout(fsdp1(), accumulated=True, kernels=True),
     "FSDP1, flat parameters": Layout(fsdp1(use_orig_params=False), accumulated=True),
@@ -232,9 +235,10 @@ LAYOUTS = {
 }
 
 
-def near(name, got, want, more=0.0):
+def near(name, output, expected, rounding=0.0):
     """fp32 sums in another order, some 1e-7 of the largest, some layers deep."""
-    far, bound = float((got - want).abs().max()), 1e-5 * float(want.abs().max()) + more
+    far = float((output - expected).abs().max())
+    bound = 1e-5 * float(expected.abs().max()) + rounding
     assert far <= bound, f"{name}: {far:.3g} > {bound:.3g}"
 
 
@@ -243,9 +247,9 @@ def as_one(rank, name):
     frozen has none, or zeros where FSDP1 has it in one parameter with others."""
     layout = LAYOUTS[name]
     steps, weights = alone(layout.model, layout.accumulated)
-    got, got_weights = layout.trained(rank, patched=True)
-    for (loss, gradients), (want, want_gradients) in zip(got, steps, strict=True):
-        torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    output, got_weights = layout.trained(rank, patched=True)
+    for (loss, gradients), (expected, want_gradients) in zip(output, steps, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
         assert not any(gradients[key].any() for key in gradients.keys() - want_gradients.keys()), (
             "something learns"
         )
@@ -262,18 +266,20 @@ def as_near(rank, name):
 
     The farthest of all steps: which small gradient it is, and at which step, is chance.
     """
-    layout, eps = LAYOUTS[name], torch.finfo(layouts.LOW).eps
+    layout = LAYOUTS[name]
+    eps = torch.finfo(layouts.LOW_DTYPE).eps
     exact, _ = alone(layout.model, layout.accumulated, torch.float64)
     (reference, _), (patched, _) = (layout.trained(rank, patched) for patched in (False, True))
-    farthest, limits = [], []
+    farthest = []
+    limits = []
     for (loss, gradients), (reference_loss, reference_gradients), (
         patched_loss,
         patched_gradients,
     ) in zip(exact, reference, patched, strict=True):
         assert (patched_loss - loss).abs() <= (reference_loss - loss).abs() + eps * loss
         limit, far = (
-            torch.stack([(of[key] - g).norm() / g.norm() for key, g in gradients.items()])
-            for of in (reference_gradients, patched_gradients)
+            torch.stack([(compared[key] - g).norm() / g.norm() for key, g in gradients.items()])
+            for compared in (reference_gradients, patched_gradients)
         )
         assert far.square().mean().sqrt() <= limit.square().mean().sqrt() + eps
         farthest.append(float(far.max()))
@@ -311,10 +317,11 @@ COUNTED = {
 
 
 def no_more_collectives(rank, name):
-    found = []
-    with kernels(False):
+    results = []
+    with interpreted_kernels(False):
         for patched in (False, True):
-            model, counts = made("llama"), []
+            model = make_model("llama")
+            counts = []
             if patched:
                 apply_liger_kernel(model)
             model = COUNTED[name](model)
@@ -328,8 +335,8 @@ def no_more_collectives(rank, name):
                     optimizer.zero_grad()
                 assert patched == (out.logits is None)
                 counts.append(collectives.seen)
-            found.append(counts)
-    assert found[0] == found[1] and all(found[0])
+            results.append(counts)
+    assert results[0] == results[1] and all(results[0])
 
 
 # ---- pipelines: a layer is a stage, and a rank has one stage or two ----
@@ -340,32 +347,37 @@ class Stage(nn.Module):
 
     def __init__(self, model, index, stages, way):
         super().__init__()
-        self.first, self.last, self.way, self.before = index == 0, index == stages - 1, way, index
-        self.model, inner = model, model.model
+        self.first = index == 0
+        self.last = index == stages - 1
+        self.way = way
+        self.before = index
+        self.model = model
+        inner = model.model
         inner.layers = inner.layers[index : index + 1]
         if not self.first:
             inner.embed_tokens = None
         if not self.last:
-            inner.norm, model.lm_head = nn.Identity(), None
+            inner.norm = nn.Identity()
+            model.lm_head = None
 
-    def forward(self, x, labels=None, **given):
+    def forward(self, x, labels=None, **loss_kwargs):
         x = dict(input_ids=x) if self.first else dict(inputs_embeds=x)
         if not self.last or self.way == "hidden states":
             return self.model.model(**x).last_hidden_state
         if self.way == "logits":
             return self.model(**x).logits
-        out = self.model(**x, labels=labels, **given)
+        out = self.model(**x, labels=labels, **loss_kwargs)
         assert out.logits is None, "the loss is not in the head"
         return out.loss.reshape(1)  # schedules concatenate what stages return
 
-    def named(self, of):
+    def named(self, value_of):
         """name in the whole model -> ``of(parameter)``"""
         for name, p in self.model.named_parameters():
-            yield name.replace("layers.0.", f"layers.{self.before}."), of(p).detach().clone()
+            yield name.replace("layers.0.", f"layers.{self.before}."), value_of(p).detach().clone()
 
 
 def loss_of(way, stage):
-    """Of what the last stage returns, and the labels."""
+    """Return a loss function of what the last stage returns, and the labels."""
     if way.startswith("loss"):
         return lambda loss, labels: loss.squeeze(0)
     shifted = partial(nn.functional.pad, pad=(0, 1), value=-100)
@@ -373,7 +385,8 @@ def loss_of(way, stage):
         return lambda logits, labels: nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), shifted(labels[:, 1:]).flatten()
         )
-    in_head, weight = LigerFusedLinearCrossEntropyLoss(), stage.model.lm_head.weight
+    in_head = LigerFusedLinearCrossEntropyLoss()
+    weight = stage.model.lm_head.weight
     return lambda hidden, labels: in_head(
         weight, hidden.flatten(0, 1), shifted(labels[:, 1:]).flatten()
     )
@@ -382,10 +395,10 @@ def loss_of(way, stage):
 def of_pipeline(step, micro_batches, over_all):
     """Tokens and labels. ``over_all``: some labels do not count, and the loss is divided by how
     many do."""
-    given = {name: t.to(DEVICE) for name, t in tiny.batch(2 * micro_batches, 9, seed=step).items()}
+    inputs = {name: t.to(DEVICE) for name, t in tiny.batch(2 * micro_batches, 9, seed=step).items()}
     if not over_all:
-        return given | dict(labels=given["input_ids"]), {}
-    return given, dict(num_items_in_batch=int((given["labels"][:, 1:] != -100).sum()))
+        return inputs | dict(labels=inputs["input_ids"]), {}
+    return inputs, dict(num_items_in_batch=int((inputs["labels"][:, 1:] != -100).sum()))
 
 
 def layered(family, layers):
@@ -393,18 +406,19 @@ def layered(family, layers):
 
 
 @functools.cache
-def uncut(family, layers, *how):
-    """Of each step, loss and gradients; then the weights."""
-    whole, found = layered(family, layers), []
-    optimizer = torch.optim.SGD(whole.parameters(), lr=LR)
+def uncut(family, layers, *pipeline_options):
+    """Return loss and gradients of each step, and the weights at the end."""
+    model = layered(family, layers)
+    results = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(STEPS):
         optimizer.zero_grad()
-        given, more = of_pipeline(step, *how)
-        loss = whole(**given, **more).loss
+        inputs, loss_kwargs = of_pipeline(step, *pipeline_options)
+        loss = model(**inputs, **loss_kwargs).loss
         loss.backward()
-        found.append((loss.detach(), {n: p.grad.clone() for n, p in whole.named_parameters()}))
+        results.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
         optimizer.step()
-    return found, {n: p.detach() for n, p in whole.named_parameters()}
+    return results, {n: p.detach() for n, p in model.named_parameters()}
 
 
 def patched(model):
@@ -415,7 +429,7 @@ def patched(model):
 
 def pipelined(rank, schedule, way, family="llama", interpreted=False, first="cut"):
     """A layer is a stage; with several on a rank, they lie in a loop or a V."""
-    with kernels(interpreted):
+    with interpreted_kernels(interpreted):
         _pipelined(rank, getattr(pipelining, schedule), way, family, first)
 
 
@@ -423,54 +437,60 @@ def _pipelined(rank, schedule, way, family, first):
     several = issubclass(schedule, pipelining.schedules.PipelineScheduleMulti)
     count = 2 * SIZE if several else SIZE
     second = count - 1 - rank if schedule is pipelining.ScheduleZBVZeroBubble else rank + SIZE
-    mine = [rank, second] if several else [rank]
+    stage_indices = [rank, second] if several else [rank]
     over_all = way == "loss over all"
     steps, weights = uncut(family, count, count, over_all)
     if first == "cut":
-        cut = [patched(Stage(layered(family, count), index, count, way)) for index in mine]
+        stages = [
+            patched(Stage(layered(family, count), index, count, way)) for index in stage_indices
+        ]
     else:
-        whole = patched(layered(family, count))
-        cut = [Stage(copy.deepcopy(whole), index, count, way) for index in mine]
+        model = patched(layered(family, count))
+        stages = [Stage(copy.deepcopy(model), index, count, way) for index in stage_indices]
     device = torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
     staged = [
-        pipelining.PipelineStage(part, index, count, device)
-        for part, index in zip(cut, mine, strict=True)
+        pipelining.PipelineStage(stage, index, count, device)
+        for stage, index in zip(stages, stage_indices, strict=True)
     ]
-    last = next((part for part in cut if part.last), None)
+    last = next((stage for stage in stages if stage.last), None)
     loss_fn = loss_of(way, last) if last is not None else (lambda *_: None)
     runner = schedule(
         staged if several else staged[0], count, loss_fn=loss_fn, scale_grads=not over_all
     )
-    optimizer = torch.optim.SGD([p for part in cut for p in part.parameters()], lr=LR)
-    for step, (want, gradients) in enumerate(steps):
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=LR)
+    for step, (expected, gradients) in enumerate(steps):
         optimizer.zero_grad()
-        (given, more), losses = of_pipeline(step, count, over_all), []
-        more = dict(labels=given["labels"], **more) if way.startswith("loss") else {}
-        of_last = dict(target=given["labels"], losses=losses, **more) if last is not None else {}
-        runner.step(*([given["input_ids"]] if 0 in mine else []), **of_last)
+        (inputs, loss_kwargs), losses = of_pipeline(step, count, over_all), []
+        loss_kwargs = dict(labels=inputs["labels"], **loss_kwargs) if way.startswith("loss") else {}
+        of_last = (
+            dict(target=inputs["labels"], losses=losses, **loss_kwargs) if last is not None else {}
+        )
+        runner.step(*([inputs["input_ids"]] if 0 in stage_indices else []), **of_last)
         if last is not None:
             loss = torch.stack(losses).sum() if over_all else torch.stack(losses).mean()
-            torch.testing.assert_close(loss.detach(), want, rtol=1e-5, atol=0)
-        for part in cut:
-            for name, g in part.named(lambda p: p.grad):
+            torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)
+        for stage in stages:
+            for name, g in stage.named(lambda p: p.grad):
                 near(name, g, gradients[name])
         optimizer.step()
-    for part in cut:
-        for name, w in part.named(lambda p: p):
+    for stage in stages:
+        for name, w in stage.named(lambda p: p):
             torch.testing.assert_close(w, weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def hugging_faces_pipeline(rank):
     """transformers' own pipeline generates and does not train: it gives logits, and no loss."""
-    want = layered("llama", 2)
-    mine = hugging_faces(pp_size=SIZE)(want)
-    given, _ = of_pipeline(0, 1, False)
-    report = apply_liger_kernel(mine)
-    assert report.replaced and "LlamaForCausalLM's loss" in {what for what, _ in report.left_alone}
+    expected = layered("llama", 2)
+    patched_model = transformers_sharding(pp_size=SIZE)(expected)
+    inputs, _ = of_pipeline(0, 1, False)
+    report = apply_liger_kernel(patched_model)
+    assert report.replaced and "LlamaForCausalLM's loss" in {name for name, _ in report.left_alone}
     with torch.no_grad():
-        out = mine.eval()(**given)
+        out = patched_model.eval()(**inputs)
         assert out.loss is None
-        torch.testing.assert_close(out.logits, want.eval()(**given).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out.logits, expected.eval()(**inputs).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 PIPELINES = [

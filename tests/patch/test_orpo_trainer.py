@@ -9,7 +9,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from programs import run
+from programs import run_program
 from ranks import WRAPPERS, whole_gradients
 
 from liger_kernel.transformers.trainer import orpo_trainer
@@ -29,7 +29,7 @@ else:
 
 @pytest.mark.thorough
 def test_import_without_trl():
-    run(WITHOUT_TRL, without=("trl", "transformers", "peft"))
+    run_program(WITHOUT_TRL, without=("trl", "transformers", "peft"))
 
 
 def test_an_unknown_name_is_an_import_error():
@@ -57,7 +57,8 @@ class Wrapper(torch.nn.Module):
 def test_redirection(wrap):
     """Inside both forwards, with the module's own restored, also where it fails."""
     inner = torch.nn.Linear(3, 2)
-    outer, seen = wrap(inner), []
+    outer = wrap(inner)
+    seen = []
     for module in {inner, outer}:
         module.register_forward_hook(lambda *_: seen.append("hook"))
 
@@ -86,14 +87,16 @@ def test_redirection(wrap):
 
 
 class LogitsTrainer:
-    """What `_ORPOInHead` uses of TRL's trainer, and the plain loss."""
+    """The part of TRL's trainer that `_ORPOInHead` uses, with the plain loss."""
 
     is_encoder_decoder = aux_loss_enabled = False
-    padding_value, beta = 0, 0.3
+    padding_value = 0
+    beta = 0.3
 
     def __init__(self, model):
         self.accelerator = self
-        self.device, self.model = DEVICE, model
+        self.device = DEVICE
+        self.model = model
 
     def unwrap_model(self, model):
         return self.model
@@ -102,7 +105,8 @@ class LogitsTrainer:
         return batch
 
     def concatenated_forward(self, model, batch):
-        ids, labels = batch["concatenated_input_ids"], batch["concatenated_labels"][:, 1:]
+        ids = batch["concatenated_input_ids"]
+        labels = batch["concatenated_labels"][:, 1:]
         logits = (
             model(ids, attention_mask=batch["concatenated_attention_mask"]).logits[:, :-1].float()
         )
@@ -154,18 +158,18 @@ def check(name, rank):
     model = tiny.model("llama").to(DEVICE)
     wrapped = WRAPPERS[name](model)
     trainer = HeadTrainer(model)
-    mine, my_metrics = trainer.get_batch_loss_metrics(wrapped, batch(rank))
+    patched_loss, my_metrics = trainer.get_batch_loss_metrics(wrapped, batch(rank))
     assert trainer._liger_loss is not None
-    mine.backward()
+    patched_loss.backward()
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-6)
-    close(mine, loss)
+    close(patched_loss, loss)
     close(my_metrics, metrics)
     for n, gradient in whole_gradients(wrapped).items():
         close(gradient, gradients[n.removeprefix("module.")], msg=lambda m, n=n: f"{n}: {m}")
 
 
 def check_redirected(name, rank):
-    """Where FSDP has gathered the head's weight."""
+    """The loss is computed while FSDP has gathered the head's weight."""
     model = tiny.model("llama").to(DEVICE)
     weight = model.lm_head.weight.detach().clone()
     wrapped = WRAPPERS[name](model)

@@ -30,7 +30,7 @@ def compile_parts(model, parts):
     size."""
     from liger_kernel.patch.proof import conditions
 
-    conditions.IN_GRAPH = 0
+    conditions.MIN_NUMEL_IN_GRAPH = 0
     backend = "aot_eager" if DEVICE == "cpu" else "inductor"
     for part in model.model.layers if parts == "layers" else [model]:
         part.compile(backend=backend, fullgraph=parts == "layers")
@@ -41,7 +41,7 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
     from liger_kernel.transformers import apply_liger_kernel
 
     ids = tiny.batch(rows=2 * SIZE)["input_ids"].to(DEVICE)
-    mine = ids[2 * rank : 2 * rank + 2]
+    local_ids = ids[2 * rank : 2 * rank + 2]
     alone = tiny.model(family).to(DEVICE)
     model = tiny.model(family).to(DEVICE)
     if checkpointing:
@@ -58,9 +58,9 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
     if compiled == "model":
         compile_parts(model, compiled)
     for _ in range(STEPS):  # gradients of the second step are added
-        want = alone(input_ids=ids, labels=ids)
-        want.loss.backward()
-        out = model(input_ids=mine, labels=mine)
+        expected = alone(input_ids=ids, labels=ids)
+        expected.loss.backward()
+        out = model(input_ids=local_ids, labels=local_ids)
         getattr(model, "backward", torch.Tensor.backward)(out.loss)
         assert out.logits is None, "the loss is not in the head"
         assert [m._liger_told is not None for m in engine.causal_lms(model)] == [z_loss], (
@@ -68,15 +68,16 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
         )
         mean = out.loss.detach().clone()
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / SIZE, want.loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mean / SIZE, expected.loss.detach(), rtol=1e-5, atol=1e-6)
     gradients = whole_gradients(model)
     for key, p in alone.named_parameters():
         torch.testing.assert_close(gradients[key], p.grad, rtol=1e-4, atol=1e-6, msg=key)
     model.eval(), alone.eval()
     with torch.no_grad():
-        got, want = model(input_ids=mine, labels=mine), alone(input_ids=mine, labels=mine)
-    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+        output = model(input_ids=local_ids, labels=local_ids)
+        expected = alone(input_ids=local_ids, labels=local_ids)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
 CASES = [(name, "llama", patched) for name in WRAPPERS for patched in ("before", "after")]

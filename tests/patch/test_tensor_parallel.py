@@ -37,10 +37,10 @@ ROUNDING = (
 )  # of the longest sum, relative to its largest term
 
 
-def batch(seed=0, **more):
-    given = {name: t.to(DEVICE) for name, t in tiny.batch(ROWS, TOKENS, seed=seed).items()}
-    return given | {
-        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in more.items()
+def batch(seed=0, **options):
+    inputs = {name: t.to(DEVICE) for name, t in tiny.batch(ROWS, TOKENS, seed=seed).items()}
+    return inputs | {
+        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in options.items()
     }
 
 
@@ -97,10 +97,8 @@ def colwise(model, mesh, **head):
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     }
     for i in range(len(model.model.layers)):
-        into, out = (
-            "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
-            "self_attn.o_proj",
-        )
+        into = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"
+        out = "self_attn.o_proj"
         plan |= {f"model.layers.{i}.{name}": ColwiseParallel() for name in into.split()}
         plan |= {f"model.layers.{i}.{name}": RowwiseParallel() for name in (out, "mlp.down_proj")}
     return parallelize_module(model, mesh, plan)
@@ -167,7 +165,7 @@ def with_fsdp(model, _, shape):
     return model
 
 
-def made(family, shard=None, bias=False, **over):
+def make_model(family, shard=None, bias=False, **over):
     model = tiny.model(family, **config_of(family, **over))
     if bias:
         head = torch.nn.Linear(model.lm_head.in_features, tiny.VOCABULARY)
@@ -182,13 +180,14 @@ def made(family, shard=None, bias=False, **over):
 # ---- training ----
 
 
-def trained(model, in_head=False, **more):
+def trained(model, in_head=False, **options):
     """Losses of three steps, and all their gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)  # DTensors do not mix
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for seed in range(STEPS):
         optimizer.zero_grad()
-        out = model(**batch(seed, **more))
+        out = model(**batch(seed, **options))
         out.loss.backward()
         assert (out.logits is None) == in_head
         losses.append(whole(out.loss.detach()))
@@ -203,14 +202,14 @@ def trained(model, in_head=False, **more):
     return torch.stack(losses), gradients
 
 
-def same(got, want):
-    torch.testing.assert_close(got[0], want[0], rtol=ROUNDING, atol=0)
-    for step, (mine, theirs) in enumerate(zip(got[1], want[1], strict=True)):
-        assert mine.keys() == theirs.keys()
-        for name, gradient in theirs.items():
+def same(output, expected):
+    torch.testing.assert_close(output[0], expected[0], rtol=ROUNDING, atol=0)
+    for step, (patched, reference) in enumerate(zip(output[1], expected[1], strict=True)):
+        assert patched.keys() == reference.keys()
+        for name, gradient in reference.items():
             bound = ROUNDING * float(gradient.abs().max())
             torch.testing.assert_close(
-                mine[name], gradient, rtol=0, atol=bound, msg=f"step {step}: {name}"
+                patched[name], gradient, rtol=0, atol=bound, msg=f"step {step}: {name}"
             )
 
 
@@ -222,7 +221,9 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.collectives, self.bytes, self.most = Counter(), 0, 0
+        self.collectives = Counter()
+        self.bytes = 0
+        self.most = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(t.__name__ == "DTensor" for t in types):
@@ -250,19 +251,20 @@ def watched(model):
     return watch
 
 
-def evaluated(model, one, unpatched):
+def evaluated(model, unsharded, unpatched):
     """Logits where they are asked for, and generation: as without the patch."""
     close = partial(torch.testing.assert_close, rtol=ROUNDING)
     with torch.no_grad():
-        want = one(**batch())
-        bound = ROUNDING * float(want.logits.abs().max())
-        close(model(**batch(), skip_logits=False).logits, want.logits, atol=bound)
-        close(model(**batch()).loss, want.loss, atol=0)
-        in_eval, without = model.eval()(**batch()), model(**batch(), skip_logits=True)
+        expected = unsharded(**batch())
+        bound = ROUNDING * float(expected.logits.abs().max())
+        close(model(**batch(), skip_logits=False).logits, expected.logits, atol=bound)
+        close(model(**batch()).loss, expected.loss, atol=0)
+        in_eval = model.eval()(**batch())
+        without = model(**batch(), skip_logits=True)
         assert without.logits is None
-        close(in_eval.logits, want.logits, atol=bound)
-        close(in_eval.loss, want.loss, atol=0)
-        close(without.loss, want.loss, atol=0)
+        close(in_eval.logits, expected.logits, atol=bound)
+        close(in_eval.loss, expected.loss, atol=0)
+        close(without.loss, expected.loss, atol=0)
         if unpatched is None:
             return
         ids = batch()["input_ids"][:, :7]
@@ -273,36 +275,50 @@ def evaluated(model, one, unpatched):
         assert torch.equal(*new)
 
 
-def check(rank, name, make, kernels=False, size=ranks.SIZE, experts=False, generates=False, **more):
+def check(
+    rank, name, make, kernels=False, size=ranks.SIZE, experts=False, generates=False, **options
+):
     """``make(sharded)``: a model, sharded over so many ranks, or whole. Experts have larger tensors
     than logits."""
-    before, devices.INTERPRETED = devices.INTERPRETED, kernels
+    before = devices.INTERPRETED
+    devices.INTERPRETED = kernels
     try:
-        one, unpatched, mine = make(False), make(True), make(True)
-        report = apply_liger_kernel(mine)
-        sharded = hasattr(mine.lm_head.weight, "device_mesh")  # not so by older plans for experts
+        unsharded = make(False)
+        unpatched = make(True)
+        patched = make(True)
+        report = apply_liger_kernel(patched)
+        sharded = hasattr(
+            patched.lm_head.weight, "device_mesh"
+        )  # not so by older plans for experts
         assert ("over the shards" in str(report)) == sharded, report
         size = size if sharded else 1
         assert sharded or experts
-        theirs, ours = watched(unpatched), watched(mine)
+        reference_watch = watched(unpatched)
+        patched_watch = watched(patched)
         by_kernels = devices.has_kernels(
-            mine.lm_head.weight
+            patched.lm_head.weight
         )  # whose buffer is larger than so few logits
-        most = ours.most if not by_kernels and not experts else 0
-        assert most <= WHOLE // size and theirs.most >= WHOLE, (ours.most, theirs.most)
+        most = patched_watch.most if not by_kernels and not experts else 0
+        assert most <= WHOLE // size and reference_watch.most >= WHOLE, (
+            patched_watch.most,
+            reference_watch.most,
+        )
         # instead of the logits, the kernels gather statistics once, and PyTorch's reference has
         # three sums
         added = 0 if by_kernels or size == 1 else 2
-        assert ours.collectives.total() == theirs.collectives.total() + added, (
-            ours.collectives,
-            theirs.collectives,
+        assert patched_watch.collectives.total() == reference_watch.collectives.total() + added, (
+            patched_watch.collectives,
+            reference_watch.collectives,
         )
-        assert ours.bytes < theirs.bytes or size == 1, (ours.bytes, theirs.bytes)
-        want = trained(one, **more)
-        same(trained(unpatched, **more), want)
-        same(trained(mine, in_head=True, **more), want)
-        assert mine._liger_told is None
-        evaluated(mine, one, unpatched if generates else None)
+        assert patched_watch.bytes < reference_watch.bytes or size == 1, (
+            patched_watch.bytes,
+            reference_watch.bytes,
+        )
+        expected = trained(unsharded, **options)
+        same(trained(unpatched, **options), expected)
+        same(trained(patched, in_head=True, **options), expected)
+        assert patched._liger_told is None
+        evaluated(patched, unsharded, unpatched if generates else None)
     finally:
         devices.INTERPRETED = before
 
@@ -317,7 +333,7 @@ def by_transformers(sharded, path, by_expert=False):
 
 def by_pytorch(sharded, family, shard, shape=None, **over):
     shard = partial(shard, shape=shape) if shape else shard
-    return made(family, shard if sharded else None, **over)
+    return make_model(family, shard if sharded else None, **over)
 
 
 def saved(folder, name, family, **over):
@@ -356,7 +372,7 @@ def with_head(model, mesh, **layouts):
 
 
 def check_left_alone(rank):
-    """What is not known, or cannot be right, is reported, and trains as without the patch."""
+    """A layout that is unknown, or wrong, is reported, and trains as without the patch."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 
@@ -371,7 +387,7 @@ def check_left_alone(rank):
     def left_sharded(model, mesh):
         return with_head(model, mesh, output_layouts=Shard(-1), use_local_output=False)
 
-    for shard, over, why in (
+    for shard, over, expected_reason in (
         (rowwise, {}, "sharded over its input"),
         (
             gathered,
@@ -380,43 +396,43 @@ def check_left_alone(rank):
         ),
         (left_sharded, {}, "stay sharded"),
     ):
-        mine = made("llama", shard, **over)
-        report = apply_liger_kernel(mine)
-        assert any(why in reason for _, reason in report.left_alone), report
+        patched = make_model("llama", shard, **over)
+        report = apply_liger_kernel(patched)
+        assert any(expected_reason in reason for _, reason in report.left_alone), report
         with loss_parallel() if shard is left_sharded else nullcontext():
-            same(trained(mine), trained(made("llama", **over)))
+            same(trained(patched), trained(make_model("llama", **over)))
 
 
 def check_later(rank):
-    """What is done to a head after the patch."""
+    """A head is changed after the patch."""
     from torch.distributed.tensor import Replicate
 
-    before = made("llama")
+    before = make_model("llama")
     apply_liger_kernel(before)
     with_head(before, mesh(), output_layouts=Replicate())
-    want = trained(made("llama"))
-    same(trained(before, in_head=True), want)
+    expected = trained(make_model("llama"))
+    same(trained(before, in_head=True), expected)
 
-    hooked = made("llama", colwise)
+    hooked = make_model("llama", colwise)
     apply_liger_kernel(hooked)
-    seen = []
-    hooked.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape))
+    shapes = []
+    hooked.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
     out = hooked(**batch())
-    assert seen == [(ROWS, TOKENS, tiny.VOCABULARY)] and "it has others" in hooked._liger_told
-    torch.testing.assert_close(out.loss.detach(), want[0][0], rtol=ROUNDING, atol=0)
+    assert shapes == [(ROWS, TOKENS, tiny.VOCABULARY)] and "it has others" in hooked._liger_told
+    torch.testing.assert_close(out.loss.detach(), expected[0][0], rtol=ROUNDING, atol=0)
 
-    other = made("llama", colwise)
-    apply_liger_kernel(other)
+    labelled = make_model("llama", colwise)
+    apply_liger_kernel(labelled)
     before = devices.INTERPRETED
     for devices.INTERPRETED in (False, before):
         for label in (5, -100):  # on one rank
-            given = batch()
-            given["labels"][1, 5] = label if rank else 6
-            other.zero_grad()
-            loss = other(**given).loss
+            inputs = batch()
+            inputs["labels"][1, 5] = label if rank else 6
+            labelled.zero_grad()
+            loss = labelled(**inputs).loss
             loss.backward()
-            assert loss.isnan() and whole(other.model.norm.weight.grad).isnan().any()
-        assert not other(**batch()).loss.isnan()
+            assert loss.isnan() and whole(labelled.model.norm.weight.grad).isnan().any()
+        assert not labelled(**batch()).loss.isnan()
 
 
 def check_class_level(rank, path):
@@ -457,21 +473,21 @@ def check_rows(rank):
         return [whole(t.detach()) for t in (y, *first, *second)]
 
     def by_rows(x, *parameters):
-        return parallel.by_rows(functional.liger_layer_norm, x, *parameters)
+        return parallel.apply_by_rows(functional.liger_layer_norm, x, *parameters)
 
-    want = gradients(x, w, b, g, functional.liger_layer_norm)
+    expected = gradients(x, w, b, g, functional.liger_layer_norm)
     placed = partial(distribute_tensor, device_mesh=mesh())
     parameters = [placed(t, placements=[Replicate()]) for t in (w, b)]
     for place in (Shard(0), Shard(1), Replicate()):
         shards = [placed(t, placements=[place]) for t in (x, g)]
-        torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), want)
+        torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), expected)
         assert by_rows(shards[0], *parameters).placements == (place,)
     swapped = (
         by_rows(placed(x[:, :4], placements=[Shard(1)]).transpose(0, 1), *parameters)
         .contiguous()
         .view(-1, 8)
     )
-    torch.testing.assert_close(whole(swapped), want[0][:, :4].transpose(0, 1).reshape(-1, 8))
+    torch.testing.assert_close(whole(swapped), expected[0][:, :4].transpose(0, 1).reshape(-1, 8))
     assert by_rows(placed(x, placements=[Shard(2)]), *parameters) is None
     assert by_rows(DTensor.from_local(x, mesh(), [Partial()]), *parameters) is None
     assert by_rows(placed(x, placements=[Shard(0)]), w, b) is None
@@ -489,9 +505,7 @@ def test_models_train_as_one(tmp_path):
         *(partial(c, path=tmp_path / "0") for c in (check_class_level, check_given_back)),
     ]
     for name, family, shard, over in SHARDED:
-        make, size = (
-            partial(by_pytorch, family=family, shard=shard, **over),
-            over.get("shape", (1, ranks.SIZE))[1],
-        )
+        make = partial(by_pytorch, family=family, shard=shard, **over)
+        size = over.get("shape", (1, ranks.SIZE))[1]
         checks.append(partial(check, name=name, make=make, size=size, generates=shard is colwise))
     ranks.run(checks, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from hardware import DEVICE
-from logged import Losses
+from logged import LossRecorder
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_kernel.transformers as liger
@@ -76,8 +76,8 @@ def trainer(folder, model, patched, steps=8, compute_metrics=None, collator=None
         tf32=False,  # which torch_compile would switch on, for good
         **{"bf16": False, "save_strategy": "no", **arguments},
     )
-    losses = Losses()
-    made = Trainer(
+    losses = LossRecorder()
+    result = Trainer(
         model=model,
         args=args,
         train_dataset=texts(0, 32),
@@ -86,14 +86,15 @@ def trainer(folder, model, patched, steps=8, compute_metrics=None, collator=None
         compute_metrics=compute_metrics,
         data_collator=collator,
     )
-    made.losses = losses.seen
-    return made
+    result.losses = losses.seen
+    return result
 
 
 @pytest.fixture
 def fused(monkeypatch):
     """Shapes of the hidden states that the fused head got."""
-    seen, op = [], functional.liger_fused_linear_cross_entropy
+    seen = []
+    op = functional.liger_fused_linear_cross_entropy
 
     def noting(input, *args, **kwargs):
         seen.append(tuple(input.shape))
@@ -106,18 +107,20 @@ def fused(monkeypatch):
 def both(tmp_path, make=byte_model, patched_only=(), **arguments):
     """The losses of the unpatched and of the patched run, and the patched Trainer."""
     common = {k: v for k, v in arguments.items() if k not in patched_only}
-    theirs = trainer(tmp_path / "theirs", make(), False, **common)
-    theirs.train()
-    mine = trainer(tmp_path / "mine", make(), True, **arguments)
-    mine.train()
-    assert len(mine.losses) == len(theirs.losses) >= 4
-    return mine.losses, theirs.losses, mine
+    reference = trainer(tmp_path / "theirs", make(), False, **common)
+    reference.train()
+    patched_trainer = trainer(tmp_path / "mine", make(), True, **arguments)
+    patched_trainer.train()
+    assert len(patched_trainer.losses) == len(reference.losses) >= 4
+    return patched_trainer.losses, reference.losses, patched_trainer
 
 
-def assert_same(mine, theirs):
+def assert_same(losses, reference_losses):
     """Eight steps of Adam from the same start: the differences of single steps, some 1e-7, have not
     grown past 1e-4."""
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(reference_losses), rtol=1e-4, atol=0
+    )
 
 
 def test_available():
@@ -128,9 +131,9 @@ def test_available():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_learns_as_before(family, tmp_path, fused):
-    mine, theirs, run = both(tmp_path, lambda: byte_model(family))
-    assert_same(mine, theirs)
-    assert mine[-1] < mine[0] - 0.5
+    losses, reference_losses, run = both(tmp_path, lambda: byte_model(family))
+    assert_same(losses, reference_losses)
+    assert losses[-1] < losses[0] - 0.5
     assert len(fused) == 16 and set(fused) == {(2 * LENGTH, 32)}
     assert type(run.model) is not tiny.model_class(family)
 
@@ -138,10 +141,10 @@ def test_learns_as_before(family, tmp_path, fused):
 def test_the_configuration_is_honoured(tmp_path, fused):
     config = dict(rope=False, swiglu=False, geglu=True, layer_norm=True)
     config |= dict(fused_linear_cross_entropy=False, cross_entropy=True)
-    mine, theirs, run = both(
+    losses, reference_losses, run = both(
         tmp_path, liger_kernel_config=config, steps=4, patched_only=["liger_kernel_config"]
     )
-    assert_same(mine, theirs)
+    assert_same(losses, reference_losses)
     llama = tiny.model("llama")
     model = run.model
     assert not fused and type(model) is type(llama)
@@ -164,14 +167,13 @@ def test_evaluation(tmp_path, fused):
     """The loss alone is computed without logits; metrics get the logits that they got before, and
     nothing else."""
     model = byte_model()
-    theirs, mine = (
-        trainer(tmp_path / "a", byte_model(), False, steps=2),
-        trainer(tmp_path / "b", model, True, steps=2),
-    )
-    theirs.train(), mine.train()
+    reference = trainer(tmp_path / "a", byte_model(), False, steps=2)
+    patched_trainer = trainer(tmp_path / "b", model, True, steps=2)
+    reference.train(), patched_trainer.train()
     fused.clear()
-    want, got = theirs.evaluate()["eval_loss"], mine.evaluate()["eval_loss"]
-    assert got == pytest.approx(want, rel=1e-5) and len(fused) == (3 if SKIPS else 0)
+    expected = reference.evaluate()["eval_loss"]
+    output = patched_trainer.evaluate()["eval_loss"]
+    assert output == pytest.approx(expected, rel=1e-5) and len(fused) == (3 if SKIPS else 0)
     seen = []
 
     def metrics(predictions):
@@ -180,28 +182,32 @@ def test_evaluation(tmp_path, fused):
             accuracy=float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())
         )
 
-    theirs.compute_metrics = mine.compute_metrics = metrics
-    want, got = theirs.evaluate(), mine.evaluate()
-    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
-    assert got["eval_accuracy"] == want["eval_accuracy"]
+    reference.compute_metrics = patched_trainer.compute_metrics = metrics
+    expected = reference.evaluate()
+    output = patched_trainer.evaluate()
+    assert output["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert output["eval_accuracy"] == expected["eval_accuracy"]
     assert seen[1].shape == (7, LENGTH, 256)
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
-    got, want = (torch.from_numpy(run.predict(texts(40, 2)).predictions) for run in (mine, theirs))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    output, expected = (
+        torch.from_numpy(run.predict(texts(40, 2)).predictions)
+        for run in (patched_trainer, reference)
+    )
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_evaluation_before_training(tmp_path):
     """skip_logits then reaches a model that nobody has patched yet."""
-    want = trainer(tmp_path, byte_model(), False).evaluate()["eval_loss"]
+    expected = trainer(tmp_path, byte_model(), False).evaluate()["eval_loss"]
     assert trainer(tmp_path, byte_model(), True).evaluate()["eval_loss"] == pytest.approx(
-        want, rel=1e-5
+        expected, rel=1e-5
     )
 
 
 @pytest.mark.thorough
 def test_evaluation_during_training(tmp_path):
-    mine, theirs, run = both(tmp_path, steps=4, eval_strategy="steps", eval_steps=2)
-    assert_same(mine, theirs)
+    losses, reference_losses, run = both(tmp_path, steps=4, eval_strategy="steps", eval_steps=2)
+    assert_same(losses, reference_losses)
     assert sum("eval_loss" in entry for entry in run.state.log_history) == 2
 
 
@@ -210,8 +216,8 @@ def test_gradient_checkpointing(tmp_path):
     checkpointing = dict(
         gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False)
     )
-    mine, theirs, _ = both(tmp_path, steps=4, **checkpointing)
-    assert_same(mine, theirs)
+    losses, reference_losses, _ = both(tmp_path, steps=4, **checkpointing)
+    assert_same(losses, reference_losses)
 
 
 @pytest.mark.thorough
@@ -224,8 +230,8 @@ def test_torch_compile(tmp_path):
         return byte_model(num_hidden_layers=1)
 
     compiling = dict(torch_compile=True, torch_compile_backend="aot_eager")
-    mine, theirs, _ = both(tmp_path, make, steps=4, patched_only=compiling, **compiling)
-    assert_same(mine, theirs)
+    losses, reference_losses, _ = both(tmp_path, make, steps=4, patched_only=compiling, **compiling)
+    assert_same(losses, reference_losses)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
 
 
@@ -234,35 +240,35 @@ def test_bf16_autocast(tmp_path):
     """As close to the fp32 run as the unpatched one."""
     exact = trainer(tmp_path / "exact", byte_model(), False, steps=6)
     exact.train()
-    mine, theirs, _ = both(tmp_path, steps=6, bf16=True)
-    far = (torch.tensor(mine) - torch.tensor(exact.losses)).abs()
-    limit = (torch.tensor(theirs) - torch.tensor(exact.losses)).abs().max()
+    losses, reference_losses, _ = both(tmp_path, steps=6, bf16=True)
+    far = (torch.tensor(losses) - torch.tensor(exact.losses)).abs()
+    limit = (torch.tensor(reference_losses) - torch.tensor(exact.losses)).abs().max()
     assert far.max() <= 2 * limit + torch.finfo(torch.bfloat16).eps, (far, limit)
-    assert mine[-1] < mine[0] - 0.5
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_label_smoothing(tmp_path, fused):
     """The Trainer computes that loss itself, from the logits of a model that it gives no labels."""
     plain = trainer(tmp_path / "plain", byte_model(), False, steps=4)
     plain.train()
-    mine, theirs, run = both(tmp_path, steps=4, label_smoothing_factor=0.2)
-    assert_same(mine, theirs)
-    assert abs(mine[-1] / plain.losses[-1] - 1) > 1e-2 and not fused
+    losses, reference_losses, run = both(tmp_path, steps=4, label_smoothing_factor=0.2)
+    assert_same(losses, reference_losses)
+    assert abs(losses[-1] / plain.losses[-1] - 1) > 1e-2 and not fused
     assert type(run.model) is not tiny.model_class("llama")
 
 
 def test_packing(tmp_path, fused):
     """A batch is one row, with positions that begin anew with each text, and no text's first label
     counts."""
-    mine, theirs, _ = both(tmp_path, steps=4, collator=DataCollatorWithFlattening())
-    assert_same(mine, theirs)
+    losses, reference_losses, _ = both(tmp_path, steps=4, collator=DataCollatorWithFlattening())
+    assert_same(losses, reference_losses)
     assert len(fused) == 8 and set(fused) == {(2 * LENGTH, 32)}
 
 
 def test_resuming(tmp_path, fused):
     """From a checkpoint after two steps of four, by another Trainer with another model: as without
     a break."""
-    mine, theirs, _ = both(tmp_path, steps=4)
+    losses, reference_losses, _ = both(tmp_path, steps=4)
     saving = dict(save_strategy="steps", save_steps=2)
     first = trainer(tmp_path / "resumed", byte_model(), True, steps=2, **saving)
     first.train()
@@ -270,8 +276,8 @@ def test_resuming(tmp_path, fused):
     second = trainer(tmp_path / "resumed", byte_model(seed=1), True, steps=4, **saving)
     second.train(resume_from_checkpoint=True)
     assert len(fused) == 4 and len(first.losses) == len(second.losses) == 2
-    for whole in (mine, theirs):
-        assert_same(first.losses + second.losses, whole)
+    for unbroken in (losses, reference_losses):
+        assert_same(first.losses + second.losses, unbroken)
 
 
 @pytest.mark.parametrize("case", ["body", "head", "modules_to_save"])
@@ -288,21 +294,21 @@ def test_peft(case, tmp_path, fused):
         torch.manual_seed(0)
         return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
 
-    mine, theirs, _ = both(tmp_path, make, steps=4)
-    assert_same(mine, theirs)
-    assert mine[-1] < mine[0]
+    losses, reference_losses, _ = both(tmp_path, make, steps=4)
+    assert_same(losses, reference_losses)
+    assert losses[-1] < losses[0]
     assert len(fused) == (0 if case == "head" else 8)
 
 
 @pytest.mark.thorough
 def test_a_family_patch_before_loading(tmp_path, fused):
     """As axolotl and LLaMA-Factory do it, without the Trainer's knowledge."""
-    theirs = trainer(tmp_path / "theirs", byte_model("qwen3"), False, steps=4)
+    reference = trainer(tmp_path / "theirs", byte_model("qwen3"), False, steps=4)
     try:
         liger.apply_liger_kernel_to_qwen3()
-        mine = trainer(tmp_path / "mine", byte_model("qwen3"), False, steps=4)
+        patched_trainer = trainer(tmp_path / "mine", byte_model("qwen3"), False, steps=4)
     finally:
         liger.revert("qwen3")
-    theirs.train(), mine.train()
-    assert_same(mine.losses, theirs.losses)
+    reference.train(), patched_trainer.train()
+    assert_same(patched_trainer.losses, reference.losses)
     assert len(fused) == 8

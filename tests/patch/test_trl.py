@@ -15,7 +15,7 @@ import torch
 import trl
 import trl_tiny
 from hardware import DEVICE
-from logged import compare, steps
+from logged import assert_same_logs, logged_steps
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -51,12 +51,12 @@ def by_itself(reference_only, monkeypatch):
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory):
-    return trl_tiny.folder(tmp_path_factory.mktemp("policy"))
+    return trl_tiny.save_model(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
-    return trl_tiny.folder(tmp_path_factory.mktemp("teacher"), seed=7, hidden_size=48, head_dim=12)
+    return trl_tiny.save_model(tmp_path_factory.mktemp("teacher"), seed=7, hidden_size=48, head_dim=12)
 
 
 @pytest.fixture
@@ -122,11 +122,11 @@ def both(trained):
     ``except_``."""
 
     def run(cls, config, data, except_=(), calls=0, renamed=None, **arguments):
-        theirs = trained(cls, config, data, False, **arguments)
-        mine = trained(cls, config, data, True, **arguments)
-        assert len(mine.calls) == calls
-        compare(steps(mine, renamed), steps(theirs), except_)
-        return mine
+        reference = trained(cls, config, data, False, **arguments)
+        patched = trained(cls, config, data, True, **arguments)
+        assert len(patched.calls) == calls
+        assert_same_logs(logged_steps(patched, renamed), logged_steps(reference), except_)
+        return patched
 
     return run
 
@@ -146,7 +146,7 @@ def test_sft(case, both, tmp_path):
     if case == "packing":
         options["packing_strategy"] = "wrapped"
     if case == "mixtral":
-        path = trl_tiny.folder(tmp_path / "mixtral", family="mixtral")
+        path = trl_tiny.save_model(tmp_path / "mixtral", family="mixtral")
         further = lambda: dict(model=path)  # noqa: E731
     except_ = {"entropy"} if CHUNKED else ()  # from logits, which there are none of
     both(
@@ -193,13 +193,15 @@ def lora(policy, targets=("q_proj", "down_proj")):
 def test_dpo_with(case, both, policy, teacher):
     """Not with a trained copy of the head (``modules_to_save``): TRL's chunked path makes it the
     reference's, too."""
-    options, calls = {}, 3
+    options = {}
+    calls = 3
     if case == "lora":
         options["further"] = lambda: dict(model=lora(policy))
     elif case == "ref_model":
         options["further"] = lambda: dict(ref_model=AutoModelForCausalLM.from_pretrained(teacher))
     else:
-        options, calls = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2), 6
+        options = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2)
+        calls = 6
     both(
         trl.DPOTrainer,
         trl.DPOConfig,
@@ -222,14 +224,16 @@ def test_dpo_evaluates(trained):
         trained(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), liger, **options)
         for liger in (True, False)
     ]
-    mine, theirs = ([log for log in run.state.log_history if "eval_loss" in log][0] for run in runs)
+    patched, reference = (
+        [log for log in run.state.log_history if "eval_loss" in log][0] for run in runs
+    )
     for name in (
         "eval_loss",
         "eval_rewards/margins",
         "eval_rewards/accuracies",
         "eval_logps/chosen",
     ):
-        assert mine[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), name
+        assert patched[name] == pytest.approx(reference[name], rel=2e-4, abs=2e-5), name
 
 
 # ---- KTO ----
@@ -254,7 +258,7 @@ def test_kto(case, both, policy):
 
 
 def reward(completions, **_):
-    """Of the words that begin with a letter of the first half."""
+    """Reward each word that begins with a letter of the first half."""
     return [float(sum(word[0] < "m" for word in text.split())) for text in completions]
 
 
@@ -379,7 +383,7 @@ def test_orpo(case, trained, policy, tmp_path, caplog):
 
     options = dict(beta=0.3, max_length=16)
     if case in ("mixtral", "gemma2"):
-        path = trl_tiny.folder(tmp_path / case, family=case)
+        path = trl_tiny.save_model(tmp_path / case, family=case)
         options["further"] = lambda: dict(model=AutoModelForCausalLM.from_pretrained(path))
     elif case.startswith("lora"):
         targets = ["q_proj", "lm_head"] if "head" in case else ["q_proj", "down_proj"]
@@ -390,7 +394,7 @@ def test_orpo(case, trained, policy, tmp_path, caplog):
     for cls in (LigerORPOTrainer, ORPOTrainer):
         liger = case == "patched" and cls is LigerORPOTrainer
         runs.append(trained(cls, ORPOConfig, trl_tiny.pairs(), liger, **options))
-    compare(*map(steps, runs))
+    assert_same_logs(*map(logged_steps, runs))
     in_head = case not in ("gemma2", "lora on the head")
     assert (runs[0]._liger_loss is not None) == in_head
     assert ("does more to its logits" in caplog.text) == (not in_head)

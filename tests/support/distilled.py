@@ -1,20 +1,22 @@
-"""A student and a teacher: what is drawn, and every divergence as a textbook has it."""
+"""A student and a teacher: their tensors, and every divergence from its definition."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import cast, run
 
-from liger_kernel.ops.head.distillation import linear_distillation as distil
+from liger_kernel.ops.head.distillation import linear_distillation
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DIVERGENCES = "jsd", "forward_kl", "reverse_kl", "tvd", "cosine"
 DIVERGENCE = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
-def drawn(M=9, H=24, V=77, W=None, seed=0, ignore_index=-100, **_):
-    """Tensors on the CPU in fp32, every third row ignored; V classes of the student, W of the
-    teacher."""
+def make_tensors(M=9, H=24, V=77, W=None, seed=0, ignore_index=-100, **_):
+    """Make tensors on the CPU in fp32, with every third row ignored.
+
+    The student has V classes, the teacher W.
+    """
     torch.manual_seed(seed)
     W = V if W is None else W
     target = torch.randint(V, (M,)).where(torch.arange(M) % 3 != 1, ignore_index)
@@ -28,11 +30,13 @@ def drawn(M=9, H=24, V=77, W=None, seed=0, ignore_index=-100, **_):
         teacher_weight=torch.randn(W, H - 3) * 2 / H**0.5,
         teacher_bias=torch.randn(W),
     )
-    return {k: t.requires_grad_() for k, t in student.items()} | dict(target=target) | teacher
+    for t in student.values():
+        t.requires_grad_()
+    return student | dict(target=target) | teacher
 
 
-def divergence_of(log_p, log_q, divergence, beta):
-    """As a textbook has it."""
+def textbook_divergence(log_p, log_q, divergence, beta):
+    """Compute a divergence from its definition."""
     if divergence == "jsd" and beta not in (0, 1):
         log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
         return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
@@ -46,7 +50,7 @@ def kl(log_p, log_q):
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def of_logits(
+def textbook_from_logits(
     x,
     y,
     target,
@@ -58,48 +62,62 @@ def of_logits(
     ignore_index=-100,
     return_hard=False,
 ):
-    valid, wide = target != ignore_index, torch.promote_types(x.dtype, F32)
+    valid = target != ignore_index
     n = max(int(valid.sum()), 1)
-    x, y = x.to(wide), y.to(wide)
-    s, t = F.pad(x / temperature, (0, y.shape[1] - x.shape[1])), y / temperature
+    wide_dtype = torch.promote_types(x.dtype, F32)
+    x = x.to(wide_dtype)
+    y = y.to(wide_dtype)
+    s = F.pad(x / temperature, (0, y.shape[1] - x.shape[1]))
+    t = y / temperature
     if divergence == "cosine":
         d = beta * (1 - F.cosine_similarity(s, t, dim=-1))
     else:
-        d = divergence_of(t.log_softmax(-1), s.log_softmax(-1), divergence, beta)
+        d = textbook_divergence(t.log_softmax(-1), s.log_softmax(-1), divergence, beta)
     soft = d[valid].sum() / n
     hard = F.cross_entropy(x[valid], target[valid], reduction="sum") / n
-    hard = hard if weight_hard or return_hard else torch.zeros_like(hard)
+    if not (weight_hard or return_hard):
+        hard = torch.zeros_like(hard)
     return weight_hard * hard + weight_soft * soft, soft.detach(), hard.detach()
 
 
 def textbook(option):
+    """Return a function of the tensors of `make_tensors` that computes (loss, soft, hard)."""
+
     def call(student, student_weight, student_bias, target, teacher, teacher_weight, teacher_bias):
         x = F.linear(student, student_weight, student_bias)
-        return of_logits(
-            x, torch.addmm(teacher_bias, teacher, teacher_weight.t()), target, **option
-        )
+        y = torch.addmm(teacher_bias, teacher, teacher_weight.t())
+        return textbook_from_logits(x, y, target, **option)
 
     return call
 
 
-def ours(option, **more):
-    return lambda **tensors: distil(**tensors, **{"drop_ignored": False, **option, **more})
+def distillation_with(option, **extra_options):
+    """Return `linear_distillation` with these options. It keeps ignored rows by default."""
+    options = {"drop_ignored": False, **option, **extra_options}
+    return lambda **tensors: linear_distillation(**tensors, **options)
 
 
-def same(got, want, rtol=1e-5, atol=1e-6):
-    assert got.keys() == want.keys()
-    for k in want:
+def assert_outputs_close(outputs, expected, rtol=1e-5, atol=1e-6):
+    assert outputs.keys() == expected.keys()
+    for name, output in outputs.items():
         torch.testing.assert_close(
-            got[k], want[k].to(got[k].dtype), rtol=rtol, atol=atol, msg=lambda t, k=k: f"{k} {t}"
+            output,
+            expected[name].to(output.dtype),
+            rtol=rtol,
+            atol=atol,
+            msg=lambda message, name=name: f"{name} {message}",
         )
 
 
-def compared(option, tensors, dtype=F32, fn=None, **bounds):
-    got = run(fn or ours(option), cast(tensors, dtype))[0]
-    same(got, run(textbook(option), cast(cast(tensors, dtype), F64))[0], **bounds)
-    return got
+def assert_matches_textbook(option, tensors, dtype=F32, fn=None, **bounds):
+    """Compare outputs and gradients with the textbook's in fp64, and return them."""
+    tensors = cast(tensors, dtype)
+    outputs = run(fn or distillation_with(option), tensors)[0]
+    expected = run(textbook(option), cast(tensors, F64))[0]
+    assert_outputs_close(outputs, expected, **bounds)
+    return outputs
 
 
-def few():
-    tensors = drawn(4, 8, 7)
+def small_detached_tensors():
+    tensors = make_tensors(4, 8, 7)
     return {k: t.detach() for k, t in tensors.items()}

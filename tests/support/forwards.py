@@ -1,4 +1,4 @@
-"""Forwards that do more than the family's, with and without the patch."""
+"""Models whose forward does more than their family's, with and without the patch."""
 
 import copy
 
@@ -12,8 +12,8 @@ import liger_kernel.transformers as liger
 V = tiny.VOCABULARY
 
 
-def adding(to_loss):
-    """A forward that adds something of its output to its loss."""
+def forward_adding_to_loss(to_loss):
+    """Return a forward that adds ``to_loss(model, output, labels)`` to its loss."""
 
     def forward(self, *args, labels=None, **kwargs):
         out = LlamaForCausalLM.forward(self, *args, labels=labels, **kwargs)
@@ -24,52 +24,60 @@ def adding(to_loss):
     return forward
 
 
-def between(change, **of_loss):
-    """A forward that changes the logits before the loss."""
+def forward_changing_logits(change, **loss_kwargs):
+    """Return a forward that computes the loss of ``change(model, logits)``.
+
+    ``loss_kwargs`` are functions of (model, labels) that make further arguments of the loss.
+    """
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = change(self, self.lm_head(self.model(input_ids=input_ids).last_hidden_state))
-        given = {name: value(self, labels) for name, value in of_loss.items()}
-        kwargs = {"logits": logits, "labels": labels, "vocab_size": V, **kwargs, **given}
+        kwargs = {"logits": logits, "labels": labels, "vocab_size": V, **kwargs}
+        kwargs |= {name: value(self, labels) for name, value in loss_kwargs.items()}
         return CausalLMOutputWithPast(loss=self.loss_function(**kwargs), logits=logits)
 
     return forward
 
 
-class Reversed(torch.autograd.Function):
+class ReversedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x * 1
 
     @staticmethod
-    def backward(ctx, g):
-        return -g
+    def backward(ctx, dy):
+        return -dy
 
 
-def kept(self, *args, **kwargs):
+def forward_keeping_logits(self, *args, **kwargs):
     out = LlamaForCausalLM.forward(self, *args, **kwargs)
     self.kept = out.logits
     return out
 
 
-def pair(forward, prepare=None):
-    """(a model with this forward, the same patched)."""
-    theirs = tiny.model("llama")
-    theirs.__class__ = type(
+def pair_with_forward(forward, prepare=None):
+    """Return a model with this forward, and a patched copy of it."""
+    reference = tiny.model("llama")
+    reference.__class__ = type(
         "Theirs", (LlamaForCausalLM,), {"forward": forward, "__module__": __name__}
     )
     if prepare is not None:
-        prepare(theirs)
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine)
+        prepare(reference)
+    patched = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched)
     assert report.of("Theirs's loss") == 1
-    return theirs, mine
+    return reference, patched
 
 
-def assert_same(mine, theirs):
-    """fp32 sums of up to a hundred terms in another order, two layers deep."""
-    (out, grads), (want, want_grads) = mine, theirs
-    torch.testing.assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-6)
-    assert grads.keys() == want_grads.keys()
-    for name, g in want_grads.items():
-        assert (grads[name] - g).abs().max() <= 2e-5 * g.abs().max() + 1e-8, name
+def assert_steps_close(patched_step, reference_step):
+    """Compare two results of `patched.step`.
+
+    The bounds are those of fp32 sums of up to a hundred terms in another order, two layers deep.
+    """
+    out, grads = patched_step
+    expected, expected_grads = reference_step
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        error = (grads[name] - grad).abs().max()
+        assert error <= 2e-5 * grad.abs().max() + 1e-8, name

@@ -1,11 +1,14 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are
-defined."""
+"""The device of the tests. Import this before any kernel is defined.
+
+Without a GPU the kernels run in Triton's interpreter, which must be asked for before they are
+defined.
+"""
 
 import os
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the tests have their tensors
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the tests' tensors
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # several test processes share the cores
@@ -14,4 +17,4 @@ if DEVICE == "cpu":
     import interpreter
 
     interpreter.repair()
-    interpreter.shorten()
+    interpreter.speed_up()

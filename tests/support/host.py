@@ -1,4 +1,4 @@
-"""A host that takes tensors from a CPU as from a GPU, however small they are."""
+"""Offloading to host memory in tests without a GPU."""
 
 import threading
 import weakref
@@ -6,19 +6,23 @@ import weakref
 from liger_kernel.core import devices, host_memory
 
 
-def takes_everything(monkeypatch) -> list:
-    """-> what is sent, as weak references."""
-    found, send = [], host_memory.Waiting.__init__
+def offload_every_tensor(monkeypatch) -> list:
+    """Let CPU tensors of any size be offloaded as a GPU's are.
 
-    def init(self, *args):
-        send(self, *args)
-        found.append(weakref.ref(self))
+    Returns a list to which each `OffloadedTensor` is added, as a weak reference.
+    """
+    offloaded = []
+    init = host_memory.OffloadedTensor.__init__
 
-    monkeypatch.setattr(host_memory.Waiting, "__init__", init)
+    def recording_init(self, *args):
+        init(self, *args)
+        offloaded.append(weakref.ref(self))
+
+    monkeypatch.setattr(host_memory.OffloadedTensor, "__init__", recording_init)
     monkeypatch.setattr(devices, "is_off_host", lambda x: True)
-    monkeypatch.setattr(host_memory, "LEAST", 1)
-    monkeypatch.setattr(host_memory, "PIECE", 100)  # no divisor of a tensor's bytes
-    monkeypatch.setattr(host_memory, "_beside", {})
-    monkeypatch.setattr(host_memory._Pieces, "taken", 0)
+    monkeypatch.setattr(host_memory, "MIN_BYTES", 1)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 100)  # no divisor of a tensor's bytes
+    monkeypatch.setattr(host_memory, "_copy_streams", {})
+    monkeypatch.setattr(host_memory._PinnedPieces, "pinned_bytes", 0)
     monkeypatch.setattr(host_memory, "_thread", threading.local())
-    return found
+    return offloaded

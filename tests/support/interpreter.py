@@ -1,9 +1,9 @@
-"""Triton's interpreter: bf16 rounded as a GPU does, and less of what it does beside a kernel's own
-arithmetic.
+"""Make Triton's interpreter round bf16 as a GPU does, and make it faster.
 
-Its own work is most of the time of these tests: types and shapes made anew for every value, its
-language replaced anew for every call. What is kept here depends on nothing but a type, or a
-function's globals."""
+The interpreter's own work is most of the time of these tests: it makes types and shapes anew for
+every value, and replaces its language anew for every call. What is cached here depends on nothing
+but a type, or a function's globals.
+"""
 
 import types
 
@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 
 def _round_like_a_gpu(convert):
-    """The interpreter cuts fp32 off to bf16; every GPU rounds to nearest even."""
+    """Round fp32 to the nearest even bf16, as every GPU does. The interpreter truncates."""
 
     def call(data, source, target, rounding_mode):
         if (source, target) == (tl.float32, tl.bfloat16):
@@ -29,30 +29,29 @@ def _round_like_a_gpu(convert):
     return call
 
 
-def _prepare_once(prepare):
-    """What triton.language has is replaced once, for each of its modules that a function knows, and
-    stays so."""
-    known, ready = {}, set()
+def _patch_language_once(prepare):
+    """Replace what a function uses of each module of triton.language once, for good."""
+    language_modules = {}  # function -> names of modules
+    prepared = set()
 
     def call(fn):
-        if fn not in known:
-            modules = [
-                value for value in fn.__globals__.values() if isinstance(value, types.ModuleType)
-            ]
-            known[fn] = frozenset(
-                m.__name__ for m in modules if m.__name__.startswith("triton.language")
-            )
-        if known[fn] not in ready:
-            ready.add(known[fn])
+        if fn not in language_modules:
+            names = [v.__name__ for v in fn.__globals__.values() if isinstance(v, types.ModuleType)]
+            language = [name for name in names if name.startswith("triton.language")]
+            language_modules[fn] = frozenset(language)
+        if language_modules[fn] not in prepared:
+            prepared.add(language_modules[fn])
             prepare(fn)
         return interpreter._LangPatchScope()
 
     return call
 
 
-def _one_number(patch):
-    """Before 3.7 the interpreter takes an array of one number for a number, as NumPy has not done
-    since 2.5."""
+def _add_index(patch):
+    """Convert an array of one number to an index.
+
+    Before 3.7 the interpreter takes such an array for a number, as NumPy has not done since 2.5.
+    """
 
     def call(tensor, *scope):
         patch(tensor, *scope)
@@ -61,9 +60,10 @@ def _one_number(patch):
     return call
 
 
-def _called_directly(obj, name, member, builder, scope):
-    """A function of triton.language, with the interpreter in place of the compiler."""
-    inner, semantic = getattr(member, "__wrapped__", member), TritonSemantic(builder)
+def _call_directly(obj, name, member, builder, scope):
+    """Replace a function of triton.language by one that uses the interpreter, not the compiler."""
+    inner = getattr(member, "__wrapped__", member)
+    semantic = TritonSemantic(builder)
 
     def call(*args, **kwargs):
         kwargs["_semantic"] = semantic
@@ -72,20 +72,22 @@ def _called_directly(obj, name, member, builder, scope):
     scope.set_attr(obj, name, call)
 
 
-def _by_name(of_type):
-    known = {}
+def _cache_by_name(convert):
+    """Cache a function of a type by the type's name."""
+    cache = {}
 
     def call(type):
-        if type.name not in known:
-            known[type.name] = of_type(type)
-        return known[type.name]
+        if type.name not in cache:
+            cache[type.name] = convert(type)
+        return cache[type.name]
 
     return call
 
 
-def _one_of_each(cls):
-    """One object for each type of blocks."""
-    known, init = {}, cls.__init__
+def _cache_instances(cls):
+    """Make a class of block types return one object for each type."""
+    cache = {}
+    init = cls.__init__
 
     def new(cls, element_ty, shape):
         key = (
@@ -93,71 +95,76 @@ def _one_of_each(cls):
             getattr(element_ty, "address_space", None),
             *(getattr(n, "value", n) for n in shape),
         )
-        if key not in known:
-            made = object.__new__(cls)
-            init(made, element_ty, shape)
-            known[key] = made
-        return known[key]
+        if key not in cache:
+            instance = object.__new__(cls)
+            init(instance, element_ty, shape)
+            cache[key] = instance
+        return cache[key]
 
-    cls.__new__, cls.__init__ = new, lambda self, element_ty, shape: None
+    cls.__new__ = new
+    cls.__init__ = lambda self, element_ty, shape: None
 
 
-def _of_its_type(init):
-    """A value's shape and size are made once for its type."""
-    known = {}
+def _cache_attributes(init):
+    """Compute a value's shape and size once for its type."""
+    attributes = {}
 
     def call(self, handle, type):
-        if type.name not in known:
+        if type.name not in attributes:
             init(self, handle, type)
-            known[type.name] = dict(vars(self))
-        vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+            attributes[type.name] = dict(vars(self))
+        vars(self).update(attributes[type.name], handle=handle, type=type, dtype=type.scalar)
 
     return call
 
 
-def _without_rules(check):
-    """Two operands of one of these types are computed in it, and so is a number beside one."""
-    kinds = {"fp32": (int, float), "int32": (int,), "int64": (int,), "int1": ()}
+def _skip_promotion(check):
+    """Skip the rules of type promotion where they change nothing.
 
-    def plain(kind, number):
-        return type(number) in kinds.get(kind.name, ()) and (
-            type(number) is float or -(2**31) <= number < 2**31
-        )
+    Two operands of the same common type are computed in it, and so is a number beside a tensor.
+    """
+    number_types = {"fp32": (int, float), "int32": (int,), "int64": (int,), "int1": ()}
+
+    def keeps_dtype(dtype, number):
+        if type(number) not in number_types.get(dtype.name, ()):
+            return False
+        return type(number) is float or -(2**31) <= number < 2**31
 
     def call(self, lhs, rhs, *args, **kwargs):
-        left, right = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
+        left = isinstance(lhs, core.tensor)
+        right = isinstance(rhs, core.tensor)
         if left and right:
-            alike = lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in kinds
-        elif alike := left and plain(lhs.dtype, rhs):
+            same_dtype = lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in number_types
+        elif same_dtype := left and keeps_dtype(lhs.dtype, rhs):
             rhs = self.scalar_constant(rhs, lhs.dtype)
-        elif alike := right and plain(rhs.dtype, lhs):
+        elif same_dtype := right and keeps_dtype(rhs.dtype, lhs):
             lhs = self.scalar_constant(lhs, rhs.dtype)
-        return (
-            self.broadcast_impl_value(lhs, rhs) if alike else check(self, lhs, rhs, *args, **kwargs)
-        )
+        if same_dtype:
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *args, **kwargs)
 
     return call
 
 
-def _shapes_once(broadcast):
-    """Which types two values are broadcast to is found out once for theirs."""
-    known = {}
+def _cache_broadcast(broadcast):
+    """Find out once for two types which types their values are broadcast to."""
+    targets = {}  # names of two types -> their (type, shape)
 
     def call(self, lhs, rhs):
         if lhs.type is rhs.type:
             return lhs, rhs
         names = lhs.type.name, rhs.type.name
-        if names not in known:
-            both = broadcast(self, lhs, rhs)
-            known[names] = [
-                (value.type, [*value.type.shape] if value.type.is_block() else ()) for value in both
-            ]
-            return both
-        return tuple(
-            of(self, value, *to) for value, to in zip((lhs, rhs), known[names], strict=True)
-        )
+        if names not in targets:
+            values = broadcast(self, lhs, rhs)
+            targets[names] = []
+            for value in values:
+                shape = [*value.type.shape] if value.type.is_block() else ()
+                targets[names].append((value.type, shape))
+            return values
+        left, right = targets[names]
+        return broadcast_to(self, lhs, *left), broadcast_to(self, rhs, *right)
 
-    def of(self, value, type, shape):
+    def broadcast_to(self, value, type, shape):
         if value.type.name == type.name:
             return value
         if value.type.is_block():
@@ -167,36 +174,37 @@ def _shapes_once(broadcast):
     return call
 
 
-def _overflow(self, lhs, rhs, binary_op):
-    """As Triton has it, by NumPy alone: an integer of less than 64 bits stays within them."""
-    kind, name = lhs.dtype, binary_op.__name__
-    if kind.int_bitwidth >= 64:
+def _check_overflow(self, lhs, rhs, binary_op):
+    """Check as Triton does, but by NumPy, that integers of less than 64 bits do not overflow."""
+    dtype = lhs.dtype
+    name = binary_op.__name__
+    if dtype.int_bitwidth >= 64:
         return
-    assert kind.is_int() and rhs.dtype == kind, (
-        f"expected matching integers, got {kind} and {rhs.dtype}"
+    assert dtype.is_int() and rhs.dtype == dtype, (
+        f"expected matching integers, got {dtype} and {rhs.dtype}"
     )
-    of = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
-    wide = of(lhs.handle.data, rhs.handle.data, dtype=np.int64)
-    fits = kind.get_int_min_value() <= wide.min() and wide.max() <= kind.get_int_max_value()
-    assert fits, f"int{kind.int_bitwidth} overflow detected for operation {name}"
+    compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
+    wide = compute(lhs.handle.data, rhs.handle.data, dtype=np.int64)
+    fits = dtype.get_int_min_value() <= wide.min() and wide.max() <= dtype.get_int_max_value()
+    assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {name}"
 
 
 def repair():
-    """What every process needs that interprets kernels."""
+    """Correct what differs from a GPU. Every process that interprets kernels needs this."""
     interpreter._convert_float = _round_like_a_gpu(interpreter._convert_float)
-    interpreter._patch_lang_tensor = _one_number(interpreter._patch_lang_tensor)
+    interpreter._patch_lang_tensor = _add_index(interpreter._patch_lang_tensor)
 
 
-def shorten():
-    """The same results in less time."""
+def speed_up():
+    """Compute the same results in less time."""
     if hasattr(interpreter, "_LangPatchScope"):
-        interpreter._patch_lang = _prepare_once(interpreter._patch_lang)
-    interpreter._patch_attr = _called_directly
-    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-    _one_of_each(core.block_type)
-    core.tensor.__init__ = _of_its_type(core.tensor.__init__)
-    TritonSemantic.binary_op_type_checking_impl = _without_rules(
+        interpreter._patch_lang = _patch_language_once(interpreter._patch_lang)
+    interpreter._patch_attr = _call_directly
+    interpreter._get_np_dtype = _cache_by_name(interpreter._get_np_dtype)
+    _cache_instances(core.block_type)
+    core.tensor.__init__ = _cache_attributes(core.tensor.__init__)
+    TritonSemantic.binary_op_type_checking_impl = _skip_promotion(
         TritonSemantic.binary_op_type_checking_impl
     )
-    TritonSemantic.broadcast_impl_value = _shapes_once(TritonSemantic.broadcast_impl_value)
-    TritonSemantic.binary_op_sanitize_overflow_impl = _overflow
+    TritonSemantic.broadcast_impl_value = _cache_broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow

@@ -1,23 +1,22 @@
-"""What a Trainer logs, and that two runs log the same."""
+"""What a Trainer logs, and a check that two runs log the same."""
 
 import pytest
 from transformers import TrainerCallback
 
-NOT_METRICS = "_runtime", "_per_second", "step_time", "total_flos", "profiling"  # of time
+# Parts of the names of what measures time.
+NOT_METRICS = "_runtime", "_per_second", "step_time", "total_flos", "profiling"
 REL, ABS = 2e-4, 2e-5
-TERMS = {  # of which one is subtracted from the other
+# A metric that is the difference of two others. log_odds_chosen is the difference of
+# log p - log(1 - p), which is little more than log p.
+DIFFERENCES = {
     "rewards/margins": ("rewards/chosen", "rewards/rejected"),
-    "log_odds_chosen": (
-        "logps/chosen",
-        "logps/rejected",
-    ),  # of log p - log(1 - p), which is little more than log p
+    "log_odds_chosen": ("logps/chosen", "logps/rejected"),
 }
-SIGNS = {
-    "rewards/accuracies": ("rewards/chosen", "rewards/rejected")
-}  # how often the difference of these is positive
+# A metric that says how often the difference of two others is positive.
+SIGNS = {"rewards/accuracies": ("rewards/chosen", "rewards/rejected")}
 
 
-class Losses(TrainerCallback):
+class LossRecorder(TrainerCallback):
     def __init__(self):
         self.seen = []
 
@@ -26,37 +25,39 @@ class Losses(TrainerCallback):
             self.seen.append(float(logs["loss"]))
 
 
-def steps(trainer, renamed=None):
-    """What it has logged at each step, but for times."""
+def logged_steps(trainer, renamed=None):
+    """Return the metrics that a trainer has logged at each step, without times."""
     renamed = renamed or {}
-    seen = [
-        {renamed.get(k, k): v for k, v in log.items()}
-        for log in trainer.state.log_history
-        if "loss" in log
-    ]
-    seen = [
-        {k: v for k, v in log.items() if not any(part in k for part in NOT_METRICS)} for log in seen
-    ]
-    assert len(seen) == trainer.args.max_steps
-    return seen
+    steps = []
+    for log in trainer.state.log_history:
+        if "loss" not in log:
+            continue
+        metrics = {renamed.get(name, name): value for name, value in log.items()}
+        for name in list(metrics):
+            if any(part in name for part in NOT_METRICS):
+                del metrics[name]
+        steps.append(metrics)
+    assert len(steps) == trainer.args.max_steps
+    return steps
 
 
-def compare(mine, theirs, except_=()):
-    """Every number of every step, the gradient's norm among them.
+def assert_same_logs(patched, reference, except_=()):
+    """Compare every metric of every step, the gradient's norm among them.
 
     fp32, two or three steps of Adam: the differences of single steps, some 1e-7, have not grown
     past 1e-4. Adam's first steps are as long for a gradient of 1e-7 as for one of 1. So after one
     of them a difference of two numbers is as exact as these two, and may be much less exact than
-    its own size tells."""
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert set(except_) >= set(a) ^ set(b), (
-            f"logged by one alone: {set(a) ^ set(b) - set(except_)}"
-        )
-        for name in set(a) & set(b) - set(except_):
-            if name in SIGNS and all(abs(b[term]) <= ABS for term in SIGNS[name]):
+    its own size tells.
+    """
+    for i, (metrics, expected) in enumerate(zip(patched, reference, strict=True)):
+        only_in_one = (metrics.keys() ^ expected.keys()) - set(except_)
+        assert not only_in_one, f"logged by one alone: {only_in_one}"
+        for name in metrics.keys() & expected.keys() - set(except_):
+            if name in SIGNS and all(abs(expected[term]) <= ABS for term in SIGNS[name]):
                 continue  # the policy is the reference still: signs of last digits
-            size = sum(abs(b[term]) for term in TERMS.get(name, ())) if i else 0
-            message = f"{name} of step {i}: {a[name]}, without: {b[name]}"
-            assert a[name] == pytest.approx(b[name], rel=REL, abs=max(ABS, REL * size)), message
-        assert a["grad_norm"] > 0
-    assert theirs[0]["grad_norm"] != theirs[-1]["grad_norm"]
+            size = sum(abs(expected[term]) for term in DIFFERENCES.get(name, ())) if i else 0
+            message = f"{name} of step {i}: {metrics[name]}, without: {expected[name]}"
+            bound = max(ABS, REL * size)
+            assert metrics[name] == pytest.approx(expected[name], rel=REL, abs=bound), message
+        assert metrics["grad_norm"] > 0
+    assert reference[0]["grad_norm"] != reference[-1]["grad_norm"]

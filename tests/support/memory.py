@@ -1,15 +1,17 @@
-"""Whose memory a gradient takes: functions that note it."""
+"""Functions that record whose memory a gradient takes."""
 
 import gc
 
 import torch
 
-from liger_kernel.core.op import may_overwrite
+from liger_kernel.core.overwrite import may_overwrite
 
 
-class Source(torch.autograd.Function):
-    """2·x, noting where the result lies and where its gradient arrives: what a projection before
-    the GLU does."""
+class AddressRecorder(torch.autograd.Function):
+    """Compute 2·x, as a projection before a GLU might.
+
+    Records in ``seen`` the address of the result ("made") and of its gradient ("gradient").
+    """
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -24,20 +26,25 @@ class Source(torch.autograd.Function):
         return 2 * dy, None
 
 
-def reused(seen):
+def reuses_memory(seen):
     return seen["gradient"] == seen["made"]
 
 
-def collect(loss):
-    """Triton's interpreter leaves the memory of its arguments in reference cycles; on a GPU there
-    is nothing to do."""
+def collect_garbage(loss):
+    """Collect garbage, and return ``loss``.
+
+    Triton's interpreter leaves the memory of its arguments in reference cycles. On a GPU there is
+    nothing to do.
+    """
     gc.collect()
     return loss
 
 
 class Square(torch.autograd.Function):
-    """x², whose backward writes dx over x where it may, as cross entropy does, and notes the
-    answer."""
+    """Compute x². Like cross entropy's, its backward writes dx over x if it may.
+
+    ``answers`` records whether it might.
+    """
 
     answers = []
 
@@ -57,5 +64,5 @@ class Square(torch.autograd.Function):
         return x
 
 
-def backward(out, **kwargs):
+def backward_of_sum(out, **kwargs):
     out.sum().backward(**kwargs)

@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import liger_kernel.transformers as liger
 
 
-class Norm(LlamaRMSNorm):
-    """RMSNorm in plain arithmetic, for subclasses that do something beside."""
+class PlainRMSNorm(LlamaRMSNorm):
+    """RMSNorm in plain arithmetic, for subclasses that do more than that."""
 
     def normed(self, x):
         h = x.float()
@@ -18,26 +18,29 @@ class Norm(LlamaRMSNorm):
         return self.weight * h.to(x.dtype)
 
 
-def with_act(act):
-    def mlp(config):
-        made = LlamaMLP(config)
-        made._modules.pop("act_fn", None)
-        made.act_fn = act()
-        return made
+def mlp_with_activation(act):
+    """Return a function that makes a Llama MLP whose ``act_fn`` is ``act()``."""
 
-    return mlp
+    def make_mlp(config):
+        mlp = LlamaMLP(config)
+        mlp._modules.pop("act_fn", None)
+        mlp.act_fn = act()
+        return mlp
 
-
-def models(change, **config):
-    """(An unpatched model, the same one patched, the report); the first is that of the user's own
-    code."""
-    theirs = tiny.model("llama", **config)
-    change(theirs)
-    mine = copy.deepcopy(theirs)
-    return theirs, mine, liger.apply_liger_kernel(mine)
+    return make_mlp
 
 
-def with_norms(cls):
+def patched_pair(change, **config):
+    """Return (an unpatched model after ``change(model)``, a patched copy of it, the report)."""
+    reference = tiny.model("llama", **config)
+    change(reference)
+    patched = copy.deepcopy(reference)
+    return reference, patched, liger.apply_liger_kernel(patched)
+
+
+def replace_norms(cls):
+    """Return a function that replaces each layer's first norm by a ``cls`` of the same weight."""
+
     def change(model):
         for layer in model.model.layers:
             norm = cls(layer.input_layernorm.weight.numel())
@@ -47,10 +50,12 @@ def with_norms(cls):
     return change
 
 
-def with_mlps(make):
+def replace_mlps(make_mlp):
+    """Return a function that replaces each layer's MLP by ``make_mlp(config)``, same weights."""
+
     def change(model):
         for layer in model.model.layers:
-            mlp = make(model.config)
+            mlp = make_mlp(model.config)
             mlp.load_state_dict(layer.mlp.state_dict())
             layer.mlp = mlp
 

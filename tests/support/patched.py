@@ -1,5 +1,4 @@
-"""Models of the families with and without the patch, their steps, and how often each operator
-runs."""
+"""Models of the families with and without the patch, their steps, and their operators' calls."""
 
 import contextlib
 import sys
@@ -13,44 +12,54 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
-from liger_kernel.patch.loss import placeholder as logits
+from liger_kernel.patch.loss.active_request import current_request
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
 LEVEL = pytest.mark.parametrize("level", ["class", "instance"])
 ONE_LAYER = dict(num_hidden_layers=1)
-BY_HEAD = dict(
-    cross_entropy=False, fused_linear_cross_entropy=True
-)  # granite's default is the other one
+# granite's default is the other one
+BY_HEAD = dict(cross_entropy=False, fused_linear_cross_entropy=True)
 
 
-def apply(family, model=None, **switches):
-    return getattr(liger, f"apply_liger_kernel_to_{family}")(**{**BY_HEAD, **switches}, model=model)
+def apply_to_family(family, model=None, **switches):
+    apply = getattr(liger, f"apply_liger_kernel_to_{family}")
+    return apply(**{**BY_HEAD, **switches}, model=model)
 
 
-def step(model, run=None, **given):
-    """The output and every gradient of one training step; ``run`` is the model compiled."""
+def step(model, run=None, **inputs):
+    """Return the output and the gradients of one training step.
+
+    ``run``: the model compiled. ``inputs`` replace those of `tiny.batch`.
+    """
     model.zero_grad()
     device = next(model.parameters()).device
-    out = (model if run is None else run)(
-        **{**{name: t.to(device) for name, t in tiny.batch().items()}, **given}
-    )
-    out = dict(loss=out[0]) if type(out) is tuple else out
+    batch = {name: t.to(device) for name, t in tiny.batch().items()}
+    out = (model if run is None else run)(**{**batch, **inputs})
+    if type(out) is tuple:
+        out = dict(loss=out[0])
     out["loss"].backward()
-    return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out, grads
 
 
-def assert_same_step(mine, theirs, rtol=1e-5):
-    """fp32 sums of up to a hundred terms in another order: some 1e-7 of the largest, and two layers
-    deep."""
-    (out, grads), (want, want_grads) = mine, theirs
-    torch.testing.assert_close(out["loss"], want["loss"], rtol=rtol, atol=0)
-    assert grads.keys() == want_grads.keys()
-    for name, g in want_grads.items():
-        assert (grads[name] - g).abs().max() <= rtol * g.abs().max(), name
+def assert_same_step(patched_step, reference_step, rtol=1e-5):
+    """Compare two results of `step`.
+
+    fp32 sums of up to a hundred terms in another order: some 1e-7 of the largest, and two layers
+    deep.
+    """
+    out, grads = patched_step
+    expected, expected_grads = reference_step
+    torch.testing.assert_close(out["loss"], expected["loss"], rtol=rtol, atol=0)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        assert (grads[name] - grad).abs().max() <= rtol * grad.abs().max(), name
 
 
-def pending(model):
-    return [request for request in (logits.current(),) if request is not None]
+def pending_requests(model):
+    """Return the requests that a call has left behind."""
+    request = current_request()
+    return [] if request is None else [request]
 
 
 OPERATORS = (
@@ -65,17 +74,18 @@ OPERATORS = (
 
 
 @contextlib.contextmanager
-def counted(monkeypatch):
-    """How often each operator runs: patched code looks them up when it calls them."""
+def count_calls(monkeypatch):
+    """Yield the number of calls of each operator, which patched code looks up when it calls it."""
     calls = dict.fromkeys(OPERATORS, 0)
-    gated_linear, by_layers = activation_linear.gated_linear, swiglu_mlp.by_layers
+    gated_linear = activation_linear.gated_linear
+    gated_mlp_of_layers = swiglu_mlp.gated_mlp_of_layers
 
     def counting_glu(a, b, act, linear):
         calls["swiglu" if act == "silu" else "geglu"] += 1
         return gated_linear(a, b, act, linear)
 
     def counting_mlp(x, *layers):
-        out = by_layers(x, *layers)
+        out = gated_mlp_of_layers(x, *layers)
         calls["swiglu" if layers[-1] == "silu" else "geglu"] += out is not None
         return out
 
@@ -86,48 +96,56 @@ def counted(monkeypatch):
 
         return call
 
-    with monkeypatch.context() as patched:
-        patched.setattr(activation_linear, "gated_linear", counting_glu)
-        patched.setattr(swiglu_mlp, "by_layers", counting_mlp)
+    with monkeypatch.context() as patch:
+        patch.setattr(activation_linear, "gated_linear", counting_glu)
+        patch.setattr(swiglu_mlp, "gated_mlp_of_layers", counting_mlp)
         for name in calls:
-            patched.setattr(
-                functional, f"liger_{name}", counting(name, getattr(functional, f"liger_{name}"))
-            )
+            operator = f"liger_{name}"
+            patch.setattr(functional, operator, counting(name, getattr(functional, operator)))
         yield calls
 
 
-def expected(family, **switches):
-    norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
-    glu = "geglu" if family.startswith("gemma") else "experts" if family == "mixtral" else "swiglu"
-    calls = dict.fromkeys(OPERATORS, 0) | dict(rms_norm=norms, rope=2, fused_linear_cross_entropy=1)
-    return calls | {glu: 2} | switches
+def expected_calls(family, **switches):
+    """Return the number of calls of each operator in one step of a patched model of two layers."""
+    num_norms = {"qwen3": 9, "gemma2": 9}.get(family, 5)
+    mlp = "swiglu"
+    if family.startswith("gemma"):
+        mlp = "geglu"
+    elif family == "mixtral":
+        mlp = "experts"
+    calls = dict.fromkeys(OPERATORS, 0)
+    calls |= {"rms_norm": num_norms, "rope": 2, "fused_linear_cross_entropy": 1, mlp: 2}
+    return calls | switches
 
 
-def modeling(family):
+def modeling_module(family):
     return sys.modules[tiny.model_class(family).__module__]
 
 
-def built(family, level, config=None, **switches):
-    """(an unpatched model, the same model patched)."""
+def build_pair(family, level, config=None, **switches):
+    """Return (an unpatched model, the same model patched).
+
+    ``level``: "instance" patches the model, "class" the family before the model is made.
+    """
     if level == "instance":
-        mine = tiny.model(family, **config or {})
-        apply(family, mine, **switches)
+        patched = tiny.model(family, **config or {})
+        apply_to_family(family, patched, **switches)
     else:
-        apply(family, **switches)
-        mine = tiny.model(family, **config or {})
-        liger.revert(family)  # or a model that is not patched would be
-    theirs = tiny.model(family, **config or {})
-    mine.load_state_dict(theirs.state_dict())
-    return theirs, mine
+        apply_to_family(family, **switches)
+        patched = tiny.model(family, **config or {})
+        liger.revert(family)  # or the reference would be patched, too
+    reference = tiny.model(family, **config or {})
+    patched.load_state_dict(reference.state_dict())
+    return reference, patched
 
 
-def lora(model, **config):
+def add_lora(model, **config):
     torch.manual_seed(0)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
 
 
-def llama_with(tail):
-    """A Llama whose forward does something to its logits."""
+def llama_with_tail(tail):
+    """Return a Llama whose forward calls ``tail`` on its logits."""
     base = tiny.model_class("llama")
 
     class LlamaForCausalLM(base):

@@ -1,10 +1,11 @@
-"""For `portability`: to compile for Intel's GPUs by the Triton that PyPI has with their back end,
-3.3.
+"""Compile for Intel's GPUs with Triton 3.3, for `portability`.
 
-The package asks for 3.6, as PyTorch's own Triton for Intel is: that is on PyTorch's index alone.
-What the older Triton lacks on the host's side is made up here, before the package is imported. The
-compiler is as it is, up to SPIR-V; what a GPU's driver makes of that is not seen. Tile descriptors,
-which 3.3 has under another name, are NVIDIA's alone here."""
+3.3 is the Triton with Intel's back end that PyPI has. The package asks for 3.6, as PyTorch's own
+Triton for Intel is: that is on PyTorch's index alone. What the older Triton lacks on the host's
+side is added here, before the package is imported. The compiler is unchanged, up to SPIR-V; what a
+GPU's driver makes of that is not seen. Tile descriptors, which 3.3 has under another name, are
+NVIDIA's alone here.
+"""
 
 import sys
 import types
@@ -13,9 +14,10 @@ import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
-HERE = "intel" in backends
-SHARED = 128 * 1024
-TARGET = GPUTarget(  # a Data Center GPU Max 1100, as its driver would describe it
+AVAILABLE = "intel" in backends
+SHARED_MEMORY_BYTES = 128 * 1024
+# a Data Center GPU Max 1100, as its driver would describe it
+TARGET = GPUTarget(
     "xpu",
     dict(
         name="Intel(R) Data Center GPU Max 1100",
@@ -35,9 +37,12 @@ TARGET = GPUTarget(  # a Data Center GPU Max 1100, as its driver would describe 
 )
 
 
-def make_up():
-    """The module of descriptors, what a dtype's comparison gives in a kernel, the architecture's
-    name without SYCL."""
+def add_what_is_missing():
+    """Add to Triton 3.3 what the package needs.
+
+    That is the module of descriptors, comparisons of dtypes in a kernel, and the architecture's
+    name without SYCL.
+    """
     from triton.compiler.code_generator import CodeGenerator, constexpr
 
     descriptors = types.ModuleType("triton.tools.tensor_descriptor")
@@ -46,24 +51,24 @@ def make_up():
 
     apply = CodeGenerator._apply_binary_method
 
-    def of_bools_too(self, name, *sides):
-        return apply(
-            self, name, *(constexpr(side) if isinstance(side, bool) else side for side in sides)
-        )
+    def apply_to_bools_too(self, name, *sides):
+        operands = [constexpr(side) if isinstance(side, bool) else side for side in sides]
+        return apply(self, name, *operands)
 
-    CodeGenerator._apply_binary_method = of_bools_too
-    known = types.SimpleNamespace(parse_device_arch=lambda number: "pvc")
-    backends["intel"].compiler.__init__.__globals__["compile_module_from_src"] = (
-        lambda source, name: known
-    )
+    CodeGenerator._apply_binary_method = apply_to_bools_too
+    architecture = types.SimpleNamespace(parse_device_arch=lambda number: "pvc")
+    compiler_globals = backends["intel"].compiler.__init__.__globals__
+    compiler_globals["compile_module_from_src"] = lambda source, name: architecture
 
 
-def launches_become(make):
-    """``make(source, options)`` stands in for the compilation of what is launched."""
-    triton.compiler.compile = lambda source, target=None, options=None: make(
-        source, types.SimpleNamespace(**options)
-    )
+def replace_compile(make):
+    """Let ``make(source, options)`` replace the compilation of what is launched."""
+
+    def compile(source, target=None, options=None):
+        return make(source, types.SimpleNamespace(**options))
+
+    triton.compiler.compile = compile
 
 
-if HERE:
-    make_up()
+if AVAILABLE:
+    add_what_is_missing()

@@ -1,4 +1,4 @@
-"""Modules with and without the patch, for what a proof rests on."""
+"""Modules with and without the patch, for tests of what a proof rests on."""
 
 import copy
 
@@ -12,76 +12,84 @@ from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
 from liger_kernel.transformers import apply_liger_kernel
 
 
-def rows(*shape, seed=0, dtype=torch.float32):
+def random_rows(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def holding(*modules):
-    """A model of these modules, patched, and a copy that is not."""
-    theirs = torch.nn.ModuleList(modules).to(DEVICE)
+def model_of(*modules):
+    """Return (a patched model of these modules, an unpatched copy, the report)."""
+    reference = torch.nn.ModuleList(modules).to(DEVICE)
     with torch.no_grad():
-        for i, p in enumerate(theirs.parameters()):
-            p.copy_(rows(*p.shape, seed=i))
-    mine = copy.deepcopy(theirs)
-    return mine, theirs, trusting(mine, swiglu=True, geglu=True, rms_norm=True, layer_norm=True)
+        for i, p in enumerate(reference.parameters()):
+            p.copy_(random_rows(*p.shape, seed=i))
+    patched = copy.deepcopy(reference)
+    report = apply_with_trust(patched, swiglu=True, geglu=True, rms_norm=True, layer_norm=True)
+    return patched, reference, report
 
 
-def trusting(model, **switches):
-    """Patch it, and try the tests' own classes, too: what they are for is what the trial sees."""
+def apply_with_trust(model, **switches):
+    """Patch a model, and trust the tests' own classes, so that a trial sees what they do."""
     return apply_liger_kernel(model, trust=own_classes(model), **switches)
 
 
 def own_classes(model):
-    known = "torch.", "transformers."
-    return {type(m) for m in model.modules() if not type(m).__module__.startswith(known)}
+    libraries = "torch.", "transformers."
+    return {type(m) for m in model.modules() if not type(m).__module__.startswith(libraries)}
 
 
-def patched(module) -> bool:
+def is_patched(module) -> bool:
     return hasattr(type(module), "_liger")
 
 
-def counted(monkeypatch):
-    """Which of our operators ran."""
+def record_calls(monkeypatch):
+    """Return a list that gets the name of each of our operators that runs."""
     calls = []
 
-    def counting(name, function):
-        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
+    def recording(name, function):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(
-        activation_linear, "gated_linear", counting("glu", activation_linear.gated_linear)
-    )
-    monkeypatch.setattr(swiglu_mlp.GatedMLP, "apply", counting("glu", swiglu_mlp.GatedMLP.apply))
+        return call
+
+    gated_linear = activation_linear.gated_linear
+    monkeypatch.setattr(activation_linear, "gated_linear", recording("glu", gated_linear))
+    monkeypatch.setattr(swiglu_mlp.GatedMLP, "apply", recording("glu", swiglu_mlp.GatedMLP.apply))
     for name in ("liger_rms_norm", "liger_layer_norm", "liger_rope"):
-        monkeypatch.setattr(functional, name, counting(name, getattr(functional, name)))
+        monkeypatch.setattr(functional, name, recording(name, getattr(functional, name)))
     return calls
 
 
-def same(mine, theirs, x=None):
-    """Both give the same, to rounding: in fp32, of sums of 48 terms that may be taken in another
-    order."""
-    x = rows(2, 5, 32, seed=9) if x is None else x
-    got, want = mine(x), theirs(x)
-    assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+def assert_same_output(patched, reference, x=None):
+    """Compare two modules' outputs up to the rounding of fp32.
+
+    Their sums of 48 terms may be taken in another order.
+    """
+    x = random_rows(2, 5, 32, seed=9) if x is None else x
+    output = patched(x)
+    expected = reference(x)
+    assert output.dtype == expected.dtype
+    bound = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=bound)
 
 
-CONFIG = tiny.config("llama")  # one, as in a model
+CONFIG = tiny.config("llama")  # shared by all MLPs, as in a model
 
 
-def mlp(**attributes):
-    made = LlamaMLP(CONFIG)
+def make_mlp(**attributes):
+    mlp = LlamaMLP(CONFIG)
     for name, value in attributes.items():
-        put(made, name, value)
-    return made
+        set_attribute(mlp, name, value)
+    return mlp
 
 
-def put(module, name, value):
-    """In the place of a child, too, if it is none."""
+def set_attribute(module, name, value):
+    """Set an attribute, also one that replaces a child by something else than a module."""
     module._modules.pop(name, None)
     setattr(module, name, value)
 
 
-def with_(cls, **attributes):
-    made = mlp(**attributes)
-    made.__class__ = cls
-    return made
+def mlp_of_class(cls, **attributes):
+    mlp = make_mlp(**attributes)
+    mlp.__class__ = cls
+    return mlp

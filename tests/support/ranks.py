@@ -1,5 +1,4 @@
-"""Checks that run in a group of two processes: gloo on a CPU, NCCL on two GPUs; models spread over
-them."""
+"""Run checks in a group of two processes: gloo on a CPU, NCCL on two GPUs."""
 
 import gc
 import time
@@ -17,9 +16,8 @@ from torch import multiprocessing
 SIZE = 2
 
 
-def process(rank, store, checks, reached):
-    """The checks, each called with the rank. One that fails ends the group; ``reached`` says
-    which."""
+def run_process(rank, store, checks, reached):
+    """Call each check with the rank, and keep its number in the rank's entry of ``reached``."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -43,37 +41,44 @@ def process(rank, store, checks, reached):
     dist.destroy_process_group()
 
 
-def reached():
-    """For `process`: the number of the check that each rank has come to."""
+def reached_checks():
+    """Return an array for `run_process`: the number of the check that each rank is at."""
     return multiprocessing.get_context("spawn").Array("i", SIZE)
 
 
 def run(checks, folder):
-    """``checks``: `functools.partial` of functions that a module holds. After one that fails the
-    others still run.
+    """Run checks, each a `functools.partial` of a module's function that takes the rank.
 
-    That takes a new group, and one that hangs two minutes: after five minutes of failures no other
-    is tried."""
+    After one that fails the others still run. They need a new group, and a check that hangs takes
+    two minutes: after five minutes of failures no other check is tried.
+    """
     if not dist.is_available():
         pytest.skip("this torch was built without torch.distributed")
     if DEVICE == "cuda" and torch.cuda.device_count() < SIZE:
         pytest.skip(f"not {SIZE} GPUs, but some")
-    checks, failed, spent = [*checks], [], 0
-    while checks and spent < 300:
-        began = time.monotonic()
-        at, store = reached(), folder / f"store{len(failed)}"
+    checks = [*checks]
+    failures = []
+    seconds_of_failures = 0
+    while checks and seconds_of_failures < 300:
+        start = time.monotonic()
+        reached = reached_checks()
+        store = folder / f"store{len(failures)}"
         try:
-            multiprocessing.spawn(process, (str(store), checks, at), nprocs=SIZE)
+            multiprocessing.spawn(run_process, (str(store), checks, reached), nprocs=SIZE)
             checks = []
         except (
             multiprocessing.ProcessRaisedException,
             multiprocessing.ProcessExitedException,
         ) as error:
-            failed.append(str(error))
-            del checks[: min(at) + 1]  # the other rank may be ahead, in one that has not failed
-            spent += time.monotonic() - began
-    failed += [f"{len(checks)} checks were not tried"] if checks else []
-    assert not failed, "\n\n".join(failed)
+            failures.append(str(error))
+            del checks[: min(reached) + 1]  # the other rank may be ahead, in one that did not fail
+            seconds_of_failures += time.monotonic() - start
+    if checks:
+        failures.append(f"{len(checks)} checks were not tried")
+    assert not failures, "\n\n".join(failures)
+
+
+# ---- models spread over the ranks ----
 
 
 def ddp(model):
@@ -94,7 +99,7 @@ def fsdp1(model):
 
 
 def fsdp2(*groups):
-    """The layers, then ``groups`` of modules, then the rest at the root."""
+    """Return a function that shards the layers, then ``groups`` of modules, then the root."""
 
     def shard(model):
         from torch.distributed.fsdp import fully_shard
@@ -125,23 +130,22 @@ WRAPPERS = {
 
 
 def whole_gradients(model):
-    """name -> gradient, gathered from the ranks."""
+    """Return the gradients by name, gathered from the ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
     if hasattr(model, "zero_optimization"):
-        return {n: g * STEPS for n, g in zero.gradients(model).items()}  # it averages the steps
+        # DeepSpeed averages the steps
+        return {name: grad * STEPS for name, grad in zero.gradients(model).items()}
 
-    gathered = (
-        FSDP1.summon_full_params(model, with_grads=True)
-        if isinstance(model, FSDP1)
-        else nullcontext()
-    )
+    gathered = nullcontext()
+    if isinstance(model, FSDP1):
+        gathered = FSDP1.summon_full_params(model, with_grads=True)
+    grads = {}
     with gathered:
-        named = {
-            n.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p
-            for n, p in model.named_parameters()
-        }
-        return {
-            n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-            for n, p in named.items()
-        }
+        for name, p in model.named_parameters():
+            name = name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
+            if hasattr(p.grad, "full_tensor"):
+                grads[name] = p.grad.full_tensor()
+            else:
+                grads[name] = p.grad.clone()
+    return grads

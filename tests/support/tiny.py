@@ -7,10 +7,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 FAMILIES = ("gemma", "gemma2", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
 VOCABULARY = 96
 SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
-OWN = {
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+FAMILY_OPTIONS = {
     "gemma2": dict(final_logit_softcapping=2.0, sliding_window=8, query_pre_attn_scalar=8),
     "granite": dict(
         logits_scaling=0.5,
@@ -26,35 +35,35 @@ OWN = {
 
 
 def config(family, **overrides):
-    given = {
+    options = {
         **SIZES,
-        **OWN.get(family, {}),
+        **FAMILY_OPTIONS.get(family, {}),
         "attn_implementation": "eager",
         "use_cache": False,
         **overrides,
     }
     if family in ("granite", "mixtral", "phi3", "qwen2"):  # the head's size follows from the others
-        given.pop("head_dim")
-    return CONFIG_MAPPING[family](**given)
+        options.pop("head_dim")
+    return CONFIG_MAPPING[family](**options)
 
 
 def model_class(family, mapping=MODEL_FOR_CAUSAL_LM_MAPPING):
-    found = mapping[CONFIG_MAPPING[family]]
-    return found[0] if isinstance(found, (list, tuple)) else found
+    classes = mapping[CONFIG_MAPPING[family]]
+    return classes[0] if isinstance(classes, (list, tuple)) else classes
 
 
 def model(family, dtype=torch.float32, seed=0, **overrides):
-    """In training mode; its weights are large enough for a nonlinearity to show."""
+    """Return a model in training mode, with weights large enough for a nonlinearity to show."""
     torch.manual_seed(seed)
-    made = model_class(family)(config(family, **overrides)).to(dtype).train()
+    model = model_class(family)(config(family, **overrides)).to(dtype).train()
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-    return made
+    return model
 
 
 def batch(rows=2, tokens=13, seed=1):
-    """Token ids and labels; some tokens count for nothing."""
+    """Return token ids and labels. Some tokens are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
     labels = ids.clone()

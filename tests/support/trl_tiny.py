@@ -1,5 +1,4 @@
-"""A tokenizer, a model in a folder and a few lines of data for TRL's trainers: nothing comes from a
-network."""
+"""A tokenizer, a saved model and a few lines of data for TRL's trainers, without a network."""
 
 import tiny
 import tokenizers
@@ -7,8 +6,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 WORDS = """
-    the a river lamp stone garden letter winter window kettle market tailor runs waits sings bends turns opens falls
-    slowly early twice again under over beside after quiet bright cold small and but so
+    the a river lamp stone garden letter winter window kettle market tailor runs waits sings bends
+    turns opens falls slowly early twice again under over beside after quiet bright cold small and
+    but so
 """.split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
 CHAT = (
@@ -18,12 +18,12 @@ CHAT = (
 
 
 def tokenizer():
-    """A word is a token."""
-    words = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    """Return a tokenizer to which each word is a token."""
+    ids = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
+    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=word_level,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
@@ -32,8 +32,8 @@ def tokenizer():
     )
 
 
-def folder(path, seed=0, family="llama", **config):
-    """Where a tiny model and the tokenizer are saved, as the path that a trainer takes."""
+def save_model(path, seed=0, family="llama", **config):
+    """Save a tiny model and the tokenizer, and return the path for a trainer."""
     tiny.model(family, seed=seed, **config).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return str(path)
@@ -44,26 +44,22 @@ def words(first, count):
 
 
 def pairs(rows=8):
-    """Completions of unequal length."""
-    return Dataset.from_list(
-        [
-            dict(
-                prompt=words(i, 3),
-                chosen=" " + words(i + 1, 3 + i % 3),
-                rejected=" " + words(i + 2, 6 - i % 4),
-            )
-            for i in range(rows)
-        ]
-    )
+    """Return pairs of completions of unequal length."""
+    examples = []
+    for i in range(rows):
+        chosen = " " + words(i + 1, 3 + i % 3)
+        rejected = " " + words(i + 2, 6 - i % 4)
+        examples.append(dict(prompt=words(i, 3), chosen=chosen, rejected=rejected))
+    return Dataset.from_list(examples)
 
 
 def unpaired(rows=8):
-    return Dataset.from_list(
-        [
-            dict(prompt=words(i, 3), completion=" " + words(i + 1, 3 + i % 4), label=i % 3 != 1)
-            for i in range(rows)
-        ]
-    )
+    """Return completions with the label that they are wanted or not."""
+    examples = []
+    for i in range(rows):
+        completion = " " + words(i + 1, 3 + i % 4)
+        examples.append(dict(prompt=words(i, 3), completion=completion, label=i % 3 != 1))
+    return Dataset.from_list(examples)
 
 
 def prompts(rows=8):
@@ -71,10 +67,9 @@ def prompts(rows=8):
 
 
 def chats(rows=8):
-    said = [(words(i, 3), words(i + 1, 4 + i % 3)) for i in range(rows)]
-    return Dataset.from_list(
-        [
-            dict(messages=[dict(role="user", content=a), dict(role="assistant", content=b)])
-            for a, b in said
-        ]
-    )
+    examples = []
+    for i in range(rows):
+        question = dict(role="user", content=words(i, 3))
+        answer = dict(role="assistant", content=words(i + 1, 4 + i % 3))
+        examples.append(dict(messages=[question, answer]))
+    return Dataset.from_list(examples)

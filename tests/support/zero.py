@@ -1,5 +1,7 @@
-"""DeepSpeed's ZeRO engine in a group of ranks: on CPUs or on GPUs, with PyTorch's optimizers:
-nothing is compiled."""
+"""DeepSpeed's ZeRO engine in a group of ranks, on CPUs or on GPUs.
+
+It has PyTorch's optimizers, so that nothing is compiled.
+"""
 
 import importlib
 import os
@@ -10,24 +12,23 @@ from hardware import DEVICE
 
 
 def prepare():
-    """For the processes of `ranks.run`: what DeepSpeed's launcher says, and no compiler."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    """Set up a process of `ranks.run` as DeepSpeed's launcher does, and without a compiler."""
+    rank = str(dist.get_rank())
+    size = str(dist.get_world_size())
     os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ |= dict(
-        MASTER_ADDR="localhost", MASTER_PORT="1"
-    )  # asked for, and not used: the group is there
+    # required, and not used: the group is there
+    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
     if DEVICE == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    backend = importlib.import_module(
-        "deepspeed.comm.torch"
-    )  # deepspeed.comm's attribute of that name is PyTorch
+    # by its name, since deepspeed.comm's attribute `torch` is PyTorch
+    backend = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # C++, for inference alone
     importlib.import_module("deepspeed").init_distributed(verbose=False)
 
 
 def configuration(dtype, stage=3, accumulated=1, rows=2, offload=(), **zero):
-    """``offload``: "optimizer", "param"."""
-    zero |= dict(stage=stage) | {f"offload_{what}": dict(device="cpu") for what in offload}
+    """Return DeepSpeed's configuration. ``offload``: of "optimizer" and "param"."""
+    zero |= dict(stage=stage) | {f"offload_{part}": dict(device="cpu") for part in offload}
     if stage == 3:  # as for a large model: no parameter stays whole for longer than its module runs
         names = (
             "param_persistence_threshold",
@@ -37,14 +38,19 @@ def configuration(dtype, stage=3, accumulated=1, rows=2, offload=(), **zero):
         )
         zero = {f"stage3_{name}": 0 for name in names} | zero
     return dict(
-        train_micro_batch_size_per_gpu=rows, gradient_accumulation_steps=accumulated, zero_optimization=zero,
-        bf16=dict(enabled=dtype == torch.bfloat16), zero_force_ds_cpu_optimizer=False,
-        zero_allow_untested_optimizer=True, gradient_clipping=0.0, steps_per_print=10**9,
-    )  # fmt: skip
+        train_micro_batch_size_per_gpu=rows,
+        gradient_accumulation_steps=accumulated,
+        zero_optimization=zero,
+        bf16=dict(enabled=dtype == torch.bfloat16),
+        zero_force_ds_cpu_optimizer=False,
+        zero_allow_untested_optimizer=True,
+        gradient_clipping=0.0,
+        steps_per_print=10**9,
+    )
 
 
 def engine(model, optimizer=None, **options):
-    """``options`` are those of `configuration`. Without an optimizer it is Adam."""
+    """Return DeepSpeed's engine. ``options`` of `configuration`; the default optimizer is Adam."""
     prepare()
     import deepspeed
 
@@ -57,14 +63,17 @@ def engine(model, optimizer=None, **options):
 
 
 def gradients(engine):
-    """name -> what the optimizer is about to take: the mean over ranks and accumulated batches."""
+    """Return by name the gradients of the next optimizer step.
+
+    They are means over the ranks and the accumulated batches.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     return {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
 
 
 def weights(engine):
-    """name -> the weight that learns, of mixed precision in fp32."""
+    """Return by name the weights that learn. Under mixed precision these are in fp32."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     return {

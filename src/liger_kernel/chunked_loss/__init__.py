@@ -1,5 +1,4 @@
-"""Preference, policy, distillation and Medusa losses of a linear head, without its logits in
-memory."""
+"""Preference, policy, distillation and Medusa losses, without the head's logits in memory."""
 
 from liger_kernel.losses.distillation import (
     LigerFusedLinearCosineSimilarityFunction,

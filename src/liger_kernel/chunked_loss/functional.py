@@ -1,5 +1,4 @@
-"""The losses' Functions as functions: positional arguments, in the order of the Function's
-forward."""
+"""The losses' Functions as functions, with positional arguments in the order of their forward."""
 
 from liger_kernel.losses.distillation import liger_fused_linear_cosine, liger_fused_linear_jsd
 from liger_kernel.losses.policy import liger_fused_linear_grpo

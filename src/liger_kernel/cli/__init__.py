@@ -1,8 +1,9 @@
 """The command line: ``liger-kernel compare | doctor | models | plan``.
 
-Exit codes: 0 fine, 1 the answer is bad news (the losses part, something is broken), 2 the input
-cannot be used, 3 a process of ours ended without a result, 130 interrupted, 141 nobody reads the
-output any more. Nothing here imports torch before a command needs it."""
+Exit codes: 0 fine, 1 the answer is bad news (the losses differ, something is broken), 2 the input
+cannot be used, 3 a process that we started ended without a result, 130 interrupted, 141 nobody
+reads the output any more. Nothing here imports torch before a command needs it.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +48,19 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _main(argv)
         finally:
-            sys.stdout.flush()  # here, where it can still be caught
-    except BrokenPipeError:  # as of `| head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python flushes at its end
+            sys.stdout.flush()  # here, where an error can still be caught
+    except BrokenPipeError:  # as from `| head`
+        # Python flushes stdout once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _main(argv: list[str] | None) -> int:
     try:
-        known = parser()
-        args = known.parse_args(argv)
+        root = parser()
+        args = root.parse_args(argv)
         if "run" not in args:
-            known.print_help()
+            root.print_help()
             return 0
         return args.run(args)
     except BadInput as problem:

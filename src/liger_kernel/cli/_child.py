@@ -1,9 +1,10 @@
-"""A command's heavy work, in a process of its own: its memory and patches stay there, and a crash
-becomes a message.
+"""Run a command's heavy work in a child process: memory and patches stay there, a crash becomes a
+message.
 
-The parent writes one JSON object to the child's stdin, the child answers with one JSON object a
-line: events, and at the end the result. Whatever libraries print goes to the child's stderr, of
-which a crash shows the last lines."""
+The parent writes one JSON object to the child's stdin. The child answers with one JSON object a
+line: events, and at the end the result. All that libraries print goes to the child's stderr, whose
+last lines are shown after a crash.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,11 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-TAIL = 12  # lines of a crashed child's output that are worth reading
+TAIL_LINES = 12  # of a crashed child's output
 
 
 class BadInput(Exception):
-    """The user gave something that cannot be used; the message is one sentence that says what to
-    do."""
+    """The user's input cannot be used. The message is one sentence that says what to do."""
 
 
 class Crash(Exception):
@@ -37,8 +37,7 @@ def one_line(problem: BaseException) -> str:
 def run(
     module: str, spec: dict, on_event: Callable[[dict], None], title: str, **environment: str
 ) -> dict:
-    """Run ``module`` as a process, hand each of its events to ``on_event`` and return its
-    result."""
+    """Run ``module`` as a process, call ``on_event`` with each of its events, return its result."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -49,13 +48,12 @@ def run(
             stderr=output,
         )
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died at once: its output says why
+            with contextlib.suppress(BrokenPipeError):  # it ended at once: its output says why
                 child.stdin.write(json.dumps(spec))
                 child.stdin.close()
             for line in child.stdout:
-                if not line.startswith(
-                    '{"event"'
-                ):  # printed by a library before `serve` took stdout over
+                # a library may have printed before `serve` took stdout over
+                if not line.startswith('{"event"'):
                     continue
                 event = json.loads(line)
                 if event["event"] == "result":
@@ -65,22 +63,24 @@ def run(
                 if event["event"] == "crash":
                     raise Crash(f"{title}: {event['message']}")
                 on_event(event)
-            code = child.wait()
+            exit_code = child.wait()
         finally:
             _stop(child)
         output.seek(0)
-        tail = [line.rstrip() for line in output if line.strip()][-TAIL:]
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        raise Crash("\n  ".join([f"{title} {how} and gave no result. Its last lines:", *tail]))
+        last_lines = [line.rstrip() for line in output if line.strip()][-TAIL_LINES:]
+        ending = f"ended with exit code {exit_code}"
+        if exit_code < 0:
+            ending = f"was killed by {signal.Signals(-exit_code).name}"
+        message = f"{title} {ending} and gave no result. Its last lines:"
+        raise Crash("\n  ".join([message, *last_lines]))
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package importable, no module taken from the working directory, and kernels
-    on real devices."""
+    """Return the environment of a child process.
+
+    This package is importable, no module comes from the working directory, and kernels run on real
+    devices.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -93,7 +93,7 @@ def _environment() -> dict[str, str]:
 
 def _stop(child: subprocess.Popen) -> None:
     child.stdout.close()
-    child.terminate()  # it has told all that it had to tell
+    child.terminate()  # it has reported everything
     try:
         child.wait(timeout=5)
     except subprocess.TimeoutExpired:
@@ -102,8 +102,10 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def serve(work: Callable[[dict, Callable], dict]) -> int:
-    """The child's side: ``work(spec, report) -> result``; ``report(event, **values)`` sends an
-    event."""
+    """Run the child's side: ``work(spec, report)`` returns the result.
+
+    ``report(event, **values)`` sends an event. Returns the exit code.
+    """
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

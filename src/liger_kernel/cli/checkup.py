@@ -1,5 +1,7 @@
-"""What `doctor` tries in a process of its own: the devices, one small kernel, each operator against
-its reference."""
+"""For `doctor`: try the devices, one small kernel, and each operator against its reference.
+
+It runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,80 +23,90 @@ def _double(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 
 
 def checkup(spec: dict, report) -> dict:
-    kind = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else None
-    report(
-        "devices",
-        devices=[_describe(kind, index) for index in range(getattr(torch, kind).device_count())]
-        if kind
-        else [],
-    )
+    device_type = None
+    if torch.cuda.is_available():
+        device_type = "cuda"
+    elif torch.xpu.is_available():
+        device_type = "xpu"
+    count = 0 if device_type is None else getattr(torch, device_type).device_count()
+    report("devices", devices=[_describe(device_type, index) for index in range(count)])
     report("build", cuda=torch.version.cuda, hip=torch.version.hip)
-    if kind is None:
+    if device_type is None:
         return {}
-    report("triton", **_tried(_triton_works, kind))
+    report("triton", **_tried(_triton_works, device_type))
     for case in CASES:
         report("trying", name=case.name)
-        report("kernel", name=case.name, **_tried(_agrees, case, kind))
+        report("kernel", name=case.name, **_tried(_agrees, case, device_type))
     return {}
 
 
-def _describe(kind: str, index: int) -> dict:
-    properties = getattr(torch, kind).get_device_properties(index)
-    where = torch.empty(0, device=torch.device(kind, index))
-    return dict(
-        name=properties.name, architecture=devices.arch(where), memory=properties.total_memory
-    )
+def _describe(device_type: str, index: int) -> dict:
+    properties = getattr(torch, device_type).get_device_properties(index)
+    tensor = torch.empty(0, device=torch.device(device_type, index))
+    return {
+        "name": properties.name,
+        "architecture": devices.arch(tensor),
+        "memory": properties.total_memory,
+    }
 
 
 def _tried(check, *args) -> dict:
+    """Run ``check(*args)``, and return whether it raised nothing."""
     try:
         check(*args)
-    except Exception as problem:  # whatever it is, it is what the user wants to hear
+    except Exception as problem:  # whatever it is, the user wants to see it
         return dict(works=False, problem=f"{type(problem).__name__}: {one_line(problem)}")
     return dict(works=True, problem=None)
 
 
-def _triton_works(kind: str) -> None:
+def _triton_works(device_type: str) -> None:
     if not TRITON:
         raise ImportError("Triton is not installed")
-    x = torch.arange(1000.0, device=kind)
+    x = torch.arange(1000.0, device=device_type)
     y = torch.full_like(x, -1)
     _double[(triton.cdiv(1000, 256),)](x, y, 1000, BLOCK=256)
     if not torch.equal(y, 2 * x):
         raise ArithmeticError("a kernel that doubles 1,000 numbers gives wrong ones")
 
 
-def _agrees(case, kind: str) -> None:
-    """Outputs and gradients of one small instance, within 1e-3 of the reference in float64."""
+def _agrees(case, device_type: str) -> None:
+    """Check outputs and gradients of a small instance: within 1e-3 of the reference in float64."""
     torch.manual_seed(0)
-    inputs = {name: _moved(value, kind) for name, value in case.inputs(*case.shapes[1]).items()}
-    exact = {name: _moved(value, kind, torch.float64) for name, value in inputs.items()}
-    got, want = _results(case.fn, inputs), _results(case.reference, exact)
-    for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        error, largest = (a.double() - b).abs().max().item(), b.abs().max().item()
+    inputs = case.inputs(*case.shapes[1])
+    inputs = {name: _to_device(value, device_type) for name, value in inputs.items()}
+    fp64_inputs = {
+        name: _to_device(value, device_type, torch.float64) for name, value in inputs.items()
+    }
+    results = _results(case.fn, inputs)
+    expected = _results(case.reference, fp64_inputs)
+    for index, (result, exact) in enumerate(zip(results, expected, strict=True)):
+        error = (result.double() - exact).abs().max().item()
+        largest = exact.abs().max().item()
         if not error <= 1e-3 * largest:
             raise ArithmeticError(
                 f"result {index} is wrong by {error:.2g}, its largest value is {largest:.2g}"
             )
 
 
-def _moved(value, kind: str, dtype=None):
+def _to_device(value, device_type: str, dtype=None):
     if not isinstance(value, torch.Tensor):
         return value
-    moved = value.detach().to(kind, dtype if value.is_floating_point() else None)
-    return moved.requires_grad_(value.requires_grad)
+    tensor = value.detach().to(device_type, dtype if value.is_floating_point() else None)
+    return tensor.requires_grad_(value.requires_grad)
 
 
 def _results(fn, inputs: dict) -> list[torch.Tensor]:
-    out = fn(**inputs)
-    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o is not None]
+    """Return the outputs, and the gradients of their sum."""
+    outputs = fn(**inputs)
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
+    outputs = [x for x in outputs if x is not None]
     leaves = [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-    gradients = (
-        torch.autograd.grad([o.double().sum() for o in outs if o.requires_grad], leaves)
-        if leaves
-        else ()
-    )
-    return [*(o.detach() for o in outs), *gradients]
+    grads = ()
+    if leaves:
+        sums = [x.double().sum() for x in outputs if x.requires_grad]
+        grads = torch.autograd.grad(sums, leaves)
+    return [*(x.detach() for x in outputs), *grads]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Train a model as Hugging Face ships it and patched, and compare losses, speed and memory.
 
 Each run is a process of its own with the same seeds, the same text and the Hugging Face Trainer;
-the patched one sets use_liger_kernel=True and nothing else. Exit code 1 says that the losses part.
+the patched one sets use_liger_kernel=True and nothing else. Exit code 1 means that the losses
+differ.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(training: Training, tolerance: float | str | None = None) -> dict:
-    """Both runs, and the third that measures the noise where the tolerance needs it."""
+    """Return both runs, and a third that measures the noise if the tolerance needs it."""
     runs = {
         "huggingface": _run(training, "Hugging Face"),
         "patched": _run(replace(training, patched=True), "patched"),
@@ -57,11 +58,13 @@ def _run(training: Training, title: str) -> dict:
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line every few steps. On stderr: stdout holds the table
-    alone."""
+    """A bar on a terminal, elsewhere a line every few steps, on stderr."""
 
     def __init__(self, title: str, steps: int):
-        self.title, self.steps, self.every, self.bar = title, steps, max(1, steps // 5), None
+        self.title = title
+        self.steps = steps
+        self.print_every = max(1, steps // 5)
+        self.bar = None
 
     def __enter__(self):
         if sys.stderr.isatty():
@@ -76,18 +79,19 @@ class _Progress:
             self.bar.close()
 
     def __call__(self, event: dict) -> None:
-        step, loss = event["step"], f"{event['loss']:.4f}"
+        step = event["step"]
+        loss = f"{event['loss']:.4f}"
         if self.bar is not None:
             if step == 1:
-                self.bar.unpause()  # loading is no part of the rate
+                self.bar.unpause()  # the rate is that of the steps, without loading
             self.bar.set_postfix(loss=loss, refresh=False)
             self.bar.update()
-        elif step in (1, self.steps) or step % self.every == 0:
+        elif step in (1, self.steps) or step % self.print_every == 0:
             print(f"{self.title}: step {step} of {self.steps}, loss {loss}", file=sys.stderr)
 
 
 def _finite(value):
-    """JSON has no NaN and no infinity: null."""
+    """Return the value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,4 @@
-"""Which libraries can be imported: in a process of its own, because one that is broken may end
-it."""
+"""Try to import libraries, in a process of its own: a broken one may end the process."""
 
 from __future__ import annotations
 

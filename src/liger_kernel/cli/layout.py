@@ -1,5 +1,4 @@
-"""Lines that fit the terminal. What goes into a file or a pipe is not wrapped, unless COLUMNS says
-how wide it is."""
+"""Lines that fit the terminal. A file or a pipe has no width, unless COLUMNS gives one."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ def width() -> int:
 
 
 def wrapped(text: str) -> str:
-    """Each line that is too long goes on in the next, two columns further in than it began."""
-    return "\n".join(map(_wrapped, text.split("\n")))
+    """Return the text with long lines broken, and their parts indented by two more columns."""
+    return "\n".join(map(_wrap_line, text.split("\n")))
 
 
-def _wrapped(line: str) -> str:
+def _wrap_line(line: str) -> str:
     if len(line) <= width():
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)

@@ -1,11 +1,15 @@
 """The meta device in a GPU's place, for `memory`.
 
-Kernels, which allocate nothing, are not launched. Attention keeps what fused attention keeps.
-Autocast, which meta tensors have none of, lowers what matmuls are given."""
+Kernels, which allocate nothing, are not launched. Attention keeps and allocates the tensors of
+fused attention. Autocast, which torch does not have for this device, is a context of our own:
+`autocast`. Only functions of `liger_kernel.core.devices` and the launchers of kernels are replaced;
+torch stays as it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -13,179 +17,199 @@ from torch.overrides import TorchFunctionMode
 from liger_kernel.core import devices
 from liger_kernel.core import kernel as kernels
 
-WIDEST = 256  # channels of a head, for fused attention
+MAX_FUSED_HEAD_DIM = 256  # fused attention takes no wider heads
+
+# ---- attention ----
 
 
-class _Attention(torch.autograd.Function):
-    """Fused attention, forward and backward: what FlashAttention's kernels and cuDNN's keep and
-    allocate."""
+class _FusedAttention(torch.autograd.Function):
+    """The tensors that FlashAttention's and cuDNN's kernels keep and allocate."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
         batch, heads, length, _ = q.shape
-        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(
-            1, 2
-        )  # as the next projection reads it
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
+        # laid out as the next projection reads it
+        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+        logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, logsumexp, mask)
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, grad_output):
         q, k, v, *_ = ctx.saved_tensors
-        sums = q.new_empty(q.shape, dtype=torch.float32)  # of dq, over blocks of keys
-        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-        del sums
-        return found
+        dq_sums = q.new_empty(q.shape, dtype=torch.float32)  # over blocks of keys
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        del dq_sums  # freed when the gradients are there
+        return grads
 
 
 def _attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    if max(q.shape[-1], v.shape[-1]) > WIDEST:
+    if max(q.shape[-1], v.shape[-1]) > MAX_FUSED_HEAD_DIM:
         math = torch.ops.aten._scaled_dot_product_attention_math
         return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = q.new_empty(attn_mask.shape)  # SDPA makes numbers of it, in each layer
-    return _Attention.apply(q, k, v, attn_mask)
+        attn_mask = q.new_empty(attn_mask.shape)  # SDPA converts it to numbers in each layer
+    return _FusedAttention.apply(q, k, v, attn_mask)
+
+
+# ---- autocast ----
 
 
 class _Autocast:
-    """``torch.autocast("meta", ...)``, which torch does not have, to bf16."""
+    """Autocast to bf16 for the meta device. ``autocast(enabled)`` is a context."""
 
     def __init__(self):
-        self.on, self.copies = False, {}
-
-    def __call__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        return (
-            self._switched(enabled)
-            if device_type == "meta"
-            else _REAL(device_type, dtype, enabled, cache_enabled)
-        )
+        self.enabled = False
+        self.copies = {}
 
     @contextlib.contextmanager
-    def _switched(self, on):
-        before, self.on = self.on, on
+    def __call__(self, enabled=True):
+        enabled_before = self.enabled
+        self.enabled = enabled
         try:
             yield
         finally:
-            self.on = before
-            if not before:
+            self.enabled = enabled_before
+            if not enabled_before:
                 self.copies.clear()
 
-    def lowered(self, x):
-        """x in bf16. The copies of weights stay until the outermost autocast ends."""
+    def cast(self, x):
+        """Return x in bf16. The copies of weights stay until the outermost autocast ends."""
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
-        if not (x.is_leaf and x.requires_grad):
+        is_weight = x.is_leaf and x.requires_grad
+        if not is_weight:
             return x.bfloat16()
         if id(x) not in self.copies:
             self.copies[id(x)] = x.bfloat16()
         return self.copies[id(x)]
 
 
-_REAL, autocast = torch.autocast, _Autocast()
+autocast = _Autocast()
 
 
-class _Functions(TorchFunctionMode):
-    """Attention by `_attention`, and what autocast does to matmuls: meta tensors have none."""
+class _FunctionMode(TorchFunctionMode):
+    """Run `_attention` in place of torch's, and cast the arguments of matmuls under `autocast`."""
 
-    counts_alone = True  # for `head_groups`
+    counts_alone = True  # see `devices.in_user_mode`
+
     F = torch.nn.functional
-    LOWERED = {
-        F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm,
-        torch.baddbmm, torch.einsum, torch.conv1d, F.conv1d, F.scaled_dot_product_attention,
-    }  # fmt: skip
+    CAST_FUNCTIONS = {
+        F.linear,
+        F.conv1d,
+        F.scaled_dot_product_attention,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.einsum,
+        torch.conv1d,
+    }
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs, lowers = kwargs or {}, autocast.on and function in self.LOWERED
+        kwargs = kwargs or {}
+        if autocast.enabled and function in self.CAST_FUNCTIONS:
+            args = [autocast.cast(x) for x in args]
+            kwargs = {name: autocast.cast(x) for name, x in kwargs.items()}
         if function is self.F.scaled_dot_product_attention:
             function = _attention
-        if lowers:
-            args = [autocast.lowered(a) for a in args]
-            kwargs = {name: autocast.lowered(a) for name, a in kwargs.items()}
         return function(*args, **kwargs)
 
 
+# ---- the device ----
+
+
 @contextlib.contextmanager
-def as_on_a_gpu(launched=lambda *args: None):
-    """The meta device, for this process: `liger_kernel` takes it for an H200, and calls
-    ``launched`` with what a kernel would be given."""
+def as_on_a_gpu(on_launch=lambda *args: None):
+    """Treat the meta device as an H200 in this process.
 
-    def of_meta(real, answer):
-        return lambda kind=None, *more: (
-            answer() if kind == "meta" else real(*([kind] if kind else []), *more)
+    ``on_launch(*args)`` is called with the arguments of each kernel, which is not launched.
+    """
+
+    def count_launch(*launch_arguments):
+        return lambda *args, **constants: on_launch(args)
+
+    replacements = [
+        (devices, name, _for_meta(getattr(devices, name), replacement))
+        for name, replacement in (
+            ("in_autocast", lambda tensor: autocast.enabled),
+            ("autocast_dtype", lambda tensor: torch.bfloat16 if autocast.enabled else None),
+            ("without_autocast", lambda tensor: autocast(enabled=False)),
+            ("snapshot_autocast", lambda device: functools.partial(autocast, autocast.enabled)),
         )
-
-    def launches(*given):
-        return lambda *args, **constants: launched(args)
-
-    replaced = [
-        (devices, "has_kernels", lambda tensor: tensor.dtype != torch.float64),
-        (devices, "multiplies_into_fp32", lambda tensor: True),
-        (devices, "_properties", lambda kind, index: ("sm_90", 132, 32, 232448)),
-        (devices, "in_autocast", lambda tensor: torch.is_autocast_enabled(tensor.device.type)),
-        (
-            devices,
-            "autocast_as_now",
-            lambda device: lambda on=autocast.on: autocast("meta", enabled=on),
-        ),
-        (torch, "is_autocast_enabled", of_meta(torch.is_autocast_enabled, lambda: autocast.on)),
-        (torch, "get_autocast_dtype", of_meta(torch.get_autocast_dtype, lambda: torch.bfloat16)),
-        (torch, "autocast", autocast),
-        (torch.amp, "autocast", autocast),
-        (
-            torch.amp,
-            "is_autocast_available",
-            of_meta(torch.amp.is_autocast_available, lambda: True),
-        ),
     ]
-    for launcher in launchers():
-        replaced += [
-            (launcher, name, launches)
-            for name in ("__getitem__", "prepared")
-            if hasattr(launcher, name)
-        ]
-    kernels.LaunchCache.forget()
+    replacements += [
+        (devices, "has_kernels", lambda tensor: tensor.dtype != torch.float64),
+        (devices, "supports_fp32_output", lambda tensor: True),
+        (devices, "_properties", lambda device_type, index: ("sm_90", 132, 32, 232448)),
+    ]
+    for launcher in launcher_classes():
+        for name in ("__getitem__", "prepare"):
+            if hasattr(launcher, name):
+                replacements.append((launcher, name, count_launch))
+    kernels.LaunchCache.clear_all()
     try:
         with contextlib.ExitStack() as stack:
-            for where, name, other in replaced:
-                stack.enter_context(_replaced(where, name, other))
-            stack.enter_context(_Functions())
+            for owner, name, replacement in replacements:
+                stack.enter_context(_replaced(owner, name, replacement))
+            stack.enter_context(_FunctionMode())
             yield
     finally:
-        kernels.LaunchCache.forget()  # they hold launches that do nothing
+        kernels.LaunchCache.clear_all()  # they hold launches that do nothing
+
+
+def _for_meta(original, replacement):
+    """Return ``original``, with ``replacement`` for the meta device and its tensors."""
+
+    def function(tensor_or_device):
+        device = getattr(tensor_or_device, "device", tensor_or_device)
+        is_meta = torch.device(device).type == "meta"
+        return (replacement if is_meta else original)(tensor_or_device)
+
+    return function
 
 
 @contextlib.contextmanager
-def _replaced(where, name, other):
-    own, before = name in vars(where), getattr(where, name)
-    setattr(where, name, other)
+def _replaced(owner, name, replacement):
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        if own:
-            setattr(where, name, before)
+        if is_inherited:
+            delattr(owner, name)
         else:
-            delattr(where, name)
+            setattr(owner, name, original)
 
 
-def launchers() -> list[type]:
-    """The classes whose ``kernel[grid]`` launches: ours, and Triton's own for the interpreter."""
+def launcher_classes() -> list[type]:
+    """Return the classes whose ``kernel[grid]`` launches: ours, and Triton's (interpreter)."""
     from triton.runtime.jit import KernelInterface
 
-    return [KernelInterface, *([kernels.kernel] if isinstance(kernels.kernel, type) else [])]
+    classes = [KernelInterface]
+    if isinstance(kernels.kernel, type):
+        classes.append(kernels.kernel)
+    return classes
 
 
 def backward(loss):
-    """``loss.backward()``, which for itself would leave the function mode, and so for what
-    checkpoints recompute."""
-    once = dict(
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
+    """Run ``loss.backward()`` within the function mode.
+
+    The method itself would leave the mode, and then the recomputation of checkpoints would run
+    without it.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs
         allow_unreachable=True,
         accumulate_grad=True,
-    )
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), *once.values()
     )

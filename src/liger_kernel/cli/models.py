@@ -13,23 +13,26 @@ from liger_kernel.cli.layout import width, wrapped
 
 PAGE = """# What is replaced in each family
 
-`liger-kernel models --markdown` made this page, with transformers {version}. For every type of causal and image-text
-models it has built the default model, without weights, and patched it. A cell names what was installed, and thereby
-what was proved of the modules in whose place it stands: nothing is known by a name, nothing is installed unproved.
+`liger-kernel models --markdown` made this page, with transformers {version}. For every type of
+causal and image-text model it has built the default model, without weights, and patched it. A cell
+names what was installed, and so what was proved of the modules that it replaces: no module is known
+by its name, and nothing is installed without a proof.
 
 | column | proved before it is installed |
 | --- | --- |
-| loss | the family's forward calls its loss function, Hugging Face's causal one. What it does to the logits before \
-that is seen at every training step: [patching.md](patching.md) |
-| norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 ("llama", "gemma") |
-| MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16; of \
-[experts](experts.md), how far they are from exact in 16 bits; of [routers](experts.md#routers), which experts they \
-choose, and how they weigh them |
-| RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's own cos and sin |
+| loss | the family's forward calls its loss function, Hugging Face's causal one. What it does to \
+the logits before that is seen at every training step: [patching.md](patching.md) |
+| norms | the formula, with offset and eps, and its gradient in fp32; where it rounds in bf16 \
+("llama", "gemma") |
+| MLPs | the formula and its gradient in fp32, for large values, too; where it rounds in bf16; for \
+[experts](experts.md), how far they are from exact in 16 bits; for \
+[routers](experts.md#routers), which experts they choose, and how they weigh them |
+| RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's \
+own cos and sin |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |
 
-`tests/patch/families/test_zoo.py`
-and `tests/patch/families/test_zoo_vision.py` train a tiny model of each family with the patch and without it, and compare.
+`tests/patch/families/test_zoo.py` and `tests/patch/families/test_zoo_vision.py` train a tiny model
+of each family with the patch and without it, and compare.
 
 {header}
 """
@@ -40,26 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "types",
         nargs="*",
         metavar="TYPE",
-        help="model types, as in a config.json; without: every one",
+        help="model types, as in a config.json (default: all of them)",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="as a page with a table")
+    form.add_argument("--markdown", action="store_true", help="print a page with a table")
     form.add_argument(
         "--switches",
         action="store_true",
-        help="instead, the switches of apply_liger_kernel_to_<family>",
+        help="show the switches of apply_liger_kernel_to_<family> instead",
     )
     form.add_argument(
         "--json",
         action="store_true",
-        help="those as JSON: family -> kernel -> whether it is on by default",
+        help="print the switches as JSON: family -> kernel -> on by default",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         raise BadInput(
-            "models lists families of transformers, which is missing: pip install 'liger-kernel[transformers]'"
+            "models lists families of transformers, which is missing: "
+            "pip install transformers accelerate"
         )
     if args.json:
         print(json.dumps(switches(), indent=2))
@@ -74,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_coverage(types: list[str], as_markdown: bool) -> None:
-    """Of each type as soon as it is known: of all of them it takes a minute."""
+    """Print a line for each type as soon as it is known. All of them take a minute."""
     import transformers
 
     from liger_kernel.patch.families.class_level import model_types
@@ -92,31 +96,35 @@ def print_coverage(types: list[str], as_markdown: bool) -> None:
         header = markdown(columns) + "\n" + markdown(["---"] * len(columns))
         print(PAGE.format(version=transformers.__version__, header=header), end="")
     for name in types or model_types():
-        kernels, left = coverage(name)
+        kernels, reasons = coverage(name)
         if as_markdown:
-            print(markdown([f"`{name}`", *kernels, "; ".join(left)]), flush=True)
+            print(markdown([f"`{name}`", *kernels, "; ".join(reasons)]), flush=True)
         else:
-            lines = f"{name:<24}  {'; '.join(filter(None, kernels))}".rstrip(), *left
+            lines = f"{name:<24}  {'; '.join(filter(None, kernels))}".rstrip(), *reasons
             print(wrapped("\n    ".join(lines)), flush=True)
 
 
 def coverage(model_type: str) -> tuple[list[str], list[str]]:
-    """(The kernels in the type's default model, a text for each column; what is left alone, a text
-    for each reason.)"""
+    """Return a text for each column, and one for each reason why modules are left alone.
+
+    Both are of the type's default model.
+    """
     from liger_kernel.patch.engine import patch
     from liger_kernel.patch.families.class_level import default_model
-    from liger_kernel.patch.families.published import EVERYTHING
+    from liger_kernel.patch.families.published import ALL_SWITCHES
     from liger_kernel.patch.proof.report import COLUMNS
 
     try:
         model = default_model(model_type)
-    except Exception as problem:  # whatever a default configuration makes a model raise
+    except Exception as problem:  # a default configuration may make a model raise anything
         return [""] * len(COLUMNS), [f"a default model cannot be built: {one_line(problem)}"]
-    report, reasons = patch(model, EVERYTHING), {}
-    for what, why in report.left_alone:
-        reasons.setdefault(why, []).append(what)
-    kernels = [", ".join(found) for found in report.columns().values()]
-    return kernels, [f"{', '.join(whats)}: {why}" for why, whats in reasons.items()]
+    report = patch(model, ALL_SWITCHES)
+    modules_by_reason = {}
+    for module, reason in report.left_alone:
+        modules_by_reason.setdefault(reason, []).append(module)
+    kernels = [", ".join(names) for names in report.columns().values()]
+    reasons = [f"{', '.join(modules)}: {reason}" for reason, modules in modules_by_reason.items()]
+    return kernels, reasons
 
 
 def markdown(cells) -> str:
@@ -127,35 +135,36 @@ def markdown(cells) -> str:
 
 
 def switch_table(families: dict[str, dict[str, bool]]) -> str:
-    columns = list(dict.fromkeys(kernel for kernels in families.values() for kernel in kernels))
-    first = max(map(len, families)) + 2
-    lines = [" " * first + "  ".join(columns)]
-    for family, kernels in families.items():
-        cells = (
-            {None: "", True: "on", False: "off"}[kernels.get(c)].ljust(len(c)) for c in columns
-        )
-        lines.append((family.ljust(first) + "  ".join(cells)).rstrip())
+    lines = _switch_columns(families)
     if max(map(len, lines)) > width():
         lines = []
         for family, kernels in families.items():
-            on, off = (
-                ", ".join(c for c, default in kernels.items() if default == value)
-                for value in (True, False)
-            )
-            lines += [family, *([f"  on: {on}"] if on else []), *([f"  off: {off}"] if off else [])]
-    legend = "A kernel is on or off by default; nothing stands where a family has no such part."
+            lines.append(family)
+            for title, value in (("on", True), ("off", False)):
+                names = [kernel for kernel, default in kernels.items() if default == value]
+                if names:
+                    lines.append(f"  {title}: {', '.join(names)}")
+    legend = "A kernel is on or off by default; a cell is empty where a family has no such part."
     return wrapped("\n".join([*lines, "", f"{len(families)} families. {legend}"]))
 
 
-def switches() -> dict[str, dict[str, bool]]:
-    """Each model type's kernels: switch -> whether it is on by default."""
-    from liger_kernel.patch.families import published as table
+def _switch_columns(families) -> list[str]:
+    columns = list(dict.fromkeys(kernel for kernels in families.values() for kernel in kernels))
+    first_width = max(map(len, families)) + 2
+    lines = [" " * first_width + "  ".join(columns)]
+    texts = {None: "", True: "on", False: "off"}
+    for family, kernels in families.items():
+        cells = [texts[kernels.get(column)].ljust(len(column)) for column in columns]
+        lines.append((family.ljust(first_width) + "  ".join(cells)).rstrip())
+    return lines
 
-    return {
-        name: {
-            p.name: p.default
-            for p in inspect.signature(fn).parameters.values()
-            if isinstance(p.default, bool)
-        }
-        for name, fn in sorted(table.MODEL_TYPE_TO_APPLY_LIGER_FN.items())
-    }
+
+def switches() -> dict[str, dict[str, bool]]:
+    """Return each model type's kernels, and whether they are on by default."""
+    from liger_kernel.patch.families import published
+
+    families = {}
+    for name, fn in sorted(published.MODEL_TYPE_TO_APPLY_LIGER_FN.items()):
+        parameters = inspect.signature(fn).parameters.values()
+        families[name] = {p.name: p.default for p in parameters if isinstance(p.default, bool)}
+    return families

@@ -1,5 +1,4 @@
-"""The arguments of ``compare``: what they are, and what can be refused before a process is
-started."""
+"""The arguments of ``compare``, and the checks that need no process."""
 
 from __future__ import annotations
 
@@ -17,9 +16,19 @@ from liger_kernel.cli.train import Training
 from liger_kernel.cli.verdict import TOLERANCE
 
 SWITCHES = (
-    "rope", "rms_norm", "swiglu", "geglu", "layer_norm", "relu_squared", "router",
-    "tiled_mlp", "offloaded_checkpoints", "long_context", "cross_entropy", "fused_linear_cross_entropy",
-)  # fmt: skip
+    "rope",
+    "rms_norm",
+    "swiglu",
+    "geglu",
+    "layer_norm",
+    "relu_squared",
+    "router",
+    "tiled_mlp",
+    "offloaded_checkpoints",
+    "long_context",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)
 BOOLEANS = {
     "true": True,
     "yes": True,
@@ -36,57 +45,63 @@ DEFAULTS = {f.name: f.default for f in dataclasses.fields(Training)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str, **settings) -> None:
         default = settings.setdefault("default", DEFAULTS.get(name.strip("-").replace("-", "_")))
-        shown = (
-            isinstance(default, (int, str))
-            and default is not False
-            and default is not argparse.SUPPRESS
-        )
-        parser.add_argument(name, help=f"{help} (default {default})" if shown else help, **settings)
+        is_flag = default is False
+        if isinstance(default, (int, str)) and not is_flag and default != argparse.SUPPRESS:
+            help = f"{help} (default {default})"
+        parser.add_argument(name, help=help, **settings)
 
     parser.add_argument(
         "model",
         nargs="?",
-        help="a family for a tiny model with random weights (llama), a preset for one with real sizes "
-        f"({', '.join(PRESETS)}), the path of a saved model, or a hub id",
+        help="a family for a tiny model with random weights (llama), a preset for one with real "
+        f"sizes ({', '.join(PRESETS)}), the path of a saved model, or a hub id",
     )
     add(
         "--config",
-        "instead: a Hugging Face config as JSON, with its model_type; random weights",
+        "a Hugging Face config as JSON, with its model_type, in place of a model; random weights",
         metavar="FILE",
     )
     for size, name in SIZES.items():
         add(
-            _option(size),
-            f"{name}, of a family or preset",
-            type=_whole(1),
+            option_name(size),
+            f"{name}, for a family or preset",
+            type=whole_number(1),
             metavar="N",
             default=argparse.SUPPRESS,
         )
-    add("--steps", "optimizer steps", type=_whole(1), metavar="N")
-    add("--batch-size", "sequences in a batch", type=_whole(1), metavar="N")
-    add("--sequence-length", "tokens in a sequence", type=_whole(2), metavar="N")
-    add("--gradient-accumulation", "batches in an optimizer step", type=_whole(1), metavar="N")
+    add("--steps", "optimizer steps", type=whole_number(1), metavar="N")
+    add("--batch-size", "sequences in a batch", type=whole_number(1), metavar="N")
+    add("--sequence-length", "tokens in a sequence", type=whole_number(2), metavar="N")
+    add(
+        "--gradient-accumulation", "batches in an optimizer step", type=whole_number(1), metavar="N"
+    )
     add(
         "--lr",
-        "learning rate; default 3e-4 for random weights, 2e-5 for loaded ones",
+        "learning rate (default 3e-4 for random weights, 2e-5 for loaded ones)",
         type=_number,
         metavar="X",
     )
-    add("--seed", "of the weights and the order of the text", type=_whole(0), metavar="N")
+    add(
+        "--seed",
+        "seed of the weights and of the order of the text",
+        type=whole_number(0),
+        metavar="N",
+    )
     add(
         "--dtype",
-        "bfloat16: weights and all; mixed: float32 weights under bf16 autocast; auto: bfloat16 on a GPU, else float32",
+        "bfloat16: weights and all; mixed: float32 weights under bf16 autocast; auto: bfloat16 on "
+        "a GPU, else float32",
         choices=("auto", "float32", "bfloat16", "mixed"),
     )
     add(
         "--optimizer",
-        "as the Trainer names it; default adamw_torch_fused on a GPU, else adamw_torch",
+        "the Trainer's name of it (default adamw_torch_fused on a GPU, else adamw_torch)",
         metavar="NAME",
     )
     attentions = "sdpa", "eager", "flash_attention_2"
     add(
         "--attention",
-        f"{', '.join(attentions)}; default: what the model prefers",
+        f"{', '.join(attentions)} (default: the model's own choice)",
         choices=attentions,
         metavar="NAME",
     )
@@ -96,16 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=False,
     )
-    add("--compile", "torch.compile, in every run", action="store_true", default=False)
+    add("--compile", "use torch.compile in every run", action="store_true", default=False)
     add(
         "--text",
-        "what to train on; default the source of Python's standard library, its bytes",
+        "text to train on (default: the source of Python's standard library, as bytes)",
         metavar="FILE",
     )
     add("--device", "auto, cpu, cuda, cuda:1 or xpu", metavar="NAME")
     add(
         "--liger",
-        f"kernels on or off in the patched run: {', '.join(SWITCHES)}",
+        f"switch kernels on or off in the patched run: {', '.join(SWITCHES)}",
         nargs="+",
         action="extend",
         default=[],
@@ -113,24 +128,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tolerance",
-        "how far a loss may be from Hugging Face's: a number, or 'noise' to measure it by a third run, which differs "
-        f"from the first in the last bits of its weights; default {TOLERANCE:g} in float32, else noise",
+        "how far a loss may be from Hugging Face's: a number, or 'noise' to measure it by a third "
+        "run, which differs from the first in the last bits of its weights (default "
+        f"{TOLERANCE:g} in float32, else noise)",
         type=_tolerance,
         metavar="X",
     )
-    add("--json", "write everything measured there", metavar="FILE")
-    add("--chart", "draw losses, throughput and memory there", metavar="FILE.png")
+    add("--json", "write all measurements to this file", metavar="FILE")
+    add("--chart", "draw losses, throughput and memory into this file", metavar="FILE.png")
 
 
-def _option(size: str) -> str:
+def option_name(size: str) -> str:
     return "--" + size.replace("_", "-")
 
 
-def _whole(least: int):
+def whole_number(minimum: int):
+    """Return a function that parses whole numbers from ``minimum`` on."""
+
     def parse(value: str) -> int:
-        if not value.isdecimal() or int(value) < least:
+        if not value.isdecimal() or int(value) < minimum:
             raise argparse.ArgumentTypeError(
-                f"give a whole number of at least {least}, not {value}"
+                f"give a whole number of at least {minimum}, not {value}"
             )
         return int(value)
 
@@ -152,39 +170,43 @@ def _tolerance(value: str) -> float | str:
 
 
 def training(args: argparse.Namespace) -> Training:
-    """The parsed arguments as a `Training`. Raises `BadInput` for what cannot be run."""
+    """Return the parsed arguments as a `Training`. Raises `BadInput` for what cannot be run."""
     sizes = {size: getattr(args, size) for size in SIZES if hasattr(args, size)}
     build.check(args.model, args.config, sizes)
-    given = {name: value for name, value in vars(args).items() if name in DEFAULTS}
-    asked = Training(**given | dict(sizes=sizes, liger=switches(args.liger)))
-    kind, colon, index = asked.device.partition(":")
-    if (
-        kind not in ("auto", "cpu", "cuda", "xpu")
-        or colon
-        and not (index.isdecimal() and kind in ("cuda", "xpu"))
-    ):
-        raise BadInput(f"--device {asked.device}: give auto, cpu, cuda, cuda:1 or xpu")
-    text.check_length(
-        len(text.read(asked.text, enough=asked.sequence_length)), "bytes", asked.sequence_length
-    )
+    fields = {name: value for name, value in vars(args).items() if name in DEFAULTS}
+    fields |= {"sizes": sizes, "liger": switches(args.liger)}
+    training = Training(**fields)
+    _check_device(training.device)
+    num_bytes = len(text.read(training.text, enough=training.sequence_length))
+    text.check_length(num_bytes, "bytes", training.sequence_length)
     for option in ("json", "chart"):
-        if path := getattr(args, option):
+        path = getattr(args, option)
+        if path:
             _check_output(f"--{option} {path}", Path(path))
     if args.chart:
         chart.check(args.chart)
     for name in ("transformers", "accelerate"):
         if importlib.util.find_spec(name) is None:
-            remedy = "pip install 'liger-kernel[transformers]'"
             raise BadInput(
-                f"compare trains with the Hugging Face Trainer, and {name} is missing: {remedy}"
+                f"compare trains with the Hugging Face Trainer, and {name} is missing: "
+                "pip install transformers accelerate"
             )
-    return asked
+    return training
 
 
-def switches(given: list[str]) -> dict[str, bool]:
-    """["rope=false", ...] as a ``liger_kernel_config``."""
+def _check_device(device: str) -> None:
+    device_type, colon, index = device.partition(":")
+    is_valid = device_type in ("auto", "cpu", "cuda", "xpu")
+    if colon:
+        is_valid = device_type in ("cuda", "xpu") and index.isdecimal()
+    if not is_valid:
+        raise BadInput(f"--device {device}: give auto, cpu, cuda, cuda:1 or xpu")
+
+
+def switches(items: list[str]) -> dict[str, bool]:
+    """Return ["rope=false", ...] as a ``liger_kernel_config``."""
     chosen = {}
-    for item in given:
+    for item in items:
         name, _, value = item.partition("=")
         if name not in SWITCHES:
             raise BadInput(
@@ -193,19 +215,21 @@ def switches(given: list[str]) -> dict[str, bool]:
         if value.lower() not in BOOLEANS:
             raise BadInput(f"--liger {item}: write {name}=true or {name}=false")
         chosen[name] = BOOLEANS[value.lower()]
-    one, other = "cross_entropy", "fused_linear_cross_entropy"
-    if chosen.get(one) and chosen.get(other):
-        raise BadInput(f"--liger: {one} and {other} are two ways to the one loss, take one of them")
-    for wanted, instead in ((one, other), (other, one)):
-        if chosen.get(wanted):
-            chosen[instead] = False
+    # two kernels for one loss: one switches the other off
+    logits, fused = "cross_entropy", "fused_linear_cross_entropy"
+    if chosen.get(logits) and chosen.get(fused):
+        raise BadInput(f"--liger: {logits} and {fused} compute the same loss, take one of them")
+    if chosen.get(logits):
+        chosen[fused] = False
+    elif chosen.get(fused):
+        chosen[logits] = False
     return chosen
 
 
-def _check_output(given: str, path: Path) -> None:
+def _check_output(argument: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise BadInput(f"{given}: {problem.strerror}") from problem
+        raise BadInput(f"{argument}: {problem.strerror}") from problem
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise BadInput(f"{given}: cannot write there")
+        raise BadInput(f"{argument}: cannot write there")

@@ -1,5 +1,4 @@
-"""The sizes of models that people train, and of a tiny model of any family. All of them get random
-weights."""
+"""The sizes of models that people train, and of a tiny model of any family."""
 
 SIZES = {  # option -> the name in a Hugging Face config
     "hidden_size": "hidden_size",
@@ -36,9 +35,14 @@ _QWEN = _rope(1e6) | dict(max_position_embeddings=32768)
 _QWEN3 = _rope(1e6) | dict(max_position_embeddings=40960, head_dim=128)
 _GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256)
 _GRANITE = _rope(5e6) | dict(
-    attention_multiplier=0.015625, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0,
-    rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=True,
-)  # fmt: skip
+    attention_multiplier=0.015625,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    logits_scaling=8.0,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
 
 PRESETS = {
     "llama-3.2-1b": _preset("llama", 2048, 8192, 16, 32, 8, 128256, **_LLAMA32),
@@ -61,50 +65,81 @@ PRESETS = {
 }
 
 
-def tiny(known: dict, sizes: dict[str, int]) -> dict:
-    """Values for a config whose names and defaults are ``known``; ``sizes`` (option -> value) go
-    before ours.
+def tiny(defaults: dict, sizes: dict[str, int]) -> dict:
+    """Return the values of a tiny model's config.
 
     The vocabulary is large for the width, as in real models: that is where the memory goes.
+
+    Args:
+        defaults: the names of the config and their default values.
+        sizes: option -> value; they are used in place of ours.
     """
-    values = dict(
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=16384,
-    )
+    values = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+    }
     if "heads" in sizes:
         values["num_key_value_heads"] = sizes["heads"]
     values |= {SIZES[option]: value for option, value in sizes.items()}
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    values.setdefault("intermediate_size", width * 11 // 4)
-    head_dim, layers, inner = (
-        width // heads,
-        values["num_hidden_layers"],
-        values["intermediate_size"],
-    )
-    parts = dict(
-        head_dim=head_dim, d_head=head_dim, query_pre_attn_scalar=head_dim, rotary_dim=head_dim // 2,
-        is_decoder=True, num_kv_shared_layers=0, vocab_size_per_layer_input=values["vocab_size"],
-        # of a decoder that has an encoder beside it
-        encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads, decoder_attention_heads=heads,
-        encoder_ffn_dim=inner, decoder_ffn_dim=inner,
-        # experts
-        num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, num_experts_per_token=2,
-        n_shared_experts=1, n_group=1, num_expert_group=1, topk_group=1, first_k_dense_replace=1,
-        moe_intermediate_size=width, shared_expert_intermediate_size=width,
-        # latent attention
-        q_lora_rank=64, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
-    )  # fmt: skip
-    if "expand" in known:  # Mamba-2
-        parts["num_heads"] = width * known["expand"] // head_dim
-    if "qk_rope_head_dim" in known:
+    hidden_size = values["hidden_size"]
+    heads = values["num_attention_heads"]
+    values.setdefault("intermediate_size", hidden_size * 11 // 4)
+    head_dim = hidden_size // heads
+    parts = _sizes_of_parts(values, head_dim)
+    if "expand" in defaults:  # Mamba-2
+        parts["num_heads"] = hidden_size * defaults["expand"] // head_dim
+    if "qk_rope_head_dim" in defaults:
         parts["head_dim"] = parts["qk_rope_head_dim"]
         values["num_key_value_heads"] = heads
-    values |= {name: value for name, value in parts.items() if name in known}
-    if (known.get("pad_token_id") or 0) >= values["vocab_size"]:
+    values |= {name: value for name, value in parts.items() if name in defaults}
+    if (defaults.get("pad_token_id") or 0) >= values["vocab_size"]:
         values["pad_token_id"] = 0
-    if (known.get("rope_parameters") or {}).get("rope_theta", 0) is None:
+    if (defaults.get("rope_parameters") or {}).get("rope_theta", 0) is None:
         values |= _rope(1e4)
     return values
+
+
+def _sizes_of_parts(values: dict, head_dim: int) -> dict:
+    """Return sizes under the names that only some families have."""
+    hidden_size = values["hidden_size"]
+    heads = values["num_attention_heads"]
+    layers = values["num_hidden_layers"]
+    intermediate_size = values["intermediate_size"]
+    return {
+        "head_dim": head_dim,
+        "d_head": head_dim,
+        "query_pre_attn_scalar": head_dim,
+        "rotary_dim": head_dim // 2,
+        "is_decoder": True,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": values["vocab_size"],
+        # a decoder with an encoder beside it
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": intermediate_size,
+        "decoder_ffn_dim": intermediate_size,
+        # experts
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_experts_per_token": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": hidden_size,
+        "shared_expert_intermediate_size": hidden_size,
+        # latent attention
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+    }

@@ -1,5 +1,7 @@
-"""The text to train on, as blocks of tokens. The default needs no download: the source of Python's
-standard library."""
+"""The text to train on, as blocks of tokens.
+
+The default needs no download: the source of Python's standard library.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ BYTES_PER_TOKEN = 8  # no tokenizer makes longer ones on average
 
 
 def read(path: str | None, enough: int) -> bytes:
-    """The file; or of the standard library's source ``enough`` bytes, or all that there is."""
+    """Return the file's bytes, or about ``enough`` bytes of the standard library's source."""
     if path is not None:
         try:
             return Path(path).read_bytes()
@@ -26,32 +28,36 @@ def read(path: str | None, enough: int) -> bytes:
     return bytes(text)
 
 
-def check_length(have: int, unit: str, length: int) -> None:
-    if have < length:
+def check_length(available: int, unit: str, length: int) -> None:
+    if available < length:
         raise BadInput(
-            f"--sequence-length {length} is longer than the text, which has {have} {unit}: "
+            f"--sequence-length {length} is longer than the text, which has {available} {unit}: "
             "give a shorter one or a longer --text"
         )
 
 
 def blocks(path: str | None, tokenizer, vocabulary: int, length: int, count: int):
-    """(``count`` rows of ``length`` tokens, what a token is). A short text is repeated, what is
-    left over unused."""
+    """Return ``count`` rows of ``length`` tokens, and a description of a token.
+
+    A short text is repeated; tokens after the last whole row are not used.
+    """
     import torch
 
-    text = read(path, enough=count * length * (1 if tokenizer is None else BYTES_PER_TOKEN))
+    bytes_per_token = 1 if tokenizer is None else BYTES_PER_TOKEN
+    text = read(path, enough=count * length * bytes_per_token)
     if tokenizer is None:
         if vocabulary < 256:
             raise BadInput(
-                f"the model's vocabulary has {vocabulary} tokens, bytes need 256: give a larger --vocab-size"
+                f"the model's vocabulary has {vocabulary} tokens, bytes need 256: "
+                "give a larger --vocab-size"
             )
-        ids, unit = list(text[: count * length]), "bytes"
+        ids = list(text[: count * length])
+        unit = "bytes"
     else:
-        ids, unit = (
-            tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"],
-            "its tokenizer",
-        )
+        text = text.decode(errors="replace")
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        unit = "its tokenizer"
     check_length(len(ids), "tokens", length)
-    different = min(count, len(ids) // length)
-    rows = torch.tensor(ids[: different * length]).view(different, length)
-    return [rows[i % different] for i in range(count)], unit
+    num_rows = min(count, len(ids) // length)
+    rows = torch.tensor(ids[: num_rows * length]).view(num_rows, length)
+    return [rows[i % num_rows] for i in range(count)], unit

@@ -1,4 +1,4 @@
-"""Which version of a distribution is installed."""
+"""Versions of installed distributions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib.metadata
 
 
 def installed(*names: str) -> dict[str, str]:
-    """The distributions among ``names`` that are there, with their versions."""
-    found = {}
+    """Return the distributions among ``names`` that are installed, with their versions."""
+    versions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

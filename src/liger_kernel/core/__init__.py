@@ -1,2 +1,2 @@
-"""What every kernel stands on: how an operator is called, launched and tiled, on which device, over
-which ranks."""
+"""The base of every operator: registration and autograd, launches and their tuning, devices, shared
+kernel functions, communication of ranks, host memory."""

@@ -1,14 +1,20 @@
-"""``@kernel``: ``triton.jit`` for kernels that the host launches. It launches on the right device,
-and faster.
+"""``@kernel``: ``triton.jit`` for kernels that are launched from Python, on the device of their
+tensors and with less overhead. Functions that kernels call stay ``@triton.jit``.
 
 Triton launches on the current device, wherever the tensors are. A model may be spread over several
 devices. So each launch makes the device of its first tensor the current one.
 
-Triton binds and specialises all arguments at every launch: 26 µs, of which the launch itself takes
-14 (H200's host, 2026-11-20, Triton 3.6). Here a compiled kernel is looked up by what Triton
-specialises on: a tensor's dtype and whether its memory is aligned, an integer's class (1, divisible
-by 16, 64 bits wide), a constant's value. The first launch of its kind goes through Triton, and so
-does any launch that a profiler's hook observes."""
+Triton binds and specialises all arguments at every launch. That takes 26 µs with the launch itself,
+which takes 14 (CPU of a machine with an H200, 2026-11-20, Triton 3.6). Here a compiled kernel is
+looked up by what Triton specialises on: a tensor's dtype and whether its pointer is divisible by
+16; whether an integer is 1, divisible by 16, or needs 64 bits; a constant's value. The first launch
+with such a key goes through Triton, and so does every launch while a launch hook is registered,
+such as a profiler's.
+
+A launch ``kernel[grid](tensors and numbers, NAME=constant, num_warps=...)`` is that of
+``triton.jit`` with these rules: the grid is a tuple; every ``tl.constexpr`` is given, by keyword,
+and booleans are such; one argument at least is a tensor.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +23,68 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.tile import TRITON, TensorDescriptor, triton
 
-CHECKED = (
-    ("3", "6"),
-    ("3", "7"),
-    ("3", "8"),
-    ("3", "9"),
-)  # versions of Triton for which `launch` was checked
+# Triton versions for which the arguments of `CompiledKernel.run`, called below, were verified
+CHECKED_TRITON_VERSIONS = (("3", "6"), ("3", "7"), ("3", "8"), ("3", "9"))
+INT32_MAX = 2**31 - 1
 
 
-def _kinds(args):
-    """What Triton specialises a kernel on: one key for each argument."""
-    return [
-        (a if a < 2 else (a % 16 == 0, a > 2147483647))
-        if a.__class__ is int
-        else a.__class__
-        if a is None or a.__class__ is float
-        else (a.base.dtype, *a.block_shape)
-        if a.__class__ is TensorDescriptor
-        else (a.dtype, a.data_ptr() % 16)
-        for a in args
-    ]
+def prepare_launch(kernel_fn, grid, *scalars, **constants):
+    """Return ``launch(*tensors)``: the kernel with this grid, these scalars and constants.
 
-
-def descriptor(tensor, block):
-    """What a kernel loads tiles of (block) of a 16-bit tensor by, where there is an engine for it,
-    or None.
-
-    What is beyond the tensor is 0. The engine wants rows that begin at multiples of 16 bytes.
+    The kernel's parameters are in the order tensors, scalars, constants. The first tensor must not
+    be None; others may be. The same shapes and strides recur in every layer and step, so callers
+    keep the launch in a `LaunchCache`. Each call then checks the tensors' dtypes and pointers only.
     """
-    if tensor.element_size() != 2 or not tensor.numel() or not devices.copies_tiles(tensor):
-        return None
-    *strides, last = tensor.stride()
-    if last != 1 or tensor.data_ptr() % 16 or any(stride < 8 or stride % 8 for stride in strides):
-        return None
-    return TensorDescriptor.from_tensor(tensor, list(block))
+    if hasattr(kernel_fn, "prepare"):
+        return kernel_fn.prepare(grid, scalars, constants)
+    # plain triton.jit, or a Triton that was not checked
+    return lambda *tensors: kernel_fn[grid](*tensors, *scalars, **constants)
+
+
+class LaunchCache(dict):
+    """A dict of prepared launches, or of what they are made of.
+
+    The caller chooses the key: all that grid, scalars and constants depend on, such as shapes,
+    strides, dtypes and device. Emptied before a store when it holds `MAX_ENTRIES`.
+    """
+
+    MAX_ENTRIES = 1024
+    instances = []  # every cache of the process, for `clear_all`
+
+    def __init__(self):
+        super().__init__()
+        self.instances.append(self)
+
+    def store(self, key, launch):
+        """Store a launch, and return it."""
+        if len(self) >= self.MAX_ENTRIES:
+            self.clear()
+        self[key] = launch
+        return launch
+
+    @classmethod
+    def clear_all(cls):
+        """Clear every cache, after a setting has changed that chooses kernels or block sizes.
+
+        Compiled kernels stay."""
+        for cache in cls.instances:
+            cache.clear()
+
+
+def _specialisation_keys(args):
+    """Return a key for each argument: with equal keys Triton uses the same compiled kernel."""
+    keys = []
+    for a in args:
+        if a.__class__ is int:
+            # 1 is a constant to Triton; 0 and negative numbers are rare, and keyed by value
+            keys.append(a if a < 2 else (a % 16 == 0, a > INT32_MAX))
+        elif a is None or a.__class__ is float:  # a float's value is no matter
+            keys.append(a.__class__)
+        elif a.__class__ is TensorDescriptor:  # its pointer is aligned
+            keys.append((a.base.dtype, *a.block_shape))
+        else:  # a tensor
+            keys.append((a.dtype, a.data_ptr() % 16))
+    return keys
 
 
 def _first_tensor(args):
@@ -59,129 +93,119 @@ def _first_tensor(args):
             return a
 
 
-def _launcher():
-    """The class of kernels. In the interpreter, which has no devices, it is ``triton.jit`` itself.
+def _kernel_decorator():
+    """Return the decorator `kernel`: the fastest one that is known to work here.
 
-    Compiled kernels are looked up only where this was checked: with these versions of Triton, on
-    NVIDIA. On AMD, kernels are also specialised on a tensor's size. Intel's driver takes other
-    arguments."""
+    Without Triton, and in its interpreter, it is ``triton.jit``. Launches are cached with the
+    Triton versions of `CHECKED_TRITON_VERSIONS` and on NVIDIA alone: on AMD Triton also specialises
+    on a tensor's size, and Intel's launcher takes other arguments. There, only the device is set.
+    """
     if not TRITON or devices.INTERPRETED:
         return triton.jit
 
-    class Guarded(triton.runtime.jit.JITFunction):
-        def run(self, *args, **kwargs):
-            with devices.guard(_first_tensor(args)):
+    class KernelOnItsDevice(triton.runtime.jit.JITFunction):
+        """A kernel that launches on the device of its first tensor."""
+
+        def run(self, *args, **kwargs):  # by which Triton does what ``kernel[grid](...)`` says
+            with devices.device_guard(_first_tensor(args)):
                 return super().run(*args, **kwargs)
 
-    if tuple(triton.__version__.split(".")[:2]) not in CHECKED:
-        return Guarded
-    knobs, driver, active, checked = triton.knobs, triton.runtime.driver, None, False
+    if tuple(triton.__version__.split(".")[:2]) not in CHECKED_TRITON_VERSIONS:
+        return KernelOnItsDevice
+    knobs = triton.knobs
+    driver = triton.runtime.driver
+    # Known from the first launch of the process on: to ask at import would initialise the GPU.
+    active_driver = None
+    is_cuda = False
 
-    class Kernel(Guarded):
+    class Kernel(KernelOnItsDevice):
+        """The same, without Triton's binding where a launch with equal keys was made before."""
+
         def __init__(self, fn):
             super().__init__(fn)
-            self.found = {}
+            self.compiled_by_key = {}
 
         def __getitem__(self, grid):
             def launch(*args, **constants):
-                nonlocal active, checked
-                if active is None:
-                    active = driver.active
-                    checked = active.get_current_target().backend == "cuda"
-                if not checked:
+                nonlocal active_driver, is_cuda
+                if active_driver is None:
+                    active_driver = driver.active
+                    is_cuda = active_driver.get_current_target().backend == "cuda"
+                if not is_cuda:
                     return self.run(*args, grid=grid, warmup=False, **constants)
-                device, first = active.get_current_device(), _first_tensor(args)
-                if first.get_device() not in (device, -1):  # -1: in no GPU's memory
-                    with devices.guard(first):
+                device = active_driver.get_current_device()
+                first_tensor = _first_tensor(args)
+                # -1 is the host: pinned memory, which a kernel can read, or an error of Triton's
+                if first_tensor.get_device() not in (device, -1):
+                    with devices.device_guard(first_tensor):
                         return launch(*args, **constants)
-                key = (device, *_kinds(args), *constants, *constants.values())
-                found = self.found.get(key)
+                key = (device, *_specialisation_keys(args), *constants, *constants.values())
+                compiled = self.compiled_by_key.get(key)
+                # the hook is None, a function, or a chain of functions that may be empty
                 hook = knobs.runtime.launch_enter_hook
-                if found is None or getattr(hook, "calls", hook):
-                    return self.find(self.found, key, grid, args, constants)
+                if compiled is None or getattr(hook, "calls", hook):
+                    return self.launch_by_triton(self.compiled_by_key, key, grid, args, constants)
                 x, y, z = (*grid, 1, 1)[:3]
-                run, function, metadata, rest = found
-                run(
-                    x,
-                    y,
-                    z,
-                    active.get_current_stream(device),
-                    function,
-                    metadata,
-                    None,
-                    None,
-                    None,
-                    *args,
-                    *rest,
-                )
+                run, function, metadata, constexprs = compiled
+                stream = active_driver.get_current_stream(device)
+                # None: metadata for hooks, the hooks. The launcher takes constants, and skips them.
+                run(x, y, z, stream, function, metadata, None, None, None, *args, *constexprs)
 
             return launch
 
-        def find(self, known, key, grid, args, constants):
+        def launch_by_triton(self, compiled_by_key, key, grid, args, constants):
+            """Launch as Triton does, and store what further launches with this key need."""
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            rest = tuple(constants[name] for name in self.arg_names[len(args) :])
-            known[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            # the parameters after those given by position: the kernel's constants
+            constexprs = tuple(constants[name] for name in self.arg_names[len(args) :])
+            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+            compiled_by_key[key] = run, function, metadata, constexprs
             return compiled
 
-        def prepared(self, grid, numbers, constants):
-            known, (x, y, z) = {}, (*grid, 1, 1)[:3]
+        def prepare(self, grid, scalars, constants):
+            """Return `prepare_launch`'s function. It does what a launch above does, with a key of
+            the tensors alone."""
+            compiled_by_key = {}  # for this grid, these scalars and constants
+            x, y, z = (*grid, 1, 1)[:3]
 
             def launch(*tensors):
-                if active is None or not checked:  # the first launch of all finds out
-                    return self[grid](*tensors, *numbers, **constants)
-                device = active.get_current_device()
+                if not is_cuda:  # or nothing was launched yet
+                    return self[grid](*tensors, *scalars, **constants)
+                device = active_driver.get_current_device()
                 if tensors[0].get_device() not in (device, -1):
-                    return self[grid](*tensors, *numbers, **constants)
+                    return self[grid](*tensors, *scalars, **constants)
                 key = device, *[t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
-                found = known.get(key)
+                compiled = compiled_by_key.get(key)
                 hook = knobs.runtime.launch_enter_hook
-                if found is None or getattr(hook, "calls", hook):
-                    return self.find(known, key, grid, (*tensors, *numbers), constants)
-                run, function, metadata, rest = found
-                stream = active.get_current_stream(device)
-                run(
-                    x, y, z, stream, function, metadata, None, None, None, *tensors, *numbers, *rest
-                )
+                if compiled is None or getattr(hook, "calls", hook):
+                    args = (*tensors, *scalars)
+                    return self.launch_by_triton(compiled_by_key, key, grid, args, constants)
+                run, function, metadata, constexprs = compiled
+                stream = active_driver.get_current_stream(device)
+                launch_args = x, y, z, stream, function, metadata, None, None, None
+                run(*launch_args, *tensors, *scalars, *constexprs)
 
             return launch
 
     return Kernel
 
 
-kernel = _launcher()
+kernel = _kernel_decorator()
 
 
-def prepared(kernel, grid, *numbers, **constants):
-    """-> the launches with this grid, these numbers and constants, as a function of the tensors
-    (None for none), the first of which is one.
+def tma_descriptor(tensor, block_shape):
+    """Return a descriptor by which TMA (Hopper's engine that copies tiles) loads tiles of a tensor.
 
-    Tensors come first among the kernel's arguments. Where shapes and strides come again, as in
-    every layer and step, a caller keeps it by these: what Triton specialises on is then asked of
-    the tensors' pointers alone."""
-    if hasattr(kernel, "prepared"):
-        return kernel.prepared(grid, numbers, constants)
-    return lambda *tensors: kernel[grid](*tensors, *numbers, **constants)
-
-
-class LaunchCache(dict):
-    """What was made once of shapes, strides, dtypes and devices, by these; forgotten where it
-    becomes too much."""
-
-    MOST = 1024
-    every = []  # of them
-
-    def __init__(self):
-        super().__init__()
-        self.every.append(self)
-
-    def add(self, key, plan):
-        if len(self) >= self.MOST:
-            self.clear()
-        self[key] = plan
-        return plan
-
-    @classmethod
-    def forget(cls):
-        """What is planned next asks again for everything, such as an operator's `_launch`."""
-        for plans in cls.every:
-            plans.clear()
+    Elements of a tile beyond the tensor load as 0. Returns None where the device has no TMA, for
+    dtypes of other than 16 bits, empty tensors, and layouts that TMA cannot read: rows must begin
+    at multiples of 16 bytes.
+    """
+    if tensor.element_size() != 2 or not tensor.numel() or not devices.has_tma(tensor):
+        return None
+    *strides, last_stride = tensor.stride()
+    if last_stride != 1 or tensor.data_ptr() % 16:
+        return None
+    # 8 elements are 16 bytes; a stride of 0, of an expanded tensor, is none for TMA
+    if any(stride < 8 or stride % 8 for stride in strides):
+        return None
+    return TensorDescriptor.from_tensor(tensor, list(block_shape))

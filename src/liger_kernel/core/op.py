@@ -1,4 +1,4 @@
-"""What every operator is built on: registration with torch, the base of its autograd Function, its
+"""The base of every operator: registration with torch, the class of its autograd Function, its
 `Case`.
 
 How an operator runs:
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,31 +22,38 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from liger_kernel.core import devices
-from liger_kernel.core.devices import transformed
-from liger_kernel.core.inductor import cache_by_what_is_donated
+from liger_kernel.core.devices import in_func_transform
+from liger_kernel.core.inductor import key_backward_by_donated_buffers
+from liger_kernel.core.overwrite import is_checkpoint_hook
 
 # Operators and references call these copies: frameworks replace functions of torch.nn.functional by
 # our operators.
 F = types.SimpleNamespace(**vars(torch.nn.functional))
 
+# of the operators in torch.ops; a copy of this package under another name, such as the hub's
+# kernel, has its own
+_ROOT = __name__.partition(".")[0]
+NAMESPACE = "liger" if _ROOT == "liger_kernel" else _ROOT
+
 
 def custom_op(name: str, like: Callable):
-    """Register ``fn`` as ``liger::name``. ``like(*args)`` allocates its outputs, and is also the
-    fake kernel.
+    """Register the decorated function as ``liger::name``.
 
-    Eager calls go straight to ``fn``: the dispatcher takes longer than a small memory-bound kernel.
-    An output may be None; under `torch.compile` it is then an empty tensor."""
+    ``like(*args)`` allocates its outputs, and is also the fake kernel. Eager calls go straight to
+    the function: the dispatcher takes longer than a small memory-bound kernel. An output may be
+    None; under `torch.compile` it is then an empty tensor.
+    """
 
     def wrap(fn: Callable) -> Callable:
         @functools.wraps(fn)
         def tensors(*args):
-            return _filled(fn(*args), args[0])
+            return _none_to_empty(fn(*args), args[0])
 
         def fake(*args):
-            cache_by_what_is_donated()  # before backward is compiled, and not where nothing is
-            return _filled(like(*args), args[0])
+            key_backward_by_donated_buffers(NAMESPACE)  # before this operator's graph is compiled
+            return _none_to_empty(like(*args), args[0])
 
-        op = _registered(name, tensors, fake)
+        op = _register(name, tensors, fake)
 
         @functools.wraps(fn)
         def call(*args):
@@ -59,41 +65,36 @@ def custom_op(name: str, like: Callable):
     return wrap
 
 
-_libraries: dict[str, torch.library.Library] = {}  # an op is there as long as its library
-_ROOT = __name__.partition(".")[0]
-NAMESPACE = (
-    "liger" if _ROOT == "liger_kernel" else _ROOT
-)  # a copy under another name has its own: the hub's kernel
+_libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its library does
 
 
-def _registered(name, fn, fake):
-    """``liger::name``, of functions that return no argument and no view of one.
+def _register(name, fn, fake):
+    """Register ``liger::name``, and return the op. ``fn`` returns no argument and no view of one.
 
     By hand: `torch.library.custom_op` looks for such aliases in every call, and enters Python
-    twice."""
+    twice.
+    """
     # a backward that runs within a frame of Dynamo's must not have its kernels' launches traced
     untraced = torch._disable_dynamo(fn)
-    op, library = _defined(
-        name, torch.library.infer_schema(fn, mutates_args=()), untraced, "CompositeExplicitAutograd"
-    )
+    schema = torch.library.infer_schema(fn, mutates_args=())
+    op, library = _define(name, schema, untraced, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return op
 
 
-def _defined(name, schema, fn, key):
-    _libraries.pop(name, None)  # of a module that is run again
+def _define(name, schema, fn, dispatch_key):
+    _libraries.pop(name, None)  # its module was loaded before
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(name, fn, key)
+    library.impl(name, fn, dispatch_key)
     return getattr(getattr(torch.ops, NAMESPACE), name).default, library
 
 
-def _filled(outs, like):
-    return (
-        tuple(like.new_empty(0) if o is None else o for o in outs)
-        if isinstance(outs, tuple)
-        else outs
-    )
+def _none_to_empty(outputs, like):
+    """Replace each None in a tuple of outputs by an empty tensor."""
+    if not isinstance(outputs, tuple):
+        return outputs
+    return tuple(like.new_empty(0) if output is None else output for output in outputs)
 
 
 class Function(torch.autograd.Function):
@@ -103,44 +104,46 @@ class Function(torch.autograd.Function):
     torch.compile bypasses ``apply``, so public functions check for kernels themselves, and use
     ``call``. A subclass defines ``reference(*args)``, which computes the same outputs in plain
     PyTorch, and ``arguments(ctx)``, which returns these args from what was saved. If gradients need
-    a graph of their own (``create_graph=True``), ``again`` runs instead of backward. It
-    differentiates the reference."""
+    a graph of their own (``create_graph=True``), ``differentiable_backward`` runs instead of
+    backward. It differentiates the reference.
+    """
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "apply" in vars(cls):
             run_eagerly(cls.apply.__func__)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(_backward_or_again(cls.backward))
+            cls.backward = staticmethod(_with_differentiable_backward(cls.backward))
 
     @classmethod
     def call(cls, *args):
-        """Call ``apply``. Within torch.compile, an argument may be the same tensor as another
-        one."""
+        """Call ``apply``. Within torch.compile, one tensor may be passed as several arguments."""
         if is_dynamo_compiling():
-            args = distinct(args)
+            args = alias_repeated(args)
         return cls.apply(*args)
 
     @classmethod
     def apply(cls, *args):
         if not args[0].is_floating_point():
             raise TypeError(
-                f"{cls.__name__}: the first argument is {args[0].dtype}, give a floating point tensor"
+                f"{cls.__name__}: the first argument is {args[0].dtype}, "
+                "give a floating point tensor"
             )
-        if not devices.has_kernels(args[0]) or transformed():
+        if not devices.has_kernels(args[0]) or in_func_transform():
             return cls.reference(*args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        return super(torch.autograd.Function, cls).apply(
-            *args
-        )  # skips what only functorch's transforms need
+        # super(Function) skips what only functorch's transforms need
+        return super(torch.autograd.Function, cls).apply(*args)
 
     @classmethod
-    def again(cls, ctx, *grads):
-        """backward with differentiable operations."""
-        args, needs = cls.arguments(ctx), ctx.needs_input_grad
-        found = gradients(cls.reference, args, [*needs, *[False] * len(args)][: len(args)], grads)
-        return *found, *[None] * (len(needs) - len(args))
+    def differentiable_backward(cls, ctx, *grad_outputs):
+        """Compute what backward computes, with differentiable operations."""
+        args = cls.arguments(ctx)
+        num_inputs = len(ctx.needs_input_grad)
+        needs = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
+        grads = differentiable_gradients(cls.reference, args, needs, grad_outputs)
+        return *grads, *[None] * (num_inputs - len(args))
 
 
 def run_eagerly(fn):
@@ -149,7 +152,8 @@ def run_eagerly(fn):
 
     It does so with an autograd Function's ``apply`` after a graph break, and cannot trace the
     ``super()`` in there. Unlike `torch.compiler.disable`, this leaves no wrapper around ``fn`` and
-    does not import Dynamo. It does nothing where PyTorch has renamed these functions."""
+    does not import Dynamo. It does nothing where PyTorch has renamed these functions.
+    """
     try:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
@@ -159,10 +163,10 @@ def run_eagerly(fn):
     return fn
 
 
-run_eagerly(Function.apply.__func__)  # a subclass's own is found in __init_subclass__
+run_eagerly(Function.apply.__func__)  # __init_subclass__ does it for a subclass's own ``apply``
 
 
-def distinct(args):
+def alias_repeated(args):
     """Return args with a view in place of each tensor that has come before.
 
     Dynamo has a graph break where an autograd Function gets the same tensor twice.
@@ -175,24 +179,25 @@ def distinct(args):
     return seen
 
 
-def _backward_or_again(backward):
+def _with_differentiable_backward(backward):
     @functools.wraps(backward)
     def call(ctx, *grads):
         if torch.is_grad_enabled():
-            return ctx._forward_cls.again(ctx, *grads)
-        return backward(ctx, *(without_graph(*grads) if is_compiling() else grads))
+            return ctx._forward_cls.differentiable_backward(ctx, *grads)
+        return backward(ctx, *(refuse_create_graph(*grads) if is_compiling() else grads))
 
     return call
 
 
-def without_graph(*grads):
-    """The same gradients that came into a backward in a graph. ``create_graph=True`` will raise
-    RuntimeError.
+def refuse_create_graph(*grads):
+    """Return the gradients that came into a backward in a graph, so that ``create_graph=True``
+    raises RuntimeError.
 
     PyTorch traces the backward of an autograd Function as if no gradient needed a graph of its own.
     Backends like "eager" run what was traced, and a part of the second derivative would be missing.
     AOTAutograd, so Inductor and "aot_eager", leaves nothing of this in its graph, and refuses by
-    itself, not always (docs/compile.md)."""
+    itself, not always (docs/compile.md).
+    """
     return [g if g is None else _incoming(g) for g in grads]
 
 
@@ -203,20 +208,21 @@ def _incoming_gradient(g: torch.Tensor) -> torch.Tensor:
     ):
         # the graph has turned gradients off, so only the engine knows: its callbacks run with
         # create_graph as the mode
-        torch.autograd.Variable._execution_engine.queue_callback(_refuse_graph)
+        torch.autograd.Variable._execution_engine.queue_callback(_raise_if_create_graph)
     return g.view_as(g)
 
 
-def _refuse_graph():
+def _raise_if_create_graph():
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True through liger_kernel's operators in a function that torch.compile has compiled: the "
-            "backward of a compiled autograd Function has no graph; differentiate twice what is not compiled"
+            "create_graph=True through liger_kernel's operators in a function that torch.compile "
+            "has compiled: the backward of a compiled autograd Function has no graph; "
+            "differentiate twice what is not compiled"
         )
 
 
 # AOTAutograd looks into a composite op; other backends call it
-_incoming, _ = _defined(
+_incoming, _ = _define(
     "incoming_gradient",
     "(Tensor(a) g) -> Tensor(a)",
     _incoming_gradient,
@@ -224,185 +230,108 @@ _incoming, _ = _defined(
 )
 
 
-def gradients(fn, args, needs, grads):
-    """-> the gradients of ``fn(*args)``, with a graph, from ``grads``, those of its outputs.
-
-    There is one for each arg: None where ``needs`` is False.
+def differentiable_gradients(fn, args, needs_grad, grad_outputs):
+    """Return the gradients of ``fn(*args)``, with a graph: one for each arg, None where
+    ``needs_grad`` is False.
     """
     # a view of each arg, since one may depend on another, or be the same tensor
-    args = [a.view_as(a) if need else a for a, need in zip(args, needs, strict=True)]
+    args = [a.view_as(a) if need else a for a, need in zip(args, needs_grad, strict=True)]
     outputs = fn(*args)
-    outputs = zip(outputs if isinstance(outputs, tuple) else (outputs,), grads, strict=True)
-    outputs = [(y, dy) for y, dy in outputs if dy is not None and y is not None and y.requires_grad]
-    wanted = [a for a, need in zip(args, needs, strict=True) if need]
-    if not outputs or not wanted:
-        return (None,) * len(needs)
-    ys, dys = zip(*outputs, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
-    return tuple(next(found) if need else None for need in needs)
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
+    pairs = [
+        (y, dy)
+        for y, dy in zip(outputs, grad_outputs, strict=True)
+        if dy is not None and y is not None and y.requires_grad
+    ]
+    inputs = [a for a, need in zip(args, needs_grad, strict=True) if need]
+    if not pairs or not inputs:
+        return (None,) * len(needs_grad)
+    ys, dys = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(ys, inputs, dys, create_graph=True, allow_unused=True)
+    remaining = iter(grads)
+    return tuple(next(remaining) if need else None for need in needs_grad)
 
 
-def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it in which the entries of a row are contiguous."""
+def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy of it in which the entries of a row are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def matrix(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (M, N): a view if there is one. N may be 0, for which ``reshape(-1, N)``
-    raises."""
+def flatten_to_2d(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., N) as (M, N): a view if there is one.
+
+    N may be 0, for which ``reshape(-1, N)`` raises.
+    """
     if x.dim() == 2:
         return x
     N = x.shape[-1]
     return x.reshape(-1 if N else math.prod(x.shape[:-1]), N)
 
 
-def matrix_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (M, N) in which the entries of a row are contiguous: a view if there is one,
-    else a copy."""
-    x = matrix(x)
+def flatten_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., N) as (M, N) in which the entries of a row are contiguous.
+
+    It is a view if there is one, else a copy.
+    """
+    x = flatten_to_2d(x)
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in ``dtype``. In torch 2.11, Dynamo loses the gradient of an output at a ``.to`` that
-    changes nothing."""
+def cast_if_needed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x in ``dtype``.
+
+    In torch 2.11, Dynamo loses the gradient of an output at a ``.to`` that changes nothing.
+    """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 @functools.lru_cache
-def rounded_number(x: float | None, dtype: torch.dtype) -> float | None:
+def round_number(x: float | None, dtype: torch.dtype) -> float | None:
     """Round a number to ``dtype``. None stays None."""
     return x if x is None else torch.tensor(x, dtype=dtype, device="cpu").item()
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Reference counts of the tensor and its memory, in C++ and in Python, and of the tensor that
-    it is a view of."""
-    memory = tensor.untyped_storage()
-    counts = tensor._use_count(), sys.getrefcount(tensor)
-    counts += torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
-    base = tensor._base
-    return counts if base is None else (*counts, base._use_count(), sys.getrefcount(base))
-
-
-class _Probe(torch.autograd.Function):
-    """Saves a tensor to which nothing else refers, and counts the references in backward as
-    `may_overwrite` does."""
-
-    counts: dict[bool, tuple[int, ...]] = {}
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        _Probe.counts[x._base is not None] = _within(x)
-        return dy.expand_as(x)
-
-
-def _within(
-    tensor: torch.Tensor,
-) -> tuple[int, ...]:  # a call, so that the stack is as deep as in may_overwrite
-    return _holders(tensor)
-
-
-def _references(argument) -> int:
-    return sys.getrefcount(argument)
-
-
-@functools.cache
-def _sole_holder(view: bool, references: int) -> tuple[int, ...]:
-    """The counts that this build of torch shows for a saved tensor to which only the graph refers.
-
-    ``references`` is the count for a call's argument to which nothing else refers. While
-    torch.compile evaluates frames, this count and the others are higher. After torch.compile has
-    raised, that stays so."""
-    found = []
-    for _ in range(
-        8
-    ):  # another thread may read a frame's variables meanwhile, which adds references
-        with torch.enable_grad(), torch.device("cpu"):
-            leaf = torch.zeros(2, requires_grad=True)
-            with torch.inference_mode(False):
-                _Probe.apply((leaf * 1).view(2, 1) if view else leaf * 1).backward()
-        found.append(_Probe.counts[view])
-    return tuple(map(min, *found))
-
-
-def may_overwrite(ctx, saved: torch.Tensor, inner: bool = False) -> bool:
-    """In backward: may a gradient be written into the memory of this tensor from
-    ``ctx.saved_tensors``?
-
-    Yes, if the graph is freed after this backward and only the graph refers to that memory: no
-    variable, no view, no other node, no saved-tensor hook. A hook may keep the data in a form that
-    has no reference count, such as an array or a file; the hooks of a checkpoint do not. Whoever
-    writes must call `torch.autograd.graph.increment_version`. ``inner``: forward has made it, and
-    it is neither given nor returned."""
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return False
-    if not inner and (saved.is_leaf or not saved.requires_grad):
-        return False
-    before, counts, after = _references(object()), _holders(saved), _references(object())
-    alone = _sole_holder(saved._base is not None, min(before, after))
-    if counts == alone:
-        return True
-    if any(a > b for a, b in zip(counts, alone, strict=True)):
-        return False
-    if counts[0] == alone[0]:
-        return True
-    hooks = [
-        raw.unpack_hook for raw in ctx._raw_saved_tensors
-    ]  # a hook made this tensor, not the graph
-    return all(hook is None or _of_checkpoint(hook) for hook in hooks)
-
-
-def _of_checkpoint(hook) -> bool:
-    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
-
-
-def keep(ctx, taken, inputs):
-    """Keep the gradients that forward has computed, and the inputs that a double backward needs.
+def save_grads(ctx, grads, inputs):
+    """Save the gradients that forward has computed, and the inputs that a double backward needs.
 
     Saved-tensor hooks see only the inputs: the gradients are not activations, which a hook may move
-    or keep. A checkpoint sees both, since it must drop them and run forward again."""
+    or keep. A checkpoint sees both, since it must drop them and run forward again.
+    """
     hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
     if is_compiling():
-        ctx.taken = None
-        ctx.save_for_backward(*taken)
-    elif hooks is not None and _of_checkpoint(hooks[0]):
-        ctx.taken = None
-        ctx.save_for_backward(*taken, *inputs)
+        ctx.forward_grads = None
+        ctx.save_for_backward(*grads)
+    elif hooks is not None and is_checkpoint_hook(hooks[0]):
+        ctx.forward_grads = None
+        ctx.save_for_backward(*grads, *inputs)
     else:
-        ctx.taken = taken
+        ctx.forward_grads = grads
         ctx.save_for_backward(*inputs)
 
 
-def unseen() -> bool:
-    """Whether the graph alone would have what `keep` keeps: no saved-tensor hook, no compiled
-    graph."""
+def no_saved_tensor_hooks() -> bool:
+    """Return True if only the graph sees what is saved: no saved-tensor hook, no compiled graph."""
     return not is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def kept(ctx, n: int):
-    """-> the n gradients that forward has computed, and whether backward may overwrite them.
+def saved_grads(ctx, n: int):
+    """Return the n gradients that forward has computed, and whether backward may overwrite them.
 
-    If it may, they are not kept any longer.
+    If it may, ctx drops them.
     """
-    taken = ctx.taken
-    if taken is None:  # a hook or a compiled graph has them; if they are freed, this raises
+    grads = ctx.forward_grads
+    if grads is None:  # a hook or a compiled graph has them; if they are freed, this raises
         return ctx.saved_tensors[:n], False
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return taken, False
-    ctx.taken = None
-    return taken, True
+    if is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return grads, False
+    ctx.forward_grads = None
+    return grads, True
 
 
-def kept_inputs(ctx, n: int):
-    """-> the inputs that `keep` has kept in addition to the n gradients."""
-    return ctx.saved_tensors[n if ctx.taken is None else 0 :]
+def saved_inputs(ctx, n: int):
+    """Return the inputs that `save_grads` has saved in addition to the n gradients."""
+    return ctx.saved_tensors[n if ctx.forward_grads is None else 0 :]
 
 
 @dataclass(frozen=True)
@@ -411,22 +340,25 @@ class Case:
     is generated."""
 
     name: str
-    fn: Callable  # the operator: fn(**inputs, **option) -> a tensor or a tuple of tensors
-    reference: Callable  # the same call in plain PyTorch, any dtype
-    # (*shape) -> dict of tensors on the default device; float32 ones are cast to the dtype tested
+    # the operator: fn(**inputs, **option) returns a tensor or a tuple of tensors
+    fn: Callable
+    # the same call in plain PyTorch, any dtype
+    reference: Callable
+    # inputs(*shape): dict of tensors on the default device; float32 ones are cast to the dtype
+    # tested
     inputs: Callable
-    shapes: tuple  # of the tests: small, with odd sizes, one row, no power of two
-    options: tuple = ({},)  # keyword arguments of the tests; one may replace an input (w=None)
-    bench: tuple = ()  # shapes of the benchmark
-    traffic: Callable | None = (
-        None  # (inputs) -> the bytes that (forward, backward) must move at least
-    )
-    flops: Callable | None = (
-        None  # (inputs) -> operations of forward + backward, if matmuls dominate
-    )
-    fp32_roundings: int = (
-        1  # of error beyond PyTorch's; 2 where exp and log are the hardware's (2 ulp)
-    )
+    # of the tests: small, with odd sizes, one row, no power of two
+    shapes: tuple
+    # keyword arguments of the tests; one may replace an input (w=None)
+    options: tuple = ({},)
+    # shapes of the benchmark
+    bench: tuple = ()
+    # traffic(inputs): the bytes that (forward, backward) must move at least
+    traffic: Callable | None = None
+    # flops(inputs): operations of forward + backward, if matmuls dominate
+    flops: Callable | None = None
+    # of error beyond PyTorch's; 2 where exp and log are the hardware's (2 ulp)
+    fp32_roundings: int = 1
 
 
 CASES: list[Case] = []

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_kernel.core.kernel import LaunchCache, kernel, prepared
+from liger_kernel.core.kernel import LaunchCache, kernel, prepare_launch
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
@@ -30,46 +30,53 @@ def _sum_both(dws_ptr, dbs_ptr, dw_ptr, db_ptr, M, N, BLOCK_M: tl.constexpr, BLO
         _sum(dbs_ptr, db_ptr, M, N, BLOCK_M, BLOCK_N)
 
 
-def partial(out, programs):
-    """Where each program writes a row of partial sums, for `sum_rows`: ``out`` itself for one
-    program, or for None."""
-    return (
-        out
-        if out is None or programs == 1
-        else out.new_empty((programs, out.numel()), dtype=torch.float32)
-    )
+def new_partial_sums(out, num_programs):
+    """Return a tensor in which each program writes a row of partial sums, for `sum_rows`.
+
+    For one program it is ``out`` itself, and for None it is None.
+    """
+    if out is None or num_programs == 1:
+        return out
+    return out.new_empty((num_programs, out.numel()), dtype=torch.float32)
 
 
-def sum_rows(partial, out):
-    """``out[n] = Σ_m partial[m, n]``: (M, N) fp32, contiguous. The sum is in fp32 and rounded once,
-    to out's dtype."""
-    if partial is out:
+def sum_rows(partial_sums, out):
+    """``out[n] = Σ_m partial_sums[m, n]``, where partial_sums is (M, N) fp32, contiguous.
+
+    The sum is in fp32 and rounded once, to out's dtype.
+    """
+    if partial_sums is out:
         return
-    sizes = tuple(partial.shape)
-    (_sums.get(sizes) or _sums.add(sizes, _prepared(*sizes)))(partial, out)
+    shape = tuple(partial_sums.shape)
+    launch = _launches.get(shape) or _launches.store(shape, _prepare_sum_rows(*shape))
+    launch(partial_sums, out)
 
 
-_sums = LaunchCache()
+_launches = LaunchCache()
 
 
-def _prepared(M, N):
-    columns, launch = _launch(M, N)
-    return prepared(_sum_rows, (cdiv(N, columns),), M, N, BLOCK_N=columns, **launch)
+def _prepare_sum_rows(M, N):
+    block_n, launch_options = _choose_launch(M, N)
+    grid = (cdiv(N, block_n),)
+    return prepare_launch(_sum_rows, grid, M, N, BLOCK_N=block_n, **launch_options)
 
 
-def _launch(M, N):
-    """Columns of a program, and the rest. Few columns are read at once: a loop waits for memory in
-    every iteration.
+def _choose_launch(M, N):
+    """Return the columns of a program, and the launch's other options.
 
-    RMSNorm's backward of 65536x128 takes 23.5 µs so, 24.7 with the loop (H200, 2026-11-24).
+    Few columns are read at once: a loop waits for memory in every iteration. RMSNorm's backward of
+    65536x128 takes 23.5 µs so, 24.7 with the loop (H200, 2026-11-24).
     """
     if N <= 1024 and M <= 512:
         return 8, dict(BLOCK_M=next_power_of_2(M), num_warps=8 if M > 256 else 4)
     return 32, dict(BLOCK_M=64, num_warps=4)
 
 
-def sum_both(dws, dbs, dw, db):
-    """`sum_rows` of the partial sums of dw and of db, in one launch. None has none."""
+def sum_rows_pair(dws, dbs, dw, db):
+    """Sum the partial sums of dw and those of db as `sum_rows` does, in one launch.
+
+    Either may be None.
+    """
     if dws is None or dbs is None:
         if dws is not None:
             sum_rows(dws, dw)
@@ -77,5 +84,6 @@ def sum_both(dws, dbs, dw, db):
             sum_rows(dbs, db)
         return
     M, N = dws.shape
-    columns, launch = _launch(M, N)
-    _sum_both[(cdiv(N, columns), 2)](dws, dbs, dw, db, M, N, BLOCK_N=columns, **launch)
+    block_n, launch_options = _choose_launch(M, N)
+    grid = (cdiv(N, block_n), 2)
+    _sum_both[grid](dws, dbs, dw, db, M, N, BLOCK_N=block_n, **launch_options)

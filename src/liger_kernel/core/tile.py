@@ -24,37 +24,43 @@ INF = tl.constexpr(float("inf"))
 
 
 def cdiv(a, b):
-    """⌈a/b⌉ on the host, where `triton.cdiv` takes microseconds."""
+    """Return ⌈a/b⌉ on the host, where `triton.cdiv` takes microseconds."""
     return -(-a // b)
-
-
-def parts(x):
-    """Logits (T, V), or two tensors with the first classes and with the others -> both, where the
-    others begin, V.
-
-    For one tensor: the tensor, None, 0, V.
-    """
-    if not isinstance(x, tuple):
-        return x, None, 0, x.shape[1]
-    return *x, x[0].shape[1], x[0].shape[1] + x[1].shape[1]
-
-
-def blocks(split, V, size):
-    """The number of blocks of ``size`` classes. A block lies in one of the two parts."""
-    return cdiv(split, size) + cdiv(V - split, size)
 
 
 def next_power_of_2(n):
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
+# ---- logits that lie in one tensor, or in two: the first classes, and the others ----
+
+
+def split_vocab(logits):
+    """Return (first tensor, second tensor, the second's first class, V) of logits (T, V).
+
+    ``logits`` is a tuple of two tensors, or one tensor, for which the result is
+    (the tensor, None, 0, V).
+    """
+    if not isinstance(logits, tuple):
+        return logits, None, 0, logits.shape[1]
+    first, second = logits
+    return first, second, first.shape[1], first.shape[1] + second.shape[1]
+
+
+def num_vocab_blocks(split, V, size):
+    """Return the number of blocks of ``size`` classes. A block lies in one of the two tensors."""
+    return cdiv(split, size) + cdiv(V - split, size)
+
+
 @triton.jit
-def of_program(x_ptr, more_ptr, split, V, SIZE):
-    """The block of at most SIZE of V classes that program_id(1) handles.
+def program_block(x_ptr, more_ptr, split, V, SIZE):
+    """Return the block of at most SIZE of V classes that program_id(1) handles.
 
     With more_ptr, the classes from ``split`` on are in that tensor, and the others in x_ptr.
-    -> the tensor with the block, the block's first column there (int64), its first class, its
-    number of classes.
+
+    Returns:
+        The tensor with the block, the block's first column there (int64), its first class, its
+        number of classes.
     """
     k = tl.program_id(1)
     begin = k * SIZE
@@ -69,45 +75,54 @@ def of_program(x_ptr, more_ptr, split, V, SIZE):
     return x_ptr, at.to(tl.int64), begin, tl.minimum(SIZE, end - begin)
 
 
+# ---- loads and functions of a block ----
+
+
 @triton.jit
-def read(ptr, at, mask):
-    """A block in fp32, which is 0 where the mask is."""
+def load_fp32(ptr, at, mask):
+    """Load a block as fp32; masked elements are 0."""
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def exp(x):
-    """exp within 2 ulp: 2ᵏ·exp(x - k·ln 2). tl.exp rounds x·log₂e, so its error grows with |x|."""
+    """exp within 2 ulp: 2ᵏ·exp(x - k·ln 2).
+
+    tl.exp rounds x·log₂e, so its error grows with |x|.
+    """
     x = tl.where(x < -150.0, -150.0, x)  # tl.maximum would lose a NaN
     k = tl.floor(x * 1.4426950408889634 + 0.5)
     return tl.exp((x - k * 0.693359375) + k * 2.12194440e-4) * tl.exp2(k)
 
 
 @triton.jit
-def exp_for(x, EXACT: tl.constexpr, scale=None):
-    """exp(x·scale); EXACT where the result is fp32 throughout. What is or becomes 16-bit is less
-    exact than tl.exp."""
+def scaled_exp(x, EXACT: tl.constexpr, scale=None):
+    """exp(x·scale), within 2 ulp if EXACT.
+
+    EXACT is for results that stay fp32: what is or becomes 16-bit is less exact than tl.exp.
+    """
     if EXACT:
         return exp(x if scale is None else x * scale)
     return tl.exp(x) if scale is None else tl.exp2(x * (scale * 1.4426950408889634))
 
 
 @triton.jit
-def finite(top):
-    """top, or 0 if it is -inf: -inf minus this is never NaN."""
+def finite_or_zero(top):
+    """Replace -inf by 0, so that -inf minus the result is never NaN."""
     return tl.where(top == -INF, 0.0, top)
 
 
 @triton.jit
 def online_max(top, highest):
-    """A step of an online softmax (arXiv:1805.02867): the maximum ``top`` so far, with further x up
-    to ``highest``.
+    """A step of an online softmax (arXiv:1805.02867): ``top`` is the maximum so far, ``highest``
+    that of further x.
 
-    -> the new maximum, and the shift: add exp(x - shift) to a sum of exp(x - top), times exp(top -
-    shift).
+    Returns:
+        The new maximum, and the shift: the sum of exp(x - top) so far, times exp(top - shift), is
+        to be added to the further exp(x - shift).
     """
     new = tl.maximum(top, highest)
-    return new, finite(new)
+    return new, finite_or_zero(new)
 
 
 @triton.jit
@@ -119,11 +134,11 @@ def log(x):
 
 @triton.jit
 def log_of_normal(x):
-    """log of a positive normal number within 1.3 ulp. tl.log also handles other numbers, which
-    doubles its cost.
+    """log of a positive normal number within 1.3 ulp.
 
-    x = 2ᵏ·(1 + f) with 1 + f from √½ to √2. log(1 + f) = f + f²·P(f), with a polynomial P fitted to
-    that range."""
+    tl.log also handles other numbers, which doubles its cost. x = 2ᵏ·(1 + f) with 1 + f from √½ to
+    √2. log(1 + f) = f + f²·P(f), with a polynomial P fitted to that range.
+    """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23
     f = (bits - (k << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -136,11 +151,11 @@ def log_of_normal(x):
 
 @triton.jit
 def tanh(x):
-    """tanh within 2e-7 (relatively 4e-7): 1 - 2e/(1 + e), and near 0, where that cancels, a
-    polynomial.
+    """tanh within 2e-7 (relatively 4e-7), and its slope.
 
-    And its slope 1 - tanh(x)² as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or
-    -1."""
+    tanh is 1 - 2e/(1 + e), and near 0, where that cancels, a polynomial. The slope 1 - tanh(x)² is
+    computed as 4e / (1 + e)², which does not cancel where tanh(x) is near 1 or -1.
+    """
     e = tl.exp2(-2.88539008 * tl.abs(x))  # exp(-2·|x|)
     p = 1.0 / (1.0 + e)
     ep = e * p
@@ -152,8 +167,10 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x). Where e is infinite,
-    both are 0."""
+    """σ(x), and its slope σ(x)·σ(-x) without the cancellation in 1 - σ(x).
+
+    Where e is infinite, both are 0.
+    """
     e = tl.exp(-x)
     p = 1.0 / (1.0 + e)
     return p, tl.minimum(e, 3e38) * p * p
@@ -161,6 +178,6 @@ def sigmoid(x):
 
 @triton.jit
 def silu(x):
-    """x·σ(x), and its slope."""
+    """silu(x) = x·σ(x), and its slope."""
     s, slope = sigmoid(x)
     return x * s, s + x * slope

@@ -1,11 +1,11 @@
-"""Launches for the GPU at hand: what is known of it, and a table of the launches that were fastest
-there.
+"""Launches for the GPU at hand: its properties, and a table of the launches that are fastest there.
 
-A function that chooses a launch is `tuned`. It returns numbers made from sizes and from what is
-known of the device (`Traits`): the default. Beside it stands which other numbers are right for
-these sizes. `scripts/tune` times them and writes the faster ones into a file, which is read here,
-once for each kind of device. Whatever is in that file, only numbers that are right are taken from
-it. So a table changes the speed and the order of sums, and nothing else."""
+A function that chooses a launch is `tunable`. It returns a config: numbers, chosen by sizes and by
+the properties of the device (`DeviceTraits`). That is the default. Beside it stands a function of
+the other valid configs for these sizes. `scripts/tune` times them and writes the faster ones into a
+file, which is read here, once for each kind of device. Whatever is in that file, only valid configs
+are taken from it. So a table changes the speed and the order of sums, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -27,265 +27,329 @@ from liger_kernel.core import devices
 from liger_kernel.core.kernel import LaunchCache
 from liger_kernel.core.tile import TRITON, next_power_of_2, triton
 
-VARIABLE = "LIGER_KERNEL_TUNING"
-FORMAT = 1  # of the file; another one is not read
+ENV_VARIABLE = "LIGER_KERNEL_TUNING"
+TABLE_FORMAT = 1  # of the file; another one is not read
 OFF = "0", "off", "none"
 
-# Published memory rates in TB/s: of a device by what its name contains, in this order; of an
-# architecture's usual one.
-RATES = {
-    "B300": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "A100-SXM4-80GB": 2.04,
-    "A100 80GB PCIe": 1.94, "A100": 1.56, "L40S": 0.864, "L40": 0.864, "L4": 0.3, "RTX 4090": 1.01, "RTX 5090": 1.79,
+# Published memory bandwidths in TB/s: of a device whose name contains the key, in this order; of an
+# architecture's usual device.
+BANDWIDTHS = {
+    "B300": 8.0, "B200": 8.0, "H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35,
+    "A100-SXM4-80GB": 2.04, "A100 80GB PCIe": 1.94, "A100": 1.56, "L40S": 0.864, "L40": 0.864,
+    "L4": 0.3, "RTX 4090": 1.01, "RTX 5090": 1.79,
     "MI355X": 8.0, "MI350X": 8.0, "MI325X": 6.0, "MI300X": 5.3, "MI250": 1.6,
-    "sm_80": 2.04, "sm_86": 0.94, "sm_89": 1.01, "sm_90": 4.8, "sm_100": 8.0, "sm_103": 8.0, "sm_120": 1.79,
-    "gfx90a": 1.6, "gfx942": 5.3, "gfx950": 8.0, "gfx1100": 0.96,
+    "sm_80": 2.04, "sm_86": 0.94, "sm_89": 1.01, "sm_90": 4.8, "sm_100": 8.0, "sm_103": 8.0,
+    "sm_120": 1.79, "gfx90a": 1.6, "gfx942": 5.3, "gfx950": 8.0, "gfx1100": 0.96,
 }  # fmt: skip
-LATENCY = 1e-6  # seconds until a load of a busy memory arrives, about
-HOPPER = (
-    227 * 1024
-)  # bytes of shared memory that a program may have where the defaults were measured
+MEMORY_LATENCY = 1e-6  # seconds until a load of a busy memory arrives, about
+# bytes of shared memory that a program may have where the defaults were measured
+HOPPER_SHARED_MEMORY = 227 * 1024
 
 
-class Traits(NamedTuple):
-    """What launches are made from."""
+# ---- properties of a device ----
 
-    name: str  # the device's, as its driver has it
+
+class DeviceTraits(NamedTuple):
+    """The properties of a device that launches are chosen by."""
+
+    name: str  # as its driver has it
     arch: str
-    processors: int
-    warp: int  # threads
-    shared: int  # bytes of shared memory that a program may have
-    prefetches: bool  # whether asynchronous copies fill it
-    rate: float  # bytes per second of its memory; 0: not known
+    num_processors: int
+    warp_size: int  # threads
+    shared_memory: int  # bytes that a program may have
+    prefetches: bool  # asynchronous copies fill the shared memory
+    bandwidth: float  # bytes per second of its memory; 0: not known
 
     @property
-    def in_flight(self) -> float:
+    def bytes_in_flight(self) -> float:
         """Bytes that a processor must have on their way for the memory to be busy (Little's law);
         0: not known."""
-        return self.rate * LATENCY / self.processors
+        return self.bandwidth * MEMORY_LATENCY / self.num_processors
 
-    def warps(self, of_32: int) -> int:
-        """As many threads as so many warps of 32: a thread's loads are 16 bytes wide on every
-        device."""
-        return max(of_32 * 32 // self.warp, 1)
+    def num_warps(self, warps_of_32: int) -> int:
+        """Return the warps that have as many threads as so many warps of 32.
 
-    def rows(self, most: int, bytes_of_one: int) -> int:
-        """Rows of an iteration, ``most`` or fewer: three iterations fit into shared memory, as they
-        do on Hopper.
+        A thread's loads are 16 bytes wide on every device.
+        """
+        return max(warps_of_32 * 32 // self.warp_size, 1)
 
-        On an H200 half the rows cost 6 %, and not to load ahead another 10 %: `ops.norm.rows` has
-        the figures."""
+    def block_rows(self, max_rows: int, row_bytes: int) -> int:
+        """Return the rows of an iteration: so many that three iterations fit into shared memory, as
+        they do on Hopper.
+
+        On an H200 half the rows cost 6 %, and not to load ahead another 10 %:
+        `ops.norm.norm_kernels` has the figures.
+        """
+        rows = max_rows
         while (
-            most > 1 and self.prefetches and self.shared < 3 * most * bytes_of_one + 2048 <= HOPPER
+            rows > 1
+            and self.prefetches
+            and self.shared_memory < 3 * rows * row_bytes + 2048 <= HOPPER_SHARED_MEMORY
         ):
-            most //= 2
-        return most
+            rows //= 2
+        return rows
 
-    def stages_of_products(self, bytes_of_one: int) -> int:
-        """Without asynchronous copies: AMD's guide to Triton has 2, one tile comes while another
-        one is multiplied."""
-        return 2 if self.arch.startswith("gfx") and bytes_of_one <= self.shared else 1
+    def matmul_num_stages(self, stage_bytes: int) -> int:
+        """Return num_stages of a matmul without asynchronous copies.
 
-    def programs(self, bytes_of_one: int, stages: int) -> int:
-        """Of a processor, so that enough is in flight: all stages but one, or half an iteration
-        without prefetching."""
-        return 2 if self.in_flight > max(stages - 1, 0.5) * bytes_of_one else 1
+        AMD's guide to Triton has 2: one tile is loaded while another one is multiplied.
+        """
+        return 2 if self.arch.startswith("gfx") and stage_bytes <= self.shared_memory else 1
+
+    def programs_per_processor(self, block_bytes: int, num_stages: int) -> int:
+        """Return how many programs a processor needs to keep enough bytes in flight.
+
+        A program has all stages but one in flight, or half an iteration without prefetching.
+        """
+        return 2 if self.bytes_in_flight > max(num_stages - 1, 0.5) * block_bytes else 1
 
 
-def traits(tensor: torch.Tensor) -> Traits:
-    return _traits(*devices.place(tensor))
+def device_traits(tensor: torch.Tensor) -> DeviceTraits:
+    return _device_traits(*devices.type_and_index(tensor))
 
 
 @functools.cache
-def _traits(kind: str, index: int) -> Traits:
-    arch, processors, warps, copied = devices._properties(kind, index)
-    name, rate = devices.model(kind, index)
-    shared = copied or (160 if arch == "gfx950" else 64) * 1024 * arch.startswith("gfx")
-    published = next((tb for part, tb in RATES.items() if part in name), 0)
-    rate = 1e12 * published or rate or 1e12 * RATES.get(arch, 0)
+def _device_traits(device_type: str, index: int) -> DeviceTraits:
+    arch, num_processors, max_warps, async_shared = devices._properties(device_type, index)
+    name, measured_bandwidth = devices.name_and_bandwidth(device_type, index)
+    amd_shared = 0
+    if arch.startswith("gfx"):
+        amd_shared = (160 if arch == "gfx950" else 64) * 1024
+    published = next((tb for key, tb in BANDWIDTHS.items() if key in name), 0)
+    bandwidth = 1e12 * published or measured_bandwidth or 1e12 * BANDWIDTHS.get(arch, 0)
     if "MIG" in name:  # a slice of the processors, and of the memory another one
-        rate = 0.0
-    return Traits(name or arch, arch, processors, 1024 // warps, shared, copied > 0, rate)
+        bandwidth = 0.0
+    return DeviceTraits(
+        name=name or arch,
+        arch=arch,
+        num_processors=num_processors,
+        warp_size=1024 // max_warps,
+        shared_memory=async_shared or amd_shared,
+        prefetches=async_shared > 0,
+        bandwidth=bandwidth,
+    )
+
+
+# ---- launches that can be tuned ----
 
 
 class Launch(NamedTuple):
-    """A choice that can be tuned."""
+    """The choice of a launch that can be tuned.
+
+    ``problem`` is what a config depends on beside the device: sizes, flags and words.
+    """
 
     name: str
-    default: Callable  # (tensor, *what) -> numbers; what: sizes, flags and words
-    others: Callable  # (tensor, numbers, *what) -> what else is right
+    default: Callable  # default(tensor, *problem) returns a config
+    alternatives: Callable  # alternatives(tensor, config, *problem) returns other valid configs
 
-    def key(self, tensor, what) -> str:
-        """Sizes are rounded up to powers of two: what is measured for one shape serves its
-        neighbours."""
-        sizes = (next_power_of_2(w) if w.__class__ is int else w for w in what)
+    def key(self, tensor, problem) -> str:
+        """Return the key of a table's entry.
+
+        Sizes are rounded up to powers of two: what is measured for one shape serves its neighbours.
+        """
+        sizes = (next_power_of_2(p) if p.__class__ is int else p for p in problem)
         return " ".join(map(str, (self.name, f"{8 * tensor.element_size()}-bit", *sizes)))
 
 
 LAUNCHES: dict[str, Launch] = {}
 
 
-def tuned(name: str, others: Callable):
-    """Decorate a function ``(tensor, *what)`` that chooses a launch. ``others(tensor, numbers,
-    *what)``: see `Launch`.
+def tunable(name: str, alternatives: Callable):
+    """Decorate a function ``(tensor, *problem)`` that chooses a config.
 
-    Without a table a call costs what the function costs. With one, `LaunchCache` remember what was found.
+    ``alternatives(tensor, config, *problem)`` returns the other valid ones. Without a table a call
+    costs what the function costs. With one, a `LaunchCache` keeps the config.
     """
 
     def wrap(default):
-        launch = LAUNCHES[name] = Launch(name, default, others)
+        launch = LAUNCHES[name] = Launch(name, default, alternatives)
 
         @functools.wraps(default)
-        def choose(tensor, *what):
-            usual = default(tensor, *what)
-            return usual if _tables.idle else _tables.find(launch, tensor, what, usual)
+        def choose(tensor, *problem):
+            config = default(tensor, *problem)
+            if _tables.none_exist:
+                return config
+            return _tables.find(launch, tensor, problem, config)
 
         return choose
 
     return wrap
 
 
-def around(
-    numbers, places: dict[int, tuple], fits: Callable = lambda *numbers: True
+def neighbors(
+    config, values: dict[int, tuple], is_valid: Callable = lambda *config: True
 ) -> list[tuple]:
-    """What comes of ``numbers`` when those at some places take other values; those that fit."""
-    options = [places.get(i, (n,)) for i, n in enumerate(numbers)]
-    return [other for other in itertools.product(*options) if other != numbers and fits(*other)]
+    """Return the valid configs that differ from ``config``.
+
+    ``values`` has, for some positions of a config, the values that it may have there.
+    """
+    options = [values.get(i, (n,)) for i, n in enumerate(config)]
+    return [
+        candidate
+        for candidate in itertools.product(*options)
+        if candidate != config and is_valid(*candidate)
+    ]
 
 
-def near(number: int, least: int, most: int) -> tuple[int, ...]:
-    """A power of two from a quarter to four times the number, within bounds."""
-    return tuple(
-        n for n in (number // 4, number // 2, number, 2 * number, 4 * number) if least <= n <= most
-    )
+def powers_of_2_near(number: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Return the powers of two from a quarter to four times the number, within bounds.
+
+    ``number`` is a power of two.
+    """
+    candidates = (number // 4, number // 2, number, 2 * number, 4 * number)
+    return tuple(n for n in candidates if smallest <= n <= largest)
+
+
+# ---- the choice between the default and a table's entry ----
 
 
 class _Tables:
-    """The files that were read, and the numbers that someone tries out."""
+    """The tables that were read, and configs that override them."""
 
     def __init__(self):
-        self.idle = False  # whether there is no table for anyone: then nobody is asked
-        self.tried: dict[str, tuple] = {}  # key -> numbers in place of all others
-        self.seen: Callable | None = None  # is told of each choice
-        self.known: dict[str, dict[str, tuple]] = {}  # device -> key -> numbers
+        self.none_exist = False  # there is no table for any device: `find` is not called
+        self.overrides: dict[str, tuple] = {}  # key -> config, before any table
+        self.observer: Callable | None = None  # is called with each choice
+        self.by_device: dict[str, dict[str, tuple]] = {}  # device name -> key -> config
 
-    def find(self, launch, tensor, what, usual):
-        if self.seen is not None:
-            self.seen(launch, launch.key(tensor, what), tensor, what, usual)
-        elif not self.tried and not self._possible():
-            self.idle = True
-        if (
-            self.idle or tensor.device.type == "meta"
-        ):  # where nothing is computed, there is no device
-            return usual
-        at = launch.name, tensor.device, tensor.element_size(), usual, what
-        if at in _found:
-            return _found[at]
-        key = launch.key(tensor, what)
-        numbers = self.tried.get(key) or self._of(traits(tensor)).get(key)
-        if numbers is None or numbers == usual:
-            return _found.add(at, usual)
-        if numbers not in launch.others(tensor, usual, *what):
+    def find(self, launch, tensor, problem, default):
+        """Return the config for this launch: the overriding one, the table's, or the default."""
+        if self.observer is not None:
+            self.observer(launch, launch.key(tensor, problem), tensor, problem, default)
+        elif not self.overrides and not self._may_exist():
+            self.none_exist = True
+        if self.none_exist or tensor.device.type == "meta":  # where nothing runs, no table applies
+            return default
+        cache_key = launch.name, tensor.device, tensor.element_size(), default, problem
+        if cache_key in _configs:
+            return _configs[cache_key]
+        key = launch.key(tensor, problem)
+        config = self.overrides.get(key) or self._table_of(device_traits(tensor)).get(key)
+        if config is None or config == default:
+            return _configs.store(cache_key, default)
+        if config not in launch.alternatives(tensor, default, *problem):
             _warn(
-                f"{key} is {list(numbers)}, which is no launch for {what}; the default {list(usual)} is taken"
+                f"{key} is {list(config)}, which is no launch for {problem}; "
+                f"the default {list(default)} is taken"
             )
-            numbers = usual
-        return _found.add(at, numbers)
+            config = default
+        return _configs.store(cache_key, config)
 
-    def _possible(self):
-        where = given()
-        if where is not None:
-            return where.lower() not in OFF
+    def _may_exist(self):
+        setting = env_setting()
+        if setting is not None:
+            return setting.lower() not in OFF
         try:
-            return any(name.startswith("tuning-") for name in os.listdir(folder()))
-        except OSError:  # there is no such folder, or it is nobody's business
+            return any(name.startswith("tuning-") for name in os.listdir(default_folder()))
+        except OSError:  # there is no such folder, or it may not be read
             return False
 
-    def _of(self, device):
-        if device.name not in self.known:
-            self.known[device.name] = read(device)
-        return self.known[device.name]
+    def _table_of(self, device):
+        if device.name not in self.by_device:
+            self.by_device[device.name] = read_table(device)
+        return self.by_device[device.name]
 
 
-_tables, _found = _Tables(), LaunchCache()
+_tables = _Tables()
+_configs = LaunchCache()
 
 
-def forget() -> None:
-    """Tables are read anew, and launches planned anew."""
+def reset_tables() -> None:
+    """Read the tables again, and choose all launches anew."""
     global _tables
     _tables = _Tables()
-    LaunchCache.forget()
+    LaunchCache.clear_all()
 
 
 @contextlib.contextmanager
-def trying(numbers: dict[str, tuple], seen: Callable | None = None):
-    """Within, launches are these numbers, by key, and ``seen`` is told of every choice: (launch,
-    key, tensor, what, default). Files are not read."""
-    forget()
-    _tables.tried, _tables.seen, _tables._of = numbers, seen, lambda device: {}
-    _tables._possible = lambda: True
+def override_launches(configs: dict[str, tuple], observer: Callable | None = None):
+    """A context in which launches have these configs, by key. No table is read.
+
+    ``observer(launch, key, tensor, problem, default)`` is called with every choice.
+    """
+    reset_tables()
+    _tables.overrides = configs
+    _tables.observer = observer
+    _tables._table_of = lambda device: {}
+    _tables._may_exist = lambda: True
     try:
         yield
     finally:
-        forget()
+        reset_tables()
 
 
-def given() -> str | None:
-    """What the environment says: a file, a folder, or that there is to be no table."""
-    return os.environ.get(VARIABLE) or None
+# ---- the files ----
 
 
-def folder() -> Path:
-    """Where tables are if the environment says nothing."""
+def env_setting() -> str | None:
+    """Return the setting of the environment: a file, a folder, or one of `OFF`."""
+    return os.environ.get(ENV_VARIABLE) or None
+
+
+def default_folder() -> Path:
+    """Return the folder of tables if the environment does not name one."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (
-        Path(cache or os.path.expanduser("~/.cache")) / "liger_kernel"
-    )  # a user without a home has none there
+    # a user without a home has none there
+    return Path(cache or os.path.expanduser("~/.cache")) / "liger_kernel"
 
 
-def file(name: str) -> Path | None:
-    """The table of the device with this name; None: there is to be none."""
-    where = given()
-    if where is not None and where.lower() in OFF:
+def table_path(device_name: str) -> Path | None:
+    """Return the path of the table for a device; None if tables are off."""
+    setting = env_setting()
+    if setting is not None and setting.lower() in OFF:
         return None
-    path = Path(os.path.expanduser(where)) if where else folder()
-    is_folder = where is None or os.path.isdir(path)
-    return path / f"tuning-{re.sub('[^A-Za-z0-9]+', '-', name)}.json" if is_folder else path
+    path = default_folder() if setting is None else Path(os.path.expanduser(setting))
+    if setting is None or os.path.isdir(path):
+        return path / f"tuning-{re.sub('[^A-Za-z0-9]+', '-', device_name)}.json"
+    return path
 
 
-def stamp(device: Traits) -> dict:
-    """What a table must have been made for."""
+def table_header(device: DeviceTraits) -> dict:
+    """Return the format, versions and device that a table must have been made for."""
     return dict(
-        format=FORMAT,
+        format=TABLE_FORMAT,
         liger_kernel=__version__,
         triton=triton.__version__ if TRITON else None,
         device=device.name,
     )
 
 
-def read(device: Traits) -> dict[str, tuple]:
-    """{key: numbers} of this device's table; empty, with a warning, if it is of no use."""
-    path = file(device.name)
-    if path is None or (given() is None and not os.path.exists(path)):
+def read_table(device: DeviceTraits) -> dict[str, tuple]:
+    """Return {key: config} of this device's table.
+
+    It is empty if there is none, and, with a warning, if it cannot be used.
+    """
+    path = table_path(device.name)
+    if path is None or (env_setting() is None and not os.path.exists(path)):
         return {}
     try:
-        table = json.loads(path.read_text())
-        differs = [
-            f"{k} {table.get(k)}, here is {v}"
-            for k, v in stamp(device).items()
-            if table.get(k) != v
-        ]
-        if differs:
-            raise ValueError(f"it was made for {'; '.join(differs)}")
-        numbers = {key: entry["launch"] for key, entry in table["launches"].items()}
-        for key, launch in numbers.items():
-            if not launch or not all(n.__class__ is int for n in launch):
-                raise ValueError(f"{key} is {launch}, not a list of integers")
+        return _parse_table(json.loads(path.read_text()), device)
     except Exception as e:  # whatever is wrong with a file, the defaults are right
-        why = f"it has no {e}" if isinstance(e, KeyError) else str(e) or type(e).__name__
-        _warn(f"{path} is not used: {why}. Make it anew with scripts/tune, or set {VARIABLE}=off")
+        reason = str(e) or type(e).__name__
+        if isinstance(e, KeyError):
+            reason = f"it has no {e}"
+        _warn(
+            f"{path} is not used: {reason}. "
+            f"Make it anew with scripts/tune, or set {ENV_VARIABLE}=off"
+        )
         return {}
-    return {key: tuple(launch) for key, launch in numbers.items()}
 
 
-def _warn(what):
-    warnings.warn(f"liger_kernel, table of launches: {what}", stacklevel=2)
+def _parse_table(table, device) -> dict[str, tuple]:
+    differences = [
+        f"{field} {table.get(field)}, here is {expected}"
+        for field, expected in table_header(device).items()
+        if table.get(field) != expected
+    ]
+    if differences:
+        raise ValueError(f"it was made for {'; '.join(differences)}")
+    configs = {key: entry["launch"] for key, entry in table["launches"].items()}
+    for key, config in configs.items():
+        if not config or not all(n.__class__ is int for n in config):
+            raise ValueError(f"{key} is {config}, not a list of integers")
+    return {key: tuple(config) for key, config in configs.items()}
+
+
+def _warn(message):
+    warnings.warn(f"liger_kernel, table of launches: {message}", stacklevel=2)

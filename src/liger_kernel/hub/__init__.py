@@ -1,2 +1,2 @@
-"""What `scripts/build-hub-kernel` makes a kernel for Hugging Face's hub of: layers for the package
-`kernels`."""
+"""Layers for the package `kernels`, of which `scripts/build-hub-kernel` makes a kernel for Hugging
+Face's hub."""

@@ -1,9 +1,8 @@
-"""Layers as the package `kernels` wants them: without a constructor and a state, with the forward
-alone.
+"""Layers as the package `kernels` wants them: with a forward, without a constructor or a state.
 
-`kernels` binds such a forward to a module of the model, whose attributes it reads. What it replaces
-is in the docstring of each; a module that is proved to compute something else runs its own forward
-(`ours`)."""
+`kernels` binds such a forward to a module of the model, whose attributes it reads. The docstring of
+each layer says which name of `kernels` it is for. A module that is not proved to compute the same
+runs its own forward (`dispatch`)."""
 
 from __future__ import annotations
 
@@ -12,71 +11,91 @@ from dataclasses import dataclass
 
 import torch
 
+from liger_kernel.hub.dispatch import choose_forward
 from liger_kernel.hub.loss import CausalLMLoss, prove_loss
-from liger_kernel.hub.ours import forward_of
 from liger_kernel.ops.mlp.tiled_mlp import apply_tiled_mlp
 from liger_kernel.patch.layers import mlp, norm
-from liger_kernel.patch.proof.conditions import plain
+from liger_kernel.patch.proof.conditions import are_plain_tensors
+
+# ---- the kinds of layers, as `choose_forward` takes them ----
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNormLayer:
+    """RMSNorm of any offset and rounding that `patch.layers.norm` proves."""
+
     prove = staticmethod(norm.prove)
 
-    def forward(self, what, cls):
-        return what.members(cls)["forward"] if isinstance(what, norm.Norm) else None
+    def forward(self, replacement, cls):
+        if not isinstance(replacement, norm.RMSNorm):
+            return None
+        return replacement.class_members(cls)["forward"]
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """With one of these activations, by the names of `patch.mlp`; in tiles of tokens or whole."""
+class GatedMLPLayer:
+    """A gated MLP with one of these activations, named as in `patch.layers.mlp`.
 
-    acts: tuple[str, ...]
+    ``tiled``: it is computed in tiles of tokens.
+    """
+
+    activations: tuple[str, ...]
     tiled: bool = False
     prove = staticmethod(mlp.prove)
 
-    def forward(self, what, cls):
-        if not isinstance(what, mlp.GLU) or what.act not in self.acts:
+    def forward(self, replacement, cls):
+        if not isinstance(replacement, mlp.GatedMLP) or replacement.act not in self.activations:
             return None
-        whole = what.members(cls)["forward"]
-        return functools.partial(_tiled, whole) if self.tiled else whole
+        forward = replacement.class_members(cls)["forward"]
+        return functools.partial(_run_in_tiles, forward) if self.tiled else forward
 
 
-def _tiled(whole, module, x):
-    return apply_tiled_mlp(whole, module, x) if plain(x) and x.dim() > 1 else whole(module, x)
+def _run_in_tiles(forward, module, x):
+    if are_plain_tensors(x) and x.dim() > 1:
+        return apply_tiled_mlp(forward, module, x)
+    return forward(module, x)
 
 
 @dataclass(frozen=True)
-class Loss:
+class CausalLMLossLayer:
+    """transformers' ``ForCausalLMLoss``."""
+
     prove = staticmethod(prove_loss)
 
-    def forward(self, what, cls):
-        return what.forward if isinstance(what, CausalLMLoss) else None
+    def forward(self, replacement, cls):
+        return replacement.forward if isinstance(replacement, CausalLMLoss) else None
 
 
-RMS_NORM, LOSS = RMSNorm(), Loss()
-SWIGLU, TILED_SWIGLU = GatedMLP(("silu",)), GatedMLP(("silu",), tiled=True)
-GEGLU, TILED_GEGLU = GatedMLP(("tanh", "none")), GatedMLP(("tanh", "none"), tiled=True)
+RMS_NORM = RMSNormLayer()
+SWIGLU = GatedMLPLayer(("silu",))
+TILED_SWIGLU = GatedMLPLayer(("silu",), tiled=True)
+GEGLU = GatedMLPLayer(("tanh", "none"))
+TILED_GEGLU = GatedMLPLayer(("tanh", "none"), tiled=True)
+CAUSAL_LM_LOSS = CausalLMLossLayer()
+
+
+# ---- the layers ----
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """For "RMSNorm": `liger_rms_norm`, with the module's weight, eps and offset, rounded as the
-    module rounds."""
+    """For "RMSNorm": `liger_rms_norm`, with the module's weight, eps, offset and rounding."""
 
     can_torch_compile = True
 
     def forward(self, hidden_states):
-        return forward_of(RMS_NORM, self)(self, hidden_states)
+        return choose_forward(RMS_NORM, self)(self, hidden_states)
 
 
 class LigerSwiGLUMLP(torch.nn.Module):
-    """For "SwiGLUMLP": ``down_proj(silu(gate_proj(x))·up_proj(x))``. The projections are called
-    unless all they do is multiply."""
+    """For "SwiGLUMLP": ``down_proj(silu(gate_proj(x))·up_proj(x))``.
+
+    The projections are called unless all they do is multiply.
+    """
 
     can_torch_compile = True
 
     def forward(self, x):
-        return forward_of(SWIGLU, self)(self, x)
+        return choose_forward(SWIGLU, self)(self, x)
 
 
 class LigerGEGLUMLP(torch.nn.Module):
@@ -85,17 +104,19 @@ class LigerGEGLUMLP(torch.nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        return forward_of(GEGLU, self)(self, x)
+        return choose_forward(GEGLU, self)(self, x)
 
 
 class LigerTiledSwiGLUMLP(torch.nn.Module):
-    """For "SwiGLUMLP": the same in ⌈tokens / hidden size⌉ tiles, which backward computes again
-    (`apply_tiled_mlp`)."""
+    """For "SwiGLUMLP": `LigerSwiGLUMLP` in ⌈tokens / hidden size⌉ tiles.
+
+    Backward computes them again (`apply_tiled_mlp`).
+    """
 
     can_torch_compile = True
 
     def forward(self, x):
-        return forward_of(TILED_SWIGLU, self)(self, x)
+        return choose_forward(TILED_SWIGLU, self)(self, x)
 
 
 class LigerTiledGEGLUMLP(torch.nn.Module):
@@ -104,12 +125,14 @@ class LigerTiledGEGLUMLP(torch.nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        return forward_of(TILED_GEGLU, self)(self, x)
+        return choose_forward(TILED_GEGLU, self)(self, x)
 
 
 class LigerLinear(torch.nn.Module):
-    """For "Linear": the module's own product. A linear layer alone has nothing to fuse; the
-    mappings name it."""
+    """For "Linear": the module's own product.
+
+    A linear layer alone has nothing to fuse. The mappings name it.
+    """
 
     can_torch_compile = True
 
@@ -118,8 +141,10 @@ class LigerLinear(torch.nn.Module):
 
 
 class LigerForCausalLMLossLayer(torch.nn.Module):
-    """For "ForCausalLMLoss": transformers' loss of logits by `liger_cross_entropy`, without their
-    copy in fp32."""
+    """For "ForCausalLMLoss": transformers' loss by `liger_cross_entropy`.
+
+    It needs no copy of the logits in fp32.
+    """
 
     can_torch_compile = True
 
@@ -133,5 +158,13 @@ class LigerForCausalLMLossLayer(torch.nn.Module):
         shift_labels=None,
         **kwargs,
     ):
-        given = logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
-        return forward_of(LOSS, self)(self, *given, **kwargs)
+        return choose_forward(CAUSAL_LM_LOSS, self)(
+            self,
+            logits,
+            labels,
+            vocab_size,
+            num_items_in_batch,
+            ignore_index,
+            shift_labels,
+            **kwargs,
+        )

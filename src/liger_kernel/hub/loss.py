@@ -1,4 +1,4 @@
-"""transformers' ``ForCausalLMLoss``, which `kernels` makes a module of."""
+"""transformers' ``ForCausalLMLoss`` of logits, which `kernels` makes a module of."""
 
 from __future__ import annotations
 
@@ -9,46 +9,51 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
-from liger_kernel.patch.proof.conditions import plain
-from liger_kernel.patch.proof.parts import Reads
+from liger_kernel.patch.proof.conditions import are_plain_tensors
+from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
-    call,
+    call_forward,
     close,
-    close_in_rows,
-    first_line,
+    close_by_row,
+    error_summary,
     isolated,
     noise,
-    shell,
+    probe_copy,
 )
 
-FLOATS = torch.float32, torch.bfloat16, torch.float16
-CLASSES = 11
+LOGIT_DTYPES = torch.float32, torch.bfloat16, torch.float16
+PROBE_VOCAB_SIZE = 11
 
 
-def causal_lm_loss(logits, target, num_items, ignore_index):
-    """Of (..., V) logits and the label of each row; fp32 arithmetic."""
-    target = target.reshape(-1).to(logits.device)
+def causal_lm_loss(logits, targets, num_items, ignore_index):
+    """Compute the loss of (..., V) logits and the label of each row, in fp32 arithmetic.
+
+    It is the sum divided by ``num_items``, a number or a tensor, or by the number of valid labels.
+    """
+    targets = targets.reshape(-1).to(logits.device)
     total = liger_cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
-        target,
+        targets,
         ignore_index=ignore_index,
         reduction="sum",
         loss_dtype=torch.float32,
     )
     if num_items is None:
-        num_items = (target != ignore_index).sum()  # NaN where there is nothing, as PyTorch's mean
-    return total / (
-        num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items
-    )
+        num_items = (targets != ignore_index).sum()  # NaN where there is nothing, as PyTorch's mean
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.to(total.device)
+    return total / num_items
 
 
-def shifted(labels, ignore_index):
-    """Token t's label is token t + 1."""
+def next_token_labels(labels, ignore_index):
+    """Return labels that are shifted by one: token t's is that of token t + 1."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 @dataclass(frozen=True)
 class CausalLMLoss:
+    """The result of a proof: a module computes ``ForCausalLMLoss``."""
+
     @staticmethod
     def forward(
         module,
@@ -60,74 +65,93 @@ class CausalLMLoss:
         shift_labels=None,
         **kwargs,
     ):
-        target = shifted(labels, ignore_index) if shift_labels is None else shift_labels
-        if not _fits(logits, target, vocab_size):
-            given = num_items_in_batch, ignore_index, shift_labels
-            return type(module).forward(module, logits, labels, vocab_size, *given, **kwargs)
-        return causal_lm_loss(logits, target, num_items_in_batch, ignore_index)
+        targets = shift_labels
+        if shift_labels is None:
+            targets = next_token_labels(labels, ignore_index)
+        if _can_compute(logits, targets, vocab_size):
+            return causal_lm_loss(logits, targets, num_items_in_batch, ignore_index)
+        return type(module).forward(
+            module,
+            logits,
+            labels,
+            vocab_size,
+            num_items_in_batch,
+            ignore_index,
+            shift_labels,
+            **kwargs,
+        )
 
 
-def _fits(logits, target, vocab_size) -> bool:
-    if not plain(logits, target) or logits.dtype not in FLOATS or target.dtype != torch.int64:
+def _can_compute(logits, targets, vocab_size) -> bool:
+    if not are_plain_tensors(logits, targets):
         return False
-    return (
-        logits.dim() > 1
-        and logits.shape[-1] == vocab_size
-        and target.numel() * vocab_size == logits.numel()
-    )
+    if logits.dtype not in LOGIT_DTYPES or targets.dtype != torch.int64:
+        return False
+    if logits.dim() < 2 or logits.shape[-1] != vocab_size:
+        return False
+    return targets.numel() * vocab_size == logits.numel()
 
 
 @isolated()
-def prove_loss(module: torch.nn.Module, reads: Reads) -> CausalLMLoss | str:
-    logits, labels = (
-        3 * noise(2, 5, CLASSES),
-        torch.tensor([[-100, 3, 7, 0, 10], [1, -100, 4, 2, 3]]),
-    )
+def prove_loss(module: torch.nn.Module, reads: ReadRecorder) -> CausalLMLoss | str:
+    """Return `CausalLMLoss` if a module computes it, otherwise the reason why that is not proved.
 
-    def run(x, target=labels, num_items=None, ignore_index=-100, shift_labels=None, make=shell):
-        return call(make(module), x, target, CLASSES, num_items, ignore_index, shift_labels)
+    The module is run on 2 x 5 tokens, in fp32 and bf16, with each of its arguments.
+    """
+    logits = 3 * noise(2, 5, PROBE_VOCAB_SIZE)
+    labels = torch.tensor([[-100, 3, 7, 0, 10], [1, -100, 4, 2, 3]])
 
-    def known(x, target=labels, num_items=None, ignore_index=-100, shift_labels=None):
-        target = shifted(target, ignore_index) if shift_labels is None else shift_labels
-        how = dict(ignore_index=ignore_index, reduction="mean" if num_items is None else "sum")
-        return F.cross_entropy(x.float().view(-1, CLASSES), target.reshape(-1), **how) / (
-            num_items or 1
+    def run(
+        x, labels=labels, num_items=None, ignore_index=-100, shift_labels=None, make=probe_copy
+    ):
+        arguments = labels, PROBE_VOCAB_SIZE, num_items, ignore_index, shift_labels
+        return call_forward(make(module), x, *arguments)
+
+    def reference(x, labels=labels, num_items=None, ignore_index=-100, shift_labels=None):
+        targets = shift_labels
+        if shift_labels is None:
+            targets = next_token_labels(labels, ignore_index)
+        loss = F.cross_entropy(
+            x.float().view(-1, PROBE_VOCAB_SIZE),
+            targets.reshape(-1),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items is None else "sum",
         )
+        return loss / (num_items or 1)
 
-    tried = (
+    calls = (
         dict(),
         dict(num_items=7),
         dict(num_items=torch.tensor(5)),
-        dict(target=labels.where(labels >= 0, 6), ignore_index=6),
+        dict(labels=labels.where(labels >= 0, 6), ignore_index=6),
         dict(shift_labels=labels),
     )
     try:
-        reads.check(functools.partial(run, logits), functools.partial(run, logits.bfloat16()))
-        for options in tried:
+        reads.record(functools.partial(run, logits), functools.partial(run, logits.bfloat16()))
+        for kwargs in calls:
+            candidate = functools.partial(run, **kwargs)
+            expected = functools.partial(reference, **kwargs)
             for x in (logits, logits.bfloat16()):
-                if not _same(
-                    functools.partial(run, **options), functools.partial(known, **options), x
-                ):
+                if not _same_loss(candidate, expected, x):
                     return "it does not compute transformers' ForCausalLMLoss"
     except Exception as error:
-        return f"it could not be tried: {first_line(error)}"
+        return f"it could not be tried: {error_summary(error)}"
     return CausalLMLoss()
 
 
-def _same(one, other, logits) -> bool:
-    """The same loss and gradient, the latter up to its last place."""
-    (y, dy), (z, dz) = (_with_gradient(run, logits) for run in (one, other))
-    if not close(y, z) or dy.dtype != dz.dtype:
+def _same_loss(candidate, reference, logits) -> bool:
+    """Return True for the same loss and gradient, the latter up to its last place."""
+    loss, grad = _loss_and_gradient(candidate, logits)
+    expected_loss, expected_grad = _loss_and_gradient(reference, logits)
+    if not close(loss, expected_loss) or grad.dtype != expected_grad.dtype:
         return False
-    return (
-        close_in_rows(dy, dz)
-        if dy.dtype == torch.float32
-        else torch.allclose(dy, dz, rtol=2**-7, atol=1e-6)
-    )
+    if grad.dtype == torch.float32:
+        return close_by_row(grad, expected_grad)
+    return torch.allclose(grad, expected_grad, rtol=2**-7, atol=1e-6)
 
 
-def _with_gradient(run, logits):
+def _loss_and_gradient(loss_function, logits):
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
-        loss = run(logits)
+        loss = loss_function(logits)
         return loss.detach(), *torch.autograd.grad(loss, logits)

@@ -1,1 +1,1 @@
-"""Losses as mathematics over token log-probabilities: preference, policy, distillation."""
+"""Losses as formulas over token log-probabilities: preference, policy, distillation, Medusa."""

@@ -1,11 +1,12 @@
-r"""The mathematics of GRPO and its variants, PPO and RLOO.
+r"""The formulas of GRPO and its variants, PPO and RLOO.
 
-    ρ = log π(y) - log π_old(y),   r = e^ρ             the ratio of a token, or of a sequence
-    loss = Σ_tokens weight·(l(r, A) + β·KL)            l: a row of `POLICIES`; weight: one of `REDUCTIONS`
+    ρ = log π(y) - log π_old(y),   r = e^ρ       the ratio of a token, or of a sequence
+    loss = Σ_tokens weight·(l(r, A) + β·KL)      l: from `POLICIES`; weight: from `REDUCTIONS`
 
 π is the policy that is trained, π_old the one that sampled the tokens y, A the advantage. All
 functions take log-probabilities of shape (B, T), or (tokens,) if no ratio couples the tokens of a
-sequence."""
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -44,44 +45,54 @@ class GRPOOptions:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
-        for name, fits in NUMBERS.items():
+        for name, check_number in OPTION_CHECKS.items():
             value = getattr(self, name)
             if value is not None or name not in ("delta", "max_completion_length"):
-                fits("GRPOOptions", name, value)
+                check_number("GRPOOptions", name, value)
 
 
-NUMBERS = dict(
-    beta=check.finite, epsilon_low=check.not_negative, epsilon_high=check.not_negative, delta=check.positive,
-    max_completion_length=check.size, sapo_temperature_pos=check.positive, sapo_temperature_neg=check.positive,
-    vespo_k_pos=check.finite, vespo_lambda_pos=check.finite, vespo_k_neg=check.finite,
-    vespo_lambda_neg=check.finite,
-)  # fmt: skip
+OPTION_CHECKS = {
+    "beta": check.finite,
+    "epsilon_low": check.non_negative,
+    "epsilon_high": check.non_negative,
+    "delta": check.positive,
+    "max_completion_length": check.size,
+    "sapo_temperature_pos": check.positive,
+    "sapo_temperature_neg": check.positive,
+    "vespo_k_pos": check.finite,
+    "vespo_lambda_pos": check.finite,
+    "vespo_k_neg": check.finite,
+    "vespo_lambda_neg": check.finite,
+}
 
 
 # ---- surrogates: the loss l of a token ----
 
 
-def clipped_surrogate(log_probs, ratio, advantages, o):
+def clipped_surrogate(log_probs, ratio, advantages, options):
     """PPO's clipped loss (1707.06347), with DAPO's two bounds (2503.14476). For A = 0 it is 0.
 
     ``delta`` also bounds r where A < 0, as in INTELLECT-2 (2505.07291).
     """
-    bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
-    clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
+    bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
+    clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     return -torch.min(bounded * advantages, clipped * advantages)
 
 
-def clipped_weight(log_probs, ratio, advantages, o):
-    """CISPO (2506.13585): REINFORCE, its importance weight clipped at epsilon_high (not at 1 +
-    epsilon_high)."""
-    return -ratio.detach().clamp(max=o.epsilon_high) * advantages * log_probs
+def clipped_weight(log_probs, ratio, advantages, options):
+    """CISPO (2506.13585): REINFORCE with a clipped importance weight.
+
+    The weight is clipped at epsilon_high, not at 1 + epsilon_high.
+    """
+    return -ratio.detach().clamp(max=options.epsilon_high) * advantages * log_probs
 
 
-def soft_gate(log_probs, ratio, advantages, o):
-    """SAPO (2511.20347): a sigmoid in place of the clip. It is centred at r = 1 and has slope 1
-    there."""
-    t = _either(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, ratio)
-    return -_gate(ratio, t) * advantages
+def soft_gate(log_probs, ratio, advantages, options):
+    """SAPO (2511.20347): a sigmoid in place of the clip, centred at r = 1 with slope 1 there."""
+    temperature = _select(
+        advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, ratio
+    )
+    return -_gate(ratio, temperature) * advantages
 
 
 def _gate(ratio, t):
@@ -89,118 +100,135 @@ def _gate(ratio, t):
     return (4 / t) * torch.sigmoid(t * (ratio - 1))
 
 
-def weighted_reinforce(log_probs, weight, advantages, o):
+def weighted_reinforce(log_probs, weight, advantages, options):
     """VESPO (2602.10693): REINFORCE with one weight for each sequence, see `vespo_weight`."""
     return -weight * advantages * log_probs
 
 
-def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, o):
+def vespo_weight(log_ratio, mask, log_inference_ratio, advantages, options):
     """VESPO's w^k·e^(λ-λw) (2602.10693). w is the importance weight of a sequence, clamped."""
     log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
-    log_w = log_w if log_inference_ratio is None else log_w + log_inference_ratio
+    if log_inference_ratio is not None:
+        log_w = log_w + log_inference_ratio
     log_w = log_w.clamp(math.log(1e-8), 20)
-    k = _either(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w)
-    rate = _either(
-        advantages >= 0, max(o.vespo_lambda_pos, 1e-4), max(o.vespo_lambda_neg, 1e-4), log_w
+    is_positive = advantages >= 0
+    k = _select(is_positive, options.vespo_k_pos, options.vespo_k_neg, log_w)
+    rate = _select(
+        is_positive,
+        max(options.vespo_lambda_pos, 1e-4),
+        max(options.vespo_lambda_neg, 1e-4),
+        log_w,
     )
-    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    weight = (rate + k * log_w - rate * log_w.exp()).exp()
+    return weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def log_of_sequence(inference_ratio):
-    """Sum what VESPO adds to log w: (B, 1) from (B, 1), or from the ratios of the tokens (B, T), 1
-    where masked."""
+def log_inference_ratio_of_sequence(inference_ratio):
+    """Return the summand for VESPO's log w, (B, 1).
+
+    ``inference_ratio``: (B, 1), or the ratios of the tokens (B, T), which are 1 where masked.
+    """
     return inference_ratio.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
 
 
-def _either(condition, yes, no, like):
-    return torch.full_like(condition, no, dtype=like.dtype).masked_fill_(condition, yes)
+def _select(condition, if_true, if_false, like):
+    """Return a tensor of ``like``'s dtype with one of two numbers at each place."""
+    numbers = torch.full_like(condition, if_false, dtype=like.dtype)
+    return numbers.masked_fill_(condition, if_true)
 
 
 # A ratio above e^88.7 is inf in fp32. Where the loss no longer depends on the ratio, its gradient
 # would be 0·inf.
 
-SATURATED = 1000.0  # σ(x) is 1, and its slope 0, in every dtype
+SIGMOID_SATURATION = 1000.0  # from here on σ(x) is 1, and its slope 0, in every dtype
 
 
-def clip_limits(o):
-    """The ratios above which `clipped_surrogate` is constant, for A ≥ 0 and for A < 0."""
-    high = 1 + o.epsilon_high
-    return high, math.inf if o.delta is None else max(high, o.delta)
+def clip_limits(options):
+    """Return the ratios above which `clipped_surrogate` is constant, for A ≥ 0 and for A < 0."""
+    high = 1 + options.epsilon_high
+    return high, math.inf if options.delta is None else max(high, options.delta)
 
 
-def gate_limits(o):
-    """The ratios above which `soft_gate` is constant."""
-    return 1 + SATURATED / o.sapo_temperature_pos, 1 + SATURATED / o.sapo_temperature_neg
+def gate_limits(options):
+    """Return the ratios above which `soft_gate` is constant, for A ≥ 0 and for A < 0."""
+    return (
+        1 + SIGMOID_SATURATION / options.sapo_temperature_pos,
+        1 + SIGMOID_SATURATION / options.sapo_temperature_neg,
+    )
 
 
-def no_limits(o):
+def no_limits(options):
     return math.inf, math.inf
 
 
 def bounded_ratio(log_ratio, advantages, limits):
-    """r = e^ρ, but at most e times its limit, without a gradient there."""
+    """Return r = e^ρ, but at most e times its limit, without a gradient there."""
     log_limits = [math.log(limit) + 1 for limit in limits]
     if log_limits == [math.inf] * 2:
         return log_ratio.exp()
-    limit = _either(advantages >= 0, *log_limits, log_ratio)
+    limit = _select(advantages >= 0, *log_limits, log_ratio)
     return torch.where(log_ratio > limit, limit, log_ratio).exp()
 
 
 def corrected_kl(kl, log_ratio):
-    """KL·r: unbiased off policy, too (DeepSeek-V3.2, 2512.02556). 0 where KL is 0, for any
-    ratio."""
+    """KL·r: unbiased off policy, too (DeepSeek-V3.2, 2512.02556).
+
+    It is 0 where KL is 0, for any ratio.
+    """
     return kl * log_ratio.where((kl != 0) | (log_ratio < 80), 0).exp()
 
 
-def outside_clip(ratio, advantages, o):
-    """Where the clip of `clipped_surrogate` removes the gradient."""
-    low, high = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
-    return (low & (advantages < 0)) | (high & (advantages > 0))
+def outside_clip(ratio, advantages, options):
+    """Return a mask of where the clip of `clipped_surrogate` removes the gradient."""
+    too_low = ratio < 1 - options.epsilon_low
+    too_high = ratio > 1 + options.epsilon_high
+    return (too_low & (advantages < 0)) | (too_high & (advantages > 0))
 
 
-def above_bound(ratio, advantages, o):
-    """Where `clipped_weight` clips a positive advantage's weight."""
-    return (ratio > o.epsilon_high) & (advantages > 0)
+def above_bound(ratio, advantages, options):
+    """Return a mask of where `clipped_weight` clips a positive advantage's weight."""
+    return (ratio > options.epsilon_high) & (advantages > 0)
 
 
-def never_clipped(ratio, advantages, o):
+def never_clipped(ratio, advantages, options):
     return torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def k3(log_probs, other):
-    """KL(π ‖ other), estimated from tokens that π sampled: e^x - x - 1 ≥ 0 with x = log other - log
-    π.
+def k3(log_p, log_q):
+    """KL(p ‖ q), estimated from tokens that p sampled: e^x - x - 1 ≥ 0 with x = log q - log p.
 
     The third of three estimators (Schulman, Approximating KL Divergence, 2020); in GRPO
-    (2402.03300), equation 4."""
-    x = other - log_probs
+    (2402.03300), equation 4.
+    """
+    x = log_q - log_p
     return torch.expm1(x) - x
 
 
 # ---- reductions: the weight of a token in the loss ----
 
 
-def mean_of_sequences(mask, o, num_items=None):
+def mean_of_sequences(mask, options, num_items=None):
     """GRPO (2402.03300): the mean over each sequence, then the mean over the sequences."""
     return mask / mask.sum(-1, keepdim=True).clamp(min=1) / max(mask.shape[0], 1)
 
 
-def mean_of_tokens(mask, o=None, num_items=None):
+def mean_of_tokens(mask, options=None, num_items=None):
     """TRL's bnpo: the mean over this rank's tokens."""
     return mask / mask.sum().clamp(min=1)
 
 
-def fixed_length(mask, o, num_items=None):
+def fixed_length(mask, options, num_items=None):
     """Dr. GRPO (2503.20783): the sum, divided by the batch size and the greatest length."""
-    return mask / (max(mask.shape[0], 1) * o.max_completion_length)
+    return mask / (max(mask.shape[0], 1) * options.max_completion_length)
 
 
-def mean_of_all_tokens(mask, o, num_items=None):
+def mean_of_all_tokens(mask, options, num_items=None):
     """DAPO (2503.14476): the mean over the tokens of all ranks.
 
     ``num_items`` is their number if it is known, for example that of all gradient accumulation
-    steps. Otherwise an all-reduce counts those of this step."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    steps. Otherwise an all-reduce counts those of this step.
+    """
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items is not None:
         num_items = check.count("mean_of_all_tokens", "num_items_in_batch", num_items)
     if isinstance(num_items, torch.Tensor):
@@ -209,16 +237,17 @@ def mean_of_all_tokens(mask, o, num_items=None):
         total = mask.new_full((), num_items)
     else:
         total = mask.sum()
-        if ranks > 1:
+        if num_ranks > 1:
             dist.all_reduce(total)
-    return mask / (total / ranks).clamp(min=1)
+    return mask / (total / num_ranks).clamp(min=1)
 
 
-def sum_of_tokens(mask, o=None, num_items=None):
+def sum_of_tokens(mask, options=None, num_items=None):
     """LUSPO (2602.05261): the sum over each sequence, then the mean over the sequences.
 
     The paper weighs the loss of a sequence, which has one ratio, with its length: that is the sum
-    over its tokens."""
+    over its tokens.
+    """
     return mask / max(mask.shape[0], 1)
 
 
@@ -232,135 +261,172 @@ REDUCTIONS: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Policy:
-    """A variant of GRPO."""
+    """A variant of GRPO.
 
-    loss: Callable  # (log_probs, ratio, advantages, options) -> l
-    clipped: Callable  # (ratio, advantages, options) -> where l is clipped
-    weights: Callable  # (mask, options, num_items) -> the weights of the tokens
-    levels: tuple[str, ...] = ("token",)  # the levels of importance sampling that it allows
-    couples: bool = (
-        False  # whether a token's loss depends on its sequence even at the level "token"
-    )
-    limits: Callable = (
-        no_limits  # (options) -> the ratios above which l is constant, for A ≥ 0 and for A < 0
-    )
+    surrogate: ``surrogate(log_probs, ratio, advantages, options)`` returns l of each token.
+    is_clipped: ``is_clipped(ratio, advantages, options)`` returns a mask of where l is clipped.
+    reduction: ``reduction(mask, options, num_items)`` returns the weights of the tokens.
+    levels: the levels of importance sampling that it allows.
+    couples_tokens: a token's loss depends on its sequence even at the level "token".
+    limits: ``limits(options)`` returns the ratios above which l is constant, for A ≥ 0 and A < 0.
+    """
+
+    surrogate: Callable
+    is_clipped: Callable
+    reduction: Callable
+    levels: tuple[str, ...] = ("token",)
+    couples_tokens: bool = False
+    limits: Callable = no_limits
 
 
-BOTH = (
-    "token",
-    "sequence",
-)  # "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
+# "sequence" is the geometric mean of the tokens' ratios (GSPO, 2507.18071)
+LEVELS = "token", "sequence"
 POLICIES = {
-    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, BOTH, limits=clip_limits),
-    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, BOTH, limits=clip_limits),
-    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, BOTH, limits=clip_limits),
-    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, BOTH, limits=clip_limits),
-    "luspo": Policy(clipped_surrogate, outside_clip, sum_of_tokens, BOTH, limits=clip_limits),
+    "grpo": Policy(clipped_surrogate, outside_clip, mean_of_sequences, LEVELS, limits=clip_limits),
+    "bnpo": Policy(clipped_surrogate, outside_clip, mean_of_tokens, LEVELS, limits=clip_limits),
+    "dr_grpo": Policy(clipped_surrogate, outside_clip, fixed_length, LEVELS, limits=clip_limits),
+    "dapo": Policy(clipped_surrogate, outside_clip, mean_of_all_tokens, LEVELS, limits=clip_limits),
+    "luspo": Policy(clipped_surrogate, outside_clip, sum_of_tokens, LEVELS, limits=clip_limits),
     "cispo": Policy(clipped_weight, above_bound, mean_of_all_tokens),
     "sapo": Policy(soft_gate, never_clipped, mean_of_sequences, limits=gate_limits),
-    "vespo": Policy(weighted_reinforce, never_clipped, mean_of_all_tokens, couples=True),
+    "vespo": Policy(weighted_reinforce, never_clipped, mean_of_all_tokens, couples_tokens=True),
 }
 
 
-def only(counted, x, other=0):
-    """Put ``other`` at the positions of x that do not count. What stood there has no influence, not
-    even a NaN.
+def fill_invalid(x, valid, value=0):
+    """Put ``value`` at the positions of x that do not count.
 
-    ``counted``: (B, T), or None: all. x: (B, T), or (B, 1) for whole sequences: those without a
-    token do not count."""
-    if x is None or counted is None:
+    A number that stood there has no influence, not even a NaN.
+
+    Args:
+        x: (B, T), or (B, 1) for whole sequences: those without a token do not count. None: None is
+            returned.
+        valid: (B, T) bool, or None: all count.
+    """
+    if x is None or valid is None:
         return x
-    return x.where(counted if x.shape == counted.shape else counted.any(-1, keepdim=True), other)
+    if x.shape != valid.shape:
+        valid = valid.any(-1, keepdim=True)
+    return x.where(valid, value)
 
 
-# ---- losses: what some of the tokens add to the loss, and to the metrics ----
+# ---- losses: the contribution of some tokens to the loss, and to the metrics ----
 
 
-class Rows(NamedTuple):
-    """What a loss needs in addition to the log-probabilities. Each is (B, T), (B, 1), or (tokens,);
-    or None."""
+class TokenTensors(NamedTuple):
+    """The tensors that a loss takes beside the log-probabilities.
 
-    weights: torch.Tensor  # of the tokens in the loss
-    share: (
-        torch.Tensor
-    )  # of the tokens in a metric: the mask divided by its sum over the whole batch
+    Each is (B, T), (B, 1), or (tokens,); or None.
+
+    loss_weights: of the tokens in the loss.
+    metric_weights: of the tokens in a metric: the mask divided by its sum over the whole batch.
+    sequence_weights: sum a sequence's ρ; None: each token has its own ratio.
+    old_log_probs: of the policy that sampled.
+    ref_log_probs: of the reference model.
+    inference_ratio: corrects for the engine that sampled.
+    vespo_weights: see `vespo_weight`; None: not known yet.
+    """
+
+    loss_weights: torch.Tensor
+    metric_weights: torch.Tensor
     advantages: torch.Tensor
-    pool: torch.Tensor | None = (
-        None  # the weights that sum a sequence's ρ; None: each token has its own ratio
-    )
-    old: torch.Tensor | None = None  # log-probabilities of the policy that sampled
-    ref: torch.Tensor | None = None  # those of the reference model
-    inference_ratio: torch.Tensor | None = None  # corrects for the engine that sampled
-    phi: torch.Tensor | None = None  # the weights of `vespo_weight`, if they are known already
+    sequence_weights: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
+    inference_ratio: torch.Tensor | None = None
+    vespo_weights: torch.Tensor | None = None
 
-    def each(self, fn) -> Rows:
-        return Rows(*(x if x is None else fn(x) for x in self))
+    def map(self, fn) -> TokenTensors:
+        """Return the results of ``fn`` for each tensor that is not None."""
+        return TokenTensors(*(x if x is None else fn(x) for x in self))
 
 
-def grpo_terms(log_probs, rows, o):
-    """-> l + β·KL, KL or None, where l is clipped."""
-    policy, advantages = POLICIES[o.loss_type], rows.advantages
-    log_ratio = log_probs - (log_probs.detach() if rows.old is None else rows.old)
-    if o.importance_sampling_level == "sequence":
-        log_ratio = (log_ratio * rows.pool).sum(-1, keepdim=True)
-    ratio = bounded_ratio(log_ratio, advantages, policy.limits(o))
-    if policy.couples:
-        weight = rows.phi
+def grpo_terms(log_probs, tokens, options):
+    """Return l + β·KL, KL (or None), and a mask of where l is clipped."""
+    policy = POLICIES[options.loss_type]
+    advantages = tokens.advantages
+    old_log_probs = tokens.old_log_probs
+    if old_log_probs is None:
+        old_log_probs = log_probs.detach()
+    log_ratio = log_probs - old_log_probs
+    if options.importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * tokens.sequence_weights).sum(-1, keepdim=True)
+    ratio = bounded_ratio(log_ratio, advantages, policy.limits(options))
+    if policy.couples_tokens:
+        weight = tokens.vespo_weights
         if weight is None:
-            weight = vespo_weight(log_ratio, rows.pool, rows.inference_ratio, advantages, o)
-        loss = policy.loss(log_probs, weight, advantages, o)
+            weight = vespo_weight(
+                log_ratio, tokens.sequence_weights, tokens.inference_ratio, advantages, options
+            )
+        loss = policy.surrogate(log_probs, weight, advantages, options)
     else:
-        loss = policy.loss(log_probs, ratio, advantages, o)
-        loss = loss if rows.inference_ratio is None else loss * rows.inference_ratio
+        loss = policy.surrogate(log_probs, ratio, advantages, options)
+        if tokens.inference_ratio is not None:
+            loss = loss * tokens.inference_ratio
     kl = None
-    if rows.ref is not None:
-        kl = k3(log_probs, rows.ref)
-        kl = corrected_kl(kl, log_ratio) if o.use_bias_correction_kl else kl
-        loss = loss + o.beta * kl
-    return loss, kl, policy.clipped(ratio, advantages, o)
+    if tokens.ref_log_probs is not None:
+        kl = k3(log_probs, tokens.ref_log_probs)
+        if options.use_bias_correction_kl:
+            kl = corrected_kl(kl, log_ratio)
+        loss = loss + options.beta * kl
+    return loss, kl, policy.is_clipped(ratio, advantages, options)
 
 
-def grpo_value(o, coef, log_probs, entropy, rows):
-    """-> value, metrics: KL unless beta is 0, entropy if it is given, share of clipped tokens."""
-    loss, kl, clipped = grpo_terms(log_probs, rows, o)
-    weights, share = rows.weights, rows.share
-    value, metrics = (weights * loss).sum(), []
-    if o.beta != 0:
-        metrics.append(share.new_zeros(()) if kl is None else (share * kl).sum())
+def grpo_value(options, entropy_coef, log_probs, entropy, tokens):
+    """Return GRPO's loss and its metrics.
+
+    The metrics: KL unless beta is 0, the entropy unless it is None, the share of clipped tokens.
+    """
+    token_loss, kl, is_clipped = grpo_terms(log_probs, tokens, options)
+    loss_weights = tokens.loss_weights
+    metric_weights = tokens.metric_weights
+    loss = (loss_weights * token_loss).sum()
+    metrics = []
+    if options.beta != 0:
+        metrics.append(metric_weights.new_zeros(()) if kl is None else (metric_weights * kl).sum())
     if entropy is not None:
-        value = value - coef * (weights * entropy).sum()
-        metrics.append((share * entropy).sum())
-    return value, [*metrics, (share * clipped).sum()]
+        loss = loss - entropy_coef * (loss_weights * entropy).sum()
+        metrics.append((metric_weights * entropy).sum())
+    return loss, [*metrics, (metric_weights * is_clipped).sum()]
 
 
-def ppo_value(o, coef, log_probs, entropy, rows):
-    """PPO (1707.06347) -> value, metrics: KL, share of clipped tokens, entropy if it is given."""
-    log_ratio, share = log_probs - rows.old, rows.share
-    if rows.pool is not None:
-        log_ratio = (log_ratio * rows.pool).sum(-1, keepdim=True)
-    ratio = bounded_ratio(log_ratio, rows.advantages, clip_limits(o))
-    value = (rows.weights * clipped_surrogate(log_probs, ratio, rows.advantages, o)).sum()
-    clipped = outside_clip(ratio, rows.advantages, o)
-    metrics = [(share * k3(rows.old, log_probs)).sum(), (share * clipped).sum()]
-    return _less_entropy(value, metrics, coef, entropy, share)
+def ppo_value(options, entropy_coef, log_probs, entropy, tokens):
+    """Return PPO's loss (1707.06347) and its metrics.
+
+    The metrics: KL, the share of clipped tokens, the entropy unless it is None.
+    """
+    advantages = tokens.advantages
+    log_ratio = log_probs - tokens.old_log_probs
+    if tokens.sequence_weights is not None:
+        log_ratio = (log_ratio * tokens.sequence_weights).sum(-1, keepdim=True)
+    ratio = bounded_ratio(log_ratio, advantages, clip_limits(options))
+    surrogate = clipped_surrogate(log_probs, ratio, advantages, options)
+    loss = (tokens.loss_weights * surrogate).sum()
+    kl = k3(tokens.old_log_probs, log_probs)
+    is_clipped = outside_clip(ratio, advantages, options)
+    metric_weights = tokens.metric_weights
+    metrics = [(metric_weights * kl).sum(), (metric_weights * is_clipped).sum()]
+    return _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights)
 
 
-def reinforce_value(coef, log_probs, entropy, rows):
-    """REINFORCE (Williams, 1992) -> value, metrics: entropy if it is given."""
-    value = -(rows.weights * rows.advantages * log_probs).sum()
-    return _less_entropy(value, [], coef, entropy, rows.share)
+def reinforce_value(entropy_coef, log_probs, entropy, tokens):
+    """Return the loss of REINFORCE (Williams, 1992), and the entropy as a metric unless None."""
+    loss = -(tokens.loss_weights * tokens.advantages * log_probs).sum()
+    return _subtract_entropy(loss, [], entropy_coef, entropy, tokens.metric_weights)
 
 
-def _less_entropy(value, metrics, coef, entropy, share):
+def _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights):
     if entropy is None:
-        return value, metrics
-    mean = (share * entropy).sum()
-    return value - coef * mean, [*metrics, mean]
+        return loss, metrics
+    mean_entropy = (metric_weights * entropy).sum()
+    return loss - entropy_coef * mean_entropy, [*metrics, mean_entropy]
 
 
 def leave_one_out(rewards, samples_per_prompt):
-    """RLOO (2402.14740): a reward minus the mean of the prompt's other rewards. A prompt's samples
-    are neighbours."""
+    """RLOO (2402.14740): a reward minus the mean of the prompt's other rewards.
+
+    A prompt's samples are neighbours.
+    """
     k = samples_per_prompt
     rewards = rewards.unflatten(0, (-1, k))
     return ((rewards - rewards.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
@@ -380,9 +446,9 @@ def sapo_loss_fn(importance_ratio, temperature):
 
 
 def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
-    """-> the clipped ratio, where the lower bound clips it, and where the upper one does.
+    """Return the clipped ratio, and masks of where the lower and the upper bound clip it.
 
-    sapo and vespo clip nothing: None, and nowhere.
+    sapo and vespo clip nothing: the ratio is None, and the masks are False.
     """
     nowhere = torch.zeros_like(coef, dtype=torch.bool)
     if loss_type in ("sapo", "vespo"):
@@ -406,17 +472,22 @@ def get_gamma_weights(
     """VESPO's weight of each sequence, (B, 1), without a gradient: `vespo_weight`.
 
     Args:
-        advantages: (B,) or (B, 1). log_ratio_per_token: (B, T), log π - log π_old. mask: (B, T).
+        advantages: (B,) or (B, 1).
+        log_ratio_per_token: (B, T), log π - log π_old.
+        mask: (B, T).
         importance_sampling_ratio: (B, 1) or (B, T), of the inference engine, or None.
     """
-    o = GRPOOptions(
+    options = GRPOOptions(
         vespo_k_pos=k_pos,
         vespo_lambda_pos=lambda_pos,
         vespo_k_neg=k_neg,
         vespo_lambda_neg=lambda_neg,
     )
-    counted = mask.bool()
-    advantages = only(counted, advantages.detach().reshape(len(mask), -1))
-    ratio = only(counted, importance_sampling_ratio, 1)
-    ratio = None if ratio is None else log_of_sequence(ratio.detach())
-    return vespo_weight(only(counted, log_ratio_per_token), mask, ratio, advantages, o)
+    valid = mask.bool()
+    advantages = fill_invalid(advantages.detach().reshape(len(mask), -1), valid)
+    log_inference_ratio = None
+    if importance_sampling_ratio is not None:
+        inference_ratio = fill_invalid(importance_sampling_ratio, valid, 1)
+        log_inference_ratio = log_inference_ratio_of_sequence(inference_ratio.detach())
+    log_ratio = fill_invalid(log_ratio_per_token, valid)
+    return vespo_weight(log_ratio, mask, log_inference_ratio, advantages, options)

@@ -1,8 +1,9 @@
-"""GRPO and its variants for logits that are already there, under the published names.
+"""GRPO and its variants of logits that are in memory, under the published names.
 
 `liger_selected_log_probs` takes the tokens' log-probabilities from the logits and gives these their
 gradient, at most one tensor of their size. The rest is `policy_math`, on (B, L). A masked token
-contributes nothing."""
+contributes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ from dataclasses import replace
 import torch
 
 from liger_kernel.core import check
-from liger_kernel.losses.policy_batch import REAL, Given, check_grpo, check_rows, grpo_batch
+from liger_kernel.losses.policy_batch import (
+    REAL_DTYPES,
+    PolicyInputs,
+    check_grpo,
+    check_rows,
+    grpo_batch,
+)
 from liger_kernel.losses.policy_math import (
     POLICIES,
     GRPOOptions,
     clipped_surrogate,
+    fill_invalid,
     grpo_terms,
-    only,
 )
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs
 
@@ -28,7 +35,7 @@ def fused_selective_log_softmax(
     temperature: float = 0.9,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log p of the last L tokens under ``softmax(logits / temperature)``, without a gradient.
+    """Return log p of the last L tokens under ``softmax(logits / temperature)``, without gradient.
 
     Args:
         logits: (B, L+1, V), contiguous; the last position is not used.
@@ -40,8 +47,8 @@ def fused_selective_log_softmax(
         (B, L) in fp32.
 
     Raises:
-        AssertionError: logits are not contiguous. ValueError, TypeError: something else does not
-        fit.
+        AssertionError: logits are not contiguous.
+        ValueError, TypeError: something else does not fit.
     """
     name = "fused_selective_log_softmax"
     check.floats(name, dict(logits=logits))
@@ -52,15 +59,17 @@ def fused_selective_log_softmax(
         raise AssertionError(f"{name}: logits are not contiguous, give logits.contiguous()")
     L = logits.shape[1] - 1
 
-    def last(argument, x):
+    def last_columns(argument, x):
         if x.dim() != 2 or L < 0 or x.shape[1] < L:
-            shapes = f"{tuple(logits.shape)}, {argument} {tuple(x.shape)}"
             raise ValueError(
-                f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L or more)"
+                f"{name}: logits have shape {tuple(logits.shape)}, {argument} {tuple(x.shape)}, "
+                "give (B, L+1, classes) and (B, L or more)"
             )
         return x[:, x.shape[1] - L :]
 
-    ids, mask = last("input_ids", input_ids), None if mask is None else last("mask", mask)
+    ids = last_columns("input_ids", input_ids)
+    if mask is not None:
+        mask = last_columns("mask", mask)
     with torch.no_grad():
         return liger_selected_log_probs(logits, ids, mask, temperature)
 
@@ -93,16 +102,16 @@ class GrpoLossFunction:
         num_items_in_batch=None,
         phi_seq=None,
     ):
-        """`triton_grpo_loss`, but for what it returns and for vespo's weights.
+        """`triton_grpo_loss`, except for its results and for vespo's weights.
 
         Args:
             phi_seq: (B,) or (B, 1): vespo's weight of each sequence, see `get_gamma_weights`.
-            The others as in `triton_grpo_loss`.
+            Other arguments: as in `triton_grpo_loss`.
 
         Returns:
             With ``reduce`` the loss, the mean KL divergence (None if beta is 0) and the share of
-            clipped tokens. Else
-            the three of each token, (B, L), 0 where masked. Only the first has a gradient.
+            clipped tokens. Else these three of each token, (B, L), 0 where masked. Only the first
+            has a gradient.
 
         Raises:
             ValueError: also if vespo lacks phi_seq.
@@ -112,7 +121,7 @@ class GrpoLossFunction:
             raise ValueError(
                 f"{name}: phi_seq is None, give vespo's weights, one a sequence (get_gamma_weights)"
             )
-        o = GRPOOptions(
+        options = GRPOOptions(
             beta,
             eps_low,
             eps_high,
@@ -124,7 +133,7 @@ class GrpoLossFunction:
             delta,
             use_bias_correction_kl,
         )
-        given = Given(
+        inputs = PolicyInputs(
             completion_mask,
             advantages,
             old_logp,
@@ -133,7 +142,9 @@ class GrpoLossFunction:
             num_items_in_batch,
             phi_seq,
         )
-        return _of_logits(name, o, logits, completion_ids, given, temperature, inplace, reduce)
+        return _grpo_on_logits(
+            name, options, logits, completion_ids, inputs, temperature, inplace, reduce
+        )
 
 
 def triton_grpo_loss(
@@ -167,36 +178,35 @@ def triton_grpo_loss(
 
     Args:
         logits: (B, L+1, V), fp32, bf16, fp16 or fp64; contiguous, or they are copied. The last
-        position is not used.
+            position is not used.
         old_logp: (B, L), of the policy that sampled. None: of this policy, without gradient.
         ref_logp: (B, L), of the reference model; needed unless beta is 0.
         completion_ids: (B, L) integers, the sampled tokens.
         advantages: (B,) or (B, L).
-        completion_mask: (B, L), 1 for tokens that count. What stands elsewhere has no influence.
-        None: all count.
+        completion_mask: (B, L), 1 for tokens that count. Values at other tokens have no influence.
+            None: all count.
         temperature: the logits are divided by it.
         eps_low, eps_high: as epsilon_low and epsilon_high in `linear_grpo_loss`.
-        inplace: in backward, the logits' memory becomes that of their gradient if nobody else can
-        see it any more.
+        inplace: in backward, the gradient takes the logits' memory if nobody else can see it any
+            more.
         max_completion_length: dr_grpo divides by it; None: by L.
-        reduce: whether the tokens' losses become one number.
-        The others as in `linear_grpo_loss`.
+        reduce: return one loss, not one for each token.
+        Other arguments: as in `linear_grpo_loss`.
 
     Returns:
         With ``reduce`` the loss and a list of metrics: the mean KL divergence unless beta is 0, and
-        the share of
-        clipped tokens. Else, for each token (B, L) and 0 where masked: the loss, the KL divergence
-        (None if beta is 0),
-        and whether it is clipped. In fp32 (fp64 for fp64); only the loss has a gradient.
+        the share of clipped tokens. Else, for each token (B, L) and 0 where masked: the loss, the
+        KL divergence (None if beta is 0), and whether it is clipped. In fp32 (fp64 for fp64); only
+        the loss has a gradient.
 
     Raises:
-        AssertionError: ref_logp is missing. ValueError: shapes or options that do not fit;
-        ``delta`` for cispo, sapo
-            or vespo. TypeError: a wrong dtype.
+        AssertionError: ref_logp is missing.
+        ValueError: shapes or options that do not fit; ``delta`` for cispo, sapo or vespo.
+        TypeError: a wrong dtype.
 
     Source: the papers in `policy_math`.
     """
-    o = GRPOOptions(
+    options = GRPOOptions(
         beta,
         eps_low,
         eps_high,
@@ -212,59 +222,66 @@ def triton_grpo_loss(
         vespo_k_neg,
         vespo_lambda_neg,
     )
-    given = Given(
+    inputs = PolicyInputs(
         completion_mask, advantages, old_logp, ref_logp, vllm_is_ratio, num_items_in_batch
     )
-    loss, kl, clipped = _of_logits(
-        "triton_grpo_loss", o, logits, completion_ids, given, temperature, inplace, reduce
+    loss, kl, is_clipped = _grpo_on_logits(
+        "triton_grpo_loss", options, logits, completion_ids, inputs, temperature, inplace, reduce
     )
     if not reduce:
-        return loss, kl, clipped
-    return loss, [clipped] if kl is None else [kl, clipped]
+        return loss, kl, is_clipped
+    return loss, [is_clipped] if kl is None else [kl, is_clipped]
 
 
-def _of_logits(name, o, logits, ids, given, temperature, inplace, reduce):
-    """-> loss, KL or None, clipped: what `GrpoLossFunction` returns."""
+def _grpo_on_logits(name, options, logits, ids, inputs, temperature, inplace, reduce):
+    """Return loss, KL or None, and clipped tokens, as `GrpoLossFunction` does."""
     check.floats(name, dict(logits=logits))
     check.integers(name, dict(completion_ids=ids))
     if logits.dim() != 3 or ids.shape != (logits.shape[0], logits.shape[1] - 1):
-        shapes = f"{tuple(logits.shape)}, completion_ids {tuple(ids.shape)}"
-        raise ValueError(f"{name}: logits have shape {shapes}, give (B, L+1, classes) and (B, L)")
+        raise ValueError(
+            f"{name}: logits have shape {tuple(logits.shape)}, completion_ids {tuple(ids.shape)}, "
+            "give (B, L+1, classes) and (B, L)"
+        )
     check_rows(
         name,
         logits,
         ids.shape,
-        completion_mask=(given.attention_mask, "BT None", REAL),
-        advantages=(given.advantages, "B BT", REAL),
-        old_logp=(given.old_per_token_logps, "BT None", check.FLOATS),
-        ref_logp=(given.ref_per_token_logps, "BT None", check.FLOATS),
-        vllm_is_ratio=(given.vllm_is_ratio, "B B1 BT None", check.FLOATS),
-        phi_seq=(given.phi_seq, "B B1 None", check.FLOATS),
+        completion_mask=(inputs.attention_mask, "BT None", REAL_DTYPES),
+        advantages=(inputs.advantages, "B BT", REAL_DTYPES),
+        old_logp=(inputs.old_per_token_logps, "BT None", check.FLOAT_DTYPES),
+        ref_logp=(inputs.ref_per_token_logps, "BT None", check.FLOAT_DTYPES),
+        vllm_is_ratio=(inputs.vllm_is_ratio, "B B1 BT None", check.FLOAT_DTYPES),
+        phi_seq=(inputs.phi_seq, "B B1 None", check.FLOAT_DTYPES),
     )
-    if given.attention_mask is None:
-        given = replace(given, attention_mask=torch.ones_like(ids))
+    if inputs.attention_mask is None:
+        inputs = replace(inputs, attention_mask=torch.ones_like(ids))
     if not reduce:
-        given = replace(
-            given, num_items_in_batch=1
-        )  # any number: nothing is divided by it, and no rank is asked
-    if o.max_completion_length is None:
-        o = replace(o, max_completion_length=max(ids.shape[1], 1))
-    check_grpo(name, logits, ids.shape, o, 0.0, given)
-    if o.beta != 0 and given.ref_per_token_logps is None:
+        # Nothing is divided by it, so any number will do: then no rank is asked for its own.
+        inputs = replace(inputs, num_items_in_batch=1)
+    if options.max_completion_length is None:
+        options = replace(options, max_completion_length=max(ids.shape[1], 1))
+    check_grpo(name, logits, ids.shape, options, 0.0, inputs)
+    if options.beta != 0 and inputs.ref_per_token_logps is None:
         raise AssertionError(
-            f"{name}: beta is {o.beta} without a reference, give ref_logp, or beta=0"
+            f"{name}: beta is {options.beta} without a reference, give ref_logp, or beta=0"
         )
-    if o.delta is not None and POLICIES[o.loss_type].loss is not clipped_surrogate:
+    has_delta = POLICIES[options.loss_type].surrogate is clipped_surrogate
+    if options.delta is not None and not has_delta:
         raise ValueError(
-            f"{name}: delta is {o.delta}, but {o.loss_type} has no such bound, give None"
+            f"{name}: delta is {options.delta}, but {options.loss_type} has no such bound, "
+            "give None"
         )
-    log_probs = liger_selected_log_probs(logits, ids, given.attention_mask, temperature, inplace)
-    batch = grpo_batch(o, 0.0, log_probs, given)
+    log_probs = liger_selected_log_probs(logits, ids, inputs.attention_mask, temperature, inplace)
+    batch = grpo_batch(options, 0.0, log_probs, inputs)
     if reduce:
-        loss, metrics = batch.of_log_probs(log_probs, None)
-        return loss, metrics[0] if o.beta != 0 else None, metrics[-1]
-    terms = grpo_terms(log_probs, batch.rows, o)
-    loss, kl, clipped = (
-        x if x is None else only(batch.counted, x.expand(ids.shape)) for x in terms
-    )
-    return loss, None if kl is None else kl.detach(), clipped.to(loss.dtype)
+        loss, metrics = batch.loss_from_log_probs(log_probs, None)
+        return loss, metrics[0] if options.beta != 0 else None, metrics[-1]
+    loss, kl, is_clipped = grpo_terms(log_probs, batch.tokens, options)
+
+    def mask_out(x):
+        return fill_invalid(x.expand(ids.shape), batch.valid)
+
+    loss = mask_out(loss)
+    if kl is not None:
+        kl = mask_out(kl).detach()
+    return loss, kl, mask_out(is_clipped).to(loss.dtype)

@@ -1,6 +1,6 @@
-r"""The mathematics of the preference losses.
+r"""The formulas of the preference losses.
 
-    s = Σ_t log p(y_t)   of a sequence's valid tokens; the mean if a loss averages; 0 without a valid token
+    s = Σ_t log p(y_t)   of a sequence's valid tokens, or their mean; 0 without a valid token
     c, r                 s of the chosen and of the rejected answer to a prompt
     a = c - c_ref,  d = r - r_ref      the log-ratios to the reference model
 
@@ -28,18 +28,20 @@ def dpo_hinge(a, d, beta, **_):
 
 
 def dpo_ipo(a, d, beta, **_):
-    """Identity preference optimisation, arXiv:2310.12036: the margin should be 1/(2β). Of means,
-    see `MEANS`."""
+    """Identity preference optimisation, arXiv:2310.12036: the margin should be 1/(2β).
+
+    It takes means, see `MEAN_LOSS_TYPES`.
+    """
     return (a - d - 1 / (2 * beta)).square()
 
 
 def dpo_exo_pair(a, d, beta, label_smoothing, **_):
-    """Efficient exact optimisation, arXiv:2402.00856: KL(p_θ ‖ p_r) of a pair, with smoothed
-    labels."""
-    x, e = beta * (a - d), label_smoothing
-    return sigmoid(x) * (logsigmoid(x) - math.log(1 - e)) + sigmoid(-x) * (
-        logsigmoid(-x) - math.log(e)
-    )
+    """Efficient exact optimisation, arXiv:2402.00856: KL(p_θ ‖ p_r) with smoothed labels."""
+    x = beta * (a - d)
+    e = label_smoothing
+    kl_if_chosen = sigmoid(x) * (logsigmoid(x) - math.log(1 - e))
+    kl_if_rejected = sigmoid(-x) * (logsigmoid(-x) - math.log(e))
+    return kl_if_chosen + kl_if_rejected
 
 
 def dpo_nca_pair(a, d, beta, **_):
@@ -49,7 +51,8 @@ def dpo_nca_pair(a, d, beta, **_):
 
 def dpo_robust(a, d, beta, label_smoothing, **_):
     """Robust DPO, arXiv:2403.00409: a label is wrong with probability ε."""
-    x, e = beta * (a - d), label_smoothing
+    x = beta * (a - d)
+    e = label_smoothing
     return (e * logsigmoid(-x) - (1 - e) * logsigmoid(x)) / (1 - 2 * e)
 
 
@@ -64,14 +67,12 @@ def dpo_sppo_hard(a, d, beta, **_):
 
 
 def dpo_apo_zero(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: the chosen answer up, the rejected one
-    down."""
+    """Anchored preference optimisation, arXiv:2408.06266: chosen answer up, rejected down."""
     return 1 - sigmoid(beta * a) + sigmoid(beta * d)
 
 
 def dpo_apo_down(a, d, beta, **_):
-    """Anchored preference optimisation, arXiv:2408.06266: both answers down, the rejected one
-    further."""
+    """Anchored preference optimisation, arXiv:2408.06266: both down, the rejected further."""
     return sigmoid(beta * a) + 1 - sigmoid(beta * (a - d))
 
 
@@ -79,9 +80,8 @@ def dpo_discopop(a, d, beta, discopop_tau, **_):
     """Discovered preference optimisation, arXiv:2406.08414: the log-ratio modulated loss."""
     x = beta * (a - d)
     modulation = x / discopop_tau
-    return -logsigmoid(x) * sigmoid(-modulation) + torch.exp(
-        logsigmoid(modulation) - x
-    )  # e^-x alone overflows
+    exponential = torch.exp(logsigmoid(modulation) - x)  # e^-x alone overflows
+    return -logsigmoid(x) * sigmoid(-modulation) + exponential
 
 
 DPO = {
@@ -97,23 +97,31 @@ DPO = {
     "apo_down": dpo_apo_down,
     "discopop": dpo_discopop,
 }
-MEANS = {"ipo"}  # these take mean log-probabilities of tokens instead of sums, as their papers do
+# these take mean log-probabilities of tokens instead of sums, as their papers do
+MEAN_LOSS_TYPES = {"ipo"}
 
 
 def smoothed_margin(x, label_smoothing):
-    """-log σ(x) with label smoothing ε: the loss of CPO and SimPO. ε as in conservative DPO
-    (Mitchell, 2023)."""
+    """-log σ(x) with label smoothing ε: the loss of CPO and SimPO.
+
+    ε as in conservative DPO (Mitchell, 2023).
+    """
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
 def log_odds(log_p):
-    """log (p/(1 - p)) from log p. Of a p that was rounded to 1 it is some large number, without a
-    gradient."""
-    near = log_p > -0.7
+    """log (p/(1 - p)) from log p.
+
+    For a p that was rounded to 1 it is some large number, without a gradient.
+    """
+    near_one = log_p > -0.7
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
-    return log_p - torch.where(
-        near, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p.where(~near, -1)))
+    log_rest = torch.where(
+        near_one,
+        torch.log(-torch.expm1(log_p)),
+        torch.log1p(-torch.exp(log_p.where(~near_one, -1))),
     )
+    return log_p - log_rest
 
 
 def _log_of_log1p(x):
@@ -127,9 +135,14 @@ def _log_of_log1p(x):
 def log_odds_of_mean(log_p, log_rest, valid):
     """log (p/(1 - p)) of the mean log-probability of each sequence, exact for a p of almost 1, too.
 
-    log_p, log_rest, valid (..., T): log-probabilities of the tokens and of all other classes, and
-    which tokens count. In logarithms, since 1 - p can be less than a float's least: -log p(token) =
-    log(1 + e^(log_rest - log_p)). 0 without a valid token."""
+    It is 0 without a valid token. All is computed in logarithms, since 1 - p can be less than the
+    least float: -log p(token) = log(1 + e^(log_rest - log_p)).
+
+    Args:
+        log_p: (..., T), the log-probabilities of the tokens.
+        log_rest: (..., T), those of all other classes.
+        valid: (..., T) bool, which tokens count.
+    """
     empty = ~valid.any(-1, keepdim=True)
     log_nll = _log_of_log1p((log_rest - log_p).clamp(min=-1e4).where(valid, 0))
     lengths = valid.sum(-1).clamp(min=1).to(log_nll.dtype)
@@ -142,12 +155,13 @@ def log_odds_of_mean(log_p, log_rest, valid):
 
 # ---- losses of some of the pairs ----
 #
-# -> their sum divided by the pairs of the whole batch, the rewards of the chosen and of the rejected answers. `target`
-# is the whole batch's, two sequences for each pair.
+# Each returns the sum of the losses divided by the number of pairs of the whole batch, the rewards
+# of the chosen answers, and those of the rejected ones. `target` is that of the whole batch, with
+# two sequences for each pair.
 
 
-def pairs_of(target):
-    """The number of pairs, at least 1."""
+def num_pairs(target):
+    """Return the number of pairs, at least 1."""
     return max(len(target) // 2, 1)
 
 
@@ -167,51 +181,59 @@ def dpo_loss(
 
     The loss takes log-probabilities divided by ``lengths``. The rewards take them as they are.
     """
-    a, d = chosen - ref_chosen_logps, rejected - ref_rejected_logps
-    means = (a, d) if lengths is None else torch.stack((a, d)) / lengths.clamp(min=1)
-    loss = DPO[loss_type](*means, beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
-    return loss.sum() / pairs_of(target), beta * a, beta * d
+    a = chosen - ref_chosen_logps
+    d = rejected - ref_rejected_logps
+    log_ratios = (a, d)
+    if lengths is not None:
+        log_ratios = torch.stack(log_ratios) / lengths.clamp(min=1)
+    loss = DPO[loss_type](
+        *log_ratios, beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau
+    )
+    return loss.sum() / num_pairs(target), beta * a, beta * d
 
 
 def cpo_loss(chosen, rejected, target, beta=0.1, label_smoothing=0.0):
     """Contrastive preference optimisation, arXiv:2401.08417: without a reference model."""
     loss = smoothed_margin(beta * (chosen - rejected), label_smoothing)
-    return loss.sum() / pairs_of(target), beta * chosen, beta * rejected
+    return loss.sum() / num_pairs(target), beta * chosen, beta * rejected
 
 
 def simpo_loss(chosen, rejected, target, beta=0.1, gamma=0.5, label_smoothing=0.0):
-    """Simple preference optimisation, arXiv:2405.14734: for mean log-probabilities, with a margin
-    of γ."""
+    """Simple preference optimisation, arXiv:2405.14734: mean log-probabilities, margin γ."""
     loss = smoothed_margin(beta * (chosen - rejected) - gamma, label_smoothing)
-    return loss.sum() / pairs_of(target), beta * chosen, beta * rejected
+    return loss.sum() / num_pairs(target), beta * chosen, beta * rejected
 
 
 def orpo_loss(chosen, rejected, target, beta=0.1, log_odds_of=None, lengths=None):
     """Odds ratio preference optimisation, arXiv:2403.07691, without its NLL.
 
-    ``log_odds_of`` (2, n): those of the answers, if they are known more exactly than
-    log-probabilities tell. Pairs with an answer whose length is 0 have no odds ratio, and add
+    ``log_odds_of`` (2, n): the log-odds of the answers, if they are known more exactly than from
+    the log-probabilities. Pairs with an answer whose length is 0 have no odds ratio, and add
     nothing.
 
-    Two more results: the mean of log σ(log odds ratio), and the mean log odds ratio.
+    Also returns the mean of log σ(log odds ratio), and the mean log odds ratio.
     """
-    of_chosen, of_rejected = (
-        (log_odds(chosen), log_odds(rejected)) if log_odds_of is None else log_odds_of
-    )
-    odds, pairs = of_chosen - of_rejected, pairs_of(target)
-    ratios = logsigmoid(odds)
+    if log_odds_of is None:
+        chosen_log_odds, rejected_log_odds = log_odds(chosen), log_odds(rejected)
+    else:
+        chosen_log_odds, rejected_log_odds = log_odds_of
+    log_odds_ratio = chosen_log_odds - rejected_log_odds
+    log_sigmoid = logsigmoid(log_odds_ratio)
     if lengths is not None:
-        both = (lengths > 0).all(0)
-        odds, ratios = odds.where(both, 0), ratios.where(both, 0)
-    ratio = ratios.sum() / pairs
-    return -beta * ratio, beta * chosen, beta * rejected, ratio, odds.sum() / pairs
+        has_tokens = (lengths > 0).all(0)
+        log_odds_ratio = log_odds_ratio.where(has_tokens, 0)
+        log_sigmoid = log_sigmoid.where(has_tokens, 0)
+    pairs = num_pairs(target)
+    mean = log_sigmoid.sum() / pairs
+    return -beta * mean, beta * chosen, beta * rejected, mean, log_odds_ratio.sum() / pairs
 
 
 def kto_loss(logps, preference_labels, target, ref_logps=0.0, beta=0.1, kl=0.0):
     """Kahneman-Tversky optimisation, arXiv:2402.01306: each answer is good or bad by itself.
 
-    ``kl`` is the reference point, one number or one for each sequence. -> Σ / sequences of the
-    batch, rewards."""
+    ``kl`` is the reference point, one number or one for each sequence. Returns the sum of the
+    losses divided by the number of sequences of the batch, and the rewards.
+    """
     reward = logps - ref_logps
     sign = preference_labels.to(reward.dtype) * 2 - 1
     return (1 - sigmoid(beta * sign * (reward - kl))).sum() / max(len(target), 1), beta * reward

@@ -1,4 +1,4 @@
-"""Operators in the places where Megatron-Core has its own: `apply_liger_kernel_to_megatron`."""
+"""Operators in place of Megatron-Core's own: `apply_liger_kernel_to_megatron`."""
 
 from liger_kernel.megatron.cross_entropy import LigerMegatronCrossEntropy
 from liger_kernel.megatron.monkey_patch import apply_liger_kernel_to_megatron
@@ -6,5 +6,8 @@ from liger_kernel.megatron.rms_norm import LigerMegatronRMSNorm
 from liger_kernel.megatron.swiglu import LigerMegatronSwiGLU
 
 __all__ = [
-    "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",
-]  # fmt: skip
+    "LigerMegatronCrossEntropy",
+    "LigerMegatronRMSNorm",
+    "LigerMegatronSwiGLU",
+    "apply_liger_kernel_to_megatron",
+]

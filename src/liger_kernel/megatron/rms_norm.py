@@ -1,4 +1,4 @@
-"""`liger_rms_norm` with the arguments that Megatron-Core gives a norm."""
+"""`liger_rms_norm` with the arguments of Megatron-Core's norms."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ class LigerMegatronRMSNorm(torch.nn.Module):
 
     Args:
         config: Megatron's. Its ``normalization`` is "RMSNorm". With its
-        ``layernorm_zero_centered_gamma``, or with
-            ``zero_centered_gamma``, the factor is 1 + weight, and the weight starts from zeros. Its
-            ``sequence_parallel`` is set on the weight, so that Megatron sums the weight's gradient
-            over its ranks.
+            ``layernorm_zero_centered_gamma``, or with ``zero_centered_gamma``, the factor is
+            1 + weight, and the weight starts from zeros. Its ``sequence_parallel`` is set on the
+            weight, so that Megatron sums the weight's gradient over its ranks.
         hidden_size: the length of the last dimension.
         eps: added to the mean square.
         persist_layer_norm, normalization: no effect.
@@ -34,12 +33,14 @@ class LigerMegatronRMSNorm(torch.nn.Module):
         normalization: str = "RMSNorm",
     ) -> None:
         super().__init__()
-        asked = getattr(config, "normalization", "RMSNorm")
-        if asked != "RMSNorm":
+        config_normalization = getattr(config, "normalization", "RMSNorm")
+        if config_normalization != "RMSNorm":
             raise ValueError(
-                f"LigerMegatronRMSNorm: config.normalization is {asked!r}, it computes 'RMSNorm' alone"
+                f"LigerMegatronRMSNorm: config.normalization is {config_normalization!r}, "
+                "it computes 'RMSNorm' alone"
             )
-        self.hidden_size, self.eps = hidden_size, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma or getattr(
             config, "layernorm_zero_centered_gamma", False
         )

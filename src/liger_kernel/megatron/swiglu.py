@@ -13,13 +13,14 @@ class LigerMegatronSwiGLU:
     """``silu(gate)·up`` of an input that holds gate and up beside each other, the gate first.
 
     Args:
-        fallback_impl: called for what `liger_swiglu` does not do: a bias, storing the input as fp8
-        or on the host.
+        fallback_impl: called for options that `liger_swiglu` does not have: a bias, storing the
+            input as fp8 or on the host.
         in_place: no effect; the input is never written to.
     """
 
     def __init__(self, fallback_impl: Callable | None = None, in_place: bool = False) -> None:
-        self.fallback_impl, self.in_place = fallback_impl, in_place
+        self.fallback_impl = fallback_impl
+        self.in_place = in_place
 
     def __call__(
         self,
@@ -28,7 +29,8 @@ class LigerMegatronSwiGLU:
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> torch.Tensor:
-        """
+        """Compute ``silu(gate)·up``.
+
         Args:
             input: (..., 2·F) of two or three dimensions.
 
@@ -36,25 +38,26 @@ class LigerMegatronSwiGLU:
             (..., F).
 
         Raises:
-            ValueError: another number of dimensions, or an odd last one. RuntimeError: a bias, fp8
-            or offloading is
-                asked for, and there is no ``fallback_impl``.
+            ValueError: another number of dimensions, or an odd last one.
+            RuntimeError: a bias, fp8 or offloading is asked for, and there is no
+                ``fallback_impl``.
         """
-        options = dict(
-            bias=bias is not None,
-            fp8_input_store=fp8_input_store,
-            cpu_offload_input=cpu_offload_input,
-        )
-        asked = ", ".join(name for name, wanted in options.items() if wanted)
-        if asked and self.fallback_impl is None:
+        options = {
+            "bias": bias is not None,
+            "fp8_input_store": fp8_input_store,
+            "cpu_offload_input": cpu_offload_input,
+        }
+        requested = ", ".join(name for name, value in options.items() if value)
+        if requested and self.fallback_impl is None:
             raise RuntimeError(
-                f"LigerMegatronSwiGLU: {asked} is asked for, which takes a fallback_impl"
+                f"LigerMegatronSwiGLU: {requested} is asked for, which takes a fallback_impl"
             )
-        if asked:
+        if requested:
             return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
         if input.dim() not in (2, 3) or input.shape[-1] % 2:
             raise ValueError(
-                f"LigerMegatronSwiGLU: input has shape {tuple(input.shape)}, give 2 or 3 dimensions, even"
+                f"LigerMegatronSwiGLU: input has shape {tuple(input.shape)}, "
+                "give 2 or 3 dimensions, even"
             )
         return liger_swiglu(*input.chunk(2, dim=-1))
 

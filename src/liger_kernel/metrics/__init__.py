@@ -1,5 +1,6 @@
-"""How a run goes: tokens a second, model FLOPs utilisation, memory.
+"""Metrics of a training run: tokens a second, model FLOPs utilisation, memory.
 
 ``liger_kernel.transformers.LigerMetrics`` is the callback for the Trainer,
-``liger_kernel.metrics.lightning`` has that for Lightning. For a training loop of one's own:
-`meter.Meter` counts, `flops.flops_of` knows a model's operations."""
+``liger_kernel.metrics.lightning`` has the one for Lightning. In your own training loop,
+`meter.Meter` counts, and `flops.flops_of` returns a model's operations.
+"""

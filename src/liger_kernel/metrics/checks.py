@@ -1,5 +1,5 @@
-"""What the callbacks for the Trainer and for Lightning share: their arguments, and what they ask of
-a model."""
+"""Shared by the callbacks for the Trainer and for Lightning: checks of their arguments, and facts
+about a model."""
 
 from __future__ import annotations
 
@@ -12,68 +12,75 @@ from liger_kernel.metrics.meter import ATTENTION
 from liger_kernel.metrics.peaks import peak_of
 
 logger = logging.getLogger("liger_kernel")
-CAUSAL = "ForCausalLM", "LMHeadModel", "LMHeadCausalModel"  # ends of class names
+CAUSAL_CLASS_ENDINGS = "ForCausalLM", "LMHeadModel", "LMHeadCausalModel"
 
 
-def check(port, peak, per_token, attention) -> None:
-    if port is not None and (
-        not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16
-    ):
-        raise ValueError(
-            f"LigerMetrics: prometheus_port is {port!r}; give a port's number, 0 for a free one, or None"
-        )
-    for what, value in (("peak_flops", peak), ("flops_per_token", per_token)):
+def check(port, peak_flops, flops_per_token, attention) -> None:
+    if port is not None:
+        is_integer = isinstance(port, int) and not isinstance(port, bool)
+        if not is_integer or not 0 <= port < 2**16:
+            raise ValueError(
+                f"LigerMetrics: prometheus_port is {port!r}; give a port's number, "
+                "0 for a free one, or None"
+            )
+    numbers = {"peak_flops": peak_flops, "flops_per_token": flops_per_token}
+    for argument, value in numbers.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise ValueError(f"LigerMetrics: {what} is {value!r}; give a positive number")
+            raise ValueError(f"LigerMetrics: {argument} is {value!r}; give a positive number")
     if attention not in ATTENTION:
         raise ValueError(
             f"LigerMetrics: attention is {attention!r}; give one of {', '.join(ATTENTION)}"
         )
 
 
-def known_flops(model, per_token: float | None, speaks: bool) -> Flops | None:
-    if per_token is not None:
-        return Flops(token=per_token)
+def flops_or_none(model, flops_per_token: float | None, warns: bool) -> Flops | None:
+    """Return the model's operations. If they are unknown: None, and a warning if ``warns``."""
+    if flops_per_token is not None:
+        return Flops(token=flops_per_token)
     try:
         return flops_of(model)
     except Uncountable as reason:
-        if speaks:
+        if warns:
             logger.warning(
-                "LigerMetrics: no mfu, for the model's FLOPs are unknown (%s); give flops_per_token",
+                "LigerMetrics: no mfu, for the model's FLOPs are unknown (%s); "
+                "give flops_per_token",
                 reason,
             )
         return None
 
 
-def known_peak(
-    given: float | None, device: torch.device, dtype: torch.dtype | None, speaks: bool
+def peak_or_none(
+    peak_flops: float | None, device: torch.device, dtype: torch.dtype | None, warns: bool
 ) -> float | None:
-    """FLOP/s of a device; ``dtype`` is what it computes in, None if that is neither 16 nor 32
-    bits."""
-    peak = given or (peak_of(device, dtype) if dtype is not None else None)
-    if peak is None and device.type != "cpu" and speaks:
-        what = dtype or "this precision"
+    """Return the peak FLOP/s of a device. If it is unknown: None, and a warning if ``warns``.
+
+    ``dtype``: of the matrix products, None if it has neither 16 nor 32 bits.
+    """
+    peak = peak_flops
+    if not peak and dtype is not None:
+        peak = peak_of(device, dtype)
+    if peak is None and device.type != "cpu" and warns:
         logger.warning(
-            "LigerMetrics: no mfu, for the peak of this %s device in %s is unknown; give peak_flops",
+            "LigerMetrics: no mfu, for the peak of this %s device in %s is unknown; "
+            "give peak_flops",
             device.type,
-            what,
+            dtype or "this precision",
         )
     return peak
 
 
 def dtype_of(model) -> torch.dtype | None:
-    """What a model computes in without autocast."""
+    """Return the dtype that a model computes in without autocast."""
     model = unwrapped(model)
-    known = getattr(model, "dtype", None)
-    if isinstance(known, torch.dtype):
-        return known
+    dtype = getattr(model, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
     return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), None)
 
 
 def shifts_labels(model) -> bool:
-    """Whether it is a model of the text to come, for which the first label of a row is no
-    target."""
+    """Return True for a causal language model, for which a row's first label is no target."""
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    return any(c.__name__.endswith(CAUSAL) for c in type(model).__mro__)
+    return any(c.__name__.endswith(CAUSAL_CLASS_ENDINGS) for c in type(model).__mro__)

@@ -1,4 +1,4 @@
-"""What a device can do at most: dense matrix products, as its maker publishes it."""
+"""The peak FLOP/s of devices for dense matrix products, as their makers publish them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 import torch
 
-# (of the device's name, TFLOP/s in bf16 and fp16, in fp32 by TF32, in fp32), from the makers' data
-# sheets, without sparsity. Of an MI250(X) PyTorch sees each half as a device. The first that
-# matches counts.
+# (pattern of the device's name, TFLOP/s in bf16 and fp16, in fp32 by TF32, in fp32), from the
+# makers' data sheets, without sparsity. PyTorch sees each half of an MI250(X) as a device. The
+# first row that matches counts.
 PEAKS = (
     (r"GB200", 2500, 1250, 80),
     (r"B200", 2250, 1125, 75),
@@ -38,33 +38,32 @@ PEAKS = (
     (r"MI250X?(?: ?/ ?MI250X?)?", 191.5, None, 47.9),
     (r"MI210", 181, None, 45.3),
 )
-UNLIKE = (
-    r"MIG|Laptop|Max-Q|Mobile| Ti\b| D\b|Super"  # a part of a device, or another one of a like name
-)
+# a part of a device, or another device of a similar name
+OTHER_DEVICES = r"MIG|Laptop|Max-Q|Mobile| Ti\b| D\b|Super"
 
 
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of matrix products of ``dtype`` on a device of this name; None where that is not known
-    here.
+    """Return the peak FLOP/s of matrix products on a device of this name, or None if unknown.
 
     Args:
-        name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: what the products are of.
-        tf32: whether fp32 products may be rounded to TF32.
+        name: as ``torch.cuda.get_device_name`` returns it.
+        dtype: of the matrices.
+        tf32: fp32 products may be rounded to TF32.
     """
-    if re.search(UNLIKE, name, re.IGNORECASE):
+    if re.search(OTHER_DEVICES, name, re.IGNORECASE):
         return None
-    for pattern, half, tensor_fp32, fp32 in PEAKS:
+    for pattern, half_peak, tf32_peak, fp32_peak in PEAKS:
         if re.search(rf"(?<![A-Za-z0-9]){pattern}(?![A-Za-z0-9])", name):
             if dtype in (torch.bfloat16, torch.float16):
-                return half * 1e12
-            found = tensor_fp32 if tf32 and tensor_fp32 else fp32
-            return found * 1e12 if dtype == torch.float32 else None
+                return half_peak * 1e12
+            if dtype != torch.float32:
+                return None
+            return (tf32_peak if tf32 and tf32_peak else fp32_peak) * 1e12
     return None
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Of this device, with the TF32 that PyTorch uses now."""
+    """Return the peak FLOP/s of this device, with TF32 as PyTorch is set now, or None."""
     if device.type not in ("cuda", "xpu"):
         return None
     tf32 = torch.version.hip is None and torch.get_float32_matmul_precision() != "highest"
@@ -72,8 +71,10 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that the process has held. Of the device's allocator; on a CPU all its
-    resident memory."""
+    """Return the most bytes that the process has held.
+
+    They are those of the device's allocator, on a CPU all of its resident memory.
+    """
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).max_memory_allocated(device)
     if device.type != "cpu":
@@ -84,6 +85,5 @@ def peak_memory(device: torch.device) -> int:
         return 0
     import sys
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

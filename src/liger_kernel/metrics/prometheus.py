@@ -1,5 +1,4 @@
-"""An HTTP endpoint that Prometheus can scrape, from the standard library: text exposition format
-0.0.4."""
+"""An HTTP endpoint for Prometheus, in the text exposition format 0.0.4."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-KINDS = {  # name -> kind, help
+METRICS = {  # name -> (type, help)
     "liger_tokens_per_second": ("gauge", "Input tokens a second, without padding, all processes."),
     "liger_label_tokens_per_second": (
         "gauge",
-        "Tokens a second that a loss is computed of, all processes.",
+        "Tokens a second that have a label, all processes.",
     ),
     "liger_mfu": ("gauge", "Model FLOPs utilisation: 1 is the devices' published peak."),
-    "liger_hfu": ("gauge", "Hardware FLOPs utilisation: with what checkpointing computes again."),
+    "liger_hfu": ("gauge", "Hardware FLOPs utilisation: with the recomputation of checkpoints."),
     "liger_tflops_per_device": ("gauge", "Model TFLOP/s of a device."),
     "liger_peak_memory_bytes": ("gauge", "The most memory that a process has held."),
     "liger_loss": ("gauge", "Training loss."),
@@ -24,26 +23,26 @@ KINDS = {  # name -> kind, help
     "liger_epoch": ("gauge", "Epochs done."),
     "liger_step": ("gauge", "Optimizer steps done."),
     "liger_tokens_total": ("counter", "Input tokens, without padding."),
-    "liger_label_tokens_total": ("counter", "Tokens that a loss was computed of."),
+    "liger_label_tokens_total": ("counter", "Tokens that have a label."),
     "liger_model_flops_total": ("counter", "Floating-point operations of the model."),
     "liger_training_seconds_total": ("counter", "Time of training, without evaluation and saving."),
 }
 
 
 def exposition(values: dict[str, float]) -> str:
-    """The text for these values."""
+    """Return the text for these values."""
     lines = []
-    for name, (kind, text) in KINDS.items():
+    for name, (metric_type, description) in METRICS.items():
         if name in values:
             lines += [
-                f"# HELP {name} {text}",
-                f"# TYPE {name} {kind}",
-                f"{name} {_number(values[name])}",
+                f"# HELP {name} {description}",
+                f"# TYPE {name} {metric_type}",
+                f"{name} {_format_number(values[name])}",
             ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _number(value) -> str:
+def _format_number(value) -> str:
     value = float(value)
     if math.isnan(value):
         return "NaN"
@@ -56,7 +55,7 @@ class Endpoint:
     """``http://host:port/metrics``, served by a daemon thread until `close`.
 
     Args:
-        port: 0 takes a free one; ``endpoint.port`` and ``endpoint.url`` say which.
+        port: 0 takes a free one, which ``endpoint.port`` and ``endpoint.url`` then have.
         host: the address to listen on. Only this machine sees 127.0.0.1; "" is every address.
 
     Raises:
@@ -69,16 +68,20 @@ class Endpoint:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                found = self.path.partition("?")[0] in ("/", "/metrics")
-                body = endpoint._text.encode() if found else b"It is /metrics.\n"
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", CONTENT_TYPE if found else "text/plain")
+                if self.path.partition("?")[0] in ("/", "/metrics"):
+                    status, content_type = 200, CONTENT_TYPE
+                    body = endpoint._text.encode()
+                else:
+                    status, content_type = 404, "text/plain"
+                    body = b"It is /metrics.\n"
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
 
             def log_message(self, *args):
-                """A scrape is no news."""
+                """Log nothing."""
 
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
@@ -104,19 +107,19 @@ class Endpoint:
 
 
 def values_of(report: dict[str, float], totals: dict[str, float], logs: dict) -> dict[str, float]:
-    """What is logged, under the endpoint's names."""
-    found = {
+    """Return the logged values under the endpoint's names."""
+    values = {
         f"liger_{name}": value
         for name, value in (logs | report).items()
         if isinstance(value, (int, float))
     }
     if "peak_memory_gib" in report:
-        found["liger_peak_memory_bytes"] = report["peak_memory_gib"] * 2**30
-    found |= {
+        values["liger_peak_memory_bytes"] = report["peak_memory_gib"] * 2**30
+    values |= {
         "liger_tokens_total": totals["tokens"],
         "liger_model_flops_total": totals["model_flops"],
         "liger_training_seconds_total": totals["seconds"],
     }
     if totals["label_tokens"]:
-        found["liger_label_tokens_total"] = totals["label_tokens"]
-    return found
+        values["liger_label_tokens_total"] = totals["label_tokens"]
+    return values

@@ -1,53 +1,59 @@
-"""`LigerMetrics` for the Trainer: how fast a run is, and how well it uses the device.
+"""`LigerMetrics` for the Trainer: the speed of a run, and how well it uses the device.
 
-The Trainer gives callbacks no inputs. So while it trains, two of its methods are wrapped, on this
-one object: ``compute_loss``, which every Trainer calls with the tensors of a micro-batch, outside
-of what is compiled and above DDP and FSDP; and ``log``, so that the history and every integration
-of ``report_to`` get the figures. The model has no hook. Both are given back at the end."""
+The Trainer gives callbacks neither inputs nor itself. So the callback is made with its Trainer, and
+while that trains, two of its methods are wrapped, on this one object: ``compute_loss``, which every
+Trainer calls with the tensors of a micro-batch, outside of what is compiled and above DDP and FSDP;
+and ``log``, so that the history and every integration of ``report_to`` get the figures. The model
+has no hook. Both methods are restored at the end.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 from dataclasses import asdict
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import ParallelMode
 
-from liger_kernel.metrics.checks import check, dtype_of, known_flops, known_peak, shifts_labels
+from liger_kernel.metrics.checks import (
+    check,
+    dtype_of,
+    flops_or_none,
+    peak_or_none,
+    shifts_labels,
+)
 from liger_kernel.metrics.meter import Meter, Totals
 from liger_kernel.metrics.prometheus import Endpoint, values_of
 
 logger = logging.getLogger("liger_kernel")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WRAPPED = "compute_loss", "log"
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LigerMetrics(TrainerCallback, ExportableState):
-    """Adds to what the Trainer logs: tokens a second, model FLOPs utilisation, peak memory.
+    """Logs tokens a second, model FLOPs utilisation and peak memory, by the Trainer.
 
-    ``Trainer(..., callbacks=[LigerMetrics()])``. The figures are those of all processes together,
-    since the last log; evaluation and saving are not counted. They stand in
+    ``trainer.add_callback(LigerMetrics(trainer))``. The figures are of all processes together,
+    since the last log; evaluation and saving are not counted. They are in
     ``trainer.state.log_history`` and go wherever ``report_to`` sends the loss:
-    ``tokens_per_second`` (without padding), ``label_tokens_per_second`` (what the loss is computed
-    of), ``tflops_per_device`` and ``mfu``, ``hfu`` if layers are checkpointed, ``peak_memory_gib``,
+    ``tokens_per_second`` (without padding), ``label_tokens_per_second`` (tokens with a label),
+    ``tflops_per_device`` and ``mfu``, ``hfu`` if layers are checkpointed, ``peak_memory_gib``,
     ``total_tokens``, ``total_label_tokens``. The Trainer's last line gets those of the whole run,
-    as ``train_tokens_per_second`` and so on. What is not known, such as ``mfu`` on an unknown
-    device, is left out, and a warning says why.
+    as ``train_tokens_per_second`` and so on. Unknown figures, such as ``mfu`` on an unknown device,
+    are left out, and a warning says why.
 
     Args:
-        prometheus_port: of an HTTP endpoint for Prometheus on rank 0, 0 for a free one, None for no
-        endpoint. Where it
-            is says ``metrics.endpoint``.
+        trainer: the Trainer that the callback is added to. It may be set later, as the attribute
+            ``trainer``, but before training begins.
+        prometheus_port: port of an HTTP endpoint for Prometheus on rank 0; 0 for a free one, None
+            for no endpoint. ``metrics.endpoint`` has its address.
         prometheus_host: the address it listens on; "" is every address.
         peak_flops: FLOP/s of one device, for devices and dtypes that have no known peak.
-        flops_per_token: of forward and backward, instead of what is counted of the model.
+        flops_per_token: operations of forward and backward, in place of counting the model's.
         attention: "causal" counts the pairs of tokens that the mask lets through, "full" every pair
-        of a sequence, as
-            the formula of the PaLM paper does.
+            of a sequence, as the formula of the PaLM paper does.
 
     Raises:
         ValueError: an argument is out of range.
@@ -55,6 +61,7 @@ class LigerMetrics(TrainerCallback, ExportableState):
 
     def __init__(
         self,
+        trainer: Trainer | None = None,
         prometheus_port: int | None = None,
         prometheus_host: str = "127.0.0.1",
         peak_flops: float | None = None,
@@ -62,56 +69,65 @@ class LigerMetrics(TrainerCallback, ExportableState):
         attention: str = "causal",
     ):
         check(prometheus_port, peak_flops, flops_per_token, attention)
-        self.arguments = dict(
-            prometheus_port=prometheus_port, prometheus_host=prometheus_host, peak_flops=peak_flops,
-            flops_per_token=flops_per_token, attention=attention,
-        )  # fmt: skip
+        self.arguments = {
+            "prometheus_port": prometheus_port,
+            "prometheus_host": prometheus_host,
+            "peak_flops": peak_flops,
+            "flops_per_token": flops_per_token,
+            "attention": attention,
+        }
         self.totals = asdict(Totals())  # of the run, with what was trained before a checkpoint
+        self.trainer = trainer
         self.endpoint: Endpoint | None = None
-        self._trainer = self._meter = None
-        self._interval, self._session = Totals(), Totals()
+        self._meter: Meter | None = None
+        self._wrapped = {}  # method -> (the Trainer's own attribute or None, our function)
+        self._interval = Totals()  # since the last log
+        self._session = Totals()  # since training began in this process
 
     # ---- the Trainer's events ----
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._detach()
-        trainer = trainer_of(self)
+        trainer = self.trainer
         if trainer is None:
             raise RuntimeError(
-                "LigerMetrics: it was called by no Trainer; give it as Trainer(callbacks=[LigerMetrics()])"
+                "LigerMetrics has no Trainer: trainer.add_callback(LigerMetrics(trainer))"
             )
         self.totals = asdict(Totals())
-        if state.global_step:  # of the checkpoint
+        if state.global_step:  # training goes on from a checkpoint
             saved = state.stateful_callbacks.get(type(self).__name__) or {}
             saved = saved[0] if isinstance(saved, list) else saved
             self.totals |= saved.get("attributes", {}).get("totals", {})
-        self._interval, self._session = Totals(), Totals()
-        given = self.arguments
-        flops = known_flops(model, given["flops_per_token"], state.is_world_process_zero)
+        self._interval = Totals()
+        self._session = Totals()
+        options = self.arguments
+        is_rank_zero = state.is_world_process_zero
+        flops = flops_or_none(model, options["flops_per_token"], warns=is_rank_zero)
         precision = trainer.accelerator.mixed_precision  # or fp8, whose peak is no 16-bit peak
-        dtype = dtype_of(model) if precision == "no" else DTYPES.get(precision)
+        dtype = dtype_of(model) if precision == "no" else PRECISIONS.get(precision)
+        peak = peak_or_none(options["peak_flops"], args.device, dtype, warns=is_rank_zero)
+        is_distributed = args.parallel_mode == ParallelMode.DISTRIBUTED
         self._meter = Meter(
             args.device,
             flops,
-            peak=known_peak(given["peak_flops"], args.device, dtype, state.is_world_process_zero),
+            peak=peak,
             devices=max(1, args.n_gpu),
-            attention=given["attention"],
+            attention=options["attention"],
             replicas=trainer.get_tp_size() if hasattr(trainer, "get_tp_size") else 1,
-            ranks=args.parallel_mode == ParallelMode.DISTRIBUTED
-            and torch.distributed.is_initialized(),
+            ranks=is_distributed and torch.distributed.is_initialized(),
             shifted=getattr(trainer, "_loss_shifts_labels", False) or shifts_labels(model),
         )
-        if given["prometheus_port"] is not None and state.is_world_process_zero:
-            self.endpoint = Endpoint(given["prometheus_port"], given["prometheus_host"])
+        if options["prometheus_port"] is not None and is_rank_zero:
+            self.endpoint = Endpoint(options["prometheus_port"], options["prometheus_host"])
             logger.info("LigerMetrics: %s", self.endpoint.url)
         self._attach(trainer)
         self._meter.resume()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # what comes before the next one is training, unless an evaluation says otherwise
+        # the time until the next step is training, unless an evaluation comes
         self._meter.tick()
         if control.should_log or control.should_evaluate or control.should_save:
-            # here, where all ranks come by, and before anything takes time that is no training
+            # All ranks come by here, before anything takes time that is no training.
             self._gather()
 
     def on_epoch_end(self, args, state, control, **kwargs):
@@ -127,18 +143,18 @@ class LigerMetrics(TrainerCallback, ExportableState):
     def on_train_end(self, args, state, control, **kwargs):
         self._detach()
 
-    # ---- what is counted, what is logged ----
+    # ---- counts and logs ----
 
     def _count(self, model, inputs):
         if model.training and self._meter is not None:
-            self._meter.count(inputs, tuple(self._trainer.label_names or ()) + ("labels",))
+            self._meter.count(inputs, tuple(self.trainer.label_names or ()) + ("labels",))
 
     def _gather(self):
-        found = self._meter.take()
-        self._interval.add(found)
-        self._session.add(found)
+        counts = self._meter.take()
+        self._interval.add(counts)
+        self._session.add(counts)
         total = Totals(**self.totals)
-        total.add(found)
+        total.add(counts)
         self.totals = asdict(total)
 
     def _add_to(self, logs: dict) -> None:
@@ -151,61 +167,47 @@ class LigerMetrics(TrainerCallback, ExportableState):
             if self.totals["labelled"]:
                 logs["total_label_tokens"] = self.totals["label_tokens"]
             if self.endpoint is not None:
-                state = self._trainer.state
-                at = dict(step=state.global_step, epoch=state.epoch)
-                self.endpoint.update(values_of(report, self.totals, logs | at))
+                state = self.trainer.state
+                progress = dict(step=state.global_step, epoch=state.epoch)
+                self.endpoint.update(values_of(report, self.totals, logs | progress))
         elif "train_runtime" in logs:
             for name, value in self._session.report().items():
                 logs.setdefault(name if name == "peak_memory_gib" else f"train_{name}", value)
 
     def _attach(self, trainer):
-        own_loss, own_log = trainer.compute_loss, trainer.log
+        """Wrap two methods of the trainer: one to count, one to add to its logs."""
+        original_compute_loss = trainer.compute_loss
+        original_log = trainer.log
 
-        @functools.wraps(own_loss)
+        @functools.wraps(original_compute_loss)
         def compute_loss(model, inputs, *args, **kwargs):
             self._count(model, inputs)
-            return own_loss(model, inputs, *args, **kwargs)
+            return original_compute_loss(model, inputs, *args, **kwargs)
 
-        @functools.wraps(own_log)
+        @functools.wraps(original_log)
         def log(logs, *args, **kwargs):
             self._add_to(logs)
-            return own_log(logs, *args, **kwargs)
+            return original_log(logs, *args, **kwargs)
 
-        self._trainer = trainer
-        self._wraps = {
-            name: (trainer.__dict__.get(name), mine)
-            for name, mine in zip(WRAPPED, (compute_loss, log), strict=True)
-        }
-        for name, (_, mine) in self._wraps.items():
-            setattr(trainer, name, mine)
+        for name, wrapper in (("compute_loss", compute_loss), ("log", log)):
+            self._wrapped[name] = trainer.__dict__.get(name), wrapper
+            setattr(trainer, name, wrapper)
 
     def _detach(self):
-        """Also of a training that has failed, at the next one's beginning."""
-        if self._trainer is not None:
-            for name, (before, mine) in self._wraps.items():
-                if self._trainer.__dict__.get(name) is not mine:
-                    # somebody has wrapped it since: ours goes on handing on, and counts nothing
-                    continue
-                if before is None:
-                    delattr(self._trainer, name)
-                else:
-                    setattr(self._trainer, name, before)
-        self._trainer = self._meter = None
+        """Restore the trainer's methods. If a training has failed, the next one does this."""
+        for name, (own_attribute, wrapper) in self._wrapped.items():
+            if self.trainer.__dict__.get(name) is not wrapper:
+                continue  # it is wrapped by others now: ours calls the original, and counts nothing
+            if own_attribute is None:
+                delattr(self.trainer, name)
+            else:
+                setattr(self.trainer, name, own_attribute)
+        self._wrapped = {}
+        self._meter = None
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
 
     def state(self) -> dict:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint stores."""
         return {"args": dict(self.arguments), "attributes": {"totals": dict(self.totals)}}
-
-
-def trainer_of(callback):
-    """The Trainer that is calling: no event is told it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        handler = getattr(frame.f_locals.get("self"), "callback_handler", None)
-        if handler is not None and any(one is callback for one in handler.callbacks):
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None

@@ -1,5 +1,7 @@
-"""Sizes that frameworks announce for communication kernels. Ours need no preparation, so nothing is
-set up."""
+"""The sizes that frameworks announce for communication kernels.
+
+These operators need no preparation, so nothing is set up.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class FusedLinearCrossEntropyConfig:
-    """The largest call of a vocabulary-parallel head: tokens, hidden size, this rank's share of the
-    vocabulary."""
+    """The largest call of a vocabulary-parallel head.
+
+    ``local_vocab_size`` is this rank's share of the vocabulary.
+    """
 
     max_tokens: int
     hidden_size: int
@@ -43,24 +47,27 @@ def configure(
     flsce: FusedLinearCrossEntropyConfig | None = None,
     moe: MoEConfig | None = None,
 ) -> bool:
-    """-> False: the operators take process groups when they are called, and nothing was prepared.
+    """Check the configurations, and return False: nothing was prepared.
+
+    The operators take process groups when they are called.
 
     Raises:
         TypeError: ``flsce`` or ``moe`` is not one of the two configurations.
         ValueError: a configuration names a group that ``process_groups`` hasn't got.
     """
-    for name, given, kind in (
-        ("flsce", flsce, FusedLinearCrossEntropyConfig),
-        ("moe", moe, MoEConfig),
-    ):
-        if given is None:
-            continue
-        if not isinstance(given, kind):
-            raise TypeError(
-                f"configure: {name} is a {type(given).__name__}, give a {kind.__name__}"
-            )
-        if given.group is not None and given.group not in (process_groups or {}):
-            raise ValueError(
-                f"configure: {name} names the group {given.group!r}, process_groups has no such group"
-            )
+    _check_config("flsce", flsce, FusedLinearCrossEntropyConfig, process_groups)
+    _check_config("moe", moe, MoEConfig, process_groups)
     return False
+
+
+def _check_config(name, config, config_class, process_groups):
+    if config is None:
+        return
+    if not isinstance(config, config_class):
+        raise TypeError(
+            f"configure: {name} is a {type(config).__name__}, give a {config_class.__name__}"
+        )
+    if config.group is not None and config.group not in (process_groups or {}):
+        raise ValueError(
+            f"configure: {name} names the group {config.group!r}, process_groups has no such group"
+        )

@@ -1,5 +1,4 @@
-"""The operators as functions. What patched models call is looked up here at the time of the
-call."""
+"""The operators as functions. Patched models look up here what they call, at each call."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Helpers for Triton kernels that training frameworks bring along and launch themselves."""
+"""Helpers for Triton kernels that training frameworks define and launch themselves."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ torch_to_triton_dtype = {
 
 
 def is_hip() -> bool:
-    """Whether this torch is built for AMD."""
+    """Return True if this torch is built for AMD."""
     return devices.AMD
 
 
 def device_context(device: torch.device | str | int | torch.Tensor):
-    """A context in which the device, or a tensor's, is the current one, on which Triton
-    launches."""
+    """Return a context in which this device, or a tensor's, is the current one.
+
+    Triton launches on the current device.
+    """
     if not isinstance(device, torch.Tensor):
         device = torch.device(device)
         if device.type not in ("cuda", "xpu"):
             return contextlib.nullcontext()
         return getattr(torch, device.type).device(device)
-    return devices.guard(device)
+    return devices.device_guard(device)
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
-    """-> (BLOCK_SIZE, num_warps) of a program that holds a row of ``n`` elements: ``n`` up to a
-    power of two.
+    """Return (BLOCK_SIZE, num_warps) of a program that holds a row of ``n`` elements.
+
+    BLOCK_SIZE is the next power of two.
 
     Raises:
         RuntimeError: more than 65,536 elements.
@@ -52,8 +55,10 @@ def calculate_settings(n: int) -> tuple[int, int]:
 
 
 def compare_version(package: str, operator, target: str) -> bool:
-    """``operator(version of package, target)``, as versions are ordered; False where it can't be
-    imported."""
+    """Return ``operator(version of package, target)``, by the order of versions.
+
+    It is False if the package can't be imported.
+    """
     try:
         version = importlib.import_module(package).__version__
     except ImportError:
@@ -62,16 +67,18 @@ def compare_version(package: str, operator, target: str) -> bool:
 
 
 def ensure_contiguous(fn):
-    """For ``forward`` and ``backward`` of an autograd Function: the tensors among its arguments
-    made contiguous."""
+    """Make the tensors among the arguments of ``fn`` contiguous.
+
+    ``fn`` is the ``forward`` or ``backward`` of an autograd Function.
+    """
 
     def contiguous(x):
         return x.contiguous() if isinstance(x, torch.Tensor) else x
 
     @functools.wraps(fn)
     def call(ctx, *args, **kwargs):
-        return fn(
-            ctx, *map(contiguous, args), **{name: contiguous(x) for name, x in kwargs.items()}
-        )
+        args = [contiguous(x) for x in args]
+        kwargs = {name: contiguous(x) for name, x in kwargs.items()}
+        return fn(ctx, *args, **kwargs)
 
     return call

@@ -1,1 +1,1 @@
-"""What a model has of our operators is proved, and put into it."""
+"""Proves which parts of a model compute what our operators compute, and replaces them."""

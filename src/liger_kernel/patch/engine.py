@@ -1,5 +1,26 @@
-"""Replacing what is proved equal, in one model: the table of the rewrites, and the walk over the
-model's modules."""
+"""Patches one model. What happens to it, from ``apply_liger_kernel(model, **switches)`` on:
+
+1. `families/published` checks the switches, fills in the defaults of those that were not given, and
+   calls `patch`. A switch that is on is called a *flag*.
+2. `patch` makes a `Walk` over the modules of the model.
+3. The walk goes through `STAGES`. In each stage it tries at most one rewrite on a module: the first
+   whose `could_apply` says yes. A rewrite is an object; its class has a file of its own in `layers`
+   or `loss`.
+4. Most rewrites prove what the module computes (`Walk.prove_once`). First `proof/purity` inspects
+   the module's code: a trial can prove nothing of code that may do more than the trial shows. Then
+   `proof/probe` runs a small copy of the module, and the rewrite compares output and gradients with
+   a reference. `proof/parts` records which attributes the copy reads, and their values: the
+   *parts*. The result holds for every module with equal parts.
+5. The result of a proof is a `Replacement`, or the reason why the module is left alone. For a
+   replacement, `proof/private` changes the module's class to a private subclass. At every call its
+   forward checks that parts and code are still those that were proved; if so it runs our operator,
+   otherwise the model's own forward.
+6. The rewrites of the loss, of masks, checkpoints and the load-balancing loss decide in ways of
+   their own, which their files describe. `loss/rewrites` has the loss computed in the head, without
+   logits in memory, or from the logits.
+7. `patch` returns a `Report`: what was replaced, what was left alone and why.
+
+`revert_model` undoes it."""
 
 from __future__ import annotations
 
@@ -24,142 +45,208 @@ from liger_kernel.patch.layers.tiled_mlp import TiledMLPs
 from liger_kernel.patch.loss import head
 from liger_kernel.patch.loss.rewrites import LossInHead, LossOnLogits, causal_lms
 from liger_kernel.patch.proof import private, purity
-from liger_kernel.patch.proof.parts import Reads, outline, unchanged
+from liger_kernel.patch.proof.parts import ReadRecorder, module_signature, unchanged
 from liger_kernel.patch.proof.report import Report
-from liger_kernel.patch.proof.rewrite import known_as
+from liger_kernel.patch.proof.rewrite import Replacement, replacement_of
 
 logger = logging.getLogger(__name__)
 
-# Stage by stage over all modules; within a stage a module is the first's that it may be of.
+# Each stage goes over all modules. Stages that come later build on what earlier ones have replaced.
 STAGES = (
+    # the order matters where two could apply: gated norms before norms
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
-    (TiledMLPs(),),  # of MLPs that are ours by now
+    (TiledMLPs(),),  # MLPs in tiles, replaced before or not
     (OffloadedCheckpoints(),),
     (LossInHead(),),
-    (LossOnLogits(),),
-    (LoadBalancing(),),
+    (LossOnLogits(),),  # of models whose loss is not in the head
+    (LoadBalancing(),),  # in the forward of models with their loss in the head, too
     (CausalMasks(),),
 )
-FLAGS = (*dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag in rewrite.flags),)
+# every flag once, in the order of the stages
+FLAGS = tuple(
+    dict.fromkeys(flag for stage in STAGES for rewrite in stage for flag in rewrite.flags)
+)
 
 
-class _Walk:
-    """Over one model: what is asked for, what there is, what is known so far."""
+def patch(
+    model: torch.nn.Module, switches: dict[str, bool | int], trusted: tuple[type, ...] = ()
+) -> Report:
+    """Replace, in place, every part of the model that is found equal to one of our operators.
 
-    def __init__(self, model, flags, trusted):
-        self.model, self.flags, self.given = (
-            model,
-            {flag for flag in FLAGS if flags.get(flag)},
-            flags,
-        )
-        modules = {module: path for path, module in model.named_modules()}
-        self.paths = {
-            m: path for m, path in modules.items() if not isinstance(m, torch.jit.ScriptModule)
-        }
-        self.trusted = trusted  # classes whose code is tried without a look at it
-        self.models = causal_lms(model)
-        self.report = Report(type(self.models[0] if self.models else model).__name__)
-        self.done = set()  # flags for which there is something, be it from an earlier call
-        self.obstacles = {flag: [] for flag in FLAGS}
-        # modules of one outline: what each was proved to be, and the parts that this rests on
-        self.proofs = {}
-        self.answers = {}  # of `once`
+    Args:
+        switches: those of `apply_liger_kernel` with their values: on or off, or for tiled MLPs the
+            tokens of a tile.
+        trusted: classes that the user vouches for. `purity` does not inspect their code; their
+            modules are tried like others.
 
-    def run(self) -> Report:
-        known = [what for what in map(known_as, self.paths) if what is not None]
-        self.done.update(flag for what in known for flag in what.flags)
-        for stage in STAGES:
-            rewrites = [
-                r for r in stage if self.flags and (not r.flags or self.flags.intersection(r.flags))
-            ]
-            for module in self.paths:
-                what = known_as(module)
-                for rewrite in rewrites:
-                    if isinstance(what, rewrite.known) and rewrite.may_be(module):
-                        rewrite.apply(self, module)
-                        break
-        for flag in FLAGS:
-            if flag in self.flags - self.done:
-                left = (
-                    "; left alone: " + ", ".join(dict.fromkeys(self.obstacles[flag]))
-                    if self.obstacles[flag]
-                    else ""
-                )
-                self.report.warnings.append(f"{flag}: nothing here is proved equal{left}")
-        return self.report
-
-    def become(self, module, what, parts, name):
-        private.become(module, what, parts)
-        self.report.add(
-            name, what.kernel + ", trusted" * isinstance(module, self.trusted), what.column
-        )
-        self.done.update(what.flags)
-
-    def leave(self, flags, name, why):
-        self.report.left_alone[name, why] += 1
-        for flag in flags:
-            self.obstacles[flag].append(f"{name} ({why})")
-
-    def once(self, function, *given):
-        """``function(*given)``, which is called once for what it is given."""
-        asked = function, *given
-        if asked not in self.answers:
-            self.answers[asked] = function(*given)
-        return self.answers[asked]
-
-    def proved_once(self, prove, module):
-        if private.own_forward(module):
-            return "its forward was replaced on the instance", ()
-        known = self.proofs.setdefault((prove, outline(module)), [])
-        for what, parts in known:
-            if unchanged(module, parts):
-                return what, parts
-        why, reads = self.why_not(module), Reads()
-        what = why or prove(module, reads)
-        if not isinstance(what, str) and not isinstance(module, self.trusted):
-            what = purity.why_not_read(module, reads.parts(), self.trusted) or what
-        known.append((what, () if why else reads.parts()))
-        return known[-1]
-
-    def why_not(self, module, children=True) -> str | None:
-        """Why no trial may speak for the module's code (`purity`)."""
-        return purity.why_not(module, trusted=self.trusted, children=children)
+    Raises:
+        ImportError: transformers is too old.
+    """
+    check_transformers()
+    return Walk(model, switches, trusted).run()
 
 
 def check_transformers() -> None:
     import transformers
 
+    # torch's class, since the package `packaging` need not be installed
     if TorchVersion(transformers.__version__) < OLDEST_TRANSFORMERS:
         raise ImportError(
-            f"liger-kernel patches models of transformers {OLDEST_TRANSFORMERS} or newer, installed is "
-            f"{transformers.__version__}: pip install -U transformers"
+            f"liger-kernel patches models of transformers {OLDEST_TRANSFORMERS} or newer, "
+            f"installed is {transformers.__version__}: pip install -U transformers"
         )
 
 
-def patch(
-    model: torch.nn.Module, flags: dict[str, bool | int], trusted: tuple[type, ...] = ()
-) -> Report:
-    check_transformers()
-    return _Walk(model, flags, trusted).run()
+class Walk:
+    """Patches one model: what was asked for, and what has been found out so far."""
+
+    def __init__(self, model, switches, trusted):
+        self.model = model
+        self.switches = switches
+        # the switches that are on
+        self.flags = {flag for flag in FLAGS if switches.get(flag)}
+        # classes whose code is not inspected before a trial
+        self.trusted = trusted
+        # the modules to visit, with their paths in the model; scripted ones cannot be patched
+        self.module_paths = {}
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self.module_paths[module] = path
+        # the causal language models in it, which may be within PEFT, DDP or torch.compile
+        self.causal_lms = causal_lms(model)
+        title = self.causal_lms[0] if self.causal_lms else model
+        self.report = Report(type(title).__name__)
+        # flags that have an effect on this model, by this call or an earlier one
+        self.flags_done = set()
+        # flag -> what was left alone under it, for the warning that a flag has no effect
+        self.obstacles = {flag: [] for flag in FLAGS}
+        # (prove, signature of a module) -> [(result, parts), ...]
+        self.proofs = {}
+        # what `call_once` has called, and what it returned
+        self.called = {}
+
+    def run(self) -> Report:
+        # what an earlier call has replaced
+        for module in self.module_paths:
+            replacement = replacement_of(module)
+            if replacement is not None:
+                self.flags_done.update(replacement.flags)
+        for stage in STAGES:
+            rewrites = [rewrite for rewrite in stage if self._is_asked_for(rewrite)]
+            for module in self.module_paths:
+                self._try_first(rewrites, module)
+        for flag in FLAGS:
+            if flag in self.flags - self.flags_done:
+                self._warn_no_effect(flag)
+        return self.report
+
+    def _is_asked_for(self, rewrite) -> bool:
+        """Return True if one of its flags is on. A rewrite without flags goes with any other."""
+        if not self.flags:
+            return False
+        return not rewrite.flags or not self.flags.isdisjoint(rewrite.flags)
+
+    def _try_first(self, rewrites, module) -> None:
+        """Apply the first of the rewrites that could apply to the module, as it is by now."""
+        replacement = replacement_of(module)
+        for rewrite in rewrites:
+            if isinstance(replacement, rewrite.applies_to) and rewrite.could_apply(module):
+                rewrite.apply(self, module)
+                return
+
+    def _warn_no_effect(self, flag) -> None:
+        warning = f"{flag}: nothing here is proved equal"
+        if self.obstacles[flag]:
+            left_alone = dict.fromkeys(self.obstacles[flag])
+            warning += f"; left alone: {', '.join(left_alone)}"
+        self.report.warnings.append(warning)
+
+    # ---- what rewrites call ----
+
+    def convert(self, module, replacement, parts, name) -> None:
+        """Change the module's class to the private subclass with this replacement, and report it.
+
+        ``name``: what is replaced, in the words of the report."""
+        private.convert_module(module, replacement, parts)
+        kernel_name = replacement.kernel
+        if isinstance(module, self.trusted):
+            kernel_name += ", trusted"
+        self.report.add(name, kernel_name, replacement.column)
+        self.flags_done.update(replacement.flags)
+
+    def leave_alone(self, flags, name, reason) -> None:
+        """Report that a module is left alone, and why.
+
+        ``flags``: those under which it would have been replaced."""
+        self.report.left_alone[name, reason] += 1
+        for flag in flags:
+            self.obstacles[flag].append(f"{name} ({reason})")
+
+    def prove_once(self, prove, module) -> tuple[Replacement | str, tuple]:
+        """Return the result of ``prove(module, recorder)``, and the parts that it rests on.
+
+        The result is a `Replacement`, or the reason why the module is left alone. Modules with
+        equal signatures and parts are proved once."""
+        if private.has_instance_forward(module):
+            return "its forward was replaced on the instance", ()
+        proofs = self.proofs.setdefault((prove, module_signature(module)), [])
+        for result, parts in proofs:
+            if unchanged(module, parts):
+                return result, parts
+        proofs.append(self._prove(prove, module))
+        return proofs[-1]
+
+    def call_once(self, function, *args):
+        """Return ``function(*args)``; within this walk it is called once for the same arguments."""
+        key = function, *args
+        if key not in self.called:
+            self.called[key] = function(*args)
+        return self.called[key]
+
+    def reason_unprovable(self, module, children=True) -> str | None:
+        """Return why no trial may speak for the module's code, or None (`purity`).
+
+        ``children``: inspect the code of its children, too."""
+        return purity.reason_unprovable(module, trusted=self.trusted, children=children)
+
+    def _prove(self, prove, module) -> tuple[Replacement | str, tuple]:
+        reason = self.reason_unprovable(module)
+        if reason is not None:
+            return reason, ()
+        recorder = ReadRecorder()
+        result = prove(module, recorder)
+        parts = recorder.parts()
+        if not isinstance(result, str) and not isinstance(module, self.trusted):
+            # only the trial has shown which methods of its attributes forward calls
+            reason = purity.reason_read_unprovable(module, parts, self.trusted)
+            if reason is not None:
+                return reason, parts
+        return result, parts
 
 
 def revert_model(model: torch.nn.Module) -> None:
+    """Undo `patch`: give every module its class, its forward and its loss back."""
     for module in list(model.modules()):
-        head.give_back(module)
-        offloading.give_back(module)
-        own = type(module).__dict__.get("_liger")
-        if own is not None:
-            for name in type(module)._liger_state:
-                module.__dict__.pop(name, None)
-            private.swap(module, own[0])
-        elif hasattr(type(module), "_liger"):
+        head.uninstall_forward(module)
+        offloading.revert(module)
+        _revert_module(module)
+
+
+def _revert_module(module: torch.nn.Module) -> None:
+    cls = type(module)
+    if private.is_patched(module):
+        if "_liger" not in vars(cls):
+            # another library has derived a class from ours
             logger.warning(
-                "revert: %s was given another class after it was patched, and stays",
-                type(module).__name__,
+                "revert: %s was given another class after it was patched, and stays", cls.__name__
             )
-            continue
-        if "_liger_loss_before" in module.__dict__:
-            del module.__dict__["_loss_function"]
-            before = module.__dict__.pop("_liger_loss_before")
-            if before is not None:
-                module.loss_function = before
+            return
+        for name in cls._liger_state:  # attributes that patching has added
+            module.__dict__.pop(name, None)
+        private.set_class(module, private.original_class(cls))
+    if "_liger_loss_before" in module.__dict__:
+        # transformers' property ``loss_function`` keeps its value in ``_loss_function``
+        del module.__dict__["_loss_function"]
+        loss_before = module.__dict__.pop("_liger_loss_before")
+        if loss_before is not None:
+            module.loss_function = loss_before

@@ -1,28 +1,33 @@
 """Faster kernels for Hugging Face models: one line, one family, or single operators.
 
-The operators need torch alone; what patches models needs transformers. Either is imported when it
-is asked for. Type checkers read ``__init__.pyi``, which ``scripts/stubs.py`` writes."""
+The operators need only torch; patches of models need transformers. Each is imported at its first
+use. Type checkers read ``__init__.pyi``, which ``scripts/stubs.py`` writes.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
 
 from liger_kernel._public import homes
-from liger_kernel.patch.families.table import FUNCTIONS
+from liger_kernel.patch.families.table import FUNCTION_NAMES
 from liger_kernel.patch.layers import experts_interface
 
-_PATCHES = {
-    "published": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance apply_liger_kernel "
-    "revert",
-    "auto_model": "AutoLigerKernelForCausalLM",
-}
-_HOMES = {name: f"liger_kernel.ops.{home}" for name, home in homes("transformers").items()}
+# name -> module
+_OPERATORS = {name: f"liger_kernel.ops.{home}" for name, home in homes("transformers").items()}
 _NEED_TRANSFORMERS = {
-    name: f"liger_kernel.patch.families.{home}"
-    for home, names in _PATCHES.items()
-    for name in names.split()
+    **dict.fromkeys(
+        (
+            "MODEL_TYPE_TO_APPLY_LIGER_FN",
+            "_apply_liger_kernel",
+            "_apply_liger_kernel_to_instance",
+            "apply_liger_kernel",
+            "revert",
+            *FUNCTION_NAMES,
+        ),
+        "liger_kernel.patch.families.published",
+    ),
+    "AutoLigerKernelForCausalLM": "liger_kernel.patch.families.auto_model",
+    "LigerMetrics": "liger_kernel.metrics.trainer",
 }
-_NEED_TRANSFORMERS |= dict.fromkeys(FUNCTIONS, "liger_kernel.patch.families.published")
-_NEED_TRANSFORMERS["LigerMetrics"] = "liger_kernel.metrics.trainer"
 
 
 experts_interface.install()
@@ -31,25 +36,25 @@ experts_interface.install()
 def is_transformers_available() -> bool:
     try:
         return find_spec("transformers") is not None
-    except ImportError:  # of a finder that blocks it
+    except ImportError:  # raised by a finder that blocks it
         return False
 
 
 __all__ = [
     "is_transformers_available",
-    *_HOMES,
+    *_OPERATORS,
     *(_NEED_TRANSFORMERS if is_transformers_available() else ()),
 ]
 
 
 def __getattr__(name):
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _OPERATORS:
+        return getattr(import_module(_OPERATORS[name]), name)
     if name not in _NEED_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_transformers_available():
         raise ImportError(
-            f"{__name__}.{name} needs transformers: pip install 'liger-kernel[transformers]'"
+            f"{__name__}.{name} needs transformers: pip install transformers accelerate"
         )
     return getattr(import_module(_NEED_TRANSFORMERS[name]), name)
 

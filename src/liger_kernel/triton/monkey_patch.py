@@ -1,5 +1,7 @@
-"""A cache manager for processes that compile the same kernels into one directory, on a network file
-system, too."""
+"""A cache manager for processes that compile the same kernels into one directory.
+
+The directory may be on a network file system.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,28 @@ from triton.runtime.cache import FileCacheManager
 
 
 class LigerTritonFileCacheManager(FileCacheManager):
-    """Triton's own, where a file is written beside its place and then renamed.
+    """Triton's cache manager, which writes each file beside its place and then renames it.
 
     A process never reads half a file, and two that write the same one do not disturb each other:
-    each has a name of its own until the end, the later one stays, and both are the same."""
+    each writes under a name of its own. The later file stays; both have the same content.
+    """
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write the file into the cache -> its path. ``binary=False`` if the data is a string."""
+        """Write the file into the cache. Returns its path. ``binary=False`` if data is a string."""
         if not self.cache_dir:
             raise RuntimeError(
                 "LigerTritonFileCacheManager: Triton could not make or find its cache directory"
             )
         data = data if isinstance(data, bytes) else str(data).encode()
         path = Path(self.cache_dir, filename)
-        handle, written = tempfile.mkstemp(dir=self.cache_dir, prefix="tmp.")
+        handle, temporary_path = tempfile.mkstemp(dir=self.cache_dir, prefix="tmp.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.chmod(written, 0o666 & ~_umask())
-            os.replace(written, path)
+            os.chmod(temporary_path, 0o666 & ~_umask())
+            os.replace(temporary_path, path)
         except BaseException:
-            Path(written).unlink(missing_ok=True)
+            Path(temporary_path).unlink(missing_ok=True)
             raise
         return str(path)
 

@@ -1,5 +1,4 @@
-"""Multi-token attention beyond its `Case`: sparse, masks, wide rows, groups, other dtypes, the
-module, errors."""
+"""Multi-token attention beyond its `Case`: sparse, masks, wide rows, groups, dtypes, errors."""
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ from liger_kernel.ops.attention.multi_token import (
 )
 
 
-def drawn(B=1, C=2, L=6, out=4, K=3, groups=1):
+def make_inputs(B=1, C=2, L=6, out=4, K=3, groups=1):
     torch.manual_seed(0)
     shapes = (B, C, L, L), (out, C // groups, K, K), (out,)
     return [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
 
 
-def outcome(fn, tensors, **options):
+def output_and_gradients(fn, tensors, **options):
     y = fn(*tensors, **options)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, y.dtype)
     return y, *torch.autograd.grad(y, tensors, dy)
@@ -28,24 +27,26 @@ def outcome(fn, tensors, **options):
 
 def assert_as_reference(tensors, **options):
     results = (
-        outcome(fn, tensors, **options)
+        output_and_gradients(fn, tensors, **options)
         for fn in (liger_multi_token_attention, multi_token_attention_reference)
     )
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_formula():
-    scores, weight, bias = drawn()
+    scores, weight, bias = make_inputs()
     above = torch.ones(6, 6, device=DEVICE).triu(1) > 0
-    want = F.conv2d(
+    expected = F.conv2d(
         scores.masked_fill(above, -1e9).softmax(-1), weight, bias, padding=1
     ).masked_fill(above, 0)
-    torch.testing.assert_close(liger_multi_token_attention(scores, weight, bias, padding=1), want)
+    torch.testing.assert_close(
+        liger_multi_token_attention(scores, weight, bias, padding=1), expected
+    )
 
 
 def test_sparse():
-    tensors = drawn(L=9)
+    tensors = make_inputs(L=9)
     assert_as_reference(tensors, padding=1, sparse=True)
     with torch.no_grad():  # a kernel of one entry leaves the probabilities as they are
         p = liger_multi_token_attention(
@@ -61,30 +62,32 @@ def test_sparse():
 
 @pytest.mark.parametrize("value", [-1e9, -3e38, -float("inf")])
 def test_rows_without_a_key(value):
-    """Where a mask leaves nothing, what is above the diagonal is as likely."""
-    scores, *parameters = drawn(L=5)
+    """If a mask leaves no key, those above the diagonal are as likely."""
+    scores, *parameters = make_inputs(L=5)
     scores.data[:, :, 2] = value
     assert_as_reference([scores, *parameters])
     tensors = [
-        t.detach().bfloat16().requires_grad_() for t in drawn(C=8, out=8, L=6)
+        t.detach().bfloat16().requires_grad_() for t in make_inputs(C=8, out=8, L=6)
     ]  # convolved with channels last
     tensors[0].data[..., :3] = max(value, torch.finfo(torch.bfloat16).min)  # padding on the left
     results = (
-        outcome(fn, tensors, padding=1)
+        output_and_gradients(fn, tensors, padding=1)
         for fn in (liger_multi_token_attention, multi_token_attention_reference)
     )
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=0.02 * float(expected.abs().max())
+        )
 
 
 def test_rows_wider_than_a_block(monkeypatch):
     monkeypatch.setattr(multi_token, "_launch", lambda L: (2, 4, 1))
-    assert_as_reference(drawn(L=11))
+    assert_as_reference(make_inputs(L=11))
 
 
 def test_groups_and_sizes_in_pairs():
-    assert_as_reference(drawn(groups=2), groups=2)
-    scores, weight, bias = drawn(L=8)
+    assert_as_reference(make_inputs(groups=2), groups=2)
+    scores, weight, bias = make_inputs(L=8)
     narrow = weight.detach()[..., :1].requires_grad_()
     assert_as_reference([scores, narrow, bias], stride=(1, 2), padding=(1, 0), dilation=(2, 1))
 
@@ -92,13 +95,13 @@ def test_groups_and_sizes_in_pairs():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_parameters_of_another_dtype(autocast):
     """The dtype of the scores is that of the computation."""
-    scores, weight, bias = drawn()
+    scores, weight, bias = make_inputs()
     scores = scores.detach().bfloat16().requires_grad_()
     with torch.autocast(
         DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16, enabled=autocast
     ):
         y = liger_multi_token_attention(scores, weight, bias, padding=1)
-        want = multi_token_attention_reference(scores, weight, bias, padding=1)
+        expected = multi_token_attention_reference(scores, weight, bias, padding=1)
     gradients = torch.autograd.grad(y.float().square().sum(), (scores, weight, bias))
     assert [t.dtype for t in (y, *gradients)] == [
         torch.bfloat16,
@@ -106,7 +109,7 @@ def test_parameters_of_another_dtype(autocast):
         torch.float32,
         torch.float32,
     ]
-    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(y, expected)
 
 
 def test_module():
@@ -115,9 +118,11 @@ def test_module():
     assert module.weight.shape == (8, 2, 5, 5) and not module.bias.any()
     assert 0.9 < module.weight.abs().max() * (2 * 25) ** 0.5 <= 1  # Kaiming's bound for a = √5
     scores = torch.randn(2, 4, 7, 7, device=DEVICE)
-    want = liger_multi_token_attention(scores, module.weight, module.bias, padding=2, groups=2)
+    expected = liger_multi_token_attention(scores, module.weight, module.bias, padding=2, groups=2)
     assert (
-        torch.equal(module(scores), want) and want.shape == (2, 8, 7, 7) and not want.triu(1).any()
+        torch.equal(module(scores), expected)
+        and expected.shape == (2, 8, 7, 7)
+        and not expected.triu(1).any()
     )
     alone = LigerMultiTokenAttention(4, 4, 3, bias=False).to(DEVICE)
     assert alone.state_dict().keys() == {"weight"} and alone(scores).shape == (2, 4, 5, 5)
@@ -128,7 +133,7 @@ def test_module():
 
 
 def test_errors():
-    scores, weight, bias = drawn()
+    scores, weight, bias = make_inputs()
     for changed, error, words in (
         (
             dict(scores=scores[..., :3]),

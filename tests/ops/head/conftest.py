@@ -2,24 +2,23 @@
 
 import pytest
 
-from liger_kernel.ops.head import chunks, planning
-from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head import chunks, linear_head, planning
 
 
 @pytest.fixture
 def memories(monkeypatch):
-    """Each `_Memory` that was made, and how many tokens went through it in each pass."""
+    """Each `HeadBuffers` that was made, and how many tokens went through it in each pass."""
     made = []
 
-    class Recorded(chunks._Memory):
+    class Recorded(chunks.HeadBuffers):
         def __init__(self, *args):
             super().__init__(*args)
             self.passes = dict(token_loss=[], token_gradient=[])
             made.append(self)
 
-        def finished(self):
-            late, dw = self.late, super().finished()
-            self.late = late
+        def finish_dw(self):
+            logits_buffer, dw = self.logits_buffer, super().finish_dw()
+            self.logits_buffer = logits_buffer
             return dw
 
     def recording(name, call):
@@ -27,7 +26,10 @@ def memories(monkeypatch):
             x = args[0 if name == "token_loss" else 1]
             x = x[0] if isinstance(x, tuple) else x
             places = (
-                {m.untyped_storage().data_ptr() for m in (made[-1].early, made[-1].late)}
+                {
+                    m.untyped_storage().data_ptr()
+                    for m in (made[-1].dw_buffer, made[-1].logits_buffer)
+                }
                 if made
                 else ()
             )
@@ -35,15 +37,15 @@ def memories(monkeypatch):
                 made[-1].passes[name].append(x.shape[0])
             return call(*args, **kwargs)
 
-        monkeypatch.setattr(of_tokens, name, record)
+        monkeypatch.setattr(linear_head, name, record)
 
     for name in "token_loss", "token_gradient":
-        recording(name, getattr(of_tokens, name))
-    monkeypatch.setattr(chunks, "_Memory", Recorded)
+        recording(name, getattr(linear_head, name))
+    monkeypatch.setattr(chunks, "HeadBuffers", Recorded)
     return made
 
 
-SMALL = dict(ROWS=64, LEAST=64, FREE=0, waves=lambda *args: 32)
+SMALL = dict(CHUNK_TOKENS=64, MIN_CHUNK_TOKENS=64, FREE_BYTES=0, wave_classes=lambda *args: 32)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Both cross entropies: what the generic tests don't plant, and whose memory is whose."""
+"""Both cross entropies: special values, which the generic tests don't have, memory, errors."""
 
 import gc
 
@@ -21,11 +21,10 @@ from liger_kernel.ops.head.linear_cross_entropy import (
 )
 
 
-def logits(M=6, V=123, dtype=torch.float32):
+def make_logits(M=6, V=123, dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.randn(M, V).mul(3).to(DEVICE, dtype).requires_grad_(), torch.randint(V, (M,)).to(
-        DEVICE
-    )
+    x = torch.randn(M, V).mul(3).to(DEVICE, dtype).requires_grad_()
+    return x, torch.randint(V, (M,)).to(DEVICE)
 
 
 def gradient(loss, x):
@@ -39,34 +38,34 @@ def test_a_confident_row_keeps_its_digits():
     """p near 1: loss and gradient are differences of nearly equal numbers."""
     x = torch.zeros(3, 50, device=DEVICE)
     y = torch.tensor([7, 7, 7], device=DEVICE)
-    x[0, 7], x[1, 7], x[2, 7] = 12.0, 30.0, 90.0
+    x[0, 7] = 12.0
+    x[1, 7] = 30.0
+    x[2, 7] = 90.0
     x.requires_grad_()
     exact = x.detach().double().requires_grad_()
-    loss, want = (
-        liger_cross_entropy(x, y, reduction="none"),
-        F.cross_entropy(exact, y, reduction="none"),
-    )
+    loss = liger_cross_entropy(x, y, reduction="none")
+    expected = F.cross_entropy(exact, y, reduction="none")
+    # 1 + 3e-4, and its log, rounded
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=2.4e-7)
     torch.testing.assert_close(
-        loss.double(), want, rtol=0, atol=2.4e-7
-    )  # 1 + 3e-4, and its log, rounded
-    torch.testing.assert_close(
-        gradient(loss.sum(), x).double(), gradient(want.sum(), exact), rtol=1e-5, atol=2.4e-7
+        gradient(loss.sum(), x).double(), gradient(expected.sum(), exact), rtol=1e-5, atol=2.4e-7
     )
 
 
 def test_a_masked_vocabulary():
-    x, y = logits(V=9000)
+    x, y = make_logits(V=9000)
     with torch.no_grad():
         x[:, 100:8500] = -torch.inf  # whole blocks of a kernel
         x[0, :8600] = -torch.inf
         y.fill_(8999)
-    got, want = liger_cross_entropy(x, y), F.cross_entropy(x, y)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(gradient(got, x), gradient(want, x))
+    loss = liger_cross_entropy(x, y)
+    expected = F.cross_entropy(x, y)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient(loss, x), gradient(expected, x))
 
 
 def test_nan_is_seen():
-    x, y = logits()
+    x, y = make_logits()
     with torch.no_grad():
         x[2, 5] = torch.nan
     rows = liger_cross_entropy(x, y, reduction="none")
@@ -78,9 +77,8 @@ OUTSIDE = pytest.mark.parametrize("target", [123, 10**6, -1, -(10**6)])
 
 @OUTSIDE
 def test_a_target_out_of_range_is_nan_and_reads_nothing_else(target):
-    """Where nobody looked. Memcheck runs this on a GPU; what can be seen here is that nobody
-    mistakes it for a loss."""
-    x, y = logits()
+    """Without a check of the targets. Memcheck runs this on a GPU; here the loss must be NaN."""
+    x, y = make_logits()
     y[3] = target
     rows, *_ = LigerCrossEntropyFunction.apply(
         x, y, torch.rand(123, device=DEVICE), -100, 1e-2, 0.1, "none"
@@ -93,12 +91,12 @@ def test_a_target_out_of_range_is_nan_and_reads_nothing_else(target):
 def test_a_target_out_of_range_is_named(target, debug, monkeypatch):
     """On the CPU, and on any device in debug mode."""
     monkeypatch.setenv("LIGER_KERNEL_DEBUG", debug)
-    x, y = logits()
-    y[3], y[1] = target, -100
+    x, y = make_logits()
+    y[3] = target
+    y[1] = -100
     if DEVICE == "cpu" or debug == "1":
-        with pytest.raises(
-            ValueError, match=f"target of row 3 is {target}, give a class from 0 to 122, or -100"
-        ):
+        message = f"target of row 3 is {target}, give a class from 0 to 122, or -100"
+        with pytest.raises(ValueError, match=message):
             liger_cross_entropy(x, y)
     y[1] = 0
     assert liger_cross_entropy(x, y, ignore_index=target).isfinite()
@@ -107,23 +105,20 @@ def test_a_target_out_of_range_is_named(target, debug, monkeypatch):
 def test_lowest_index_on_ties():
     x = torch.zeros(2, 9000, device=DEVICE)
     x[1, [5000, 8000]] = 1.0
-    out = liger_cross_entropy(
-        x, torch.tensor([0, 8000], device=DEVICE), return_predicted_tokens=True
-    )
-    assert out.predicted_tokens.tolist() == [0, 5000]
+    target = torch.tensor([0, 8000], device=DEVICE)
+    output = liger_cross_entropy(x, target, return_predicted_tokens=True)
+    assert output.predicted_tokens.tolist() == [0, 5000]
 
 
 @pytest.mark.parametrize("ignored", [-100, -1, 7])
 def test_an_ignored_row_is_not_correct(ignored):
-    """Whatever the label that says so: -1 is what is predicted there."""
-    x, y = logits()
+    """For any ignore_index; the prediction of such a row is -1, so -1 is a special one."""
+    x, y = make_logits()
     y[:4] = x[:4].argmax(-1)
     y[[1, 4, 5]] = ignored
-    for reduction, want in (
-        ("none", (y == x.argmax(-1)) & (y != ignored)),
-        ("mean", torch.tensor(1.0)),
-    ):
-        out = liger_cross_entropy(
+    correct = (y == x.argmax(-1)) & (y != ignored)
+    for reduction, expected in (("none", correct), ("mean", torch.tensor(1.0))):
+        output = liger_cross_entropy(
             x,
             y,
             ignore_index=ignored,
@@ -131,31 +126,35 @@ def test_an_ignored_row_is_not_correct(ignored):
             return_token_accuracy=True,
             return_predicted_tokens=True,
         )
-        assert torch.equal(out.token_accuracy, want.to(DEVICE, torch.float32))
-        assert torch.equal(out.predicted_tokens, x.argmax(-1).where(y != ignored, -1))
+        assert torch.equal(output.token_accuracy, expected.to(DEVICE, torch.float32))
+        assert torch.equal(output.predicted_tokens, x.argmax(-1).where(y != ignored, -1))
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int16, torch.uint8], ids=str)
 def test_labels_of_other_integers(integers, monkeypatch):
-    """F.cross_entropy takes int64 and uint8; here any integers will do, without kernels, too."""
-    x, y = logits()
-    want = liger_cross_entropy(x, y)
+    """F.cross_entropy takes int64 and uint8; here any integers will do, also without kernels."""
+    x, y = make_logits()
+    expected = liger_cross_entropy(x, y)
     for kernels in True, False:
         monkeypatch.setattr(devices, "INTERPRETED", kernels)
-        torch.testing.assert_close(liger_cross_entropy(x, y.to(integers), ignore_index=200), want)
+        loss = liger_cross_entropy(x, y.to(integers), ignore_index=200)
+        torch.testing.assert_close(loss, expected)
 
 
 def test_all_ignored():
-    x, y = logits()
-    out = liger_cross_entropy(x, torch.full_like(y, -100), return_token_accuracy=True)
-    assert out.loss == 0 and out.token_accuracy.isnan() and not gradient(out.loss, x).any()
+    x, y = make_logits()
+    output = liger_cross_entropy(x, torch.full_like(y, -100), return_token_accuracy=True)
+    assert output.loss == 0 and output.token_accuracy.isnan()
+    assert not gradient(output.loss, x).any()
 
 
 def test_frozen_backbone_with_a_trainable_head():
-    h, w = torch.randn(5, 16, device=DEVICE), torch.randn(40, 16, device=DEVICE, requires_grad=True)
+    h = torch.randn(5, 16, device=DEVICE)
+    w = torch.randn(40, 16, device=DEVICE, requires_grad=True)
     y = torch.randint(40, (5,), device=DEVICE)
-    got = gradient(liger_fused_linear_cross_entropy(h, w, y), w)
-    torch.testing.assert_close(got, gradient(F.cross_entropy(h @ w.T, y), w), rtol=1e-5, atol=1e-6)
+    dw = gradient(liger_fused_linear_cross_entropy(h, w, y), w)
+    expected_dw = gradient(F.cross_entropy(h @ w.T, y), w)
+    torch.testing.assert_close(dw, expected_dw, rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_and_mixed_dtypes():
@@ -163,93 +162,97 @@ def test_autocast_and_mixed_dtypes():
     w = torch.randn(40, 16, device=DEVICE, requires_grad=True)
     y = torch.randint(40, (5,), device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
-        got = liger_fused_linear_cross_entropy(h, w, y)
-        want = F.cross_entropy(F.linear(h, w).float(), y)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    dh, dw = torch.autograd.grad(got, (h, w))
+        loss = liger_fused_linear_cross_entropy(h, w, y)
+        expected = F.cross_entropy(F.linear(h, w).float(), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    dh, dw = torch.autograd.grad(loss, (h, w))
     assert dh.dtype == torch.bfloat16 and dw.dtype == torch.float32
-    got = liger_fused_linear_cross_entropy(h, w, y)  # in the weight's dtype
-    torch.testing.assert_close(got, F.cross_entropy(h.float() @ w.T, y), rtol=1e-5, atol=1e-5)
+    loss = liger_fused_linear_cross_entropy(h, w, y)  # in the weight's dtype
+    torch.testing.assert_close(loss, F.cross_entropy(h.float() @ w.T, y), rtol=1e-5, atol=1e-5)
 
 
 # ---- memory ----
 
 
-def through_a_head(head=lambda x: x * 1):
-    """Logits that an operation has made, their loss, and the address of their memory."""
-    leaf, y = logits()
+def logits_of_head(head=lambda x: x * 1):
+    """Return a leaf, logits that ``head`` makes of it, labels, and the logits' address."""
+    leaf, y = make_logits()
     x = head(leaf)
     return leaf, x, y, x.data_ptr()
 
 
-def written_over(leaf, loss, address, **kwargs):
+def gradient_is_at(address, loss, **kwargs):
+    """Run backward, and return True if the gradient of the logits is in the memory at address."""
     gc.collect()  # the interpreter keeps tensors in reference cycles
-    seen = []
-    leaf_of = loss.grad_fn.next_functions[0][0]
-    leaf_of.register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
+    addresses = []
+    node_of_head = loss.grad_fn.next_functions[0][0]
+    node_of_head.register_prehook(lambda grads: addresses.append(grads[0].data_ptr()))
     loss.backward(**kwargs)
-    return seen == [address]
+    return addresses == [address]
 
 
 @pytest.mark.parametrize("head", [lambda x: x * 1, lambda x: (x * 1).view(2, 3, 123).view(-1, 123)])
-def test_the_gradient_takes_the_memory_of_logits_that_nobody_holds(head):
-    leaf, x, y, address = through_a_head(head)
+def test_the_gradient_takes_the_memory_of_unreferenced_logits(head):
+    leaf, x, y, address = logits_of_head(head)
     loss = liger_cross_entropy(x, y)
     del x
-    assert written_over(leaf, loss, address)
+    assert gradient_is_at(address, loss)
     torch.testing.assert_close(
         leaf.grad, gradient(F.cross_entropy(leaf, y), leaf), rtol=1e-5, atol=1e-6
     )
 
 
 @pytest.mark.parametrize(
-    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x[:1], lambda x: x.untyped_storage()]
+    "refer", [lambda x: x, lambda x: x.detach(), lambda x: x[:1], lambda x: x.untyped_storage()]
 )
-def test_logits_that_somebody_holds_stay(keep):
-    leaf, x, y, address = through_a_head()
-    before, loss, held = x.detach().clone(), liger_cross_entropy(x, y), keep(x)
+def test_referenced_logits_stay(refer):
+    leaf, x, y, address = logits_of_head()
+    before = x.detach().clone()
+    loss = liger_cross_entropy(x, y)
+    reference = refer(x)
     del x
-    assert not written_over(leaf, loss, address)
-    if isinstance(held, torch.Tensor):
-        assert torch.equal(held, before[: len(held)])
+    assert not gradient_is_at(address, loss)
+    if isinstance(reference, torch.Tensor):
+        assert torch.equal(reference, before[: len(reference)])
 
 
 def test_a_kept_graph_is_right_twice():
-    leaf, x, y, address = through_a_head()
+    leaf, x, y, address = logits_of_head()
     loss = liger_cross_entropy(x, y)
     del x
-    assert not written_over(leaf, loss, address, retain_graph=True)
-    once = leaf.grad.clone()
+    assert not gradient_is_at(address, loss, retain_graph=True)
+    first_grad = leaf.grad.clone()
     loss.backward()
-    torch.testing.assert_close(leaf.grad, 2 * once)
+    torch.testing.assert_close(leaf.grad, 2 * first_grad)
 
 
 def test_evaluation_allocates_no_gradient(monkeypatch):
-    h, w = (
-        torch.randn(5, 16, device=DEVICE, requires_grad=True),
-        torch.randn(40, 16, device=DEVICE, requires_grad=True),
-    )
-    asked = []
-    forward = flce.fused_linear_cross_entropy_forward
-    monkeypatch.setattr(
-        flce,
-        "fused_linear_cross_entropy_forward",
-        lambda *a: asked.append(forward(*a)) or asked[-1],
-    )
+    h = torch.randn(5, 16, device=DEVICE, requires_grad=True)
+    w = torch.randn(40, 16, device=DEVICE, requires_grad=True)
     y = torch.randint(40, (5,), device=DEVICE)
+    results = []
+    forward = flce.fused_linear_cross_entropy_forward
+
+    def record_result(*args):
+        results.append(forward(*args))
+        return results[-1]
+
+    monkeypatch.setattr(flce, "fused_linear_cross_entropy_forward", record_result)
     with torch.no_grad():
         liger_fused_linear_cross_entropy(h, w, y)
         LigerFusedLinearCrossEntropyFunction.apply(h, w, y)
-    assert [g.numel() for _, grads, _ in asked for g in grads] == [0] * 6
+    assert [g.numel() for _, grads, _ in results for g in grads] == [0] * 6
 
 
 # ---- errors ----
 
-X, Y, W = torch.randn(4, 9), torch.randint(9, (4,)), torch.randn(9, 5)
+X = torch.randn(4, 9)
+Y = torch.randint(9, (4,))
+W = torch.randn(9, 5)
 
 
 @pytest.mark.parametrize(
-    "call,error,words",
+    "call,error,message",
     [
         (lambda: liger_cross_entropy(X[None], Y), ValueError, "input has shape"),
         (lambda: liger_cross_entropy(X, Y[:2]), ValueError, "target has shape"),
@@ -289,8 +292,8 @@ X, Y, W = torch.randn(4, 9), torch.randint(9, (4,)), torch.randn(9, 5)
         ),
     ],
 )
-def test_errors_say_what_to_do(call, error, words):
-    with pytest.raises(error, match=words):
+def test_errors_say_what_to_do(call, error, message):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -305,20 +308,21 @@ def test_errors_say_what_to_do(call, error, words):
         lambda weight: liger_fused_linear_cross_entropy(X, torch.ones(9, 9), Y, ce_weight=weight),
     ],
 )
-def test_class_weights_that_existing_code_expects_an_assertion_of(call, weight):
+def test_wrong_class_weights_are_assertion_errors(call, weight):
     with pytest.raises(AssertionError, match="class weight"):
         call(weight)
 
 
 @pytest.mark.parametrize("make", [LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss])
-def test_what_existing_code_expects_an_assertion_of(make):
-    for wrong in (
+def test_wrong_options_are_assertion_errors(make):
+    """Existing code expects these."""
+    for option in (
         dict(reduction="max"),
         dict(label_smoothing=1.5),
         dict(label_smoothing=-0.1),
         dict(softcap=0.0),
     ):
-        with pytest.raises(AssertionError, match=f"{make.__name__}: {next(iter(wrong))} is"):
-            make(**wrong)
+        with pytest.raises(AssertionError, match=f"{make.__name__}: {next(iter(option))} is"):
+            make(**option)
     with pytest.raises(AssertionError, match="the target of row 0 is 9"):
         liger_cross_entropy(X, Y.index_fill(0, torch.tensor([0]), 9))

@@ -86,13 +86,13 @@ def incoming(outputs):
     return [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in outputs]
 
 
-def same(got, want, name, tolerance):
-    if want.is_floating_point():
+def same(actual, expected, name, tolerance):
+    if expected.is_floating_point():
         torch.testing.assert_close(
-            got, want, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+            actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
         )
     else:
-        assert torch.equal(got, want), name
+        assert torch.equal(actual, expected), name
 
 
 def reference_of_logits(rank, group, option):
@@ -100,20 +100,20 @@ def reference_of_logits(rank, group, option):
     target = target.where(target != -100, option.get("ignore_index", -100))
     option = weights(z.shape[1], option, z.dtype)
     full, shard = z.clone().requires_grad_(), mine(z, rank, 1)
-    want = whole(full, target, **option)
-    got = parallel.token_loss_reference_parallel(shard, target, group, **option)
-    for name, a, b in zip(NAMES, got, want, strict=True):
+    expected = whole(full, target, **option)
+    actual = parallel.token_loss_reference_parallel(shard, target, group, **option)
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
         same(a, b, name, 1e-12)
-    gradients = incoming(want[:3])
+    gradients = incoming(expected[:3])
     for some in ([0], [1], [2], [0, 1, 2]):
         (of_all,) = torch.autograd.grad(
-            [want[i] for i in some], full, [gradients[i] for i in some], retain_graph=True
+            [expected[i] for i in some], full, [gradients[i] for i in some], retain_graph=True
         )
         (of_mine,) = torch.autograd.grad(
-            [got[i] for i in some], shard, [gradients[i] for i in some], retain_graph=True
+            [actual[i] for i in some], shard, [gradients[i] for i in some], retain_graph=True
         )
         same(of_mine, of_all.chunk(SIZE, 1)[rank], f"gradient of {[NAMES[i] for i in some]}", 1e-12)
-    assert not any(x.requires_grad for x in got[3:])
+    assert not any(x.requires_grad for x in actual[3:])
 
 
 def reference_of_a_head(rank, group, _):
@@ -128,16 +128,16 @@ def reference_of_a_head(rank, group, _):
     def of_shard(z, target, **option):
         return parallel.token_loss_reference_parallel(z, target, group, **option)
 
-    want = outputs(*full, whole)[:3]
-    got = outputs(parallel.copy_to_group(local[0], group), *local[1:], of_shard)[:3]
-    gradients = incoming(want)
-    want = torch.autograd.grad(want, full, gradients, create_graph=True)
-    got = torch.autograd.grad(got, local, gradients, create_graph=True)
-    for name, a, b in zip(("dh", "dw", "db"), got, want, strict=True):
+    expected = outputs(*full, whole)[:3]
+    actual = outputs(parallel.copy_to_group(local[0], group), *local[1:], of_shard)[:3]
+    gradients = incoming(expected)
+    expected = torch.autograd.grad(expected, full, gradients, create_graph=True)
+    actual = torch.autograd.grad(actual, local, gradients, create_graph=True)
+    for name, a, b in zip(("dh", "dw", "db"), actual, expected, strict=True):
         same(a, b if name == "dh" else b.chunk(SIZE)[rank], name, 1e-12)
-    (want,) = torch.autograd.grad(want[0].square().sum(), full[0])
-    (got,) = torch.autograd.grad(got[0].square().sum(), local[0])
-    same(got, want, "d²h", 1e-11)
+    (expected,) = torch.autograd.grad(expected[0].square().sum(), full[0])
+    (actual,) = torch.autograd.grad(actual[0].square().sum(), local[0])
+    same(actual, expected, "d²h", 1e-11)
 
 
 def masked_classes(rank, group, _):
@@ -147,12 +147,12 @@ def masked_classes(rank, group, _):
     z[:, 6:] = -torch.inf
     target = target.clamp(max=5)
     shard, full = mine(z, rank, 1), z[:, :6].clone().requires_grad_()
-    got = parallel.token_loss_reference_parallel(shard, target, group)[:3]
-    want = whole(full, target)[:3]
-    for name, a, b in zip(NAMES, got, want, strict=False):
+    actual = parallel.token_loss_reference_parallel(shard, target, group)[:3]
+    expected = whole(full, target)[:3]
+    for name, a, b in zip(NAMES, actual, expected, strict=False):
         same(a, b, name, 1e-12)
-    (of_mine,) = torch.autograd.grad(got, shard, incoming(got))
-    (of_all,) = torch.autograd.grad(want, full, incoming(want))
+    (of_mine,) = torch.autograd.grad(actual, shard, incoming(actual))
+    (of_all,) = torch.autograd.grad(expected, full, incoming(expected))
     same(of_mine, F.pad(of_all, (0, 8)).chunk(SIZE, 1)[rank], "dz", 1e-12)
 
 
@@ -218,31 +218,33 @@ def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True)
             x.requires_grad_(need)
             for x, need in zip((h.clone(), mine(w, rank), mine(b, rank)), needs, strict=True)
         ]
-        got = of_head(*local, target, group=group, **option)
+        actual = of_head(*local, target, group=group, **option)
         leaves = [x for x in local if x.requires_grad]
-        ds = torch.autograd.grad(got[:3], leaves, incoming(got[:3]), retain_graph=True)
-        again = torch.autograd.grad(got[:3], leaves, incoming(got[:3]))
+        ds = torch.autograd.grad(actual[:3], leaves, incoming(actual[:3]), retain_graph=True)
+        again = torch.autograd.grad(actual[:3], leaves, incoming(actual[:3]))
     assert all(torch.equal(a, b) for a, b in zip(ds, again, strict=True)), (
         "a second backward differs"
     )
 
     full = [x.double().requires_grad_(need) for x, need in zip((h, w, b), needs, strict=True)]
-    want = by_definition(*full, target, **option)
-    for name, x, y in zip(NAMES, got, want, strict=True):
+    expected = by_definition(*full, target, **option)
+    for name, x, y in zip(NAMES, actual, expected, strict=True):
         if dtype == torch.bfloat16 and name in ("predicted", "correct"):
             continue  # of rounded logits
         same(x, y.to(x.dtype), name, tolerance)
     found = dict(
         zip([n for n, need in zip(("dh", "dw", "db"), needs, strict=True) if need], ds, strict=True)
     )
-    wanted = torch.autograd.grad(want[:3], [x for x in full if x.requires_grad], incoming(want[:3]))
+    wanted = torch.autograd.grad(
+        expected[:3], [x for x in full if x.requires_grad], incoming(expected[:3])
+    )
     for (name, x), y in zip(found.items(), wanted, strict=True):
         y = y if name == "dh" else y.chunk(SIZE)[rank]
         assert x.dtype == dtype and x.shape == y.shape
         largest = y.abs().max().clamp(min=1)
         same(x.double() / largest, y / largest, name, tolerance)
     shared = {"dh": found["dh"]} if needs[0] else {}
-    equal_everywhere(dict(zip(NAMES, got, strict=True)) | shared, group)
+    equal_everywhere(dict(zip(NAMES, actual, strict=True)) | shared, group)
 
 
 def scaled(rank, group, dtype, given):
@@ -253,13 +255,15 @@ def scaled(rank, group, dtype, given):
         (h.clone().requires_grad_(), mine(w, rank)),
         [x.clone().requires_grad_() for x in (h, w)],
     )
-    got = liger_fused_linear_scaled_cross_entropy_tp(*local, target, given, 0.7, -100, 2, True)
-    want = LigerFusedLinearScaledCrossEntropyFunction.apply(*full, target, 0.7, -100, 1, True)
+    actual = liger_fused_linear_scaled_cross_entropy_tp(*local, target, given, 0.7, -100, 2, True)
+    expected = LigerFusedLinearScaledCrossEntropyFunction.apply(*full, target, 0.7, -100, 1, True)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    for name, a, b in zip(("nll", "entropy"), got, want, strict=True):
+    for name, a, b in zip(("nll", "entropy"), actual, expected, strict=True):
         assert a.dtype == b.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         same(a, b, name, tolerance)
-    ds, of_whole = (torch.autograd.grad(o, x, incoming(o)) for o, x in ((got, local), (want, full)))
+    ds, of_whole = (
+        torch.autograd.grad(o, x, incoming(o)) for o, x in ((actual, local), (expected, full))
+    )
     same(ds[0], of_whole[0], "dh", tolerance)
     same(ds[1], of_whole[1].chunk(SIZE)[rank], "dw", tolerance)
     with pytest.raises(ValueError, match="give a class from 0 to 13" if DEVICE == "cpu" else ""):
@@ -281,10 +285,13 @@ def compiled(rank, group, given):
             h, w, target, group, 0.7, return_entropy=True
         )
 
-    got, want = torch.compile(call, fullgraph=True, backend="aot_eager")(*local), call(*local)
-    for name, a, b in zip(("nll", "entropy"), got, want, strict=True):
+    actual, expected = (
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*local),
+        call(*local),
+    )
+    for name, a, b in zip(("nll", "entropy"), actual, expected, strict=True):
         same(a, b, name, 1e-6)
-    ds, eager = (torch.autograd.grad(o, local, incoming(o)) for o in (got, want))
+    ds, eager = (torch.autograd.grad(o, local, incoming(o)) for o in (actual, expected))
     for name, a, b in zip(("dh", "dw"), ds, eager, strict=True):
         same(a, b, name, 1e-6)
 
@@ -337,22 +344,22 @@ def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
         torch._dynamo.reset()
         settings = dict(fullgraph=True, backend="aot_eager", dynamic=way == "dynamic")
         if way == "torch.func":
-            got = torch.compile(gradients, **settings)(*(x.detach() for x in shards))
+            actual = torch.compile(gradients, **settings)(*(x.detach() for x in shards))
             eager = gradients(*(x.detach() for x in shards))
         else:
             value = torch.compile(call, **settings)(*shards)
             with torch.no_grad():
                 same(torch.compile(call, **settings)(*shards), value, "without gradients", 1e-6)
-            got, eager = (value, *torch.autograd.grad(value, leaves)), ()
+            actual, eager = (value, *torch.autograd.grad(value, leaves)), ()
     full = [x.requires_grad_(like.requires_grad) for x, like in zip((h, w, b), shards, strict=True)]
     value = 2 * loss(*full, target)
     wanted = value, *torch.autograd.grad(value, [x for x in full if x.requires_grad])
-    for i, x in [*enumerate(got), *enumerate(eager)]:
+    for i, x in [*enumerate(actual), *enumerate(eager)]:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
-        want = wanted[i] if x.shape == wanted[i].shape else wanted[i].chunk(SIZE)[rank]
+        expected = wanted[i] if x.shape == wanted[i].shape else wanted[i].chunk(SIZE)[rank]
         same(
             x,
-            want,
+            expected,
             f"{loss.__name__} in a graph, {way}: {i}",
             1e-12 if dtype == torch.float64 else 1e-5,
         )
@@ -361,9 +368,9 @@ def in_a_graph(rank, group, loss, way, dtype=torch.float32, kernels=True):
 def all_ignored(rank, group, dtype):
     h, w, b, target = drawn(H=6, dtype=dtype)
     local = h.clone().requires_grad_(), mine(w, rank), mine(b, rank)
-    got = of_head(*local, torch.full_like(target, -100), group=group)
-    assert not any(x.any() for x in got[:5]) and (got[5] == -1).all() and not got[6].any()
-    assert not any(d.any() for d in torch.autograd.grad(got[:3], local, incoming(got[:3])))
+    actual = of_head(*local, torch.full_like(target, -100), group=group)
+    assert not any(x.any() for x in actual[:5]) and (actual[5] == -1).all() and not actual[6].any()
+    assert not any(d.any() for d in torch.autograd.grad(actual[:3], local, incoming(actual[:3])))
 
 
 def unknown_class(rank, group, _):
@@ -384,10 +391,10 @@ def alone(rank, group, _):
         for group in (None, groups[rank]):
             leaf = z.clone().requires_grad_()
             x = parallel.copy_to_group(leaf, group)
-            got = parallel.token_loss_reference_parallel(x, target, group)
-            for a, b in zip(got, whole(z, target), strict=True):
+            actual = parallel.token_loss_reference_parallel(x, target, group)
+            for a, b in zip(actual, whole(z, target), strict=True):
                 same(a, b, "alone", 1e-12)
-            got[0].sum().backward()
+            actual[0].sum().backward()
 
 
 def pairs(rank, group, dtype, memory):
@@ -401,17 +408,17 @@ def pairs(rank, group, dtype, memory):
 
     full = [x.clone().requires_grad_() for x in (h, w, b)]
     local = h.clone().requires_grad_(), mine(w, rank), mine(b, rank)
-    want, s = linear_loss(loss, *full[:2], target, full[2], parts=2, return_entropy=True)
-    got, t = linear_loss(
+    expected, s = linear_loss(loss, *full[:2], target, full[2], parts=2, return_entropy=True)
+    actual, t = linear_loss(
         loss, *local[:2], target, local[2], parts=2, return_entropy=True, memory=memory, group=group
     )
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-    same(got, want, "loss", tolerance)
+    same(actual, expected, "loss", tolerance)
     same(t, s, "log-probabilities", tolerance)
-    dh, dw, db = torch.autograd.grad(want, full)
+    dh, dw, db = torch.autograd.grad(expected, full)
     gradients = zip(
         ("dh", "dw", "db"),
-        torch.autograd.grad(got, local),
+        torch.autograd.grad(actual, local),
         (dh, mine(dw, rank), mine(db, rank)),
         strict=True,
     )
@@ -429,12 +436,12 @@ def tokens_of_all_ranks(rank, group, loss_type):
     full, local = w.clone().requires_grad_(), w.clone().requires_grad_()
     some = slice(rank * 2, rank * 2 + 2)
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type=loss_type)
-    got, _ = loss(h[some], local, ids[some], mask[some], advantages[some])
-    got.backward()
+    actual, _ = loss(h[some], local, ids[some], mask[some], advantages[some])
+    actual.backward()
     whole_, _ = loss(h, full, ids, mask, advantages, num_items_in_batch=mask.sum() * SIZE)
     whole_.backward()
-    for name, a, b in (("loss", got.detach(), whole_.detach()), ("dw", local.grad, full.grad)):
-        same(parallel.summed(a.clone(), group) / SIZE, b, f"{loss_type} {name}", 1e-10)
+    for name, a, b in (("loss", actual.detach(), whole_.detach()), ("dw", local.grad, full.grad)):
+        same(parallel.all_reduce_sum(a.clone(), group) / SIZE, b, f"{loss_type} {name}", 1e-10)
 
 
 HEAD_OPTIONS = (

@@ -53,7 +53,7 @@ def like_the_weight(graph):
 
 @pytest.fixture
 def keeps_none(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "FREE", 0)
+    monkeypatch.setattr(linear_cross_entropy, "FREE_BYTES", 0)
 
 
 def in_a_graph(loss, dynamic=False):
@@ -82,13 +82,13 @@ def operators(graph):
 def test_backward_touches_dw_once(loss, free, most, monkeypatch):
     """It is multiplied by the incoming gradient, or it comes out of the operator as it is: no cast,
     no clone."""
-    monkeypatch.setattr(linear_cross_entropy, "FREE", free)
+    monkeypatch.setattr(linear_cross_entropy, "FREE_BYTES", free)
     compiled, graphs = in_a_graph(loss)
     given = drawn(
         torch.float32 if free else torch.bfloat16
     )  # a CPU's 16-bit products depend on strides
-    got, want = trained(compiled, *given, 3.0), trained(loss, *given, 3.0)
-    for a, b in zip(got, want, strict=True):
+    actual, expected = trained(compiled, *given, 3.0), trained(loss, *given, 3.0)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
     _, backward = graphs
     assert [
@@ -105,8 +105,8 @@ def test_inductor_multiplies_dw_where_it_is(scale, keeps_none):
     """dW belongs to the graph: it is written over."""
     given = drawn()
     compiled = torch.compile(mean, fullgraph=True)
-    got, codes = run_and_get_code(trained, compiled, *given, scale)
-    for a, b in zip(got, trained(mean, *given, scale), strict=True):
+    actual, codes = run_and_get_code(trained, compiled, *given, scale)
+    for a, b in zip(actual, trained(mean, *given, scale), strict=True):
         torch.testing.assert_close(a, b)
     made = f"empty_strided_{DEVICE}(({V}, {H})"
     assert len(codes) == 2 and not any(made in code for code in codes)
@@ -121,7 +121,7 @@ def test_inductors_cache_and_a_second_backward(keeps_none):
     """Code that was compiled to write over dW, in a step without ``retain_graph``, is not for one
     with it."""
     h, w, y = drawn()
-    want = trained(mean, h, w, y, 3.0)
+    expected = trained(mean, h, w, y, 3.0)
     with fresh_cache():
         trained(torch.compile(mean, fullgraph=True), h, w, y, 3.0)
         torch._dynamo.reset()  # as another process, of the same cache
@@ -129,7 +129,7 @@ def test_inductors_cache_and_a_second_backward(keeps_none):
         loss = compiled(h, w, y) * 3.0
         for keep in (True, True, False):
             for a, b in zip(
-                torch.autograd.grad(loss, (h, w), retain_graph=keep), want, strict=True
+                torch.autograd.grad(loss, (h, w), retain_graph=keep), expected, strict=True
             ):
                 torch.testing.assert_close(a, b)
         torch._dynamo.reset()
@@ -142,9 +142,13 @@ def test_inductors_cache_and_a_second_backward(keeps_none):
 
 
 EVERY = dict(
-    lse_square_scale=1e-2, label_smoothing=0.1, softcap=5.0, use_token_scaling=True, return_z_loss=True,
+    lse_square_scale=1e-2,
+    label_smoothing=0.1,
+    softcap=5.0,
+    use_token_scaling=True,
+    return_z_loss=True,
     return_predicted_tokens=True,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -169,8 +173,8 @@ def test_kept_logits_give_what_eager_gives(reduction, items, option, frozen):
     leaves = [t for t in (h, w, b) if t.requires_grad]
     losses = [f(h, w, b, y) for f in (compiled, loss)]
     torch.testing.assert_close(*losses)
-    got, want = (torch.autograd.grad(3.0 * value, leaves) for value in losses)
-    for a, b in zip(got, want, strict=True):
+    actual, expected = (torch.autograd.grad(3.0 * value, leaves) for value in losses)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
     assert [operators(graph) for graph in graphs] == [
         ["linear_head_kept"],
@@ -203,7 +207,7 @@ def test_within_the_budget(memory, kept):
 def test_not_kept(of, monkeypatch):
     h, w, y = drawn(torch.float16 if of == "half" else torch.float32)
     if of == "more than is free":
-        monkeypatch.setattr(linear_cross_entropy, "FREE", 2 * V * 64 * 4 - 1)
+        monkeypatch.setattr(linear_cross_entropy, "FREE_BYTES", 2 * V * 64 * 4 - 1)
     if of == "frozen weight":
         w = w.detach()
     compiled, graphs = in_a_graph(lambda *given: liger_fused_linear_cross_entropy(*given))
@@ -220,8 +224,8 @@ def test_no_guard_depends_on_it():
     h, w, y = drawn(torch.float32)
     for n in (40, 24, 33):
         part = h[:n].detach().requires_grad_()
-        got, want = (trained(f, part, w, y[:n].clone(), 2.0) for f in (compiled, mean))
-        for a, b in zip(got, want, strict=True):
+        actual, expected = (trained(f, part, w, y[:n].clone(), 2.0) for f in (compiled, mean))
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert [operators(graph) for graph in graphs] == [["linear_head"], []]
 
@@ -263,7 +267,7 @@ def test_half_of_autocast_is_not_kept():
 @pytest.mark.parametrize("free", [0, 2**20])
 def test_func_grad_in_a_graph(free, monkeypatch):
     """There forward is not told what needs a gradient."""
-    monkeypatch.setattr(linear_cross_entropy, "FREE", free)
+    monkeypatch.setattr(linear_cross_entropy, "FREE_BYTES", free)
     h, w, y = drawn(torch.float32)
 
     def gradients(h, w):
@@ -272,9 +276,9 @@ def test_func_grad_in_a_graph(free, monkeypatch):
         )(h, w)
 
     compiled, _ = in_a_graph(gradients)
-    got, want = (
+    actual, expected = (
         compiled(h.detach(), w.detach()),
         trained(liger_fused_linear_cross_entropy, h, w, y, 3.0),
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))

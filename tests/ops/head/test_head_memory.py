@@ -7,27 +7,27 @@ import pytest
 import torch
 from cases import cast
 from hardware import DEVICE
-from heads import B16, F16, F32, drawn
+from heads import B16, F16, F32, make_tensors
 
 from bench import models, text, train
 from liger_kernel.ops.head import chunks, grouped_loss, planning
 from liger_kernel.ops.head.distillation import linear_distillation
-from liger_kernel.ops.head.grouped_loss import _gathered, _scatter
+from liger_kernel.ops.head.grouped_log_probs import _gather_logits, _scatter_logits
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 
 @pytest.fixture
 def memories(monkeypatch):
-    """Each `_Memory` that was made."""
+    """Each `HeadBuffers` that was made."""
     made = []
 
-    class Recorded(chunks._Memory):
+    class Recorded(chunks.HeadBuffers):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(chunks, "_Memory", Recorded)
+    monkeypatch.setattr(chunks, "HeadBuffers", Recorded)
     return made
 
 
@@ -74,7 +74,7 @@ def test_no_gradient_holds_more_than_itself(loss, size, dtype, small, memories):
     for memory in ("auto", 0, 10**6) if size[-1] < 500 else ("auto", 10**7):
         for accum_dtype in (None, F32) if size[-1] < 500 else (None,):
             memories.clear()
-            tensors = cast(drawn(*size)[0], dtype)
+            tensors = cast(make_tensors(*size)[0], dtype)
             loss(**tensors, memory=memory, accum_dtype=accum_dtype, drop_ignored=False).backward()
             grads = [tensors[name].grad for name in ("hidden", "weight", "bias")]
             if loss is log_probs and memory not in (
@@ -104,7 +104,7 @@ def test_in_two_parts_as_in_one(loss, dtype, memories, monkeypatch):
     """A first pass that is wider than dW against passes that are not: the same numbers, up to the
     order of sums."""
     tokens, V = 70 if dtype == F32 else 140, 2500  # more classes than a strip of the statistics
-    tensors = drawn(tokens, 64, V)[0]
+    tensors = make_tensors(tokens, 64, V)[0]
     found = []
     for memory in 10**8, 0:
         given = cast(tensors, dtype)
@@ -128,18 +128,18 @@ def test_classes_in_two_parts(split):
     x, classes = torch.randn(20, 13), torch.randint(13, (20, 4))
     values = torch.randn(20, 13).gather(1, classes)  # one value for a class that stands there twice
     pair = x[:, :split].clone(), x[:, split:].clone()
-    assert torch.equal(_gathered(pair, classes), _gathered(x, classes))
-    _scatter(pair, classes, values)
-    _scatter(x, classes, values)
+    assert torch.equal(_gather_logits(pair, classes), _gather_logits(x, classes))
+    _scatter_logits(pair, classes, values)
+    _scatter_logits(x, classes, values)
     assert torch.equal(torch.cat(pair, 1), x)
 
 
 def added(x, *terms):
-    """x (n,) and the terms, by `_add`; what is not the last sum is fine."""
-    scales, grid = x.new_empty(4, dtype=F32), (-(-x.numel() // chunks.ADDED),)
+    """x (n,) and the terms, by `add_kernel`; what is not the last sum is fine."""
+    scales, grid = x.new_empty(4, dtype=F32), (-(-x.numel() // chunks.ADD_BLOCK),)
     for k, y in enumerate(terms):
-        fine = dict(WAS_FINE=k > 0, FINE=k < len(terms) - 1, BLOCK=chunks.ADDED)
-        chunks._add[grid](x, x.view(F16), scales, y, x.numel(), **fine)
+        fine = dict(WAS_FINE=k > 0, FINE=k < len(terms) - 1, BLOCK=chunks.ADD_BLOCK)
+        chunks.add_kernel[grid](x, x.view(F16), scales, y, x.numel(), **fine)
     return x
 
 
@@ -148,37 +148,37 @@ def test_a_sum_is_fine_until_the_last_term():
     often."""
     torch.manual_seed(0)
     n, grow = (
-        2 * chunks.ADDED + 700,
-        torch.logspace(-30, 30, 3, device=DEVICE).repeat_interleave(chunks.ADDED),
+        2 * chunks.ADD_BLOCK + 700,
+        torch.logspace(-30, 30, 3, device=DEVICE).repeat_interleave(chunks.ADD_BLOCK),
     )
     terms = [torch.randn(n, device=DEVICE) * grow[:n] for _ in range(4)]
     first = terms[0].to(B16)
     exact = first.double() + sum(y.double() for y in terms[1:])
     once = added(first.clone(), sum(terms[1:]))
     often = added(first.clone(), *terms[1:])
-    for part, want, least in zip(
-        *(x.split(chunks.ADDED) for x in (often, exact, once)), strict=True
+    for part, expected, least in zip(
+        *(x.split(chunks.ADD_BLOCK) for x in (often, exact, once)), strict=True
     ):
-        assert (part.double() - want).norm() <= 1.05 * (least.double() - want).norm()
+        assert (part.double() - expected).norm() <= 1.05 * (least.double() - expected).norm()
 
 
 def test_a_fine_sum_of_anything():
     """Zeros, the smallest numbers, the largest, and what is not finite."""
     x, y = (
-        torch.zeros(chunks.ADDED, device=DEVICE, dtype=B16),
-        torch.zeros(chunks.ADDED, device=DEVICE),
+        torch.zeros(chunks.ADD_BLOCK, device=DEVICE, dtype=B16),
+        torch.zeros(chunks.ADD_BLOCK, device=DEVICE),
     )
     assert not added(x.clone(), y, y, y).any()
     y[:2] = 1e-44
     assert added(x.clone(), y, y).float().abs().max() <= 1e-40
     y[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 3e38])
-    got = added(x.clone(), y, torch.zeros_like(y)).float()
+    actual = added(x.clone(), y, torch.zeros_like(y)).float()
     assert (
-        got[0] == torch.inf
-        and got[1] == -torch.inf
-        and got[2].isnan()
-        and got[4] > 2.9e38
-        and not got[5:].any()
+        actual[0] == torch.inf
+        and actual[1] == -torch.inf
+        and actual[2].isnan()
+        and actual[4] > 2.9e38
+        and not actual[5:].any()
     )
 
 
@@ -194,7 +194,7 @@ def test_a_fine_sum_of_numbers_far_apart():
     y = (1 + 2**-10) * 2.0 ** -torch.arange(60, device=DEVICE)
     for factor in (1.0, 2.0**-60, 2.0**100):
         fine, scale = torch.zeros(60, device=DEVICE, dtype=F16), torch.empty(1, device=DEVICE)
-        chunks._add[(1,)](
+        chunks.add_kernel[(1,)](
             fine.view(B16),
             fine,
             scale,
@@ -202,10 +202,13 @@ def test_a_fine_sum_of_numbers_far_apart():
             60,
             WAS_FINE=False,
             FINE=True,
-            BLOCK=chunks.ADDED,
+            BLOCK=chunks.ADD_BLOCK,
         )
-        got = fine.double() * scale.double() / factor
-        assert torch.equal(got[:29], y[:29].double()) and (got - y.double()).abs().max() <= 2**-39
+        actual = fine.double() * scale.double() / factor
+        assert (
+            torch.equal(actual[:29], y[:29].double())
+            and (actual - y.double()).abs().max() <= 2**-39
+        )
 
 
 SHAPES = (
@@ -225,8 +228,8 @@ def products(monkeypatch, chosen, size, dtype):
     By addresses alone: no product overwrites logits that it reads, or that have not been read.
     """
     M, H, V = size
-    memory = chunks._Memory(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
-    parts, done, needed = memory.of(M, first=True), [], torch.ones(V, dtype=torch.bool)
+    memory = chunks.HeadBuffers(torch.empty(M, H, device="meta"), V, dtype, chosen, True)
+    parts, done, needed = memory.logits_parts(M, is_first=True), [], torch.ones(V, dtype=torch.bool)
 
     def product(out, x, h, add=False):
         start, end = out.storage_offset(), out.storage_offset() + out.numel()
@@ -241,7 +244,7 @@ def products(monkeypatch, chosen, size, dtype):
         needed[slice(*done[-1])] = False
 
     monkeypatch.setattr(chunks, "_add_product", product)
-    memory.to_dw(parts, torch.empty(M, H, device="meta"), first=True)
+    memory.add_to_dw(parts, torch.empty(M, H, device="meta"), is_first=True)
     assert (
         all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done)))
         and min(done)[0] == 0
@@ -256,11 +259,11 @@ def test_strips_never_overwrite_what_is_still_needed(monkeypatch, size, dtype):
     M, H, V = size
     chosen = planning.plan(M, H, V, dtype, dtype, memory=2**60)
     memory, _ = products(monkeypatch, chosen, size, dtype)
-    first, second = memory.of(M, first=True)
+    first, second = memory.logits_parts(M, is_first=True)
     assert first.shape[0] + second.shape[0] == V and second.storage_offset() == 0
-    assert memory.early.nbytes == V * H * dtype.itemsize  # dW and nothing else
+    assert memory.dw_buffer.nbytes == V * H * dtype.itemsize  # dW and nothing else
     assert (
-        memory.early.nbytes + memory.late.nbytes
+        memory.dw_buffer.nbytes + memory.logits_buffer.nbytes
         <= (V * -(-M // 64) * 64 + chosen.strip * H + M) * dtype.itemsize
     )
 
@@ -272,7 +275,7 @@ def test_fewer_tokens_need_fewer_strips(monkeypatch, size):
         size,
         products(monkeypatch, planning.plan(*size, B16, B16), size, B16),
     )
-    assert memory.early.nbytes <= 2 * (V * H + memory.strip * -(-M // 64) * 64 + 64)
+    assert memory.dw_buffer.nbytes <= 2 * (V * H + memory.strip * -(-M // 64) * 64 + 64)
     assert len(strips) <= -(-V // memory.strip) and (2 * M > H or len(strips) <= 5)
 
 

@@ -1,20 +1,29 @@
-"""The linear head on Hopper: when it is taken, and its outputs and gradients. Elsewhere PyTorch
-stands in for Gluon."""
+"""The linear head on Hopper: outputs and gradients. Elsewhere PyTorch stands in for Gluon.
+
+When these kernels are taken: test_hopper_applies.py."""
 
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_as_exact_as, cast
+from cases import assert_as_exact_as_pytorch, cast
 from hardware import DEVICE
-from heads import B16, F32, drawn, measured, whole, whole_tokens
-from heads import tokens as tokens_of
-from programs import run
+from heads import (
+    B16,
+    F32,
+    make_tensors,
+    measure_head_errors,
+    textbook_outputs,
+    textbook_token_outputs,
+)
+from heads import token_outputs as tokens_of
 
 from liger_kernel.core import devices
 from liger_kernel.ops.head import chunks, hopper, planning, token_log_probs
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_kernel.ops.head.linear_head import HeadOptions
+from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.token_log_probs import linear_token_loss
 
 HERE = (
@@ -72,7 +81,7 @@ def taken(monkeypatch):
     """Small heads take the kernels of Hopper, or what stands for them. -> the gradients' classes, a
     list."""
     plain = Plain()
-    monkeypatch.setattr(hopper, "LEAST", (1, 1))
+    monkeypatch.setattr(hopper, "MIN_SIZES", (1, 1))
     if HERE:
         real = hopper.kernels()
         plain.gradient = lambda *args: (
@@ -85,133 +94,6 @@ def taken(monkeypatch):
     monkeypatch.setattr(hopper, "kernels", lambda: plain)
     return plain.seen
 
-
-# ---- when ----
-
-FITS = dict(dtype=B16, numbers=[0.0, 0.0, 0.0, 1.0], ce_weight=None, group=None)
-
-
-def fitting():
-    return torch.empty(1024, 64, dtype=B16), torch.empty(8192, 64, dtype=B16)
-
-
-@pytest.fixture
-def everywhere(monkeypatch):
-    monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(arch=lambda tensor: "sm_90"))
-    monkeypatch.setattr(hopper, "kernels", lambda: Plain())
-
-
-def test_applies(everywhere):
-    h, w = fitting()
-    assert hopper.applies(h, w, **FITS)
-    assert hopper.applies(h.float(), w.float(), **FITS)  # they are converted
-    assert hopper.applies(h, w, **FITS | dict(numbers=[0.0, 0.0, 0.0, 0.5]))
-    assert hopper.applies(torch.empty(1024, 128, dtype=B16)[:, 64:], w, **FITS)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(dtype=F32),
-        dict(dtype=torch.float16),
-        dict(numbers=[1e-4, 0.0, 0.0, 1.0]),
-        dict(numbers=[0.0, 0.1, 0.0, 1.0]),
-        dict(numbers=[0.0, 0.0, 30.0, 1.0]),
-        dict(numbers=[0.0, 0.0, 0.0, 0.0]),
-        dict(numbers=[0.0, 0.0, 0.0, -1.0]),
-        dict(numbers=[0.0, 0.0, 0.0, 1e-46]),
-        dict(ce_weight=torch.ones(8192)),
-        dict(group="0"),
-    ],
-    ids=str,
-)
-def test_steps_aside_for_an_option(change, everywhere):
-    assert not hopper.applies(*fitting(), **FITS | change)
-
-
-def heads():
-    """Each with one thing that TMA, the tiles or their number forbid."""
-    h, w = fitting()
-    many = torch.empty(1, 64, dtype=B16).expand(2**19 + 1, 64)
-    yield "few tokens", h[:1023], w
-    yield "no tokens", h[:0], w
-    yield "few classes", h, w[:8191]
-    yield "too many classes", h, torch.empty(2**19 + 8, 64, dtype=B16, device="meta")
-    yield "channels in part of a step", h[:, :56], w[:, :56]
-    yield "no channels", h[:, :0], w[:, :0]
-    yield "hidden states by channels", torch.empty(64, 1024, dtype=B16).t(), w
-    yield "weight by channels", h, torch.empty(64, 8192, dtype=B16).t()
-    yield "rows of 8 bytes more", torch.empty(1024, 68, dtype=B16)[:, :64], w
-    yield "weight's rows of 8 bytes more", h, torch.empty(8192, 68, dtype=B16)[:, :64]
-    yield "one row for all", many[:1024], w
-    yield "one class for all", h, many[:8192]
-    yield "begins amid 16 bytes", torch.empty(1024 * 64 + 4, dtype=B16)[4:].view(1024, 64), w
-    yield "weight begins amid 16 bytes", h, torch.empty(8192 * 64 + 4, dtype=B16)[4:].view(8192, 64)
-
-
-@pytest.mark.parametrize("name", [name for name, *_ in heads()])
-def test_steps_aside_for_a_head(name, everywhere):
-    h, w = next(tensors for found, *tensors in heads() if found == name)
-    assert not hopper.applies(h, w, **FITS)
-
-
-@pytest.mark.parametrize("arch", ["cpu", "xpu", "sm_80", "sm_100", "sm_120", "gfx942"])
-def test_steps_aside_on_another_device(arch, everywhere, monkeypatch):
-    monkeypatch.setattr(hopper.devices, "arch", lambda tensor: arch)
-    monkeypatch.setattr(hopper, "kernels", None)  # nor is Gluon imported
-    assert not hopper.applies(*fitting(), **FITS)
-
-
-def test_steps_aside_without_gluon(everywhere, monkeypatch):
-    monkeypatch.setattr(hopper, "kernels", lambda: None)
-    assert not hopper.applies(*fitting(), **FITS)
-
-
-@pytest.mark.parametrize(
-    "version,known", [("3.6.0", True), ("3.9.1", False), ("3.60.0", False), ("4.6", False)]
-)
-def test_versions_of_triton(version, known, monkeypatch):
-    monkeypatch.setattr(hopper, "triton", types.SimpleNamespace(__version__=version))
-    monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(INTERPRETED=False))
-    assert (hopper.kernels.__wrapped__() is not None) == known
-    monkeypatch.setenv("LIGER_KERNEL_HOPPER", "1")
-    assert (hopper.kernels.__wrapped__() is not None) == known
-    monkeypatch.setenv("LIGER_KERNEL_HOPPER", "0")
-    assert hopper.kernels.__wrapped__() is None
-    monkeypatch.delenv("LIGER_KERNEL_HOPPER")
-    monkeypatch.setattr(hopper, "TRITON", False)
-    assert hopper.kernels.__wrapped__() is None
-
-
-def test_no_gluon_in_the_interpreter(monkeypatch):
-    monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(INTERPRETED=True))
-    assert hopper.kernels.__wrapped__() is None
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_triton_without_gluon(there):
-    run(f"""
-import sys, types, triton
-if not {there}:
-    sys.modules["triton.experimental.gluon"] = None
-from liger_kernel.ops.head import hopper
-hopper.TRIED, hopper.devices = (tuple(triton.__version__.split(".")[:2]),), types.SimpleNamespace(INTERPRETED=False)
-assert (hopper.kernels() is not None) == {there}
-""")
-
-
-def test_the_kernels_are_not_imported_without_need():
-    run("""
-import torch
-from liger_kernel.transformers.functional import linear_token_loss
-
-h, w = torch.randn(1024, 64, dtype=torch.bfloat16), torch.randn(8192, 64, dtype=torch.bfloat16, requires_grad=True)
-linear_token_loss(h, w, torch.zeros(1024, dtype=torch.long)).loss.sum().backward()
-assert not [name for name in sys.modules if name.startswith(("liger_kernel.ops.head.hopper_k", "triton.experimental"))]
-""")
-
-
-# ---- what ----
 
 PLACES = {  # name: (M, V, memory, accum_dtype, the classes of each gradient where forward is taken)
     "one chunk": (70, 777, "auto", None, [(0, 777)]),
@@ -236,48 +118,55 @@ def test_as_exact_as_pytorch(place, option, bias, taken, small):
     option, draws = OPTIONS[option], []
     given = dict(memory=memory, accum_dtype=accum_dtype, return_mean_logit=False)
     for seed in range(3):
-        tensors, rest = drawn(M, 192 if M == 70 else 64, V, seed, bias, **option)
+        tensors, rest = make_tensors(M, 192 if M == 70 else 64, V, seed, bias, **option)
         taken.clear()
         draws.append(
-            measured(tokens_of(rest, NAMES, **given), whole_tokens(rest, NAMES), tensors, B16)
+            measure_head_errors(
+                tokens_of(rest, NAMES, **given), textbook_token_outputs(rest, NAMES), tensors, B16
+            )
         )
         assert taken and len(taken) % 2 == 0  # two backwards
         assert parts is None or taken == parts * 2
     if place == "two parts":
         assert any(0 < first for first, _ in taken)
-    assert_as_exact_as(draws)
+    assert_as_exact_as_pytorch(draws)
 
 
 @pytest.mark.parametrize("lacking", ["hidden", "weight", "bias"])
 def test_only_the_gradients_that_are_needed(lacking, taken, small):
-    tensors, _ = drawn(70, 64, 300)
+    tensors, _ = make_tensors(70, 64, 300)
     tensors[lacking].requires_grad_(False)
     names = ("loss", "entropy")
-    draw = measured(
-        tokens_of({}, names, return_mean_logit=False), whole_tokens({}, names), tensors, B16
+    draw = measure_head_errors(
+        tokens_of({}, names, return_mean_logit=False),
+        textbook_token_outputs({}, names),
+        tensors,
+        B16,
     )
     assert taken and f"d{lacking}" not in draw
-    assert_as_exact_as([draw])
+    assert_as_exact_as_pytorch([draw])
 
 
 def test_under_autocast(taken):
     """fp32 tensors: the weight and the hidden states that the kernels get are temporaries."""
-    tensors = {k: t.detach() for k, t in drawn(70, 64, 300)[0].items()}
+    tensors = {k: t.detach() for k, t in make_tensors(70, 64, 300)[0].items()}
     rounded = cast(tensors, B16)
     with torch.autocast(DEVICE, B16):
         given = {
             k: t.detach().requires_grad_(t.is_floating_point())
             for k, t in cast(tensors, F32).items()
         }
-        got = linear_token_loss(**given, return_entropy=True)
-        dw = torch.autograd.grad(got.loss.sum() + got.entropy.sum(), given["weight"])[0]
+        actual = linear_token_loss(**given, return_entropy=True)
+        dw = torch.autograd.grad(actual.loss.sum() + actual.entropy.sum(), given["weight"])[0]
     rounded["weight"].requires_grad_()
-    want = linear_token_loss(**rounded, return_entropy=True)
+    expected = linear_token_loss(**rounded, return_entropy=True)
     assert len(taken) == 1
-    assert torch.equal(got.loss, want.loss) and torch.equal(got.entropy, want.entropy)
+    assert torch.equal(actual.loss, expected.loss) and torch.equal(actual.entropy, expected.entropy)
     assert dw.dtype == F32
-    want = torch.autograd.grad(want.loss.sum() + want.entropy.sum(), rounded["weight"])[0]
-    assert (dw - want.float()).abs().max() <= 2**-7 * want.abs().max()
+    expected = torch.autograd.grad(expected.loss.sum() + expected.entropy.sum(), rounded["weight"])[
+        0
+    ]
+    assert (dw - expected.float()).abs().max() <= 2**-7 * expected.abs().max()
 
 
 def exact_head(M=40, V=600):
@@ -296,13 +185,15 @@ def test_a_confident_row_keeps_its_digits(taken):
     z = h.double() @ w.double().t()
     h.requires_grad_()
     loss = linear_token_loss(h, w, target).loss
-    want = -z.log_softmax(1).gather(1, target[:, None])[:, 0]
-    assert want.max() < 1e-6
-    torch.testing.assert_close(loss.double(), want, rtol=1e-4, atol=2e-7)  # 1 + Σ is an fp32 number
+    expected = -z.log_softmax(1).gather(1, target[:, None])[:, 0]
+    assert expected.max() < 1e-6
+    torch.testing.assert_close(
+        loss.double(), expected, rtol=1e-4, atol=2e-7
+    )  # 1 + Σ is an fp32 number
     p = z.softmax(1)
-    want = (p @ w.double() - w[target].double()).to(B16)
-    got = torch.autograd.grad(loss.sum(), h)[0]
-    assert taken and (got - want).abs().max() < 1e-5
+    expected = (p @ w.double() - w[target].double()).to(B16)
+    actual = torch.autograd.grad(loss.sum(), h)[0]
+    assert taken and (actual - expected).abs().max() < 1e-5
     loss = linear_token_loss(h, w, (target + 1) % 600).loss  # and where it is wrong
     torch.testing.assert_close(
         loss.double(), -z.log_softmax(1).gather(1, (target[:, None] + 1) % 600)[:, 0]
@@ -327,15 +218,12 @@ def test_targets_that_are_no_class(taken, monkeypatch):
         and not out.entropy[8:].any()
     )
     assert out.loss[0] == 0 and out.entropy[0] == 0
-    want = -z.log_softmax(1)[[4, 5], [599, 0]]
-    torch.testing.assert_close(out.loss[4:6].double(), want)
+    expected = -z.log_softmax(1)[[4, 5], [599, 0]]
+    torch.testing.assert_close(out.loss[4:6].double(), expected)
     dh, dw = torch.autograd.grad(out.loss[4:6].sum(), (h, w))
     assert taken and not dh[8:].any() and not dh[0].any()
-    assert (
-        not torch.autograd.grad(linear_token_loss(h[1:], w, target[1:]).loss[4].sum(), w)[0]
-        .isnan()
-        .any()
-    )
+    dw = torch.autograd.grad(linear_token_loss(h[1:], w, target[1:]).loss[4].sum(), w)[0]
+    assert not dw.isnan().any()
 
 
 def test_classes_that_cannot_be(taken):
@@ -347,9 +235,9 @@ def test_classes_that_cannot_be(taken):
     target[0], target[1] = 5, 555
     h.requires_grad_(), w.requires_grad_()
     out = linear_token_loss(h, w, target, bias, return_entropy=True, return_logsumexp=True)
-    want = whole(h.double(), w.double(), target, bias.double())
-    torch.testing.assert_close(out.logsumexp.double(), want["logsumexp"])
-    torch.testing.assert_close(out.loss.double(), want["loss"])
+    expected = textbook_outputs(h.double(), w.double(), target, bias.double())
+    torch.testing.assert_close(out.logsumexp.double(), expected["logsumexp"])
+    torch.testing.assert_close(out.loss.double(), expected["loss"])
     assert out.loss[:2].isposinf().all()
     p = (z + bias).softmax(1)
     entropy = -torch.special.xlogy(p, p).sum(1)
@@ -358,9 +246,8 @@ def test_classes_that_cannot_be(taken):
     d = -p * (torch.special.xlogy(p > 0, p) + entropy[:, None])
     d[2:] += p[2:] - F.one_hot(target[2:], 600)
     assert taken and not dw[:300].any() and not dw[555].any()
-    assert (dh - d @ w.double()).norm() <= 0.01 * dh.norm() and (
-        dw - d.t() @ h.double()
-    ).norm() <= 0.01 * dw.norm()
+    assert (dh - d @ w.double()).norm() <= 0.01 * dh.norm()
+    assert (dw - d.t() @ h.double()).norm() <= 0.01 * dw.norm()
 
 
 def test_what_is_not_finite_stays(taken):
@@ -413,7 +300,7 @@ def test_a_second_backward_of_logits_that_were_kept(taken, monkeypatch):
 
 
 def test_forward_a_few_tokens_at_a_time(taken, monkeypatch):
-    """Within the budget: 64 tokens' logits, of which `ROOM` is a multiple."""
+    """Within the budget: 64 tokens' logits, of which `TOKENS_PER_ROW` is a multiple."""
     h, w, _ = exact_head(150)
     target = torch.arange(150, device=DEVICE)
     given = dict(memory=600 * 64 * 2, return_entropy=True)
@@ -423,18 +310,18 @@ def test_forward_a_few_tokens_at_a_time(taken, monkeypatch):
         "token_loss",
         lambda x, *rest, **more: (calls.append(len(x.h)), own(x, *rest, **more)),
     )
-    monkeypatch.setattr(planning, "LEAST", 16)
-    want = linear_token_loss(h, w, target, **given)
-    monkeypatch.setattr(hopper, "ROOM", 1)
-    got = linear_token_loss(h, w, target, **given)
+    monkeypatch.setattr(planning, "MIN_CHUNK_TOKENS", 16)
+    expected = linear_token_loss(h, w, target, **given)
+    monkeypatch.setattr(hopper, "TOKENS_PER_ROW", 1)
+    actual = linear_token_loss(h, w, target, **given)
     assert calls == [150, 64, 64, 22]
-    assert torch.equal(got.loss, want.loss) and torch.equal(got.entropy, want.entropy)
+    assert torch.equal(actual.loss, expected.loss) and torch.equal(actual.entropy, expected.entropy)
 
 
 def slices(h, w, rows):
     """The numbers of tokens that forward takes at a time."""
     found = []
-    hopper.run(h.to("meta"), w.to("meta"), B16, rows, lambda i, x: found.append(len(x.h)))
+    hopper.run_products(h.to("meta"), w.to("meta"), B16, rows, lambda i, x: found.append(len(x.h)))
     return found
 
 
@@ -450,15 +337,11 @@ def test_forward_takes_no_more_than_logits(V, H, dtype):
 
 
 def test_strips_are_counted_in_32_bits():
-    """`_merge` multiplies int32: twice a slot of its strips must be one, whatever budget there
-    is."""
+    """`merge_kernel` multiplies int32: twice a slot of its strips must be one, in any budget."""
     V = 256_000
-    h, w = (
-        torch.empty(3 * 2**20, 64, dtype=B16, device="meta"),
-        torch.empty(V, 64, dtype=B16, device="meta"),
-    )
-    found = slices(h, w, 2**20)
-    assert sum(found) == len(h) and 2 * max(found) * (V // 256) < 2**31
+    h = torch.empty(3 * 2**20, 64, dtype=B16, device="meta")
+    sizes = slices(h, torch.empty(V, 64, dtype=B16, device="meta"), 2**20)
+    assert sum(sizes) == len(h) and 2 * max(sizes) * (V // 256) < 2**31
 
 
 def test_cross_entropy_without_gradients(taken, monkeypatch):
@@ -513,7 +396,7 @@ def test_kernels_as_promised(T, V, H, entropy):
         )
         rows[0].masked_fill_(target < 0, torch.inf)
         rows = rows[: 3 if entropy else 2]
-        N = chunks.padded(T)
+        N = chunks.padded_tokens(T)
         x = torch.full((V, N + 64), torch.nan, dtype=B16, device=DEVICE)
         again = torch.full_like(zy, torch.nan)
         if both:
@@ -524,10 +407,10 @@ def test_kernels_as_promised(T, V, H, entropy):
         )
         assert x[:, N:].isnan().all() and not x[:, T:N].any() and not x[:, :T][:, target < 0].any()
         both.append((part, zy, rows, x[:, :T].double()))
-    (part, zy, _, x), (want, want_zy, _, want_x) = both
+    (part, zy, _, x), (expected, want_zy, _, want_x) = both
     assert (zy - want_zy).nan_to_num().abs().max() <= 2**-7 * want_zy.nan_to_num().abs().max()
-    assert torch.equal(part.isnan(), want.isnan())
-    assert ((part - want).norm(dim=(1, 2)) <= 2e-3 * want.norm(dim=(1, 2))).all()
+    assert torch.equal(part.isnan(), expected.isnan())
+    assert ((part - expected).norm(dim=(1, 2)) <= 2e-3 * expected.norm(dim=(1, 2))).all()
     assert (x - want_x).norm() <= 6e-3 * want_x.norm()
 
 
@@ -564,22 +447,23 @@ def test_a_large_head_as_without(option, monkeypatch):
     if option == "bias":
         more["bias"] = torch.randn(128256, device=DEVICE).to(B16).requires_grad_()
     given = large(**more)
-    assert hopper.applies(given["hidden"], given["weight"], B16, [0.0, 0.0, 0.0, 0.7], None, None)
-    got = results(given)
+    options = HeadOptions(TokenOptions(logit_scale=0.7), B16)
+    assert hopper.applies(given["hidden"], given["weight"], None, options)
+    actual = results(given)
     monkeypatch.setattr(hopper, "applies", lambda *args: False)
-    want = results(given)
-    for k, other in want.items():
-        error = (got[k].double() - other.double()).norm() / other.double().norm()
+    expected = results(given)
+    for k, other in expected.items():
+        error = (actual[k].double() - other.double()).norm() / other.double().norm()
         assert error <= (1e-4 if k in ("loss", "entropy", "lse") else 5e-3), f"{k}: {error:.2e}"
-    assert not got["loss"][::17].any() and not got["hidden"][::17].any()
+    assert not actual["loss"][::17].any() and not actual["hidden"][::17].any()
 
 
 @ON_HOPPER
 def test_the_same_bits_again():
     given = large(H=1024)
-    want = results(given)
+    expected = results(given)
     for _ in range(50):
-        assert all(torch.equal(got, want[k]) for k, got in results(given).items())
+        assert all(torch.equal(actual, expected[k]) for k, actual in results(given).items())
 
 
 @ON_HOPPER

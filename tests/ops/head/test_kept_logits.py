@@ -6,11 +6,11 @@ import gc
 import pytest
 import torch
 from hardware import DEVICE
-from heads import F32, V, drawn
+from heads import F32, V, make_tensors
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.ops.head import token_log_probs as of_tokens
-from liger_kernel.ops.head.planning import VARIABLE
+from liger_kernel.ops.head import linear_head
+from liger_kernel.ops.head.planning import MEMORY_VARIABLE
 from liger_kernel.ops.head.token_log_probs import linear_token_loss
 
 M, ENOUGH = 70, 10**6
@@ -20,13 +20,13 @@ FIT = V * 128 * 4  # bytes of 70 tokens' logits in fp32: a stride is a multiple 
 @pytest.fixture
 def again(monkeypatch):
     """How often backward has computed logits again."""
-    calls, own = [], of_tokens.head_bwd
-    monkeypatch.setattr(of_tokens, "head_bwd", lambda *args: calls.append(1) or own(*args))
+    calls, own = [], linear_head.head_bwd
+    monkeypatch.setattr(linear_head, "head_bwd", lambda *args: calls.append(1) or own(*args))
     return calls
 
 
 def given(dtype=F32, **option):
-    tensors, option = drawn(M, class_weight=True, V=V, **option)
+    tensors, option = make_tensors(M, class_weight=True, V=V, **option)
     tensors = {
         k: t.detach().to(DEVICE, dtype if t.is_floating_point() else None)
         for k, t in tensors.items()
@@ -45,8 +45,10 @@ def value(tensors, memory, option):
 
 
 def close(found, wanted):
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    for actual, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -123,8 +125,10 @@ def test_second_gradients():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_keeps_nothing(reentrant, again, monkeypatch):
-    made, own = [], of_tokens.logits_of_all
-    monkeypatch.setattr(of_tokens, "logits_of_all", lambda *args: made.append(1) or own(*args))
+    made, own = [], linear_head.compute_all_logits
+    monkeypatch.setattr(
+        linear_head, "compute_all_logits", lambda *args: made.append(1) or own(*args)
+    )
     tensors, leaves, option = given()
 
     def loss(hidden):
@@ -154,7 +158,7 @@ def test_saved_tensor_hooks_see_no_logits(again):
 
 def test_the_environment_keeps_nothing(again, monkeypatch):
     """It is there for those who are out of memory."""
-    monkeypatch.setenv(VARIABLE, str(ENOUGH))
+    monkeypatch.setenv(MEMORY_VARIABLE, str(ENOUGH))
     tensors, leaves, option = given()
     torch.autograd.grad(value(tensors, "auto", option), leaves)
     assert len(again) == 1
@@ -173,7 +177,7 @@ def test_an_infinite_weight_without_a_bias(memory):
 
 
 def test_no_gradient_keeps_nothing(monkeypatch):
-    monkeypatch.setattr(of_tokens, "logits_of_all", None)
+    monkeypatch.setattr(linear_head, "compute_all_logits", None)
     tensors, _, option = given()
     with torch.no_grad():
         value(tensors, ENOUGH, option)
@@ -191,7 +195,7 @@ def test_what_changes_before_backward_is_said():
 def test_memory_is_free_after_backward(again):
     tensors, leaves, option = given()
     kept = []
-    own = of_tokens.logits_of_all
+    own = linear_head.compute_all_logits
 
     def made(*args):
         x = own(*args)
@@ -199,7 +203,7 @@ def test_memory_is_free_after_backward(again):
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_tokens, "logits_of_all", made)
+        patch.setattr(linear_head, "compute_all_logits", made)
         loss = value(tensors, ENOUGH, option)
     torch.autograd.grad(loss, leaves)
     gc.collect()  # Triton's interpreter leaves cycles behind

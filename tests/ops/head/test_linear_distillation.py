@@ -1,22 +1,22 @@
-"""Distillation through linear heads: against logits made whole in fp64, with the kernels and
-without.
+"""Distillation through linear heads, against all logits at once in fp64, with and without kernels.
 
-The operator's `Case` is in test_ops.py, too; its kernels are compiled in test_portability.py. The
-losses that are made of it: tests/losses/test_distillation.py."""
+The operator's `Case` is also in test_ops.py; its kernels are compiled in test_portability.py. The
+losses that are made of it are in tests/losses/test_distillation.py.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
-    ANYWHERE,
+    WITH_AND_WITHOUT_KERNELS,
     PoisonedEmpty,
-    as_on_any_processor,
-    assert_as_exact_as,
+    exact_products_on_cpu,
+    assert_as_exact_as_pytorch,
     cast,
-    errors,
+    measure_errors,
     run,
-    run_plain,
-    spread,
+    run_reference,
+    make_strided,
 )
 from distilled import (
     B16,
@@ -25,21 +25,27 @@ from distilled import (
     F16,
     F32,
     F64,
-    compared,
-    drawn,
-    few,
-    of_logits,
-    ours,
-    same,
+    assert_matches_textbook,
+    assert_outputs_close,
+    distillation_with,
+    make_tensors,
+    small_detached_tensors,
     textbook,
+    textbook_from_logits,
 )
 from hardware import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.head import chunks, divergences, planning
-from liger_kernel.ops.head import distillation as of_heads
-from liger_kernel.ops.head.distillation import linear_distillation as distil
+from liger_kernel.ops.head import (
+    chunks,
+    distillation,
+    divergence_kernels,
+    divergence_strips,
+    divergences,
+    planning,
+)
+from liger_kernel.ops.head.distillation import linear_distillation
 
 DTYPE = pytest.mark.parametrize(
     "dtype", [F32, B16, F16], ids=lambda d: str(d).removeprefix("torch.")
@@ -54,7 +60,7 @@ OPTIONS = {name: dict(divergence=name) for name in DIVERGENCES} | {
     ),
     "tvd, warm": dict(divergence="tvd", temperature=2.0),
     "soft alone": dict(weight_hard=0.0, weight_soft=1.0),
-    "soft alone, hard known": dict(weight_hard=0.0, return_hard=True),
+    "soft alone, hard returned": dict(weight_hard=0.0, return_hard=True),
     "hard alone": dict(weight_soft=0.0, ignore_index=3),
     "cosine, alone and warm": dict(divergence="cosine", beta=0.3, temperature=2.0, weight_hard=0.0),
 }
@@ -67,254 +73,275 @@ OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 @OPTION
 @DTYPE
 def test_against_float64(option, dtype):
-    """Never further off than PyTorch's code in that dtype; a second backward is the same, no input
-    is written to."""
-    draws = []
+    """The error is at most that of PyTorch's code in that dtype.
+
+    A second backward gives the same gradients, and no input is written to.
+    """
+    measured = []
     for seed in range(2 if dtype == F32 else 1):
-        mine = cast(drawn(128 if dtype == F32 else 40, seed=seed, W=90, **option), dtype)
-        before = cast(mine, dtype)
-        with PoisonedEmpty(), as_on_any_processor():
-            got, once, twice = run(ours(option), mine)
-        exact = run(textbook(option), cast(mine, F64))[0]
-        draws.append(errors(got, run_plain(textbook(option), mine, dtype), exact, mine, 4))
-        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
-            "a second backward differs"
-        )
-        assert all(torch.equal(mine[k], t) for k, t in before.items()), "an input was written to"
-    assert_as_exact_as(draws)
+        tensors = cast(make_tensors(128 if dtype == F32 else 40, seed=seed, W=90, **option), dtype)
+        before = cast(tensors, dtype)
+        with PoisonedEmpty(), exact_products_on_cpu():
+            outputs, first_grads, second_grads = run(distillation_with(option), tensors)
+        exact = run(textbook(option), cast(tensors, F64))[0]
+        plain = run_reference(textbook(option), tensors, dtype)
+        measured.append(measure_errors(outputs, plain, exact, tensors, 4))
+        for first, second in zip(first_grads, second_grads, strict=True):
+            assert torch.equal(first, second), "a second backward differs"
+        for name, tensor in before.items():
+            assert torch.equal(tensors[name], tensor), "an input was written to"
+    assert_as_exact_as_pytorch(measured)
 
 
 @OPTION
 @pytest.mark.parametrize("W", [77, 90])
 def test_without_kernels(option, W, reference_only, monkeypatch):
     """In fp64 to the last digits, a few rows at a time."""
-    monkeypatch.setattr(of_heads.take_in_chunks, "__defaults__", (4,))
-    compared(option, drawn(W=W, **option), F64, rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(distillation.distill_in_chunks, "__defaults__", (4,))
+    assert_matches_textbook(option, make_tensors(W=W, **option), F64, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("divergence", [*DIVERGENCES, "kl_div"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_hard_loss_beside_every_divergence(divergence, temperature):
-    """Of logits alone; also beside given probabilities, which no public function asks for."""
+    """Of logits alone; also beside kl_div's probabilities, which no public function asks for."""
     torch.manual_seed(0)
-    x, y = torch.randn(77, 9, device=DEVICE).t(), torch.randn(9, 77, device=DEVICE)
-    target = torch.randint(77, (9,), device=DEVICE).where(
-        torch.arange(9, device=DEVICE) % 3 != 1, -100
-    )
-    beta, y = (1e-10, y.softmax(-1)) if divergence == "kl_div" else (0.5, y)
+    x = torch.randn(77, 9, device=DEVICE).t()
+    y = torch.randn(9, 77, device=DEVICE)
+    target = torch.randint(77, (9,), device=DEVICE)
+    target[torch.arange(9, device=DEVICE) % 3 == 1] = -100
+    beta = 0.5
+    if divergence == "kl_div":
+        beta = 1e-10
+        y = y.softmax(-1)
     options = divergences.DistillationOptions(
         divergence, beta, temperature, weight_hard=0.25, weight_soft=0.75
     )
-    exact = x.double().requires_grad_()
-    want = divergences.of_logits(exact, y.double(), target, options, hard=True)
-    gradient = torch.autograd.grad(0.75 * want[0] + 0.25 * want[1], exact)[0]
-    got = torch.zeros(2, 9, device=DEVICE)
-    divergences.compare_logits(x, y, target, torch.ones((), device=DEVICE), options, True, *got)
-    torch.testing.assert_close(got.sum(1).double(), torch.stack(want), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(x.double(), gradient, rtol=1e-5, atol=1e-6)
+    exact_x = x.double().requires_grad_()
+    expected = divergences.soft_and_hard_sums(exact_x, y.double(), target, options, with_hard=True)
+    (expected_dx,) = torch.autograd.grad(0.75 * expected[0] + 0.25 * expected[1], exact_x)
+    norm = torch.ones((), device=DEVICE)
+    soft, hard = sums = torch.zeros(2, 9, device=DEVICE)
+    divergence_kernels.compute_divergence(x, y, target, norm, options, True, soft, hard)
+    torch.testing.assert_close(sums.sum(1).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.double(), expected_dx, rtol=1e-5, atol=1e-6)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DIVERGENCE
 def test_no_channels(divergence):
     """The student's logits are its bias."""
-    tensors = drawn()
+    tensors = make_tensors()
     for name in "student", "student_weight":
         tensors[name] = tensors[name].detach()[:, :0].requires_grad_()
-    compared(dict(divergence=divergence), tensors)
+    assert_matches_textbook(dict(divergence=divergence), tensors)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DIVERGENCE
-@pytest.mark.parametrize("left", ["one row", "one token", "none", "no rows"])
-def test_few_rows(divergence, left):
-    """Rows that count for nothing have no gradient; without one that counts all is 0."""
-    tensors, option = drawn({"one row": 1, "no rows": 0}.get(left, 9)), dict(divergence=divergence)
+@pytest.mark.parametrize("remaining", ["one row", "one token", "none", "no rows"])
+def test_few_rows(divergence, remaining):
+    """Ignored rows have no gradient. If no row is valid, everything is 0."""
+    tensors = make_tensors({"one row": 1, "no rows": 0}.get(remaining, 9))
     tensors["target"] = torch.full_like(tensors["target"], -100)
-    if left.startswith("one"):
+    if remaining.startswith("one"):
         tensors["target"][-1] = 5
-    got = compared(option, tensors)
-    assert not got["dstudent"][:-1].any() and (
-        left.startswith("one") or not any(x.any() for x in got.values())
-    )
+    outputs = assert_matches_textbook(dict(divergence=divergence), tensors)
+    assert not outputs["dstudent"][:-1].any()
+    if not remaining.startswith("one"):
+        assert not any(x.any() for x in outputs.values())
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DIVERGENCE
 @pytest.mark.parametrize("who", ["student", "teacher", "both", "both, apart"])
 def test_confident_rows(divergence, who):
     """A logit that is 30 above the rest keeps its digits, at temperature 1 and another."""
     for temperature in 1.0, 2.0:
-        tensors = drawn(6, 24, 50)
+        tensors = make_tensors(6, 24, 50)
         tensors["target"] = torch.arange(6)
         with torch.no_grad():
             tensors["student_bias"][3] += 30 * (who != "teacher")
             tensors["teacher_bias"][9 if who.endswith("apart") else 3] += 30 * (who != "student")
         option = dict(divergence=divergence, temperature=temperature)
-        got, want = (
-            run(ours(option), cast(tensors, F32))[0],
-            run(textbook(option), cast(tensors, F64))[0],
-        )
-        for k in want:
-            error = (got[k].double() - want[k]).abs().max()
-            assert error <= 1e-5 * want[k].abs().max() + 3e-7, (
-                f"{k}: {error:.3g} of {want[k].abs().max():.3g}"
-            )
+        outputs = run(distillation_with(option), cast(tensors, F32))[0]
+        expected = run(textbook(option), cast(tensors, F64))[0]
+        for name, exact in expected.items():
+            error = (outputs[name].double() - exact).abs().max()
+            largest = exact.abs().max()
+            assert error <= 1e-5 * largest + 3e-7, f"{name}: {error:.3g} of {largest:.3g}"
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", DIVERGENCES[:-1])
 def test_classes_without_probability(divergence):
-    """Logits of -inf: as if neither had those classes; where only one has none, what the definition
-    gives."""
-    tensors = drawn(6, 24, 40)
-    out = torch.arange(40) % 4 == 0
+    """Logits of -inf of both models: as if these classes were not there.
+
+    Of one model alone: the result that the definition gives.
+    """
+    tensors = make_tensors(6, 24, 40)
+    excluded = torch.arange(40) % 4 == 0
     tensors["target"] = torch.tensor([1, 2, 3, -100, 5, 6])
     with torch.no_grad():
-        tensors["student_bias"][out], tensors["teacher_bias"][out] = -torch.inf, -torch.inf
-    less = {
-        k: t if "_" not in k else t.detach()[~out].requires_grad_(t.requires_grad)
-        for k, t in tensors.items()
-    }
-    less["target"] = torch.tensor([0, 1, 2, -100, 3, 4])
+        tensors["student_bias"][excluded] = -torch.inf
+        tensors["teacher_bias"][excluded] = -torch.inf
+    without_classes = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("_weight", "_bias")):
+            tensor = tensor.detach()[~excluded].requires_grad_(tensor.requires_grad)
+        without_classes[name] = tensor
+    without_classes["target"] = torch.tensor([0, 1, 2, -100, 3, 4])
     option = dict(divergence=divergence, temperature=2.0, beta=0.3)
-    got, want = run(ours(option), cast(tensors, F32))[0], run(textbook(option), cast(less, F64))[0]
-    for k in want:
-        mine = got[k] if k in ("dstudent", *(f"output {i}" for i in range(3))) else got[k][~out]
-        torch.testing.assert_close(mine.double(), want[k], rtol=1e-5, atol=1e-6)
-    assert not got["dstudent_weight"][out].any() and not got["dstudent_bias"][out].any()
+    outputs = run(distillation_with(option), cast(tensors, F32))[0]
+    expected = run(textbook(option), cast(without_classes, F64))[0]
+    for name, exact in expected.items():
+        output = outputs[name]
+        if name in ("dstudent_weight", "dstudent_bias"):
+            output = output[~excluded]
+        torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-6)
+    assert not outputs["dstudent_weight"][excluded].any()
+    assert not outputs["dstudent_bias"][excluded].any()
     with torch.no_grad():
-        tensors["student_bias"][out] = 0.0
-    got = run(ours(option), cast(tensors, F32))[0]
-    assert got["output 1"].isinf() == (divergence == "reverse_kl")
+        tensors["student_bias"][excluded] = 0.0
+    outputs = run(distillation_with(option), cast(tensors, F32))[0]
+    assert outputs["output 1"].isinf() == (divergence == "reverse_kl")
     if divergence != "reverse_kl":
-        assert not any(x.isnan().any() for x in got.values())
+        assert not any(x.isnan().any() for x in outputs.values())
     if divergence == "tvd":
-        compared(option, tensors)
+        assert_matches_textbook(option, tensors)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DIVERGENCE
 @pytest.mark.parametrize("who", ["student", "teacher"])
 def test_one_nan_is_all_nan(divergence, who):
-    """A logit that is none makes the loss and every gradient of its token none: no number that
-    looks like one."""
-    tensors = cast(drawn(), F32)
+    """A logit that is NaN makes the loss and every gradient of its token NaN."""
+    tensors = cast(make_tensors(), F32)
     with torch.no_grad():
         tensors[f"{who}_bias"][5] = torch.nan
-    got = run(ours(dict(divergence=divergence, weight_hard=0.0)), tensors)[0]
-    assert got["output 0"].isnan()
+    outputs = run(distillation_with(dict(divergence=divergence, weight_hard=0.0)), tensors)[0]
+    assert outputs["output 0"].isnan()
     if divergence != "tvd" or who == "student":  # PyTorch's sign of NaN is 0
-        assert got["dstudent_bias"].isnan().all() and got["dstudent_weight"].isnan().all()
-        assert got["dstudent"].isnan().all(1).tolist() == (tensors["target"] != -100).tolist()
+        assert outputs["dstudent_bias"].isnan().all()
+        assert outputs["dstudent_weight"].isnan().all()
+        valid = tensors["target"] != -100
+        assert outputs["dstudent"].isnan().all(1).tolist() == valid.tolist()
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_equal_logits():
     """The divergence of a model from itself is 0, and so is its gradient; at tvd's ties, too."""
     for divergence in DIVERGENCES:
-        tensors = cast(drawn(), F32)
-        for k in "", "_weight", "_bias":
-            tensors[f"teacher{k}"] = tensors[f"student{k}"].detach().clone()
-        got = run(ours(dict(divergence=divergence, weight_hard=0.0)), tensors)[0]
-        for k, x in got.items():
-            assert x.abs().max() < 1e-6, (divergence, k)
+        tensors = cast(make_tensors(), F32)
+        for part in "", "_weight", "_bias":
+            tensors[f"teacher{part}"] = tensors[f"student{part}"].detach().clone()
+        outputs = run(distillation_with(dict(divergence=divergence, weight_hard=0.0)), tensors)[0]
+        for name, x in outputs.items():
+            assert x.abs().max() < 1e-6, (divergence, name)
 
 
-@pytest.mark.parametrize("given", ["rows", "columns", "strided", "wider"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided", "wider"])
 @DIVERGENCE
-def test_given_logits(divergence, given):
+def test_teacher_logits(divergence, layout):
     """Of any strides and dtype, and of more classes."""
-    tensors = cast(drawn(), F32)
+    tensors = cast(make_tensors(), F32)
     z = torch.addmm(
         tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t()
     )
-    if given == "wider":
+    if layout == "wider":
         z = torch.cat((z, z[:, :5] + 1), 1)
     option = dict(divergence=divergence, temperature=2.0)
 
-    def whole(student, student_weight, student_bias, target):
-        return of_logits(
-            F.linear(student, student_weight, student_bias), z.to(student.dtype), target, **option
-        )
+    def expected_loss(student, student_weight, student_bias, target):
+        x = F.linear(student, student_weight, student_bias)
+        return textbook_from_logits(x, z.to(student.dtype), target, **option)
 
-    want = run(whole, cast(tensors, F64))[0]
-    logits = {"columns": z.t().contiguous().t(), "strided": spread(z), "wider": z.double()}.get(
-        given, z
-    )
-    same(run(ours(option, teacher_logits=logits), tensors)[0], want)
-    same(run(ours(option, teacher_logits=logits, drop_ignored=True), tensors)[0], want)
+    expected = run(expected_loss, cast(tensors, F64))[0]
+    logits = z
+    if layout == "columns":
+        logits = z.t().contiguous().t()
+    elif layout == "strided":
+        logits = make_strided(z)
+    elif layout == "wider":
+        logits = z.double()
+    for drop in (False, True):
+        fn = distillation_with(option, teacher_logits=logits, drop_ignored=drop)
+        assert_outputs_close(run(fn, tensors)[0], expected)
 
 
 @pytest.mark.parametrize("divergence", ["jsd", "cosine"])
 @pytest.mark.parametrize("strides", [(2**30, 1), (1, 2**28)], ids=["rows", "columns"])
-def test_given_logits_beyond_int32(divergence, strides):
-    """Such as one position of every sequence; of their memory only a few pieces are ever
-    touched."""
-    tensors = {
-        k: t.detach() for k, t in cast(drawn(3, 8, 8), F32).items() if not k.startswith("teacher")
+def test_teacher_logits_beyond_int32(divergence, strides):
+    """Such as one position of every sequence. Of their memory only a few pieces are touched."""
+    tensors = cast(make_tensors(3, 8, 8), F32)
+    student = {
+        name: tensor.detach() for name, tensor in tensors.items() if not name.startswith("teacher")
     }
     z = torch.empty(2**31 + 8, dtype=B16, device=DEVICE).as_strided((3, 8), strides)
     z.copy_(torch.randn(3, 8))
-    far, near = (
-        distil(**tensors, teacher_logits=y, divergence=divergence) for y in (z, z.contiguous())
-    )
-    for a, b in zip(far, near, strict=True):
+    outputs = linear_distillation(**student, teacher_logits=z, divergence=divergence)
+    expected = linear_distillation(**student, teacher_logits=z.contiguous(), divergence=divergence)
+    for a, b in zip(outputs, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_small_gradients_in_fp16():
-    """What fp16 couldn't hold once it is divided by the number of tokens."""
-    tensors = drawn(300, 16, 100)
+    """Gradients that fp16 cannot hold once they are divided by the number of tokens."""
+    tensors = cast(make_tensors(300, 16, 100), F16)
     for divergence in "jsd", "forward_kl":
-        option, mine = dict(divergence=divergence), cast(tensors, F16)
-        got, exact = run(ours(option), mine)[0], run(textbook(option), cast(mine, F64))[0]
-        found = errors(got, run_plain(textbook(option), mine, F16), exact, mine)
-        assert_as_exact_as([{k: x for k, x in found.items() if k.startswith("d")}])
-        assert all(
-            found[f"dstudent{k}"][0] < 1e-3 * found[f"dstudent{k}"][3]
-            for k in ("", "_weight", "_bias")
-        )
+        option = dict(divergence=divergence)
+        outputs = run(distillation_with(option), tensors)[0]
+        exact = run(textbook(option), cast(tensors, F64))[0]
+        measured = measure_errors(outputs, run_reference(textbook(option), tensors, F16), exact, tensors)
+        gradients = {name: error for name, error in measured.items() if name.startswith("d")}
+        assert_as_exact_as_pytorch([gradients])
+        for error, _, _, largest in gradients.values():
+            assert error < 1e-3 * largest
 
 
-# ---- how much at once ----
+# ---- chunks and memory ----
 
 
 @pytest.fixture
 def small(small, monkeypatch):
-    monkeypatch.setattr(of_heads, "TEACHER_ROWS", 64)
+    monkeypatch.setattr(distillation, "TEACHER_ROWS", 64)
 
 
 @pytest.mark.parametrize("divergence", ["jsd", "forward_kl", "cosine"])
 @pytest.mark.parametrize("memory", ["auto", 0, 50 * 100 * 4])
 def test_any_budget_gives_the_same(divergence, memory, small):
     option = dict(divergence=divergence, temperature=2.0)
-    compared(option, drawn(200, 64, 100, 120), fn=ours(option, memory=memory), rtol=1e-4)
+    assert_matches_textbook(
+        option,
+        make_tensors(200, 64, 100, 120),
+        fn=distillation_with(option, memory=memory),
+        rtol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("kind", ["heads", "logits"])
 def test_nothing_larger_than_the_budget(kind, small):
-    M, H, V, largest = 300, 64, 400, []
+    M, H, V = 300, 64, 400
     memory = 100 * V * 4
+    sizes = []
 
-    class Largest(TorchDispatchMode):
+    class RecordSizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            largest.extend(
-                x.untyped_storage().nbytes()
-                for x in tree_leaves(out)
-                if isinstance(x, torch.Tensor)
-            )
-            return out
+            outputs = func(*args, **(kwargs or {}))
+            for x in tree_leaves(outputs):
+                if isinstance(x, torch.Tensor):
+                    sizes.append(x.untyped_storage().nbytes())
+            return outputs
 
-    tensors = cast(drawn(M, H, V), F32)
+    tensors = cast(make_tensors(M, H, V), F32)
     if kind == "logits":
         tensors = {k: t for k, t in tensors.items() if not k.startswith("teacher")}
         tensors["teacher_logits"] = torch.randn(M, V, device=DEVICE)
-    given = tensors.get("teacher_logits", tensors["student"]).untyped_storage().nbytes()
-    with Largest():
-        distil(**tensors, memory=memory)[0].backward()
-    assert max(x for x in largest if x != given) <= memory + V * H * 4 < M * V * 4
+    input_size = tensors.get("teacher_logits", tensors["student"]).untyped_storage().nbytes()
+    with RecordSizes():
+        linear_distillation(**tensors, memory=memory)[0].backward()
+    largest = max(size for size in sizes if size != input_size)
+    assert largest <= memory + V * H * 4 < M * V * 4
 
 
 def test_memory_of_a_real_head():
@@ -322,93 +349,103 @@ def test_memory_of_a_real_head():
     M, H, V = 8192, 4096, 128256
     with torch.device("meta"):
         h = torch.empty(M, H, dtype=B16)
-        student = chunks._Memory(h, V, B16, planning.plan(M, H, V, B16, B16), True)
+        student = chunks.HeadBuffers(h, V, B16, planning.plan(M, H, V, B16, B16), True)
         weight = torch.empty(V, H, dtype=B16)
-        teacher = of_heads._Teacher(h, weight, None, None, None, B16, of_heads.TEACHER_ROWS)
-    largest = divergences.SLOTS * -(-V // divergences.STRIP) * of_heads.TEACHER_ROWS * 4
-    assert h.nbytes + student.nbytes(B16) + teacher.memory.nbytes + largest < 2.5e9
+        teacher = distillation._TeacherLogits(
+            distillation.Teacher(h, weight, None, None), None, B16, distillation.TEACHER_ROWS
+        )
+    strips = -(-V // divergence_strips.STRIP_SIZE)
+    statistics = divergence_kernels.NUM_STATISTICS * strips * distillation.TEACHER_ROWS * 4
+    assert h.nbytes + student.nbytes(B16) + teacher.memory.nbytes + statistics < 2.5e9
 
 
-@ANYWHERE
-@pytest.mark.parametrize("place", sorted({"cpu", DEVICE}))
-def test_dropping_ignored_rows_changes_nothing(place):
+@WITH_AND_WITHOUT_KERNELS
+@pytest.mark.parametrize("target_device", sorted({"cpu", DEVICE}))
+def test_dropping_ignored_rows_changes_nothing(target_device):
     for divergence in DIVERGENCES:
-        tensors = cast(drawn(14, W=80), F32)
-        tensors["target"] = tensors["target"].to(place)
-        want = run(ours(dict(divergence=divergence)), tensors)[0]
+        option = dict(divergence=divergence)
+        tensors = cast(make_tensors(14, W=80), F32)
+        tensors["target"] = tensors["target"].to(target_device)
+        expected = run(distillation_with(option), tensors)[0]
         for drop in True, None:
-            same(run(ours(dict(divergence=divergence), drop_ignored=drop), tensors)[0], want)
+            outputs = run(distillation_with(option, drop_ignored=drop), tensors)[0]
+            assert_outputs_close(outputs, expected)
 
 
 # ---- gradients ----
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("frozen", range(1, 8))
 def test_no_gradient_of_what_is_frozen(frozen, monkeypatch):
     needs = [not frozen >> i & 1 for i in range(3)]
-    names, asked = ("student", "student_weight", "student_bias"), []
+    names = "student", "student_weight", "student_bias"
+    requested = []
 
-    def spy(call):
+    def record_needs(call):
         def record(*args):
-            asked.append(next(a for a in args if isinstance(a, list)))
+            requested.append(next(a for a in args if isinstance(a, list)))
             return call(*args)
 
         return record
 
-    for name in "run_chunks", "take_in_chunks":
-        monkeypatch.setattr(of_heads, name, spy(getattr(of_heads, name)))
-    tensors, want = cast(drawn(), F32), cast(drawn(), F32)
-    distil(**want)[0].backward()
-    for k, need in zip(names, needs, strict=True):
-        tensors[k].requires_grad_(need)
-    loss, *others = distil(**tensors)
-    assert loss.requires_grad == any(needs) and not any(x.requires_grad for x in others)
-    assert asked == [[True] * 3, needs]
+    for name in "run_chunks", "distill_in_chunks":
+        monkeypatch.setattr(distillation, name, record_needs(getattr(distillation, name)))
+    tensors = cast(make_tensors(), F32)
+    reference = cast(make_tensors(), F32)
+    linear_distillation(**reference)[0].backward()
+    for name, need in zip(names, needs, strict=True):
+        tensors[name].requires_grad_(need)
+    loss, soft, hard = linear_distillation(**tensors)
+    assert loss.requires_grad == any(needs) and not soft.requires_grad and not hard.requires_grad
+    assert requested == [[True] * 3, needs]
     if any(needs):
         loss.backward()
-    for k, need in zip(names, needs, strict=True):
-        assert need or tensors[k].grad is None
+    for name, need in zip(names, needs, strict=True):
         if need:
-            torch.testing.assert_close(tensors[k].grad, want[k].grad)
+            torch.testing.assert_close(tensors[name].grad, reference[name].grad)
+        else:
+            assert tensors[name].grad is None
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_the_weight_may_change_before_backward():
-    tensors, want = cast(drawn(), F32), cast(drawn(), F32)
-    loss, _, _ = distil(**tensors)
-    (3 * distil(**want)[0]).backward()
+    tensors = cast(make_tensors(), F32)
+    reference = cast(make_tensors(), F32)
+    loss, _, _ = linear_distillation(**tensors)
+    (3 * linear_distillation(**reference)[0]).backward()
     with torch.no_grad():
-        for k in "student_weight", "teacher_weight", "student", "student_bias":
-            tensors[k].zero_()
+        for name in "student_weight", "teacher_weight", "student", "student_bias":
+            tensors[name].zero_()
     (3 * loss).backward()
-    for k in "student", "student_weight", "student_bias":
-        assert torch.equal(tensors[k].grad, want[k].grad)
+    for name in "student", "student_weight", "student_bias":
+        assert torch.equal(tensors[name].grad, reference[name].grad)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_without_gradients():
-    tensors = cast(drawn(), F32)
-    want = distil(**tensors)
+    tensors = cast(make_tensors(), F32)
+    expected = linear_distillation(**tensors)
     with torch.no_grad():
-        got = distil(**tensors)
-    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(got, want, strict=True))
+        outputs = linear_distillation(**tensors)
+    for a, b in zip(outputs, expected, strict=True):
+        assert torch.equal(a, b) and not a.requires_grad
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_autocast():
-    """Both models' logits in its dtype, the gradients in that of the parameters."""
-    tensors = cast(drawn(), F32)
+    """Both models' logits are in autocast's dtype, the gradients in that of the parameters."""
+    tensors = cast(make_tensors(), F32)
     with torch.autocast(DEVICE, dtype=B16):
-        got = run(ours({}), tensors)[0]
+        outputs = run(distillation_with({}), tensors)[0]
     rounded = cast(cast(tensors, B16), F32)
-    assert all(x.dtype == F32 for x in got.values())
-    same(got, run(textbook({}), rounded)[0], rtol=2e-2, atol=2e-2)
+    assert all(x.dtype == F32 for x in outputs.values())
+    assert_outputs_close(outputs, run(textbook({}), rounded)[0], rtol=2e-2, atol=2e-2)
 
 
 # ---- errors ----
 
-WRONG = {
+WRONG_ARGUMENTS = {
     "temperature": (dict(temperature=0), "temperature is 0, give a positive number"),
     "negative": (dict(temperature=-1.0), "temperature is -1.0"),
     "beta": (dict(beta=1.5), "beta is 1.5, give a number from 0 to 1"),
@@ -443,19 +480,20 @@ WRONG = {
 }
 
 
-@ANYWHERE
-@pytest.mark.parametrize("changed,words", WRONG.values(), ids=WRONG)
-def test_errors(changed, words):
-    with pytest.raises(ValueError, match=f"linear_distillation.*{words}"):
-        distil(**{**few(), **changed})
+@WITH_AND_WITHOUT_KERNELS
+@pytest.mark.parametrize("changed,message", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_errors(changed, message):
+    with pytest.raises(ValueError, match=f"linear_distillation.*{message}"):
+        linear_distillation(**small_detached_tensors() | changed)
     with pytest.raises(ValueError, match="memory is -5"):
-        distil(**few(), memory=-5)
+        linear_distillation(**small_detached_tensors(), memory=-5)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_a_class_that_only_marks_a_row():
-    """Without a hard loss the targets say no more than which rows count."""
+    """Without a hard loss the targets only say which rows count."""
     target = torch.tensor([0, 70, -100, 2])
-    given = few() | dict(weight_hard=0.0)
-    got, want = (distil(**given | dict(target=y)) for y in (target, target.clamp(max=6)))
-    assert torch.equal(got[0], want[0])
+    arguments = small_detached_tensors() | dict(weight_hard=0.0)
+    outputs = linear_distillation(**arguments | dict(target=target))
+    expected = linear_distillation(**arguments | dict(target=target.clamp(max=6)))
+    assert torch.equal(outputs[0], expected[0])

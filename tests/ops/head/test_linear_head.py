@@ -2,42 +2,48 @@
 
 Both the loss of all rows (`liger_fused_linear_cross_entropy`) and what each token gets
 (`linear_token_loss`), with the kernels and without. Across ranks: test_distributed.py. At random:
-test_properties.py. Its budget and its graph: test_linear_head_passes.py."""
+test_properties.py. Its bias: test_linear_head_bias.py. Its budget and its graph:
+test_linear_head_passes.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ANYWHERE, as_on_any_processor, assert_as_exact_as, cast, run, run_plain, spread
+from cases import (
+    WITH_AND_WITHOUT_KERNELS,
+    assert_as_exact_as_pytorch,
+    cast,
+    make_strided,
+    run,
+)
 from hardware import DEVICE
 from heads import (
+    ACCURACY_FLAGS,
+    ALL_OPTIONS,
     B16,
-    BOTH,
     CASE,
-    COUNTS,
     DTYPE,
     F32,
     F64,
-    FLAGS,
-    NAMES,
-    PAIRS,
-    SCALARS,
-    TOGETHER,
-    compared,
-    drawn,
-    measured,
-    same,
-    scalar,
-    tokens,
-    whole,
-    whole_logits,
-    whole_tokens,
+    OUTPUT_FLAGS,
+    OUTPUT_NAMES,
+    SCALAR_OPTIONS,
+    TOKENS_OR_SCALAR,
+    WITH_TEXTBOOK,
+    assert_matches_textbook,
+    assert_outputs_close,
+    make_tensors,
+    measure_head_errors,
+    scalar_loss,
+    textbook_outputs,
+    textbook_token_outputs,
+    token_outputs,
 )
 
-from liger_kernel.ops.head import planning
-from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head import linear_head_reference, planning
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
+from liger_kernel.ops.head.linear_head import HeadOptions
+from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.token_log_probs import (
     LinearTokenLossFunction,
     linear_token_loss,
@@ -45,7 +51,7 @@ from liger_kernel.ops.head.token_log_probs import (
 )
 
 OPTIONS = {"plain": {}, "without bias": dict(bias=False), "ignore_index -1": dict(ignore_index=-1)}
-OPTIONS |= {name: {name: value} for name, value in TOGETHER.items()} | {"together": TOGETHER}
+OPTIONS |= {name: {name: value} for name, value in ALL_OPTIONS.items()} | {"together": ALL_OPTIONS}
 OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 
 
@@ -57,46 +63,56 @@ OPTION = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_against_float64(option, dtype):
     """All outputs, and the gradients through each alone: never further off than PyTorch's code in
     that dtype."""
-    for names in NAMES, ("loss",), ("logsumexp",), ("entropy",):
+    for names in OUTPUT_NAMES, ("loss",), ("logsumexp",), ("entropy",):
         draws = []
         for seed in range(3):
-            tensors, rest = drawn(seed=seed, **option)
-            draws.append(measured(tokens(rest, names), whole_tokens(rest, names), tensors, dtype))
-        assert_as_exact_as(draws)
+            tensors, rest = make_tensors(seed=seed, **option)
+            draws.append(
+                measure_head_errors(
+                    token_outputs(rest, names), textbook_token_outputs(rest, names), tensors, dtype
+                )
+            )
+        assert_as_exact_as_pytorch(draws)
 
 
 @OPTION
 def test_tokens_without_kernels(option, monkeypatch):
     """In fp64, which no kernel takes, to the last digits, a few rows at a time."""
-    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 4)
-    tensors, rest = drawn(**option)
-    compared(tokens(rest), whole_tokens(rest), tensors, F64, rtol=1e-10, atol=1e-10)
+    monkeypatch.setattr(linear_head_reference, "ROWS_WITHOUT_KERNELS", 4)
+    tensors, rest = make_tensors(**option)
+    assert_matches_textbook(
+        token_outputs(rest), textbook_token_outputs(rest), tensors, F64, rtol=1e-10, atol=1e-10
+    )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @OPTION
 def test_what_is_counted(option):
-    tensors, rest = drawn(40, **option)
+    tensors, rest = make_tensors(40, **option)
     tensors = cast(tensors, F32)
-    want = whole(**tensors, **rest)
-    correct, predicted = tokens(rest, ("correct", "predicted"), **COUNTS)(**tensors)
-    assert torch.equal(correct, want["correct"]) and torch.equal(predicted, want["predicted"])
+    expected = textbook_outputs(**tensors, **rest)
+    correct, predicted = token_outputs(rest, ("correct", "predicted"), **ACCURACY_FLAGS)(**tensors)
+    assert torch.equal(correct, expected["correct"]) and torch.equal(
+        predicted, expected["predicted"]
+    )
     assert 0 < correct.sum() < 40 and not correct.requires_grad
     if "temperature" not in rest:
-        out = scalar(rest, return_token_accuracy=True, return_predicted_tokens=True)(**tensors)
+        out = scalar_loss(rest, return_token_accuracy=True, return_predicted_tokens=True)(**tensors)
         valid = tensors["target"] != rest.get("ignore_index", -100)
-        torch.testing.assert_close(out.token_accuracy, want["correct"].sum() / valid.sum())
-        assert torch.equal(out.predicted_tokens, want["predicted"])
+        torch.testing.assert_close(out.token_accuracy, expected["correct"].sum() / valid.sum())
+        assert torch.equal(out.predicted_tokens, expected["predicted"])
 
 
-@ANYWHERE
-@pytest.mark.parametrize("flag", [*FLAGS, *COUNTS])
+@WITH_AND_WITHOUT_KERNELS
+@pytest.mark.parametrize("flag", [*OUTPUT_FLAGS, *ACCURACY_FLAGS])
 def test_what_is_not_asked_for_is_none(flag):
-    tensors, option = drawn(**TOGETHER)
+    tensors, option = make_tensors(**ALL_OPTIONS)
     tensors = cast(tensors, F32)
     out = linear_token_loss(**tensors, **option, drop_ignored=False, **{flag: True})
     name = flag.removeprefix("return_").replace("accuracy", "correct")
-    asked = vars(linear_token_loss(**tensors, **option, drop_ignored=False, **FLAGS, **COUNTS))
+    asked = vars(
+        linear_token_loss(**tensors, **option, drop_ignored=False, **OUTPUT_FLAGS, **ACCURACY_FLAGS)
+    )
     for k, x in vars(out).items():
         assert x is None if k not in ("loss", name) else torch.equal(x, asked[k])
 
@@ -106,38 +122,40 @@ def test_what_is_not_asked_for_is_none(flag):
 ODD = (1, 24, 77), (1, 1, 1), (5, 3, 1), (3, 5, 7), (130, 7, 131), (2, 4, 4099)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 @pytest.mark.parametrize("shape", ODD, ids=str)
 def test_odd_shapes(shape, dtype, monkeypatch):
     """Of one row, of one class, multiples of nothing; in one pass, and in two."""
-    for free in (planning.FREE, 0) if shape[0] > shape[1] else (0,):
-        monkeypatch.setattr(planning, "FREE", free)
-        for fn, reference in PAIRS:
+    for free in (planning.FREE_BYTES, 0) if shape[0] > shape[1] else (0,):
+        monkeypatch.setattr(planning, "FREE_BYTES", free)
+        for fn, reference in WITH_TEXTBOOK:
             draws = []
             for seed in range(4):
-                tensors, option = drawn(*shape, seed=seed, class_weight=True, label_smoothing=0.1)
-                draws.append(measured(fn(option), reference(option), tensors, dtype))
-            assert_as_exact_as(draws)
+                tensors, option = make_tensors(
+                    *shape, seed=seed, class_weight=True, label_smoothing=0.1
+                )
+                draws.append(measure_head_errors(fn(option), reference(option), tensors, dtype))
+            assert_as_exact_as_pytorch(draws)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 @pytest.mark.parametrize("rows", ["none", "ignored"])
 @pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize("memory", ["auto", 0])
 def test_nothing_to_learn_from(rows, drop, memory, dtype):
-    tensors, option = drawn(
+    tensors, option = make_tensors(
         0 if rows == "none" else 5, class_weight=True, label_smoothing=0.1, lse_square_scale=1e-2
     )
     tensors = cast(tensors, dtype)
     tensors["target"].fill_(-100)
     option |= dict(drop_ignored=drop, memory=memory)
-    out = scalar(option, return_z_loss=True, return_token_accuracy=True)(**tensors)
-    outputs = tokens(option, (*NAMES, "correct"), **COUNTS)(**tensors)
+    out = scalar_loss(option, return_z_loss=True, return_token_accuracy=True)(**tensors)
+    outputs = token_outputs(option, (*OUTPUT_NAMES, "correct"), **ACCURACY_FLAGS)(**tensors)
     assert out.loss == 0 and out.z_loss == 0 and out.token_accuracy.isnan()
     assert all(len(o) == len(tensors["target"]) and not o.any() for o in outputs)
-    assert (tokens(option, ("predicted",), **COUNTS)(**tensors)[0] == -1).all()
+    assert (token_outputs(option, ("predicted",), **ACCURACY_FLAGS)(**tensors)[0] == -1).all()
     for loss in out.loss, sum(o.sum() for o in outputs[:3]):
         for d in torch.autograd.grad(loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
             assert not d.any()
@@ -155,7 +173,7 @@ def of_groups(h, w, y, b, **option):
     return linear_loss(lambda part, log_p, entropy: -log_p.sum() / 6, h, w, y, b, **option)[0]
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 @pytest.mark.parametrize("fn", [mean, each, of_groups])
 @pytest.mark.parametrize("memory", ["auto", 0, 10**6])
@@ -170,17 +188,17 @@ def test_no_channels(fn, memory, dtype):
         leaves = [h, w] if bias is None else [h, w, bias.to(dtype).requires_grad_()]
         loss = fn(h, w, target, *leaves[2:] or (None,), memory=memory, drop_ignored=False)
         z = torch.zeros(5, device=DEVICE, dtype=F64) if bias is None else bias.double()
-        want = F.cross_entropy(z.requires_grad_().expand(9, 5), target)
-        torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+        expected = F.cross_entropy(z.requires_grad_().expand(9, 5), target)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
         dh, dw, *db = torch.autograd.grad(loss, leaves)
         assert (dh.shape, dw.shape, dh.dtype, dw.dtype) == (h.shape, w.shape, dtype, dtype)
         for d in db:
             torch.testing.assert_close(
-                d.double(), torch.autograd.grad(want, z)[0], rtol=0, atol=torch.finfo(dtype).eps
+                d.double(), torch.autograd.grad(expected, z)[0], rtol=0, atol=torch.finfo(dtype).eps
             )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_a_confident_row_keeps_its_digits():
     """p near 1: loss, entropy and gradients are differences of nearly equal numbers."""
     z = torch.zeros(6, 5)  # few classes: the interpreter adds up one by one
@@ -189,11 +207,17 @@ def test_a_confident_row_keeps_its_digits():
         hidden=z.requires_grad_(), weight=torch.eye(5), target=torch.tensor([4, 4, 4, 4, 3, 0])
     )
     for names in ("loss",), ("entropy",):
-        got = compared(tokens({}, names), whole_tokens({}, names), tensors, rtol=1e-5, atol=6e-7)
-        assert (got["output 0"] >= 0).all()
+        actual = assert_matches_textbook(
+            token_outputs({}, names),
+            textbook_token_outputs({}, names),
+            tensors,
+            rtol=1e-5,
+            atol=6e-7,
+        )
+        assert (actual["output 0"] >= 0).all()
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 @pytest.mark.thorough
 def test_masked_classes(dtype):
@@ -203,7 +227,9 @@ def test_masked_classes(dtype):
     Nine tokens are padded for the products.
     """
     kept = torch.cat((torch.arange(300), torch.arange(8800, 9000)))
-    tensors, option = drawn(9, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2)
+    tensors, option = make_tensors(
+        9, 16, 9000, temperature=0.7, class_weight=True, lse_square_scale=1e-2
+    )
     tensors["target"] = kept[tensors["target"] % 500].where(tensors["target"] != -100, -100)
     with torch.no_grad():
         tensors["bias"].index_fill_(
@@ -218,238 +244,147 @@ def test_masked_classes(dtype):
         alone["target"] != -100, -100
     )
     rtol = torch.finfo(dtype).eps * (4 if dtype != F32 else 100)
-    for names in NAMES[:4], ("entropy",):
-        got, want = run(tokens(option, names), tensors)[0], run(tokens(option, names), alone)[0]
+    for names in OUTPUT_NAMES[:4], ("entropy",):
+        actual, expected = (
+            run(token_outputs(option, names), tensors)[0],
+            run(token_outputs(option, names), alone)[0],
+        )
         for k in "dweight", "dbias":
             rest = torch.ones(9000, dtype=torch.bool, device=DEVICE).index_fill(
                 0, kept.to(DEVICE), False
             )
-            assert not got[k][rest].any()
-            got[k] = got[k][kept.to(DEVICE)]
-        same(got, want, rtol=rtol, atol=rtol)
-    out = scalar(dict(return_token_accuracy=True, lse_square_scale=1e-2))(**tensors)
+            assert not actual[k][rest].any()
+            actual[k] = actual[k][kept.to(DEVICE)]
+        assert_outputs_close(actual, expected, rtol=rtol, atol=rtol)
+    out = scalar_loss(dict(return_token_accuracy=True, lse_square_scale=1e-2))(**tensors)
     for d in torch.autograd.grad(out.loss, [tensors[k] for k in ("hidden", "weight", "bias")]):
         assert d.isfinite().all()
     assert (
-        tokens(option, ("mean_logit",))(**tensors)[0].isneginf().tolist()
+        token_outputs(option, ("mean_logit",))(**tensors)[0].isneginf().tolist()
         == (tensors["target"] != -100).tolist()
     )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("drop", [True, False])
 def test_nan_in_an_ignored_row_stays_there(drop):
     """dW is PyTorch's NaN·0, too, or that of the other rows: as it is for a dropped row."""
-    for fn in tokens, scalar:
-        tensors, option = drawn(8, drop_ignored=drop, lse_square_scale=1e-2)
-        want = run(fn(option), cast(tensors, F32))[0]
+    for fn in token_outputs, scalar_loss:
+        tensors, option = make_tensors(8, drop_ignored=drop, lse_square_scale=1e-2)
+        expected = run(fn(option), cast(tensors, F32))[0]
         with torch.no_grad():
             tensors["hidden"][1] = torch.nan
             tensors["hidden"][4, 0] = torch.inf
-        got = run(fn(option), cast(tensors, F32))[0]
-        for k in want:
+        actual = run(fn(option), cast(tensors, F32))[0]
+        for k in expected:
             unlearnt = k == "dweight" and not drop
-            torch.testing.assert_close(got[k].where(~(got[k].isnan() & unlearnt), want[k]), want[k])
+            torch.testing.assert_close(
+                actual[k].where(~(actual[k].isnan() & unlearnt), expected[k]), expected[k]
+            )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_nan_in_a_row_is_seen_in_that_row():
-    tensors, option = drawn(8)
+    tensors, option = make_tensors(8)
     with torch.no_grad():
         tensors["hidden"][3, 0] = torch.nan
-    for x in tokens(option)(**cast(tensors, F32))[:3]:
+    for x in token_outputs(option)(**cast(tensors, F32))[:3]:
         assert x.isnan().tolist() == [i == 3 for i in range(8)]
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_lowest_index_on_ties():
     """In one lane of a kernel, in several, and in strips apart."""
     z = torch.zeros(4, 9000)
     z[1, [5000, 8000]] = z[2, [40, 41]] = z[3, [1, 2049]] = 1.0
     given = dict(hidden=torch.eye(4), weight=z.t(), target=torch.tensor([0, 8000, 40, 1]))
-    correct, predicted = tokens({}, ("correct", "predicted"), **COUNTS)(**cast(given, F32))
+    correct, predicted = token_outputs({}, ("correct", "predicted"), **ACCURACY_FLAGS)(
+        **cast(given, F32)
+    )
     assert predicted.tolist() == [0, 5000, 40, 1] and correct.tolist() == [1, 0, 1, 1]
 
 
 # ---- any tensor ----
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 def test_any_strides(dtype):
-    for fn in tokens, scalar:
-        tensors, option = drawn(9, **SCALARS)
+    for fn in token_outputs, scalar_loss:
+        tensors, option = make_tensors(9, **SCALAR_OPTIONS)
         tensors = cast(tensors, dtype)
-        want, *_ = run(fn(option), tensors)
-        got, *_ = run(fn(option), {k: spread(t) for k, t in tensors.items()}, strided=True)
+        expected, *_ = run(fn(option), tensors)
+        actual, *_ = run(fn(option), {k: make_strided(t) for k, t in tensors.items()}, strided=True)
         bound = 1e-5 if dtype == F32 else 2e-2
-        same(got, want, rtol=bound, atol=bound)
+        assert_outputs_close(actual, expected, rtol=bound, atol=bound)
         turned = tensors["weight"].detach().t().contiguous().t().requires_grad_()
-        same(run(fn(option), tensors | dict(weight=turned))[0], want, rtol=bound, atol=bound)
+        assert_outputs_close(
+            run(fn(option), tensors | dict(weight=turned))[0], expected, rtol=bound, atol=bound
+        )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_gradients_that_come_in_from_one_number():
     """Of a sum: an expanded gradient, with a stride of 0."""
-    tensors, option = drawn()
-    got, want = (cast(tensors, F32) for _ in range(2))
-    sum(o.sum() for o in tokens(option)(**got)[:3]).backward()
-    sum(o.sum() for o in whole_tokens(option)(**want)[:3]).backward()
-    same(*({k: t.grad for k, t in x.items() if t.requires_grad} for x in (got, want)))
+    tensors, option = make_tensors()
+    actual, expected = (cast(tensors, F32) for _ in range(2))
+    sum(o.sum() for o in token_outputs(option)(**actual)[:3]).backward()
+    sum(o.sum() for o in textbook_token_outputs(option)(**expected)[:3]).backward()
+    assert_outputs_close(
+        *({k: t.grad for k, t in x.items() if t.requires_grad} for x in (actual, expected))
+    )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_the_logits_have_the_dtype_of_the_weight():
     """Hidden states in fp32 are rounded to it first; each gradient has its tensor's."""
-    tensors, option = drawn()
+    tensors, option = make_tensors()
     given = cast(tensors, B16) | dict(hidden=cast(tensors, F32)["hidden"])
     with torch.no_grad():
         given["bias"].zero_()  # which is rounded elsewhere
-    for fn, reference in PAIRS:
+    for fn, reference in WITH_TEXTBOOK:
 
         def rounding(hidden, reference=reference, **rest):
             return reference(option)(hidden.to(B16), **rest)
 
-        got, want = (run(f, given)[0] for f in (fn(option), rounding))
+        actual, expected = (run(f, given)[0] for f in (fn(option), rounding))
         exact, *_ = run(reference(option), cast(given, F64))
-        assert [got[f"d{k}"].dtype for k in ("hidden", "weight", "bias")] == [F32, B16, B16]
-        same(got, want, rtol=2e-2, atol=2e-2)
-        near, far = ((got["output 0"] - x["output 0"]).abs().max() for x in (want, exact))
+        assert [actual[f"d{k}"].dtype for k in ("hidden", "weight", "bias")] == [F32, B16, B16]
+        assert_outputs_close(actual, expected, rtol=2e-2, atol=2e-2)
+        near, far = ((actual["output 0"] - x["output 0"]).abs().max() for x in (expected, exact))
         assert near < far / 4
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_autocast():
     """The product in autocast's dtype, gradients in the tensors' own."""
-    tensors, option = drawn()
+    tensors, option = make_tensors()
     tensors = cast(tensors, F32)
-    for fn, reference in PAIRS:
+    for fn, reference in WITH_TEXTBOOK:
         with torch.autocast(DEVICE, B16):
             outputs = fn(option)(**tensors), reference(option)(**tensors)
         pairs = [x if isinstance(x, tuple) else (x,) for x in outputs]
-        for got, want in zip(*pairs, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+        for actual, expected in zip(*pairs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
         leaves = [tensors[k] for k in ("hidden", "weight", "bias")]
-        for got, want in zip(
+        for actual, expected in zip(
             *(torch.autograd.grad(p[0].sum(), leaves) for p in pairs), strict=True
         ):
-            assert got.dtype == F32
-            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+            assert actual.dtype == F32
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("integers", [torch.int32, torch.int16, torch.uint8], ids=str)
 def test_labels_of_other_integers(integers):
     """F.cross_entropy takes int64 and uint8 alone; here any integers do."""
-    tensors, option = drawn(ignore_index=5)
+    tensors, option = make_tensors(ignore_index=5)
     tensors = cast(tensors, F32)
-    for fn in tokens, scalar:
-        want = run(fn(option), tensors)[0]
-        same(run(fn(option), tensors | dict(target=tensors["target"].to(integers)))[0], want)
-
-
-# ---- a bias, which the kernels add to what they read ----
-
-
-def _errors_of_a_bias(shift, dtype):
-    """Root mean squares against fp64 of losses and gradients: ours, PyTorch's, of PyTorch with the
-    bias apart."""
-    tensors, option = drawn(256, 256, 300, seed=1)
-    tensors["bias"] = shift(tensors).detach().requires_grad_()
-    mine = cast(tensors, dtype)
-
-    def apart(hidden, weight, target, bias):
-        x = F.linear(hidden, weight, None).to(torch.promote_types(hidden.dtype, F32)) + bias
-        if x.requires_grad:
-            x.register_hook(
-                lambda dx: dx.to(hidden.dtype).to(dx.dtype)
-            )  # the bias gets the gradient that W gets
-        return (whole_logits(x, target)["loss"],)
-
-    ways = tokens(option, ("loss",)), whole_tokens(option, ("loss",))
-    with as_on_any_processor():
-        found = [run(way, mine)[0] for way in ways] + run_plain(apart, tensors, dtype)
-    exact = run(ways[1], cast(mine, F64))[0]
-    of_each = {
-        k: [(of[k].double() - e).square().mean().sqrt().item() for of in found]
-        for k, e in exact.items()
-    }
-    return {k: (mine, theirs, max(apart)) for k, (mine, theirs, *apart) in of_each.items()}
-
-
-@DTYPE
-def test_a_bias_as_large_as_the_logits(dtype):
-    """One rounding of the product is no more than one of the sum."""
-    for k, (mine, theirs, _) in _errors_of_a_bias(lambda t: 2 * torch.randn(300), dtype).items():
-        assert mine <= 1.02 * theirs + torch.finfo(F32).eps, k
-
-
-@DTYPE
-def test_a_bias_that_cancels_the_logits(dtype):
-    """Then PyTorch's one rounding is of a smaller number. Here it is that of logits without a bias,
-    and no other."""
-
-    def shift(tensors):
-        with torch.no_grad():
-            tensors["hidden"].mul_(0.3).add_(2 * torch.randn(256))
-        return -tensors["weight"] @ tensors["hidden"].mean(0)
-
-    for k, (mine, _, apart) in _errors_of_a_bias(shift, dtype).items():
-        assert mine <= 1.02 * apart + torch.finfo(F32).eps, k
-
-
-LAYOUTS = {
-    "rows": lambda x: x.clone(),
-    "columns": lambda x: x.t().contiguous().t(),
-    "two parts": lambda x: tuple(part.t().contiguous().t() for part in (x[:, :2100], x[:, 2100:])),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "option", [{}, dict(softcap=5.0, label_smoothing=0.1, logit_scale=0.5)], ids=["", "options"]
-)
-@pytest.mark.parametrize("odd", [None, torch.inf, -torch.inf, torch.nan], ids=str)
-def test_a_bias_is_added_wherever_logits_are_read(layout, option, odd):
-    """As if it were in the logits: in fp32 both are the same sum. A GPU's two kernels may add up in
-    two orders."""
-    bound = dict(rtol=0, atol=0) if DEVICE == "cpu" else dict(rtol=1e-5, atol=1e-5)
-    torch.manual_seed(0)
-    T, V, options = 5, 2300, TokenOptions(**option)
-    x, b = torch.randn(T, V, device=DEVICE) * 3, torch.randn(V, device=DEVICE)
-    y = torch.tensor([0, 2299, -100, 2100, 7], device=DEVICE)
-    if odd is not None:
-        b[7] = odd
-
-    def outcome(x, bias):
-        loss, stats, more = (torch.empty(T, *n, device=DEVICE) for n in ((), (2,), (3,)))
-        norm, best = normalisers(y, None, V, -100, True), torch.empty_like(y)
-        kept = dict(zip(("z_loss", "entropy", "mean"), more.t().contiguous(), strict=True))
-        token_loss(x, y, None, norm, options, loss, stats, **kept, best=best, bias=bias)
-        g = torch.ones(3, T, device=DEVICE)
-        token_gradient(
-            g[0], x, y, None, norm, stats, x, options, g[1], g[2], kept["entropy"], bias=bias
+    for fn in token_outputs, scalar_loss:
+        expected = run(fn(option), tensors)[0]
+        assert_outputs_close(
+            run(fn(option), tensors | dict(target=tensors["target"].to(integers)))[0], expected
         )
-        return loss, stats, *kept.values(), best, torch.cat(x, 1) if isinstance(x, tuple) else x
-
-    wide = torch.stack((b, b), 1)[:, 0]  # not contiguous
-    for got, want in zip(
-        outcome(LAYOUTS[layout](x), wide), outcome(LAYOUTS[layout](x + b), None), strict=True
-    ):
-        torch.testing.assert_close(got, want, **bound, equal_nan=True)
-
-
-@ANYWHERE
-def test_a_bias_in_another_dtype():
-    """It is rounded to that of the logits, as in autocast; its gradient is its own."""
-    tensors, option = drawn()
-    low = cast(tensors, B16)
-    mixed = low | dict(bias=low["bias"].detach().float().requires_grad_())
-    for fn, _ in PAIRS:
-        got, want = run(fn(option), mixed)[0], run(fn(option), low)[0]
-        assert got["dbias"].dtype == F32
-        same(got, want, rtol=1e-2, atol=1e-3)
-        assert torch.equal(got["dweight"], want["dweight"])
 
 
 # ---- errors ----
@@ -457,7 +392,7 @@ def test_a_bias_in_another_dtype():
 Y = torch.tensor([0, -100, 6, 2])
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("wrong", [7, -1, 10**6, -(10**9)])
 @pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
 def test_a_target_out_of_range_is_named(wrong, debug, monkeypatch):
@@ -478,21 +413,9 @@ def test_a_target_out_of_range_that_nobody_looked_at_is_nan():
     target = Y.clone()
     target[2] = 7
     h, w = torch.randn(4, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
-    numbers, wants = [0.1, 0.1, 0.0, 1.0], [False] * 4
-    loss, *_ = LinearTokenLossFunction.apply(
-        h,
-        w,
-        None,
-        target.to(DEVICE),
-        torch.rand(7, device=DEVICE),
-        numbers,
-        -100,
-        None,
-        -1,
-        False,
-        None,
-        wants,
-    )
+    options = HeadOptions(TokenOptions(-100, lse_square_scale=0.1, label_smoothing=0.1), F32)
+    class_weight = torch.rand(7, device=DEVICE)
+    loss, *_ = LinearTokenLossFunction.apply(h, w, None, target.to(DEVICE), class_weight, options)
     assert loss.isnan().tolist() == [False, False, True, False]
 
 
@@ -501,8 +424,8 @@ def _given(**changed):
     return {k: t.to(DEVICE) for k, t in given.items()}
 
 
-@ANYWHERE
-@BOTH
+@WITH_AND_WITHOUT_KERNELS
+@TOKENS_OR_SCALAR
 @pytest.mark.parametrize(
     "changed,error,words",
     [
@@ -534,7 +457,7 @@ def test_errors(fn, changed, error, words):
         fn(changed)(**given)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("inf"), float("nan"), True])
 def test_temperatures(temperature):
     with pytest.raises(
@@ -543,7 +466,7 @@ def test_temperatures(temperature):
         linear_token_loss(**_given(), temperature=temperature)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_log_probabilities_of_targets_of_another_shape():
     h, w = torch.randn(2, 3, 5, device=DEVICE), torch.randn(7, 5, device=DEVICE)
     with pytest.raises(ValueError, match=r"target has shape \(3, 2\)"):
@@ -561,17 +484,17 @@ def inputs(option):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", CASE.options, ids=lambda o: "-".join(o))
 def test_chunks_equal_the_whole(option, reduction, reference_only, monkeypatch):
-    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 7)
+    monkeypatch.setattr(linear_head_reference, "ROWS_WITHOUT_KERNELS", 7)
     option = {**option, "reduction": reduction}
-    got, want = (run(fn, inputs(option))[0] for fn in (CASE.fn, CASE.reference))
-    same(got, want)
+    actual, expected = (run(fn, inputs(option))[0] for fn in (CASE.fn, CASE.reference))
+    assert_outputs_close(actual, expected)
 
 
-@pytest.mark.parametrize("fn", [scalar, tokens], ids=["scalar", "tokens"])
+@pytest.mark.parametrize("fn", [scalar_loss, token_outputs], ids=["scalar", "tokens"])
 def test_only_a_chunk_of_logits_is_alive(fn, reference_only, monkeypatch):
     """What the graph holds between forward and backward is less than one row of logits for each
     token."""
-    monkeypatch.setattr(of_tokens, "ROWS_WITHOUT_KERNELS", 16)
+    monkeypatch.setattr(linear_head_reference, "ROWS_WITHOUT_KERNELS", 16)
     M, H, V = 64, 8, 1000
     x, w, held = torch.randn(M, H, requires_grad=True), torch.randn(V, H, requires_grad=True), []
 

@@ -4,39 +4,38 @@ import itertools
 
 import pytest
 import torch
-from cases import ANYWHERE, assert_as_exact_as, cast, run
+from cases import WITH_AND_WITHOUT_KERNELS, assert_as_exact_as_pytorch, cast, run
 from hardware import DEVICE
 from heads import (
+    ACCURACY_FLAGS,
     B16,
-    BOTH,
-    COUNTS,
     DTYPE,
     DTYPES,
     F16,
     F32,
-    LOGITS,
-    NAMES,
-    PAIRS,
-    SCALARS,
+    LOGIT_BYTES,
+    OUTPUT_NAMES,
+    SCALAR_OPTIONS,
+    TOKENS_OR_SCALAR,
+    WITH_TEXTBOOK,
     H,
     V,
-    drawn,
-    measured,
+    assert_outputs_close,
+    buffer_bytes,
+    make_tensors,
+    measure_head_errors,
     number_of_passes,
-    same,
-    scalar,
-    taken,
-    tokens,
-    whole,
-    whole_scalar,
+    scalar_loss,
+    textbook_outputs,
+    textbook_scalar_loss,
+    token_outputs,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.head import chunks, planning
-from liger_kernel.ops.head import token_log_probs as of_tokens
+from liger_kernel.ops.head import chunks, linear_head, planning
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_kernel.ops.head.planning import LEAST, VARIABLE, budget, plan
+from liger_kernel.ops.head.planning import MEMORY_VARIABLE, MIN_CHUNK_TOKENS, parse_memory, plan
 from liger_kernel.ops.head.token_log_probs import token_log_probs
 
 HALF, WAVES, FULL = "16 bits", "16 bits by way of fp32", "fp32"
@@ -48,9 +47,9 @@ PATHS = {
     "far above H": (300, "auto", None, (2, FULL), (2, WAVES), (3, FULL)),
     "farther above": (400, "auto", None, (3, FULL), (4, FULL), (4, FULL)),
     "no memory": (300, 0, None, (5, FULL), (5, HALF), (4, FULL)),
-    "a little": (300, 20 * LOGITS, None, (5, FULL), (5, HALF), (4, FULL)),
-    "room for two": (300, 241 * LOGITS, None, (4, FULL), (2, WAVES), (3, FULL)),
-    "room for fp32": (400, 213 * LOGITS, None, (6, FULL), (6, FULL), (6, FULL)),
+    "a little": (300, 20 * LOGIT_BYTES, None, (5, FULL), (5, HALF), (4, FULL)),
+    "room for two": (300, 241 * LOGIT_BYTES, None, (4, FULL), (2, WAVES), (3, FULL)),
+    "room for fp32": (400, 213 * LOGIT_BYTES, None, (6, FULL), (6, FULL), (6, FULL)),
     "enough": (300, 10**6, None, (1, FULL), (1, HALF), (1, FULL)),
     "fp32, no memory": (300, 0, F32, (5, FULL), (4, FULL), (4, FULL)),
     "fp32, below H": (9, 0, F32, (1, FULL), (1, FULL), (1, FULL)),
@@ -71,28 +70,28 @@ def apart(*tensors):
 def test_any_budget_gives_the_same(path, dtype, small, memories):
     M, memory, accum, *expected = PATHS[path]
     count, kind = expected[DTYPES.index(dtype)]
-    for fn, reference in PAIRS:
+    for fn, reference in WITH_TEXTBOOK:
         draws = []
         for seed in range(1 if M > 100 else 3):
             memories.clear()
-            tensors, option = drawn(M, H, V, seed, **SCALARS)
+            tensors, option = make_tensors(M, H, V, seed, **SCALAR_OPTIONS)
             draws.append(
-                measured(
+                measure_head_errors(
                     fn(option, memory=memory, accum_dtype=accum), reference(option), tensors, dtype
                 )
             )
             made = [m for m in memories if m.dw is not None]
-            assert len(made) == (1 if fn is scalar else 2)  # of two backward passes
+            assert len(made) == (1 if fn is scalar_loss else 2)  # of two backward passes
             for m in made:
                 passes = m.passes["token_gradient"]
                 assert sum(passes) == M and len(passes) == count, passes
                 assert m.dw.element_size() == (4 if kind == FULL else 2) and m.plan.strip == 32
                 assert m.plan.wave == (32 if kind == WAVES else 0)
                 for n in passes[1:]:
-                    assert apart(m.dw, m.sums, *m.of(n, False))
+                    assert apart(m.dw, m.sums, *m.logits_parts(n, False))
             if kind != FULL:
                 draws[-1]["dweight"][2] *= count  # it is rounded by each pass
-        assert_as_exact_as(draws)
+        assert_as_exact_as_pytorch(draws)
 
 
 @pytest.mark.parametrize("need_w", [True, False], ids=["all", "frozen weight"])
@@ -109,9 +108,12 @@ def test_the_budget_is_what_is_taken(need_w, small):
             largest.extend(x.untyped_storage().nbytes() for x in of)
             return out
 
-    tensors = cast(drawn(M, H, V)[0], torch.float32)
+    tensors = cast(make_tensors(M, H, V)[0], torch.float32)
     tensors["weight"].requires_grad_(need_w)
-    for fn in scalar({}, memory=memory), tokens({}, memory=memory, names=("loss", "entropy")):
+    for fn in (
+        scalar_loss({}, memory=memory),
+        token_outputs({}, memory=memory, names=("loss", "entropy")),
+    ):
         largest.clear()
         with Largest():
             out = fn(**tensors)
@@ -120,8 +122,9 @@ def test_the_budget_is_what_is_taken(need_w, small):
 
 
 SIZES = (
-    (8192, 4096, 128256), (16384, 3584, 152064), (8192, 2304, 256000), (4096, 2048, 128256), (32768, 2048, 128256),
-    (512, 4096, 128256), (4096, 4096, 32000), (1, 576, 49152), (0, 64, 50257), (1000, 37, 50257),
+    (8192, 4096, 128256), (16384, 3584, 152064), (8192, 2304, 256000), (4096, 2048, 128256),
+    (32768, 2048, 128256), (512, 4096, 128256), (4096, 4096, 32000), (1, 576, 49152),
+    (0, 64, 50257), (1000, 37, 50257),
 )  # fmt: skip
 
 
@@ -145,12 +148,16 @@ def test_a_plan_is_within_its_budget(size, dtype, weight_dtype):
         ):
             chosen = plan(M, H, V, dtype, weight_dtype, accum_dtype, memory)
             number_of_passes(M, chosen)
-            extra = taken(M, H, V, dtype, weight_dtype, chosen)
+            extra = buffer_bytes(M, H, V, dtype, weight_dtype, chosen)
             strip = chosen.strip * H * chosen.accum_dtype.itemsize
             least = (
                 sums
                 - V * H * weight_dtype.itemsize
-                + (LEAST * token + strip if chosen.separate_logits else max(LEAST * token, strip))
+                + (
+                    MIN_CHUNK_TOKENS * token + strip
+                    if chosen.separate_logits
+                    else max(MIN_CHUNK_TOKENS * token, strip)
+                )
             )
             excess = (extra - max(memory, least) - aligned) / token
             assert excess <= 0, f"{chosen}: {excess:.1f} tokens too many within {memory} bytes"
@@ -186,16 +193,16 @@ def test_a_loss_may_be_of_three_chunks(size):
     """The logits beyond dW's memory are a third of what it doesn't hold, not half; two chunks are
     as they were."""
     *size, unit = size
-    two, three = (plan(*size, B16, B16, unit=unit, few=n) for n in (2, 3))
+    two, three = (plan(*size, B16, B16, unit=unit, auto_chunks=n) for n in (2, 3))
     assert (sizes(size[0], two), sizes(size[0], three)) == THREE[(*size, unit)]
     if two != three:
-        assert taken(*size, B16, B16, three) <= 0.71 * taken(*size, B16, B16, two)
+        assert buffer_bytes(*size, B16, B16, three) <= 0.71 * buffer_bytes(*size, B16, B16, two)
     for dtypes, given in (
         ((B16, B16), dict(memory=2**30)),
         ((B16, B16), dict(accum_dtype=F32)),
         ((B16, F32), {}),
     ):
-        assert plan(*size, *dtypes, unit=unit, few=3, **given) == plan(
+        assert plan(*size, *dtypes, unit=unit, auto_chunks=3, **given) == plan(
             *size, *dtypes, unit=unit, **given
         )
 
@@ -204,8 +211,8 @@ def test_a_policy_loss_of_16384_tokens_takes_two_gigabytes():
     """With dX. With two chunks it is 2.6."""
     for unit in 64, 2048:
         size = 16384, 4096, 128256
-        chosen = plan(*size, B16, B16, unit=unit, few=3)
-        assert 2 * 4096 * (16384 + 128256) + taken(*size, B16, B16, chosen) <= 2.12 * 2**30
+        chosen = plan(*size, B16, B16, unit=unit, auto_chunks=3)
+        assert 2 * 4096 * (16384 + 128256) + buffer_bytes(*size, B16, B16, chosen) <= 2.12 * 2**30
 
 
 @pytest.mark.parametrize("H", [1000, 1024, 4230])
@@ -217,7 +224,7 @@ def test_up_to_five_times_what_dw_holds_are_few_chunks(H, unit):
         holds = H * weight_dtype.itemsize // dtype.itemsize
         for M in range(300, 5 * holds, 300):
             for few in (2, 3):
-                chosen = plan(M, H, 128256, dtype, weight_dtype, unit=unit, few=few)
+                chosen = plan(M, H, 128256, dtype, weight_dtype, unit=unit, auto_chunks=few)
                 passes = number_of_passes(M, chosen)
                 assert passes <= few and (passes < 2 or weight_dtype == F32 or chosen.wave), chosen
 
@@ -225,10 +232,12 @@ def test_up_to_five_times_what_dw_holds_are_few_chunks(H, unit):
 def test_a_common_head_takes_half_of_dw():
     M, H, V = size = 8192, 4096, 128256
     chosen, gradients = plan(*size, B16, B16), V * H * 2 + M * H * 2
-    assert gradients + taken(*size, B16, B16, chosen) <= 1.51 * gradients
+    assert gradients + buffer_bytes(*size, B16, B16, chosen) <= 1.51 * gradients
 
 
-@pytest.mark.parametrize("constant", ["ROWS", "LEAST", "TILE", "FREE", "waves"])
+@pytest.mark.parametrize(
+    "constant", ["CHUNK_TOKENS", "MIN_CHUNK_TOKENS", "DW_TILE", "FREE_BYTES", "wave_classes"]
+)
 def test_a_plan_is_kept_while_the_constants_are_the_same(constant, monkeypatch):
     def plans():
         return [
@@ -237,32 +246,38 @@ def test_a_plan_is_kept_while_the_constants_are_the_same(constant, monkeypatch):
 
     before = plans()
     assert all(a is b for a, b in zip(before, plans(), strict=True))
-    new = dict(ROWS=512, LEAST=4096, TILE=(32, 64), FREE=2**40, waves=lambda *args: 64)
+    new = dict(
+        CHUNK_TOKENS=512,
+        MIN_CHUNK_TOKENS=4096,
+        DW_TILE=(32, 64),
+        FREE_BYTES=2**40,
+        wave_classes=lambda *args: 64,
+    )
     monkeypatch.setattr(planning, constant, new[constant])
     assert plans() != before
 
 
 def test_budgets(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert (budget("auto"), budget(0), budget(12)) == (-1, 0, 12)
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
+    assert (parse_memory("auto"), parse_memory(0), parse_memory(12)) == (-1, 0, 12)
     for value, want in ("auto", -1), ("0", 0), ("123", 123), ("2e9", 2 * 10**9):
-        monkeypatch.setenv(VARIABLE, value)
-        assert budget("auto") == want and budget(7) == 7
+        monkeypatch.setenv(MEMORY_VARIABLE, value)
+        assert parse_memory("auto") == want and parse_memory(7) == 7
 
 
 @pytest.mark.parametrize("value", ["much", "", "-5", "inf", "nan", "1 GB"])
 def test_a_wrong_variable_is_named(value, monkeypatch):
-    monkeypatch.setenv(VARIABLE, value)
-    for fn in tokens, scalar:
-        with pytest.raises(ValueError, match=VARIABLE):
-            fn({})(**cast(drawn()[0], F32))
+    monkeypatch.setenv(MEMORY_VARIABLE, value)
+    for fn in token_outputs, scalar_loss:
+        with pytest.raises(ValueError, match=MEMORY_VARIABLE):
+            fn({})(**cast(make_tensors()[0], F32))
 
 
 def test_the_variable_is_what_auto_stands_for(small, memories, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1e6")
-    scalar({})(**cast(drawn(200, H, V)[0], F32))
-    monkeypatch.setenv(VARIABLE, "0")
-    scalar({})(**cast(drawn(200, H, V)[0], F32))
+    monkeypatch.setenv(MEMORY_VARIABLE, "1e6")
+    scalar_loss({})(**cast(make_tensors(200, H, V)[0], F32))
+    monkeypatch.setenv(MEMORY_VARIABLE, "0")
+    scalar_loss({})(**cast(make_tensors(200, H, V)[0], F32))
     assert [len(m.passes["token_gradient"]) for m in memories] == [1, 4]
 
 
@@ -274,30 +289,32 @@ def total(fn, tensors, option=None):
     return sum(o.sum() for o in out[:3]) if isinstance(out, tuple) else out
 
 
-@BOTH
+@TOKENS_OR_SCALAR
 def test_a_third_backward_raises(fn):
-    """After two right ones (`measured`) the graph is free."""
-    tensors = cast(drawn()[0], F32)
+    """After two right ones (`measure_head_errors`) the graph is free."""
+    tensors = cast(make_tensors()[0], F32)
     loss = total(fn, tensors)
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("memory", ["auto", 0])
 def test_gradients_of_two_steps_add_up(reduction, memory, small):
-    got, want, plain = (
-        *(cast(drawn()[0], F32) for _ in range(2)),
-        whole_scalar({}, reduction=reduction),
+    actual, want, plain = (
+        *(cast(make_tensors()[0], F32) for _ in range(2)),
+        textbook_scalar_loss({}, reduction=reduction),
     )
     for seed, scale in (1, 1.0), (2, 0.25), (3, 1.0):
-        batch = cast(drawn(30, seed=seed)[0], F32)
+        batch = cast(make_tensors(30, seed=seed)[0], F32)
         batch = {k: batch[k] for k in ("hidden", "target")}
-        for t, loss in (got, scalar({}, memory=memory, reduction=reduction)), (want, plain):
+        for t, loss in (actual, scalar_loss({}, memory=memory, reduction=reduction)), (want, plain):
             (loss(**(t | batch)).sum() * scale).backward()
-    same(*({k: t[k].grad for k in ("weight", "bias")} for t in (got, want)), atol=1e-5)
+    assert_outputs_close(
+        *({k: t[k].grad for k in ("weight", "bias")} for t in (actual, want)), atol=1e-5
+    )
 
 
 @pytest.fixture
@@ -305,48 +322,48 @@ def taken_gradients(monkeypatch):
     """What `run_chunks` was asked for and what it made: (of hidden, weight, bias), each time."""
     seen, run_ = [], chunks.run_chunks
 
-    def spy(h, w, b, dtype, plan, to_gradient, needs, *rest):
-        grads = run_(h, w, b, dtype, plan, to_gradient, needs, *rest)
+    def spy(h, w, b, dtype, plan, to_gradient, needs, *args, **kwargs):
+        grads = run_(h, w, b, dtype, plan, to_gradient, needs, *args, **kwargs)
         assert [g.numel() > 0 for g in grads] == list(needs)
         seen.append(tuple(needs))
         return grads
 
-    monkeypatch.setattr(of_tokens, "run_chunks", spy)
+    monkeypatch.setattr(linear_head, "run_chunks", spy)
     return seen
 
 
-@BOTH
+@TOKENS_OR_SCALAR
 @pytest.mark.parametrize("frozen", range(7))
 def test_no_gradient_of_what_is_frozen(fn, frozen, taken_gradients):
     needs = tuple(not frozen >> i & 1 for i in range(3))
-    tensors, want = cast(drawn()[0], F32), cast(drawn()[0], F32)
+    tensors, want = cast(make_tensors()[0], F32), cast(make_tensors()[0], F32)
     total(fn, want).backward()
     taken_gradients.clear()
     for k, need in zip(("hidden", "weight", "bias"), needs, strict=True):
         tensors[k].requires_grad_(need)
     total(fn, tensors).backward()
-    assert taken_gradients == ([needs] if fn is scalar else [(False,) * 3, needs])
+    assert taken_gradients == ([needs] if fn is scalar_loss else [(False,) * 3, needs])
     for k, need in zip(("hidden", "weight", "bias"), needs, strict=True):
         assert need or tensors[k].grad is None
         if need:
             torch.testing.assert_close(tensors[k].grad, want[k].grad)
 
 
-@BOTH
+@TOKENS_OR_SCALAR
 def test_evaluation_takes_no_gradient(fn, taken_gradients, memories):
-    tensors = cast(drawn()[0], F32)
+    tensors = cast(make_tensors()[0], F32)
     with torch.no_grad():
         total(fn, tensors)
     total(fn, {k: t.detach() for k, t in tensors.items()})
     assert taken_gradients == [(False,) * 3] * 2 and [m.dw for m in memories] == [None] * 2
 
 
-@BOTH
+@TOKENS_OR_SCALAR
 def test_the_graph_holds_no_logits(fn, small):
     """Between forward and backward: nothing as large for the per-token outputs, the gradients for
     the loss."""
     M, held = 300, []
-    tensors = cast(drawn(M, H, V)[0], F32)
+    tensors = cast(make_tensors(M, H, V)[0], F32)
 
     def pack(t):
         held.append(t.untyped_storage().nbytes())
@@ -355,38 +372,42 @@ def test_the_graph_holds_no_logits(fn, small):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         total(fn, tensors, dict(memory=0))
     assert (
-        max(held) <= V * H * 4 + LEAST * V * 4 if fn is scalar else max(held) <= max(V, M) * H * 4
+        max(held) <= V * H * 4 + MIN_CHUNK_TOKENS * V * 4
+        if fn is scalar_loss
+        else max(held) <= max(V, M) * H * 4
     )
 
 
 # ---- what is left out, and what is divided by ----
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @DTYPE
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("option", [{}, SCALARS], ids=["plain", "options"])
+@pytest.mark.parametrize("option", [{}, SCALAR_OPTIONS], ids=["plain", "options"])
 def test_num_items(option, reduction, as_tensor, dtype):
     """The sum divided by it, class weights and z-loss, too; without another rounding of the
     gradients."""
     given = torch.tensor(123.0, device=DEVICE) if as_tensor else 123
     draws = []
     for seed in range(3):
-        tensors, rest = drawn(seed=seed, **option)
-        mine = scalar(rest, reduction=reduction, num_items=given)
+        tensors, rest = make_tensors(seed=seed, **option)
+        mine = scalar_loss(rest, reduction=reduction, num_items=given)
         draws.append(
-            measured(mine, whole_scalar(rest, reduction=reduction, num_items=123), tensors, dtype)
+            measure_head_errors(
+                mine, textbook_scalar_loss(rest, reduction=reduction, num_items=123), tensors, dtype
+            )
         )
-    assert_as_exact_as(draws)
+    assert_as_exact_as_pytorch(draws)
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("left", ["some", "all", "no"])
 @pytest.mark.parametrize("place", sorted({"cpu", DEVICE}))
 def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories):
-    tensors, option = drawn(14, **SCALARS)
+    tensors, option = make_tensors(14, **SCALAR_OPTIONS)
     if left != "some":
         tensors["target"] = torch.arange(14) if left == "all" else torch.full((14,), -100)
     tensors = cast(tensors, F32)
@@ -396,17 +417,19 @@ def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories)
         asked = dict.fromkeys(
             ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
         )
-        out = scalar(option, reduction=reduction, drop_ignored=drop, **asked)
+        out = scalar_loss(option, reduction=reduction, drop_ignored=drop, **asked)
         return lambda **tensors: tuple(vars(out(**tensors)).values())
 
     def each(drop):
-        return tokens(option, (*NAMES, "correct", "predicted"), drop_ignored=drop, **COUNTS)
+        return token_outputs(
+            option, (*OUTPUT_NAMES, "correct", "predicted"), drop_ignored=drop, **ACCURACY_FLAGS
+        )
 
     for fn in loss, each:
         want = run(fn(False), tensors)[0]
         for drop in True, None:
             memories.clear()
-            same(run(fn(drop), tensors)[0], want, atol=1e-5)
+            assert_outputs_close(run(fn(drop), tensors)[0], want, atol=1e-5)
             if memories:  # made by the kernels
                 kept = {"some": 9, "all": 14, "no": 0}[left] if drop or place == "cpu" else 14
                 assert all(
@@ -415,11 +438,11 @@ def test_dropping_ignored_rows_changes_nothing(left, reduction, place, memories)
                 )
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 def test_log_probabilities_of_sequences():
     """(B, T) targets and hidden states of any strides: -loss, alone and with the entropy."""
     B, T, option = 3, 4, dict(temperature=0.7, softcap=5.0)
-    tensors = cast(drawn(B * T)[0], F32)
+    tensors = cast(make_tensors(B * T)[0], F32)
     turned = (
         tensors["hidden"]
         .detach()
@@ -440,17 +463,17 @@ def test_log_probabilities_of_sequences():
         return both
 
     def want(hidden, weight, target, bias):
-        out = whole(hidden.reshape(B * T, -1), weight, target, bias, **option)
+        out = textbook_outputs(hidden.reshape(B * T, -1), weight, target, bias, **option)
         return -out["loss"].view(B, T), out["entropy"].view(B, T)
 
-    same(*(run(fn, tensors | dict(hidden=turned))[0] for fn in (log_probs, want)))
+    assert_outputs_close(*(run(fn, tensors | dict(hidden=turned))[0] for fn in (log_probs, want)))
 
 
-@pytest.mark.parametrize("memory", ["auto", 0, 50 * LOGITS])
+@pytest.mark.parametrize("memory", ["auto", 0, 50 * LOGIT_BYTES])
 @pytest.mark.thorough
 def test_compiles_whole(memory, small):
     torch._dynamo.reset()
-    tensors = cast(drawn(200, H, V)[0], F32)
+    tensors = cast(make_tensors(200, H, V)[0], F32)
 
     def log_probs(hidden, weight, target, bias):
         hidden, target = hidden.unflatten(0, (4, 50)), target.unflatten(0, (4, 50))
@@ -465,7 +488,7 @@ def test_compiles_whole(memory, small):
 
     for fn in log_probs, loss:
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-        same(
+        assert_outputs_close(
             run(compiled, tensors)[0], run(fn, tensors)[0], atol=1e-5
         )  # eager drops the ignored rows of the CPU's
 

@@ -4,20 +4,29 @@ against fp64."""
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import PoisonedEmpty, cast, run, spread
+from cases import PoisonedEmpty, cast, make_strided, run
 from hardware import DEVICE
-from heads import NAMES, number_of_passes, reduced, scalar, taken, tokens, whole, whole_logits
+from heads import (
+    OUTPUT_NAMES,
+    buffer_bytes,
+    number_of_passes,
+    reduce_losses,
+    scalar_loss,
+    textbook_from_logits,
+    textbook_outputs,
+    token_outputs,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy
-from liger_kernel.ops.head.planning import LEAST, plan
+from liger_kernel.ops.head.planning import MIN_CHUNK_TOKENS, plan
 
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COUNTS = dict(return_token_accuracy=True, return_predicted_tokens=True)
-EVERYTHING_SMALL = dict(FREE=0, LEAST=64, ROWS=32)
-CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(waves=lambda *args: 16)
+EVERYTHING_SMALL = dict(FREE_BYTES=0, MIN_CHUNK_TOKENS=64, CHUNK_TOKENS=32)
+CONSTANTS = {}, EVERYTHING_SMALL, EVERYTHING_SMALL | dict(wave_classes=lambda *args: 16)
 
 pytestmark = pytest.mark.thorough
 
@@ -54,7 +63,7 @@ def turned(t):
 
 
 TENSORS = "hidden", "weight", "bias", "class_weight", "target"
-LAYOUTS = dict(spread=spread, unaligned=unaligned, turned=turned)
+LAYOUTS = dict(spread=make_strided, unaligned=unaligned, turned=turned)
 INPUTS = st.fixed_dictionaries(
     dict(
         M=st.integers(0, 70),
@@ -126,15 +135,15 @@ def assert_near(fn, reference, tensors, logits, roundings=8):
     it."""
     exact, *_ = run(reference, cast(tensors, F64))
     with PoisonedEmpty():
-        got, *_ = run(fn, tensors, strided=True)
-    assert got.keys() == exact.keys()
+        actual, *_ = run(fn, tensors, strided=True)
+    assert actual.keys() == exact.keys()
     most = max(1.0, float(logits.abs().max()) if logits.numel() else 0.0)
     allowed = torch.finfo(tensors["hidden"].dtype).eps * (roundings + 4 * most)
     for k, e in exact.items():
-        assert got[k].shape == e.shape and got[k].isfinite().all(), k
+        assert actual[k].shape == e.shape and actual[k].isfinite().all(), k
         if e.numel():
             largest = max(float(e.abs().max()), most if k.startswith("output") else 1e-2)
-            error = float((got[k].to(F64) - e).abs().max())
+            error = float((actual[k].to(F64) - e).abs().max())
             assert error <= allowed * largest, (
                 f"{k}: error {error:.3g}, largest {largest:.3g}, allowed {allowed:.3g}"
             )
@@ -168,15 +177,19 @@ def test_the_loss_of_a_linear_head(constants, given, option, scale, budget, redu
     z = logits_of(tensors) * scale.get("logit_scale", 1)
 
     def reference(hidden, weight, target, bias=None, class_weight=None):
-        out = whole(hidden, weight, target, bias, class_weight, **option, **scale)
-        return reduced(out, target, class_weight, ignore_index=ignored, **reduction, **items)
+        out = textbook_outputs(hidden, weight, target, bias, class_weight, **option, **scale)
+        return reduce_losses(out, target, class_weight, ignore_index=ignored, **reduction, **items)
 
     given = option | scale | budget | reduction | items
     assert_near(
-        scalar(given), reference, tensors, z, 8 + given.get("num_items", 0) // 77 + len(z) // 32
+        scalar_loss(given),
+        reference,
+        tensors,
+        z,
+        8 + given.get("num_items", 0) // 77 + len(z) // 32,
     )
     with torch.no_grad():
-        assert_counted(scalar(given, **COUNTS)(**tensors), z, tensors["target"], ignored)
+        assert_counted(scalar_loss(given, **COUNTS)(**tensors), z, tensors["target"], ignored)
 
 
 @examples(40)
@@ -186,19 +199,19 @@ def test_the_loss_of_a_linear_head(constants, given, option, scale, budget, redu
     SCALES,
     some(temperature=[0.5, 1.7]),
     BUDGETS,
-    st.sets(st.sampled_from(NAMES[:3]), min_size=1),
+    st.sets(st.sampled_from(OUTPUT_NAMES[:3]), min_size=1),
 )
 def test_the_tokens_of_a_linear_head(constants, given, option, scale, temperature, budget, through):
     """With gradients that come in through some of the outputs."""
     tensors, option = made(given, option), option | scale | temperature
-    names = [name for name in NAMES if name in through or name not in NAMES[:3]]
+    names = [name for name in OUTPUT_NAMES if name in through or name not in OUTPUT_NAMES[:3]]
     z = logits_of(tensors) * option.get("logit_scale", 1) / option.get("temperature", 1)
 
     def reference(*args, **tensors):
-        out = whole(*args, **tensors, **option)
+        out = textbook_outputs(*args, **tensors, **option)
         return tuple(out[name] for name in names)
 
-    assert_near(tokens(option | budget, names), reference, tensors, z, 8 + len(z) // 32)
+    assert_near(token_outputs(option | budget, names), reference, tensors, z, 8 + len(z) // 32)
 
 
 @examples(70)
@@ -214,8 +227,8 @@ def test_cross_entropy_of_logits(given, option, reduction):
         )
 
     def reference(hidden, target, class_weight=None):
-        out = whole_logits(hidden, target, class_weight, **option)
-        return reduced(out, target, class_weight, ignore_index=ignored, **reduction)
+        out = textbook_from_logits(hidden, target, class_weight, **option)
+        return reduce_losses(out, target, class_weight, ignore_index=ignored, **reduction)
 
     assert_near(loss, reference, tensors, z)
     assert_counted(loss(**tensors, **COUNTS), z, tensors["target"], ignored)
@@ -241,7 +254,11 @@ def test_plans(M, H, V, dtypes, accum_dtype, share, more):
     number_of_passes(M, chosen)
     strip = chosen.strip * H * chosen.accum_dtype.itemsize
     sums = V * H * 4 if (accum_dtype == F32 or dtype == F16) and weight_dtype != F32 else 0
-    extra = taken(M, H, V, dtype, weight_dtype, chosen)
-    least = LEAST * token + strip if chosen.separate_logits else max(LEAST * token, strip)
+    extra = buffer_bytes(M, H, V, dtype, weight_dtype, chosen)
+    least = (
+        MIN_CHUNK_TOKENS * token + strip
+        if chosen.separate_logits
+        else max(MIN_CHUNK_TOKENS * token, strip)
+    )
     assert extra <= max(memory, sums + least) + 512
     number_of_passes(M, plan(M, H, V, dtype, weight_dtype, accum_dtype))

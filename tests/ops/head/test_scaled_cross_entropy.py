@@ -6,7 +6,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from cases import as_on_any_processor, assert_as_exact_as, cast, errors, run, run_plain, spread
+from cases import (
+    assert_as_exact_as_pytorch,
+    cast,
+    exact_products_on_cpu,
+    make_strided,
+    measure_errors,
+    run,
+    run_reference,
+)
 from hardware import DEVICE
 
 from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
@@ -85,11 +93,13 @@ def test_is_what_its_definition_says(option):
     """In fp64, which no kernel takes, to the last digits; gradients of random incoming ones through
     all outputs."""
     tensors, option = drawn(option, M=5, H=4, V=13)
-    got, *_ = run(ours(option), cast(tensors, torch.float64))
-    want, *_ = run(lambda **kwargs: definition(**kwargs, **option), cast(tensors, torch.float64))
-    assert got.keys() == want.keys()
-    for k in want:
-        torch.testing.assert_close(got[k], want[k], rtol=1e-12, atol=1e-12)
+    actual, *_ = run(ours(option), cast(tensors, torch.float64))
+    expected, *_ = run(
+        lambda **kwargs: definition(**kwargs, **option), cast(tensors, torch.float64)
+    )
+    assert actual.keys() == expected.keys()
+    for k in expected:
+        torch.testing.assert_close(actual[k], expected[k], rtol=1e-12, atol=1e-12)
 
 
 @OPTION
@@ -99,12 +109,12 @@ def test_against_float64(option, dtype):
     for seed in range(8):
         tensors, rest = drawn(option, seed=seed)
         mine = cast(tensors, dtype)
-        with as_on_any_processor():
-            got, once, twice = run(ours(rest), mine)
-        theirs = run_plain(plain(rest), tensors, dtype)
+        with exact_products_on_cpu():
+            actual, once, twice = run(ours(rest), mine)
+        theirs = run_reference(plain(rest), tensors, dtype)
         exact, *_ = run(plain(rest), cast(cast(tensors, dtype), torch.float64))
         draws.append(
-            errors(got, theirs, exact, cast(tensors, dtype), 4)
+            measure_errors(actual, theirs, exact, cast(tensors, dtype), 4)
         )  # as the head's Case has it
         assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)), (
             "a second backward differs"
@@ -112,7 +122,7 @@ def test_against_float64(option, dtype):
         assert all(torch.equal(mine[k], t) for k, t in cast(tensors, dtype).items()), (
             "an input was written to"
         )
-    assert_as_exact_as(draws)
+    assert_as_exact_as_pytorch(draws)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +141,12 @@ def test_shapes_and_dtypes(dtype):
         out = Function.apply(
             *tensors.values(), **(asked or dict(return_entropy=True, selected_token_ids=ids))
         )
-        want = [(wide, (9,))]
+        expected = [(wide, (9,))]
         if asked is None or "return_entropy" in asked:
-            want.append((dtype, (9,)))
+            expected.append((dtype, (9,)))
         if asked is None or "selected_token_ids" in asked:
-            want.append((wide, (9, len(IDS))))
-        assert isinstance(out, tuple) and [(x.dtype, x.shape) for x in out] == want
+            expected.append((wide, (9, len(IDS))))
+        assert isinstance(out, tuple) and [(x.dtype, x.shape) for x in out] == expected
         assert torch.equal(out[0], nll) and all(x.requires_grad for x in out)
 
 
@@ -194,10 +204,12 @@ def test_the_same_id_many_times():
     ids = torch.cat((torch.zeros(300), torch.randint(77, (100,)))).long()[torch.randperm(400)]
     tensors, option = drawn({})
     tensors["selected_token_ids"] = ids
-    got, *_ = run(ours(option), cast(tensors, torch.bfloat16))
-    theirs = run_plain(plain(option), tensors, torch.bfloat16)
+    actual, *_ = run(ours(option), cast(tensors, torch.bfloat16))
+    theirs = run_reference(plain(option), tensors, torch.bfloat16)
     exact, *_ = run(plain(option), cast(cast(tensors, torch.bfloat16), torch.float64))
-    assert_as_exact_as([errors(got, theirs, exact, cast(tensors, torch.bfloat16), 4)])
+    assert_as_exact_as_pytorch(
+        [measure_errors(actual, theirs, exact, cast(tensors, torch.bfloat16), 4)]
+    )
 
 
 @pytest.mark.parametrize("ids", [[], [5], [3, 1, 3, 3, 0, 1, 7], [2, 2, 2]], ids=str)
@@ -217,27 +229,29 @@ def test_no_ids():
 def test_any_strides():
     tensors, option = drawn(OPTIONS[4])
     tensors = cast(tensors, torch.float32)
-    got, *_ = run(ours(option), {k: spread(t) for k, t in tensors.items()}, strided=True)
-    want, *_ = run(ours(option), tensors)
-    for k in want:
-        torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
+    actual, *_ = run(ours(option), {k: make_strided(t) for k, t in tensors.items()}, strided=True)
+    expected, *_ = run(ours(option), tensors)
+    for k in expected:
+        torch.testing.assert_close(actual[k], expected[k], rtol=1e-5, atol=1e-6)
 
 
 def test_one_row_many_rows(reference_only):
     for M in (1, 300):
         tensors, option = drawn(OPTIONS[4], M=M)
-        got, want = (run(fn(option), cast(tensors, torch.float32))[0] for fn in (ours, plain))
-        for k in want:
-            torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=1e-5)
+        actual, expected = (
+            run(fn(option), cast(tensors, torch.float32))[0] for fn in (ours, plain)
+        )
+        for k in expected:
+            torch.testing.assert_close(actual[k], expected[k], rtol=1e-4, atol=1e-5)
 
 
 def test_without_gradients():
     tensors, option = drawn(OPTIONS[4])
     tensors = cast(tensors, torch.float32)
-    want = ours(option)(**tensors)
+    expected = ours(option)(**tensors)
     with torch.no_grad():
-        got = ours(option)(**tensors)
-    for a, b in zip(got, want, strict=True):
+        actual = ours(option)(**tensors)
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b) and not a.requires_grad
 
 
@@ -246,10 +260,10 @@ def test_compiles_whole(option):
     torch._dynamo.reset()
     tensors, option = drawn(option)
     compiled = torch.compile(ours(option), fullgraph=True, backend="aot_eager")
-    got, *_ = run(compiled, cast(tensors, torch.float32))
-    want, *_ = run(ours(option), cast(tensors, torch.float32))
-    for k in want:
-        torch.testing.assert_close(got[k], want[k], rtol=1e-6, atol=1e-6)
+    actual, *_ = run(compiled, cast(tensors, torch.float32))
+    expected, *_ = run(ours(option), cast(tensors, torch.float32))
+    for k in expected:
+        torch.testing.assert_close(actual[k], expected[k], rtol=1e-6, atol=1e-6)
 
 
 def test_autocast():
@@ -258,12 +272,12 @@ def test_autocast():
     tensors, option = drawn(OPTIONS[4])
     tensors = cast(tensors, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
-        got = ours(option)(**tensors)
-    assert [o.dtype for o in got] == [torch.float32] * 3
+        actual = ours(option)(**tensors)
+    assert [o.dtype for o in actual] == [torch.float32] * 3
     z = (tensors["input"].bfloat16() @ tensors["weight"].bfloat16().t()).float() / 0.7
-    want = z.log_softmax(-1)[:, tensors["selected_token_ids"]]
+    expected = z.log_softmax(-1)[:, tensors["selected_token_ids"]]
     kept = tensors["target"] != -100
-    torch.testing.assert_close(got[2][kept], want[kept], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual[2][kept], expected[kept], rtol=2e-2, atol=2e-2)
 
 
 # ---- errors ----
@@ -406,10 +420,10 @@ def test_tp_of_one_process(one_process):
             nll, entropy = liger_fused_linear_scaled_cross_entropy_tp(
                 *mine.values(), group, 0.7, -100, tiles, True
             )
-            want = Function.apply(*theirs.values(), 0.7, -100, 1, True)
+            expected = Function.apply(*theirs.values(), 0.7, -100, 1, True)
             assert nll.dtype == entropy.dtype == torch.float32
-            assert torch.equal(nll, want[0]) and torch.equal(entropy.bfloat16(), want[1])
+            assert torch.equal(nll, expected[0]) and torch.equal(entropy.bfloat16(), expected[1])
             assert torch.equal(TPFunction.apply(*mine.values(), group, 0.7), nll)
             nll.sum().backward()
-            want[0].sum().backward()
+            expected[0].sum().backward()
             assert all(torch.equal(mine[k].grad, theirs[k].grad) for k in ("input", "weight"))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hardware import DEVICE
-from memory import Source, collect, reused
+from memory import AddressRecorder, collect_garbage, reuses_memory
 from ranks import SIZE
 
 from liger_kernel.ops.head.vocab_parallel import (
@@ -45,8 +45,8 @@ def by_definition(x, y, epsilon=0.0, formula="pytorch", own=slice(None)):
     return ((1 - a) * nll - a * log_p[..., own].mean(-1)).where(y != -100, 0)
 
 
-def same(got, want, tolerance):
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+def same(actual, expected, tolerance):
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 # ---- one rank ----
@@ -64,18 +64,18 @@ def test_as_deepspeed_calls_it():
         and loss.dtype == torch.float32
         and loss[y.reshape(-1) == -100].eq(0).all()
     )
-    want = F.cross_entropy(x.view(-1, V), y.view(-1), reduction="none")
-    torch.testing.assert_close(loss.view(-1), want)
+    expected = F.cross_entropy(x.view(-1, V), y.view(-1), reduction="none")
+    torch.testing.assert_close(loss.view(-1), expected)
     g = torch.rand(S * B, device=DEVICE)
     for a, b in zip(
-        *(torch.autograd.grad(o, x, g.view(o.shape)) for o in (loss, want)), strict=True
+        *(torch.autograd.grad(o, x, g.view(o.shape)) for o in (loss, expected)), strict=True
     ):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("formula", FORMULAS)
-def test_by_name(formula, mode, anywhere):
+def test_by_name(formula, mode, with_and_without_kernels):
     x, y = drawn()
     options = dict(
         ignore_index=-100,
@@ -83,14 +83,14 @@ def test_by_name(formula, mode, anywhere):
         label_smoothing_formula=formula,
         label_smoothing_mode=mode,
     )
-    want = by_definition(x, y, 0.3, formula)
-    got = LigerVocabParallelCEFunction.apply(
+    expected = by_definition(x, y, 0.3, formula)
+    actual = LigerVocabParallelCEFunction.apply(
         vocab_parallel_logits=x, target=y, tp_group=None, **options
     )
-    same(got, want, 1e-5)
+    same(actual, expected, 1e-5)
     same(
         LigerVocabParallelCrossEntropy(**options)(vocab_parallel_logits=x, target=y, tp_group=None),
-        want,
+        expected,
         1e-5,
     )
     if formula == "pytorch":
@@ -98,7 +98,7 @@ def test_by_name(formula, mode, anywhere):
             F.cross_entropy(x.view(-1, V), y.view(-1), label_smoothing=0.3, reduction="none").view(
                 S, B
             ),
-            want,
+            expected,
             1e-5,
         )
 
@@ -121,17 +121,19 @@ def test_logits_that_are_not_contiguous(layout):
     )
     twice = torch.autograd.grad(loss, x, torch.ones_like(loss))
     assert torch.equal(*once, *twice)
-    want = torch.autograd.grad(by_definition(x, y, 0.1).sum(), x)[0]
-    torch.testing.assert_close(*once, want, rtol=1e-5, atol=1e-6)
+    expected = torch.autograd.grad(by_definition(x, y, 0.1).sum(), x)[0]
+    torch.testing.assert_close(*once, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_gradient_takes_the_memory_of_logits_that_nobody_sees(keep):
     x, y = drawn()
     seen = {}
-    loss = collect(liger_vocab_parallel_cross_entropy(Source.apply(x.requires_grad_(), seen), y))
+    loss = collect_garbage(
+        liger_vocab_parallel_cross_entropy(AddressRecorder.apply(x.requires_grad_(), seen), y)
+    )
     loss.sum().backward(retain_graph=keep)
-    assert reused(seen) != keep
+    assert reuses_memory(seen) != keep
     once = x.grad.clone()
     torch.testing.assert_close(
         once, torch.autograd.grad(by_definition(2 * x, y).sum(), x)[0], rtol=1e-5, atol=1e-6
@@ -191,20 +193,20 @@ def shard(rank, dtype, option):
     own = slice(rank * V // 2, (rank + 1) * V // 2)
     mine, full = x[..., own].clone().requires_grad_(), x.double().requires_grad_()
     assert not x[..., own].is_contiguous()
-    want = by_definition(full, y, epsilon, formula, own if mode == "partition" else slice(None))
+    expected = by_definition(full, y, epsilon, formula, own if mode == "partition" else slice(None))
     g = torch.rand(S, B, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    (of_all,) = torch.autograd.grad(want, full, g.double())
+    (of_all,) = torch.autograd.grad(expected, full, g.double())
     with pytest.MonkeyPatch.context() as patch:
-        got = LigerVocabParallelCEFunction.apply(mine, y, dist.group.WORLD, -100, *option)
+        actual = LigerVocabParallelCEFunction.apply(mine, y, dist.group.WORLD, -100, *option)
         for send in ("all_reduce", "all_gather_into_tensor"):
             patch.delattr(dist, send)  # backward needs none
-        once = torch.autograd.grad(got, mine, g.to(got.dtype), retain_graph=True)
-        twice = torch.autograd.grad(got, mine, g.to(got.dtype))
-    same(got, want, tolerance)
+        once = torch.autograd.grad(actual, mine, g.to(actual.dtype), retain_graph=True)
+        twice = torch.autograd.grad(actual, mine, g.to(actual.dtype))
+    same(actual, expected, tolerance)
     assert torch.equal(*once, *twice) and once[0].dtype == dtype
     same(once[0], of_all[..., own], tolerance)
     strided = liger_vocab_parallel_cross_entropy(x[..., own], y, dist.group.WORLD, -100, *option)
-    same(strided, want, tolerance)
+    same(strided, expected, tolerance)
 
 
 def module(rank, compiled):
@@ -213,12 +215,12 @@ def module(rank, compiled):
     loss = LigerVocabParallelCrossEntropy(label_smoothing=0.1, label_smoothing_formula="megatron")
     call = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     mine = x.chunk(SIZE, -1)[rank].clone().requires_grad_()
-    got = call(mine, y, dist.group.WORLD)
-    same(got, by_definition(x, y, 0.1, "megatron"), 1e-5)
-    got.sum().backward()
+    actual = call(mine, y, dist.group.WORLD)
+    same(actual, by_definition(x, y, 0.1, "megatron"), 1e-5)
+    actual.sum().backward()
     full = x.requires_grad_()
-    (want,) = torch.autograd.grad(by_definition(full, y, 0.1, "megatron").sum(), full)
-    torch.testing.assert_close(mine.grad, want.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6)
+    (expected,) = torch.autograd.grad(by_definition(full, y, 0.1, "megatron").sum(), full)
+    torch.testing.assert_close(mine.grad, expected.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6)
     alone = [dist.new_group([r]) for r in range(SIZE)][rank]
     same(loss(x, y, alone), by_definition(x, y, 0.1, "megatron"), 1e-5)
 

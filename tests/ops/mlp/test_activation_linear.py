@@ -1,14 +1,13 @@
-"""An activation without a gate and the linear layer behind it: what is kept, whose memory is taken,
-when it is called.
+"""An activation without a gate and the linear layer after it: saved memory, reuse, fallbacks.
 
-What both kinds share is tested with gates, in test_glu_linear.
+The code that is shared with gated activations is tested in test_glu_linear.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from memory import Source, collect, reused
+from memory import AddressRecorder, collect_garbage, reuses_memory
 
 from liger_kernel.ops.mlp.activation import LigerActivationFunction, liger_relu_squared
 from liger_kernel.ops.mlp.activation_linear import (
@@ -19,28 +18,34 @@ from liger_kernel.ops.mlp.activation_linear import (
     liger_activation_linear,
 )
 
-WIDTH, HIDDEN = 40, 12
+INTERMEDIATE_SIZE = 40
+HIDDEN_SIZE = 12
 
 
 def tensors(lead=(3, 5), dtype=torch.float32):
     torch.manual_seed(0)
-    drawn = [torch.randn(s) for s in ((*lead, WIDTH), (HIDDEN, WIDTH), (HIDDEN,))]
-    return [t.to(DEVICE, dtype).requires_grad_() for t in drawn]
+    inputs = [
+        torch.randn(s)
+        for s in ((*lead, INTERMEDIATE_SIZE), (HIDDEN_SIZE, INTERMEDIATE_SIZE), (HIDDEN_SIZE,))
+    ]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in inputs]
 
 
-def gradients(fn, given, act):
-    x, weight, bias = given
+def gradients(fn, inputs, act):
+    x, weight, bias = inputs
     out = fn(1 * x, weight, bias, act)
-    return [out.detach(), *torch.autograd.grad(collect(out.float().square().sum()), given)]
+    return [out.detach(), *torch.autograd.grad(collect_garbage(out.float().square().sum()), inputs)]
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_against_pytorch(act, fused):
-    given = tensors()
-    for got, want in zip(
-        *(gradients(fn, given, act) for fn in (liger_activation_linear, in_pytorch)), strict=True
+    inputs = tensors()
+    for actual, expected in zip(
+        *(gradients(fn, inputs, act) for fn in (liger_activation_linear, in_pytorch)), strict=True
     ):
-        assert (got - want).abs().max() <= 2e-6 * want.abs().max()  # sums of 40 terms, in any order
+        assert (
+            actual - expected
+        ).abs().max() <= 2e-6 * expected.abs().max()  # sums of 40 terms, in any order
     assert fused == [act]
 
 
@@ -56,9 +61,9 @@ def test_bits_of_the_two_operators(act, fused):
     def one_by_one(x, weight, bias, act):
         return F.linear(LigerActivationFunction.apply(x, act), weight, bias)
 
-    given = tensors(dtype=torch.bfloat16)
-    got, want = (gradients(fn, given, act) for fn in (liger_activation_linear, one_by_one))
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and fused
+    inputs = tensors(dtype=torch.bfloat16)
+    actual, expected = (gradients(fn, inputs, act) for fn in (liger_activation_linear, one_by_one))
+    assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)) and fused
 
 
 @pytest.mark.parametrize("act", ["relu_squared", "none"])
@@ -79,46 +84,49 @@ def test_output_of_the_activation_is_not_kept(act):
 
 
 def test_memory_of_the_sole_holder_alone():
-    """dx lies where the projection's output lay, unless somebody holds that or the graph is
-    kept."""
+    """dx takes the memory of the projection's output, unless that is held or the graph is kept."""
     x, weight, bias = tensors()
-    want = torch.autograd.grad(activation_linear_reference(2 * x, weight, bias, "none").sum(), x)[0]
-    for held, kept in ((False, False), (True, False), (False, True)):
-        seen = {}
+    expected = torch.autograd.grad(
+        activation_linear_reference(2 * x, weight, bias, "none").sum(), x
+    )[0]
+    for hold_a, keep_graph in ((False, False), (True, False), (False, True)):
+        memory = {}
 
-        def graph(held=held, seen=seen):
-            a = Source.apply(x, seen)
-            return liger_activation_linear(a, weight, bias, "none"), a if held else None
+        def graph(hold_a=hold_a, memory=memory):
+            a = AddressRecorder.apply(x, memory)
+            return liger_activation_linear(a, weight, bias, "none"), a if hold_a else None
 
         out, a = graph()
         before = None if a is None else a.detach().clone()
-        (got,) = torch.autograd.grad(collect(out.sum()), x, retain_graph=kept)
-        assert reused(seen) is not (held or kept)
-        torch.testing.assert_close(got, want)
+        (actual,) = torch.autograd.grad(collect_garbage(out.sum()), x, retain_graph=keep_graph)
+        assert reuses_memory(memory) is not (hold_a or keep_graph)
+        torch.testing.assert_close(actual, expected)
         assert a is None or torch.equal(a, before)
 
 
-@pytest.mark.parametrize("wanted", range(1, 8))
-def test_gradients_for_exactly_what_requires_them(wanted):
-    """Of the Function itself: the public function leaves some to PyTorch. Sums of small whole
-    numbers are exact."""
-    given = [t.detach().round() for t in tensors()]
-    for i, t in enumerate(given):
-        t.requires_grad_(bool(wanted >> i & 1))
-    leaves = [t for t in given if t.requires_grad]
-    x, weight, bias = given
+@pytest.mark.parametrize("needed", range(1, 8))
+def test_gradients_for_exactly_what_requires_them(needed):
+    """The Function itself, since the public function leaves some cases to PyTorch.
+
+    Sums of small integers are exact.
+    """
+    inputs = [t.detach().round() for t in tensors()]
+    for i, t in enumerate(inputs):
+        t.requires_grad_(bool(needed >> i & 1))
+    leaves = [t for t in inputs if t.requires_grad]
+    x, weight, bias = inputs
     out = LigerGLULinearFunction.apply(x, None, weight, bias, "relu_squared")
-    got = torch.autograd.grad(out.square().sum(), leaves)
-    want = torch.autograd.grad(
-        activation_linear_reference(*given, "relu_squared").square().sum(), leaves
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    expected = torch.autograd.grad(
+        activation_linear_reference(*inputs, "relu_squared").square().sum(), leaves
     )
-    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_frozen_weight_is_left_to_pytorch(fused):
     x, weight, bias = tensors()
-    got = liger_activation_linear(x, weight.detach(), bias, "relu_squared")
-    assert torch.equal(got, F.linear(liger_relu_squared(x), weight, bias)) and not fused
+    actual = liger_activation_linear(x, weight.detach(), bias, "relu_squared")
+    assert torch.equal(actual, F.linear(liger_relu_squared(x), weight, bias)) and not fused
 
 
 class Doubled(torch.nn.Linear):
@@ -130,9 +138,9 @@ class Doubled(torch.nn.Linear):
 def test_a_layer_is_called_where_it_does_more(act, fused):
     x, *_ = tensors()
     for layer, called in ((torch.nn.Linear, False), (Doubled, True)):
-        linear = layer(WIDTH, HIDDEN, device=DEVICE)
-        got = gated_linear(1 * x, None, act, linear)
-        torch.testing.assert_close(got, linear(ACTIVATIONS[act](x)))
+        linear = layer(INTERMEDIATE_SIZE, HIDDEN_SIZE, device=DEVICE)
+        actual = gated_linear(1 * x, None, act, linear)
+        torch.testing.assert_close(actual, linear(ACTIVATIONS[act](x)))
         assert bool(fused) is not called
         fused.clear()
         hook = linear.register_forward_hook(lambda *args: fused.append("hook"))
@@ -144,10 +152,10 @@ def test_a_layer_is_called_where_it_does_more(act, fused):
 
 def test_without_kernels(reference_only, fused):
     if DEVICE == "cpu":
-        got, want = (
+        actual, expected = (
             gradients(fn, tensors(), "tanh") for fn in (liger_activation_linear, in_pytorch)
         )
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and not fused
+        assert all(torch.equal(g, w) for g, w in zip(actual, expected, strict=True)) and not fused
 
 
 def test_errors():

@@ -1,12 +1,11 @@
-"""SwiGLU and GeGLU: whose memory the gradients may take, extreme values, strides, the MLP
-modules."""
+"""SwiGLU and GeGLU: reuse of memory for gradients, extreme values, strides, the MLP modules."""
 
 import types
 
 import pytest
 import torch
 from hardware import DEVICE
-from memory import Source, collect, reused
+from memory import AddressRecorder, collect_garbage, reuses_memory
 
 from liger_kernel.ops.mlp.glu import (
     LigerGELUMulFunction,
@@ -27,7 +26,7 @@ from liger_kernel.ops.mlp.modules import (
     LigerSwiGLUMLP,
     LigerSwiGLUMLPForMuseGlimmer,
 )
-from liger_kernel.ops.mlp.pointwise import rows
+from liger_kernel.ops.mlp.pointwise import as_rows
 
 
 def leaves():
@@ -39,18 +38,18 @@ def test_sole_holder_is_overwritten(monkeypatch):
     """The gradients lie where a and b lay; nothing is allocated for them; they are right."""
     x, z = leaves()
     a, b = {}, {}
-    y = liger_swiglu(Source.apply(x, a), Source.apply(z, b))
+    y = liger_swiglu(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b))
     allocated = []
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
     )
-    collect(y.square().sum()).backward()
-    assert reused(a) and reused(b) and not [size for size in allocated if size != (0,)]
-    want = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).square().sum(), (x, z))
-    torch.testing.assert_close((x.grad, z.grad), want)
+    collect_garbage(y.square().sum()).backward()
+    assert reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
+    expected = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).square().sum(), (x, z))
+    torch.testing.assert_close((x.grad, z.grad), expected)
     with pytest.raises(RuntimeError):
-        collect(y.square().sum()).backward()
+        collect_garbage(y.square().sum()).backward()
 
 
 def test_overwritten_through_the_modules():
@@ -63,27 +62,29 @@ def test_overwritten_through_the_modules():
         (LigerGEGLUMLP(config).to(DEVICE), geglu_reference),
     ):
         a, b = {}, {}
-        for linear, seen in ((mlp.gate_proj, a), (mlp.up_proj, b)):
-            linear.register_forward_hook(lambda _, inputs, out, seen=seen: Source.apply(out, seen))
+        for linear, memory in ((mlp.gate_proj, a), (mlp.up_proj, b)):
+            linear.register_forward_hook(
+                lambda _, inputs, out, memory=memory: AddressRecorder.apply(out, memory)
+            )
         leaves = [x, *mlp.parameters()]
-        got = torch.autograd.grad(collect(mlp(x).square().sum()), leaves)
-        assert reused(a) and reused(b)
+        actual = torch.autograd.grad(collect_garbage(mlp(x).square().sum()), leaves)
+        assert reuses_memory(a) and reuses_memory(b)
         y = mlp.down_proj(reference(mlp.gate_proj(x), mlp.up_proj(x)))
-        torch.testing.assert_close(got, torch.autograd.grad(y.square().sum(), leaves))
+        torch.testing.assert_close(actual, torch.autograd.grad(y.square().sum(), leaves))
 
 
 def test_half_held():
     x, z = leaves()
     a, b = {}, {}
-    held = Source.apply(x, a)
-    before = held.detach().clone()
-    collect(liger_swiglu(held, Source.apply(z, b)).sum()).backward()
-    assert not reused(a) and reused(b) and torch.equal(held, before)
-    want = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z))
-    torch.testing.assert_close((x.grad, z.grad), want)
+    held_a = AddressRecorder.apply(x, a)
+    before = held_a.detach().clone()
+    collect_garbage(liger_swiglu(held_a, AddressRecorder.apply(z, b)).sum()).backward()
+    assert not reuses_memory(a) and reuses_memory(b) and torch.equal(held_a, before)
+    expected = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z))
+    torch.testing.assert_close((x.grad, z.grad), expected)
 
 
-HOLDERS = {  # what the caller keeps of a
+HOLDERS = {  # the references to a that the caller keeps
     "itself": lambda a: a,
     "a view": lambda a: a[:2],
     "a view of a view": lambda a: a.view(-1)[3:].view(-1, 1),
@@ -101,21 +102,21 @@ def test_held_is_not_overwritten(holder):
     if holder == "numpy" and DEVICE != "cpu":
         pytest.skip("shares no memory with a GPU tensor")
     x, z = leaves()
-    seen = {}
+    memory = {}
 
     def graph():
-        a = Source.apply(x, seen)
+        a = AddressRecorder.apply(x, memory)
         return HOLDERS[holder](a), liger_geglu(a, 1 * z)
 
-    kept, y = graph()
-    collect(y.square().sum()).backward()
-    assert not reused(seen)
-    want = torch.autograd.grad(geglu_reference(2 * x, z).square().sum(), (x, z))
-    torch.testing.assert_close((x.grad, z.grad), want)
-    if isinstance(kept, torch.Tensor):
-        assert torch.equal(kept, HOLDERS[holder]((2 * x.detach()).requires_grad_()))
+    reference_to_a, y = graph()
+    collect_garbage(y.square().sum()).backward()
+    assert not reuses_memory(memory)
+    expected = torch.autograd.grad(geglu_reference(2 * x, z).square().sum(), (x, z))
+    torch.testing.assert_close((x.grad, z.grad), expected)
+    if isinstance(reference_to_a, torch.Tensor):
+        assert torch.equal(reference_to_a, HOLDERS[holder]((2 * x.detach()).requires_grad_()))
     if holder == "retain_grad":
-        torch.testing.assert_close(2 * kept.grad, x.grad)
+        torch.testing.assert_close(2 * reference_to_a.grad, x.grad)
 
 
 def saved_by_another_node(x, keep):
@@ -152,7 +153,7 @@ def test_gradients_are_right_however_a_was_made(maker, same):
         else:
             y = glu(MAKERS[maker](x, keep), 1 * z)
         loss = y.square().sum() + sum(k.sum() for k in keep)
-        return torch.autograd.grad(collect(loss), (x, z), allow_unused=maker == "no gradient")
+        return torch.autograd.grad(collect_garbage(loss), (x, z), allow_unused=maker == "no gradient")
 
     torch.testing.assert_close(gradients(liger_swiglu), gradients(swiglu_reference))
     assert torch.equal(x, before)
@@ -162,23 +163,23 @@ def test_both_consumers_are_ours():
     """Two GLUs over the same a: neither may write over it."""
     x, z = leaves()
 
-    def graph(one, two):
+    def graph(first_glu, second_glu):
         a, b = 2 * x, 2 * z
-        return one(a, b).sum() + two(a, b).square().sum()
+        return first_glu(a, b).sum() + second_glu(a, b).square().sum()
 
-    got = torch.autograd.grad(collect(graph(liger_swiglu, liger_geglu)), (x, z))
-    want = torch.autograd.grad(graph(swiglu_reference, geglu_reference), (x, z))
-    torch.testing.assert_close(got, want)
+    actual = torch.autograd.grad(collect_garbage(graph(liger_swiglu, liger_geglu)), (x, z))
+    expected = torch.autograd.grad(graph(swiglu_reference, geglu_reference), (x, z))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_kept_graph_is_not_overwritten():
     x, z = leaves()
     a, b = {}, {}
-    loss = liger_swiglu(Source.apply(x, a), Source.apply(z, b)).square().sum()
-    once = torch.autograd.grad(collect(loss), (x, z), retain_graph=True)
-    assert not reused(a) and not reused(b)
-    twice = torch.autograd.grad(collect(loss), (x, z))
-    assert reused(a) and reused(b)
+    loss = liger_swiglu(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b)).square().sum()
+    once = torch.autograd.grad(collect_garbage(loss), (x, z), retain_graph=True)
+    assert not reuses_memory(a) and not reuses_memory(b)
+    twice = torch.autograd.grad(collect_garbage(loss), (x, z))
+    assert reuses_memory(a) and reuses_memory(b)
     assert all(torch.equal(s, t) for s, t in zip(once, twice, strict=True))
 
 
@@ -191,10 +192,10 @@ def test_compiled_is_not_overwritten():
     y = compiled(a, b)
     view = a.detach()
     del a
-    got = torch.autograd.grad(collect(y.sum()), (x, z))
+    actual = torch.autograd.grad(collect_garbage(y.sum()), (x, z))
     assert torch.equal(view, before[0]) and torch.equal(b, before[1])
     torch.testing.assert_close(
-        got, torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z))
+        actual, torch.autograd.grad(swiglu_reference(2 * x, 2 * z).sum(), (x, z))
     )
 
 
@@ -205,30 +206,30 @@ def test_under_checkpointing(reentrant):
     def block(x, z):
         return liger_swiglu(2 * x, 2 * z) * 3
 
-    collect(
+    collect_garbage(
         torch.utils.checkpoint.checkpoint(block, x, z, use_reentrant=reentrant).square().sum()
     ).backward()
-    want = torch.autograd.grad((swiglu_reference(2 * x, 2 * z) * 3).square().sum(), (x, z))
-    torch.testing.assert_close((x.grad, z.grad), want)
+    expected = torch.autograd.grad((swiglu_reference(2 * x, 2 * z) * 3).square().sum(), (x, z))
+    torch.testing.assert_close((x.grad, z.grad), expected)
 
 
-@pytest.mark.parametrize("wanted", (0, 1))
-def test_gradient_of_one(wanted):
+@pytest.mark.parametrize("needed", (0, 1))
+def test_gradient_of_one(needed):
     """The other is neither computed nor written over."""
     x = leaves()
-    other = x[1 - wanted].detach()
-    before = other.clone()
-    seen = {}
-    args = [other, other]
-    args[wanted] = Source.apply(x[wanted], seen)
+    frozen = x[1 - needed].detach()
+    before = frozen.clone()
+    memory = {}
+    args = [frozen, frozen]
+    args[needed] = AddressRecorder.apply(x[needed], memory)
     y = liger_swiglu(*args)
     del args
-    collect(y.square().sum()).backward()
-    args = [other, other]
-    args[wanted] = 2 * x[wanted]
-    want = torch.autograd.grad(swiglu_reference(*args).square().sum(), x[wanted])[0]
-    torch.testing.assert_close(x[wanted].grad, want)
-    assert reused(seen) and torch.equal(other, before)
+    collect_garbage(y.square().sum()).backward()
+    args = [frozen, frozen]
+    args[needed] = 2 * x[needed]
+    expected = torch.autograd.grad(swiglu_reference(*args).square().sum(), x[needed])[0]
+    torch.testing.assert_close(x[needed].grad, expected)
+    assert reuses_memory(memory) and torch.equal(frozen, before)
 
 
 GLUS = {
@@ -256,28 +257,28 @@ def test_extreme_values(name):
     inf, nan = float("inf"), float("nan")
     values = [0.0, -0.0, 1e-40, 20.0, 88.0, 89.0, 104.0, 1e4, 1e10, 1e13, inf]
     a = torch.tensor([s * v for v in values for s in (1, -1)] + [nan], device=DEVICE)
-    got, want = values_and_slopes(fn, a), values_and_slopes(reference, a)
+    actual, expected = values_and_slopes(fn, a), values_and_slopes(reference, a)
     if name == "exact":
         assert (
-            got[0, -3] == inf
+            actual[0, -3] == inf
         )  # PyTorch's own on a CPU is NaN with some vector instructions, inf with others
-        got[0, -3] = want[0, -3]
-        got[2, -3] = want[2, -3]
+        actual[0, -3] = expected[0, -3]
+        actual[2, -3] = expected[2, -3]
     torch.testing.assert_close(
-        got, want, rtol=1e-5, atol=1e-30 if name == "silu" else 1e-6, equal_nan=True
+        actual, expected, rtol=1e-5, atol=1e-30 if name == "silu" else 1e-6, equal_nan=True
     )
     a, b = (
         a.half(),
         torch.full_like(a, 0.5).half(),
     )  # what is finite in fp16 doesn't overflow on the way
-    got = fn(a, b)
-    assert torch.equal(got.isfinite(), a.isfinite())
-    torch.testing.assert_close(got[a.isfinite()], reference(a, b)[a.isfinite()])
+    actual = fn(a, b)
+    assert torch.equal(actual.isfinite(), a.isfinite())
+    torch.testing.assert_close(actual[a.isfinite()], reference(a, b)[a.isfinite()])
 
 
 @pytest.mark.parametrize("name", GLUS)
 def test_slope_does_not_cancel(name):
-    """Where σ is near 1, PyTorch's derivative is off by 8 roundings of 1; here by 4 at most."""
+    """PyTorch's derivative is off by 8 roundings of 1 if σ is near 1; ours by 4 at most."""
     fn, reference = GLUS[name]
     a = torch.linspace(-30, 30, 6001, device=DEVICE)
     error = values_and_slopes(fn, a)[1] - values_and_slopes(reference, a, torch.float64)[1]
@@ -287,22 +288,22 @@ def test_slope_does_not_cancel(name):
 def test_halves_of_one_tensor_are_read_in_place():
     y = torch.randn(2, 5, 2 * 24, device=DEVICE)
     a, b = y.chunk(2, -1)
-    *_, first, second = rows(a, b)
+    *_, first, second = as_rows(a, b)
     assert (first.data_ptr(), second.data_ptr()) == (
         a.data_ptr(),
         b.data_ptr(),
     ) and first.stride() == (48, 1)
-    got, want = liger_swiglu(a, b), liger_swiglu(a.contiguous(), b.contiguous())
-    assert torch.equal(got, want) and got.is_contiguous()
+    actual, expected = liger_swiglu(a, b), liger_swiglu(a.contiguous(), b.contiguous())
+    assert torch.equal(actual, expected) and actual.is_contiguous()
 
 
 @pytest.mark.parametrize("shape", ((), (1,), (0,), (3, 0), (0, 3), (1, 1), (2, 1, 3, 5)), ids=str)
 def test_shapes(shape):
     a, b = (torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2))
     y = liger_swiglu(a, b)
-    got = torch.autograd.grad(y.sum(), (a, b))
+    actual = torch.autograd.grad(y.sum(), (a, b))
     torch.testing.assert_close(y, swiglu_reference(a, b))
-    torch.testing.assert_close(got, torch.autograd.grad(swiglu_reference(a, b).sum(), (a, b)))
+    torch.testing.assert_close(actual, torch.autograd.grad(swiglu_reference(a, b).sum(), (a, b)))
 
 
 def test_other_strides():
@@ -323,8 +324,8 @@ def test_beyond_int32():
     a.copy_(torch.randn(3, 8))
     assert torch.equal(liger_swiglu(a, a), liger_swiglu(a.contiguous(), a.contiguous()))
     x, far = a.contiguous().requires_grad_(), a.detach().requires_grad_()
-    got = torch.autograd.grad(liger_swiglu(far, far), far, a)[0]
-    assert torch.equal(got, torch.autograd.grad(liger_swiglu(x, x), x, a.contiguous())[0])
+    actual = torch.autograd.grad(liger_swiglu(far, far), far, a)[0]
+    assert torch.equal(actual, torch.autograd.grad(liger_swiglu(x, x), x, a.contiguous())[0])
 
 
 def test_functions_as_frameworks_call_them():
@@ -342,8 +343,8 @@ def test_functions_as_frameworks_call_them():
         compiled = torch.compile(
             lambda a, b, f=function: f.apply(a, b).sum(), fullgraph=True, backend="aot_eager"
         )
-        got = torch.autograd.grad(compiled(a, b), (a, b))
-        torch.testing.assert_close(got, torch.autograd.grad(function.apply(a, b).sum(), (a, b)))
+        actual = torch.autograd.grad(compiled(a, b), (a, b))
+        torch.testing.assert_close(actual, torch.autograd.grad(function.apply(a, b).sum(), (a, b)))
 
 
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "reference"))
@@ -391,7 +392,7 @@ GELU = types.SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    "mine,theirs,config",
+    "liger_class, hf_path, config",
     (
         (LigerSwiGLUMLP, "mistral.modeling_mistral.MistralMLP", CONFIG),
         (LigerQwen3MoeSwiGLUMLP, "qwen3_moe.modeling_qwen3_moe.Qwen3MoeMLP", CONFIG),
@@ -407,22 +408,24 @@ GELU = types.SimpleNamespace(
     ),
     ids=lambda v: v.__name__ if isinstance(v, type) else None,
 )
-def test_modules_against_hugging_face(mine, theirs, config):
-    path, _, name = theirs.rpartition(".")
+def test_modules_against_hugging_face(liger_class, hf_path, config):
+    path, _, name = hf_path.rpartition(".")
     hf = getattr(pytest.importorskip(f"transformers.models.{path}"), name)(config).to(DEVICE)
-    mlp = mine(config).to(DEVICE)
+    mlp = liger_class(config).to(DEVICE)
     mlp.load_state_dict(hf.state_dict())
     x = torch.randn(2, 3, 12, device=DEVICE, requires_grad=True)
-    got, want = mlp(x), hf(x)
-    torch.testing.assert_close(got, want)
-    got = torch.autograd.grad(got.square().sum(), (x, *mlp.parameters()))
-    torch.testing.assert_close(got, torch.autograd.grad(want.square().sum(), (x, *hf.parameters())))
-    if mine in (
+    actual, expected = mlp(x), hf(x)
+    torch.testing.assert_close(actual, expected)
+    actual = torch.autograd.grad(actual.square().sum(), (x, *mlp.parameters()))
+    torch.testing.assert_close(
+        actual, torch.autograd.grad(expected.square().sum(), (x, *hf.parameters()))
+    )
+    if liger_class in (
         LigerSwiGLUMLP,
         LigerGEGLUMLP,
         LigerPhi3SwiGLUMLP,
     ):  # patching binds the forward to Hugging Face's class
-        torch.testing.assert_close(mine.forward(hf, x), want)
+        torch.testing.assert_close(liger_class.forward(hf, x), expected)
 
 
 def test_sizes_of_modules():

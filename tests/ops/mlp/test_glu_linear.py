@@ -1,5 +1,4 @@
-"""A GLU and the linear layer behind it: the bits of one after the other, y not kept, and when a
-layer is called."""
+"""A GLU and the linear layer after it: bits of the two operators, saved memory, fallbacks."""
 
 import contextlib
 import types
@@ -8,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from memory import Source, collect, reused
+from memory import AddressRecorder, collect_garbage, reuses_memory
 
 from liger_kernel.core import devices
 from liger_kernel.ops.mlp.activation_linear import (
-    GATES,
+    GATED_ACTIVATIONS,
     LigerGLULinearFunction,
     gated_linear,
     glu_linear_reference,
@@ -26,44 +25,48 @@ from liger_kernel.ops.mlp.modules import (
     LigerSwiGLUMLP,
 )
 
-WIDTH, HIDDEN = 40, 12
+INTERMEDIATE_SIZE = 40
+HIDDEN_SIZE = 12
 
 
 def unfused(a, b, weight, bias=None, act="silu"):
     return F.linear(liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act), weight, bias)
 
 
-def tensors(lead=(3, 5), dtype=torch.float32, bias=True, width=WIDTH, hidden=HIDDEN):
+def tensors(
+    lead=(3, 5), dtype=torch.float32, bias=True, width=INTERMEDIATE_SIZE, hidden=HIDDEN_SIZE
+):
     torch.manual_seed(0)
     shapes = (*lead, width), (*lead, width), (hidden, width), (hidden,)
-    drawn = [torch.randn(s).to(DEVICE, dtype).requires_grad_() for s in shapes]
-    return drawn if bias else [*drawn[:3], None]
+    arguments = [torch.randn(s).to(DEVICE, dtype).requires_grad_() for s in shapes]
+    return arguments if bias else [*arguments[:3], None]
 
 
-def gradients(fn, given, act="silu", dout=None):
-    """The output, and the gradients of what requires one. a and b are, as in a model, nobody's but
-    the graph's."""
-    a, b, weight, bias = given
+def gradients(fn, arguments, act="silu", dout=None):
+    """Return the output and the gradients. As in a model, only the graph refers to a and b."""
+    a, b, weight, bias = arguments
     out = fn(1 * a, 1 * b, weight, bias, act)
     loss = (out.float() * (torch.arange(out.numel(), device=DEVICE).view(out.shape) % 7 - 3)).sum()
-    leaves = [t for t in given if t is not None and t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(collect(loss), leaves)]
+    leaves = [t for t in arguments if t is not None and t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(collect_garbage(loss), leaves)]
 
 
-def same(got, want):
-    return len(got) == len(want) and all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+def same(actual, expected):
+    return len(actual) == len(expected) and all(
+        torch.equal(g, w) for g, w in zip(actual, expected, strict=True)
+    )
 
 
-# ---- the operator ----------------------------------------------------------------------------------------------------
+# ---- the operator ----
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
-@pytest.mark.parametrize("act", GATES)
+@pytest.mark.parametrize("act", GATED_ACTIVATIONS)
 def test_bits_of_the_two_operators(act, bias, dtype, fused):
-    given = tensors(dtype=dtype, bias=bias)
+    arguments = tensors(dtype=dtype, bias=bias)
     assert same(
-        gradients(liger_glu_linear, given, act), gradients(unfused, given, act)
+        gradients(liger_glu_linear, arguments, act), gradients(unfused, arguments, act)
     ) and fused == [act]
 
 
@@ -82,14 +85,14 @@ def test_bits_of_the_two_operators(act, bias, dtype, fused):
 )
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
 def test_shapes(lead, width, hidden, bias, fused):
-    given = tensors(lead, bias=bias, width=width, hidden=hidden)
-    assert same(gradients(liger_glu_linear, given), gradients(unfused, given)) and fused
+    arguments = tensors(lead, bias=bias, width=width, hidden=hidden)
+    assert same(gradients(liger_glu_linear, arguments), gradients(unfused, arguments)) and fused
 
 
 def test_a_vector(fused):
-    given = tensors(())
+    arguments = tensors(())
     torch.testing.assert_close(
-        gradients(liger_glu_linear, given), gradients(glu_linear_reference, given)
+        gradients(liger_glu_linear, arguments), gradients(glu_linear_reference, arguments)
     )
     assert fused
 
@@ -98,28 +101,28 @@ def test_halves_and_other_strides(fused):
     """Phi3's halves, a transposed weight, an expanded incoming gradient. For cuBLAS these are other
     matmuls."""
     _, _, weight, bias = tensors()
-    both = torch.randn(2, 5, 2 * WIDTH, device=DEVICE, requires_grad=True)
-    turned = weight.detach().t().contiguous().t().requires_grad_()
+    both = torch.randn(2, 5, 2 * INTERMEDIATE_SIZE, device=DEVICE, requires_grad=True)
+    transposed = weight.detach().t().contiguous().t().requires_grad_()
 
     def graph(fn):
-        out = fn(*(1 * both).chunk(2, -1), turned, bias)
-        return [out.detach(), *torch.autograd.grad(collect(out.sum()), (both, turned, bias))]
+        out = fn(*(1 * both).chunk(2, -1), transposed, bias)
+        return [out.detach(), *torch.autograd.grad(collect_garbage(out.sum()), (both, transposed, bias))]
 
     bound = 0 if DEVICE == "cpu" else 1e-5
-    for got, want in zip(graph(liger_glu_linear), graph(unfused), strict=True):
-        torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+    for actual, expected in zip(graph(liger_glu_linear), graph(unfused), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
     assert fused
 
 
-def kept(fn, given):
-    """Bytes of the distinct memory that the graph holds, less the weight's and the bias's."""
+def saved_bytes(fn, arguments):
+    """Return the bytes that the graph saves, without the weight and the bias, and the output."""
     memory = {}
 
     def pack(t):
         memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    a, b, weight, bias = given
+    a, b, weight, bias = arguments
     a, b = 1 * a, 1 * b
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = fn(
@@ -131,27 +134,29 @@ def kept(fn, given):
 
 
 def test_output_of_the_glu_is_not_kept():
-    given = tensors()
-    one = given[0].numel() * given[0].element_size()
-    assert kept(liger_glu_linear, given)[0] == 2 * one
-    assert kept(unfused, given)[0] == 3 * one  # what the test would see otherwise
+    arguments = tensors()
+    a_bytes = arguments[0].numel() * arguments[0].element_size()
+    assert saved_bytes(liger_glu_linear, arguments)[0] == 2 * a_bytes
+    assert saved_bytes(unfused, arguments)[0] == 3 * a_bytes  # what the test would see otherwise
 
 
 def test_only_what_the_gradients_need_is_kept():
-    given = tensors()
-    one = given[0].numel() * given[0].element_size()
-    for t in given[:2]:
+    arguments = tensors()
+    a_bytes = arguments[0].numel() * arguments[0].element_size()
+    for t in arguments[:2]:
         t.requires_grad_(False)
-    assert kept(liger_glu_linear, given)[0] == one  # y alone, which is less than a and b
-    given[2].requires_grad_(False)
-    assert kept(LigerGLULinearFunction.apply, given)[0] == 0
+    assert (
+        saved_bytes(liger_glu_linear, arguments)[0] == a_bytes
+    )  # y alone, which is less than a and b
+    arguments[2].requires_grad_(False)
+    assert saved_bytes(LigerGLULinearFunction.apply, arguments)[0] == 0
 
 
 def test_no_memory_beyond_that_of_dy(monkeypatch):
-    """da and db lie where a and b lay, and dW is made of what lies where dy lay."""
+    """da and db take the memory of a and b, and y, of which dW is computed, that of dy."""
     x, z, weight, bias = tensors()
     a, b = {}, {}
-    out = liger_glu_linear(Source.apply(x, a), Source.apply(z, b), weight, bias)
+    out = liger_glu_linear(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b), weight, bias)
     products = []
     mm = torch.mm
     monkeypatch.setattr(
@@ -164,41 +169,41 @@ def test_no_memory_beyond_that_of_dy(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
     )
-    collect(out.square().sum()).backward()
-    assert reused(a) and reused(b) and not [size for size in allocated if size != (0,)]
+    collect_garbage(out.square().sum()).backward()
+    assert reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
     (dy, _), (_, second) = products
     assert second == dy.data_ptr()
     monkeypatch.undo()
-    want = torch.autograd.grad(
+    expected = torch.autograd.grad(
         unfused(2 * x, 2 * z, weight, bias).square().sum(), (x, z, weight, bias)
     )
-    assert same([t.grad for t in (x, z, weight, bias)], want)
+    assert same([t.grad for t in (x, z, weight, bias)], expected)
 
 
 def test_held_is_not_overwritten():
     x, z, weight, bias = tensors()
     a, b = {}, {}
-    held = Source.apply(x, a)
-    before, wbefore = held.detach().clone(), weight.detach().clone()
-    collect(liger_glu_linear(held, Source.apply(z, b), weight, bias).sum()).backward()
+    held_a = AddressRecorder.apply(x, a)
+    before, wbefore = held_a.detach().clone(), weight.detach().clone()
+    collect_garbage(liger_glu_linear(held_a, AddressRecorder.apply(z, b), weight, bias).sum()).backward()
     assert (
-        not reused(a) and reused(b) and torch.equal(held, before) and torch.equal(weight, wbefore)
+        not reuses_memory(a) and reuses_memory(b) and torch.equal(held_a, before) and torch.equal(weight, wbefore)
     )
-    want = torch.autograd.grad(
+    expected = torch.autograd.grad(
         glu_linear_reference(2 * x, 2 * z, weight, bias).sum(), (x, z, weight)
     )
-    torch.testing.assert_close((x.grad, z.grad, weight.grad), want)
+    torch.testing.assert_close((x.grad, z.grad, weight.grad), expected)
 
 
 def test_second_backward():
     x, z, weight, bias = tensors()
     a, b = {}, {}
-    loss = liger_glu_linear(Source.apply(x, a), Source.apply(z, b), weight, bias).square().sum()
+    loss = liger_glu_linear(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b), weight, bias).square().sum()
     leaves = x, z, weight, bias
-    once = torch.autograd.grad(collect(loss), leaves, retain_graph=True)
-    assert not reused(a) and not reused(b)
-    twice = torch.autograd.grad(collect(loss), leaves)
-    assert reused(a) and reused(b) and same(once, twice)
+    once = torch.autograd.grad(collect_garbage(loss), leaves, retain_graph=True)
+    assert not reuses_memory(a) and not reuses_memory(b)
+    twice = torch.autograd.grad(collect_garbage(loss), leaves)
+    assert reuses_memory(a) and reuses_memory(b) and same(once, twice)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, leaves)
 
@@ -213,17 +218,17 @@ def test_a_changed_weight_is_noticed():
 
 
 @pytest.mark.parametrize(
-    "wanted", range(1, 16), ids=lambda n: "".join(c for i, c in enumerate("abwc") if n >> i & 1)
+    "needed", range(1, 16), ids=lambda n: "".join(c for i, c in enumerate("abwc") if n >> i & 1)
 )
 @pytest.mark.thorough
-def test_gradients_for_exactly_what_requires_them(wanted):
-    """Of the Function itself: liger_glu_linear leaves some combinations to the two operators."""
-    given = tensors()
-    for i, t in enumerate(given):
-        t.requires_grad_(bool(wanted >> i & 1))
-    before = [t.detach().clone() for t in given]
-    assert same(gradients(LigerGLULinearFunction.apply, given), gradients(unfused, given))
-    assert same(given, before)
+def test_gradients_for_exactly_what_requires_them(needed):
+    """The Function itself, since liger_glu_linear leaves some cases to the two operators."""
+    arguments = tensors()
+    for i, t in enumerate(arguments):
+        t.requires_grad_(bool(needed >> i & 1))
+    before = [t.detach().clone() for t in arguments]
+    assert same(gradients(LigerGLULinearFunction.apply, arguments), gradients(unfused, arguments))
+    assert same(arguments, before)
 
 
 @pytest.mark.parametrize("lead", ((4,), (2, 3)), ids=str)
@@ -232,10 +237,10 @@ def test_output_may_be_written_to(lead, bias, fused):
     """As that of a linear layer: ``hidden += residual``."""
 
     def graph(fn):
-        given = tensors(lead, bias=bias)
-        out = fn(*given)
+        arguments = tensors(lead, bias=bias)
+        out = fn(*arguments)
         out += 1
-        return torch.autograd.grad(out.square().sum(), [t for t in given if t is not None])
+        return torch.autograd.grad(out.square().sum(), [t for t in arguments if t is not None])
 
     assert same(graph(liger_glu_linear), graph(unfused)) and fused
 
@@ -248,14 +253,14 @@ def test_under_checkpointing(reentrant, fused):
 
         return torch.utils.checkpoint.checkpoint(block, a, b, weight, use_reentrant=reentrant)
 
-    given = tensors()
-    out = collect(checkpointed(*given, "silu"))
+    arguments = tensors()
+    out = collect_garbage(checkpointed(*arguments, "silu"))
     out.square().sum().backward()
-    got = [t.grad for t in given]
-    want = torch.autograd.grad(
-        (3 * unfused(2 * given[0], 2 * given[1], *given[2:])).square().sum(), given
+    actual = [t.grad for t in arguments]
+    expected = torch.autograd.grad(
+        (3 * unfused(2 * arguments[0], 2 * arguments[1], *arguments[2:])).square().sum(), arguments
     )
-    assert same(got, want) and fused
+    assert same(actual, expected) and fused
 
 
 def test_backward_under_autocast():
@@ -276,38 +281,39 @@ def test_backward_under_autocast():
 @pytest.mark.thorough
 def test_compiled(fn):
     torch._dynamo.reset()
-    given = tensors()
+    arguments = tensors()
     compiled = torch.compile(lambda *args: fn(*args), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled, given), gradients(unfused, given))
+    torch.testing.assert_close(gradients(compiled, arguments), gradients(unfused, arguments))
 
 
 def test_compiled_autograd(fused):
     from torch._dynamo import compiled_autograd
 
     torch._dynamo.reset()
-    given = tensors()
-    want = gradients(unfused, given)[1:]
-    loss = gradients_loss(given)
+    arguments = tensors()
+    expected = gradients(unfused, arguments)[1:]
+    loss = gradients_loss(arguments)
     with compiled_autograd._enable(torch.compile(backend="aot_eager")):
         loss.backward()
-    torch.testing.assert_close([t.grad for t in given], want)
+    torch.testing.assert_close([t.grad for t in arguments], expected)
     assert fused
 
 
-def gradients_loss(given):
-    out = liger_glu_linear(1 * given[0], 1 * given[1], *given[2:])
+def gradients_loss(arguments):
+    out = liger_glu_linear(1 * arguments[0], 1 * arguments[1], *arguments[2:])
     return (out * (torch.arange(out.numel(), device=DEVICE).view(out.shape) % 7 - 3)).sum()
 
 
 def test_without_kernels(reference_only, fused):
-    given = tensors()
+    arguments = tensors()
     if DEVICE == "cpu":
         assert (
-            same(gradients(liger_glu_linear, given), gradients(glu_linear_reference, given))
+            same(gradients(liger_glu_linear, arguments), gradients(glu_linear_reference, arguments))
             and not fused
         )
         assert same(
-            gradients(LigerGLULinearFunction.apply, given), gradients(glu_linear_reference, given)
+            gradients(LigerGLULinearFunction.apply, arguments),
+            gradients(glu_linear_reference, arguments),
         )
 
 
@@ -336,7 +342,7 @@ def test_errors():
         liger_glu_linear(a, b[:2], weight, bias)
 
 
-# ---- with a layer ----------------------------------------------------------------------------------------------------
+# ---- with a layer ----
 
 
 class Sharded(torch.nn.Linear):
@@ -358,7 +364,7 @@ class TaggedParameter(torch.nn.Parameter):
 
 def layer(cls=torch.nn.Linear, bias=True, **options):
     torch.manual_seed(1)
-    return cls(WIDTH, HIDDEN, bias=bias, device=DEVICE, **options)
+    return cls(INTERMEDIATE_SIZE, HIDDEN_SIZE, bias=bias, device=DEVICE, **options)
 
 
 def inputs(dtype=torch.float32):
@@ -368,14 +374,14 @@ def inputs(dtype=torch.float32):
 def through(fn, a, b, linear):
     out = fn(1 * a, 1 * b, "silu", linear)
     leaves = [t for t in (a, b, *linear.parameters()) if t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(collect(out.float().square().sum()), leaves)]
+    return [out.detach(), *torch.autograd.grad(collect_garbage(out.float().square().sum()), leaves)]
 
 
-def called(a, b, act, linear):
+def call_layer(a, b, act, linear):
     return linear(liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act))
 
 
-@pytest.mark.parametrize("act", GATES)
+@pytest.mark.parametrize("act", GATED_ACTIVATIONS)
 @pytest.mark.parametrize("cls", (torch.nn.Linear, Sharded))
 @pytest.mark.parametrize("bias", (True, False), ids=("bias", "no bias"))
 def test_plain_layer_is_fused(cls, bias, act, fused):
@@ -385,7 +391,7 @@ def test_plain_layer_is_fused(cls, bias, act, fused):
     def chosen(fn):
         return through(lambda a, b, _, linear: fn(a, b, act, linear), a, b, linear)
 
-    assert same(chosen(gated_linear), chosen(called)) and fused == [act]
+    assert same(chosen(gated_linear), chosen(call_layer)) and fused == [act]
 
 
 def hooked(register):
@@ -402,10 +408,15 @@ def hooked(register):
 
 
 HOOKS = (
-    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-    "register_full_backward_pre_hook", "register_module_forward_hook", "register_module_forward_pre_hook",
-    "register_module_full_backward_hook", "register_module_full_backward_pre_hook",
-)  # fmt: skip
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_module_forward_hook",
+    "register_module_forward_pre_hook",
+    "register_module_full_backward_hook",
+    "register_module_full_backward_pre_hook",
+)
 
 
 @pytest.mark.parametrize("register", HOOKS)
@@ -414,16 +425,16 @@ def test_hooked_layer_is_called(register, fused):
     a, b = inputs()
     with contextlib.ExitStack() as stack:
         linear, fired = hooked(register)(stack)
-        got = through(gated_linear, a, b, linear)
+        actual = through(gated_linear, a, b, linear)
     assert len(fired) == 1 and not fused
-    assert same(got, through(called, a, b, linear))
-    assert same(through(gated_linear, a, b, linear), got) and fused == [
+    assert same(actual, through(call_layer, a, b, linear))
+    assert same(through(gated_linear, a, b, linear), actual) and fused == [
         "silu"
     ]  # once the hook is gone
 
 
 def replaced_forward(linear):
-    """What accelerate does: a function on the instance."""
+    """Replace forward by a function on the instance, as accelerate does."""
     plain = linear.forward
     linear.forward = lambda x: plain(x) * 3
     return linear
@@ -441,8 +452,8 @@ def tagged_bias(linear):
 
 def halved(linear):
     """A tensor-parallel shard under the layer's own sizes."""
-    linear.weight = torch.nn.Parameter(linear.weight.detach()[: HIDDEN // 2])
-    linear.bias = torch.nn.Parameter(linear.bias.detach()[: HIDDEN // 2])
+    linear.weight = torch.nn.Parameter(linear.weight.detach()[: HIDDEN_SIZE // 2])
+    linear.bias = torch.nn.Parameter(linear.bias.detach()[: HIDDEN_SIZE // 2])
     return linear
 
 
@@ -480,7 +491,9 @@ LAYERS = {
 def test_other_layers_are_called(name, fused):
     a, b = inputs()
     linear = LAYERS[name]()
-    assert same(through(gated_linear, a, b, linear), through(called, a, b, linear)) and not fused
+    assert (
+        same(through(gated_linear, a, b, linear), through(call_layer, a, b, linear)) and not fused
+    )
 
 
 def test_an_empty_shard_is_called(fused):
@@ -495,8 +508,8 @@ def test_an_empty_shard_is_called(fused):
 def test_autocast(fused):
     a, b = inputs()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        got, want = (through(fn, a, b, layer()) for fn in (gated_linear, called))
-    assert got[0].dtype == torch.bfloat16 and same(got, want) and not fused
+        actual, expected = (through(fn, a, b, layer()) for fn in (gated_linear, call_layer))
+    assert actual[0].dtype == torch.bfloat16 and same(actual, expected) and not fused
 
 
 def test_dtype_of_the_layer_decides(fused):
@@ -507,15 +520,15 @@ def test_dtype_of_the_layer_decides(fused):
     assert fused == ["silu"]
 
 
-@pytest.mark.parametrize("act", GATES)
+@pytest.mark.parametrize("act", GATED_ACTIVATIONS)
 def test_a_tensor_subclass(act, fused):
     """No kernel reads one: PyTorch, and the layer's call."""
     a, b = (t.detach().as_subclass(Tagged).requires_grad_() for t in inputs())
     linear = layer()
-    got = gated_linear(a, b, act, linear)
-    assert type(got) is Tagged and not fused
-    want = glu_linear_reference(a.detach(), b.detach(), linear.weight, linear.bias, act)
-    torch.testing.assert_close(got.detach(), want)
+    actual = gated_linear(a, b, act, linear)
+    assert type(actual) is Tagged and not fused
+    expected = glu_linear_reference(a.detach(), b.detach(), linear.weight, linear.bias, act)
+    torch.testing.assert_close(actual.detach(), expected)
 
 
 def test_nothing_to_save(fused):
@@ -524,10 +537,10 @@ def test_nothing_to_save(fused):
     a, b = inputs()
     linear = layer()
     with torch.no_grad():
-        got = gated_linear(a, b, "silu", linear)
-    assert torch.equal(got, called(a, b, "silu", linear)) and not got.requires_grad
-    got = gated_linear(a.detach(), b.detach(), "silu", linear)
-    assert torch.equal(got, called(a, b, "silu", linear)) and not fused
+        actual = gated_linear(a, b, "silu", linear)
+    assert torch.equal(actual, call_layer(a, b, "silu", linear)) and not actual.requires_grad
+    actual = gated_linear(a.detach(), b.detach(), "silu", linear)
+    assert torch.equal(actual, call_layer(a, b, "silu", linear)) and not fused
 
 
 @pytest.mark.parametrize("target", ("down_proj", "gate_proj"))
@@ -542,9 +555,9 @@ def test_lora(target, fused):
     model.down_proj.requires_grad_(True)
     x = torch.randn(2, 3, 12, device=DEVICE, requires_grad=True)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    got = [model(x), *torch.autograd.grad(collect(model(x).square().sum()), leaves)]
-    want = model.down_proj(liger_swiglu(model.gate_proj(x), model.up_proj(x)))
-    assert same(got, [want, *torch.autograd.grad(want.square().sum(), leaves)])
+    actual = [model(x), *torch.autograd.grad(collect_garbage(model(x).square().sum()), leaves)]
+    expected = model.down_proj(liger_swiglu(model.gate_proj(x), model.up_proj(x)))
+    assert same(actual, [expected, *torch.autograd.grad(expected.square().sum(), leaves)])
     assert len(leaves) >= 4 and bool(fused) == (target == "gate_proj")
 
 
@@ -572,16 +585,16 @@ def test_modules(mlp, act, fused):
         out = fn(x)
         return [
             out.detach(),
-            *torch.autograd.grad(collect(out.square().sum()), (x, *module.parameters())),
+            *torch.autograd.grad(collect_garbage(out.square().sum()), (x, *module.parameters())),
         ]
 
-    got = graph(module)
+    actual = graph(module)
     assert fused == [act]
     torch.testing.assert_close(
-        graph(torch.compile(module, fullgraph=True, backend="aot_eager")), got
+        graph(torch.compile(module, fullgraph=True, backend="aot_eager")), actual
     )
     assert fused == [act]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "has_kernels", lambda tensor: False)
-        torch.testing.assert_close(graph(module), got)
+        torch.testing.assert_close(graph(module), actual)
     assert fused == [act]

@@ -1,12 +1,11 @@
-"""SwiGLU as published besides `liger_swiglu`: a whole MLP on its weights, gate beside up, with
-limits."""
+"""Other forms of SwiGLU: a whole MLP as a function of its weights, gate beside up, with limits."""
 
 import types
 
 import pytest
 import torch
 from hardware import DEVICE
-from memory import Source, collect, reused
+from memory import AddressRecorder, collect_garbage, reuses_memory
 
 import liger_kernel.ops.mlp
 from liger_kernel.ops.mlp.glu import (
@@ -41,14 +40,15 @@ def config(**changes):
 
 
 @pytest.mark.parametrize(
-    "mine,theirs", ((LigerMLP, LigerSwiGLUMLP), (LigerFalconH1MLP, LigerFalconH1SwiGLUMLP))
+    "liger_class, reference_class",
+    ((LigerMLP, LigerSwiGLUMLP), (LigerFalconH1MLP, LigerFalconH1SwiGLUMLP)),
 )
-def test_modules(mine, theirs):
+def test_modules(liger_class, reference_class):
     """Outputs and gradients of the module that calls its layers; the second backward as the
     first."""
     torch.manual_seed(0)
-    mlp, other = mine(config()).to(DEVICE), theirs(config()).to(DEVICE)
-    other.load_state_dict(mlp.state_dict())
+    mlp, reference = liger_class(config()).to(DEVICE), reference_class(config()).to(DEVICE)
+    reference.load_state_dict(mlp.state_dict())
     x = torch.randn(2, 3, 12, device=DEVICE, requires_grad=True)
     loss = mlp(x).square().sum()
     once, twice = (
@@ -56,10 +56,10 @@ def test_modules(mine, theirs):
         for keep in (True, False)
     )
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
-    want = other(x)
-    torch.testing.assert_close(mlp(x), want)
+    expected = reference(x)
+    torch.testing.assert_close(mlp(x), expected)
     torch.testing.assert_close(
-        once, torch.autograd.grad(want.square().sum(), (x, *other.parameters()))
+        once, torch.autograd.grad(expected.square().sum(), (x, *reference.parameters()))
     )
 
 
@@ -107,36 +107,36 @@ def halves(y):
 @pytest.mark.parametrize("lead", ((4,), (2, 3), (), (0,), (2, 1, 3)), ids=str)
 def test_gate_beside_up(lead, in_place):
     x = torch.randn(*lead, 18, device=DEVICE, requires_grad=True)
-    seen = {}
-    z = FUSED(Source.apply(x, seen), in_place)
-    (got,) = torch.autograd.grad(collect(z.square().sum()), x)
-    want = halves(2 * x)
-    torch.testing.assert_close(z, want)
-    torch.testing.assert_close(got, torch.autograd.grad(want.square().sum(), x)[0])
-    assert reused(seen)
+    source_memory = {}
+    z = FUSED(AddressRecorder.apply(x, source_memory), in_place)
+    (actual,) = torch.autograd.grad(collect_garbage(z.square().sum()), x)
+    expected = halves(2 * x)
+    torch.testing.assert_close(z, expected)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected.square().sum(), x)[0])
+    assert reuses_memory(source_memory)
 
 
 def test_held_is_overwritten_where_it_was_asked_for():
     x = torch.randn(4, 18, device=DEVICE, requires_grad=True)
-    want = torch.autograd.grad(halves(2 * x).sum(), x)[0]
+    expected = torch.autograd.grad(halves(2 * x).sum(), x)[0]
     for in_place in (False, True):
         y = 2 * x
         z = FUSED(y, in_place)
-        (got,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
-        torch.testing.assert_close(got, want)
+        (actual,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+        torch.testing.assert_close(actual, expected)
         assert torch.equal(y, 2 * x) is not in_place
         if in_place:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 torch.autograd.grad(z.sum(), x)
         else:
-            assert torch.equal(torch.autograd.grad(z.sum(), x)[0], got)
+            assert torch.equal(torch.autograd.grad(z.sum(), x)[0], actual)
 
 
 def test_other_strides_of_gate_beside_up():
     base = torch.randn(18, 3, 4, device=DEVICE, requires_grad=True)
     for y in (base.permute(1, 2, 0), base[:, :, 0].t()[:, :6]):
-        (got,) = torch.autograd.grad(FUSED(y, True).square().sum(), base, retain_graph=True)
-        torch.testing.assert_close(got, torch.autograd.grad(halves(y).square().sum(), base)[0])
+        (actual,) = torch.autograd.grad(FUSED(y, True).square().sum(), base, retain_graph=True)
+        torch.testing.assert_close(actual, torch.autograd.grad(halves(y).square().sum(), base)[0])
 
 
 def test_an_odd_width():
@@ -172,14 +172,14 @@ def test_limits(options):
     ]
     a = torch.tensor(values, device=DEVICE).repeat_interleave(len(values)).requires_grad_()
     b = torch.tensor(values, device=DEVICE).repeat(len(values)).requires_grad_()
-    got, want = (
+    actual, expected = (
         (y.detach(), *torch.autograd.grad(y, (a, b), torch.ones_like(y)))
         for y in (liger_clamped_swiglu(a, b, **options), clamped_swiglu_reference(a, b, **options))
     )
     exp = (
         60 / 0.7 * torch.finfo(torch.float32).eps
     )  # x/log 2 is rounded, and then the power of 2 is taken
-    torch.testing.assert_close(got, want, rtol=exp, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=exp, atol=1e-5, equal_nan=True)
 
 
 def test_autocast_with_an_input_of_its_dtype():
@@ -187,7 +187,7 @@ def test_autocast_with_an_input_of_its_dtype():
     torch.manual_seed(0)
     module, x = LigerMLP(config()).to(DEVICE), torch.randn(3, 12, device=DEVICE).bfloat16()
     with torch.autocast(DEVICE, torch.bfloat16):
-        got = module(x)
-        want = LigerSwiGLUMLP.forward(module, x)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got, want)
+        actual = module(x)
+        expected = LigerSwiGLUMLP.forward(module, x)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected)

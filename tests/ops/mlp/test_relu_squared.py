@@ -24,8 +24,10 @@ def test_extreme_values(dtype):
     x = torch.tensor(
         [0.0, -0.0, 1e-40, -1e-40, 3.0, -3.0, 250.0, 1e4, -1e4, INF, -INF, NAN], device=DEVICE
     ).to(dtype)
-    got, want = (value_and_gradient(fn, x) for fn in (liger_relu_squared, relu_squared_reference))
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    actual, expected = (
+        value_and_gradient(fn, x) for fn in (liger_relu_squared, relu_squared_reference)
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_strides():
@@ -41,7 +43,7 @@ def test_strides():
 
 def test_only_x_is_kept():
     x = torch.randn(3, 16, device=DEVICE, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         LigerReLUSquared()(x)
-    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]

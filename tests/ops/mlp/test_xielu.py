@@ -1,5 +1,4 @@
-"""xIELU beyond its `Case`: as Hugging Face's, near zero, far from it, its parameters, the module,
-errors."""
+"""xIELU beyond its `Case`: Hugging Face's, near zero and far from it, the module, errors."""
 
 import pytest
 import torch
@@ -17,23 +16,21 @@ def raw(*values):
 
 def test_equals_hugging_face():
     torch.manual_seed(0)
-    theirs, x = (
-        XIELUActivation(dtype=torch.float32).to(DEVICE),
-        3 * torch.randn(40, 33, device=DEVICE),
+    reference = XIELUActivation(dtype=torch.float32).to(DEVICE)
+    x = 3 * torch.randn(40, 33, device=DEVICE)
+    module = LigerXIELU().to(DEVICE)
+    module.load_state_dict(
+        {name: t for name, t in reference.state_dict().items() if name.startswith("alpha")}
     )
-    mine = LigerXIELU().to(DEVICE)
-    mine.load_state_dict(
-        {name: t for name, t in theirs.state_dict().items() if name.startswith("alpha")}
-    )
-    assert repr(mine) == "LigerXIELU(beta=0.5, eps=-1e-06)"
-    for fresh in (mine, LigerXIELU().to(DEVICE)):
+    assert repr(module) == "LigerXIELU(beta=0.5, eps=-1e-06)"
+    for fresh in (module, LigerXIELU().to(DEVICE)):
         x.requires_grad_()
-        found, wanted = (
+        grads, expected_grads = (
             torch.autograd.grad(act(x).square().sum(), [x, *act.parameters()])
-            for act in (fresh, theirs)
+            for act in (fresh, reference)
         )
-        torch.testing.assert_close(fresh(x), theirs._xielu_python(x), rtol=3e-6, atol=3e-6)
-        for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(fresh(x), reference._xielu_python(x), rtol=3e-6, atol=3e-6)
+        for a, b in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -63,15 +60,17 @@ def test_hard_values(dtype):
     for p, n in ((0.3, -1.0), (-30.0, 25.0), (-6.0, -6.0)):
         alphas = raw(p, n)
         y = liger_xielu(x, *alphas, 0.5, eps)
-        found = torch.autograd.grad(y.float().sum(), [x, *alphas])
+        grads = torch.autograd.grad(y.float().sum(), [x, *alphas])
         exact = [t.detach().double().requires_grad_() for t in (x, *alphas)]
-        want = xielu_reference(*exact, 0.5, eps)
-        wanted = torch.autograd.grad(want.sum(), exact)
+        expected = xielu_reference(*exact, 0.5, eps)
+        expected_grads = torch.autograd.grad(expected.sum(), exact)
         eps_of = torch.finfo(dtype).eps
-        terms = want.abs() + (0.5 * x.double()).abs()  # of which the two in fp32 may cancel
+        terms = expected.abs() + (0.5 * x.double()).abs()  # of which the two in fp32 may cancel
         least = eps_of * torch.finfo(dtype).tiny  # between two of the smallest numbers
-        assert ((y.double() - want).abs() <= eps_of * want.abs() + 8 * 2**-24 * terms + least).all()
-        for a, b in zip(found, wanted, strict=True):
+        assert (
+            (y.double() - expected).abs() <= eps_of * expected.abs() + 8 * 2**-24 * terms + least
+        ).all()
+        for a, b in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=max(eps_of, 1e-6), atol=1e-6)
 
 
@@ -81,13 +80,13 @@ def test_numbers_in_memory():
     eps = torch.tensor([-0.125], dtype=torch.float64, device=DEVICE)
     for number in (0.25, -2.0):
         beta.fill_(number)
-        found, wanted = (
+        grads, expected_grads = (
             torch.autograd.grad(
-                liger_xielu(x, *(alphas := raw(0.3, -1.0)), *given).square().sum(), [x, *alphas]
+                liger_xielu(x, *(alphas := raw(0.3, -1.0)), *constants).square().sum(), [x, *alphas]
             )
-            for given in ((beta, eps), (number, -0.125))
+            for constants in ((beta, eps), (number, -0.125))
         )
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
     y = liger_xielu(x, *raw(0.3, -1.0), beta, eps)
     beta.fill_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -107,10 +106,10 @@ def test_only_some_gradients():
         tensors = [x, *raw(0.1, 0.2)]
         tensors = [t.detach().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors)]
         leaves = [t for t in tensors if t.requires_grad]
-        found, wanted = (
+        grads, expected_grads = (
             torch.autograd.grad(fn(*tensors), leaves, dy) for fn in (liger_xielu, xielu_reference)
         )
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(a, b)
 
 

@@ -29,8 +29,10 @@ ROUTINGS = {
 }
 
 
-def drawn(T, dtype=torch.float32, integers=False):
-    """The same on all ranks: tokens of all ranks, one rank's after the other's, and all experts."""
+def random_inputs(T, dtype=torch.float32, integers=False):
+    """Draw the tokens of all ranks, one rank's after another's, and all experts.
+
+    Each rank draws the same."""
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -40,116 +42,130 @@ def drawn(T, dtype=torch.float32, integers=False):
             else torch.randn(shape, generator=g)
         )
 
-    found = dict(
+    inputs = dict(
         x=draw(T, H),
         gate_up_proj=draw(E, 2 * I, H),
         down_proj=draw(E, H, I),
         top_k_weights=draw(T, K),
     )
-    found = {name: t.to(DEVICE, dtype) for name, t in found.items()}
-    return found | dict(top_k_index=torch.randint(E, (T, K), generator=g).to(DEVICE))
+    inputs = {name: t.to(DEVICE, dtype) for name, t in inputs.items()}
+    return inputs | dict(top_k_index=torch.randint(E, (T, K), generator=g).to(DEVICE))
 
 
-def outcome(fn, tensors, dout, **options):
+def output_and_grads(fn, tensors, dout, **options):
     tensors = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
     out = fn(**tensors, **options)
     gradients = torch.autograd.grad(out, [tensors[name] for name in (*TOKENS, *TABLES)], dout)
     return dict(zip(("out", *TOKENS, *TABLES), (out.detach(), *gradients), strict=True))
 
 
-def of_rank(tensors, rank, sizes):
-    """This rank's: tokens, and experts."""
+def local_part(tensors, rank, sizes):
+    """Return this rank's tokens and experts."""
     return {
         name: t.chunk(SIZE)[rank] if name in TABLES else t.split(sizes)[rank]
         for name, t in tensors.items()
     }
 
 
-def whole(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False):
+def matches_one_device(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False):
     """Against `liger_experts`: bit for bit if all is integers."""
-    tensors = drawn(sum(sizes), dtype, integers)
+    tensors = random_inputs(sum(sizes), dtype, integers)
     tensors["top_k_index"] = ROUTINGS[routing](tensors["top_k_index"])
-    dout = drawn(sum(sizes), dtype, integers)["x"]
+    dout = random_inputs(sum(sizes), dtype, integers)["x"]
     options = {}
     if integers:  # silu(g) is g from 32 on, and its slope is 1
         options["gate_up_bias"] = (
             torch.tensor([96.0] * I + [0.0] * I, device=DEVICE).expand(E, -1).contiguous()
         )
-    mine = of_rank(tensors, rank, sizes), dout.split(sizes)[rank]
-    of_mine = {name: t.chunk(SIZE)[rank] for name, t in options.items()}
-    want = of_rank(outcome(liger_experts, tensors, dout, **options), rank, sizes)
-    got = outcome(liger_expert_parallel, *mine, group=dist.group.WORLD, **of_mine)
-    for name, t in want.items():
-        assert got[name].dtype == dtype
+    local_inputs = local_part(tensors, rank, sizes), dout.split(sizes)[rank]
+    local_options = {name: t.chunk(SIZE)[rank] for name, t in options.items()}
+    expected = local_part(output_and_grads(liger_experts, tensors, dout, **options), rank, sizes)
+    actual = output_and_grads(
+        liger_expert_parallel, *local_inputs, group=dist.group.WORLD, **local_options
+    )
+    for name, t in expected.items():
+        assert actual[name].dtype == dtype
         if integers:
-            assert torch.equal(got[name], t), name
+            assert torch.equal(actual[name], t), name
         else:
             bound = 4 * torch.finfo(dtype).eps * max(t.abs().max().item() if t.numel() else 0, 1)
             torch.testing.assert_close(
-                got[name], t, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
+                actual[name], t, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
             )
 
 
 def second_order(rank):
     """A loss of the gradients: it goes through every all-to-all three times."""
     sizes = (3, 4)
-    tensors = drawn(sum(sizes), torch.float64)
+    tensors = random_inputs(sum(sizes), torch.float64)
 
-    def penalised(fn, given, **options):
-        given = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
-        wanted = [given[name] for name in (*TOKENS, *TABLES)]
-        once = torch.autograd.grad(fn(**given, **options).square().sum(), wanted, create_graph=True)
-        twice = torch.autograd.grad(sum(d.square().sum() for d in once), wanted)
-        return dict(zip((*TOKENS, *TABLES), twice, strict=True))
+    def penalised(fn, inputs, **options):
+        inputs = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in inputs.items()}
+        leaves = [inputs[name] for name in (*TOKENS, *TABLES)]
+        grads = torch.autograd.grad(
+            fn(**inputs, **options).square().sum(), leaves, create_graph=True
+        )
+        second_grads = torch.autograd.grad(sum(d.square().sum() for d in grads), leaves)
+        return dict(zip((*TOKENS, *TABLES), second_grads, strict=True))
 
-    want = of_rank(penalised(liger_experts, tensors), rank, sizes)
-    got = penalised(liger_expert_parallel, of_rank(tensors, rank, sizes), group=dist.group.WORLD)
-    for name, t in want.items():
-        torch.testing.assert_close(got[name], t)
+    expected = local_part(penalised(liger_experts, tensors), rank, sizes)
+    actual = penalised(
+        liger_expert_parallel, local_part(tensors, rank, sizes), group=dist.group.WORLD
+    )
+    for name, t in expected.items():
+        torch.testing.assert_close(actual[name], t)
 
 
 def autocast(rank):
     sizes = (4, 3)
-    tensors = drawn(sum(sizes))
+    tensors = random_inputs(sum(sizes))
     with torch.autocast(DEVICE, torch.bfloat16):
-        want = of_rank(outcome(liger_experts, tensors, tensors["x"]), rank, sizes)
-        mine = of_rank(tensors, rank, sizes)
-        got = outcome(liger_expert_parallel, mine, mine["x"], group=dist.group.WORLD)
-    for name, t in want.items():
-        assert got[name].dtype == torch.float32
-        torch.testing.assert_close(got[name], t, rtol=2e-2, atol=2e-2 * t.abs().max().item())
+        expected = local_part(output_and_grads(liger_experts, tensors, tensors["x"]), rank, sizes)
+        local_inputs = local_part(tensors, rank, sizes)
+        actual = output_and_grads(
+            liger_expert_parallel, local_inputs, local_inputs["x"], group=dist.group.WORLD
+        )
+    for name, t in expected.items():
+        assert actual[name].dtype == torch.float32
+        torch.testing.assert_close(actual[name], t, rtol=2e-2, atol=2e-2 * t.abs().max().item())
 
 
 def module(rank):
     """With the default group, that group, a group of one; (batch, tokens, H)."""
-    tensors = drawn(2 * SIZE * 3)
+    tensors = random_inputs(2 * SIZE * 3)
     gate, up = tensors["gate_up_proj"].chunk(2, 1)
-    want = liger_experts(**tensors).view(SIZE, 2, 3, H)
-    mine = [
+    expected = liger_experts(**tensors).view(SIZE, 2, 3, H)
+    local_inputs = [
         t.view(SIZE, 2, 3, -1)[rank]
         for t in (tensors["x"], tensors["top_k_index"], tensors["top_k_weights"])
     ]
-    tables = gate, up, tensors["down_proj"]
+    projections = gate, up, tensors["down_proj"]
     for group in (None, dist.group.WORLD):
-        got = LigerExpertParallelFusedMoe(group)(*mine, *(t.chunk(SIZE)[rank] for t in tables), E)
-        torch.testing.assert_close(got, want[rank], rtol=1e-5, atol=1e-4)
+        actual = LigerExpertParallelFusedMoe(group)(
+            *local_inputs, *(t.chunk(SIZE)[rank] for t in projections), E
+        )
+        torch.testing.assert_close(actual, expected[rank], rtol=1e-5, atol=1e-4)
     alone = [dist.new_group([r]) for r in range(SIZE)][rank]
-    torch.testing.assert_close(LigerExpertParallelFusedMoe(alone)(*mine, *tables, E), want[rank])
+    torch.testing.assert_close(
+        LigerExpertParallelFusedMoe(alone)(*local_inputs, *projections, E), expected[rank]
+    )
     with pytest.raises(ValueError, match="num_experts is 4, 2 ranks hold 4 each"):
-        LigerExpertParallelFusedMoe()(*mine, *tables, E)
+        LigerExpertParallelFusedMoe()(*local_inputs, *projections, E)
 
 
 @pytest.mark.thorough
 def test_two_ranks(tmp_path):
-    checks = [partial(whole, routing=routing, integers=True) for routing in ROUTINGS]
-    checks += [partial(whole, integers=True, sizes=sizes) for sizes in ((5, 0), (0, 0))]
+    checks = [partial(matches_one_device, routing=routing, integers=True) for routing in ROUTINGS]
     checks += [
-        partial(whole, dtype=torch.bfloat16),
+        partial(matches_one_device, integers=True, sizes=sizes) for sizes in ((5, 0), (0, 0))
+    ]
+    checks += [
+        partial(matches_one_device, dtype=torch.bfloat16),
         *map(partial, (autocast, second_order, module)),
     ]
     if DEVICE == "cpu":  # the kernels take seconds in the interpreter
         checks = [partial(without_kernels, check) for check in checks]
-        checks.append(partial(whole, routing="twice, and none", integers=True))
+        checks.append(partial(matches_one_device, routing="twice, and none", integers=True))
     ranks.run(checks, tmp_path)
 
 
@@ -163,11 +179,11 @@ def without_kernels(check, rank):
 
 
 def test_alone():
-    tensors = drawn(5)
-    want = liger_experts(**tensors)
-    assert torch.equal(liger_expert_parallel(**tensors), want)
+    tensors = random_inputs(5)
+    expected = liger_experts(**tensors)
+    assert torch.equal(liger_expert_parallel(**tensors), expected)
     gate, up = tensors["gate_up_proj"].chunk(2, 1)
-    given = (
+    inputs = (
         tensors["x"],
         tensors["top_k_index"],
         tensors["top_k_weights"],
@@ -175,11 +191,11 @@ def test_alone():
         up,
         tensors["down_proj"],
     )
-    assert torch.equal(LigerExpertParallelFusedMoe()(*given, E), want)
+    assert torch.equal(LigerExpertParallelFusedMoe()(*inputs, E), expected)
     x, weights, down = tensors["x"][0], tensors["top_k_weights"][0], tensors["down_proj"]
     chosen = enumerate(tensors["top_k_index"][0].tolist())
     by_hand = sum(weights[k] * down[e] @ (F.silu(gate[e] @ x) * (up[e] @ x)) for k, e in chosen)
-    torch.testing.assert_close(want[0], by_hand, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(expected[0], by_hand, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +217,11 @@ def test_errors(change, error, words):
         name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()
     }
     with pytest.raises(error, match=words):
-        liger_expert_parallel(**drawn(5) | change)
+        liger_expert_parallel(**random_inputs(5) | change)
 
 
 def test_a_transposed_table():
-    t = drawn(5)
+    t = random_inputs(5)
     gate, up = t["gate_up_proj"].chunk(2, 1)
     with pytest.raises(
         ValueError, match=r"all_B \(4, 12, 10\).*give \(experts, I, H\) twice and \(experts, H, I\)"

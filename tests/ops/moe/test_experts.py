@@ -6,13 +6,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import spread
+from cases import make_strided
 from hardware import DEVICE
-from memory import collect
+from memory import collect_garbage
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.ops.moe import experts, products
+from liger_kernel.ops.moe import experts, grouped_matmul
 from liger_kernel.ops.moe.experts import (
     LigerExperts,
     LigerFusedMoEFunction,
@@ -27,19 +27,19 @@ CLAMPED = dict(limit=0.8, alpha=1.702, shift=1.0)
 F64 = torch.float64
 
 
-def drawn(tokens=T, K=K, dtype=torch.float32, biases=False):
+def random_inputs(tokens=T, K=K, dtype=torch.float32, biases=False):
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
         return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
 
-    found = dict(x=randn(tokens, H), gate_up_proj=randn(E, 2 * I, H), down_proj=randn(E, H, I))
-    found["top_k_index"] = torch.randint(E, (tokens, K), generator=generator).to(DEVICE)
-    found["top_k_weights"] = randn(tokens, K)  # neither positive nor of sum 1
-    return found | (dict(gate_up_bias=randn(E, 2 * I), down_bias=randn(E, H)) if biases else {})
+    inputs = dict(x=randn(tokens, H), gate_up_proj=randn(E, 2 * I, H), down_proj=randn(E, H, I))
+    inputs["top_k_index"] = torch.randint(E, (tokens, K), generator=generator).to(DEVICE)
+    inputs["top_k_weights"] = randn(tokens, K)  # neither positive nor of sum 1
+    return inputs | (dict(gate_up_bias=randn(E, 2 * I), down_bias=randn(E, H)) if biases else {})
 
 
-def changed(tensors, dtype):
+def cast(tensors, dtype):
     return {
         name: t.detach()
         .to(dtype if t.is_floating_point() else t.dtype)
@@ -48,7 +48,7 @@ def changed(tensors, dtype):
     }
 
 
-def loop(
+def token_by_token(
     x,
     gate_up_proj,
     down_proj,
@@ -63,7 +63,7 @@ def loop(
     transposed=False,
     interleaved=False,
 ):
-    """Token by token, as it is written down."""
+    """Compute the experts token by token, as the formula is written down."""
     acts = {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -80,7 +80,8 @@ def loop(
             pre = gate_up_proj[e] @ x[t] + (0 if gate_up_bias is None else gate_up_bias[e])
             g, u = (pre[::2], pre[1::2]) if interleaved else pre.chunk(2)
             if limit is not None:
-                g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+                g = g.clamp(max=limit)
+                u = u.clamp(-limit, limit)
                 z = g * torch.sigmoid(alpha * g) * (u + shift)
             else:
                 z = acts[act](g) * u
@@ -91,25 +92,28 @@ def loop(
     return torch.stack(outs)
 
 
-def outcome(fn, tensors, **options):
+def output_and_grads(fn, tensors, **options):
     out = fn(**tensors, **options)
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-    wanted = {name: t for name, t in tensors.items() if t.requires_grad}
-    gradients = torch.autograd.grad(out, list(wanted.values()), dout)
-    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+    leaves = {name: t for name, t in tensors.items() if t.requires_grad}
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def assert_exact(tensors, roundings=6, **options):
     """Off by no more than the reference in this dtype and a few roundings of the largest entry."""
-    got, plain = (outcome(fn, tensors, **options) for fn in (liger_experts, experts_reference))
-    exact = outcome(loop, changed(tensors, F64), **options)
+    actual, reference = (
+        output_and_grads(fn, tensors, **options) for fn in (liger_experts, experts_reference)
+    )
+    exact = output_and_grads(token_by_token, cast(tensors, F64), **options)
     for name, e in exact.items():
-        assert got[name].dtype == (tensors["x"] if name == "out" else tensors[name]).dtype
-        theirs = (plain[name].double() - e).abs().max()
-        bound = theirs + roundings * torch.finfo(got[name].dtype).eps * max(e.abs().max(), 1e-30)
-        assert (got[name].double() - e).abs().max() <= bound, name
-    return got
+        assert actual[name].dtype == (tensors["x"] if name == "out" else tensors[name]).dtype
+        reference_error = (reference[name].double() - e).abs().max()
+        eps = torch.finfo(actual[name].dtype).eps
+        bound = reference_error + roundings * eps * max(e.abs().max(), 1e-30)
+        assert (actual[name].double() - e).abs().max() <= bound, name
+    return actual
 
 
 ROUTINGS = {
@@ -127,112 +131,121 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(routing):
-    given = drawn(biases=True)
-    index = ROUTINGS[routing](given["top_k_index"])
-    given |= {
-        name: given[name].detach()[: len(index)].requires_grad_() for name in ("x", "top_k_weights")
+    inputs = random_inputs(biases=True)
+    index = ROUTINGS[routing](inputs["top_k_index"])
+    inputs |= {
+        name: inputs[name].detach()[: len(index)].requires_grad_()
+        for name in ("x", "top_k_weights")
     }
     if routing == "all sentinels":  # the gradients of the biases are 0 without a path to them
-        got = outcome(liger_experts, given | dict(top_k_index=index))
-        assert not any(t.any() for t in got.values())
+        actual = output_and_grads(liger_experts, inputs | dict(top_k_index=index))
+        assert not any(t.any() for t in actual.values())
         return
-    got = assert_exact(given | dict(top_k_index=index))
+    actual = assert_exact(inputs | dict(top_k_index=index))
     dropped = (index < 0) | (index >= E)
-    assert not got["top_k_weights"][dropped].any()
+    assert not actual["top_k_weights"][dropped].any()
     for e in set(range(E)) - set(index.flatten().tolist()):
-        assert not any(got[name][e].any() for name in ("gate_up_proj", "down_proj", *BIASES))
+        assert not any(actual[name][e].any() for name in ("gate_up_proj", "down_proj", *BIASES))
 
 
 def test_what_is_dropped_is_not_read():
-    """Not even where it is not a number."""
-    given = drawn()
-    given["top_k_index"][:, 1] = E
-    weights = given["top_k_weights"].detach().clone()
+    """A NaN among the dropped weights has no effect."""
+    inputs = random_inputs()
+    inputs["top_k_index"][:, 1] = E
+    weights = inputs["top_k_weights"].detach().clone()
     weights[:, 1] = float("nan")
-    got = outcome(liger_experts, given | dict(top_k_weights=weights.requires_grad_()))
-    assert all(t.isfinite().all() for t in got.values())
+    actual = output_and_grads(liger_experts, inputs | dict(top_k_weights=weights.requires_grad_()))
+    assert all(t.isfinite().all() for t in actual.values())
 
 
 def test_no_tokens():
-    got = outcome(liger_experts, drawn(0, biases=True))
-    assert got["out"].shape == (0, H) and not any(t.any() for t in got.values())
+    actual = output_and_grads(liger_experts, random_inputs(0, biases=True))
+    assert actual["out"].shape == (0, H) and not any(t.any() for t in actual.values())
 
 
 @pytest.mark.parametrize("K", [1, 2, 5])
 def test_experts_of_a_token(K):
-    assert_exact(drawn(K=K))
+    assert_exact(random_inputs(K=K))
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "interleaved", "both"])
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "clamped"])
 def test_options(act, layout):
-    given, options = drawn(biases=True), CLAMPED if act == "clamped" else dict(act=act)
+    inputs = random_inputs(biases=True)
+    options = CLAMPED if act == "clamped" else dict(act=act)
     if layout in ("transposed", "both"):
         for name in ("gate_up_proj", "down_proj"):
-            given[name] = given[name].detach().mT.contiguous().requires_grad_()
+            inputs[name] = inputs[name].detach().mT.contiguous().requires_grad_()
     options = options | dict(
         transposed=layout in ("transposed", "both"), interleaved=layout in ("interleaved", "both")
     )
-    assert_exact(given, **options)
+    assert_exact(inputs, **options)
 
 
 @pytest.mark.parametrize("options", [dict(alpha=1.702), dict(shift=1.0), dict(limit=0.8)], ids=str)
 def test_part_of_a_clamp(options):
-    got = outcome(liger_experts, drawn(), **options)
-    want = outcome(loop, changed(drawn(), F64), **(dict(limit=float("inf")) | options))
-    for name in want:
-        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-5, atol=1e-4)
+    actual = output_and_grads(liger_experts, random_inputs(), **options)
+    expected = output_and_grads(
+        token_by_token, cast(random_inputs(), F64), **(dict(limit=float("inf")) | options)
+    )
+    for name in expected:
+        torch.testing.assert_close(actual[name].double(), expected[name], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype, weights):
-    given = drawn(dtype=dtype, biases=True)
+    inputs = random_inputs(dtype=dtype, biases=True)
     if weights is not None:
-        given["top_k_weights"] = given["top_k_weights"].detach().to(weights).requires_grad_()
-    assert_exact(given, roundings=1, **CLAMPED)
+        inputs["top_k_weights"] = inputs["top_k_weights"].detach().to(weights).requires_grad_()
+    assert_exact(inputs, roundings=1, **CLAMPED)
 
 
 @pytest.mark.parametrize("name", [*LEAVES, *BIASES])
 def test_one_gradient(name):
-    given = drawn(biases=True)
-    want = outcome(liger_experts, given)
-    got = outcome(
-        liger_experts, {n: t.detach().requires_grad_(n == name) for n, t in given.items()}
+    inputs = random_inputs(biases=True)
+    expected = output_and_grads(liger_experts, inputs)
+    actual = output_and_grads(
+        liger_experts, {n: t.detach().requires_grad_(n == name) for n, t in inputs.items()}
     )
-    assert got.keys() == {"out", name}
-    assert all(torch.equal(got[n], want[n]) for n in got)
+    assert actual.keys() == {"out", name}
+    assert all(torch.equal(actual[n], expected[n]) for n in actual)
 
 
 def test_strides():
-    given = drawn(biases=True)
-    strided = {name: spread(t) for name, t in given.items()}
-    got, want = outcome(liger_experts, strided), outcome(liger_experts, given)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+    inputs = random_inputs(biases=True)
+    strided = {name: make_strided(t) for name, t in inputs.items()}
+    actual, expected = (
+        output_and_grads(liger_experts, strided),
+        output_and_grads(liger_experts, inputs),
+    )
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_bits_twice():
-    given = drawn(40, dtype=torch.bfloat16)
-    once, again = outcome(liger_experts, given), outcome(liger_experts, given)
-    assert all(torch.equal(once[name], again[name]) for name in once)
+    inputs = random_inputs(40, dtype=torch.bfloat16)
+    first = output_and_grads(liger_experts, inputs)
+    second = output_and_grads(liger_experts, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bulk", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
-    """Of rows and columns, where shapes of tests have one. Descriptors take 16 bits, and their rows
-    are gathered."""
-    launch = products._launch
+def test_several_tiles_and_blocks(interleaved, tma, monkeypatch):
+    """The tests' shapes have one tile, and here there are several of rows and of columns.
+
+    Descriptors take 16 bits, and their rows are gathered."""
+    launch = grouped_matmul._choose_launch
     monkeypatch.setattr(
-        products, "_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
+        grouped_matmul, "_choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
     )
-    monkeypatch.setattr(products, "GATHERED", 1)
-    monkeypatch.setattr(experts, "tile_rows", lambda *args: 16)
+    monkeypatch.setattr(grouped_matmul, "GATHER_BYTES", 1)
+    monkeypatch.setattr(experts, "choose_tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
-    given = drawn(50, 2, biases=True)
-    H, I = (264, 40) if bulk else (50, 36)  # noqa: E741, N806
+    inputs = random_inputs(50, 2, biases=True)
+    H, I = (264, 40) if tma else (50, 36)  # noqa: E741, N806
     for name, shape in dict(
         x=(50, H),
         gate_up_proj=(E, 2 * I, H),
@@ -240,14 +253,14 @@ def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
         gate_up_bias=(E, 2 * I),
         down_bias=(E, H),
     ).items():
-        given[name] = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
-    given["gate_up_proj"] = (given["gate_up_proj"].detach() / H**0.5).requires_grad_()
-    dtype, bound = (torch.bfloat16, 8 * 2**-8) if bulk else (torch.float32, 3e-6)
-    given = changed(given, dtype)
-    want = outcome(experts_reference, changed(given, F64), interleaved=interleaved)
-    got = outcome(liger_experts, given, interleaved=interleaved)
-    for name in want:
-        assert (got[name].double() - want[name]).abs().max() <= bound * want[name].abs().max(), name
+        inputs[name] = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+    inputs["gate_up_proj"] = (inputs["gate_up_proj"].detach() / H**0.5).requires_grad_()
+    dtype, bound = (torch.bfloat16, 8 * 2**-8) if tma else (torch.float32, 3e-6)
+    inputs = cast(inputs, dtype)
+    expected = output_and_grads(experts_reference, cast(inputs, F64), interleaved=interleaved)
+    actual = output_and_grads(liger_experts, inputs, interleaved=interleaved)
+    for name, e in expected.items():
+        assert (actual[name].double() - e).abs().max() <= bound * e.abs().max(), name
 
 
 # ---- what is kept, and what is written over ----
@@ -255,102 +268,109 @@ def test_several_tiles_and_blocks(interleaved, bulk, monkeypatch):
 
 def test_what_is_kept():
     """x, the pre-activation and the routing, whatever the routing is."""
-    given, sizes = drawn(), []
-    own = {t.data_ptr() for t in given.values()}
+    inputs = random_inputs()
+    sizes = []
+    input_ptrs = {t.data_ptr() for t in inputs.values()}
     for routing in (lambda i: i, lambda i: i * 0, lambda i: i * 0 + E):
-        kept = []
-        with saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            liger_experts(**given | dict(top_k_index=routing(given["top_k_index"])))
-        sizes.append([t.shape for t in kept if t.data_ptr() not in own and t.is_floating_point()])
-        assert len(kept) == 9 and kept[0].data_ptr() == given["x"].data_ptr()
+        saved = []
+        with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            liger_experts(**inputs | dict(top_k_index=routing(inputs["top_k_index"])))
+        sizes.append(
+            [t.shape for t in saved if t.data_ptr() not in input_ptrs and t.is_floating_point()]
+        )
+        assert len(saved) == 9 and saved[0].data_ptr() == inputs["x"].data_ptr()
     assert sizes == [[(T * K, 2 * I)]] * 3
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
-    made = []
+    outputs = []
     forward = experts.experts_fwd
     monkeypatch.setattr(
-        experts, "experts_fwd", lambda *args: made.append(forward(*args)) or made[-1]
+        experts, "experts_fwd", lambda *args: outputs.append(forward(*args)) or outputs[-1]
     )
-    given = drawn()
-    want = liger_experts(**given)
+    inputs = random_inputs()
+    expected = liger_experts(**inputs)
     with torch.no_grad():
-        assert torch.equal(liger_experts(**given), want)
-    assert torch.equal(liger_experts(**{name: t.detach() for name, t in given.items()}), want)
-    assert [pre is not None for _, pre in made] == [True, False, False]
+        assert torch.equal(liger_experts(**inputs), expected)
+    assert torch.equal(liger_experts(**{name: t.detach() for name, t in inputs.items()}), expected)
+    assert [pre is not None for _, pre in outputs] == [True, False, False]
 
 
 @pytest.fixture
-def over(monkeypatch):
-    """Whether a backward wrote over the pre-activation."""
-    seen = []
-    launch = experts.launch_bwd
+def overwrites(monkeypatch):
+    """Record for each backward whether it wrote over the pre-activation."""
+    overwritten = []
+    compute_gradients = experts.compute_gradients
     monkeypatch.setattr(
-        experts, "launch_bwd", lambda *args, dpre: seen.append(True) or launch(*args, dpre=dpre)
+        experts,
+        "compute_gradients",
+        lambda *args, dpre: overwritten.append(True) or compute_gradients(*args, dpre=dpre),
     )
     backward = experts.experts_bwd
-    monkeypatch.setattr(experts, "experts_bwd", lambda *args: seen.append(False) or backward(*args))
-    return seen
+    monkeypatch.setattr(
+        experts, "experts_bwd", lambda *args: overwritten.append(False) or backward(*args)
+    )
+    return overwritten
 
 
-def test_the_pre_activation_is_written_over(over):
-    given = drawn()
-    wanted = [given[name] for name in LEAVES]
-    out = liger_experts(**given).square().sum()
-    kept = torch.autograd.grad(collect(out), wanted, retain_graph=True)
-    last = torch.autograd.grad(collect(out), wanted)
-    assert over == [False, True] and all(torch.equal(a, b) for a, b in zip(kept, last, strict=True))
+def test_the_pre_activation_is_written_over(overwrites):
+    inputs = random_inputs()
+    leaves = [inputs[name] for name in LEAVES]
+    out = liger_experts(**inputs).square().sum()
+    first = torch.autograd.grad(collect_garbage(out), leaves, retain_graph=True)
+    second = torch.autograd.grad(collect_garbage(out), leaves)
+    assert overwrites == [False, True] and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out, wanted)
+        torch.autograd.grad(out, leaves)
 
 
 @pytest.mark.parametrize("keeps", ["offload", "hook", "checkpoint"])
-def test_who_else_keeps_it(keeps, over):
-    given = drawn()
-    want = outcome(liger_experts, given)
-    held = []
+def test_who_else_keeps_it(keeps, overwrites):
+    inputs = random_inputs()
+    expected = output_and_grads(liger_experts, inputs)
+    saved = []
 
     def run(**tensors):
         if keeps == "checkpoint":
             return checkpoint(
-                lambda x, **others: liger_experts(x, **others), use_reentrant=False, **tensors
+                lambda x, **kwargs: liger_experts(x, **kwargs), use_reentrant=False, **tensors
             )
         hooks = (
             save_on_cpu()
             if keeps == "offload"
-            else saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+            else saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
         )
         with hooks:
             return liger_experts(**tensors)
 
-    got = outcome(run, given)
-    assert over == [True, keeps == "checkpoint"]
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    actual = output_and_grads(run, inputs)
+    assert overwrites == [True, keeps == "checkpoint"]
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_graph_of_the_gradients():
-    given = drawn(biases=True)
+    inputs = random_inputs(biases=True)
 
     def penalised(fn, tensors):
-        wanted = [t for t in tensors.values() if t.requires_grad]
-        once = torch.autograd.grad(
-            fn(**tensors, **CLAMPED).square().sum(), wanted, create_graph=True
+        leaves = [t for t in tensors.values() if t.requires_grad]
+        grads = torch.autograd.grad(
+            fn(**tensors, **CLAMPED).square().sum(), leaves, create_graph=True
         )
-        return torch.autograd.grad(sum(d.square().sum() for d in once), wanted)
+        return torch.autograd.grad(sum(d.square().sum() for d in grads), leaves)
 
-    got, plain, exact = (
+    actual, reference, exact = (
         penalised(fn, t)
         for fn, t in (
-            (liger_experts, given),
-            (experts_reference, given),
-            (loop, changed(given, F64)),
+            (liger_experts, inputs),
+            (experts_reference, inputs),
+            (token_by_token, cast(inputs, F64)),
         )
     )
-    for mine, theirs, e in zip(got, plain, exact, strict=True):
-        bound = (theirs.double() - e).abs().max() + 8 * torch.finfo(
-            torch.float32
-        ).eps * e.abs().max()
-        assert (mine.double() - e).abs().max() <= bound
+    for a, r, e in zip(actual, reference, exact, strict=True):
+        bound = (r.double() - e).abs().max() + 8 * torch.finfo(torch.float32).eps * e.abs().max()
+        assert (a.double() - e).abs().max() <= bound
 
 
 # ---- without kernels, under autocast, the Function, the module ----
@@ -358,73 +378,80 @@ def test_a_graph_of_the_gradients():
 
 def test_without_kernels(reference_only):
     if DEVICE == "cpu":
-        given = drawn(biases=True)
-        got, want = outcome(liger_experts, given), outcome(loop, changed(given, F64))
-        for name in want:
-            torch.testing.assert_close(got[name].double(), want[name], rtol=1e-5, atol=1e-4)
+        inputs = random_inputs(biases=True)
+        actual, expected = (
+            output_and_grads(liger_experts, inputs),
+            output_and_grads(token_by_token, cast(inputs, F64)),
+        )
+        for name in expected:
+            torch.testing.assert_close(actual[name].double(), expected[name], rtol=1e-5, atol=1e-4)
 
 
 def test_float64():
-    given = changed(drawn(biases=True), F64)
-    got, want = outcome(liger_experts, given, **CLAMPED), outcome(loop, given, **CLAMPED)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
+    inputs = cast(random_inputs(biases=True), F64)
+    actual, expected = (
+        output_and_grads(liger_experts, inputs, **CLAMPED),
+        output_and_grads(token_by_token, inputs, **CLAMPED),
+    )
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_autocast():
     """Products in its dtype, the result in x's."""
-    given = drawn(biases=True)
+    inputs = random_inputs(biases=True)
     with torch.autocast(DEVICE, torch.bfloat16):
-        got = outcome(liger_experts, given)
-    rounded = given | {name: given[name].bfloat16() for name in (*LEAVES[:3], *BIASES)}
-    assert got["out"].dtype == torch.float32
-    assert torch.equal(got["out"], liger_experts(**rounded).float())
-    assert all(got[name].dtype == torch.float32 for name in (*LEAVES, *BIASES))
+        actual = output_and_grads(liger_experts, inputs)
+    bf16_inputs = inputs | {name: inputs[name].bfloat16() for name in (*LEAVES[:3], *BIASES)}
+    assert actual["out"].dtype == torch.float32
+    assert torch.equal(actual["out"], liger_experts(**bf16_inputs).float())
+    assert all(actual[name].dtype == torch.float32 for name in (*LEAVES, *BIASES))
 
 
 def test_the_function():
-    given = drawn()
-    got = outcome(lambda **t: LigerFusedMoEFunction.apply(*t.values()), given)
-    want = outcome(liger_experts, given)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    inputs = random_inputs()
+    actual = output_and_grads(lambda **t: LigerFusedMoEFunction.apply(*t.values()), inputs)
+    expected = output_and_grads(liger_experts, inputs)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def config(**entries):
-    given = dict(
+    defaults = dict(
         hidden_size=H,
         hidden_act="silu",
         num_experts=E,
         moe_intermediate_size=I,
         intermediate_size=99,
     )
-    return types.SimpleNamespace(**{k: v for k, v in (given | entries).items() if v is not None})
+    return types.SimpleNamespace(**{k: v for k, v in (defaults | entries).items() if v is not None})
 
 
 def test_the_module():
-    module, given = LigerExperts(config()).to(DEVICE), drawn(6)
+    module = LigerExperts(config()).to(DEVICE)
+    inputs = random_inputs(6)
     assert {name: t.shape for name, t in module.state_dict().items()} == {
         "gate_up_proj": (E, 2 * I, H),
         "down_proj": (E, H, I),
     }
-    module.load_state_dict({name: given[name] for name in ("gate_up_proj", "down_proj")})
-    x, index, weights = given["x"], given["top_k_index"], given["top_k_weights"]
-    assert torch.equal(module(x, index, weights), liger_experts(**given))
+    module.load_state_dict({name: inputs[name] for name in ("gate_up_proj", "down_proj")})
+    x, index, weights = inputs["x"], inputs["top_k_index"], inputs["top_k_weights"]
+    assert torch.equal(module(x, index, weights), liger_experts(**inputs))
     batch = module(x.view(2, 3, H), index.view(2, 3, K), weights.view(2, 3, K))
-    assert torch.equal(batch, liger_experts(**given).view(2, 3, H))
+    assert torch.equal(batch, liger_experts(**inputs).view(2, 3, H))
     assert torch.equal(module(x.view(2, 3, H), index, weights), batch)
     assert "num_experts=4, 12, 10" in repr(module)
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_the_modules_config(name):
-    given = config(
+    entries = config(
         num_experts=None, hidden_act="swish", **({} if name == "num_experts" else {name: 3})
     )
     if name == "num_experts":
-        given.num_experts, given.num_local_experts, given.n_routed_experts = 3, 5, 6
-    assert LigerExperts(given).gate_up_proj.shape == (3, 2 * I, H)
-    del given.moe_intermediate_size
-    assert LigerExperts(given).down_proj.shape == (3, H, 99)
+        entries.num_experts, entries.num_local_experts, entries.n_routed_experts = 3, 5, 6
+    assert LigerExperts(entries).gate_up_proj.shape == (3, 2 * I, H)
+    del entries.moe_intermediate_size
+    assert LigerExperts(entries).down_proj.shape == (3, H, 99)
 
 
 def test_the_modules_errors():
@@ -440,9 +467,9 @@ def test_the_modules_errors():
 
 
 def test_errors():
-    given = drawn(biases=True)
-    x, w, d = (given[name] for name in LEAVES[:3])
-    for error, said, wrong in (
+    inputs = random_inputs(biases=True)
+    x, w, d = (inputs[name] for name in LEAVES[:3])
+    for error, message, change in (
         (
             ValueError,
             r"x has shape \(12,\), top_k_index \(9, 3\), give \(T, H\) and \(T, K\)",
@@ -452,7 +479,7 @@ def test_errors():
         (
             ValueError,
             r"top_k_weights has shape \(3,\), give \(9, 3\)",
-            dict(top_k_weights=given["top_k_weights"][0]),
+            dict(top_k_weights=inputs["top_k_weights"][0]),
         ),
         (
             ValueError,
@@ -477,12 +504,12 @@ def test_errors():
         (
             ValueError,
             r"gate_up_bias has shape \(20,\), give \(4, 20\)",
-            dict(gate_up_bias=given["gate_up_bias"][0]),
+            dict(gate_up_bias=inputs["gate_up_bias"][0]),
         ),
         (
             ValueError,
             r"down_bias has shape \(12,\), give \(4, 12\)",
-            dict(down_bias=given["down_bias"][0]),
+            dict(down_bias=inputs["down_bias"][0]),
         ),
         (ValueError, "act is 'relu', give one of silu, gelu_pytorch_tanh, gelu", dict(act="relu")),
         (
@@ -500,10 +527,14 @@ def test_errors():
         (
             TypeError,
             "top_k_index is torch.float32, give integers",
-            dict(top_k_index=given["top_k_weights"]),
+            dict(top_k_index=inputs["top_k_weights"]),
         ),
-        (TypeError, "x is torch.int64, give a floating point tensor", dict(x=given["top_k_index"])),
+        (
+            TypeError,
+            "x is torch.int64, give a floating point tensor",
+            dict(x=inputs["top_k_index"]),
+        ),
         (TypeError, "top_k_weights is None, give a tensor", dict(top_k_weights=None)),
     ):
-        with pytest.raises(error, match=f"liger_experts: {said}"):
-            liger_experts(**given | wrong)
+        with pytest.raises(error, match=f"liger_experts: {message}"):
+            liger_experts(**inputs | change)

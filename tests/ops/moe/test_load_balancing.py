@@ -13,7 +13,7 @@ from liger_kernel.ops.moe.load_balancing import (
 T, E = 12, 9
 
 
-def drawn(layers=3, dtype=torch.float32, T=T, E=E):
+def random_logits(layers=3, dtype=torch.float32, T=T, E=E):
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(T, E, generator=generator).to(DEVICE, dtype).requires_grad_()
@@ -32,72 +32,72 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_hugging_faces(top_k, mask, anywhere):
-    theirs = pytest.importorskip(
+def test_hugging_faces(top_k, mask, with_and_without_kernels):
+    reference = pytest.importorskip(
         "transformers.models.mixtral.modeling_mixtral"
     ).load_balancing_loss_func
     mask = None if MASKS[mask] is None else MASKS[mask].to(DEVICE)
     results = []
-    for fn in (liger_load_balancing_loss, theirs):
-        gate_logits = drawn()
+    for fn in (liger_load_balancing_loss, reference):
+        gate_logits = random_logits()
         loss = fn(gate_logits, E, top_k, mask)
         results.append([loss, *torch.autograd.grad(3 * loss, gate_logits)])
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype and got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype):
     """The choice is of the logits, not of rounded probabilities."""
-    gate_logits = drawn(2, dtype)
+    gate_logits = random_logits(2, dtype)
     exact = tuple(x.detach().double().requires_grad_() for x in gate_logits)
-    got, want = (liger_load_balancing_loss(x, E, 2) for x in (gate_logits, exact))
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+    actual, expected = (liger_load_balancing_loss(x, E, 2) for x in (gate_logits, exact))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
     for a, b in zip(
-        torch.autograd.grad(got, gate_logits), torch.autograd.grad(want, exact), strict=True
+        torch.autograd.grad(actual, gate_logits), torch.autograd.grad(expected, exact), strict=True
     ):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize("experts", [1, 5, 33])
-def test_all_experts(experts, anywhere):
+def test_all_experts(experts, with_and_without_kernels):
     """Equal shares, so that nothing can be balanced better."""
-    gate_logits = drawn(2, E=experts)
+    gate_logits = random_logits(2, E=experts)
     loss = liger_load_balancing_loss(gate_logits, experts, experts)
     torch.testing.assert_close(loss, torch.full_like(loss, experts))
     assert all(d.abs().max() < 1e-6 for d in torch.autograd.grad(loss, gate_logits))
 
 
-def test_tokens_that_are_masked(anywhere):
+def test_tokens_that_are_masked(with_and_without_kernels):
     """No influence, even if they are not numbers; their gradient is 0."""
     mask = torch.arange(T, device=DEVICE) < 8
-    gate_logits = drawn(1)
+    gate_logits = random_logits(1)
     poisoned = gate_logits[0].detach().clone()
     poisoned[8:] = float("nan")
-    got, want = (
+    actual, expected = (
         liger_load_balancing_loss((x,), E, 2, mask)
         for x in (poisoned.requires_grad_(), gate_logits[0])
     )
-    torch.testing.assert_close(got, want)
-    (dz,) = torch.autograd.grad(got, poisoned)
-    torch.testing.assert_close(dz, *torch.autograd.grad(want, gate_logits))
+    torch.testing.assert_close(actual, expected)
+    (dz,) = torch.autograd.grad(actual, poisoned)
+    torch.testing.assert_close(dz, *torch.autograd.grad(expected, gate_logits))
     assert not dz[8:].any()
 
 
 def test_many_tokens(monkeypatch):
     """A program has several blocks of them."""
     monkeypatch.setattr("liger_kernel.core.devices.multiprocessors", lambda x: 1)
-    gate_logits = drawn(1, T=900, E=40)
-    got = LigerLoadBalancingFunction.apply(gate_logits[0], None, 3)
-    want = LigerLoadBalancingFunction.reference(gate_logits[0].double(), None, 3)
-    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    gate_logits = random_logits(1, T=900, E=40)
+    actual = LigerLoadBalancingFunction.apply(gate_logits[0], None, 3)
+    expected = LigerLoadBalancingFunction.reference(gate_logits[0].double(), None, 3)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_frozen_layer():
-    first, second, third = drawn()
+    first, second, third = random_logits()
     loss = liger_load_balancing_loss([first.detach(), second, third.detach()], E, 2)
     assert torch.autograd.grad(loss, second)[0].any()
     assert not liger_load_balancing_loss((first.detach(),), E, 2).requires_grad
@@ -135,4 +135,4 @@ def test_nothing():
 )
 def test_errors(change, error, words):
     with pytest.raises(error, match=f"^liger_load_balancing_loss: {words}"):
-        liger_load_balancing_loss(**dict(gate_logits=drawn(), num_experts=E) | change)
+        liger_load_balancing_loss(**dict(gate_logits=random_logits(), num_experts=E) | change)

@@ -9,45 +9,53 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 
-from liger_kernel.ops.moe import choice, router
+from liger_kernel.ops.moe import router, top_k
 from liger_kernel.ops.moe.router import liger_router, router_reference
 from liger_kernel.ops.moe.routing import compute_routing_metadata
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 T, H = 7, 16
 
 
-def drawn(T, E, dtype=torch.float32):
+def random_logits(T, E, dtype=torch.float32):
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(T + E))
     return logits.to(DEVICE, dtype).requires_grad_()
 
 
-def outcome(fn, logits, **options):
+def output_and_grads(fn, logits, **options):
     weights, index = fn(logits, **options)
     dweights = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0)).to(weights)
     return weights.detach(), index, *torch.autograd.grad(weights, logits, dweights)
 
 
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # ---- Hugging Face's ----
 
 CONFIG = dict(
-    hidden_size=H, num_experts_per_tok=3, num_local_experts=12, num_experts=12, norm_topk_prob=True, n_group=4,
-    topk_group=2, routed_scaling_factor=2.5, topk_method="group_limited_greedy",
-)  # fmt: skip
-OF_BIAS = dict(score="sigmoid", groups=4, top_groups=2, normalize=True, eps=1e-20, scale=2.5)
+    hidden_size=H,
+    num_experts_per_tok=3,
+    num_local_experts=12,
+    num_experts=12,
+    norm_topk_prob=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    topk_method="group_limited_greedy",
+)
+DEEPSEEK_V3 = dict(score="sigmoid", groups=4, top_groups=2, normalize=True, eps=1e-20, scale=2.5)
 FAMILIES = {
     "mixtral.MixtralTopKRouter": dict(normalize=True, dtype=torch.float32),
     "qwen3_moe.Qwen3MoeTopKRouter": dict(normalize=True),
     "gpt_oss.GptOssTopKRouter": dict(normalize=True),
     "granitemoe.GraniteMoeTopKRouter": dict(normalize=True),
     "deepseek_v2.DeepseekV2TopkRouter": dict(groups=4, top_groups=2, best_of_a_group=1, scale=2.5),
-    "deepseek_v3.DeepseekV3TopkRouter": OF_BIAS,
-    "glm4_moe.Glm4MoeTopkRouter": OF_BIAS,
+    "deepseek_v3.DeepseekV3TopkRouter": DEEPSEEK_V3,
+    "glm4_moe.Glm4MoeTopkRouter": DEEPSEEK_V3,
 }
 
 
@@ -59,94 +67,99 @@ def test_a_familys_router(family, dtype):
     module, _, name = family.partition(".")
     modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     torch.manual_seed(0)
-    it = getattr(modeling, name)(types.SimpleNamespace(**CONFIG)).to(DEVICE, dtype)
+    module_router = getattr(modeling, name)(types.SimpleNamespace(**CONFIG)).to(DEVICE, dtype)
     with torch.no_grad():
-        for p in (*it.parameters(), *it.buffers()):
+        for p in (*module_router.parameters(), *module_router.buffers()):
             p.copy_(torch.randn(p.shape) / 4)
-    found = []
+    logits_seen = []
     linear = F.linear
 
-    def noting(*args):
-        found.append(linear(*args).detach().requires_grad_())
-        return found[-1]
+    def record_linear(*args):
+        logits_seen.append(linear(*args).detach().requires_grad_())
+        return logits_seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling.F, "linear", noting)
-        made = it(torch.randn(T, H).to(DEVICE, dtype))
+        patch.setattr(modeling.F, "linear", record_linear)
+        outputs = module_router(torch.randn(T, H).to(DEVICE, dtype))
     weights, index = (
-        made[1],
-        made[2] if made[0].is_floating_point() else made[0],
+        outputs[1],
+        outputs[2] if outputs[0].is_floating_point() else outputs[0],
     )  # an older one has the index first
-    (logits,) = found
-    bias = getattr(it, "e_score_correction_bias", None)
-    got, chosen = liger_router(logits, 3, bias=bias, **FAMILIES[family])
-    assert got.dtype == weights.dtype
+    (logits,) = logits_seen
+    bias = getattr(module_router, "e_score_correction_bias", None)
+    actual, actual_index = liger_router(logits, 3, bias=bias, **FAMILIES[family])
+    assert actual.dtype == weights.dtype
     weights = torch.zeros_like(logits, dtype=weights.dtype).scatter(
         1, index, weights
     )  # whatever the order
-    got = torch.zeros_like(weights).scatter(1, chosen, got)
-    eps = max(2 * torch.finfo(got.dtype).eps, 1e-6)
-    torch.testing.assert_close(got, weights, rtol=eps, atol=0)
+    actual = torch.zeros_like(weights).scatter(1, actual_index, actual)
+    eps = max(2 * torch.finfo(actual.dtype).eps, 1e-6)
+    torch.testing.assert_close(actual, weights, rtol=eps, atol=0)
     dweights = torch.randn(weights.shape).to(weights)
-    (dz,), (want,) = (torch.autograd.grad(w, logits, dweights) for w in (got, weights))
-    torch.testing.assert_close(dz, want, rtol=2 * eps, atol=2 * eps * want.abs().max().item())
+    (dz,), (expected,) = (torch.autograd.grad(w, logits, dweights) for w in (actual, weights))
+    torch.testing.assert_close(
+        dz, expected, rtol=2 * eps, atol=2 * eps * expected.abs().max().item()
+    )
 
 
 # ---- what is chosen ----
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), OF_BIAS, dict(groups=4, top_groups=3, best_of_a_group=1)], ids=str
+    "options", [dict(), DEEPSEEK_V3, dict(groups=4, top_groups=3, best_of_a_group=1)], ids=str
 )
-def test_the_first_of_equal_ones(options, anywhere):
+def test_the_first_of_equal_ones(options, with_and_without_kernels):
     logits = torch.zeros(3, 12, device=DEVICE)
     logits[1, 5:] = 1
     logits[2, [2, 7]] = 1
     _, index = liger_router(logits, 5, **options)
     assert index.dtype == torch.int64 and index[0].tolist() == [0, 1, 2, 3, 4]
-    if options is OF_BIAS:
+    if options is DEEPSEEK_V3:
         assert index.tolist()[1:] == [[6, 7, 8, 9, 10], [2, 7, 0, 1, 6]]
     else:
         assert index.tolist()[1:] == [[5, 6, 7, 8, 9], [2, 7, 0, 1, 3]]
 
 
-@pytest.mark.parametrize("options", [dict(normalize=True), OF_BIAS], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("options", [dict(normalize=True), DEEPSEEK_V3], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("left", [0, 1, 3])
-def test_masked_experts(left, options, anywhere):
-    """Those that are not masked come first; a softmax of nothing is no number."""
+def test_masked_experts(left, options, with_and_without_kernels):
+    """Experts that are not masked come first; a softmax without any logit is NaN."""
     logits = torch.full((4, 12), -INF, device=DEVICE)
     logits[:, 6 : 6 + left] = 1.0
-    got = outcome(liger_router, logits.requires_grad_(), top_k=5, **options)
-    assert_same(got, outcome(router_reference, logits, top_k=5, **options))
+    actual = output_and_grads(liger_router, logits.requires_grad_(), top_k=5, **options)
+    assert_same(actual, output_and_grads(router_reference, logits, top_k=5, **options))
     assert (
-        got[1][0, :left].tolist() == list(range(6, 6 + left)) and len(set(got[1][0].tolist())) == 5
+        actual[1][0, :left].tolist() == list(range(6, 6 + left))
+        and len(set(actual[1][0].tolist())) == 5
     )
-    assert options is OF_BIAS or got[0].isnan().all() == (left == 0)
+    assert options is DEEPSEEK_V3 or actual[0].isnan().all() == (left == 0)
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(bias=True), OF_BIAS], ids=["plain", "bias", "groups"]
+    "options", [dict(), dict(bias=True), DEEPSEEK_V3], ids=["plain", "bias", "groups"]
 )
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
-def test_not_a_number(value, options, anywhere):
+def test_not_a_number(value, options, with_and_without_kernels):
     """K experts, each once; rows without it are as before."""
-    logits = drawn(4, 12).detach()
+    logits = random_logits(4, 12).detach()
     logits[1, 7], logits[2] = value, value
     options = dict(options, bias=torch.zeros(12, device=DEVICE)) if options.get("bias") else options
-    got = outcome(liger_router, logits.requires_grad_(), top_k=5, **options)
-    assert_same(got, outcome(router_reference, logits, top_k=5, **options))
-    for row in got[1].tolist():
+    actual = output_and_grads(liger_router, logits.requires_grad_(), top_k=5, **options)
+    assert_same(actual, output_and_grads(router_reference, logits, top_k=5, **options))
+    for row in actual[1].tolist():
         assert len(set(row)) == 5 and all(0 <= e < 12 for e in row)
-    rest = outcome(liger_router, logits.detach()[::3].requires_grad_(), top_k=5, **options)
-    assert torch.equal(got[1][::3], rest[1]) and got[0][::3].isfinite().all()
+    finite_rows = output_and_grads(
+        liger_router, logits.detach()[::3].requires_grad_(), top_k=5, **options
+    )
+    assert torch.equal(actual[1][::3], finite_rows[1]) and actual[0][::3].isfinite().all()
 
 
-def test_a_bias_shuts_experts_out(anywhere):
+def test_a_bias_shuts_experts_out(with_and_without_kernels):
     """Also all of a group; its score is then below every other."""
     bias = torch.zeros(12, device=DEVICE)
     bias[:6] = -INF
     bias[7] = -INF
-    logits = drawn(9, 12).detach().requires_grad_()
+    logits = random_logits(9, 12).detach().requires_grad_()
     weights, index = liger_router(logits, 2, "sigmoid", bias, groups=4, top_groups=2)
     assert (index >= 6).all() and (index != 7).all()
     torch.testing.assert_close(weights, logits.sigmoid().gather(1, index))
@@ -156,57 +169,58 @@ def test_a_bias_shuts_experts_out(anywhere):
 
 
 @pytest.mark.parametrize(
-    "E, K", [(1, 1), (2, 2), (37, 37), (1000, 8), (1024, 4), (choice.WIDEST + 1, 2)]
+    "E, K", [(1, 1), (2, 2), (37, 37), (1000, 8), (1024, 4), (top_k.MAX_EXPERTS + 1, 2)]
 )
 def test_numbers_of_experts(E, K):
     for options in (
         dict(normalize=True),
         dict(score="sigmoid", bias=torch.linspace(-1, 1, E, device=DEVICE)),
     ):
-        logits = drawn(3, E)
-        got, want = (
-            outcome(fn, logits, top_k=K, **options) for fn in (liger_router, router_reference)
+        logits = random_logits(3, E)
+        actual, expected = (
+            output_and_grads(fn, logits, top_k=K, **options)
+            for fn in (liger_router, router_reference)
         )
-        assert_same(got, want)
+        assert_same(actual, expected)
         if K == E:
-            assert (got[1].sort(-1).values == torch.arange(E, device=DEVICE)).all()
+            assert (actual[1].sort(-1).values == torch.arange(E, device=DEVICE)).all()
 
 
 def test_memory_layouts():
-    logits = drawn(6, 12).detach()
-    got = outcome(liger_router, logits.mT.contiguous().mT.requires_grad_(), top_k=3)
-    assert_same(got, outcome(liger_router, logits.requires_grad_(), top_k=3))
+    logits = random_logits(6, 12).detach()
+    actual = output_and_grads(liger_router, logits.mT.contiguous().mT.requires_grad_(), top_k=3)
+    assert_same(actual, output_and_grads(liger_router, logits.requires_grad_(), top_k=3))
 
 
 def test_a_bias_has_no_gradient():
     bias = torch.randn(12, device=DEVICE).requires_grad_()
-    weights, index = liger_router(drawn(5, 12), 3, "sigmoid", bias)
+    weights, index = liger_router(random_logits(5, 12), 3, "sigmoid", bias)
     assert not index.requires_grad
     assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
-    assert not liger_router(drawn(5, 12).detach(), 3, "sigmoid", bias)[0].requires_grad
+    assert not liger_router(random_logits(5, 12).detach(), 3, "sigmoid", bias)[0].requires_grad
 
 
 def test_float64():
-    logits = drawn(5, 12, torch.float64)
+    logits = random_logits(5, 12, torch.float64)
     weights, index = liger_router(logits, 3, normalize=True)
-    top, want = logits.softmax(-1).topk(3)
-    assert torch.equal(index, want)
+    top, expected = logits.softmax(-1).topk(3)
+    assert torch.equal(index, expected)
     torch.testing.assert_close(weights, top / top.sum(-1, keepdim=True))
 
 
 def test_what_is_kept():
     """The logits and the choice."""
-    kept = []
-    logits = drawn(5, 12)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    logits = random_logits(5, 12)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         _, index = liger_router(logits, 3)
-    assert [t.data_ptr() for t in kept] == [logits.data_ptr(), index.data_ptr()]
+    assert [t.data_ptr() for t in saved] == [logits.data_ptr(), index.data_ptr()]
 
 
 def test_a_graph_keeps_the_choice(monkeypatch):
-    logits = drawn(5, 12)
+    logits = random_logits(5, 12)
     weights, _ = liger_router(logits, 3)
-    monkeypatch.setattr(router, "_choice", None)
+    monkeypatch.setattr(router, "_choose_experts", None)
     (d,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
     assert torch.autograd.grad(d.square().sum(), logits)[0].any()
 
@@ -249,21 +263,24 @@ def test_a_graph_keeps_the_choice(monkeypatch):
         (dict(dtype=torch.int32), TypeError, "dtype is torch.int32"),
     ],
 )
-def test_errors(change, error, words, anywhere):
+def test_errors(change, error, words, with_and_without_kernels):
     change = {
         name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in change.items()
     }
     with pytest.raises(error, match=f"^liger_router: {words}"):
-        liger_router(**dict(logits=drawn(3, 12), top_k=3) | change)
+        liger_router(**dict(logits=random_logits(3, 12), top_k=3) | change)
 
 
 def test_numbers_of_numpy():
-    logits = drawn(5, 8)
-    two, one = np.int64(2), np.int64(1)
-    got = liger_router(logits, two, groups=two, top_groups=one, eps=np.float64(0.5), normalize=True)
-    want = liger_router(logits, 2, groups=2, top_groups=1, eps=0.5, normalize=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    index = got[1]
+    logits = random_logits(5, 8)
+    two = np.int64(2)
+    one = np.int64(1)
+    actual = liger_router(
+        logits, two, groups=two, top_groups=one, eps=np.float64(0.5), normalize=True
+    )
+    expected = liger_router(logits, 2, groups=2, top_groups=1, eps=0.5, normalize=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    index = actual[1]
     for a, b in zip(
         compute_routing_metadata(index, np.int64(8), np.int64(16)),
         compute_routing_metadata(index, 8, 16),

@@ -9,19 +9,19 @@ from liger_kernel.ops.fused_moe import compute_routing_metadata
 from liger_kernel.ops.moe.routing import routing, routing_reference
 
 
-def drawn(T, K, E, least=0, beyond=0):
+def random_index(T, K, E, least=0, beyond=0):
     generator = torch.Generator().manual_seed(T * K + E)
     return torch.randint(least, E + beyond, (T, K), generator=generator).to(DEVICE)
 
 
 def assert_right(index, E, block):
     order, offsets, tiles = routing(index, E, block)
-    want = routing_reference(index, E, block)
-    used = len(want[2])
+    expected = routing_reference(index, E, block)
+    used = len(expected[2])
     assert (
-        torch.equal(order, want[0])
-        and torch.equal(offsets, want[1])
-        and torch.equal(tiles[:used], want[2])
+        torch.equal(order, expected[0])
+        and torch.equal(offsets, expected[1])
+        and torch.equal(tiles[:used], expected[2])
     )
     assert (tiles[used:, 0] == -1).all(), "an entry of the table that no expert has"
     S = index.numel()
@@ -36,14 +36,16 @@ def assert_right(index, E, block):
 def test_against_a_sort(T, K, E, beyond):
     """Several chunks of assignments, several blocks of experts; with indices on both sides of the
     experts'."""
-    assert_right(drawn(T, K, E, -beyond, beyond), E, 16)
+    assert_right(random_index(T, K, E, -beyond, beyond), E, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_dtypes(dtype):
-    index = drawn(9, 2, 5, beyond=1)
-    for got, want in zip(routing(index.to(dtype), 5, 16), routing(index, 5, 16), strict=True):
-        assert torch.equal(got, want)
+    index = random_index(9, 2, 5, beyond=1)
+    for actual, expected in zip(
+        routing(index.to(dtype), 5, 16), routing(index, 5, 16), strict=True
+    ):
+        assert torch.equal(actual, expected)
 
 
 def test_by_hand():
@@ -54,7 +56,7 @@ def test_by_hand():
 
 
 def test_the_fullest_table():
-    """Of a row each: as many tiles as it has entries, but for those of whole tiles."""
+    """Experts of one row each have as many tiles as the table has entries, but for whole tiles."""
     E = 6
     index = torch.arange(E, device=DEVICE)[:, None]
     _, _, tiles = assert_right(index, E, 16)
@@ -68,7 +70,7 @@ def test_none_is_an_experts(index):
 
 
 def test_strides():
-    index = drawn(6, 20, 5)
+    index = random_index(6, 20, 5)
     for a, b in zip(routing(index.mT, 5, 16), routing(index.mT.contiguous(), 5, 16), strict=True):
         assert torch.equal(a, b)
 
@@ -76,16 +78,18 @@ def test_strides():
 # ---- compute_routing_metadata ----
 
 
-def test_metadata(anywhere):
+def test_metadata(with_and_without_kernels):
     """With kernels and without: of the same shapes, and the same."""
-    index = drawn(9, 2, 5, beyond=1)
-    found = compute_routing_metadata(index, 5, block=4)
-    want = routing_reference(index, 5, 4)
-    assert torch.equal(found.order, want[0]) and torch.equal(found.offsets, want[1])
-    used = len(want[2])
-    assert found.tiles.shape == (-(-18 // 4) + 5, 2)
-    assert torch.equal(found.tiles[:used], want[2]) and (found.tiles[used:, 0] == -1).all()
-    assert all(t.dtype == torch.int32 for t in found)
+    index = random_index(9, 2, 5, beyond=1)
+    metadata = compute_routing_metadata(index, 5, block=4)
+    expected = routing_reference(index, 5, 4)
+    assert torch.equal(metadata.order, expected[0]) and torch.equal(metadata.offsets, expected[1])
+    used = len(expected[2])
+    assert metadata.tiles.shape == (-(-18 // 4) + 5, 2)
+    assert (
+        torch.equal(metadata.tiles[:used], expected[2]) and (metadata.tiles[used:, 0] == -1).all()
+    )
+    assert all(t.dtype == torch.int32 for t in metadata)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +108,4 @@ def test_metadata(anywhere):
 )
 def test_metadata_of_what_does_not_fit(change, error, words):
     with pytest.raises(error, match=f"compute_routing_metadata: {words}"):
-        compute_routing_metadata(**dict(top_k_index=drawn(3, 2, 4), num_experts=4) | change)
+        compute_routing_metadata(**dict(top_k_index=random_index(3, 2, 4), num_experts=4) | change)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ANYWHERE, cast
+from cases import WITH_AND_WITHOUT_KERNELS, cast
 from hardware import DEVICE
 
 from liger_kernel.ops.functional import (
@@ -28,14 +28,14 @@ def norm_rope(x, w):
 
 
 def angles(x):
-    turn = (
+    angle = (
         torch.arange(x.shape[-1] // 2, device=x.device)
         * torch.arange(len(x), device=x.device)[:, None]
     )
-    return turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)
+    return angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
 
 
-def of_rope(x, w):
+def liger_rope_heads(x, w):
     cos, sin = angles(x)
     q = x[None, None]
     return liger_norm_rope(q, q, w, w, cos[None], sin[None], EPS, casting_mode="none")[0][0, 0]
@@ -51,11 +51,11 @@ NORMS = {
         lambda x, w: liger_modulated_rms_norm(x, w, w * 0, None, EPS, 0.0, "none"),
         rms_norm,
     ),
-    "norm_rope": (of_rope, norm_rope),
+    "norm_rope": (liger_rope_heads, norm_rope),
 }
 
 
-@ANYWHERE
+@WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1000.0, 200.0, 1.0, 1e-3])
 @pytest.mark.parametrize("name", NORMS)
@@ -68,11 +68,11 @@ def test_none(name, size, dtype):
     tensors["dy"] = torch.randn(4, 64).to(DEVICE, dtype)
     results = []
     for norm, values in ((fn, tensors), (reference, cast(tensors, torch.float64))):
-        x, w = values["x"].requires_grad_(), values["w"].requires_grad_()
+        x = values["x"].requires_grad_()
+        w = values["w"].requires_grad_()
         y = norm(x, w)
         # dx is as large as 1/size: it is kept within fp16 by a dy that is as large as x
         results.append((y.detach(), *torch.autograd.grad(y, (x, w), values["dy"] * min(size, 1.0))))
     for result, exact in zip(*results, strict=True):
-        assert (result.double() - exact).abs().max() <= 2 * torch.finfo(
-            dtype
-        ).eps * exact.abs().max()
+        bound = 2 * torch.finfo(dtype).eps * exact.abs().max()
+        assert (result.double() - exact).abs().max() <= bound

@@ -9,7 +9,7 @@ from liger_kernel.ops.norm.dyt import dyt_reference, liger_dyt, liger_dyt_bwd, l
 from liger_kernel.transformers import LigerDyT
 
 
-def drawn(*shape, dtypes=(torch.float32,) * 4):
+def random_inputs(*shape, dtypes=(torch.float32,) * 4):
     torch.manual_seed(0)
     tensors = torch.randn(shape), torch.rand(1), torch.randn(shape[-1]), torch.randn(shape[-1])
     return [t.to(DEVICE, dtype).requires_grad_() for t, dtype in zip(tensors, dtypes, strict=True)]
@@ -18,15 +18,19 @@ def drawn(*shape, dtypes=(torch.float32,) * 4):
 def test_many_rows():
     """Several programs, and several for the columns of a row: alpha's gradient is a sum over all of
     them."""
-    tensors = drawn(9, 1030)
+    tensors = random_inputs(9, 1030)
     outs = liger_dyt(*tensors), dyt_reference(*tensors)
-    for got, want in zip(*(torch.autograd.grad(o.sin().sum(), tensors) for o in outs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+    for actual, expected in zip(
+        *(torch.autograd.grad(o.sin().sum(), tensors) for o in outs), strict=True
+    ):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item()
+        )
 
 
 def test_dtypes_may_differ():
     dtypes = torch.bfloat16, torch.float32, torch.float16, torch.float32
-    tensors = drawn(3, 20, dtypes=dtypes)
+    tensors = random_inputs(3, 20, dtypes=dtypes)
     y = liger_dyt(*tensors)
     grads = torch.autograd.grad(y.float().sum(), tensors)
     assert y.dtype == torch.bfloat16 and tuple(g.dtype for g in grads) == dtypes
@@ -35,24 +39,24 @@ def test_dtypes_may_differ():
 
 @pytest.mark.parametrize("with_beta", [True, False])
 def test_without_autograd(with_beta):
-    x, alpha, gamma, beta = tensors = drawn(2, 3, 8)
+    x, alpha, gamma, beta = tensors = random_inputs(2, 3, 8)
     if not with_beta:
         tensors[3] = None
     y = liger_dyt(*tensors)
     dy = torch.randn_like(y)
-    wanted = [t for t in tensors if t is not None]
+    leaves = [t for t in tensors if t is not None]
     with torch.no_grad():
         assert torch.equal(liger_dyt_fwd(*tensors), y)
-        found = liger_dyt_bwd(dy, *tensors)
-    assert (found[3] is None) != with_beta
-    for got, want in zip(found, torch.autograd.grad(y, wanted, dy), strict=False):
-        assert torch.equal(got, want)
+        grads = liger_dyt_bwd(dy, *tensors)
+    assert (grads[3] is None) != with_beta
+    for actual, expected in zip(grads, torch.autograd.grad(y, leaves, dy), strict=False):
+        assert torch.equal(actual, expected)
 
 
 def test_without_autograd_needs_kernels(request):
     if DEVICE == "cpu":
         request.getfixturevalue("reference_only")
-    x, alpha, gamma, beta = (t.detach().cpu() for t in drawn(2, 8))
+    x, alpha, gamma, beta = (t.detach().cpu() for t in random_inputs(2, 8))
     for call in (
         lambda: liger_dyt_fwd(x, alpha, gamma, beta),
         lambda: liger_dyt_bwd(x, x, alpha, gamma, beta),
@@ -67,7 +71,7 @@ def test_module():
         alpha=(1,), gamma=(8,), beta=(8,)
     )
     assert module.alpha.eq(0.5).all() and module.gamma.eq(1).all() and not module.beta.any()
-    x = drawn(2, 3, 8)[0]
+    x = random_inputs(2, 3, 8)[0]
     torch.testing.assert_close(module(x), torch.tanh(0.5 * x))
     module(x).sum().backward()
     assert module.alpha.grad.shape == (1,)
@@ -81,8 +85,8 @@ def test_module():
 
 
 def test_errors():
-    x, alpha, gamma, beta = drawn(2, 8)
-    for given, kind, message in (
+    x, alpha, gamma, beta = random_inputs(2, 8)
+    for args, error, message in (
         ((x, gamma, gamma, beta), ValueError, r"alpha has shape \(8,\), give \(1,\) or \(\)"),
         ((x, alpha, gamma[:4], beta), ValueError, r"gamma has shape \(4,\), give \(8,\)"),
         ((x, alpha, gamma, beta[None]), ValueError, r"beta has shape \(1, 8\), give \(8,\)"),
@@ -91,8 +95,8 @@ def test_errors():
         ((x.sum(), alpha, gamma, beta), ValueError, "x has no dimension"),
         ((x.long(), alpha, gamma, beta), TypeError, "x is torch.int64"),
     ):
-        with pytest.raises(kind, match=f"liger_dyt: {message}"):
-            liger_dyt(*given)
+        with pytest.raises(error, match=f"liger_dyt: {message}"):
+            liger_dyt(*args)
     with pytest.raises(TypeError, match="LigerDyT: init_alpha is '0.5'"):
         LigerDyT(8, init_alpha="0.5")
     with pytest.raises(ValueError, match="LigerDyT: hidden_size is -1"):

@@ -13,7 +13,8 @@ def rows(seed):
 
 def test_a_wider_residual():
     """The result has X's dtype, each gradient its input's."""
-    x, r = rows(0).bfloat16().requires_grad_(), rows(1).requires_grad_()
+    x = rows(0).bfloat16().requires_grad_()
+    r = rows(1).requires_grad_()
     y, s = functional.liger_fused_add_rms_norm(x, r, None, 1e-6)
     assert y.dtype == s.dtype == torch.bfloat16
     (y + s).sum().backward()

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 
-from liger_kernel.ops.norm import group_rows
+from liger_kernel.ops.norm import group_norm_launch
 from liger_kernel.ops.norm.group_norm import LigerGroupNormFunction, liger_group_norm
+from liger_kernel.ops.norm.group_norm_kernels import group_norm_bwd_strips_kernel
 from liger_kernel.transformers import LigerGroupNorm
 
 SHAPES = {  # (shape, groups)
@@ -25,7 +26,7 @@ SHAPES = {  # (shape, groups)
 }
 
 
-def drawn(shape, dtype=torch.float32, mean=0.0, std=1.0, seed=0):
+def random_inputs(shape, dtype=torch.float32, mean=0.0, std=1.0, seed=0):
     torch.manual_seed(seed)
     x = (torch.randn(shape, device=DEVICE) * std + mean).to(dtype)
     w, b = (torch.randn(shape[1], device=DEVICE).to(dtype) for _ in range(2))
@@ -42,34 +43,34 @@ def results(fn, tensors, dtype=None):
 
 
 def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
-    """The worst of some draws, as a share of the largest value.
+    """Compare the largest errors over three seeds, as a share of the largest value.
 
     A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4
     at 1e4 and 1. That times the largest weight is what y may be off by beside PyTorch's own error;
     E[x²] - E[x]² is off by 100 and more."""
-    worst, moved = torch.zeros(4, 2, dtype=torch.float64), 0.0
+    errors = torch.zeros(4, 2, dtype=torch.float64)  # of y, dx, dw, db: ours, PyTorch's
+    mean_error = 0.0
     size = torch.tensor(abs(mean))
-    half = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
+    half_ulp = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
     for seed in range(3):
-        tensors = drawn(shape, mean=mean, std=std, seed=seed)
+        tensors = random_inputs(shape, mean=mean, std=std, seed=seed)
 
-        def plain(x, w, b):
+        def reference(x, w, b):
             return F.group_norm(x, groups, w, b, 1e-6)
 
-        mine = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
-        exact = results(plain, tensors, torch.float64)
-        for i, (m, p, e) in enumerate(zip(mine, results(plain, tensors), exact, strict=True)):
-            assert m.dtype == p.dtype and m.shape == p.shape
-            error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (m, p)])
-            worst[i] = torch.maximum(worst[i], error.cpu())
-        moved = max(
-            moved,
-            half / (std**2 + 1e-6) ** 0.5 * float(tensors[1].abs().max() / exact[0].abs().max()),
-        )
-    allowed = roundings * torch.finfo(mine[0].dtype).eps
-    for name, (m, p) in zip(("y", "dx", "dw", "db"), worst.tolist(), strict=True):
-        more = allowed + (moved if name == "y" else 0)
-        assert m <= p + more, f"{name}: error {m:.3g}, PyTorch's own {p:.3g}, and {more:.3g}"
+        actual = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+        expected = results(reference, tensors)
+        exact = results(reference, tensors, torch.float64)
+        for i, (a, r, e) in enumerate(zip(actual, expected, exact, strict=True)):
+            assert a.dtype == r.dtype and a.shape == r.shape
+            error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (a, r)])
+            errors[i] = torch.maximum(errors[i], error.cpu())
+        largest_share = float(tensors[1].abs().max() / exact[0].abs().max())
+        mean_error = max(mean_error, half_ulp / (std**2 + 1e-6) ** 0.5 * largest_share)
+    allowed = roundings * torch.finfo(actual[0].dtype).eps
+    for name, (a, r) in zip(("y", "dx", "dw", "db"), errors.tolist(), strict=True):
+        bound = allowed + (mean_error if name == "y" else 0)
+        assert a <= r + bound, f"{name}: error {a:.3g}, PyTorch's own {r:.3g}, and {bound:.3g}"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -82,15 +83,17 @@ def test_equals_pytorch(name):
 )
 @pytest.mark.parametrize("name", ("wide, a program each", "wide, both"))
 def test_sums_are_taken_ahead(name, ahead, monkeypatch):
-    """Of however many groups, in strips of any size. Who comes when does not change a bit of it."""
+    """Sums may be any number of groups ahead, and the order of programs changes no bit."""
     shape, groups = SHAPES[name]
-    monkeypatch.setattr(group_rows, "_launch_wide", lambda *args: (1, 4, 8192, ahead))
+    monkeypatch.setattr(
+        group_norm_launch, "_choose_strip_launch", lambda *args: (1, 4, 8192, ahead)
+    )
     assert_as_exact_as_pytorch((3, *shape[1:]), groups)
-    tensors = drawn((3, *shape[1:]))
-    found = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
-    monkeypatch.setattr(group_rows, "_launch_wide", lambda *args: (1, 4, 8192, 8192))
-    again = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
-    assert all(torch.equal(t, u) for t, u in zip(found, again, strict=True))
+    tensors = random_inputs((3, *shape[1:]))
+    first = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+    monkeypatch.setattr(group_norm_launch, "_choose_strip_launch", lambda *args: (1, 4, 8192, 8192))
+    second = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
+    assert all(torch.equal(t, u) for t, u in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("mean,std", ((1e4, 1.0), (-1e3, 0.1), (3e-4, 1e-6)))
@@ -104,19 +107,19 @@ def test_shifted_values(name, mean, std):
 def test_blocks_that_differ(name):
     """Half of a group is constant, the rest far from it: no part's mean is near that of all."""
     shape, groups = SHAPES[name]
-    x, w, b = drawn(shape, mean=1e3)
+    x, w, b = random_inputs(shape, mean=1e3)
     x[:, : shape[1] // 2] = -5.0
     y = liger_group_norm(x, w, b, shape[1], groups, 1e-6)
     exact = F.group_norm(x.double(), groups, w.double(), b.double(), 1e-6)
-    theirs = F.group_norm(x, groups, w, b, 1e-6)
-    assert (y - exact).abs().max() <= (theirs - exact).abs().max() + 3e-7 * exact.abs().max()
+    reference = F.group_norm(x, groups, w, b, 1e-6)
+    assert (y - exact).abs().max() <= (reference - exact).abs().max() + 3e-7 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", ("one block", "wide, both"))
 def test_a_constant_group_and_one_with_nan(name):
     shape, groups = SHAPES[name]
     shape = (2, *shape[1:])
-    x, w, b = drawn(shape)
+    x, w, b = random_inputs(shape)
     x[0] = 7.0
     x[1, 0, 0, 0] = float("nan")
     y = liger_group_norm(x, w, b, shape[1], groups, 1e-6)
@@ -127,7 +130,7 @@ def test_a_constant_group_and_one_with_nan(name):
 def test_layouts():
     """Slices of samples and of channels are views; channels_last and a slice of the last dimension
     give the same."""
-    x, w, b = drawn((4, 8, 6, 6))
+    x, w, b = random_inputs((4, 8, 6, 6))
     for t in (
         x[::2],
         x[:, 2:6],
@@ -136,13 +139,13 @@ def test_layouts():
         x[:1].expand_as(x),
     ):
         C = t.shape[1]
-        got = liger_group_norm(t, w[:C], b[:C], C, 2, 1e-6)
-        assert torch.equal(got, liger_group_norm(t.contiguous(), w[:C], b[:C], C, 2, 1e-6))
+        actual = liger_group_norm(t, w[:C], b[:C], C, 2, 1e-6)
+        assert torch.equal(actual, liger_group_norm(t.contiguous(), w[:C], b[:C], C, 2, 1e-6))
 
 
 @pytest.mark.parametrize("shape", ((0, 4, 5), (3, 4, 0), (0, 4, 0)))
 def test_nothing_to_normalise(shape):
-    x, w, b = (t.requires_grad_() for t in drawn(shape))
+    x, w, b = (t.requires_grad_() for t in random_inputs(shape))
     y = liger_group_norm(x, w, b, 4, 2, 1e-6)
     y.sum().backward()
     assert y.shape == x.grad.shape == shape and not w.grad.any() and not b.grad.any()
@@ -150,8 +153,9 @@ def test_nothing_to_normalise(shape):
 
 def test_dtypes_may_differ():
     """Parameters in fp32, x in bf16: the output is x's, every gradient its own tensor's."""
-    x, w, b = drawn((3, 6, 50))
-    x, b = x.bfloat16(), b.half()
+    x, w, b = random_inputs((3, 6, 50))
+    x = x.bfloat16()
+    b = b.half()
     tensors = [t.requires_grad_() for t in (x, w, b)]
     y = liger_group_norm(*tensors, 6, 2, 1e-6)
     exact = F.group_norm(x.double(), 2, w.double(), b.double(), 1e-6)
@@ -174,13 +178,13 @@ def test_module():
     x = torch.randn(2, 6, 5, device=DEVICE)
     with torch.no_grad():
         module.bias.normal_()
-    theirs = torch.nn.GroupNorm(3, 6, eps=1e-6).to(DEVICE)
-    theirs.load_state_dict(module.state_dict())
-    torch.testing.assert_close(module(x), theirs(x))
+    reference = torch.nn.GroupNorm(3, 6, eps=1e-6).to(DEVICE)
+    reference.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x), reference(x))
 
 
 def test_function_takes_channels_before_groups():
-    x, w, b = drawn((2, 6, 5))
+    x, w, b = random_inputs((2, 6, 5))
     torch.testing.assert_close(
         LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), F.group_norm(x, 3, w, b, 1e-5)
     )
@@ -192,8 +196,8 @@ def test_function_takes_channels_before_groups():
 
 
 def test_errors():
-    x, w, b = drawn((2, 6, 5))
-    for given, kind, message in (
+    x, w, b = random_inputs((2, 6, 5))
+    for args, error, message in (
         ((x[0], w, b, 6, 3), ValueError, r"X has shape \(6, 5\), give \(N, C, \*\)"),
         ((x, w, b, 3, 6), ValueError, "num_channels is 3, X has 6; it comes before num_groups"),
         ((x, w, b, 6, 4), ValueError, "num_groups is 4, give a divisor of num_channels, 6"),
@@ -212,8 +216,8 @@ def test_errors():
             "affine_scaling_weight is torch.int32, give a floating point tensor",
         ),
     ):
-        with pytest.raises(kind, match=f"liger_group_norm: {message}"):
-            liger_group_norm(*given, 1e-6)
+        with pytest.raises(error, match=f"liger_group_norm: {message}"):
+            liger_group_norm(*args, 1e-6)
     with pytest.raises(ValueError, match="LigerGroupNorm: num_groups is 4, give a divisor"):
         LigerGroupNorm(6, 4)
     with pytest.raises(
@@ -225,7 +229,7 @@ def test_errors():
 def test_reference(request):
     if DEVICE == "cpu":
         request.getfixturevalue("reference_only")
-    x, w, b = (t.cpu() for t in drawn((2, 6, 5)))
+    x, w, b = (t.cpu() for t in random_inputs((2, 6, 5)))
     assert torch.equal(liger_group_norm(x, w, b, 6, 3, 1e-6), F.group_norm(x, 3, w, b, 1e-6))
     assert liger_group_norm(x.bfloat16(), w, b, 6, 3, 1e-6).dtype == torch.bfloat16
 
@@ -243,13 +247,12 @@ def test_many_channels_of_few_elements(K, S, dtype):
     dy = torch.randn(2, K, S, device=DEVICE).to(dtype)
     y = liger_group_norm(x, w, b, K, 1, 1e-6)
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    want = torch.nn.functional.group_norm(exact[0], 1, *exact[1:], eps=1e-6)
-    found, wanted = (
-        torch.autograd.grad(y, (x, w, b), dy),
-        torch.autograd.grad(want, exact, dy.double()),
-    )
-    for got, right in zip((y, *found), (want, *wanted), strict=True):
-        assert (got.double() - right).abs().max() <= 4 * torch.finfo(dtype).eps * right.abs().max()
+    expected = torch.nn.functional.group_norm(exact[0], 1, *exact[1:], eps=1e-6)
+    grads = torch.autograd.grad(y, (x, w, b), dy)
+    exact_grads = torch.autograd.grad(expected, exact, dy.double())
+    for actual, exact_result in zip((y, *grads), (expected, *exact_grads), strict=True):
+        bound = 4 * torch.finfo(dtype).eps * exact_result.abs().max()
+        assert (actual.double() - exact_result).abs().max() <= bound
 
 
 def test_a_strip_that_ends_just_below_2_31():
@@ -259,17 +262,17 @@ def test_a_strip_that_ends_just_below_2_31():
     S, across = 2**31 - last, 2**15
     x = torch.empty(1, S, dtype=torch.float16, device=DEVICE)
     x[:, -last:] = 1
-    one, queue = (
+    ones, queue = (
         torch.ones(1, device=DEVICE),
         torch.tensor([across - 1, 0], dtype=torch.int32, device=DEVICE),
     )
     dw, db = torch.zeros(2, across, device=DEVICE)
-    group_rows._bwd_wide[(1,)](
+    group_norm_bwd_strips_kernel[(1,)](
         x,
         x,
-        one,
-        0 * one,
-        one,
+        ones,
+        0 * ones,
+        ones,
         None,
         queue,
         None,
@@ -287,10 +290,10 @@ def test_a_strip_that_ends_just_below_2_31():
         1,
         strip,
         1,
-        STRIPS=1,
+        BLOCK_STRIPS=1,
         BLOCK_K=1,
         LANES=each // 8,
-        EACH=8,
+        VEC=8,
         ALIGNED=True,
         num_warps=4,
     )

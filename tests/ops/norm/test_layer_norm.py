@@ -22,9 +22,12 @@ def test_equals_pytorch(shape):
         rows(*shape, seed=3),
     )
     x, w, b = (t.requires_grad_() for t in (x, w, b))
-    got, want = liger_layer_norm(x, w, b, 1e-5), F.layer_norm(x, shape[-1:], w, b, 1e-5)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    for a, e in zip(*(torch.autograd.grad(y, (x, w, b), dy) for y in (got, want)), strict=True):
+    actual = liger_layer_norm(x, w, b, 1e-5)
+    expected = F.layer_norm(x, shape[-1:], w, b, 1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for a, e in zip(
+        *(torch.autograd.grad(y, (x, w, b), dy) for y in (actual, expected)), strict=True
+    ):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
@@ -37,9 +40,12 @@ def test_rows_far_from_zero(width):
         0.5, 1.5, width, device=DEVICE
     )  # blocks whose means differ by far more than their spread
     exact = F.layer_norm(x.double(), (width,))
-    mine = (liger_layer_norm(x, None, None, 1e-6).double() - exact).abs().max()
-    theirs = (F.layer_norm(x, (width,), None, None, 1e-6).double() - exact).abs().max()
-    assert mine <= theirs + 2 * 1e4 * torch.finfo(torch.float32).eps, (mine, theirs)
+    error = (liger_layer_norm(x, None, None, 1e-6).double() - exact).abs().max()
+    reference_error = (F.layer_norm(x, (width,), None, None, 1e-6).double() - exact).abs().max()
+    assert error <= reference_error + 2 * 1e4 * torch.finfo(torch.float32).eps, (
+        error,
+        reference_error,
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -50,10 +56,10 @@ def test_the_module(bias):
         and norm.bias.requires_grad
         and norm.bias.any() == bias
     )
-    theirs = torch.nn.LayerNorm(16, eps=1e-5).to(DEVICE)
-    theirs.load_state_dict(norm.state_dict())
+    reference = torch.nn.LayerNorm(16, eps=1e-5).to(DEVICE)
+    reference.load_state_dict(norm.state_dict())
     x = rows(4, 16)
-    torch.testing.assert_close(norm(x), theirs(x))
+    torch.testing.assert_close(norm(x), reference(x))
     assert repr(norm) == "LigerLayerNorm(16, eps=1e-05)"
 
 
@@ -112,38 +118,40 @@ class Norms(torch.nn.Module):
 @pytest.fixture
 def norms():
     torch.manual_seed(0)
-    made = Norms()
+    module = Norms()
     with torch.no_grad():
-        for p in made.parameters():
+        for p in module.parameters():
             p.add_(torch.randn_like(p) * 0.3)
-    return made
+    return module
 
 
 def test_patched_in_a_model(norms):
     x = torch.randn(3, 4, 8, requires_grad=True)
-    want = norms(x)
-    gradients = torch.autograd.grad(want.square().sum(), [x, *norms.parameters()])
+    expected = norms(x)
+    expected_grads = torch.autograd.grad(expected.square().sum(), [x, *norms.parameters()])
     report = apply_liger_kernel(norms)
     assert report.of("LayerNorm") == 3 and report.of("FixedNorm") == 1
     assert ("LayerNorm", "it normalises more than one dimension") in report.left_alone
-    got = norms(x)
-    torch.testing.assert_close(got, want)
+    actual = norms(x)
+    torch.testing.assert_close(actual, expected)
     for a, b in zip(
-        torch.autograd.grad(got.square().sum(), [x, *norms.parameters()]), gradients, strict=True
+        torch.autograd.grad(actual.square().sum(), [x, *norms.parameters()]),
+        expected_grads,
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     revert(norms)
-    assert type(norms.plain) is torch.nn.LayerNorm and torch.equal(norms(x), want)
+    assert type(norms.plain) is torch.nn.LayerNorm and torch.equal(norms(x), expected)
 
 
 def test_autocast_gives_what_pytorchs_gives(norms):
     """fp32, in which PyTorch's autocast runs a LayerNorm."""
     x = torch.randn(3, 4, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        want = norms.plain(x)
+        expected = norms.plain(x)
         apply_liger_kernel(norms)
-        got = norms.plain(x)
-    assert got.dtype == want.dtype and torch.equal(got, want)
+        actual = norms.plain(x)
+    assert actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 def test_the_switch(norms):

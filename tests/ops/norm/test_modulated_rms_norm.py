@@ -13,13 +13,13 @@ from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.transformers import LigerModulatedRMSNorm
 
 
-def drawn(*shapes, dtype=torch.float32):
+def random_tensors(*shapes, dtype=torch.float32):
     torch.manual_seed(0)
     return [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
 def broadcast(x, w, scale, shift):
-    """By PyTorch: a sample's scale stands beside its tokens."""
+    """Compute it by broadcasting in PyTorch: a sample's scale stands beside its tokens."""
     if x.dim() == 3 and scale.dim() == 2 and len(scale) == len(x):
         scale, shift = scale[:, None], shift[:, None]
     return rms_norm_reference(x, w) * (1 + scale.expand_as(x)) + shift.expand_as(x)
@@ -41,20 +41,21 @@ def broadcast(x, w, scale, shift):
     ],
 )
 def test_rows_that_share_a_scale(x, scale):
-    tensors = drawn(x, x[-1:], scale, scale)
+    tensors = random_tensors(x, x[-1:], scale, scale)
     outs = liger_modulated_rms_norm(*tensors), broadcast(*tensors)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(outs[0])
-    for got, want in zip(*(torch.autograd.grad(out, tensors, dy) for out in outs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(
+        *(torch.autograd.grad(out, tensors, dy) for out in outs), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_a_matrix_of_scales():
-    """Those of one sample follow each other, so (M, H) has a scale for each row; nothing is
-    broadcast over samples."""
-    x, scale = drawn((4, 6, 8), (12, 8))
-    want = liger_modulated_rms_norm(x.view(12, 2, 8), None, scale)
-    assert torch.equal(liger_modulated_rms_norm(x, None, scale), want.view(4, 6, 8))
+    """The rows of a scale of (M, H) follow each other; nothing is broadcast over samples."""
+    x, scale = random_tensors((4, 6, 8), (12, 8))
+    expected = liger_modulated_rms_norm(x.view(12, 2, 8), None, scale)
+    assert torch.equal(liger_modulated_rms_norm(x, None, scale), expected.view(4, 6, 8))
 
 
 @pytest.mark.parametrize(
@@ -63,15 +64,16 @@ def test_rows_of_a_matrix_of_scales():
 def test_rounds_where_pytorch_does(casting, offset):
     """Sums of another order flip a rounding now and then; one rounding more or less would do it
     everywhere."""
-    x, w, scale, shift = drawn((30, 400), (400,), (400,), (400,), dtype=torch.float16)
-    given = x, None if offset is None else w, scale, shift, 1e-6, offset or 0.0, casting
+    x, w, scale, shift = random_tensors((30, 400), (400,), (400,), (400,), dtype=torch.float16)
+    args = x, None if offset is None else w, scale, shift, 1e-6, offset or 0.0, casting
     with torch.no_grad():
-        got, want = liger_modulated_rms_norm(*given), modulated_rms_norm_reference(*given)
-    assert (got != want).float().mean() < 0.02
+        actual = liger_modulated_rms_norm(*args)
+        expected = modulated_rms_norm_reference(*args)
+    assert (actual != expected).float().mean() < 0.02
 
 
 def test_dtypes_may_differ():
-    x, w, scale, shift = tensors = drawn((2, 3, 16), (16,), (2, 16), (2, 16))
+    x, w, scale, shift = tensors = random_tensors((2, 3, 16), (16,), (2, 16), (2, 16))
     tensors = [
         t.detach().to(dtype).requires_grad_() for t, dtype in zip(tensors, DTYPES, strict=True)
     ]
@@ -93,7 +95,7 @@ def test_module():
         "llama",
         True,
     )
-    x, scale, shift = drawn((2, 3, 8), (2, 8), (2, 8))
+    x, scale, shift = random_tensors((2, 3, 8), (2, 8), (2, 8))
     assert torch.equal(module(x, scale), liger_modulated_rms_norm(x, module.weight, scale))
     assert torch.equal(
         module(x, scale, shift), liger_modulated_rms_norm(x, module.weight, scale, shift)
@@ -102,8 +104,8 @@ def test_module():
 
 
 def test_errors():
-    x, w, scale, shift = drawn((2, 3, 8), (8,), (2, 8), (2, 8))
-    for given, kind, message in (
+    x, w, scale, shift = random_tensors((2, 3, 8), (8,), (2, 8), (2, 8))
+    for args, error, message in (
         (
             (x, w, scale[:, :4]),
             ValueError,
@@ -127,5 +129,5 @@ def test_errors():
             "casting_mode is 'round', give one of none, llama",
         ),
     ):
-        with pytest.raises(kind, match=f"liger_modulated_rms_norm: {message}"):
-            liger_modulated_rms_norm(*given)
+        with pytest.raises(error, match=f"liger_modulated_rms_norm: {message}"):
+            liger_modulated_rms_norm(*args)

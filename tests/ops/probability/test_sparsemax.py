@@ -1,5 +1,7 @@
-"""Sparsemax beyond its `Case`: the exact support, hard rows, infinities and NaN, wide rows,
-dimensions, errors."""
+"""Sparsemax beyond its `Case`.
+
+The exact support, hard rows, infinities and NaN, wide rows, dimensions, errors.
+"""
 
 import pytest
 import torch
@@ -13,21 +15,28 @@ from liger_kernel.ops.probability.sparsemax import (
 from liger_kernel.transformers import LigerSparsemax
 
 INF = float("inf")
-WIDTHS = (3, 130, 16384, 16385, 70000)  # one block, and walked over
-EITHER = (100, 17000)
+WIDTHS = (3, 130, 16384, 16385, 70000)  # read as one block, and in blocks
+ONE_BLOCK_AND_MORE = (100, 17000)
 
 
-def drawn(*shape, scale=1.0):
+def randn(*shape, scale=1.0):
     torch.manual_seed(0)
     return (scale * torch.randn(shape)).to(DEVICE)
 
 
 def assert_projection(x):
-    """There is one support S with S = {x > τ} for its own τ = (Σ_S x - 1)/|S|: y has it, and is x - τ there. -> τ"""
-    leaf, dy = x.detach().requires_grad_(), drawn(*x.shape).to(x.dtype)
+    """Check that y is the projection of x, and return the threshold τ.
+
+    There is one support S with S = {x > τ} for its own τ = (Σ_S x - 1)/|S|. y must have this
+    support, and be x - τ there.
+    """
+    leaf = x.detach().requires_grad_()
+    dy = randn(*x.shape).to(x.dtype)
     y = liger_sparsemax(leaf)
     (dx,) = torch.autograd.grad(y, leaf, dy)
-    support, exact, eps = (y > 0).double(), x.double(), torch.finfo(x.dtype).eps
+    support = (y > 0).double()
+    exact = x.double()
+    eps = torch.finfo(x.dtype).eps
     tau = ((support * exact).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True)
     assert torch.equal(support.bool(), exact > tau)
     torch.testing.assert_close(y.double(), (exact - tau).clamp(min=0), rtol=eps, atol=2e-7)
@@ -40,21 +49,20 @@ def assert_projection(x):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 def test_exact_projection(width, scale):
     """With nearly all entries in the support, with few, with one."""
-    assert_projection(drawn(1 if width > 16384 else 2, width, scale=scale))
+    assert_projection(randn(1 if width > 16384 else 2, width, scale=scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_entries_at_the_threshold(dtype):
-    """Multiples of 1/8 often equal τ: they are not in the support, which fp32 arithmetic must not
-    blur."""
-    x = (drawn(200, 24) * 8).round() / 8
+    """Multiples of 1/8 often equal τ. They are not in the support, even in fp32 arithmetic."""
+    x = (randn(200, 24) * 8).round() / 8
     tau = assert_projection(x.to(dtype))
     assert (x.double() == tau).any(-1).sum() > 5
 
 
-@pytest.mark.parametrize("width", EITHER)
+@pytest.mark.parametrize("width", ONE_BLOCK_AND_MORE)
 def test_rows_that_take_many_steps(width):
-    """Entries at distances that grow by a factor: each step of the iteration drops but a few."""
+    """Entries at distances that grow by a factor: each step of the iteration drops only a few."""
     steps = torch.arange(width, device=DEVICE, dtype=torch.float32)
     assert_projection(
         torch.stack((-(1.01**-steps), -steps / width, -(steps.clamp(max=20) ** 2) / 64))
@@ -65,17 +73,20 @@ def test_known_rows():
     x = torch.tensor(
         [[5.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, -3.0], [1e30, 0.0, -1e30]], device=DEVICE
     )
-    want = torch.tensor(
+    expected = torch.tensor(
         [[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.75, 0.25, 0.0], [1.0, 0.0, 0.0]], device=DEVICE
     )
-    torch.testing.assert_close(liger_sparsemax(x), want)
+    torch.testing.assert_close(liger_sparsemax(x), expected)
 
 
-@pytest.mark.parametrize("width", EITHER)
+@pytest.mark.parametrize("width", ONE_BLOCK_AND_MORE)
 def test_infinities_and_nan(width):
     """-inf is 0; a row that is all -inf, has an inf or a NaN is NaN, and the next one is not."""
-    x = drawn(5, width)
-    x[0, ::2], x[1], x[2, 3], x[3, width - 2] = -INF, -INF, INF, float("nan")
+    x = randn(5, width)
+    x[0, ::2] = -INF
+    x[1] = -INF
+    x[2, 3] = INF
+    x[3, width - 2] = float("nan")
     y = liger_sparsemax(x)
     assert y[1:4].isnan().all() and not y[[0, 4]].isnan().any() and not y[0, ::2].any()
     torch.testing.assert_close(y, sparsemax_reference(x), rtol=0, atol=2e-7, equal_nan=True)
@@ -88,18 +99,18 @@ def test_infinities_and_nan(width):
 def test_dimensions(shape, dim):
     results = []
     for fn in (liger_sparsemax, sparsemax_reference):
-        x = drawn(*shape).requires_grad_()
+        x = randn(*shape).requires_grad_()
         y = fn(x, dim)
-        results.append((y, *torch.autograd.grad(y, x, drawn(*shape))))
-    for got, want in zip(*results, strict=True):
-        assert got.is_contiguous()
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        results.append((y, *torch.autograd.grad(y, x, randn(*shape))))
+    for output, expected in zip(*results, strict=True):
+        assert output.is_contiguous()
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_result_that_was_written_to(dim):
     """Backward needs it, so it raises."""
-    x = drawn(3, 5).requires_grad_()
+    x = randn(3, 5).requires_grad_()
     y = liger_sparsemax(x, dim)
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -107,7 +118,7 @@ def test_result_that_was_written_to(dim):
 
 
 def test_module_and_function():
-    x = drawn(3, 5)
+    x = randn(3, 5)
     for module, dim in ((LigerSparsemax(), -1), (LigerSparsemax(0), 0)):
         assert torch.equal(module(x), liger_sparsemax(x, dim))
         assert torch.equal(LigerSparsemaxFunction.apply(x, dim), liger_sparsemax(x, dim))

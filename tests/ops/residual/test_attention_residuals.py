@@ -1,5 +1,4 @@
-"""Attention residuals beyond their `Case`: a list of blocks, many of them, other dtypes and
-dimensions, errors."""
+"""Attention residuals beyond their `Case`: lists of blocks, many of them, dtypes, errors."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from liger_kernel.ops.residual.attention_residuals import attn_res_reference, li
 D = 20
 
 
-def drawn(*shape, dtype=torch.float32):
+def make_inputs(*shape, dtype=torch.float32):
     torch.manual_seed(0)
     V, w_query, w_norm = torch.randn(*shape, D), torch.randn(D) / 2, torch.randn(D)
     return [
@@ -19,8 +18,8 @@ def drawn(*shape, dtype=torch.float32):
     ]
 
 
-def outcome(fn, V, *weights):
-    """The mixture, and the gradients of the blocks, of the query and of the norm's weight."""
+def output_and_gradients(fn, V, *weights):
+    """Return the mixture, and the gradients of the blocks, the query and the norm's weight."""
     out = fn(V, *weights)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, out.dtype)
     blocks = V if isinstance(V, list) else [V]
@@ -30,11 +29,11 @@ def outcome(fn, V, *weights):
 
 def test_gradients_of_a_list():
     """Each block is a tensor of its own, and some of them may need no gradient."""
-    V, *weights = drawn(4, 2, 3)
+    V, *weights = make_inputs(4, 2, 3)
     blocks = [v.detach().clone().requires_grad_() for v in V]
-    want, (dV,), *dweights = outcome(liger_attn_res, V, *weights)
-    got, dblocks, *dothers = outcome(liger_attn_res, blocks, *weights)
-    for a, b in zip((got, *dblocks, *dothers), (want, *dV, *dweights), strict=True):
+    expected, (dV,), *dweights = output_and_gradients(liger_attn_res, V, *weights)
+    actual, dblocks, *dothers = output_and_gradients(liger_attn_res, blocks, *weights)
+    for a, b in zip((actual, *dblocks, *dothers), (expected, *dV, *dweights), strict=True):
         assert torch.equal(a, b)
     blocks[0].requires_grad_(False)
     liger_attn_res(tuple(blocks), *weights).sum().backward()
@@ -43,25 +42,27 @@ def test_gradients_of_a_list():
 
 @pytest.mark.parametrize("shape", [(33, 2), (3,), (1, 2, 2), (2, 1, 1, 2)], ids=str)
 def test_any_number_of_blocks_and_dimensions(shape):
-    given = drawn(*shape)
-    for got, want in zip(
-        outcome(liger_attn_res, *given), outcome(attn_res_reference, *given), strict=True
+    inputs = make_inputs(*shape)
+    for actual, expected in zip(
+        output_and_gradients(liger_attn_res, *inputs),
+        output_and_gradients(attn_res_reference, *inputs),
+        strict=True,
     ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_of_another_dtype():
-    given = drawn(3, 2, dtype=torch.bfloat16)
-    out, (dV,), dq, dw = outcome(liger_attn_res, *given)
-    want, _, dq_want, dw_want = outcome(attn_res_reference, *given)
+    inputs = make_inputs(3, 2, dtype=torch.bfloat16)
+    out, (dV,), dq, dw = output_and_gradients(liger_attn_res, *inputs)
+    expected, _, dq_want, dw_want = output_and_gradients(attn_res_reference, *inputs)
     assert out.dtype == dV.dtype == torch.bfloat16 and dq.dtype == dw.dtype == torch.float32
-    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(dq, dq_want, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(dw, dw_want, rtol=1e-3, atol=1e-3)
 
 
 def test_errors():
-    V, w_query, w_norm = drawn(2, 3)
+    V, w_query, w_norm = make_inputs(2, 3)
     for changed, error, words in (
         (dict(V=[]), ValueError, "V is empty, give at least one block"),
         (

@@ -1,5 +1,4 @@
-"""Hyper-connections beyond their `Case`s: Sinkhorn's order, numbers of streams, dtypes, the whole
-layer, errors."""
+"""Hyper-connections beyond their `Case`s: Sinkhorn, numbers of streams, dtypes, the whole layer."""
 
 import numpy
 import pytest
@@ -20,7 +19,7 @@ from liger_kernel.ops.residual.hyper_connections import (
 ALPHAS = "alpha_pre", "alpha_post", "alpha_res"
 
 
-def drawn(M=3, n=4, C=10, x=torch.float32, phi=torch.float32):
+def make_inputs(M=3, n=4, C=10, x=torch.float32, phi=torch.float32):
     torch.manual_seed(0)
     tensors = dict(
         x=torch.randn(M, n, C).to(x), phi=torch.randn(n * C, n * n + 2 * n).to(phi) / (n * C) ** 0.5
@@ -31,7 +30,7 @@ def drawn(M=3, n=4, C=10, x=torch.float32, phi=torch.float32):
     return {name: t.to(DEVICE).requires_grad_() for name, t in tensors.items()}
 
 
-def outcome(fn, tensors, **options):
+def output_and_gradients(fn, tensors, **options):
     outs = fn(**tensors, **options)
     generator = torch.Generator().manual_seed(1)
     douts = [torch.randn(out.shape, generator=generator).to(DEVICE, out.dtype) for out in outs]
@@ -39,8 +38,10 @@ def outcome(fn, tensors, **options):
 
 
 def assert_as_reference(tensors, bound=1e-4, **options):
-    got = outcome(liger_mhc_coeffs, tensors, allow_fp32=True, **options)
-    for a, b in zip(got, outcome(mhc_coeffs_reference, tensors, **options), strict=True):
+    actual = output_and_gradients(liger_mhc_coeffs, tensors, allow_fp32=True, **options)
+    for a, b in zip(
+        actual, output_and_gradients(mhc_coeffs_reference, tensors, **options), strict=True
+    ):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
@@ -48,50 +49,50 @@ def assert_as_reference(tensors, bound=1e-4, **options):
 def test_sinkhorn_ends_with_the_columns():
     """tmax counts them. The rows of h_res are output streams; one by one they add up to 1 only
     nearly."""
-    tensors = {name: t.detach() for name, t in drawn(n=3).items()}
+    tensors = {name: t.detach() for name, t in make_inputs(n=3).items()}
     n, eps = 3, 1e-3
     z = 3 * tensors["b"][2 * n :].view(n, n)
-    given = tensors | dict(phi=torch.zeros_like(tensors["phi"]), b=3 * tensors["b"])
+    inputs = tensors | dict(phi=torch.zeros_like(tensors["phi"]), b=3 * tensors["b"])
     for tmax in (1, 2, 5):
         y = z.double().softmax(1) + eps
         for step in range(tmax):
             y = y / (y.sum(1, keepdim=True) + eps) if step else y
             y = y / (y.sum(0, keepdim=True) + eps)
         h_pre, h_post, h_res = liger_mhc_coeffs(
-            **given, allow_fp32=True, tmax=tmax, sinkhorn_eps=eps
+            **inputs, allow_fp32=True, tmax=tmax, sinkhorn_eps=eps
         )
         torch.testing.assert_close(h_res, y.float().expand_as(h_res), rtol=1e-5, atol=1e-6)
     off = [(h_res.sum(axis) - 1).abs().max().item() for axis in (1, 2)]
     assert off[0] < 2 * eps < off[1]
-    pre, post = given["b"][: 2 * n].chunk(2)
+    pre, post = inputs["b"][: 2 * n].chunk(2)
     torch.testing.assert_close(h_pre, pre.sigmoid().expand_as(h_pre))
     torch.testing.assert_close(h_post, 2 * post.sigmoid().expand_as(h_post))
 
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(17, marks=pytest.mark.thorough)])
 def test_any_number_of_streams(n):
-    assert_as_reference(drawn(M=2, n=n, C=6), tmax=3)
+    assert_as_reference(make_inputs(M=2, n=n, C=6), tmax=3)
 
 
 def test_without_sinkhorns_eps():
     """No padded entry is divided by 0."""
-    assert_as_reference(drawn(n=3), sinkhorn_eps=0.0)
+    assert_as_reference(make_inputs(n=3), sinkhorn_eps=0.0)
 
 
 def test_many_rows():
     """Several programs share the gradient of phi."""
-    assert_as_reference(drawn(M=530, n=1, C=3), 1e-3, tmax=1)
+    assert_as_reference(make_inputs(M=530, n=1, C=3), 1e-3, tmax=1)
 
 
 def test_more_streams_than_registers_hold(monkeypatch):
-    monkeypatch.setattr(hyper_connections, "MOST", 2)
+    monkeypatch.setattr(hyper_connections, "MAX_STREAMS", 2)
     monkeypatch.setattr(hyper_connections.LigerMHCCoeffsFunction, "apply", None)
-    assert_as_reference(drawn())
+    assert_as_reference(make_inputs())
 
 
 def test_each_dtype_of_its_own():
-    tensors = drawn(x=torch.bfloat16, phi=torch.float16)
-    *outs, dx, dphi, db, da, _, _ = outcome(liger_mhc_coeffs, tensors)
+    tensors = make_inputs(x=torch.bfloat16, phi=torch.float16)
+    *outs, dx, dphi, db, da, _, _ = output_and_gradients(liger_mhc_coeffs, tensors)
     assert all(out.dtype == torch.float32 for out in outs)
     assert [d.dtype for d in (dx, dphi, db, da)] == [
         torch.bfloat16,
@@ -104,14 +105,14 @@ def test_each_dtype_of_its_own():
 
 def test_outputs_that_are_not_used():
     """Their gradients are zero."""
-    tensors = drawn()
-    got, want = (
+    tensors = make_inputs()
+    actual, expected = (
         torch.autograd.grad(
             fn(**tensors)[1].square().sum(), list(tensors.values()), materialize_grads=True
         )
         for fn in (lambda **t: liger_mhc_coeffs(**t, allow_fp32=True), mhc_coeffs_reference)
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -142,16 +143,18 @@ def test_module():
     x_out, (h_pre, h_post, h_res) = liger_mhc_forward(
         x, layer, *parameters, tmax=3, return_coeffs=True
     )
-    want = liger_mhc_post_res(x, layer(liger_mhc_pre(x, h_pre).float()), h_post, h_res)
+    expected = liger_mhc_post_res(x, layer(liger_mhc_pre(x, h_pre).float()), h_post, h_res)
     assert (
-        torch.equal(x_out, want) and torch.equal(module(x), want) and want.dtype == torch.bfloat16
+        torch.equal(x_out, expected)
+        and torch.equal(module(x), expected)
+        and expected.dtype == torch.bfloat16
     )
     module(x).float().square().sum().backward()
     assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, *module.parameters()))
 
 
 def test_errors():
-    tensors = drawn()
+    tensors = make_inputs()
     name = "liger_mhc_coeffs"
     for changed, error, words in (
         (
@@ -191,19 +194,24 @@ def test_errors():
 
 
 def test_without_an_eps():
-    """What no row stands behind has no influence, though its root mean square is 0."""
-    tensors, options = drawn(M=3, n=4, C=8), dict(allow_fp32=True, tmax=2, rms_eps=0.0)
-    for got, want in zip(
-        *(outcome(fn, tensors, **options) for fn in (liger_mhc_coeffs, mhc_coeffs_reference)),
+    """Padding has no influence, though its root mean square is 0."""
+    tensors, options = make_inputs(M=3, n=4, C=8), dict(allow_fp32=True, tmax=2, rms_eps=0.0)
+    for actual, expected in zip(
+        *(
+            output_and_gradients(fn, tensors, **options)
+            for fn in (liger_mhc_coeffs, mhc_coeffs_reference)
+        ),
         strict=True,
     ):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_of_numpy():
-    tensors = drawn()
-    got = liger_mhc_coeffs(
+    tensors = make_inputs()
+    actual = liger_mhc_coeffs(
         **tensors, allow_fp32=True, tmax=numpy.int64(2), rms_eps=numpy.float32(1e-6)
     )
-    want = liger_mhc_coeffs(**tensors, allow_fp32=True, tmax=2, rms_eps=float(numpy.float32(1e-6)))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    expected = liger_mhc_coeffs(
+        **tensors, allow_fp32=True, tmax=2, rms_eps=float(numpy.float32(1e-6))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

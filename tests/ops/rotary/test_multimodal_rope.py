@@ -1,5 +1,4 @@
-"""M-RoPE: each pair by its axis, as rope of the angles that it chooses; sections, strides,
-errors."""
+"""M-RoPE: the same as RoPE of each pair's angle from its axis; sections, strides, errors."""
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ B, S, HQ, HK, D = 2, 7, 6, 2, 16
 SECTIONS = [2, 1, 5]
 
 
-def drawn(dtype=torch.float32, rows=B):
+def make_inputs(dtype=torch.float32, rows=B):
     generator = torch.Generator().manual_seed(0)
     q, k = (
         torch.randn(B, S, h, D, generator=generator).to(DEVICE, dtype).transpose(1, 2)
@@ -28,16 +27,16 @@ def drawn(dtype=torch.float32, rows=B):
     return q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def chosen(x, sections):
-    """The angles that pairs have by these sections, for `liger_rotary_pos_emb`: found pair by
-    pair."""
+def angles_of_axes(x, sections):
+    """Return each pair's angles by its axis, for `liger_rotary_pos_emb`, chosen pair by pair."""
     axes = [axis for axis, n in enumerate(sections) for _ in range(n)]
     half = torch.stack([x[axis, ..., j] for j, axis in enumerate(axes)], -1)
     return torch.cat((half, half), -1)
 
 
-def gradients(fn, q, k):
-    ys = fn(q, k)
+def results(fn, q, k, *args):
+    """Return fn's outputs, and the gradients of q and k."""
+    ys = fn(q, k, *args)
     generator = torch.Generator().manual_seed(1)
     dys = [torch.randn(y.shape, generator=generator).to(DEVICE, y.dtype) for y in ys]
     return *(y.detach() for y in ys), *torch.autograd.grad(ys, (q, k), dys)
@@ -46,46 +45,41 @@ def gradients(fn, q, k):
 @pytest.mark.parametrize("sections", (SECTIONS, (0, 8, 0), [3, 0, 5], [0, 0, 8]), ids=str)
 def test_is_rope_of_the_angles_that_it_chooses(sections):
     for rows, dtype in ((B, torch.float32), (1, torch.bfloat16)):
-        q, k, cos, sin = drawn(dtype, rows)
-        got = gradients(
-            lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, sections), q, k
-        )  # noqa: B023
-        own = chosen(cos, sections), chosen(sin, sections)
-        for g, w in zip(
-            got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True
-        ):  # noqa: B023
-            assert torch.equal(g, w)
+        q, k, cos, sin = make_inputs(dtype, rows)
+        actual = results(liger_multimodal_rotary_pos_emb, q, k, cos, sin, sections)
+        pair_angles = angles_of_axes(cos, sections), angles_of_axes(sin, sections)
+        expected = results(liger_rotary_pos_emb, q, k, *pair_angles)
+        assert all(map(torch.equal, actual, expected))
 
 
 def test_reference(reference_only):
-    q, k, cos, sin = drawn()
-    got = gradients(lambda q, k: liger_multimodal_rotary_pos_emb(q, k, cos, sin, SECTIONS), q, k)
-    own = chosen(cos, SECTIONS), chosen(sin, SECTIONS)
-    for g, w in zip(
-        got, gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k), strict=True
-    ):
-        assert torch.equal(g, w)
+    q, k, cos, sin = make_inputs()
+    actual = results(liger_multimodal_rotary_pos_emb, q, k, cos, sin, SECTIONS)
+    pair_angles = angles_of_axes(cos, SECTIONS), angles_of_axes(sin, SECTIONS)
+    expected = results(liger_rotary_pos_emb, q, k, *pair_angles)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_heads_in_the_third_dimension_and_strided_angles():
-    q, k, cos, sin = drawn()
-    want = liger_multimodal_rotary_pos_emb(q, k, cos, sin, SECTIONS)
+    q, k, cos, sin = make_inputs()
+    expected = liger_multimodal_rotary_pos_emb(q, k, cos, sin, SECTIONS)
     cos, sin = torch.stack((cos, sin), -1).unbind(-1)
-    got = liger_multimodal_rotary_pos_emb(
+    actual = liger_multimodal_rotary_pos_emb(
         q.transpose(1, 2), k.transpose(1, 2), cos, sin, SECTIONS, unsqueeze_dim=2
     )
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(actual, expected, strict=True):
         assert torch.equal(g.transpose(1, 2), w)
 
 
 def test_names():
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     assert liger_qwen2vl_mrope is liger_multimodal_rotary_pos_emb
-    got, want = (
-        LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, SECTIONS),
-        liger_qwen2vl_mrope(q, k, cos, sin, SECTIONS),
+    actual = LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, SECTIONS)
+    expected = liger_qwen2vl_mrope(q, k, cos, sin, SECTIONS)
+    assert (
+        torch.equal(actual[0], expected[0])
+        and torch.autograd.grad(actual[1].sum(), k)[0].isfinite().all()
     )
-    assert torch.equal(got[0], want[0]) and torch.autograd.grad(got[1].sum(), k)[0].isfinite().all()
 
 
 WRONG = {
@@ -93,9 +87,8 @@ WRONG = {
         mrope_section=[2, 1]
     ),
     "mrope_section is \\[2, 1, 4\\]": dict(mrope_section=[2, 1, 4]),
-    "mrope_section is \\[4, 2, 10\\]": dict(
-        mrope_section=[4, 2, 10]
-    ),  # of entries, where pairs are asked for
+    # of entries, not of pairs
+    "mrope_section is \\[4, 2, 10\\]": dict(mrope_section=[4, 2, 10]),
     "mrope_section is -1": dict(mrope_section=[-1, 4, 5]),
     "mrope_section is 8": dict(mrope_section=8),
     "unsqueeze_dim is 3": dict(unsqueeze_dim=3),
@@ -110,13 +103,13 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_errors(message):
-    q, k, cos, sin = drawn()
-    given = dict(q=q, k=k, cos=cos, sin=sin, mrope_section=SECTIONS)
+    q, k, cos, sin = make_inputs()
+    arguments = dict(q=q, k=k, cos=cos, sin=sin, mrope_section=SECTIONS)
     changed = {
-        name: value(given[name]) if callable(value) else value
+        name: value(arguments[name]) if callable(value) else value
         for name, value in WRONG[message].items()
     }
     with pytest.raises(
         (ValueError, TypeError), match=f"^liger_multimodal_rotary_pos_emb: .*{message}"
     ):
-        liger_multimodal_rotary_pos_emb(**given | changed)
+        liger_multimodal_rotary_pos_emb(**arguments | changed)

@@ -1,5 +1,4 @@
-"""Norm and RoPE in one: against the two operators, the attention of Hugging Face's models, strides,
-errors."""
+"""Norm and RoPE in one: against the two operators and Hugging Face's models; strides, errors."""
 
 import importlib
 
@@ -9,20 +8,23 @@ from hardware import DEVICE
 
 from liger_kernel.ops.norm.rms_norm import CASTINGS, liger_rms_norm
 from liger_kernel.ops.rotary import norm_rope
+from liger_kernel.ops.rotary.arguments import LAYOUTS
 from liger_kernel.ops.rotary.norm_rope import (
     LigerNormRopeFunction,
     liger_norm_rope,
     norm_rope_reference,
 )
-from liger_kernel.ops.rotary.rope import LAYOUTS, liger_rotary_pos_emb
+from liger_kernel.ops.rotary.rope import liger_rotary_pos_emb
 
 B, T, HQ, HK, D = 2, 7, 6, 2, 16
 NAMES = "q", "k", "q_weight", "k_weight"
 
 
-def drawn(dtype=torch.float32, width=D, layout=False, batch=B, shape=(B, T, HQ, HK, D)):
-    """Arguments in Hugging Face's strided layout, and the angles of random positions, others in
-    each row."""
+def make_inputs(dtype=torch.float32, width=D, layout=False, batch=B, shape=(B, T, HQ, HK, D)):
+    """Return q, k, q_weight, k_weight, cos, sin in Hugging Face's strided layout.
+
+    The positions are random and differ by row.
+    """
     torch.manual_seed(0)
     rows, tokens, heads, k_heads, size = shape
     q, k = (
@@ -39,9 +41,9 @@ def drawn(dtype=torch.float32, width=D, layout=False, batch=B, shape=(B, T, HQ, 
     return *tensors, angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def results(fn, q, k, q_weight, k_weight, cos, sin, dys=None):
-    """fn's outputs and the gradients of what requires one."""
-    outs = fn(q, k, q_weight, k_weight, cos, sin)
+def results(fn, q, k, q_weight, k_weight, cos, sin, dys=None, **options):
+    """Return fn's outputs, and the gradients of the inputs that require one."""
+    outs = fn(q, k, q_weight, k_weight, cos, sin, **options)
     if dys is None:
         dys = gradients_of(outs)
     dys = [dy.to(y.dtype) for dy, y in zip(dys, outs, strict=True)]
@@ -66,7 +68,9 @@ def test_bit_equal_to_the_two_operators(interleaved, casting, dtype):
     largest together."""
     bound = 3e-7 if DEVICE != "cpu" and dtype == torch.float32 else 0
     for width in (D, D // 2):
-        q, k, q_weight, k_weight, cos, sin = (x.detach() for x in drawn(dtype, width, interleaved))
+        q, k, q_weight, k_weight, cos, sin = (
+            x.detach() for x in make_inputs(dtype, width, interleaved)
+        )
         q, k = ((8 * x).round() / 8 for x in (q, k))
         for offset, weights in (
             (0.0, (q_weight, k_weight)),
@@ -77,8 +81,8 @@ def test_bit_equal_to_the_two_operators(interleaved, casting, dtype):
                 liger_rms_norm(x, w, 1e-6, offset, casting)
                 for x, w in zip((q, k), weights, strict=True)
             )
-            want = liger_rotary_pos_emb(*normed, cos, sin, interleaved=interleaved)
-            got = liger_norm_rope(
+            expected = liger_rotary_pos_emb(*normed, cos, sin, interleaved=interleaved)
+            actual = liger_norm_rope(
                 q, k, *weights, cos, sin, 1e-6, offset, casting, interleaved=interleaved
             )
             swapped = liger_norm_rope(
@@ -93,14 +97,14 @@ def test_bit_equal_to_the_two_operators(interleaved, casting, dtype):
                 2,
                 interleaved,
             )
-            for g, s, w in zip(got, swapped, want, strict=True):
+            for g, s, w in zip(actual, swapped, expected, strict=True):
                 assert g.dtype == dtype
                 for y in (g, s.transpose(1, 2)):
                     torch.testing.assert_close(y, w, rtol=0, atol=bound * float(w.abs().max()))
 
 
 def qwen3(module, norms):
-    """As its attention has it: the projections' (B, T, h, D) are normalised, then transposed."""
+    """As in its attention: the projections' (B, T, h, D) are normalised, then transposed."""
 
     def attention(q, k, q_weight, k_weight, cos, sin):
         q, k = (
@@ -134,47 +138,49 @@ FAMILIES = {  # modeling file -> its norm, its attention's part, our options
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "reference"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_exact_as_hugging_face(family, kernels, request):
-    """Outputs and all four gradients; the last two families turn half a head."""
+    """Outputs and all four gradients; the last two families rotate half a head."""
     if not kernels and DEVICE == "cpu":
         request.getfixturevalue("reference_only")
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     norm, attention, options = FAMILIES[family]
     for dtype in (torch.float32, torch.bfloat16):
-        tensors = drawn(dtype, D // 2 if family in ("glm4_moe", "qwen3_next") else D)
-        theirs = attention(
+        tensors = make_inputs(dtype, D // 2 if family in ("glm4_moe", "qwen3_next") else D)
+        reference_attention = attention(
             module, [getattr(module, norm)(D, eps=1e-6).to(DEVICE, dtype) for _ in "qk"]
         )
-        dys = gradients_of(theirs(*tensors))
-        got = results(lambda *t: liger_norm_rope(*t, 1e-6, **options), *tensors, dys)  # noqa: B023
-        want = results(theirs, *tensors, dys)
+        dys = gradients_of(reference_attention(*tensors))
+        actual = results(liger_norm_rope, *tensors, dys, eps=1e-6, **options)
+        expected = results(reference_attention, *tensors, dys)
         double = [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
-        exact = results(lambda *t: norm_rope_reference(*t, 1e-6, **options), *double, dys)  # noqa: B023
-        for g, h, e in zip(got, want, exact, strict=True):
+        exact = results(norm_rope_reference, *double, dys, eps=1e-6, **options)
+        for g, h, e in zip(actual, expected, exact, strict=True):
             assert g.dtype == h.dtype == dtype and g.shape == h.shape
             # an fp32 sum has more than one rounding
-            more = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
-            assert (g - e).abs().max() <= (h - e).abs().max() + more * e.abs().max()
+            sum_eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
+            assert (g - e).abs().max() <= (h - e).abs().max() + sum_eps * e.abs().max()
 
 
 def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
     """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite
     layouts."""
-    seen = []
+    pointers = []
     forward, backward = norm_rope.norm_rope_fwd, norm_rope.norm_rope_bwd
 
     def noting(call):
-        return lambda a, b, *rest: seen.extend((a.data_ptr(), b.data_ptr())) or call(a, b, *rest)
+        return lambda a, b, *rest: (
+            pointers.extend((a.data_ptr(), b.data_ptr())) or call(a, b, *rest)
+        )
 
     monkeypatch.setattr(norm_rope, "norm_rope_fwd", noting(forward))
     monkeypatch.setattr(norm_rope, "norm_rope_bwd", noting(backward))
-    _, k, q_weight, k_weight, cos, sin = drawn()
+    _, k, q_weight, k_weight, cos, sin = make_inputs()
     q = torch.randn(B, T, HQ, 2 * D, device=DEVICE)[..., :D].transpose(1, 2).requires_grad_()
     k = k.detach().contiguous().requires_grad_()
     dyq = torch.randn(B, HQ, T, D, device=DEVICE)
     dyk = torch.randn(B, T, HK, D, device=DEVICE).transpose(1, 2)
-    got = results(liger_norm_rope, q, k, q_weight, k_weight, cos, sin, (dyq, dyk))
-    yq, yk, dq, dk, *_ = got
-    assert seen == [x.data_ptr() for x in (q, k, dyq, dyk)]
+    actual = results(liger_norm_rope, q, k, q_weight, k_weight, cos, sin, (dyq, dyk))
+    yq, yk, dq, dk, *_ = actual
+    assert pointers == [x.data_ptr() for x in (q, k, dyq, dyk)]
     for x in (yq, dq):
         assert x.transpose(1, 2).is_contiguous()
     for x in (yk, dk):
@@ -182,50 +188,54 @@ def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
     copies = (
         x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k)
     )
-    want = results(liger_norm_rope, *copies, q_weight, k_weight, cos, sin, (dyq, dyk))
-    for g, w in zip(got, want, strict=True):
+    expected = results(liger_norm_rope, *copies, q_weight, k_weight, cos, sin, (dyq, dyk))
+    for g, w in zip(actual, expected, strict=True):
         torch.testing.assert_close(g, w)
 
 
 def test_heads_in_the_third_dimension():
     """The same results, in that layout, and they may be written to."""
-    q, k, *rest = drawn()
-    want = results(liger_norm_rope, q, k, *rest)
+    q, k, *rest = make_inputs()
+    expected = results(liger_norm_rope, q, k, *rest)
     q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
-    dys = [dy.transpose(1, 2) for dy in gradients_of([w.new_empty(w.shape) for w in want[:2]])]
+    dys = [dy.transpose(1, 2) for dy in gradients_of([w.new_empty(w.shape) for w in expected[:2]])]
     for dim in (2, -2):
-        got = results(lambda *t: liger_norm_rope(*t, unsqueeze_dim=dim), q, k, *rest, dys)  # noqa: B023
-        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        actual = results(liger_norm_rope, q, k, *rest, dys, unsqueeze_dim=dim)
+        for i, (g, w) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(g.transpose(1, 2) if i < 4 else g, w) and g.is_contiguous()
     yq, yk = liger_norm_rope(q, k, *rest, unsqueeze_dim=2)
     yq.mul_(2)
     yk.add_(1)
 
 
-@pytest.mark.parametrize("wanted", range(4), ids=NAMES)
-def test_only_the_gradient_that_is_needed(wanted, monkeypatch):
-    found = []
+@pytest.mark.parametrize("needed", range(4), ids=NAMES)
+def test_only_the_gradient_that_is_needed(needed, monkeypatch):
+    backward_results = []
     backward = norm_rope.norm_rope_bwd
     monkeypatch.setattr(
-        norm_rope, "norm_rope_bwd", lambda *args: found.append(backward(*args)) or found[0]
+        norm_rope,
+        "norm_rope_bwd",
+        lambda *args: backward_results.append(backward(*args)) or backward_results[0],
     )
-    tensors = drawn()
-    want = results(norm_rope_reference, *tensors)[2 + wanted]
-    tensors = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
-    torch.testing.assert_close(results(liger_norm_rope, *tensors)[2], want, rtol=1e-5, atol=1e-5)
-    assert [g is not None for g in found[0]] == [i == wanted for i in range(4)]
+    tensors = make_inputs()
+    expected = results(norm_rope_reference, *tensors)[2 + needed]
+    tensors = [x.detach().requires_grad_(i == needed) for i, x in enumerate(tensors)]
+    torch.testing.assert_close(
+        results(liger_norm_rope, *tensors)[2], expected, rtol=1e-5, atol=1e-5
+    )
+    assert [g is not None for g in backward_results[0]] == [i == needed for i in range(4)]
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("size,width", ((2, 2), (6, 6), (10, 6), (7, 4), (5, 2)))
 def test_head_sizes(size, width, interleaved):
     """Odd ones, too, whose last entry has no partner."""
-    tensors = drawn(width=width, layout=interleaved, shape=(2, 3, 5, 3, size))
-    got, want = (
-        results(lambda *t: fn(*t, eps=1e-2, interleaved=interleaved), *tensors)  # noqa: B023
+    tensors = make_inputs(width=width, layout=interleaved, shape=(2, 3, 5, 3, size))
+    actual, expected = (
+        results(fn, *tensors, eps=1e-2, interleaved=interleaved)
         for fn in (liger_norm_rope, norm_rope_reference)
     )
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(actual, expected, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
 
 
@@ -233,24 +243,24 @@ def test_head_sizes(size, width, interleaved):
 @pytest.mark.thorough
 def test_many_blocks(heads):
     """More units of tokens than programs, whose last blocks are not full."""
-    tensors = drawn(shape=(3, 70, *heads, D), batch=3)
-    got, want = (results(fn, *tensors) for fn in (liger_norm_rope, norm_rope_reference))
-    for g, w in zip(got, want, strict=True):
+    tensors = make_inputs(shape=(3, 70, *heads, D), batch=3)
+    actual, expected = (results(fn, *tensors) for fn in (liger_norm_rope, norm_rope_reference))
+    for g, w in zip(actual, expected, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-4)
 
 
 def test_angles_of_one_row_or_all():
-    q, k, *weights, cos, sin = drawn()
-    both = liger_norm_rope(q, k, *weights, cos, sin)
+    q, k, *weights, cos, sin = make_inputs()
+    batched = liger_norm_rope(q, k, *weights, cos, sin)
     for b in range(B):
         for c, s in (
             (cos[b : b + 1], sin[b : b + 1]),
             (cos[b], sin[b]),
             (cos[b, None, None], sin[b, None, None]),
         ):
-            one = liger_norm_rope(q[b : b + 1], k[b : b + 1], *weights, c, s)
-            assert torch.equal(one[0], both[0][b : b + 1]) and torch.equal(
-                one[1], both[1][b : b + 1]
+            single = liger_norm_rope(q[b : b + 1], k[b : b + 1], *weights, c, s)
+            assert torch.equal(single[0], batched[0][b : b + 1]) and torch.equal(
+                single[1], batched[1][b : b + 1]
             )
     shared = results(liger_norm_rope, q, k, *weights, cos[:1], sin[:1])
     spread = results(
@@ -258,31 +268,31 @@ def test_angles_of_one_row_or_all():
     )
     for s, e in zip(shared, spread, strict=True):
         assert torch.equal(s, e)
-    assert not torch.equal(shared[0][1:], both[0][1:])
+    assert not torch.equal(shared[0][1:], batched[0][1:])
 
 
 def test_dtypes_may_differ():
     """Each result has the dtype of its own input."""
-    q, k, q_weight, k_weight, cos, sin = drawn()
+    q, k, q_weight, k_weight, cos, sin = make_inputs()
     low = k.detach().bfloat16().requires_grad_()
-    want = results(norm_rope_reference, q, low, q_weight, k_weight, cos, sin)
-    got = results(liger_norm_rope, q, low, q_weight, k_weight, cos, sin)
-    assert [g.dtype for g in got] == [torch.float32, torch.bfloat16] * 2 + [torch.float32] * 2
-    for g, w in zip(got, want, strict=True):
+    expected = results(norm_rope_reference, q, low, q_weight, k_weight, cos, sin)
+    actual = results(liger_norm_rope, q, low, q_weight, k_weight, cos, sin)
+    assert [g.dtype for g in actual] == [torch.float32, torch.bfloat16] * 2 + [torch.float32] * 2
+    for g, w in zip(actual, expected, strict=True):
         torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)
 
 
 def test_without_eps():
-    """Rows that are not there have no rstd to spoil dw with."""
-    tensors = drawn(shape=(1, 3, 3, 1, D), batch=1)
+    """The rstd of rows outside of the tensor does not affect dw."""
+    tensors = make_inputs(shape=(1, 3, 3, 1, D), batch=1)
     for fn in (liger_norm_rope, norm_rope_reference):
-        for x in results(lambda *t: fn(*t, eps=0.0), *tensors):  # noqa: B023
+        for x in results(fn, *tensors, eps=0.0):
             assert x.isfinite().all()
 
 
-def test_what_does_not_turn_keeps_to_itself():
-    """An entry that overflows in the norm spoils no other, as long as it doesn't turn."""
-    q, k, q_weight, k_weight, cos, sin = (x.detach() for x in drawn(torch.float16, D // 2))
+def test_entries_that_are_not_rotated_do_not_affect_others():
+    """An entry that overflows in the norm affects no other, as long as it is not rotated."""
+    q, k, q_weight, k_weight, cos, sin = (x.detach() for x in make_inputs(torch.float16, D // 2))
     q_weight[-1] = 6e4
     q[..., -1] = 5
     for interleaved in (False, True):
@@ -301,11 +311,13 @@ def test_beyond_int32(far):
     near = x.contiguous()
     w = torch.randn(8, device=DEVICE, requires_grad=True)
     cos, sin = torch.randn(2, size[2], 8, device=DEVICE)
-    got = results(liger_norm_rope, x.requires_grad_(), x, w, w, cos, sin, (x.detach(), x.detach()))
-    want = results(
+    actual = results(
+        liger_norm_rope, x.requires_grad_(), x, w, w, cos, sin, (x.detach(), x.detach())
+    )
+    expected = results(
         liger_norm_rope, near.requires_grad_(), near, w, w, cos, sin, (near.detach(), near.detach())
     )
-    for g, e in zip(got, want, strict=True):
+    for g, e in zip(actual, expected, strict=True):
         assert torch.equal(g, e)
 
 
@@ -313,15 +325,19 @@ def test_beyond_int32(far):
     "shape", ((0, T, HQ, HK, D), (B, 0, HQ, HK, D)), ids=("no rows", "no tokens")
 )
 def test_empty(shape):
-    for x in results(liger_norm_rope, *drawn(shape=shape, batch=shape[0]))[2:]:
+    for x in results(liger_norm_rope, *make_inputs(shape=shape, batch=shape[0]))[2:]:
         assert not x.any()
 
 
 def test_function_positional_and_without_grad():
-    tensors = drawn()
-    want = liger_norm_rope(*tensors, 1e-5, 1.0, "gemma")
-    got = LigerNormRopeFunction.apply(*tensors, 1e-5, 1.0, "gemma", 1, False)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[0].requires_grad
+    tensors = make_inputs()
+    expected = liger_norm_rope(*tensors, 1e-5, 1.0, "gemma")
+    actual = LigerNormRopeFunction.apply(*tensors, 1e-5, 1.0, "gemma", 1, False)
+    assert (
+        torch.equal(actual[0], expected[0])
+        and torch.equal(actual[1], expected[1])
+        and actual[0].requires_grad
+    )
     (dq,) = torch.autograd.grad(LigerNormRopeFunction.apply(*tensors)[0].sum(), tensors[0])
     torch.testing.assert_close(
         dq, torch.autograd.grad(norm_rope_reference(*tensors)[0].sum(), tensors[0])[0]
@@ -337,13 +353,13 @@ def test_function_positional_and_without_grad():
 def test_compiles_for_other_lengths(dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(liger_norm_rope, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    q, k, *weights, cos, sin = drawn()
+    q, k, *weights, cos, sin = make_inputs()
     for tokens in (T, 3, 5):
-        some = q[:, :, :tokens], k[:, :, :tokens], *weights, cos[:, :tokens], sin[:, :tokens]
-        for got, want in zip(
-            results(compiled, *some), results(liger_norm_rope, *some), strict=True
+        inputs = q[:, :, :tokens], k[:, :, :tokens], *weights, cos[:, :tokens], sin[:, :tokens]
+        for actual, expected in zip(
+            results(compiled, *inputs), results(liger_norm_rope, *inputs), strict=True
         ):
-            assert torch.equal(got, want)
+            assert torch.equal(actual, expected)
 
 
 WRONG = {  # what is said -> the arguments that are changed
@@ -366,6 +382,6 @@ WRONG = {  # what is said -> the arguments that are changed
 def test_errors(message, kernels, request):
     if not kernels and DEVICE == "cpu":
         request.getfixturevalue("reference_only")
-    given = dict(zip((*NAMES, "cos", "sin"), drawn(), strict=True))
+    arguments = dict(zip((*NAMES, "cos", "sin"), make_inputs(), strict=True))
     with pytest.raises(ValueError, match=f"^liger_norm_rope: .*{message}"):
-        liger_norm_rope(**{**given, **WRONG[message](given)})
+        liger_norm_rope(**{**arguments, **WRONG[message](arguments)})

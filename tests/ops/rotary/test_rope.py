@@ -1,6 +1,7 @@
 """RoPE: the layouts of Hugging Face's families, positions, strides, errors."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from liger_kernel.ops.rotary.rope import (
 B, T, HQ, HK, D = 2, 7, 6, 2, 16
 
 
-def drawn(dtype=torch.float32, layout="cat", width=D, batch=B, tokens=T):
-    """q, k in Hugging Face's strided layout, and the angles of random positions, others in each
-    row."""
+def make_inputs(dtype=torch.float32, layout="cat", width=D, batch=B, tokens=T):
+    """Return q, k in Hugging Face's strided layout, and cos, sin of random positions.
+
+    The positions differ by row.
+    """
     torch.manual_seed(0)
     q, k = (
         torch.randn(B, T, h, D, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_()
@@ -38,8 +41,9 @@ def drawn(dtype=torch.float32, layout="cat", width=D, batch=B, tokens=T):
     return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def gradients(fn, q, k):
-    yq, yk = fn(q, k)
+def results(fn, q, k, *args, **options):
+    """Return fn's outputs, and the gradients of q and k."""
+    yq, yk = fn(q, k, *args, **options)
     torch.manual_seed(1)
     dy = [torch.randn(y.shape, device=DEVICE).to(y.dtype) for y in (yq, yk)]
     return yq.detach(), yk.detach(), *torch.autograd.grad((yq, yk), (q, k), dy)
@@ -65,73 +69,63 @@ def test_as_exact_as_hugging_face(family, unsqueeze_dim, kernels, request):
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     layout, width, options = FAMILIES[family]
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, cos, sin = drawn(dtype, layout, width)
+        q, k, cos, sin = make_inputs(dtype, layout, width)
         if unsqueeze_dim == 2:
             q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
-        got, theirs, exact = (
-            gradients(
-                lambda q, k: fn(
-                    q, k, cos.to(q.dtype), sin.to(q.dtype), unsqueeze_dim=unsqueeze_dim, **o
-                ),
-                q_,
-                k_,
-            )  # noqa: B023
-            for fn, o, q_, k_ in (
-                (liger_rotary_pos_emb, options, q, k),
-                (module.apply_rotary_pos_emb, {}, q, k),
-                (
-                    module.apply_rotary_pos_emb,
-                    {},
-                    *(x.detach().double().requires_grad_() for x in (q, k)),
-                ),
-            )
+        double = [x.detach().double().requires_grad_() for x in (q, k)]
+        hf_rope = partial(module.apply_rotary_pos_emb, unsqueeze_dim=unsqueeze_dim)
+        actual = results(
+            liger_rotary_pos_emb, q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options
         )
-        for g, h, e in zip(got, theirs, exact, strict=True):
-            assert g.dtype == h.dtype == dtype and g.shape == h.shape
-            assert (g - e).abs().max() <= (h - e).abs().max() + torch.finfo(
-                dtype
-            ).eps * e.abs().max()
+        reference = results(hf_rope, q, k, cos, sin)
+        exact = results(hf_rope, *double, cos.double(), sin.double())
+        for a, b, c in zip(actual, reference, exact, strict=True):
+            assert a.dtype == b.dtype == dtype and a.shape == b.shape
+            rounding = torch.finfo(dtype).eps * c.abs().max()
+            assert (a - c).abs().max() <= (b - c).abs().max() + rounding
 
 
 def test_gpt_oss_and_vision():
-    q, k, cos, sin = drawn(layout="half")
+    q, k, cos, sin = make_inputs(layout="half")
     module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    for got, want in zip(
+    for actual, expected in zip(
         liger_rotary_pos_emb_gpt_oss(q, k, cos, sin),
         module.apply_rotary_pos_emb(q, k, cos, sin),
         strict=True,
     ):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(actual, expected)
     module = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, cos, sin = drawn(dtype)
+        q, k, cos, sin = make_inputs(dtype)
         q, k, cos, sin = q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0]
-        for got, want in zip(
+        for actual, expected in zip(
             liger_rotary_pos_emb_vision(q, k, cos, sin),
             module.apply_rotary_pos_emb_vision(q, k, cos, sin),
             strict=True,
         ):
-            torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("unsqueeze_dim", (1, 2))
 def test_halves_for_pairs(unsqueeze_dim):
-    """As DeepSeek-V3 does, with the gradients, and those of a norm of these."""
+    """As in DeepSeek-V3, with the gradients, and the gradients of a norm of these."""
     module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     if unsqueeze_dim == 2:
         q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
-    found = []
+    all_results = []
     for fn, options in (
         (liger_rotary_pos_emb, dict(interleaved=True, halves=True)),
         (module.apply_rotary_pos_emb_interleave, {}),
     ):
         ys = fn(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **options)
         first = torch.autograd.grad([y.pow(3).sum() for y in ys], (q, k), create_graph=True)
-        found.append([*ys, *first, *torch.autograd.grad([x.square().sum() for x in first], (q, k))])
-    for got, want in zip(*found, strict=True):
+        all_results.append(
+            [*ys, *first, *torch.autograd.grad([x.square().sum() for x in first], (q, k))]
+        )
+    for actual, expected in zip(*all_results, strict=True):
         torch.testing.assert_close(
-            got, want, rtol=1e-5, atol=1e-5 * float(want.detach().abs().max())
+            actual, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max())
         )
 
 
@@ -141,73 +135,75 @@ def test_position_ids_gather_from_a_table(table_dim, rows):
     """Not row 0 for all, nor the first T rows; P is T too, where only the shape of position_ids can
     tell."""
     for P in (50, T):
-        q, k, cos, sin = drawn(batch=1, tokens=P)
+        q, k, cos, sin = make_inputs(batch=1, tokens=P)
         position_ids = torch.randint(0, P, (rows, T), device=DEVICE)
-        own = cos[0][position_ids], sin[0][position_ids]
+        token_angles = cos[0][position_ids], sin[0][position_ids]
         table = (cos[0], sin[0]) if table_dim == 2 else (cos, sin)
-        got = gradients(lambda q, k: liger_rotary_pos_emb(q, k, *table, position_ids), q, k)  # noqa: B023
+        actual = results(liger_rotary_pos_emb, q, k, *table, position_ids)
         if table_dim == 3 and P == T and rows == 1:
-            own = table  # cos of the one row's own tokens, as Hugging Face passes them
-        want = gradients(lambda q, k: liger_rotary_pos_emb(q, k, *own), q, k)  # noqa: B023
-        for g, w in zip(got, want, strict=True):
+            token_angles = table  # cos of the one row's own tokens, as Hugging Face passes them
+        expected = results(liger_rotary_pos_emb, q, k, *token_angles)
+        for g, w in zip(actual, expected, strict=True):
             assert torch.equal(g, w)
         assert not torch.equal(
-            got[0],
+            actual[0],
             liger_rotary_pos_emb(q, k, cos[:, :1].expand(1, T, D), sin[:, :1].expand(1, T, D))[0],
         )
 
 
 def test_position_ids_are_not_used_where_cos_is_the_tokens_own():
-    q, k, cos, sin = drawn()
-    want = liger_rotary_pos_emb(q, k, cos, sin)
+    q, k, cos, sin = make_inputs()
+    expected = liger_rotary_pos_emb(q, k, cos, sin)
     for position_ids in (
         torch.zeros(B, T, dtype=torch.long),
         torch.zeros(3, B, T, dtype=torch.long),
     ):
-        got = liger_rotary_pos_emb(q, k, cos, sin, position_ids.to(DEVICE))
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        actual = liger_rotary_pos_emb(q, k, cos, sin, position_ids.to(DEVICE))
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def test_each_batch_row_has_its_own_angles():
-    q, k, cos, sin = drawn()
-    both = liger_rotary_pos_emb(q, k, cos, sin)
+    q, k, cos, sin = make_inputs()
+    batched = liger_rotary_pos_emb(q, k, cos, sin)
     for b in range(B):
-        one = liger_rotary_pos_emb(q[b : b + 1], k[b : b + 1], cos[b : b + 1], sin[b : b + 1])
-        assert torch.equal(one[0], both[0][b : b + 1]) and torch.equal(one[1], both[1][b : b + 1])
-    assert not torch.equal(both[0][1:], liger_rotary_pos_emb(q, k, cos[:1], sin[:1])[0][1:])
+        single = liger_rotary_pos_emb(q[b : b + 1], k[b : b + 1], cos[b : b + 1], sin[b : b + 1])
+        assert torch.equal(single[0], batched[0][b : b + 1]) and torch.equal(
+            single[1], batched[1][b : b + 1]
+        )
+    assert not torch.equal(batched[0][1:], liger_rotary_pos_emb(q, k, cos[:1], sin[:1])[0][1:])
 
 
 @pytest.mark.parametrize("unsqueeze_dim", (1, 2, -3, -2))
 def test_angles_of_four_dimensions(unsqueeze_dim):
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     if unsqueeze_dim in (2, -2):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    want = liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    expected = liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     for dim in (1, unsqueeze_dim):
-        got = liger_rotary_pos_emb(
+        actual = liger_rotary_pos_emb(
             q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=unsqueeze_dim
         )
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
     """q is a slice of a fused projection, k is contiguous; the gradients come in the opposite
     layouts."""
-    seen = []
+    pointers = []
     rotate = rope.rope_rotate
     monkeypatch.setattr(
         rope,
         "rope_rotate",
-        lambda q, k, *rest: seen.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest),
+        lambda q, k, *rest: pointers.extend((q.data_ptr(), k.data_ptr())) or rotate(q, k, *rest),
     )
-    _, k, cos, sin = drawn()
+    _, k, cos, sin = make_inputs()
     q = torch.randn(B, T, HQ, 2 * D, device=DEVICE)[..., :D].transpose(1, 2).requires_grad_()
     k = k.detach().contiguous().requires_grad_()
     yq, yk = liger_rotary_pos_emb(q, k, cos, sin)
     dyq = torch.randn(B, HQ, T, D, device=DEVICE)
     dyk = torch.randn(B, T, HK, D, device=DEVICE).transpose(1, 2)
     dq, dk = torch.autograd.grad((yq, yk), (q, k), (dyq, dyk))
-    assert seen == [x.data_ptr() for x in (q, k, dyq, dyk)]
+    assert pointers == [x.data_ptr() for x in (q, k, dyq, dyk)]
     for x in (yq, dq):
         assert x.transpose(1, 2).is_contiguous()
     for x in (yk, dk):
@@ -217,33 +213,34 @@ def test_layout_is_kept_and_nothing_is_copied(monkeypatch):
 def test_nothing_is_kept_of_the_angles():
     """Calls that look alike are planned once, by shapes, strides and dtypes; cos and sin are read
     anew in each."""
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     for t in range(3):
         c, s = (t + 1) * cos, sin - t
-        got = liger_rotary_pos_emb(q, k, c, s)
-        want = rope_reference(q, k, c, s)
-        found = (
-            torch.autograd.grad(sum(y.square().sum() for y in out), (q, k)) for out in (got, want)
+        actual = liger_rotary_pos_emb(q, k, c, s)
+        expected = rope_reference(q, k, c, s)
+        grads = (
+            torch.autograd.grad(sum(y.square().sum() for y in out), (q, k))
+            for out in (actual, expected)
         )
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(*found)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(*grads)
         cos.mul_(0.5)  # in place
-    given = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
+    inputs = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
     for _ in range(2):  # the second call is planned
         for change, error in (
             (dict(unsqueeze_dim=2), ValueError),
             (dict(rotary_dim=3), ValueError),
         ):
             with pytest.raises(error):
-                liger_rotary_pos_emb(*given, **change)
+                liger_rotary_pos_emb(*inputs, **change)
         with pytest.raises(ValueError, match="columns"):
             liger_rotary_pos_emb(q[..., :2], k[..., :2], cos, sin)
-        liger_rotary_pos_emb(*given)
+        liger_rotary_pos_emb(*inputs)
 
 
 def test_wider_angles_than_are_read_and_a_second_gradient():
     """The other columns are NaN, which nothing may read."""
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     half = cos.shape[-1] // 2
     wide = [
         torch.cat((t[..., :half], torch.full_like(t[..., :half], torch.nan)), -1)
@@ -256,29 +253,31 @@ def test_wider_angles_than_are_read_and_a_second_gradient():
         for out in (y, z):
             (dq,) = torch.autograd.grad(sum(t.pow(3).sum() for t in out), q, create_graph=True)
             twice.append((dq, *torch.autograd.grad(dq.square().sum(), q)))
-        for got, want in zip(*twice, strict=True):  # some ten roundings of terms that cancel
-            torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.abs().max()))
+        for actual, expected in zip(*twice, strict=True):  # some ten roundings of terms that cancel
+            torch.testing.assert_close(
+                actual, expected, rtol=0, atol=2e-6 * float(expected.abs().max())
+            )
 
 
 def test_dtypes_of_q_and_k_may_differ():
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     yq, yk = liger_rotary_pos_emb(q, k.bfloat16(), cos, sin)
     wq, wk = liger_rotary_pos_emb(q, k.bfloat16().float(), cos, sin)
     assert yk.dtype == torch.bfloat16 and torch.equal(yq, wq) and torch.equal(yk, wk.bfloat16())
 
 
-@pytest.mark.parametrize("wanted", (0, 1))
-def test_gradient_of_one(wanted):
-    q, k, cos, sin = drawn()
-    want = gradients(lambda q, k: liger_rotary_pos_emb(q, k, cos, sin), q, k)[2 + wanted]
+@pytest.mark.parametrize("needed", (0, 1))
+def test_gradient_of_one(needed):
+    q, k, cos, sin = make_inputs()
+    expected = results(liger_rotary_pos_emb, q, k, cos, sin)[2 + needed]
     x = [q.detach(), k.detach()]
-    x[wanted].requires_grad_()
+    x[needed].requires_grad_()
     y = liger_rotary_pos_emb(*x, cos, sin)
     torch.manual_seed(1)
     dy = [torch.randn(o.shape, device=DEVICE) for o in y]
-    torch.testing.assert_close(torch.autograd.grad(y, x[wanted], dy)[0], want)
+    torch.testing.assert_close(torch.autograd.grad(y, x[needed], dy)[0], expected)
     assert torch.isfinite(
-        torch.autograd.grad(liger_rotary_pos_emb(*x, cos, sin)[wanted].sum(), x[wanted])[0]
+        torch.autograd.grad(liger_rotary_pos_emb(*x, cos, sin)[needed].sum(), x[needed])[0]
     ).all()
 
 
@@ -301,16 +300,16 @@ def test_beyond_int32(far):
     x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device=DEVICE).as_strided(size, stride)
     x.copy_(torch.randn(size))
     cos, sin = torch.randn(2, size[2], 8, device=DEVICE)
-    got = liger_rotary_pos_emb(x, x, cos, sin)
-    want = liger_rotary_pos_emb(x.contiguous(), x.contiguous(), cos, sin)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    actual = liger_rotary_pos_emb(x, x, cos, sin)
+    expected = liger_rotary_pos_emb(x.contiguous(), x.contiguous(), cos, sin)
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def test_function_positional_and_without_grad():
-    q, k, cos, sin = drawn()
-    want = liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=8)
-    got = LigerRopeFunction.apply(q, k, cos, sin, None, 1, 8)
-    assert torch.equal(got[0], want[0]) and got[0].requires_grad
+    q, k, cos, sin = make_inputs()
+    expected = liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=8)
+    actual = LigerRopeFunction.apply(q, k, cos, sin, None, 1, 8)
+    assert torch.equal(actual[0], expected[0]) and actual[0].requires_grad
     assert len(torch.autograd.grad(LigerRopeFunction.apply(q, k, cos, sin)[0].sum(), q)) == 1
     with torch.no_grad():
         assert not liger_rotary_pos_emb(q, k, cos, sin)[0].requires_grad
@@ -323,18 +322,18 @@ def test_compiles_for_other_lengths(dynamic):
     compiled = torch.compile(
         liger_rotary_pos_emb, fullgraph=True, backend="aot_eager", dynamic=dynamic
     )
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     for tokens in (T, 3, 5):
         q_, k_, c, s = q[:, :, :tokens], k[:, :, :tokens], cos[:, :tokens], sin[:, :tokens]
-        for got, want in zip(
+        for actual, expected in zip(
             compiled(q_, k_, c, s), liger_rotary_pos_emb(q_, k_, c, s), strict=True
         ):
-            assert torch.equal(got, want)
+            assert torch.equal(actual, expected)
 
 
 def change(**changed):
     def call():
-        q, k, cos, sin = drawn()
+        q, k, cos, sin = make_inputs()
         return {
             **dict(q=q, k=k, cos=cos, sin=sin),
             **{n: v(q, k, cos) if callable(v) else v for n, v in changed.items()},
@@ -398,12 +397,12 @@ def test_queries_alone(heads_dim):
     q = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
     k, dy = torch.randn(2, 3, 3, 8, device=DEVICE), torch.randn(2, 3, 3, 8, device=DEVICE)
     angles = torch.randn(2, 3, 8, device=DEVICE)
-    results = []
+    all_results = []
     for keys in (k, k.narrow(heads_dim, 0, 0)):
         y, none = liger_rotary_pos_emb(q, keys, angles.cos(), angles.sin(), unsqueeze_dim=heads_dim)
         assert none.shape == keys.shape
-        results.append((y, *torch.autograd.grad(y, q, dy)))
-    for a, b in zip(*results, strict=True):
+        all_results.append((y, *torch.autograd.grad(y, q, dy)))
+    for a, b in zip(*all_results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -422,15 +421,15 @@ def test_a_graph_copies_no_gradient(normed):
         )
         return torch.cat((q, k), 1).transpose(1, 2).reshape(B, T, -1).sin()
 
-    q, k, cos, sin = drawn()
+    q, k, cos, sin = make_inputs()
     ws = [torch.ones(D, device=DEVICE, requires_grad=True) for _ in range(2)] if normed else []
-    given, of = (q, k, cos, sin, *ws), (q, k, *ws)
+    given, leaves = (q, k, cos, sin, *ws), (q, k, *ws)
     torch._dynamo.reset()
     compiled = torch.compile(
         attended, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
     )
-    got, want = (torch.autograd.grad(f(*given).sum(), of) for f in (compiled, attended))
-    for a, b in zip(got, want, strict=True):
+    actual, expected = (torch.autograd.grad(f(*given).sum(), leaves) for f in (compiled, attended))
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
     _, backward = graphs
@@ -442,7 +441,7 @@ def test_a_graph_copies_no_gradient(normed):
 @pytest.mark.parametrize("normed", [False, True])
 def test_entries_that_are_not_contiguous(normed):
     """Of q and k, and of their gradients."""
-    _, _, cos, sin = drawn()
+    _, _, cos, sin = make_inputs()
     q, k = (
         torch.randn(B, h, T, 2 * D, device=DEVICE)[..., ::2].detach().requires_grad_()
         for h in (HQ, HK)
@@ -455,7 +454,7 @@ def test_entries_that_are_not_contiguous(normed):
         return *y, *torch.autograd.grad(y, (q, k), dys)
 
     assert q.stride(-1) == 2
-    for got, want in zip(
+    for actual, expected in zip(
         run(q, k), run(*(x.detach().contiguous().requires_grad_() for x in (q, k))), strict=True
     ):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from liger_kernel._public import FORWARDS
 from liger_kernel.patch.loss.rewrites import CausalLM
-from liger_kernel.patch.proof.rewrite import known_as
+from liger_kernel.patch.proof.rewrite import replacement_of
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -20,19 +20,19 @@ def family_module(name):
     return importlib.import_module(f"liger_kernel.transformers.model.{name}")
 
 
-def steps(model, **more):
+def steps(model, **options):
     """Loss and gradients of three steps, each with tokens of its own."""
-    found = []
+    results = []
     for seed in range(3):
         model.zero_grad()
-        out = model(**tiny.batch(seed=seed), **more)
+        out = model(**tiny.batch(seed=seed), **options)
         out.loss.backward()
-        found.append([out.loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    return found, out
+        results.append([out.loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    return results, out
 
 
 @pytest.fixture
-def mine():
+def patched():
     """A class of one's own, to which the forward is bound, and a model of it."""
 
     class Mine(LlamaForCausalLM):
@@ -43,62 +43,69 @@ def mine():
 
 
 def pair(cls):
-    theirs = tiny.model("llama").train()
-    ours = cls(theirs.config).train()
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    reference = tiny.model("llama").train()
+    bound_model = cls(reference.config).train()
+    bound_model.load_state_dict(reference.state_dict())
+    return reference, bound_model
 
 
-def test_of_a_class_of_ones_own(mine):
+def test_of_a_class_of_ones_own(patched):
     """As Hugging Face's, without logits in training, with them in evaluation."""
-    theirs, ours = pair(mine)
-    (want, _), (got, out) = steps(theirs), steps(ours)
-    torch.testing.assert_close(got, want)
-    assert out.logits is None and isinstance(ours, mine) and type(ours).__name__ == "Mine"
+    reference, bound_model = pair(patched)
+    (expected, _), (output, out) = steps(reference), steps(bound_model)
+    torch.testing.assert_close(output, expected)
+    assert (
+        out.logits is None
+        and isinstance(bound_model, patched)
+        and type(bound_model).__name__ == "Mine"
+    )
     batch = tiny.batch()
-    torch.testing.assert_close(ours.eval()(**batch).logits, theirs.eval()(**batch).logits)
-    assert ours(**batch, skip_logits=True).logits is None
-    assert list(inspect.signature(ours.forward).parameters)[:2] == ["input_ids", "attention_mask"]
-    mine.forward = LlamaForCausalLM.forward  # taken back: the class's own runs again
-    assert ours.train()(**batch).logits is not None
+    torch.testing.assert_close(bound_model.eval()(**batch).logits, reference.eval()(**batch).logits)
+    assert bound_model(**batch, skip_logits=True).logits is None
+    assert list(inspect.signature(bound_model.forward).parameters)[:2] == [
+        "input_ids",
+        "attention_mask",
+    ]
+    patched.forward = LlamaForCausalLM.forward  # taken back: the class's own runs again
+    assert bound_model.train()(**batch).logits is not None
 
 
 def test_of_hugging_faces_class(monkeypatch):
-    theirs, ours = pair(LlamaForCausalLM)
-    want, _ = steps(theirs)
+    reference, bound_model = pair(LlamaForCausalLM)
+    expected, _ = steps(reference)
     monkeypatch.setattr(LlamaForCausalLM, "forward", family_module("llama").lce_forward)
-    got, out = steps(ours)
-    torch.testing.assert_close(got, want)
+    output, out = steps(bound_model)
+    torch.testing.assert_close(output, expected)
     assert out.logits is None
 
 
-def test_where_nothing_is_known_of_the_loss(mine, caplog):
-    theirs, ours = pair(mine)
-    for model in (theirs, ours):
+def test_where_nothing_is_known_of_the_loss(patched, caplog):
+    reference, bound_model = pair(patched)
+    for model in (reference, bound_model):
         model.loss_function = lambda logits, labels, **kwargs: logits.float().pow(2).mean()
-    (want, _), (got, out) = steps(theirs), steps(ours)
-    torch.testing.assert_close(got, want)
+    (expected, _), (output, out) = steps(reference), steps(bound_model)
+    torch.testing.assert_close(output, expected)
     assert out.logits is not None and "logits are in memory" in caplog.text
 
 
-def test_of_another_family(mine):
+def test_of_another_family(patched):
     class Stranger(type(tiny.model("qwen3"))):
-        forward = mine.forward
+        forward = patched.forward
 
     with pytest.raises(TypeError, match="not derived from LlamaForCausalLM"):
         Stranger(tiny.model("qwen3").config).train()(**tiny.batch())
 
 
 @pytest.mark.thorough
-def test_compiled(mine):
+def test_compiled(patched):
     """Compiled before its first call, too; then in one graph."""
-    theirs, ours = pair(mine)
-    compiled = torch.compile(ours, backend="eager")
+    reference, bound_model = pair(patched)
+    compiled = torch.compile(bound_model, backend="eager")
     for _ in range(2):
-        torch.testing.assert_close(compiled(**tiny.batch()).loss, theirs(**tiny.batch()).loss)
-    assert isinstance(known_as(ours), CausalLM)
-    whole = torch.compile(ours, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(**tiny.batch()).loss, theirs(**tiny.batch()).loss)
+        torch.testing.assert_close(compiled(**tiny.batch()).loss, reference(**tiny.batch()).loss)
+    assert isinstance(replacement_of(bound_model), CausalLM)
+    whole = torch.compile(bound_model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(**tiny.batch()).loss, reference(**tiny.batch()).loss)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -129,15 +136,15 @@ def test_every_family_has_its_forwards(family):
 def test_of_an_object(caplog):
     """The published way to patch a model that is there: ``model.forward = MethodType(lce_forward,
     model)``."""
-    theirs, ours = pair(LlamaForCausalLM)
-    ours.forward = types.MethodType(family_module("llama").lce_forward, ours)
-    (want, _), (got, out) = steps(theirs), steps(ours)
-    torch.testing.assert_close(got, want)
-    assert out.logits is None and not caplog.records and "forward" not in vars(ours)
+    reference, bound_model = pair(LlamaForCausalLM)
+    bound_model.forward = types.MethodType(family_module("llama").lce_forward, bound_model)
+    (expected, _), (output, out) = steps(reference), steps(bound_model)
+    torch.testing.assert_close(output, expected)
+    assert out.logits is None and not caplog.records and "forward" not in vars(bound_model)
 
 
-def test_logits_that_cannot_be_skipped(mine):
-    _, ours = pair(mine)
-    ours.loss_function = lambda logits, labels, **kwargs: logits.float().pow(2).mean()
+def test_logits_that_cannot_be_skipped(patched):
+    _, bound_model = pair(patched)
+    bound_model.loss_function = lambda logits, labels, **kwargs: logits.float().pow(2).mean()
     with pytest.raises(ValueError, match="lce_forward: skip_logits is True, but"):
-        ours(**tiny.batch(), skip_logits=True)
+        bound_model(**tiny.batch(), skip_logits=True)

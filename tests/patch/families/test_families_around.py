@@ -1,5 +1,4 @@
-"""What else lives around a patched model: copies, adapters, accelerate, hooks, other heads,
-errors."""
+"""Around a patched model: copies, adapters, accelerate, hooks, other heads, errors."""
 
 import copy
 import inspect
@@ -11,14 +10,14 @@ import tiny
 import torch
 from patched import (
     LEVEL,
-    apply,
+    apply_to_family,
     assert_same_step,
-    built,
-    counted,
-    expected,
-    lora,
-    modeling,
-    pending,
+    build_pair,
+    count_calls,
+    expected_calls,
+    add_lora,
+    modeling_module,
+    pending_requests,
     step,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -30,87 +29,85 @@ pytestmark = pytest.mark.usefixtures("on_cpu_and_clean")
 
 
 def test_gradient_checkpointing():
-    theirs, mine = built("gemma2", "instance")
-    for model in (theirs, mine):
+    reference, patched_model = build_pair("gemma2", "instance")
+    for model in (reference, patched_model):
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_tied_embeddings():
-    theirs, mine = (
-        tiny.model("llama", tie_word_embeddings=True),
-        tiny.model("llama", tie_word_embeddings=True),
-    )
-    apply("llama", mine)
-    assert mine.lm_head.weight is mine.model.embed_tokens.weight
-    assert_same_step(step(mine), step(theirs))
+    reference = tiny.model("llama", tie_word_embeddings=True)
+    patched_model = tiny.model("llama", tie_word_embeddings=True)
+    apply_to_family("llama", patched_model)
+    assert patched_model.lm_head.weight is patched_model.model.embed_tokens.weight
+    assert_same_step(step(patched_model), step(reference))
 
 
 @LEVEL
 def test_a_new_head_after_the_patch(level, monkeypatch):
-    theirs, mine = built("llama", level)
-    for model in (theirs, mine):
+    reference, patched_model = build_pair("llama", level)
+    for model in (reference, patched_model):
         torch.manual_seed(0)
         model.resize_token_embeddings(120)
-    mine.load_state_dict(theirs.state_dict())
-    with counted(monkeypatch) as calls:
-        assert_same_step(step(mine), step(theirs))
-        for model in (theirs, mine):
+    patched_model.load_state_dict(reference.state_dict())
+    with count_calls(monkeypatch) as calls:
+        assert_same_step(step(patched_model), step(reference))
+        for model in (reference, patched_model):
             torch.manual_seed(0)
             model.set_output_embeddings(torch.nn.Linear(32, 120, bias=True))
-        assert_same_step(step(mine), step(theirs))
+        assert_same_step(step(patched_model), step(reference))
     assert calls["fused_linear_cross_entropy"] == 2
 
 
 def test_only_the_head_is_trained():
-    theirs, mine = built("llama", "instance")
-    for model in (theirs, mine):
+    reference, patched_model = build_pair("llama", "instance")
+    for model in (reference, patched_model):
         model.requires_grad_(False)
         model.lm_head.weight.requires_grad_()
-    assert_same_step(step(mine), step(theirs))
-    assert mine.lm_head.weight.grad is not None
+    assert_same_step(step(patched_model), step(reference))
+    assert patched_model.lm_head.weight.grad is not None
 
 
 def test_a_frozen_head():
-    theirs, mine = built("llama", "instance")
-    for model in (theirs, mine):
+    reference, patched_model = build_pair("llama", "instance")
+    for model in (reference, patched_model):
         model.lm_head.requires_grad_(False)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 @LEVEL
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies(how, level, monkeypatch):
-    theirs, mine = built("phi3", level)
-    want = step(theirs)
+    reference, patched_model = build_pair("phi3", level)
+    expected_output = step(reference)
     if how == "deepcopy":
-        other = copy.deepcopy(mine)
+        other = copy.deepcopy(patched_model)
     elif how == "pickle":
-        other = pickle.loads(pickle.dumps(mine))
+        other = pickle.loads(pickle.dumps(patched_model))
     else:
         file = io.BytesIO()
-        torch.save(mine, file)
+        torch.save(patched_model, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert [type(m) for m in other.modules()] == [type(m) for m in mine.modules()]
-    with counted(monkeypatch) as calls:
-        assert_same_step(step(other), want)
-    assert calls == expected("phi3")
+    assert [type(m) for m in other.modules()] == [type(m) for m in patched_model.modules()]
+    with count_calls(monkeypatch) as calls:
+        assert_same_step(step(other), expected_output)
+    assert calls == expected_calls("phi3")
     liger.revert(other)
-    assert type(other) is type(theirs) and type(mine) is not type(theirs)
+    assert type(other) is type(reference) and type(patched_model) is not type(reference)
 
 
 def test_replicas():
-    """What nn.DataParallel makes of a module."""
-    _, mine = built("llama", "instance")
-    replica = mine._replicate_for_data_parallel()
-    head = mine.lm_head._replicate_for_data_parallel()
-    assert type(replica) is type(mine) and type(head) is type(mine.lm_head)
+    """Replicas that nn.DataParallel makes of a module."""
+    _, patched_model = build_pair("llama", "instance")
+    replica = patched_model._replicate_for_data_parallel()
+    head = patched_model.lm_head._replicate_for_data_parallel()
+    assert type(replica) is type(patched_model) and type(head) is type(patched_model.lm_head)
     head.bias = None
-    head.weight = mine.lm_head.weight.detach().clone().requires_grad_()
+    head.weight = patched_model.lm_head.weight.detach().clone().requires_grad_()
     replica._modules["lm_head"] = head
     replica(**tiny.batch()).loss.backward()
-    assert head.weight.grad is not None and mine.lm_head.weight.grad is None
+    assert head.weight.grad is not None and patched_model.lm_head.weight.grad is None
 
 
 PEFT = {
@@ -127,36 +124,39 @@ PEFT = {
 @pytest.mark.parametrize("case", PEFT)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_peft(case, after, family, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK", 7)
-    theirs, mine = lora(tiny.model(family), **PEFT[case]), tiny.model(family)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 7)
+    reference = add_lora(tiny.model(family), **PEFT[case])
+    patched_model = tiny.model(family)
     if not after:
-        apply(family, mine)
-    mine = lora(mine, **PEFT[case])
+        apply_to_family(family, patched_model)
+    patched_model = add_lora(patched_model, **PEFT[case])
     if after:
-        report = liger.apply_liger_kernel(mine)
+        report = liger.apply_liger_kernel(patched_model)
         norms = sum(n for (what, _), n in report.replaced.items() if what.endswith("RMSNorm"))
         copies = 2 if case == "modules_to_save" else 1  # PEFT takes every name that ends in "norm"
-        calls = expected(family)
+        calls = expected_calls(family)
         assert norms == calls["rms_norm"] * copies
-        wrappers = [m for m in mine.modules() if type(m).__name__ == "ModulesToSaveWrapper"]
+        wrappers = [
+            m for m in patched_model.modules() if type(m).__name__ == "ModulesToSaveWrapper"
+        ]
         assert not any(hasattr(type(m), "_liger_state") for m in wrappers)
-    mine.load_state_dict(theirs.state_dict())
-    with counted(monkeypatch) as calls:
+    patched_model.load_state_dict(reference.state_dict())
+    with count_calls(monkeypatch) as calls:
         for _ in range(2):
-            assert_same_step(step(mine), step(theirs))
+            assert_same_step(step(patched_model), step(reference))
     in_head = case != "head"
     assert calls["fused_linear_cross_entropy"] == (2 if in_head else 0)
     assert (
         in_head or calls["cross_entropy"] == 2 * 2 * 4
     )  # forward and recomputation of 26 rows in chunks of 7
-    assert mine(**tiny.batch()).logits is None
-    with mine.disable_adapter(), theirs.disable_adapter():
+    assert patched_model(**tiny.batch()).logits is None
+    with patched_model.disable_adapter(), reference.disable_adapter():
         torch.testing.assert_close(
-            mine(**tiny.batch()).loss, theirs(**tiny.batch()).loss, rtol=1e-5, atol=0
+            patched_model(**tiny.batch()).loss, reference(**tiny.batch()).loss, rtol=1e-5, atol=0
         )
-    liger.revert(mine)
-    assert not any(hasattr(type(m), "_liger") for m in mine.modules())
-    assert_same_step(step(mine), step(theirs), rtol=0)
+    liger.revert(patched_model)
+    assert not any(hasattr(type(m), "_liger") for m in patched_model.modules())
+    assert_same_step(step(patched_model), step(reference), rtol=0)
 
 
 def test_accelerate_hooks():
@@ -165,17 +165,18 @@ def test_accelerate_hooks():
 
     class Hook(ModelHook):
         def pre_forward(self, module, *args, **kwargs):
-            seen.add(type(module).__name__)
+            class_names.add(type(module).__name__)
             return args, kwargs
 
-    seen = set()
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    for module in mine.modules():
+    class_names = set()
+    reference = tiny.model("llama")
+    patched_model = tiny.model("llama")
+    for module in patched_model.modules():
         add_hook_to_module(module, Hook())
-    apply("llama", mine)
-    with pytest.MonkeyPatch.context() as monkeypatch, counted(monkeypatch) as calls:
-        assert_same_step(step(mine), step(theirs))
-        assert calls == expected("llama", swiglu=0)  # the hooks see tensors
+    apply_to_family("llama", patched_model)
+    with pytest.MonkeyPatch.context() as monkeypatch, count_calls(monkeypatch) as calls:
+        assert_same_step(step(patched_model), step(reference))
+        assert calls == expected_calls("llama", swiglu=0)  # the hooks see tensors
         assert {
             "LlamaRMSNorm",
             "LlamaMLP",
@@ -183,15 +184,15 @@ def test_accelerate_hooks():
             "LlamaAttention",
             "Linear",
             "LlamaForCausalLM",
-        } <= seen
-        liger.revert(mine)
-        remove_hook_from_module(mine, recurse=True)
-        assert_same_step(step(mine), step(theirs), rtol=0)
-        assert calls == expected("llama", swiglu=0)
+        } <= class_names
+        liger.revert(patched_model)
+        remove_hook_from_module(patched_model, recurse=True)
+        assert_same_step(step(patched_model), step(reference), rtol=0)
+        assert calls == expected_calls("llama", swiglu=0)
 
 
 class Counted(torch.autograd.Function):
-    """What ZeRO-3 puts behind a module's outputs."""
+    """Stands for the Function that ZeRO-3 puts behind a module's outputs."""
 
     __module__ = "deepspeed.runtime.zero.parameter_offload"
     backwards = 0
@@ -211,18 +212,19 @@ class Counted(torch.autograd.Function):
 def test_hooks_of_the_head_are_in_the_graph(wrapping, steps):
     """They come before our own: the loss is made of the tensor that they returned, and bf16 costs
     it no digit."""
-    theirs, mine = built("llama", "instance")
-    Counted.backwards, views = 0, []
-    mine.lm_head.register_forward_hook(
+    reference, patched_model = build_pair("llama", "instance")
+    Counted.backwards = 0
+    views = []
+    patched_model.lm_head.register_forward_hook(
         lambda head, args, out: (
             views.append(out._is_view())
             or Counted.apply(out if wrapping == "another tensor" else out.bfloat16())
         )
     )
     for _ in range(steps):
-        got = step(mine)
-    assert_same_step(got, step(theirs))
-    assert Counted.backwards == steps and mine._liger_told is None
+        output = step(patched_model)
+    assert_same_step(output, step(reference))
+    assert Counted.backwards == steps and patched_model._liger_told is None
     assert views == [False] * steps  # an operation in place on a view would lose the hook
 
 
@@ -252,17 +254,17 @@ def test_a_head_that_is_not_known_gives_logits(head):
                 linear.__class__ = Other
         return model
 
-    theirs, mine, late = (tiny.model("llama") for _ in range(3))
-    apply("llama", late)
-    for model in (theirs, mine, late):
+    reference, patched_model, late = (tiny.model("llama") for _ in range(3))
+    apply_to_family("llama", late)
+    for model in (reference, patched_model, late):
         changed(model)
-    report = apply("llama", mine)
-    known = head.startswith("shard")  # they look like a linear layer until they are called
-    assert known == (report.of("LlamaForCausalLM's loss") == 1) == (not report.warnings)
+    report = apply_to_family("llama", patched_model)
+    looks_linear = head.startswith("shard")  # they look like a linear layer until they are called
+    assert looks_linear == (report.of("LlamaForCausalLM's loss") == 1) == (not report.warnings)
     for _ in range(2):
-        want = step(theirs, num_items_in_batch=9)
-        assert_same_step(step(mine, num_items_in_batch=9), want)
-        assert_same_step(step(late, num_items_in_batch=9), want)
+        expected_output = step(reference, num_items_in_batch=9)
+        assert_same_step(step(patched_model, num_items_in_batch=9), expected_output)
+        assert_same_step(step(late, num_items_in_batch=9), expected_output)
     assert late(**tiny.batch()).logits is None
     assert late._liger_logits_needed is None
 
@@ -274,37 +276,38 @@ def test_accelerate_gives_the_forward_back(precision):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    theirs, mine = built("llama", "instance")
+    reference, patched_model = build_pair("llama", "instance")
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision=precision, cpu=True)
-    out = accelerator.prepare(mine)(**tiny.batch(), return_token_accuracy=True)
+    out = accelerator.prepare(patched_model)(**tiny.batch(), return_token_accuracy=True)
     assert out.token_accuracy is not None and out.logits is None
-    accelerator.unwrap_model(mine, keep_fp32_wrapper=False)
+    accelerator.unwrap_model(patched_model, keep_fp32_wrapper=False)
     AcceleratorState._reset_state(reset_partial_state=True)
     assert (
-        inspect.ismethod(mine.forward)
-        and "skip_logits" in inspect.signature(mine.forward).parameters
+        inspect.ismethod(patched_model.forward)
+        and "skip_logits" in inspect.signature(patched_model.forward).parameters
     )
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_a_forward_set_on_the_instance_is_left_alone():
     model = tiny.model("llama")
-    norm, forward = model.model.norm, model.model.norm.forward
+    norm = model.model.norm
+    forward = model.model.norm.forward
     norm.forward = lambda x: forward(x) * 2
     model.model.layers[0].mlp.forward = lambda x: x
-    want = step(model)
-    report = apply("llama", model)
+    expected_output = step(model)
+    report = apply_to_family("llama", model)
     assert report.of("LlamaRMSNorm") == 4 and report.of("LlamaMLP") == 1
-    assert_same_step(step(model), want)
+    assert_same_step(step(model), expected_output)
 
 
 def test_on_meta():
     """ZeRO-3 and large models: no weight is looked at."""
     with torch.device("meta"):
         model = tiny.model_class("llama")(tiny.config("llama")).train()
-        assert apply("llama", model).of("LlamaRMSNorm") == 5
-        apply("llama")
+        assert apply_to_family("llama", model).of("LlamaRMSNorm") == 5
+        apply_to_family("llama")
         other = tiny.model_class("llama")(tiny.config("llama")).train()
         assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]
         ids = torch.zeros(2, 5, dtype=torch.int64)
@@ -314,40 +317,45 @@ def test_on_meta():
 
 
 def test_two_models_with_different_switches():
-    a, b = tiny.model("llama"), tiny.model("llama")
-    apply("llama", a, rope=False)
-    apply("llama", b, rms_norm=False)
-    assert type(a.model.layers[0].self_attn) is modeling("llama").LlamaAttention
-    assert type(b.model.norm) is modeling("llama").LlamaRMSNorm
+    a = tiny.model("llama")
+    b = tiny.model("llama")
+    apply_to_family("llama", a, rope=False)
+    apply_to_family("llama", b, rms_norm=False)
+    assert type(a.model.layers[0].self_attn) is modeling_module("llama").LlamaAttention
+    assert type(b.model.norm) is modeling_module("llama").LlamaRMSNorm
     assert_same_step(step(a), step(b))
 
 
 def test_evaluation_inside_training():
-    theirs, mine = built("llama", "instance")
-    step(mine)
-    mine.eval()
+    reference, patched_model = build_pair("llama", "instance")
+    step(patched_model)
+    patched_model.eval()
     with torch.no_grad():
-        assert mine(**tiny.batch()).logits is not None
-    mine.train()
-    assert_same_step(step(mine), step(theirs))
+        assert patched_model(**tiny.batch()).logits is not None
+    patched_model.train()
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_an_error_leaves_nothing_behind(monkeypatch):
-    theirs, mine = built("llama", "instance")
+    reference, patched_model = build_pair("llama", "instance")
     for broken in (
         dict(labels=torch.zeros(2, 3, dtype=torch.int64)),
         dict(input_ids=torch.full((2, 13), 10**6)),
     ):
         with pytest.raises((ValueError, IndexError)):
-            mine(**tiny.batch() | broken)
-        assert not pending(mine) and not mine.lm_head._forward_hooks and mine._liger_told is None
-    assert_same_step(step(mine), step(theirs))
+            patched_model(**tiny.batch() | broken)
+        assert (
+            not pending_requests(patched_model)
+            and not patched_model.lm_head._forward_hooks
+            and patched_model._liger_told is None
+        )
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_mixtral_keeps_its_auxiliary_loss():
-    theirs, mine = built("mixtral", "instance")
-    mine_, theirs_ = (step(m, output_router_logits=True) for m in (mine, theirs))
+    reference, patched_model = build_pair("mixtral", "instance")
+    mine_, theirs_ = (step(m, output_router_logits=True) for m in (patched_model, reference))
     assert_same_step(mine_, theirs_)
     assert isinstance(mine_[0], MoeCausalLMOutputWithPast) and len(mine_[0].router_logits) == 2
     torch.testing.assert_close(mine_[0].aux_loss, theirs_[0].aux_loss, rtol=1e-5, atol=0)
-    assert theirs_[0].aux_loss > 0.1 and not torch.isclose(theirs_[0].loss, step(theirs)[0].loss)
+    assert theirs_[0].aux_loss > 0.1 and not torch.isclose(theirs_[0].loss, step(reference)[0].loss)

@@ -1,5 +1,5 @@
-"""What a forward does between head and loss is found out, also under `torch.compile`; and a loss
-that is another."""
+"""Operations between head and loss are found out, also under `torch.compile`; and losses of another
+kind."""
 
 import logging
 
@@ -9,14 +9,14 @@ import torch
 from patched import (
     LEVEL,
     ONE_LAYER,
-    apply,
+    apply_to_family,
     assert_same_step,
-    built,
-    counted,
-    expected,
-    llama_with,
-    lora,
-    pending,
+    build_pair,
+    count_calls,
+    expected_calls,
+    llama_with_tail,
+    add_lora,
+    pending_requests,
     step,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -44,27 +44,28 @@ TAILS = {
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_an_unknown_tail_gets_real_logits(tail, caplog):
-    theirs, mine = llama_with(TAILS[tail]), llama_with(TAILS[tail])
-    given = dict(labels=tiny.batch()["labels"].clamp(max=30), num_items_in_batch=9)
-    want = step(theirs, **given)
-    apply("llama", mine)
+    reference = llama_with_tail(TAILS[tail])
+    patched_model = llama_with_tail(TAILS[tail])
+    inputs = dict(labels=tiny.batch()["labels"].clamp(max=30), num_items_in_batch=9)
+    expected_output = step(reference, **inputs)
+    apply_to_family("llama", patched_model)
     with caplog.at_level(logging.WARNING, logger="liger_kernel"):
         for _ in range(3):
-            assert_same_step(step(mine, **given), want)
+            assert_same_step(step(patched_model, **inputs), expected_output)
     numbers = tail in ("scaled", "capped")  # alone, which the kernels do, too
-    assert len(caplog.records) == (not numbers) and numbers == (mine._liger_told is None)
+    assert len(caplog.records) == (not numbers) and numbers == (patched_model._liger_told is None)
     assert numbers or "its forward does something to its logits" in caplog.text
-    assert not pending(mine)
+    assert not pending_requests(patched_model)
 
 
 @pytest.mark.parametrize("tail", ["none", "float", "contiguous"])
 def test_a_tail_that_changes_no_value_is_none(tail):
-    model = llama_with(
+    model = llama_with_tail(
         dict(none=lambda x: x, float=lambda x: x.float(), contiguous=lambda x: x.clone())[tail]
     )
-    want = step(model)
-    apply("llama", model)
-    assert_same_step(step(model), want)
+    expected_output = step(model)
+    apply_to_family("llama", model)
+    assert_same_step(step(model), expected_output)
     assert model._liger_told is None
 
 
@@ -83,29 +84,30 @@ def test_the_first_step_shows_what_a_config_means(applied, declared):
             )
             return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    for model in (theirs, mine):
+    reference = tiny.model("llama")
+    patched_model = tiny.model("llama")
+    for model in (reference, patched_model):
         model.__class__ = LlamaForCausalLM
         setattr(model.config, declared, 4.0)
-    apply("llama", mine)
+    apply_to_family("llama", patched_model)
     for _ in range(2):
-        out, gradients = step(mine)
-        assert_same_step((out, gradients), step(theirs))
-        assert mine._liger_told is None and out.logits is None
+        out, gradients = step(patched_model)
+        assert_same_step((out, gradients), step(reference))
+        assert patched_model._liger_told is None and out.logits is None
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
 def test_a_tail_that_changes_later(family):
     """Llama's forward does not look at what its config says then."""
-    theirs, mine = built(family, "instance")
-    step(mine)
-    for model in (theirs, mine):
+    reference, patched_model = build_pair(family, "instance")
+    step(patched_model)
+    for model in (reference, patched_model):
         if family == "gemma2":
             model.config.final_logit_softcapping = 1.0
         else:
             model.config.logits_scaling = 2.0
-    assert_same_step(step(mine), step(theirs))
-    assert mine._liger_told is None
+    assert_same_step(step(patched_model), step(reference))
+    assert patched_model._liger_told is None
 
 
 def odd_forward(how):
@@ -138,25 +140,27 @@ def odd_forward(how):
 
 
 def test_a_second_call_of_the_head_is_noticed_at_any_step():
-    theirs, mine = odd_forward("two heads later"), odd_forward("two heads later")
-    apply("llama", mine)
+    reference = odd_forward("two heads later")
+    patched_model = odd_forward("two heads later")
+    apply_to_family("llama", patched_model)
     for twice in (False, True, False):
-        assert_same_step(step(mine, twice=twice), step(theirs, twice=twice))
-    assert mine._liger_told is None
+        assert_same_step(step(patched_model, twice=twice), step(reference, twice=twice))
+    assert patched_model._liger_told is None
 
 
 @pytest.mark.parametrize(
     "how", ["other labels", "two heads", "own loss", "ignore_index", "a tuple"]
 )
 def test_an_unusual_forward(how, caplog):
-    theirs, mine = odd_forward(how), odd_forward(how)
+    reference = odd_forward(how)
+    patched_model = odd_forward(how)
     labels = tiny.batch()["labels"].clamp(min=5)
-    apply("llama", mine)
+    apply_to_family("llama", patched_model)
     with caplog.at_level(logging.WARNING, logger="liger_kernel"):
         for _ in range(2):
-            assert_same_step(step(mine, labels=labels), step(theirs, labels=labels))
+            assert_same_step(step(patched_model, labels=labels), step(reference, labels=labels))
     logits = how in ("two heads", "own loss")
-    assert logits == (mine._liger_told is not None) == len(caplog.records)
+    assert logits == (patched_model._liger_told is not None) == len(caplog.records)
 
 
 def test_other_losses_are_left_alone(caplog):
@@ -167,11 +171,11 @@ def test_other_losses_are_left_alone(caplog):
 
     model = tiny.model("llama")
     model.loss_function = loss
-    report = apply("llama", model)
+    report = apply_to_family("llama", model)
     assert any(w.startswith("fused_linear_cross_entropy") for w in report.warnings)
     assert type(model) is tiny.model_class("llama")
     model = tiny.model("llama")
-    apply("llama", model)
+    apply_to_family("llama", model)
     model.loss_function = loss
     out, _ = step(model)
     torch.testing.assert_close(
@@ -189,25 +193,28 @@ def test_other_losses_are_left_alone(caplog):
 @pytest.mark.parametrize("family", ["granite", "gemma2", "mixtral"])
 def test_cross_entropy_on_logits(family, level, monkeypatch):
     on_logits = dict(cross_entropy=True, fused_linear_cross_entropy=False)
-    theirs, mine = built(family, level, **on_logits)
-    with counted(monkeypatch) as calls:
-        for given in ({}, dict(num_items_in_batch=7), dict(shift_labels=tiny.batch()["labels"])):
-            mine_ = step(mine, **given)
-            assert_same_step(mine_, step(theirs, **given))
+    reference, patched_model = build_pair(family, level, **on_logits)
+    with count_calls(monkeypatch) as calls:
+        for inputs in ({}, dict(num_items_in_batch=7), dict(shift_labels=tiny.batch()["labels"])):
+            mine_ = step(patched_model, **inputs)
+            assert_same_step(mine_, step(reference, **inputs))
             assert mine_[0].logits is not None
     assert calls == {
-        k: 3 * n for k, n in expected(family, cross_entropy=1, fused_linear_cross_entropy=0).items()
+        k: 3 * n for k, n in expected_calls(family, cross_entropy=1, fused_linear_cross_entropy=0).items()
     }
-    assert (type(mine) is tiny.model_class(family)) == (
+    assert (type(patched_model) is tiny.model_class(family)) == (
         family != "mixtral"
     )  # which has its load-balancing loss, too
-    liger.revert(mine)
-    assert type(mine) is tiny.model_class(family)
-    assert "_loss_function" not in mine.__dict__ and mine.loss_function is theirs.loss_function
-    theirs.loss_function = theirs.loss_function  # explicitly
-    apply(family, theirs, **on_logits)
-    liger.revert(theirs)
-    assert theirs.__dict__["_loss_function"] is mine.loss_function
+    liger.revert(patched_model)
+    assert type(patched_model) is tiny.model_class(family)
+    assert (
+        "_loss_function" not in patched_model.__dict__
+        and patched_model.loss_function is reference.loss_function
+    )
+    reference.loss_function = reference.loss_function  # explicitly
+    apply_to_family(family, reference, **on_logits)
+    liger.revert(reference)
+    assert reference.__dict__["_loss_function"] is patched_model.loss_function
 
 
 # ---- torch.compile ----
@@ -228,57 +235,59 @@ def test_compiles_whole(family):
     """One graph, the same loss and gradients, and no second compilation."""
     torch._dynamo.reset()
     config = ONE_LAYER | (dict(experts_implementation="batched_mm") if family == "mixtral" else {})
-    theirs, mine = built(family, "instance", config)
-    given = tiny.batch()
-    compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
+    reference, patched_model = build_pair(family, "instance", config)
+    inputs = tiny.batch()
+    compiled = torch.compile(patched_model, fullgraph=True, backend="aot_eager")
     out, grads = step(compiled)
-    want = step(theirs)
+    expected_output = step(reference)
     assert out.logits is None
-    assert_same_step((out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), want)
+    assert_same_step(
+        (out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), expected_output
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled.zero_grad()
-        out = compiled(input_ids=given["input_ids"].clone(), labels=given["labels"].clone())
-    torch.testing.assert_close(out.loss, want[0].loss, rtol=1e-5, atol=0)
-    assert not pending(mine)
+        out = compiled(input_ids=inputs["input_ids"].clone(), labels=inputs["labels"].clone())
+    torch.testing.assert_close(out.loss, expected_output[0].loss, rtol=1e-5, atol=0)
+    assert not pending_requests(patched_model)
 
 
 @pytest.mark.thorough
 def test_our_operators_are_what_is_compiled(monkeypatch):
     torch._dynamo.reset()
-    _, mine = built("llama", "instance", ONE_LAYER)
-    with counted(monkeypatch) as calls:
-        step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
-        assert calls == expected("llama", rms_norm=3, rope=1, swiglu=1)
+    _, patched_model = build_pair("llama", "instance", ONE_LAYER)
+    with count_calls(monkeypatch) as calls:
+        step(torch.compile(patched_model, fullgraph=True, backend="aot_eager"))
+        assert calls == expected_calls("llama", rms_norm=3, rope=1, swiglu=1)
 
 
 @pytest.mark.thorough
 def test_compiled_after_a_step():
     torch._dynamo.reset()
-    theirs, mine = built("gemma2", "instance", ONE_LAYER)
-    step(mine)
-    compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(step(compiled)[0].loss, step(theirs)[0].loss, rtol=1e-5, atol=0)
+    reference, patched_model = build_pair("gemma2", "instance", ONE_LAYER)
+    step(patched_model)
+    compiled = torch.compile(patched_model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(compiled)[0].loss, step(reference)[0].loss, rtol=1e-5, atol=0)
 
 
 @pytest.mark.thorough
 def test_a_lora_head_compiles():
     """With logits: chunks under checkpointing are for eager mode."""
     torch._dynamo.reset()
-    theirs, mine = (
-        lora(tiny.model("llama", **ONE_LAYER), target_modules=["lm_head"]) for _ in range(2)
+    reference, patched_model = (
+        add_lora(tiny.model("llama", **ONE_LAYER), target_modules=["lm_head"]) for _ in range(2)
     )
-    liger.apply_liger_kernel(mine)
-    out, grads = step(torch.compile(mine, fullgraph=True, backend="aot_eager"))
+    liger.apply_liger_kernel(patched_model)
+    out, grads = step(torch.compile(patched_model, fullgraph=True, backend="aot_eager"))
     assert_same_step(
-        (out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), step(theirs)
+        (out, {k.removeprefix("_orig_mod."): g for k, g in grads.items()}), step(reference)
     )
 
 
 @pytest.mark.thorough
 def test_an_unknown_tail_compiles():
     torch._dynamo.reset()
-    model = llama_with(TAILS["scaled"])
-    want = step(model)[0].loss
-    apply("llama", model)
+    model = llama_with_tail(TAILS["scaled"])
+    expected_output = step(model)[0].loss
+    apply_to_family("llama", model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**tiny.batch()).loss, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(compiled(**tiny.batch()).loss, expected_output, rtol=1e-5, atol=0)

@@ -22,16 +22,16 @@ def nothing_stays_patched():
     yield
     for name in HERE:
         class_level.revert_family(name)
-    assert not class_level._at_birth
+    assert not class_level._family_patches
 
 
 def test_names():
     functions = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
-    assert set(families.NAMED) == {
+    assert set(families.FAMILY_FUNCTIONS) == {
         name for name in liger.__all__ if name.startswith("apply_liger_kernel_to_")
     }
-    assert len(functions) == 53 and len(families.NAMED) == 47
-    for name, function in families.NAMED.items():
+    assert len(functions) == 53 and len(families.FAMILY_FUNCTIONS) == 47
+    for name, function in families.FAMILY_FUNCTIONS.items():
         assert getattr(liger, name) is function and function.__doc__
     assert (
         functions["qwen2_vl_text"] is functions["qwen2_vl"] is liger.apply_liger_kernel_to_qwen2_vl
@@ -48,19 +48,21 @@ def test_before_loading(name):
         assert not report.replaced and name == "smolvlm"  # of 5.17
     else:
         on = families.FAMILIES[name]
-        loss = [what for what, _ in report.replaced if what.endswith("loss")]
+        loss = [module_name for module_name, _ in report.replaced if module_name.endswith("loss")]
         assert len(loss) == bool(on.get("fused_linear_cross_entropy") or on.get("cross_entropy"))
-        assert on.get("rms_norm") is None or any("Norm" in what for what, _ in report.replaced)
-    assert class_level._at_birth
+        assert on.get("rms_norm") is None or any(
+            "Norm" in module_name for module_name, _ in report.replaced
+        )
+    assert class_level._family_patches
     liger.revert(name)
-    assert not class_level._at_birth
+    assert not class_level._family_patches
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "glm_ocr", "qwen2_5_vl", "qwen2_vl"])
 def test_rope_of_several_axes_at_its_real_size(name):
     """Sections that fit the width of the model's heads; the language model's tables, not the image
     tower's."""
-    report = engine.patch(class_level.default_model(name), families.EVERYTHING)
+    report = engine.patch(class_level.default_model(name), families.ALL_SWITCHES)
     assert report.of("apply_rotary_pos_emb")
 
 
@@ -87,10 +89,10 @@ def test_a_model_that_is_built_afterwards():
     )
     liger.apply_liger_kernel_to_gemma3()
     with torch.device("meta"):
-        mine = AutoModelForImageTextToText.from_config(config)
+        patched_model = AutoModelForImageTextToText.from_config(config)
         text = AutoModelForCausalLM.from_config(config.text_config)
-    assert hasattr(type(mine), "_liger") and hasattr(type(text), "_liger")
-    layer = mine.model.language_model.layers[0]
+    assert hasattr(type(patched_model), "_liger") and hasattr(type(text), "_liger")
+    layer = patched_model.model.language_model.layers[0]
     assert all(
         hasattr(type(m), "_liger")
         for m in (layer.mlp, layer.input_layernorm, layer.self_attn.q_norm)
@@ -107,7 +109,7 @@ def test_switches():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma2"](num_hidden_layers=1))
     report = liger.apply_liger_kernel_to_gemma2(rope=False, geglu=False, model=model)
-    assert {what for what, _ in report.replaced} == {
+    assert {module_name for module_name, _ in report.replaced} == {
         "Gemma2RMSNorm",
         "Gemma2ForCausalLM's loss",
         "Gemma2Model's causal mask",
@@ -119,17 +121,26 @@ def test_switches():
 
 def test_a_model_by_position():
     """Alone it is the model, not a switch; beside others it is a mistake."""
-    mine, other = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel_to_llama(mine, rope=False)
-    assert set(class_level.in_place(mine)) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
-    assert not class_level.in_place(other) and not class_level._at_birth
-    for args, kwargs in (((True, other), {}), ((), dict(rope=other)), ((mine,), dict(model=other))):
+    patched_model = tiny.model("llama")
+    other = tiny.model("llama")
+    liger.apply_liger_kernel_to_llama(patched_model, rope=False)
+    assert set(class_level.active_flags(patched_model)) == {
+        "rms_norm",
+        "swiglu",
+        "fused_linear_cross_entropy",
+    }
+    assert not class_level.active_flags(other) and not class_level._family_patches
+    for args, kwargs in (
+        ((True, other), {}),
+        ((), dict(rope=other)),
+        ((patched_model,), dict(model=other)),
+    ):
         with pytest.raises(
             TypeError,
             match="apply_liger_kernel_to_llama: .* is of type LlamaForCausalLM, give a mod",
         ):
             liger.apply_liger_kernel_to_llama(*args, **kwargs)
-    assert not class_level.in_place(other) and not class_level._at_birth
+    assert not class_level.active_flags(other) and not class_level._family_patches
 
 
 @pytest.mark.parametrize("value", ["no", "", 2, -1, 0.0, [], torch.tensor(False), float("nan"), {}])
@@ -148,7 +159,7 @@ def test_a_switch_is_a_bool_or_none(value, tmp_path):
     ):
         with pytest.raises(TypeError, match="rope is .*, give True or False"):
             call()
-    assert not class_level.in_place(model) and not class_level._at_birth
+    assert not class_level.active_flags(model) and not class_level._family_patches
 
 
 @pytest.mark.parametrize("form", ["name", "class", "config", "model type"])
@@ -177,21 +188,21 @@ def test_what_is_no_model(form):
 def test_patching_twice_says_so(caplog):
     model = tiny.model("llama")
     assert not liger.apply_liger_kernel_to_llama(rope=False, model=model).notes
-    again = liger.apply_liger_kernel_to_llama(swiglu=False, model=model)
-    assert {by for _, by in again.replaced} == {"liger_rotary_pos_emb"}
-    (note,) = again.notes
+    second_report = liger.apply_liger_kernel_to_llama(swiglu=False, model=model)
+    assert {kernel for _, kernel in second_report.replaced} == {"liger_rotary_pos_emb"}
+    (note,) = second_report.notes
     assert (
         note.startswith("patched before, and still is: ")
         and "swiglu" in note
         and "rope" not in note
     )
-    assert again.warnings == [
+    assert second_report.warnings == [
         "swiglu: on since an earlier call, and stays on; revert(model) undoes it"
     ]
-    assert note in str(again) and again.warnings[0] in caplog.text
+    assert note in str(second_report) and second_report.warnings[0] in caplog.text
     generic = liger.apply_liger_kernel(model, swiglu=False)
     assert not generic.replaced and "nothing is replaced" in str(generic)
-    assert generic.notes and generic.warnings == again.warnings
+    assert generic.notes and generic.warnings == second_report.warnings
     liger.revert(model)
     assert not liger.apply_liger_kernel(model).notes
 
@@ -202,18 +213,25 @@ def test_the_trainers_line_takes_the_best_loss():
     default = inspect.signature(liger.apply_liger_kernel_to_granite).parameters
     assert default["cross_entropy"].default and not default["fused_linear_cross_entropy"].default
     expected = {
-        "fused_linear_cross_entropy": [{}, dict(unknown=1), dict(cross_entropy=None), dict(cross_entropy=False)],
-        "cross_entropy": [
-            dict(cross_entropy=True), dict(fused_linear_cross_entropy=False), dict(fused_linear_cross_entropy=None),
+        "fused_linear_cross_entropy": [
+            {},
+            dict(unknown=1),
+            dict(cross_entropy=None),
+            dict(cross_entropy=False),
         ],
-    }  # fmt: skip
+        "cross_entropy": [
+            dict(cross_entropy=True),
+            dict(fused_linear_cross_entropy=False),
+            dict(fused_linear_cross_entropy=None),
+        ],
+    }
     for loss, given in expected.items():
         for switches in given:
             model = tiny.model("granite")
             liger._apply_liger_kernel_to_instance(model=model, **switches)
-            assert set(class_level.in_place(model)) == {"rope", "rms_norm", "swiglu", loss}
+            assert set(class_level.active_flags(model)) == {"rope", "rms_norm", "swiglu", loss}
             liger._apply_liger_kernel("granite", **switches)
-            assert set(class_level.in_place(tiny.model("granite"))) == {
+            assert set(class_level.active_flags(tiny.model("granite"))) == {
                 "rope",
                 "rms_norm",
                 "swiglu",
@@ -252,7 +270,9 @@ def test_a_model_loaded_with_its_loading_info(tmp_path):
     model, info = liger.AutoLigerKernelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    assert "fused_linear_cross_entropy" in class_level.in_place(model) and "missing_keys" in info
+    assert (
+        "fused_linear_cross_entropy" in class_level.active_flags(model) and "missing_keys" in info
+    )
 
 
 def test_a_type_that_this_transformers_has_not(monkeypatch):

@@ -5,46 +5,46 @@ import sys
 
 import pytest
 import zoo
-from zoo import NEW
+from zoo import IS_CURRENT
 
 import liger_kernel.transformers as liger
 
 # Where the report promises a loss in the head, and there are logits.
 ON_LOGITS = {"git": "its forward cuts the positions of an image from its logits"}
-if not NEW:
+if not IS_CURRENT:
     ON_LOGITS["inkling2_text"] = "its logits are cut to unpadded_vocab_size"
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
 
-@zoo.each(zoo.FAMILIES)
+@zoo.each_family(zoo.FAMILIES)
 def test_trains_as_before(name):
-    assert not zoo.trial(name).differs
+    assert not zoo.try_family(name).differs
 
 
-@zoo.each(zoo.FAMILIES, ON_LOGITS)
+@zoo.each_family(zoo.FAMILIES, ON_LOGITS)
 def test_loss_is_where_the_report_says(name):
-    tried = zoo.trial(name)
-    assert tried.in_head == tried.promised, tried.fallback
+    trial = zoo.try_family(name)
+    assert trial.in_head == trial.promised, trial.fallback
 
 
-@zoo.each(zoo.FAMILIES)
+@zoo.each_family(zoo.FAMILIES)
 def test_revert_gives_every_class_back(name):
-    assert zoo.trial(name).reverted
+    assert zoo.try_family(name).reverted
 
 
 def everything():
-    """What functions and classes hold in every module of Hugging Face's models, and of
-    PyTorch's."""
-    held = {}
+    """Return the members of every module of Hugging Face's models and PyTorch's, and of their
+    classes."""
+    members = {}
     for path, module in list(sys.modules.items()):
         if (
             path.startswith(("transformers.models.", "transformers.integrations", "torch.nn"))
             or path == "torch"
         ):
-            held |= {(path, name): value for name, value in vars(module).items()}
-    classes = {value for value in held.values() if isinstance(value, type)}
-    return held | {(cls, name): value for cls in classes for name, value in vars(cls).items()}
+            members |= {(path, name): value for name, value in vars(module).items()}
+    classes = {value for value in members.values() if isinstance(value, type)}
+    return members | {(cls, name): value for cls in classes for name, value in vars(cls).items()}
 
 
 @pytest.mark.thorough
@@ -59,13 +59,13 @@ def test_changes_nothing_but_the_model():
 
 
 def test_the_tables_name_families():
-    names = {*zoo.ZOO, *zoo.NOT}
+    names = {*zoo.ZOO, *zoo.EXCLUDED}
     assert (
         list(zoo.ZOO) == sorted(zoo.ZOO)
-        and list(zoo.NOT) == sorted(zoo.NOT)
-        and not {*zoo.ZOO} & {*zoo.NOT}
+        and list(zoo.EXCLUDED) == sorted(zoo.EXCLUDED)
+        and not {*zoo.ZOO} & {*zoo.EXCLUDED}
     )
-    if NEW:
+    if IS_CURRENT:
         assert names <= set(zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -85,23 +85,29 @@ def test_the_report_names_what_runs():
     assert not deepseek.of("apply_rotary_pos_emb")
     hunyuan = liger.apply_liger_kernel(zoo.build("hunyuan_v1_dense"))
     assert hunyuan.of("apply_rotary_pos_emb") and "liger_norm_rope" not in {
-        by for _, by in hunyuan.replaced
+        kernel for _, kernel in hunyuan.replaced
     }
 
 
 @pytest.mark.thorough
 def test_stacked_experts():
     for name in ("deepseek_v3", "gemma4_text", "mixtral", "qwen3_moe", "qwen3_next"):
-        replaced = zoo.trial(name).report.replaced
-        (by,) = {by for what, by in replaced if what.endswith("Experts")}
-        assert by == f"liger_experts ({'tanh GELU' if 'gemma' in name else 'SiLU'})"
+        replaced = zoo.try_family(name).report.replaced
+        (kernel,) = {kernel for module_name, kernel in replaced if module_name.endswith("Experts")}
+        assert kernel == f"liger_experts ({'tanh GELU' if 'gemma' in name else 'SiLU'})"
     for name in ("deepseek_v4", "gpt_oss", "hy_v4"):
-        (by,) = {by for what, by in zoo.trial(name).report.replaced if what.endswith("Experts")}
-        assert by == "liger_experts (clamped SiLU)"
+        (kernel,) = {
+            kernel
+            for module_name, kernel in zoo.try_family(name).report.replaced
+            if module_name.endswith("Experts")
+        }
+        assert kernel == "liger_experts (clamped SiLU)"
     reasons = dict(
         llama4_text="its experts' weights are stacked, and its forward computes act(gate)·up itself"
     )
-    for name, why in (reasons | dict(nemotron_h="its experts have no gate")).items():
-        assert why in {
-            why for what, why in zoo.trial(name).report.left_alone if what.endswith("Experts")
+    for name, reason in (reasons | dict(nemotron_h="its experts have no gate")).items():
+        assert reason in {
+            reason
+            for module_name, reason in zoo.try_family(name).report.left_alone
+            if module_name.endswith("Experts")
         }, name

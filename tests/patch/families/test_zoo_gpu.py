@@ -14,9 +14,9 @@ def build(name):
 
 
 def batch(model):
-    return {name: given.to(DEVICE) for name, given in zoo.batch(model).items()}
+    return {name: tensor.to(DEVICE) for name, tensor in zoo.batch(model).items()}
 
 
-@zoo.each(zoo.FAMILIES)
+@zoo.each_family(zoo.FAMILIES)
 def test_trains_as_before(name):
-    assert not zoo.trial(name, build, batch).differs
+    assert not zoo.try_family(name, build, batch).differs

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from liger_kernel.ops.mlp.swiglu_mlp import GatedMLP
-from liger_kernel.patch.layers.fan_out import FanOut, Shared
+from liger_kernel.patch.layers.fan_out import FanOut, SharedInput
 from liger_kernel.patch.proof import conditions
 from liger_kernel.transformers import apply_liger_kernel
 
@@ -51,17 +51,17 @@ def loss(ys):
 def test_gradients(also_x, frozen):
     t = drawn(torch.float64, frozen)
     wanted = [v for k, v in t.items() if k not in frozen]
-    got, want = (
+    output, expected = (
         torch.autograd.grad(loss(outputs(t, fan, also_x)), wanted) for fan in (True, False)
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(output, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("used", [(0,), (2, 1), ()])
 def test_some_layers_alone(used):
     t = drawn(torch.float64)
-    got, want = (
+    output, expected = (
         torch.autograd.grad(
             loss([outputs(t, fan, True)[i] for i in (*used, 3)]),
             list(t.values()),
@@ -69,7 +69,7 @@ def test_some_layers_alone(used):
         )
         for fan in (True, False)
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(output, expected, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b))
 
 
@@ -92,33 +92,35 @@ def test_gradients_of_gradients(frozen):
     box."""
     t = drawn(torch.float64, frozen)
     wanted = [v for k, v in t.items() if k not in frozen]
-    got, want = [], []
-    for found, fan in (got, True), (want, False):
+    output, expected = [], []
+    for results, fan in (output, True), (expected, False):
         once = torch.autograd.grad(loss(outputs(t, fan, True)), wanted, create_graph=True)
-        found += [*once, *torch.autograd.grad(sum(d.square().sum() for d in once), wanted)]
-    for a, b in zip(got, want, strict=True):
+        results += [*once, *torch.autograd.grad(sum(d.square().sum() for d in once), wanted)]
+    for a, b in zip(output, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_under_transforms():
     t = {k: v.detach() for k, v in drawn(torch.float64).items()}
-    got, want = (
+    output, expected = (
         torch.func.grad(lambda t, fan=fan: loss(outputs(t, fan, True)))(t) for fan in (True, False)
     )
     for k in t:
-        torch.testing.assert_close(got[k], want[k])
+        torch.testing.assert_close(output[k], expected[k])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_further_off_than_autograd(dtype):
     exact = drawn(torch.float64)
-    want = torch.autograd.grad(loss(outputs(exact, False)), exact["x"])[0]
-    given = drawn(dtype)
-    mine, theirs = (
-        (torch.autograd.grad(loss(outputs(given, fan)), given["x"])[0].double() - want).abs().max()
+    expected = torch.autograd.grad(loss(outputs(exact, False)), exact["x"])[0]
+    inputs = drawn(dtype)
+    patched_model, reference = (
+        (torch.autograd.grad(loss(outputs(inputs, fan)), inputs["x"])[0].double() - expected)
+        .abs()
+        .max()
         for fan in (True, False)
     )
-    assert mine <= theirs + want.abs().max() * torch.finfo(dtype).eps
+    assert patched_model <= reference + expected.abs().max() * torch.finfo(dtype).eps
 
 
 # ---- in a model ----
@@ -129,7 +131,7 @@ def small_ones_too(monkeypatch):
     """Calls of `FanOut.linear`, for inputs of any size."""
     calls = []
     linear = FanOut.linear
-    monkeypatch.setattr(conditions, "LARGE", 0)
+    monkeypatch.setattr(conditions, "LARGE_NUMEL", 0)
     monkeypatch.setattr(
         FanOut, "linear", lambda self, *args: (calls.append(1), linear(self, *args))[1]
     )
@@ -139,14 +141,14 @@ def small_ones_too(monkeypatch):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.thorough
 def test_families_train_as_before(family, small_ones_too):
-    theirs, mine = tiny.model(family).to(DEVICE), tiny.model(family).to(DEVICE)
-    apply_liger_kernel(mine)
+    reference, patched_model = tiny.model(family).to(DEVICE), tiny.model(family).to(DEVICE)
+    apply_liger_kernel(patched_model)
     batch = {k: v.to(DEVICE) for k, v in tiny.batch().items()}
-    for model in (theirs, mine):
+    for model in (reference, patched_model):
         for _ in range(2):
             model(**batch).loss.backward()
     assert len(small_ones_too) == 2 * {"mixtral": 0, "phi3": 0}.get(family, 4)  # of MLPs
-    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+    for (name, a), b in zip(patched_model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
@@ -177,14 +179,14 @@ class RemoteAttention(LlamaAttention):
 def test_the_input_of_an_attention(long_context, attention, small_ones_too, monkeypatch):
     """It is shared within a checkpoint whose norms are made again, and by code of transformers
     alone."""
-    host.takes_everything(monkeypatch)
-    theirs, mine = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
-    for model in (theirs, mine):
+    host.offload_every_tensor(monkeypatch)
+    reference, patched_model = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
+    for model in (reference, patched_model):
         for layer in model.model.layers:
             layer.self_attn.__class__ = attention
-    report = apply_liger_kernel(mine, offloaded_checkpoints=long_context)
+    report = apply_liger_kernel(patched_model, offloaded_checkpoints=long_context)
     assert report.of("apply_rotary_pos_emb") == (0 if attention is OwnAttention else 2)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     shared = long_context and attention is LlamaAttention
     assert (
         len(small_ones_too) == 4 * (1 + long_context) + 2 * 3 * 2 * shared
@@ -194,10 +196,10 @@ def test_the_input_of_an_attention(long_context, attention, small_ones_too, monk
 def test_what_else_is_done_to_a_shared_input():
     """It is done to its tensor."""
     x = drawn(torch.float64)["x"]
-    y = Shared(FanOut(x * 1))
-    tensor = y.fan.x
+    y = SharedInput(FanOut(x * 1))
+    tensor = y.fan_out.x
     assert y.shape == x.shape and y.dtype == x.dtype and len(y) == 2
-    for got, want in (
+    for output, expected in (
         (y + x, tensor + x),
         (x + y, x + tensor),
         (y * 2, tensor * 2),
@@ -208,52 +210,52 @@ def test_what_else_is_done_to_a_shared_input():
         (torch.cat([y, x]), torch.cat([tensor, x])),
         (y @ x.mT, x @ x.mT),
     ):
-        assert type(got) is torch.Tensor and torch.equal(got, want)
+        assert type(output) is torch.Tensor and torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("long_context", [False, True])
-@pytest.mark.parametrize("how", ["small", "no gradient", "autocast", "hooked", "another class"])
-def test_only_where_it_pays_and_is_known(how, long_context, small_ones_too, monkeypatch):
+@pytest.mark.parametrize("case", ["small", "no gradient", "autocast", "hooked", "another class"])
+def test_only_where_it_pays_and_is_known(case, long_context, small_ones_too, monkeypatch):
     class Other(torch.nn.Linear):
         pass
 
-    host.takes_everything(monkeypatch)
-    mine = tiny.model("llama").to(DEVICE)
-    apply_liger_kernel(mine, offloaded_checkpoints=long_context)
+    host.offload_every_tensor(monkeypatch)
+    patched_model = tiny.model("llama").to(DEVICE)
+    apply_liger_kernel(patched_model, offloaded_checkpoints=long_context)
     batch = {k: v.to(DEVICE) for k, v in tiny.batch().items()}
-    layers = mine.model.layers
-    if how == "small":
-        monkeypatch.setattr(conditions, "LARGE", 2**23)
+    layers = patched_model.model.layers
+    if case == "small":
+        monkeypatch.setattr(conditions, "LARGE_NUMEL", 2**23)
     for layer in layers:
-        if how == "hooked":
+        if case == "hooked":
             for linear in (layer.self_attn.k_proj, layer.mlp.up_proj):
                 linear.register_forward_hook(lambda module, args, out: None)
-        if how == "another class":
+        if case == "another class":
             layer.self_attn.k_proj.__class__ = layer.mlp.up_proj.__class__ = Other
-    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast")
-    with torch.set_grad_enabled(how != "no gradient"), autocast:
-        mine(**batch)
+    autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=case == "autocast")
+    with torch.set_grad_enabled(case != "no gradient"), autocast:
+        patched_model(**batch)
     assert not small_ones_too
 
 
-@pytest.mark.parametrize("how", ["small", "large", "hooked", "frozen"])
-def test_a_small_mlp_is_one_node(how, monkeypatch):
+@pytest.mark.parametrize("case", ["small", "large", "hooked", "frozen"])
+def test_a_small_mlp_is_one_node(case, monkeypatch):
     """That saves the host's time; a large one takes what saves memory, a layer that does more is
     called."""
     calls, apply = [], GatedMLP.apply
     monkeypatch.setattr(GatedMLP, "apply", lambda *args: calls.append(1) or apply(*args))
-    monkeypatch.setattr(conditions, "LARGE", 0 if how == "large" else 2**23)
-    theirs, mine = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
-    apply_liger_kernel(mine)
-    for model in (theirs, mine):
+    monkeypatch.setattr(conditions, "LARGE_NUMEL", 0 if case == "large" else 2**23)
+    reference, patched_model = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
+    apply_liger_kernel(patched_model)
+    for model in (reference, patched_model):
         first = model.model.layers[0].mlp
-        if how == "hooked":
+        if case == "hooked":
             first.up_proj.register_forward_hook(lambda module, args, out: 2 * out)
-        if how == "frozen":
+        if case == "frozen":
             first.gate_proj.requires_grad_(False)
         model(**{k: v.to(DEVICE) for k, v in tiny.batch().items()}).loss.backward()
-    assert len(calls) == {"small": 2, "large": 0}.get(how, 1)
-    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+    assert len(calls) == {"small": 2, "large": 0}.get(case, 1)
+    for (name, a), b in zip(patched_model.named_parameters(), reference.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)

@@ -10,7 +10,7 @@ import tiny
 import torch
 import zoo
 from patched import assert_same_step, step
-from proofs import holding, patched, rows
+from proofs import model_of, is_patched, random_rows
 from torch.nn import functional as F
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 import liger_kernel.transformers as liger
 from liger_kernel.ops import functional
-from liger_kernel.patch.layers.gated_norm import GatedNorm, prove
+from liger_kernel.patch.layers.gated_norm import GatedRMSNorm, prove
 
 SIZE = 32
 IN_GROUPS = (
@@ -59,27 +59,27 @@ MODELS = {
 
 @pytest.mark.parametrize("family", MODELS)
 def test_trains_as_before(family, reference_only, ran):
-    name, how, options = MODELS[family]
+    name, computation, options = MODELS[family]
     config = zoo.config(family)
     for option, value in options.items():
         setattr(config, option, value)
-    theirs = zoo.drawn(tiny.model_class(family), config)
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine)
-    norms = [module for module in theirs.modules() if type(module).__name__ == name]
-    assert report.replaced[name, f"liger_gated_rms_norm ({how})"] == len(norms) > 0
-    assert name in str(report) and name not in {what for what, _ in report.left_alone}
+    reference = zoo.random_model(tiny.model_class(family), config)
+    patched_module = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched_module)
+    norms = [module for module in reference.modules() if type(module).__name__ == name]
+    assert report.replaced[name, f"liger_gated_rms_norm ({computation})"] == len(norms) > 0
+    assert name in str(report) and name not in {replacement for replacement, _ in report.left_alone}
     for _ in range(3):
-        results = [step(model) for model in (mine, theirs)]
+        results = [step(model) for model in (patched_module, reference)]
         assert_same_step(*results, rtol=1e-4)
-        for model, (_, gradients) in zip((mine, theirs), results, strict=True):
+        for model, (_, gradients) in zip((patched_module, reference), results, strict=True):
             with torch.no_grad():
                 for parameter, p in model.named_parameters():
                     p.sub_(0.1 * gradients[parameter]) if parameter in gradients else None
     assert len(ran) == 3 * len(norms)
-    liger.revert(mine)
-    assert [type(module) for module in mine.modules()] == [
-        type(module) for module in theirs.modules()
+    liger.revert(patched_module)
+    assert [type(module) for module in patched_module.modules()] == [
+        type(module) for module in reference.modules()
     ]
 
 
@@ -97,52 +97,54 @@ EVERY = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-def same(mine, theirs, *args, **kwargs):
+def same(patched_module, reference, *args, **kwargs):
     """But for sums in another order, which flip a rounding now and then. One rounding more would
     flip a quarter."""
-    got, want = (norm(*args, **kwargs) for norm in (mine, theirs))
-    assert got.dtype == want.dtype and got.shape == want.shape
-    eps = max(torch.finfo(t.dtype).eps for t in (theirs.weight, *args, *kwargs.values()))
-    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps * want.abs().max().item())
-    assert torch.isclose(got, want, rtol=1e-5, atol=1e-5).float().mean() > 0.95
+    output, expected = (norm(*args, **kwargs) for norm in (patched_module, reference))
+    assert output.dtype == expected.dtype and output.shape == expected.shape
+    eps = max(torch.finfo(t.dtype).eps for t in (reference.weight, *args, *kwargs.values()))
+    torch.testing.assert_close(
+        output, expected, rtol=4 * eps, atol=4 * eps * expected.abs().max().item()
+    )
+    assert torch.isclose(output, expected, rtol=1e-5, atol=1e-5).float().mean() > 0.95
 
 
 @EVERY
 def test_mixed_dtypes(make, ran):
-    mine, theirs, report = holding(make())
+    patched_module, reference, report = model_of(make())
     assert sum(report.replaced.values()) == 1
     for i, j in itertools.product(range(3), repeat=2):
-        for model in (mine, theirs):
+        for model in (patched_module, reference):
             model.to(DTYPES[i])
-        given = rows(32, SIZE, dtype=DTYPES[j]), rows(32, SIZE, seed=1, dtype=DTYPES[(i + j) % 3])
-        same(mine[0], theirs[0], *given)
+        inputs = random_rows(32, SIZE, dtype=DTYPES[j]), random_rows(32, SIZE, seed=1, dtype=DTYPES[(i + j) % 3])
+        same(patched_module[0], reference[0], *inputs)
     assert len(ran) == 9
 
 
 @EVERY
 def test_gradients(make):
-    mine, theirs, _ = holding(make())
-    found = []
-    for norm in (mine[0], theirs[0]):
-        x, gate = rows(2, 5, SIZE).requires_grad_(), rows(2, 5, SIZE, seed=1).requires_grad_()
-        found.append(torch.autograd.grad(norm(x, gate).sin().sum(), (x, gate, norm.weight)))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    patched_module, reference, _ = model_of(make())
+    gradients = []
+    for norm in (patched_module[0], reference[0]):
+        x, gate = random_rows(2, 5, SIZE).requires_grad_(), random_rows(2, 5, SIZE, seed=1).requires_grad_()
+        gradients.append(torch.autograd.grad(norm(x, gate).sin().sum(), (x, gate, norm.weight)))
+    for output, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_arguments(ran):
     """By name, without a gate, or of a shape that is not proved: as the family's own."""
-    mine, theirs, _ = holding(grouped(BambaRMSNormGated, 8))
-    x, gate = rows(2, 5, SIZE), rows(2, 5, SIZE, seed=1)
-    same(mine[0], theirs[0], gate=gate, hidden_states=x)
-    same(mine[0], theirs[0], x, gate=gate)
+    patched_module, reference, _ = model_of(grouped(BambaRMSNormGated, 8))
+    x, gate = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
+    same(patched_module[0], reference[0], gate=gate, hidden_states=x)
+    same(patched_module[0], reference[0], x, gate=gate)
     assert len(ran) == 2
-    same(mine[0], theirs[0], x)
-    same(mine[0], theirs[0], x, gate[:1])
-    same(mine[0], theirs[0], x.double(), gate)
+    same(patched_module[0], reference[0], x)
+    same(patched_module[0], reference[0], x, gate[:1])
+    same(patched_module[0], reference[0], x.double(), gate)
     for wrong in (dict(nonsense=gate), dict(hidden_states=x)):
         with pytest.raises(TypeError, match=next(iter(wrong))):
-            mine[0](x, **wrong)
+            patched_module[0](x, **wrong)
     assert len(ran) == 2
 
 
@@ -197,13 +199,13 @@ ALMOST = {name: (lambda forward=forward: own(forward)) for name, forward in FORW
 def test_what_is_left_alone(make):
     norm = make()
     assert isinstance(prove(norm), str)
-    mine, _, report = holding(norm)
-    assert not patched(mine[0]) and not report.replaced and report.left_alone
+    patched_module, _, report = model_of(norm)
+    assert not is_patched(patched_module[0]) and not report.replaced and report.left_alone
 
 
 def test_a_subclass_with_the_same_forward():
-    found = prove(own(None))
-    assert isinstance(found, GatedNorm) and found == prove(Qwen3NextRMSNormGated(SIZE))
+    proved = prove(own(None))
+    assert isinstance(proved, GatedRMSNorm) and proved == prove(Qwen3NextRMSNormGated(SIZE))
 
 
 # ---- what changes later ----
@@ -218,10 +220,10 @@ def test_attributes_that_are_read_at_every_call(ran):
         ),
         (FalconH1RMSNormGated(SIZE, n_groups=4), "n_groups", 1),
     ):
-        mine, theirs, _ = holding(norm)
-        for model in (mine, theirs):
+        patched_module, reference, _ = model_of(norm)
+        for model in (patched_module, reference):
             setattr(model[0], attribute, value)
-        same(mine[0], theirs[0], rows(2, 5, SIZE), rows(2, 5, SIZE, seed=1))
+        same(patched_module[0], reference[0], random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1))
     assert len(ran) == 3
 
 
@@ -245,32 +247,36 @@ def doubled(self, hidden_states, gate):
     ids=["activation", "order", "groups of 8.0", "forward", "fp64"],
 )
 def test_the_familys_own_forward_runs_later(make, change, ran):
-    mine, theirs, _ = holding(make())
-    given = rows(2, 5, SIZE), rows(2, 5, SIZE, seed=1)
-    same(mine[0], theirs[0], *given)
+    patched_module, reference, _ = model_of(make())
+    inputs = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
+    same(patched_module[0], reference[0], *inputs)
     ran.clear()
     outcomes = []
-    for model in (mine, theirs):
+    for model in (patched_module, reference):
         change(model[0])
         try:
-            outcomes.append(model[0](*given))
+            outcomes.append(model[0](*inputs))
         except TypeError as error:
             outcomes.append(str(error))
-    got, want = outcomes
-    assert not ran and (torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want)
+    output, expected = outcomes
+    assert not ran and (
+        torch.equal(output, expected) if isinstance(expected, torch.Tensor) else output == expected
+    )
 
 
 def test_a_class_that_changes_later(monkeypatch, ran):
-    mine, theirs, _ = holding(Qwen3NextRMSNormGated(SIZE))
+    patched_module, reference, _ = model_of(Qwen3NextRMSNormGated(SIZE))
     monkeypatch.setattr(Qwen3NextRMSNormGated, "forward", doubled)
-    given = rows(2, 5, SIZE), rows(2, 5, SIZE, seed=1)
-    assert torch.equal(mine[0](*given), theirs[0](*given)) and not ran
+    inputs = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
+    assert torch.equal(patched_module[0](*inputs), reference[0](*inputs)) and not ran
 
 
 def test_under_compile(reference_only, ran):
     torch._dynamo.reset()
-    mine, theirs, _ = holding(grouped(BambaRMSNormGated, 8))
-    given = rows(2, 5, SIZE), rows(2, 5, SIZE, seed=1)
-    compiled = torch.compile(lambda x, gate: mine[0](x, gate), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(*given), theirs[0](*given))
+    patched_module, reference, _ = model_of(grouped(BambaRMSNormGated, 8))
+    inputs = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
+    compiled = torch.compile(
+        lambda x, gate: patched_module[0](x, gate), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(*inputs), reference[0](*inputs))
     assert ran

@@ -21,9 +21,9 @@ from liger_kernel.ops.attention import head_groups
 from liger_kernel.patch.families import class_level
 from liger_kernel.patch.families import published as families
 from liger_kernel.patch.layers import offloading
-from liger_kernel.patch.layers.offloading import CHOSEN, Offloaded
+from liger_kernel.patch.layers.offloading import CHECKPOINT_ATTRIBUTE, OffloadedLayer
 from liger_kernel.patch.proof import conditions
-from liger_kernel.patch.proof.rewrite import known_as
+from liger_kernel.patch.proof.rewrite import replacement_of
 
 LAYERS = 2
 
@@ -31,13 +31,13 @@ LAYERS = 2
 @pytest.fixture
 def sent(monkeypatch):
     """Everything is worth sending, grouping and making again, however small."""
-    monkeypatch.setattr(conditions, "LARGE", 0)
-    monkeypatch.setattr(head_groups, "LEAST", 1)
-    return host.takes_everything(monkeypatch)
+    monkeypatch.setattr(conditions, "LARGE_NUMEL", 0)
+    monkeypatch.setattr(head_groups, "MIN_ELEMENTS_PER_GROUP", 1)
+    return host.offload_every_tensor(monkeypatch)
 
 
-def models(family, **how):
-    return [tiny.model(family, **how).to(DEVICE) for _ in range(2)]
+def models(family, **options):
+    return [tiny.model(family, **options).to(DEVICE) for _ in range(2)]
 
 
 THOROUGH = pytest.mark.thorough
@@ -46,48 +46,58 @@ MORE = [pytest.param(family, marks=THOROUGH) for family in ("gemma2", "mixtral",
 
 @pytest.mark.parametrize("family", ["llama", *MORE])
 def test_three_steps(family, sent, monkeypatch):
-    grouped, apply = [], head_groups._HeadGroups.apply
+    grouped, apply = [], head_groups._HeadGroupsFunction.apply
     monkeypatch.setattr(
-        head_groups._HeadGroups, "apply", lambda *given: (grouped.append(1), apply(*given))[1]
+        head_groups._HeadGroupsFunction,
+        "apply",
+        lambda *inputs: (grouped.append(1), apply(*inputs))[1],
     )
-    theirs, mine = models(family, attn_implementation="eager" if family == "gemma2" else "sdpa")
-    report = liger.apply_liger_kernel(mine, long_context=True)
-    layer = type(mine.model.layers[0]).__name__
-    (kernel,) = (by for what, by in report.replaced if what == layer)
+    reference, patched_model = models(
+        family, attn_implementation="eager" if family == "gemma2" else "sdpa"
+    )
+    report = liger.apply_liger_kernel(patched_model, long_context=True)
+    layer = type(patched_model.model.layers[0]).__name__
+    (kernel,) = (by for replacement, by in report.replaced if replacement == layer)
     assert (
         kernel.startswith("checkpoints in host memory") and report.replaced[layer, kernel] == LAYERS
     )
     assert kernel in str(report) and report.columns()["layers"][kernel] == LAYERS
     if family != "mixtral":
         assert not report.warnings
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (theirs, mine)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.5) for model in (reference, patched_model)
+    ]
     for i in range(3):
-        assert_same_step(step(mine), step(theirs), rtol=1e-4)
+        assert_same_step(step(patched_model), step(reference), rtol=1e-4)
         assert len(sent) == LAYERS * (i + 1) and not any(s() for s in sent)
         for optimizer in optimizers:
             optimizer.step()
     assert len(grouped) == (0 if family == "gemma2" else 3 * 2 * LAYERS)
-    liger.revert(mine)
-    assert not mine.is_gradient_checkpointing and not hasattr(mine.model.layers[0], CHOSEN)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+    liger.revert(patched_model)
+    assert not patched_model.is_gradient_checkpointing and not hasattr(
+        patched_model.model.layers[0], CHECKPOINT_ATTRIBUTE
+    )
+    assert [type(m) for m in patched_model.modules()] == [type(m) for m in reference.modules()]
 
 
 @pytest.mark.parametrize("family", ["llama", *MORE])
 def test_attention_that_is_kept(family, sent, monkeypatch):
     """Its output waits on the host, too, and it is computed once a step."""
-    computed, real = [], head_groups._computed
+    computed, real = [], head_groups._run_groups
     monkeypatch.setattr(
-        head_groups, "_computed", lambda *given: (computed.append(1), real(*given))[1]
+        head_groups, "_run_groups", lambda *inputs: (computed.append(1), real(*inputs))[1]
     )
     wide = dict(hidden_size=128) if family == "mixtral" else dict(head_dim=32)
-    theirs, mine = models(
+    reference, patched_model = models(
         family, attn_implementation="eager" if family == "gemma2" else "sdpa", **wide
     )
-    liger.apply_liger_kernel(mine, long_context=True)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, mine)]
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1) for model in (reference, patched_model)
+    ]
     for _ in range(3):
         for _ in range(2):
-            assert_same_step(step(mine), step(theirs), rtol=1e-4)
+            assert_same_step(step(patched_model), step(reference), rtol=1e-4)
         for optimizer in optimizers:
             optimizer.step()
     if DEVICE == "cpu":  # fp32 on a GPU: what attention keeps beside its output is as large
@@ -99,15 +109,17 @@ def test_attention_that_is_kept(family, sent, monkeypatch):
 
 @pytest.mark.parametrize("change", ["written to", "replaced", "nothing"])
 def test_weights_that_were_changed_before_backward(change, sent):
-    mine = tiny.model("llama").to(DEVICE)
-    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
-    given = {name: p.detach().clone().requires_grad_() for name, p in mine.named_parameters()}
+    patched_model = tiny.model("llama").to(DEVICE)
+    liger.apply_liger_kernel(patched_model, offloaded_checkpoints=True)
+    inputs = {
+        name: p.detach().clone().requires_grad_() for name, p in patched_model.named_parameters()
+    }
     batch = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
     if change == "replaced":
-        loss = torch.func.functional_call(mine, given, kwargs=batch).loss
+        loss = torch.func.functional_call(patched_model, inputs, kwargs=batch).loss
     else:
-        loss = mine(**batch).loss
-    weight = mine.model.layers[1].self_attn.q_proj.weight
+        loss = patched_model(**batch).loss
+    weight = patched_model.model.layers[1].self_attn.q_proj.weight
     if change == "written to":
         with torch.no_grad():
             weight.mul_(2)
@@ -119,15 +131,15 @@ def test_weights_that_were_changed_before_backward(change, sent):
 
 
 def test_weights_that_others_look_after(sent):
-    """What does not learn may be written to within a layer; weights of inference mode, and
-    offloaded ones."""
-    theirs, mine = models("llama")
-    for model in (theirs, mine):
+    """Weights that do not train may be written to within a layer, and so may those of inference
+    mode and offloaded ones."""
+    reference, patched_model = models("llama")
+    for model in (reference, patched_model):
         norm = model.model.layers[0].input_layernorm
         norm.calls = torch.nn.Parameter(torch.zeros((), device=DEVICE), requires_grad=False)
         norm.register_forward_pre_hook(lambda norm, _: norm.calls.add_(1) and None)
-    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
-    assert_same_step(step(mine), step(theirs))
+    liger.apply_liger_kernel(patched_model, offloaded_checkpoints=True)
+    assert_same_step(step(patched_model), step(reference))
     with torch.inference_mode():
         made = tiny.model("llama").to(DEVICE)
     liger.apply_liger_kernel(made, offloaded_checkpoints=True)
@@ -139,100 +151,103 @@ def test_weights_that_others_look_after(sent):
 def test_offloaded_by_accelerate(sent):
     """It puts a weight there when its module is called, and another when it is done."""
     accelerate = pytest.importorskip("accelerate")
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
-    for model in (theirs, mine):
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, offloaded_checkpoints=True)
+    for model in (reference, patched_model):
         model.model.layers[1].requires_grad_(False)
         accelerate.cpu_offload(model.model.layers[1], execution_device=torch.device(DEVICE))
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_backward_runs_the_tiles_once(sent):
     """It makes each again, and the checkpoint has no need to."""
-    mine = tiny.model("llama").to(DEVICE)
-    liger.apply_liger_kernel(mine, long_context=True, tiled_mlp=13)
+    patched_model = tiny.model("llama").to(DEVICE)
+    liger.apply_liger_kernel(patched_model, long_context=True, tiled_mlp=13)
     calls = []
-    for layer in mine.model.layers:
+    for layer in patched_model.model.layers:
         layer.mlp.gate_proj.register_forward_pre_hook(
             lambda m, args: calls.append(args[0].shape[:-1].numel())
         )
-    step(mine)
+    step(patched_model)
     assert calls == [13] * 2 * 2 * LAYERS
 
 
 @pytest.mark.parametrize(
-    "reentrant", [None, *(pytest.param(how, marks=THOROUGH) for how in (False, True))]
+    "reentrant", [None, *(pytest.param(options, marks=THOROUGH) for options in (False, True))]
 )
 def test_switched_on_later(reentrant, sent):
     """By the Trainer, or by hand: it is the checkpoint that was asked for, with the inputs on the
     host."""
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, long_context=True)
-    mine.gradient_checkpointing_disable()
-    step(mine)
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    patched_model.gradient_checkpointing_disable()
+    step(patched_model)
     assert not sent
-    mine.gradient_checkpointing_enable(
+    patched_model.gradient_checkpointing_enable(
         *([] if reentrant is None else [dict(use_reentrant=reentrant)])
     )
-    mine.enable_input_require_grads()
-    assert_same_step(step(mine), step(theirs))
+    patched_model.enable_input_require_grads()
+    assert_same_step(step(patched_model), step(reference))
     assert len(sent) == LAYERS
-    liger.revert(mine)
-    assert mine.is_gradient_checkpointing  # it was the user's
-    assert_same_step(step(mine), step(theirs))
+    liger.revert(patched_model)
+    assert patched_model.is_gradient_checkpointing  # it was the user's
+    assert_same_step(step(patched_model), step(reference))
     assert len(sent) == LAYERS
 
 
 def test_checkpoints_that_were_on_before(sent):
-    mine = tiny.model("llama").to(DEVICE)
-    mine.gradient_checkpointing_enable(dict(use_reentrant=False))
-    chosen = vars(mine.model.layers[0])[CHOSEN]
-    liger.apply_liger_kernel(mine, offloaded_checkpoints=True)
-    assert vars(mine.model.layers[0])[CHOSEN] is chosen
-    step(mine)
+    patched_model = tiny.model("llama").to(DEVICE)
+    patched_model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    chosen = vars(patched_model.model.layers[0])[CHECKPOINT_ATTRIBUTE]
+    liger.apply_liger_kernel(patched_model, offloaded_checkpoints=True)
+    assert vars(patched_model.model.layers[0])[CHECKPOINT_ATTRIBUTE] is chosen
+    step(patched_model)
     assert len(sent) == LAYERS
-    liger.revert(mine)
+    liger.revert(patched_model)
     assert (
-        mine.model.layers[0]._gradient_checkpointing_func is chosen
-        and mine.is_gradient_checkpointing
+        patched_model.model.layers[0]._gradient_checkpointing_func is chosen
+        and patched_model.is_gradient_checkpointing
     )
 
 
 @THOROUGH
 def test_evaluation_and_generation(sent):
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, long_context=True)
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, long_context=True)
     ids = tiny.batch()["input_ids"].to(DEVICE)
     tokens = [
-        model.eval().generate(ids, max_new_tokens=5, do_sample=False) for model in (mine, theirs)
+        model.eval().generate(ids, max_new_tokens=5, do_sample=False)
+        for model in (patched_model, reference)
     ]
     assert torch.equal(*tokens) and not sent
-    logits = [model(ids).logits for model in (mine, theirs)]
+    logits = [model(ids).logits for model in (patched_model, reference)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def parts(model):
     layer = model.model.layers[0]
-    return isinstance(known_as(layer), Offloaded), type(known_as(layer.mlp)).__name__ == "Tiled"
+    return isinstance(replacement_of(layer), OffloadedLayer), type(
+        replacement_of(layer.mlp)
+    ).__name__ == "TiledMLP"
 
 
 def test_every_way_in(sent):
-    made = [tiny.model("llama") for _ in range(3)]
-    liger._apply_liger_kernel_to_instance(model=made[0], long_context=True, rope=False)
-    liger.apply_liger_kernel_to_llama(made[1], long_context=True)
-    liger.apply_liger_kernel(made[2], tiled_mlp=True, offloaded_checkpoints=True)
-    made.append(
+    models = [tiny.model("llama") for _ in range(3)]
+    liger._apply_liger_kernel_to_instance(model=models[0], long_context=True, rope=False)
+    liger.apply_liger_kernel_to_llama(models[1], long_context=True)
+    liger.apply_liger_kernel(models[2], tiled_mlp=True, offloaded_checkpoints=True)
+    models.append(
         liger.AutoLigerKernelForCausalLM.from_config(tiny.config("llama"), long_context=True)
     )
     liger._apply_liger_kernel("llama", long_context=True)
-    made.append(tiny.model("llama"))
+    models.append(tiny.model("llama"))
     liger.revert("llama")
-    for model in (*made, copy.deepcopy(made[2]), pickle.loads(pickle.dumps(made[2]))):
+    for model in (*models, copy.deepcopy(models[2]), pickle.loads(pickle.dumps(models[2]))):
         assert parts(model) == (True, True) and model.is_gradient_checkpointing
-        assert {"tiled_mlp", "offloaded_checkpoints"} <= set(class_level.in_place(model))
+        assert {"tiled_mlp", "offloaded_checkpoints"} <= set(class_level.active_flags(model))
         liger.revert(model)
         assert parts(model) == (False, False) and not model.is_gradient_checkpointing
-    for switches, want in (
+    for switches, expected in (
         (dict(long_context=True, tiled_mlp=False), (True, False)),
         (dict(long_context=True, offloaded_checkpoints=False, tiled_mlp=None), (False, True)),
         (dict(long_context=None), (False, False)),
@@ -240,7 +255,7 @@ def test_every_way_in(sent):
     ):
         model = tiny.model("llama")
         liger.apply_liger_kernel(model, **switches)
-        assert parts(model) == want, switches
+        assert parts(model) == expected, switches
 
 
 @pytest.mark.parametrize("switch", ["long_context", "offloaded_checkpoints"])
@@ -251,22 +266,24 @@ def test_what_it_may_be(switch, value):
 
 
 SWITCHES = [
-    (dict(offloaded_checkpoints=True), {}), ({}, dict(offloaded_checkpoints=True)),
-    (dict(offloaded_checkpoints=True, rms_norm=False), {}), (dict(rms_norm=False), dict(offloaded_checkpoints=True)),
-]  # fmt: skip
+    (dict(offloaded_checkpoints=True), {}),
+    ({}, dict(offloaded_checkpoints=True)),
+    (dict(offloaded_checkpoints=True, rms_norm=False), {}),
+    (dict(rms_norm=False), dict(offloaded_checkpoints=True)),
+]
 
 
 @THOROUGH
 @pytest.mark.parametrize("first, second", SWITCHES, ids=str)
 def test_patched_by_parts(first, second, sent):
-    once, mine = models("llama")
+    once, patched_model = models("llama")
     liger.apply_liger_kernel(once, offloaded_checkpoints=True)
-    liger.apply_liger_kernel(mine, **first)
-    report = liger.apply_liger_kernel(mine, **second)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in once.modules()]
+    liger.apply_liger_kernel(patched_model, **first)
+    report = liger.apply_liger_kernel(patched_model, **second)
+    assert [type(m) for m in patched_model.modules()] == [type(m) for m in once.modules()]
     assert not [w for w in report.warnings if "on since an earlier call" not in w]
-    assert not liger.apply_liger_kernel(mine, **second).replaced
-    assert_same_step(step(mine), step(once))
+    assert not liger.apply_liger_kernel(patched_model, **second).replaced
+    assert_same_step(step(patched_model), step(once))
 
 
 def test_what_cannot_be_checkpointed():
@@ -293,22 +310,25 @@ def test_a_cache_by_position(attention, sent):
     )
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     torch.manual_seed(0)
-    mine = (
+    patched_model = (
         GPT2LMHeadModel(GPT2Config(**sizes, **off, attn_implementation=attention))
         .to(DEVICE)
         .train()
     )
-    theirs = copy.deepcopy(mine)
-    liger.apply_liger_kernel(mine, long_context=True)
-    assert mine.transformer.gradient_checkpointing
-    assert_same_step(step(mine), step(theirs), rtol=1e-4)
-    liger.revert(mine)
-    assert mine.transformer.gradient_checkpointing is False and not mine.is_gradient_checkpointing
+    reference = copy.deepcopy(patched_model)
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    assert patched_model.transformer.gradient_checkpointing
+    assert_same_step(step(patched_model), step(reference), rtol=1e-4)
+    liger.revert(patched_model)
+    assert (
+        patched_model.transformer.gradient_checkpointing is False
+        and not patched_model.is_gradient_checkpointing
+    )
 
 
 @THOROUGH
 def test_a_layer_that_ends_with_its_norm(sent):
-    """What is noted in one layer is nothing to the next one: made again, it would not know."""
+    """A layer does not use recomputable tensors of the layer before: called again, it has none."""
 
     class Ends(LlamaDecoderLayer):
         def forward(self, hidden_states, **kwargs):
@@ -318,17 +338,17 @@ def test_a_layer_that_ends_with_its_norm(sent):
             )
             return self.post_attention_layernorm(hidden_states + self.mlp(hidden_states))
 
-    theirs, mine = models("llama", attn_implementation="sdpa")
-    for model in (theirs, mine):
+    reference, patched_model = models("llama", attn_implementation="sdpa")
+    for model in (reference, patched_model):
         for layer in model.model.layers:
             layer.__class__ = Ends
-    liger.apply_liger_kernel(mine, long_context=True)
-    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    assert_same_step(step(patched_model), step(reference), rtol=1e-4)
 
 
 @THOROUGH
 def test_gradients_of_gradients_with_a_hook(sent):
-    found = []
+    gradients = []
     for switches in ({}, dict(long_context=True)):
         model = tiny.model("llama", num_hidden_layers=1).to(DEVICE)
         liger.apply_liger_kernel(model, **switches)
@@ -336,100 +356,101 @@ def test_gradients_of_gradients_with_a_hook(sent):
         norm.register_forward_hook(
             lambda m, args, y: y.register_hook(lambda gradient: 2 * gradient) and None
         )
-        given = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
+        inputs = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
         wanted = [
             model.model.layers[0].mlp.gate_proj.weight,
             model.model.layers[0].self_attn.q_proj.weight,
         ]
-        once = torch.autograd.grad(model(**given).loss, wanted, create_graph=True)
-        found.append(torch.autograd.grad(sum(one.square().sum() for one in once), wanted))
-    for a, b in zip(*found, strict=True):
+        once = torch.autograd.grad(model(**inputs).loss, wanted, create_graph=True)
+        gradients.append(torch.autograd.grad(sum(one.square().sum() for one in once), wanted))
+    for a, b in zip(*gradients, strict=True):
         assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
 @THOROUGH
 def test_under_transforms(sent):
     """torch.func knows no checkpoints: the layer is called."""
-    theirs, mine = models("llama", num_hidden_layers=1)
-    liger.apply_liger_kernel(mine, long_context=True)
-    given, found = {name: t.to(DEVICE) for name, t in tiny.batch().items()}, []
-    for model in (theirs, mine):
+    reference, patched_model = models("llama", num_hidden_layers=1)
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    inputs = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
+    gradients = []
+    for model in (reference, patched_model):
         parameters = {name: p.detach() for name, p in model.named_parameters()}
 
         def loss(parameters, model=model):
-            return torch.func.functional_call(model, parameters, kwargs=given).loss
+            return torch.func.functional_call(model, parameters, kwargs=inputs).loss
 
-        found.append(torch.func.grad(loss)(parameters))
-    for name, g in found[0].items():
-        assert (found[1][name] - g).abs().max() <= 1e-4 * g.abs().max(), name
+        gradients.append(torch.func.grad(loss)(parameters))
+    for name, g in gradients[0].items():
+        assert (gradients[1][name] - g).abs().max() <= 1e-4 * g.abs().max(), name
 
 
 @THOROUGH
 @pytest.mark.parametrize("part", ["self_attn", "post_attention_layernorm"])
 def test_a_part_that_is_compiled(part, sent):
-    theirs, mine = models("llama", attn_implementation="sdpa", num_hidden_layers=1)
-    liger.apply_liger_kernel(mine, long_context=True)
-    getattr(mine.model.layers[0], part).compile(backend="aot_eager", fullgraph=True)
-    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    reference, patched_model = models("llama", attn_implementation="sdpa", num_hidden_layers=1)
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    getattr(patched_model.model.layers[0], part).compile(backend="aot_eager", fullgraph=True)
+    assert_same_step(step(patched_model), step(reference), rtol=1e-4)
 
 
 @THOROUGH
 def test_a_linear_function_of_somebody_else(sent, monkeypatch):
     """As under ZeRO-3: it may want a tensor."""
     linear = torch.nn.functional.linear
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, long_context=True)
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, long_context=True)
 
     def strict(x, weight, bias=None):
         assert isinstance(x, torch.Tensor)
         return linear(x, weight, bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", strict)
-    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    assert_same_step(step(patched_model), step(reference), rtol=1e-4)
 
 
 @THOROUGH
 def test_a_hook_that_changes_a_norm(sent):
-    """What the next layer has read is what counts, and not what the norm gave."""
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, long_context=True)
-    for model in (theirs, mine):
+    """The next layer keeps what it has read, and not what the norm gave."""
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    for model in (reference, patched_model):
         for layer in model.model.layers:
             layer.input_layernorm.register_forward_hook(lambda m, args, y: y * 2)
             layer.post_attention_layernorm.register_forward_hook(lambda m, args, y: y.mul_(3))
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 @THOROUGH
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lora(reentrant, sent):
-    made = []
+    models = []
     for long_context in (False, True):
-        model = patched.lora(
+        model = patched.add_lora(
             tiny.model("llama").to(DEVICE), target_modules="all-linear", lora_dropout=0.0
         )
         liger.apply_liger_kernel(model, long_context=long_context)
         if long_context:
             model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
         model.enable_input_require_grads()
-        made.append(model)
-    untouched, mine = made
-    assert_same_step(step(mine), step(untouched), rtol=1e-4)
+        models.append(model)
+    untouched, patched_model = models
+    assert_same_step(step(patched_model), step(untouched), rtol=1e-4)
     assert len(sent) == LAYERS
 
 
 @THOROUGH
 def test_autocast_and_dropout(sent):
     """Random numbers are drawn again as they were."""
-    made = []
+    models = []
     for switches in ({}, dict(long_context=True)):
         model = tiny.model("llama", attention_dropout=0.3, attn_implementation="sdpa").to(DEVICE)
         liger.apply_liger_kernel(model, **switches)
         torch.manual_seed(3)
         with torch.autocast(DEVICE, torch.bfloat16):
-            made.append(step(model))
-    (out, grads), (want, want_grads) = made
-    torch.testing.assert_close(out["loss"], want["loss"], rtol=1e-2, atol=0)
+            models.append(step(model))
+    (out, grads), (expected, want_grads) = models
+    torch.testing.assert_close(out["loss"], expected["loss"], rtol=1e-2, atol=0)
     for name, g in want_grads.items():
         assert (grads[name] - g).abs().max() <= 0.05 * g.abs().max(), name
 
@@ -439,10 +460,10 @@ def test_compiled(sent):
     """In a graph it is a checkpoint as any other."""
     # what had another value in another test would be dynamic, and Dynamo fails at that in here
     torch._dynamo.reset()
-    theirs, mine = models("llama")
-    liger.apply_liger_kernel(mine, long_context=True)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    assert_same_step(step(mine, run), step(theirs))
+    reference, patched_model = models("llama")
+    liger.apply_liger_kernel(patched_model, long_context=True)
+    run = torch.compile(patched_model, backend="aot_eager", fullgraph=True)
+    assert_same_step(step(patched_model, run), step(reference))
     assert not sent
 
 
@@ -455,10 +476,10 @@ def test_memory(tokens, gib):
 
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
-    args = plan.checked(parser.parse_args(["llama-3-8b", "--layers", "8", "--offload"]))
+    args = plan.check_arguments(parser.parse_args(["llama-3-8b", "--layers", "8", "--offload"]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = plan.prepared(
+        step = plan.build_step(
             plan.build.config(args.model, args.config, args.sizes), args, patched=True
         )
         assert sum(step.peak(1, tokens).values()) <= gib * 2**30
@@ -467,9 +488,9 @@ def test_memory(tokens, gib):
 def test_no_switch_of_a_family_is_forgotten():
     import inspect
 
-    for function in families.NAMED.values():
+    for function in families.FAMILY_FUNCTIONS.values():
         parameters = inspect.signature(function).parameters
         assert all(
             parameters[name].default is None for name in ("long_context", "offloaded_checkpoints")
         )
-    assert offloading.FLAG in families.LONG
+    assert offloading.FLAG in families.LONG_CONTEXT_SWITCHES

@@ -18,10 +18,10 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def pair(family="llama", **config):
-    theirs = tiny.model(family, **{"attn_implementation": "sdpa", **config})
-    mine = copy.deepcopy(theirs)
-    apply_liger_kernel(mine)
-    return theirs, mine
+    reference = tiny.model(family, **{"attn_implementation": "sdpa", **config})
+    patched = copy.deepcopy(reference)
+    apply_liger_kernel(patched)
+    return reference, patched
 
 
 def attended(model, **batch):
@@ -55,18 +55,18 @@ def batch(tokens=13, **more):
 @pytest.mark.thorough
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_compiled_model_has_no_mask(use_cache, reference_only):
-    theirs, mine = pair(num_attention_heads=4, num_key_value_heads=2, use_cache=use_cache)
-    out, graphs, calls = attended(mine, **batch())
-    assert len(graphs) == 1 and calls == [(False, True, True)] * mine.config.num_hidden_layers
-    torch.testing.assert_close(out.loss, theirs(**batch()).loss, rtol=1e-5, atol=1e-6)
+    reference, patched = pair(num_attention_heads=4, num_key_value_heads=2, use_cache=use_cache)
+    out, graphs, calls = attended(patched, **batch())
+    assert len(graphs) == 1 and calls == [(False, True, True)] * patched.config.num_hidden_layers
+    torch.testing.assert_close(out.loss, reference(**batch()).loss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough
 def test_gradients_of_a_compiled_model(reference_only):
-    theirs, mine = pair()
-    attended(mine, **batch())[0].loss.backward()
-    theirs(**batch()).loss.backward()
-    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+    reference, patched = pair()
+    attended(patched, **batch())[0].loss.backward()
+    reference(**batch()).loss.backward()
+    for a, b in zip(patched.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -81,25 +81,25 @@ PADDED = {
 @pytest.mark.parametrize("compiled", [False, True])
 def test_padding(padding, compiled, reference_only):
     """Its values cannot be read in a graph: there it is a mask whatever they are."""
-    theirs, mine = pair()
-    given = batch(attention_mask=torch.tensor(PADDED[padding]))
-    want = theirs.eval()(**given).logits
-    got, calls = mine.eval()(**given), []
+    reference, patched = pair()
+    inputs = batch(attention_mask=torch.tensor(PADDED[padding]))
+    expected = reference.eval()(**inputs).logits
+    output, calls = patched.eval()(**inputs), []
     if compiled:
-        got, graphs, calls = attended(mine, **given)
+        output, graphs, calls = attended(patched, **inputs)
         assert len(graphs) == 1 and all(masked for masked, *_ in calls)
-    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_packed_sequences(compiled, reference_only):
-    theirs, mine = pair()
+    reference, patched = pair()
     positions = torch.cat((torch.arange(5), torch.arange(8))).expand(2, -1)
-    given = batch(position_ids=positions)
-    want = theirs.eval()(**given).logits
-    got = attended(mine.eval(), **given)[0] if compiled else mine.eval()(**given)
-    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(want, theirs(**batch()).logits, atol=1e-3), (
+    inputs = batch(position_ids=positions)
+    expected = reference.eval()(**inputs).logits
+    output = attended(patched.eval(), **inputs)[0] if compiled else patched.eval()(**inputs)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected, reference(**batch()).logits, atol=1e-3), (
         "packing makes no difference"
     )
 
@@ -108,38 +108,41 @@ def test_packed_sequences(compiled, reference_only):
 @pytest.mark.thorough
 def test_sliding_windows(tokens, masked, reference_only):
     """A mask from as many tokens on as transformers gives one."""
-    theirs, mine = pair(
+    reference, patched = pair(
         "gemma3_text", sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     )
-    want = theirs.eval()(**batch(tokens)).logits
-    got, _, calls = attended(mine.eval(), **batch(tokens))
+    expected = reference.eval()(**batch(tokens)).logits
+    output, _, calls = attended(patched.eval(), **batch(tokens))
     assert sorted(m for m, *_ in calls) == ([False, True] if masked else [False, False])
-    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
-    mine.config.sliding_window = theirs.config.sliding_window = 5  # it is read at every call
-    for model in (mine, theirs):
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+    patched.config.sliding_window = reference.config.sliding_window = 5  # it is read at every call
+    for model in (patched, reference):
         for layer in model.model.layers:
             if layer.self_attn.sliding_window is not None:  # nothing that SDPA reads
                 layer.self_attn.sliding_window = 5
-    got, _, calls = attended(mine, **batch(7))
+    output, _, calls = attended(patched, **batch(7))
     assert sorted(m for m, *_ in calls) == [False, True]
-    torch.testing.assert_close(got.logits, theirs(**batch(7)).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.logits, reference(**batch(7)).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache(reference_only):
-    theirs, mine = pair()
+    reference, patched = pair()
     ids = batch()["input_ids"]
-    first, want = mine.eval()(ids[:, :9], use_cache=True), theirs.eval()(ids).logits[:, 9:]
-    got = mine(ids[:, 9:], past_key_values=first.past_key_values).logits
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    for compiled in (torch.compile(mine, backend="eager"), mine):
-        past = theirs(ids[:, :9], use_cache=True).past_key_values
-        got = compiled(ids[:, 9:], past_key_values=past).logits
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    first, expected = (
+        patched.eval()(ids[:, :9], use_cache=True),
+        reference.eval()(ids).logits[:, 9:],
+    )
+    output = patched(ids[:, 9:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    for compiled in (torch.compile(patched, backend="eager"), patched):
+        past = reference(ids[:, :9], use_cache=True).past_key_values
+        output = compiled(ids[:, 9:], past_key_values=past).logits
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_positions_are_not_looked_at(monkeypatch, reference_only):
     """On a GPU transformers waits for the device to see whether its own positions are packed."""
-    _, mine = pair()
+    _, patched = pair()
     looks = []
     find = masking_utils.find_packed_sequence_indices
     monkeypatch.setattr(
@@ -147,64 +150,66 @@ def test_the_positions_are_not_looked_at(monkeypatch, reference_only):
         "find_packed_sequence_indices",
         lambda *a, **k: looks.append(1) or find(*a, **k),
     )
-    mine(**batch())
+    patched(**batch())
     assert not looks
-    mine(**batch(position_ids=torch.arange(13)[None]))
+    patched(**batch(position_ids=torch.arange(13)[None]))
     assert looks
 
 
 @pytest.mark.thorough
 def test_another_attention_has_its_own_mask(reference_only):
-    theirs, mine = pair()
-    for model in (theirs, mine):
+    reference, patched = pair()
+    for model in (reference, patched):
         model.set_attn_implementation("eager")
-    want = theirs.eval()(**batch()).logits
-    torch.testing.assert_close(mine.eval()(**batch()).logits, want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(attended(mine, **batch())[0].logits, want, rtol=1e-4, atol=1e-5)
+    expected = reference.eval()(**batch()).logits
+    torch.testing.assert_close(patched.eval()(**batch()).logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attended(patched, **batch())[0].logits, expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.thorough
 def test_a_mask_function_of_the_users(compiled, monkeypatch, reference_only):
     """Whoever replaces the function in the modeling module gets what it makes."""
-    theirs, mine = pair()
+    reference, patched = pair()
     make = modeling_llama.create_causal_mask
 
     def two_at_a_time(**kwargs):
         return make(**kwargs, or_mask_function=lambda batch, head, q, k: q // 2 == k // 2)
 
-    before = theirs.eval()(**batch()).logits
+    before = reference.eval()(**batch()).logits
     monkeypatch.setattr(modeling_llama, "create_causal_mask", two_at_a_time)
-    want = theirs(**batch()).logits
-    assert not torch.allclose(before, want, atol=1e-3)
-    got = attended(mine.eval(), **batch())[0] if compiled else mine.eval()(**batch())
-    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
+    expected = reference(**batch()).logits
+    assert not torch.allclose(before, expected, atol=1e-3)
+    output = attended(patched.eval(), **batch())[0] if compiled else patched.eval()(**batch())
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.thorough
 def test_a_registered_mask_function(compiled, monkeypatch, reference_only):
     """transformers' way to bring a mask of one's own."""
-    theirs, mine = pair()
+    reference, patched = pair()
     registered = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     make = registered["sdpa"]
 
     def all_see_all(*args, **kwargs):
         return torch.ones_like(make(*args, **(kwargs | dict(allow_is_causal_skip=False))))
 
-    before = theirs.eval()(**batch()).logits
+    before = reference.eval()(**batch()).logits
     monkeypatch.setitem(registered._local_mapping, "sdpa", all_see_all)
-    want = theirs(**batch()).logits
-    assert not torch.allclose(before, want, atol=1e-3)
-    got = attended(mine.eval(), **batch())[0] if compiled else mine.eval()(**batch())
-    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
+    expected = reference(**batch()).logits
+    assert not torch.allclose(before, expected, atol=1e-3)
+    output = attended(patched.eval(), **batch())[0] if compiled else patched.eval()(**batch())
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_that_goes_away(reference_only):
-    theirs, mine = pair(
+    reference, patched = pair(
         "gemma3_text", sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     )
-    for model in (theirs, mine):
+    for model in (reference, patched):
         model.config.sliding_window = None
         with pytest.raises(ValueError, match="sliding_window"):
             model(**batch())
@@ -244,14 +249,16 @@ create_causal_mask = modeling_llama.create_causal_mask
 
 
 @pytest.mark.parametrize(
-    "cls, why", [(Blocks, "more than a causal mask"), (Packed, "a mask where none is needed")]
+    "cls, reason", [(Blocks, "more than a causal mask"), (Packed, "a mask where none is needed")]
 )
-def test_what_is_not_proved(cls, why):
+def test_what_is_not_proved(cls, reason):
     model = tiny.model("llama").model
     model.__class__ = cls
-    assert why in mask.prove(model)
-    assert mask.prove(tiny.model("llama").model) == mask.CausalMask((mask.FULL,))
-    assert mask.prove(tiny.model("gemma2").model) == mask.CausalMask((mask.FULL, mask.SLIDING))
+    assert reason in mask.prove(model)
+    assert mask.prove(tiny.model("llama").model) == mask.CausalMask((mask.CAUSAL_MASK,))
+    assert mask.prove(tiny.model("gemma2").model) == mask.CausalMask(
+        (mask.CAUSAL_MASK, mask.SLIDING_WINDOW_MASK)
+    )
 
 
 def test_reported_and_reverted():
@@ -267,10 +274,10 @@ def test_reported_and_reverted():
 @pytest.mark.thorough
 def test_five_lengths_one_recompilation(reference_only):
     """A dynamic length stays one."""
-    _, mine = pair()
+    _, patched = pair()
     torch._dynamo.reset()
     compilations = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(mine, backend=compilations)
+    compiled = torch.compile(patched, backend=compilations)
     with sdpa_kernel(SDPBackend.MATH):
         for tokens in (9, 11, 14, 17, 23):
             compiled(**batch(tokens))

@@ -10,8 +10,8 @@ from patched import assert_same_step, step
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.layers.rope import TABLES
-from liger_kernel.patch.proof.functions import hands_on
+from liger_kernel.patch.layers.rope import TABLE_NAMES
+from liger_kernel.patch.proof.functions import only_forwards
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -52,19 +52,19 @@ def scaled(model):
 
 @pytest.mark.parametrize("change", [hooked, replaced, scaled])
 def test_tables_that_are_changed_on_their_way(change):
-    theirs = tiny.model("llama")
-    change(theirs)
-    mine = theirs if change is replaced else copy.deepcopy(theirs)
-    expected = step(theirs)
+    reference = tiny.model("llama")
+    change(reference)
+    patched_model = reference if change is replaced else copy.deepcopy(reference)
+    expected = step(reference)
     with torch.no_grad():
-        evaluated = theirs.eval()(**tiny.batch()).loss
-    theirs.train().zero_grad()
-    report = liger.apply_liger_kernel(mine)
+        evaluated = reference.eval()(**tiny.batch()).loss
+    reference.train().zero_grad()
+    report = liger.apply_liger_kernel(patched_model)
     assert report.of("apply_rotary_pos_emb") == (1 if change is scaled else 0)
     assert any(name == "LlamaAttention" for name, _ in report.left_alone)
-    assert_same_step(step(mine), expected)
+    assert_same_step(step(patched_model), expected)
     with torch.no_grad():
-        torch.testing.assert_close(mine.eval()(**tiny.batch()).loss, evaluated)
+        torch.testing.assert_close(patched_model.eval()(**tiny.batch()).loss, evaluated)
 
 
 def test_a_trusted_layer():
@@ -131,7 +131,7 @@ def by_attribute(q, k, position_embeddings):
 
 @pytest.mark.parametrize("function", [passes, takes_both, under_other_names])
 def test_tables_that_are_handed_on(function):
-    assert hands_on(function, TABLES, "rotate")
+    assert only_forwards(function, TABLE_NAMES, "rotate")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_tables_that_are_handed_on(function):
     [scales, scales_within, writes, others, asks_somebody, shows_them, in_a_closure, by_attribute],
 )
 def test_tables_in_other_hands(function):
-    assert not hands_on(function, TABLES, "rotate")
+    assert not only_forwards(function, TABLE_NAMES, "rotate")
 
 
 def rotate(q, k, cos, sin, unsqueeze_dim=1):

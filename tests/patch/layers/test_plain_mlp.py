@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 from patched import assert_same_step, step
-from proofs import holding, patched, same, trusting
+from proofs import model_of, is_patched, assert_same_output, apply_with_trust
 from transformers.activations import ACT2FN
 
 from liger_kernel.transformers import apply_liger_kernel, revert
@@ -30,18 +30,18 @@ def model(family, **overrides):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps(family, fused):
     """Loss and every gradient of the model that is not patched, and its weights thereafter."""
-    mine, theirs = model(family), model(family)
+    patched_model, reference = model(family), model(family)
     name, act = FAMILIES[family]
-    report = apply_liger_kernel(mine)
+    report = apply_liger_kernel(patched_model)
     assert report.replaced[name, f"liger_activation_linear ({act})"] == 2
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (mine, theirs)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (patched_model, reference)]
     for _ in range(3):
-        assert_same_step(step(mine), step(theirs), rtol=3e-5)
+        assert_same_step(step(patched_model), step(reference), rtol=3e-5)
         for optimizer in optimizers:
             optimizer.step()
     assert len(fused) == 6
-    revert(mine)
-    assert not any(map(patched, mine.modules()))
+    revert(patched_model)
+    assert not any(map(is_patched, patched_model.modules()))
 
 
 class Plain(torch.nn.Module):
@@ -129,19 +129,23 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("which", KNOWN)
 def test_what_is_replaced(which, fused):
-    mine, theirs, report = holding(KNOWN[which]())
-    assert patched(mine[0]) and not report.left_alone
-    same(mine[0], theirs[0])
+    patched_model, reference, report = model_of(KNOWN[which]())
+    assert is_patched(patched_model[0]) and not report.left_alone
+    assert_same_output(patched_model[0], reference[0])
     assert len(fused) == 1
 
 
 @pytest.mark.parametrize("which", UNKNOWN)
 def test_what_is_left_alone(which, fused):
-    make, why = UNKNOWN[which]
-    mine, theirs, report = holding(make())
+    make, expected_reason = UNKNOWN[which]
+    patched_model, reference, report = model_of(make())
     ((name, reason),) = report.left_alone
-    assert not patched(mine[0]) and why in reason and name == type(theirs[0]).__name__
-    same(mine[0].eval(), theirs[0].eval())
+    assert (
+        not is_patched(patched_model[0])
+        and expected_reason in reason
+        and name == type(reference[0]).__name__
+    )
+    assert_same_output(patched_model[0].eval(), reference[0].eval())
     assert not fused
 
 
@@ -153,24 +157,24 @@ def test_what_is_not_looked_at():
             super().__init__()
             self.gate = torch.nn.Linear(48, 48)
 
-    mine, _, report = holding(scaled(), ThreeMLP())
-    assert not any(map(patched, mine)) and report.left_alone == {
+    patched_model, _, report = model_of(scaled(), ThreeMLP())
+    assert not any(map(is_patched, patched_model)) and report.left_alone == {
         ("ThreeMLP", "it has further layers: gate"): 1
     }
 
 
 def test_an_activation_that_is_replaced_later(fused):
-    mine, theirs = model("arcee"), model("arcee")
-    apply_liger_kernel(mine)
-    for m in (mine, theirs):
+    patched_model, reference = model("arcee"), model("arcee")
+    apply_liger_kernel(patched_model)
+    for m in (patched_model, reference):
         m.model.layers[0].mlp.act_fn = torch.nn.Tanh()
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     assert fused == ["relu_squared"]
 
 
 def test_a_subclass_with_its_own_forward(fused):
-    theirs = model("nemotron")
-    mlp = theirs.model.layers[0].mlp
+    reference = model("nemotron")
+    mlp = reference.model.layers[0].mlp
     cls = type(mlp)
 
     class NemotronMLP(cls):
@@ -178,10 +182,10 @@ def test_a_subclass_with_its_own_forward(fused):
             return super().forward(x) + x
 
     mlp.__class__ = NemotronMLP
-    mine = copy.deepcopy(theirs)
-    report = apply_liger_kernel(mine)
-    assert report.of("NemotronMLP") == 1 and type(mine.model.layers[0].mlp) is NemotronMLP
-    assert_same_step(step(mine), step(theirs))
+    patched_model = copy.deepcopy(reference)
+    report = apply_liger_kernel(patched_model)
+    assert report.of("NemotronMLP") == 1 and type(patched_model.model.layers[0].mlp) is NemotronMLP
+    assert_same_step(step(patched_model), step(reference))
     assert fused == ["relu_squared"]
 
 
@@ -189,19 +193,19 @@ def test_switches():
     """Each activation has its own: SiLU swiglu, GELU geglu, ReLU² relu_squared."""
     acts = {"swiglu": torch.nn.SiLU(), "geglu": torch.nn.GELU(), "relu_squared": Relu2()}
     for off in acts:
-        mine = torch.nn.ModuleList(Plain(act) for act in acts.values())
-        report = trusting(mine, **{off: False})
-        assert [patched(m) for m in mine] == [flag != off for flag in acts]
+        patched_model = torch.nn.ModuleList(Plain(act) for act in acts.values())
+        report = apply_with_trust(patched_model, **{off: False})
+        assert [is_patched(m) for m in patched_model] == [flag != off for flag in acts]
         assert report.left_alone == {("Plain", f"it computes what is {off}'s"): 1}
 
 
 def test_layers_are_called_where_they_do_more(fused):
     """With a hook, under LoRA, as another class: the patched module gives what the other gives."""
     peft = pytest.importorskip("peft")
-    seen = []
+    calls = []
 
     def hooked(mlp):
-        mlp.fc2.register_forward_hook(lambda module, inputs, out: seen.append(1) or 2 * out)
+        mlp.fc2.register_forward_hook(lambda module, inputs, out: calls.append(1) or 2 * out)
         return mlp
 
     def lora(mlp):
@@ -219,16 +223,16 @@ def test_layers_are_called_where_they_do_more(fused):
         return mlp
 
     for change in (hooked, lora, doubled):
-        mine, theirs, _ = holding(change(Plain()))
-        assert patched(mine[0])
-        same(mine[0], theirs[0])
-    assert len(seen) == 2 and not fused
+        patched_model, reference, _ = model_of(change(Plain()))
+        assert is_patched(patched_model[0])
+        assert_same_output(patched_model[0], reference[0])
+    assert len(calls) == 2 and not fused
 
 
 def test_hooks_on_the_activation_run(fused):
-    mine, theirs, _ = holding(Plain())
-    seen = []
-    for one in (mine[0], theirs[0]):
-        one.act.register_forward_hook(lambda *args: seen.append(1))
-    same(mine[0], theirs[0])
-    assert len(seen) == 2 and not fused
+    patched_model, reference, _ = model_of(Plain())
+    calls = []
+    for one in (patched_model[0], reference[0]):
+        one.act.register_forward_hook(lambda *args: calls.append(1))
+    assert_same_output(patched_model[0], reference[0])
+    assert len(calls) == 2 and not fused

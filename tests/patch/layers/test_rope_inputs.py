@@ -144,92 +144,101 @@ class Attention(torch.nn.Module):
         return rotate(*args, **kwargs)
 
 
-def outcome(run, given, learnt=2, **how):
-    """What comes out and the gradients of the first ``learnt`` inputs, or the error."""
-    given = [x.detach().clone().requires_grad_() if i < learnt else x for i, x in enumerate(given)]
+def outcome(run, inputs, learnt=2, **options):
+    """Return the outputs and the gradients of the first ``learnt`` inputs, or the error."""
+    inputs = [
+        x.detach().clone().requires_grad_() if i < learnt else x for i, x in enumerate(inputs)
+    ]
     try:
-        found = run(*given, **how)
+        outputs = run(*inputs, **options)
     except Exception as error:
         return type(error), str(error)
-    found = [found] if isinstance(found, torch.Tensor) else list(found)
-    sum((y * noise(*y.shape, seed=9)).sum() for y in found).backward()
-    return [*found, *(x.grad for x in given[:learnt])]
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    sum((y * noise(*y.shape, seed=9)).sum() for y in outputs).backward()
+    return [*outputs, *(x.grad for x in inputs[:learnt])]
 
 
-def assert_same(got, want, case):
-    assert type(got) is type(want), (case, got, want)
-    if isinstance(want, tuple):
-        assert got == want, case
+def assert_same(output, expected, case):
+    assert type(output) is type(expected), (case, output, expected)
+    if isinstance(expected, tuple):
+        assert output == expected, case
         return
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(output, expected, strict=True):
         torch.testing.assert_close(g, w, msg=lambda text: f"{case}: {text}")
 
 
 @pytest.fixture
-def patched(monkeypatch):
-    """A function of a function: the same, as a patched attention calls it."""
+def patch_function(monkeypatch):
+    """Patch a rotary function: return the replacement, and the function as a patched attention
+    calls it."""
 
     def make(family):
         monkeypatch.setitem(globals(), "rotate", family)
-        what = dataclasses.replace(ropes.prove(family), function="rotate")
-        forward, attention = what.members(Attention)["forward"], Attention()
-        return what, lambda *args, **kwargs: forward(attention, *args, **kwargs)
+        replacement = dataclasses.replace(ropes.prove(family), function="rotate")
+        forward, attention = replacement.class_members(Attention)["forward"], Attention()
+        return replacement, lambda *args, **kwargs: forward(attention, *args, **kwargs)
 
     return make
 
 
-def called(family, given):
+def called(family, inputs):
     """As the families call it: one that takes a single tensor gets it alone."""
-    return given if "k" in ropes.parameters_of(family) else (given[0], *given[2:])
+    return inputs if "k" in ropes.parameters_by_name(family) else (inputs[0], *inputs[2:])
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_shapes(name, patched):
+def test_shapes(name, patch_function):
     family, width = REAL[name]
-    what, run = patched(family)
-    learnt = 2 if "k" in ropes.parameters_of(family) else 1
+    replacement, run = patch_function(family)
+    learnt = 2 if "k" in ropes.parameters_by_name(family) else 1
 
-    def checked(case, given, **how):
-        given = called(family, given)
-        assert_same(outcome(run, given, learnt, **how), outcome(family, given, learnt, **how), case)
+    def checked(case, inputs, **options):
+        inputs = called(family, inputs)
+        assert_same(
+            outcome(run, inputs, learnt, **options),
+            outcome(family, inputs, learnt, **options),
+            case,
+        )
 
     for case, change in CASES.items():
         checked(case, change(*heads(), *angles(width)))
     for dim in DIMENSIONS:
         checked(dim, (*heads(), *angles(width)), unsqueeze_dim=dim)
     one_row = called(family, CASES["angles: one row"](*heads(), *angles(width)))
-    for given in (called(family, (*heads(), *angles(width))), one_row):
-        roles = [ropes.ROLES[parameter] for parameter in ropes.parameters_of(family)]
-        assert what.rotated(**dict(zip(roles, given, strict=False))) is not None
+    for inputs in (called(family, (*heads(), *angles(width))), one_row):
+        roles = [ropes.PARAMETER_ROLES[parameter] for parameter in ropes.parameters_by_name(family)]
+        assert replacement.rotate(**dict(zip(roles, inputs, strict=False))) is not None
 
 
 def tokens_first(x):
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-def test_shapes_of_images(patched):
-    what, run = patched(IMAGES)
+def test_shapes_of_images(patch_function):
+    replacement, run = patch_function(IMAGES)
     for case, change in CASES.items():
         q, k, cos, sin = change(*heads(), *angles(SIZE))
-        given = tokens_first(q), tokens_first(k), cos, sin
-        assert_same(outcome(run, given), outcome(IMAGES, given), case)
-        given = [x[0] if x.dim() > 2 and len(x) else x for x in given]
-        assert_same(outcome(run, given), outcome(IMAGES, given), f"{case}, one sequence")
+        inputs = tokens_first(q), tokens_first(k), cos, sin
+        assert_same(outcome(run, inputs), outcome(IMAGES, inputs), case)
+        inputs = [x[0] if x.dim() > 2 and len(x) else x for x in inputs]
+        assert_same(outcome(run, inputs), outcome(IMAGES, inputs), f"{case}, one sequence")
     q, k, cos, sin = (*map(tokens_first, heads()), *angles(SIZE))
     assert (
-        what.rotated(q, k, cos, sin) is not None
-        and what.rotated(q[0], k[0], cos[0], sin[0]) is not None
+        replacement.rotate(q, k, cos, sin) is not None
+        and replacement.rotate(q[0], k[0], cos[0], sin[0]) is not None
     )
 
 
-def test_shapes_of_three_axes(patched):
+def test_shapes_of_three_axes(patch_function):
     family, sections = apply_multimodal_rotary_pos_emb, [1, 1, 2]
-    what, run = patched(family)
+    replacement, run = patch_function(family)
     tables = [t.clone() for t in angles(SIZE, 3, ROWS, TOKENS)]
 
-    def checked(case, given, sections=sections, **how):
-        got, want = (outcome(f, given, mrope_section=sections, **how) for f in (run, family))
-        assert_same(got, want, case)
+    def checked(case, inputs, sections=sections, **options):
+        output, expected = (
+            outcome(f, inputs, mrope_section=sections, **options) for f in (run, family)
+        )
+        assert_same(output, expected, case)
 
     for case, change in CASES.items():
         q, k, *_ = change(*heads(), *angles(SIZE))
@@ -252,34 +261,34 @@ def test_shapes_of_three_axes(patched):
     checked("no axes", (*heads(), *angles(SIZE)))
     for dim in DIMENSIONS:
         checked(dim, (*heads(), *tables), unsqueeze_dim=dim)
-    assert what.rotated(*heads(), *tables, sections) is not None
+    assert replacement.rotate(*heads(), *tables, sections) is not None
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_shapes_of_complex_numbers(name, patched):
+def test_shapes_of_complex_numbers(name, patch_function):
     family = COMPLEX[name]
-    what, run = patched(family)
-    order = tokens_first if what.heads_dim == 2 else lambda x: x
+    replacement, run = patch_function(family)
+    order = tokens_first if replacement.heads_dim == 2 else lambda x: x
 
     def freqs(cos, sin):
-        found = torch.complex(cos.contiguous(), sin.contiguous())
+        frequencies = torch.complex(cos.contiguous(), sin.contiguous())
         return (
-            found
-            if what.rows
-            else found[0].unsqueeze(-2)
-            if found.dim() == 3 and len(found)
-            else found
+            frequencies
+            if replacement.rows
+            else frequencies[0].unsqueeze(-2)
+            if frequencies.dim() == 3 and len(frequencies)
+            else frequencies
         )
 
     for case, change in CASES.items():
         if case.startswith(("cos", "sin")):
             continue
         q, k, cos, sin = change(*heads(), *angles(SIZE // 2))
-        given = order(q), order(k), freqs(cos, sin)
-        assert_same(outcome(run, given), outcome(family, given), case)
+        inputs = order(q), order(k), freqs(cos, sin)
+        assert_same(outcome(run, inputs), outcome(family, inputs), case)
     cos, sin = angles(SIZE // 2)
     q, k = map(order, heads())
-    assert what.rotated(q, k, freqs(cos, sin)) is not None
+    assert replacement.rotate(q, k, freqs(cos, sin)) is not None
     for odd in (
         freqs(cos, sin)[None],
         freqs(cos, sin)[..., 0],
@@ -293,18 +302,18 @@ def test_shapes_of_complex_numbers(name, patched):
 
 
 def pair(family, **config):
-    theirs = tiny.model(family, **config)
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    return theirs, mine
+    reference = tiny.model(family, **config)
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
+    return reference, patched
 
 
 @pytest.mark.parametrize("positions", ([[0]], [[0], [3]], [[2] * 13]), ids=str)
 @pytest.mark.parametrize("family", ("llama", "qwen3", "gemma2", "phi3"))
 def test_positions_that_tokens_share(family, positions):
-    theirs, mine = pair(family)
-    given = dict(position_ids=torch.tensor(positions), use_cache=False)
-    assert_same_step(step(mine, **given), step(theirs, **given))
+    reference, patched = pair(family)
+    inputs = dict(position_ids=torch.tensor(positions), use_cache=False)
+    assert_same_step(step(patched, **inputs), step(reference, **inputs))
 
 
 NARROW = dict(
@@ -318,21 +327,21 @@ NARROW = dict(
 
 @pytest.mark.parametrize("family", ("llama", "qwen3", "mistral", "gemma2"))
 def test_angles_of_half_a_head(family):
-    """Of a configuration: the family's function rotates whole heads, and raises."""
-    theirs, mine = pair(family, rope_parameters=NARROW)
-    with pytest.raises(RuntimeError, match="must match the size") as want:
-        step(theirs)
-    with pytest.raises(RuntimeError) as got:
-        step(mine)
-    assert str(got.value) == str(want.value)
+    """With such a configuration the family's function, which rotates whole heads, raises."""
+    reference, patched = pair(family, rope_parameters=NARROW)
+    with pytest.raises(RuntimeError, match="must match the size") as expected:
+        step(reference)
+    with pytest.raises(RuntimeError) as output:
+        step(patched)
+    assert str(output.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen3"))
 def test_an_attention_given_other_angles(family):
     """Qwen3's norms of queries and keys may wait for RoPE: then it is given something else than
     tensors."""
-    theirs, mine = pair(family)
-    theirs, mine = (model.model.layers[0].self_attn for model in (theirs, mine))
+    reference, patched = pair(family)
+    reference, patched = (model.model.layers[0].self_attn for model in (reference, patched))
     hidden = noise(ROWS, TOKENS, 32)
 
     def attend(attention):
@@ -341,5 +350,5 @@ def test_an_attention_given_other_angles(family):
         )[0]
 
     for case, change in TABLES.items():
-        given = hidden, *map(change, angles(SIZE))
-        assert_same(*(outcome(attend(m), given, learnt=1) for m in (mine, theirs)), case)
+        inputs = hidden, *map(change, angles(SIZE))
+        assert_same(*(outcome(attend(m), inputs, learnt=1) for m in (patched, reference)), case)

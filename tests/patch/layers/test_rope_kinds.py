@@ -17,7 +17,7 @@ from liger_kernel.patch import engine
 from liger_kernel.patch.layers import rope as ropes
 
 ROPE_ALONE = dict.fromkeys(engine.FLAGS, False) | dict(rope=True)
-TEXT, VISION = llama4_rope.TEXT, llama4_rope.VISION
+TEXT, VISION = llama4_rope.TEXT_NAME, llama4_rope.VISION_NAME
 HALVES = "liger_rotary_pos_emb (interleaved=True, halves)"
 MODELS = {  # family -> where it is, what is replaced by what
     "deepseek_v2": (zoo, {("apply_rotary_emb", TEXT)}),
@@ -37,7 +37,7 @@ def function(family, name):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What our operators were given, by their names."""
+    """The arguments of each call of our operators, by their names."""
     calls = {}
 
     def counting(home, name):
@@ -56,19 +56,21 @@ def ran(monkeypatch):
     return calls
 
 
-def three_steps(model, given):
+def three_steps(model, inputs):
     """Loss and gradients of each."""
-    found = []
+    steps = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(3):
-        found.append(zoo.step(model, given))
+        steps.append(zoo.step(model, inputs))
         optimizer.step()
-    return found
+    return steps
 
 
-def assert_trains_alike(mine, theirs, given):
-    for got, want in zip(three_steps(mine, given), three_steps(theirs, given), strict=True):
-        assert not list(zoo.differences(got, want))
+def assert_trains_alike(patched, reference, inputs):
+    for output, expected in zip(
+        three_steps(patched, inputs), three_steps(reference, inputs), strict=True
+    ):
+        assert not list(zoo.differences(output, expected))
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -78,28 +80,28 @@ def test_trains_as_before(family, ran, monkeypatch):
         zoo, "cast", lambda model, dtype: model
     )  # which would make complex buffers real
     home, replaced = MODELS[family]
-    if family in zoo_vision.FAILS:
+    if family in zoo_vision.KNOWN_FAILURES:
         pytest.skip("it fails without the patch, as test_zoo_vision shows")
-    theirs = home.build(family)
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine, **ROPE_ALONE)
+    reference = home.build(family)
+    patched = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched, **ROPE_ALONE)
     assert {
-        (what, by) for what, by in report.replaced if "rotary" in by
+        (replacement, by) for replacement, by in report.replaced if "rotary" in by
     } == replaced and not report.warnings
-    assert_trains_alike(mine, theirs, home.batch(mine))
+    assert_trains_alike(patched, reference, home.batch(patched))
     ours = {"liger_rope" if by.startswith("liger_rotary_pos_emb") else by for _, by in replaced}
     assert set(ran) == ours
 
 
 def test_freqs_of_each_row(ran, reference_only):
     """Packed sequences begin elsewhere in each row of a batch."""
-    theirs = zoo.build("llama4_text")
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine, **ROPE_ALONE)
-    given = zoo.batch(mine)
-    rows, tokens = given["input_ids"].shape
+    reference = zoo.build("llama4_text")
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched, **ROPE_ALONE)
+    inputs = zoo.batch(patched)
+    rows, tokens = inputs["input_ids"].shape
     positions = torch.stack([torch.arange(tokens), torch.arange(tokens).flip(0)])
-    assert_trains_alike(mine, theirs, given | dict(position_ids=positions))
+    assert_trains_alike(patched, reference, inputs | dict(position_ids=positions))
     assert all(
         freqs.shape[:2] == (rows, tokens) and not torch.equal(*freqs) for _, _, freqs in ran[TEXT]
     )
@@ -109,26 +111,26 @@ def test_freqs_of_each_row(ran, reference_only):
 def test_the_function_that_the_configuration_chooses(rope_interleave, ran, reference_only):
     model = zoo.build("deepseek_v3")
     model.config.rope_interleave = rope_interleave
-    theirs = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     report = liger.apply_liger_kernel(model, **ROPE_ALONE)
     assert report.of(
         "apply_rotary_pos_emb_interleave" if rope_interleave else "apply_rotary_pos_emb"
     )
-    assert_trains_alike(model, theirs, zoo.batch(model))
+    assert_trains_alike(model, reference, zoo.batch(model))
     assert ran.pop("liger_rope") and not ran
     model.config.rope_interleave = (
-        theirs.config.rope_interleave
+        reference.config.rope_interleave
     ) = not rope_interleave  # then it is the family's own
-    assert_trains_alike(model, theirs, zoo.batch(model))
+    assert_trains_alike(model, reference, zoo.batch(model))
     assert not ran
 
 
 def test_angles_in_fp32(ran, reference_only):
     """OLMo 2 in bf16: its function gives q and k their dtype back, so that the operator may."""
     model = zoo.build("olmo2", torch.bfloat16)
-    want = zoo.loss_of(copy.deepcopy(model), zoo.batch(model))
+    expected = zoo.loss_of(copy.deepcopy(model), zoo.batch(model))
     liger.apply_liger_kernel(model, **ROPE_ALONE)
-    assert zoo.loss_of(model, zoo.batch(model)) == pytest.approx(want, rel=2**-8)
+    assert zoo.loss_of(model, zoo.batch(model)) == pytest.approx(expected, rel=2**-8)
     assert {cos.dtype for _, _, cos, *_ in ran["liger_rope"]} == {torch.float32}
 
 
@@ -153,7 +155,7 @@ def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim
 
 
 def test_three_axes():
-    assert ropes.prove(apply_multimodal_rotary_pos_emb) == ropes.AxesRope()
+    assert ropes.prove(apply_multimodal_rotary_pos_emb) == ropes.MultimodalRope()
 
     def other(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
         return apply_multimodal_rotary_pos_emb(
@@ -205,7 +207,7 @@ def test_what_rotates_otherwise_is_left_alone(case, monkeypatch, reference_only)
     report = liger.apply_liger_kernel(model, **ROPE_ALONE)
     assert not report.of(name)  # nor is it tried: it is nobody's package's
     assert f"{name} reads change, original of the function around it" in {
-        why for _, why in report.left_alone
+        reason for _, reason in report.left_alone
     }
 
 
@@ -227,13 +229,13 @@ def test_rounded_after_each_step_or_once():
 # ---- calls ----
 
 
-def given(rank=4, dtype=torch.float32, cos_dtype=None):
+def inputs(rank=4, dtype=torch.float32, cos_dtype=None):
     """q and k with the heads behind the tokens, and cos and sin."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 5, n, 8, generator=generator).to(dtype) for n in (3, 1))
     angles = torch.randn(2, 5, 4, generator=generator).repeat(1, 1, 2)
-    found = q, k, angles.cos().to(cos_dtype or dtype), angles.sin().to(cos_dtype or dtype)
-    return found if rank == 4 else tuple(x[0] for x in found)
+    inputs = q, k, angles.cos().to(cos_dtype or dtype), angles.sin().to(cos_dtype or dtype)
+    return inputs if rank == 4 else tuple(x[0] for x in inputs)
 
 
 class Subclass(torch.Tensor):
@@ -243,9 +245,9 @@ class Subclass(torch.Tensor):
 def test_what_the_operators_are_not_for():
     """The family's own code gets it: None."""
     interleave, images = (ropes.prove(function(*which)) for which in (INTERLEAVE, IMAGES))
-    q, k, cos, sin = given()
+    q, k, cos, sin = inputs()
     ids = torch.zeros(2, 5, dtype=torch.long)
-    assert interleave.rotated(q, k, cos, sin, 2) is not None
+    assert interleave.rotate(q, k, cos, sin, 2) is not None
     for other in (
         dict(position_ids=ids),
         dict(unsqueeze_dim=3),
@@ -257,37 +259,37 @@ def test_what_the_operators_are_not_for():
         dict(q=q.long()),
     ):
         assert (
-            interleave.rotated(**dict(q=q, k=k, cos=cos, sin=sin, unsqueeze_dim=2) | other) is None
+            interleave.rotate(**dict(q=q, k=k, cos=cos, sin=sin, unsqueeze_dim=2) | other) is None
         )
     for rank in (3, 4):
-        assert images.rotated(*given(rank)) is not None
-        assert images.rotated(*given(rank, torch.bfloat16, torch.float32)) is not None
-        assert images.rotated(*given(rank, torch.bfloat16)) is not None
-        assert images.rotated(*given(rank, torch.float32, torch.bfloat16)) is None
-    assert images.rotated(q[None], k[None], cos[None], sin[None]) is None
-    assert images.rotated(q, k, cos[0], sin[0]) is None
+        assert images.rotate(*inputs(rank)) is not None
+        assert images.rotate(*inputs(rank, torch.bfloat16, torch.float32)) is not None
+        assert images.rotate(*inputs(rank, torch.bfloat16)) is not None
+        assert images.rotate(*inputs(rank, torch.float32, torch.bfloat16)) is None
+    assert images.rotate(q[None], k[None], cos[None], sin[None]) is None
+    assert images.rotate(q, k, cos[0], sin[0]) is None
 
     text, tower = (ropes.prove(function("llama4", name)) for _, name in (COMPLEX, COMPLEX_IMAGES))
     freqs = torch.complex(cos, sin)[..., :4]
-    assert text.rotated(q, k, freqs) is not None and text.rotated(q, k, freqs[:1]) is not None
+    assert text.rotate(q, k, freqs) is not None and text.rotate(q, k, freqs[:1]) is not None
     for other in (
         freqs.real,
         freqs.to(torch.complex128),
         freqs[:, :1],
         freqs.clone().requires_grad_(),
     ):
-        assert text.rotated(q, k, other) is None
-    assert text.rotated(q, k.bfloat16(), freqs) is None
-    assert tower.rotated(q, k, freqs[0, :, None]) is not None and tower.rotated(q, k, freqs) is None
+        assert text.rotate(q, k, other) is None
+    assert text.rotate(q, k.bfloat16(), freqs) is None
+    assert tower.rotate(q, k, freqs[0, :, None]) is not None and tower.rotate(q, k, freqs) is None
 
 
 class Attention(torch.nn.Module):
     """By position, by keyword, and both."""
 
-    def forward(self, x, *angles, **how):
+    def forward(self, x, *angles, **options):
         names = ("cos", "sin") if len(angles) == 2 else ("freqs_cis",)
-        first = rotate(x, x, *angles, **how)
-        second = rotate(x, x, **dict(zip(names, angles, strict=True)), **how)
+        first = rotate(x, x, *angles, **options)
+        second = rotate(x, x, **dict(zip(names, angles, strict=True)), **options)
         return *first, *second, *rotate(x, x, *angles)
 
 
@@ -301,17 +303,20 @@ rotate = None  # the function that is tried
 def test_called_as_families_do(which, compiled, monkeypatch, ran, reference_only):
     family = function(*which)
     monkeypatch.setitem(globals(), "rotate", family)
-    what = ropes.dataclasses.replace(ropes.prove(family), function="rotate")
-    q, _, cos, sin = given()
-    angles, how = (cos, sin), {}
+    replacement = ropes.dataclasses.replace(ropes.prove(family), function="rotate")
+    q, _, cos, sin = inputs()
+    angles, options = (cos, sin), {}
     if which[0] == "llama4":
         angles = (torch.complex(cos, sin)[..., :4],)
     elif which == INTERLEAVE:
         q = q.transpose(1, 2)
-        how = dict(position_ids=None, unsqueeze_dim=1)
-    forward = what.members(Attention)["forward"]
+        options = dict(position_ids=None, unsqueeze_dim=1)
+    forward = replacement.class_members(Attention)["forward"]
     forward = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
-    got, want = forward(Attention(), q, *angles, **how), Attention()(q, *angles, **how)
-    for g, w in zip(got, want, strict=True):
+    output, expected = (
+        forward(Attention(), q, *angles, **options),
+        Attention()(q, *angles, **options),
+    )
+    for g, w in zip(output, expected, strict=True):
         torch.testing.assert_close(g, w)
     assert ran

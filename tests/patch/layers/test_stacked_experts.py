@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 import zoo
-from patched import assert_same_step, counted, lora, step
-from programs import run
+from patched import assert_same_step, count_calls, add_lora, step
+from programs import run_program
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -22,8 +22,8 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 )
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.layers import experts as by_name
-from liger_kernel.patch.layers.experts import Experts, Gates, prove
+from liger_kernel.patch.layers import experts_by_name as by_name
+from liger_kernel.patch.layers.experts import Experts, ExpertsGate, prove
 
 CLAMPED = "clamped SiLU"
 FAMILIES = {  # a layout or an activation each
@@ -36,25 +36,25 @@ FAMILIES = {  # a layout or an activation each
 
 
 def experts(family="mixtral", implementation="grouped_mm", dtype=torch.float32):
-    """Those of one layer."""
+    """Return the experts of one layer."""
     try:
         model = zoo.build(family, dtype)
     except KeyError:
         pytest.skip(f"this transformers has no {family}")
-    found = (
+    candidates = (
         m for m in model.modules() if hasattr(m, "down_proj") and "Experts" in type(m).__name__
     )
-    found = next((m for m in found if "down_proj" in m._parameters), None)
-    if found is None:
+    module = next((m for m in candidates if "down_proj" in m._parameters), None)
+    if module is None:
         pytest.skip(f"this transformers' {family} has no table of experts")
-    found.config._experts_implementation = implementation
-    return found
+    module.config._experts_implementation = implementation
+    return module
 
 
-def patched(module):
-    mine = copy.deepcopy(module)
-    report = liger.apply_liger_kernel(mine)
-    return mine, report
+def patch_copy(module):
+    patched_module = copy.deepcopy(module)
+    report = liger.apply_liger_kernel(patched_module)
+    return patched_module, report
 
 
 def routed(module, tokens=6, chosen=2, dtype=torch.float32, seed=3):
@@ -67,26 +67,33 @@ def routed(module, tokens=6, chosen=2, dtype=torch.float32, seed=3):
     return x.requires_grad_(), index, weights.sigmoid().requires_grad_()
 
 
-def outcome(module, given, autocast=False):
-    """What comes out, and every gradient."""
-    x, index, weights = given
+def outcome(module, inputs, autocast=False):
+    """Return the output, and every gradient."""
+    x, index, weights = inputs
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = module(x, index, weights)
     wanted = [x, weights, *module.parameters()]
     return out, *torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
 
-def assert_same(mine, theirs, given, rtol=1e-5, **how):
-    for got, want in zip(outcome(mine, given, **how), outcome(theirs, given, **how), strict=True):
+def assert_same(patched_module, reference, inputs, rtol=1e-5, **options):
+    for output, expected in zip(
+        outcome(patched_module, inputs, **options),
+        outcome(reference, inputs, **options),
+        strict=True,
+    ):
         torch.testing.assert_close(
-            got, want, rtol=0, atol=rtol * want.abs().max().item() if want.numel() else 0
+            output,
+            expected,
+            rtol=0,
+            atol=rtol * expected.abs().max().item() if expected.numel() else 0,
         )
 
 
 @pytest.fixture
 def ran(monkeypatch, reference_only):
-    """How often the operator has run."""
-    with counted(monkeypatch) as calls:
+    """The number of calls of the operator."""
+    with count_calls(monkeypatch) as calls:
         yield lambda: calls["experts"]
 
 
@@ -95,79 +102,81 @@ def ran(monkeypatch, reference_only):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computes_the_same(family, ran):
-    theirs = experts(family)
-    mine, report = patched(theirs)
-    name = type(theirs).__name__
+    reference = experts(family)
+    patched_module, report = patch_copy(reference)
+    name = type(reference).__name__
     assert (
         report.replaced == {(name, f"liger_experts ({FAMILIES[family]})"): 1}
-        and type(mine).__name__ == name
+        and type(patched_module).__name__ == name
     )
-    assert_same(mine, theirs, routed(theirs))
+    assert_same(patched_module, reference, routed(reference))
     assert ran() == 1
-    liger.revert(mine)
-    assert type(mine) is type(theirs)
+    liger.revert(patched_module)
+    assert type(patched_module) is type(reference)
 
 
 def test_computes_the_same_with_the_kernels(monkeypatch):
-    theirs = experts("gpt_oss")
-    mine, _ = patched(theirs)
-    with counted(monkeypatch) as calls:
-        assert_same(mine, theirs, routed(theirs, tokens=3))
+    reference = experts("gpt_oss")
+    patched_module, _ = patch_copy(reference)
+    with count_calls(monkeypatch) as calls:
+        assert_same(patched_module, reference, routed(reference, tokens=3))
     assert calls["experts"] == 1
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_implementations(family, implementation, ran):
-    theirs = experts(family, implementation)
-    mine, report = patched(theirs)
-    assert_same(mine, theirs, routed(theirs))
+    reference = experts(family, implementation)
+    patched_module, report = patch_copy(reference)
+    assert_same(patched_module, reference, routed(reference))
     assert ran() == 1 and report.columns()["MLPs"]
 
 
 def test_a_copy_and_a_pickled_one(ran):
-    theirs = experts()
-    mine, _ = patched(theirs)
-    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
-        assert_same(other, theirs, routed(theirs))
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    for other in (copy.deepcopy(patched_module), pickle.loads(pickle.dumps(patched_module))):
+        assert_same(other, reference, routed(reference))
     assert ran() == 2
 
 
 def test_16_bits(ran):
     """No further from fp64 than transformers' default, but for a rounding."""
-    theirs = experts(dtype=torch.bfloat16)
-    mine, _ = patched(theirs)
-    given = routed(theirs, dtype=torch.bfloat16)
+    reference = experts(dtype=torch.bfloat16)
+    patched_module, _ = patch_copy(reference)
+    inputs = routed(reference, dtype=torch.bfloat16)
     exact = outcome(
         experts("mixtral", "eager").double(),
-        [t.double() if t.is_floating_point() else t for t in given],
+        [t.double() if t.is_floating_point() else t for t in inputs],
     )
-    for got, want, true in zip(outcome(mine, given), outcome(theirs, given), exact, strict=True):
-        error, known = ((t.double() - true).norm() for t in (got, want))
-        assert got.dtype == want.dtype and error <= known + 2**-8 * true.norm()
+    for output, expected, true in zip(
+        outcome(patched_module, inputs), outcome(reference, inputs), exact, strict=True
+    ):
+        error, known = ((t.double() - true).norm() for t in (output, expected))
+        assert output.dtype == expected.dtype and error <= known + 2**-8 * true.norm()
     assert ran() == 1
 
 
 def test_one_expert_has_every_token(ran):
-    theirs = experts()
-    mine, _ = patched(theirs)
-    x, index, weights = routed(theirs)
-    assert_same(mine, theirs, (x, torch.ones_like(index), weights))
-    assert_same(mine, theirs, (x[:0], index[:0], weights[:0]))
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    x, index, weights = routed(reference)
+    assert_same(patched_module, reference, (x, torch.ones_like(index), weights))
+    assert_same(patched_module, reference, (x[:0], index[:0], weights[:0]))
     with torch.no_grad():
-        torch.testing.assert_close(mine(x, index, weights), theirs(x, index, weights))
+        torch.testing.assert_close(patched_module(x, index, weights), reference(x, index, weights))
     assert ran() == 3
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_autocast(implementation, ran):
     """transformers' default has no part in autocast."""
-    theirs = experts("mixtral", implementation)
-    mine, _ = patched(theirs)
+    reference = experts("mixtral", implementation)
+    patched_module, _ = patch_copy(reference)
     assert_same(
-        mine,
-        theirs,
-        routed(theirs),
+        patched_module,
+        reference,
+        routed(reference),
         rtol=1e-5 if implementation == "grouped_mm" else 0.03,
         autocast=True,
     )
@@ -177,27 +186,28 @@ def test_autocast(implementation, ran):
 def test_expert_parallelism(ran):
     """A rank's experts, as transformers calls them: what is none of theirs is dropped, its weight
     is 0."""
-    theirs = experts()
-    mine, _ = patched(theirs)
-    for module in (theirs, mine):
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    for module in (reference, patched_module):
         module.num_experts = 2
         module._is_expert_parallel = True
         for name in ("gate_up_proj", "down_proj"):
             module._parameters[name] = torch.nn.Parameter(getattr(module, name)[:2].detach())
-    x, index, weights = routed(theirs, chosen=2)
+    x, index, weights = routed(reference, chosen=2)
     index[1:4, 0] = 2
     weights = weights.masked_fill(index == 2, 0.0)
-    assert_same(mine, theirs, (x, index, weights))
+    assert_same(patched_module, reference, (x, index, weights))
     assert ran() == 1
 
 
 def test_threads(reference_only):
-    theirs = experts()
-    mine, _ = patched(theirs)
-    given, found = [routed(theirs, seed=seed) for seed in range(4)], {}
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    inputs = [routed(reference, seed=seed) for seed in range(4)]
+    outcomes = {}
 
     def call(i):
-        found[i] = outcome(mine, given[i])
+        outcomes[i] = outcome(patched_module, inputs[i])
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -205,7 +215,7 @@ def test_threads(reference_only):
     for thread in threads:
         thread.join()
     for i in range(4):
-        torch.testing.assert_close(found[i], outcome(theirs, given[i]))
+        torch.testing.assert_close(outcomes[i], outcome(reference, inputs[i]))
 
 
 # ---- within a model ----
@@ -213,29 +223,29 @@ def test_threads(reference_only):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trains_as_before(checkpointing, ran):
-    theirs = zoo.build("qwen3_moe")
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine)
-    for model in (theirs, mine) if checkpointing else ():
+    reference = zoo.build("qwen3_moe")
+    patched_module = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched_module)
+    for model in (reference, patched_module) if checkpointing else ():
         model.gradient_checkpointing_enable()
-    assert_same_step(step(mine), step(theirs), rtol=1e-4)
+    assert_same_step(step(patched_module), step(reference), rtol=1e-4)
     each = report.replaced["Qwen3MoeExperts", "liger_experts (SiLU)"]
     assert ran() == each * (1 + checkpointing) > 0
     with torch.no_grad():
-        mine.eval()(**tiny.batch())
+        patched_module.eval()(**tiny.batch())
     assert ran() == each * (2 + checkpointing)
-    liger.revert(mine)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+    liger.revert(patched_module)
+    assert [type(m) for m in patched_module.modules()] == [type(m) for m in reference.modules()]
 
 
 def test_a_lora_of_the_tables(ran):
     """PEFT puts a sum in the place of a table while the experts run."""
-    theirs, mine = (
-        lora(tiny.model("mixtral", num_hidden_layers=1), target_parameters=["experts.gate_up_proj"])
+    reference, patched_module = (
+        add_lora(tiny.model("mixtral", num_hidden_layers=1), target_parameters=["experts.gate_up_proj"])
         for _ in range(2)
     )
-    liger.apply_liger_kernel(mine)
-    assert_same_step(step(mine), step(theirs))
+    liger.apply_liger_kernel(patched_module)
+    assert_same_step(step(patched_module), step(reference))
     assert ran() == 1
 
 
@@ -243,33 +253,36 @@ def test_a_lora_of_the_tables(ran):
 
 
 def test_chosen_by_its_name(ran):
-    theirs, mine = tiny.model("mixtral"), tiny.model("mixtral", experts_implementation="liger")
-    assert_same_step(step(mine), step(theirs))
+    reference, patched_module = (
+        tiny.model("mixtral"),
+        tiny.model("mixtral", experts_implementation="liger"),
+    )
+    assert_same_step(step(patched_module), step(reference))
     assert ran() == 2
-    mine.set_experts_implementation("eager")
-    step(mine)
+    patched_module.set_experts_implementation("eager")
+    step(patched_module)
     assert ran() == 2
-    liger.apply_liger_kernel(mine)  # proved of the one, then the other is chosen
-    mine.set_experts_implementation("liger")
-    assert_same_step(step(mine), step(theirs))
+    liger.apply_liger_kernel(patched_module)  # proved of the one, then the other is chosen
+    patched_module.set_experts_implementation("liger")
+    assert_same_step(step(patched_module), step(reference))
     assert ran() == 4
-    liger.revert(mine)
-    report = liger.apply_liger_kernel(mine)
+    liger.revert(patched_module)
+    report = liger.apply_liger_kernel(patched_module)
     assert report.replaced["MixtralExperts", "liger_experts (SiLU)"] == 2
-    assert_same_step(step(mine), step(theirs))
-    liger.revert(mine)
-    assert_same_step(step(mine), step(theirs))
-    assert ran() == 8 and mine.config._experts_implementation == "liger"
+    assert_same_step(step(patched_module), step(reference))
+    liger.revert(patched_module)
+    assert_same_step(step(patched_module), step(reference))
+    assert ran() == 8 and patched_module.config._experts_implementation == "liger"
 
 
 @pytest.mark.parametrize(
-    "family,why", [("nemotron_h", "table of gate and up"), ("inkling2_text", "does not compute")]
+    "family,reason", [("nemotron_h", "table of gate and up"), ("inkling2_text", "does not compute")]
 )
-def test_a_name_that_cannot_be_honoured(family, why, reference_only):
+def test_a_name_that_cannot_be_honoured(family, reason, reference_only):
     module = experts(family, "liger")
     x = torch.randn(3, module.down_proj.shape[1])
     with pytest.raises(
-        ValueError, match=f"'liger': {type(module).__name__} is not what liger_experts.*{why}"
+        ValueError, match=f"'liger': {type(module).__name__} is not what liger_experts.*{reason}"
     ):
         module(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
     assert prove(copy.deepcopy(module)).startswith(
@@ -278,78 +291,82 @@ def test_a_name_that_cannot_be_honoured(family, why, reference_only):
 
 
 def test_a_subclass_around_what_is_chosen_by_its_name(ran):
-    theirs, mine = experts("mixtral", "eager"), experts("mixtral", "liger")
-    for module in (theirs, mine):
+    reference, patched_module = experts("mixtral", "eager"), experts("mixtral", "liger")
+    for module in (reference, patched_module):
         module.__class__ = Doubled
-    assert not liger.apply_liger_kernel(mine).replaced
-    assert_same(mine, theirs, routed(theirs))
+    assert not liger.apply_liger_kernel(patched_module).replaced
+    assert_same(patched_module, reference, routed(reference))
     assert ran() == 1
 
 
 @pytest.fixture
 def unproved():
     """As before the first call by the name."""
-    by_name._proved.clear()
+    by_name._proofs.clear()
 
 
 def test_the_first_call_by_its_name(unproved, ran):
     """Within a checkpoint, a transform, or another default dtype."""
-    theirs, mine = experts(), experts("mixtral", "liger")
-    given = routed(theirs)
+    reference, patched_module = experts(), experts("mixtral", "liger")
+    inputs = routed(reference)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        assert_same(mine, theirs, given)
+        assert_same(patched_module, reference, inputs)
         first = len(packed)
-        assert_same(mine, theirs, given)
+        assert_same(patched_module, reference, inputs)
     assert len(packed) == 2 * first
     for use_reentrant in (False, True):
-        by_name._proved.clear()
-        x, index, weights = given
-        mine.zero_grad()
-        checkpoint(mine, x, index, weights, use_reentrant=use_reentrant).sum().backward()
-        torch.testing.assert_close(mine.down_proj.grad, outcome(theirs, given)[4])
-    by_name._proved.clear()
-    gradient = torch.func.grad(lambda x: mine(x, index, weights.detach()).sum())(x.detach())
-    torch.testing.assert_close(gradient, torch.autograd.grad(theirs(*given).sum(), x)[0])
-    by_name._proved.clear()
+        by_name._proofs.clear()
+        x, index, weights = inputs
+        patched_module.zero_grad()
+        checkpoint(patched_module, x, index, weights, use_reentrant=use_reentrant).sum().backward()
+        torch.testing.assert_close(patched_module.down_proj.grad, outcome(reference, inputs)[4])
+    by_name._proofs.clear()
+    gradient = torch.func.grad(lambda x: patched_module(x, index, weights.detach()).sum())(
+        x.detach()
+    )
+    torch.testing.assert_close(gradient, torch.autograd.grad(reference(*inputs).sum(), x)[0])
+    by_name._proofs.clear()
     try:
         torch.set_default_dtype(torch.float64)
-        assert_same(mine, theirs, given)
+        assert_same(patched_module, reference, inputs)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_its_name_stands_for_what_transformers_has(unproved, ran, monkeypatch):
-    mine, theirs = experts("mixtral", "liger"), experts("mixtral", "batched_mm")
-    given = routed(mine)
+    patched_module, reference = experts("mixtral", "liger"), experts("mixtral", "batched_mm")
+    inputs = routed(patched_module)
     assert_same(
-        mine.double(), theirs.double(), [t.double() if t.is_floating_point() else t for t in given]
+        patched_module.double(),
+        reference.double(),
+        [t.double() if t.is_floating_point() else t for t in inputs],
     )
-    mine.float()(*given)
-    with_another_method_of_its_own(mine)
+    patched_module.float()(*inputs)
+    with_another_method_of_its_own(patched_module)
     with pytest.raises(ValueError, match="MixtralExperts is not what liger_experts computes"):
-        mine(*given)
-    mine = experts("mixtral", "liger")
-    with_another_gate(mine, monkeypatch)
+        patched_module(*inputs)
+    patched_module = experts("mixtral", "liger")
+    with_another_gate(patched_module, monkeypatch)
     with pytest.raises(ValueError, match="MixtralExperts is not what liger_experts computes"):
-        mine(*given)
+        patched_module(*inputs)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_each_token_by_itself(implementation, ran):
-    theirs = experts("mixtral", implementation)
-    mine, _ = patched(theirs)
-    given = [t.detach() for t in routed(theirs)]
+    reference = experts("mixtral", implementation)
+    patched_module, _ = patch_copy(reference)
+    inputs = [t.detach() for t in routed(reference)]
 
     def each(module):
-        return torch.vmap(lambda x, i, w: module(x[None], i[None], w[None])[0])(*given)
+        return torch.vmap(lambda x, i, w: module(x[None], i[None], w[None])[0])(*inputs)
 
-    assert torch.equal(each(mine), each(theirs)) and not ran()
+    assert torch.equal(each(patched_module), each(reference)) and not ran()
 
 
 @pytest.mark.thorough
 def test_known_by_its_name_whichever_is_imported_first():
-    run("""
+    run_program("""
 import liger_kernel.transformers
 assert "transformers" not in sys.modules
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -360,30 +377,30 @@ assert "liger" in ALL_EXPERTS_FUNCTIONS
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["batched_mm", "liger"])
 def test_compiles_whole(implementation):
-    if implementation == "liger" and not by_name.ASKS:
+    if implementation == "liger" and not by_name.DYNAMO_ASSUMES_CONSTANTS:
         pytest.skip("with this torch it is transformers' own, which needs not compile")
     torch._dynamo.reset()
-    theirs = experts("mixtral", "eager")
-    mine = copy.deepcopy(theirs)
-    mine.config._experts_implementation = implementation
+    reference = experts("mixtral", "eager")
+    patched_module = copy.deepcopy(reference)
+    patched_module.config._experts_implementation = implementation
     if implementation != "liger":
-        liger.apply_liger_kernel(mine)
-    given = routed(theirs, tokens=3)
-    compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
-    assert_same(compiled, theirs, given)
+        liger.apply_liger_kernel(patched_module)
+    inputs = routed(reference, tokens=3)
+    compiled = torch.compile(patched_module, fullgraph=True, backend="aot_eager")
+    assert_same(compiled, reference, inputs)
 
 
 def test_without_kernels_a_graph_is_transformers_own(ran):
     torch._dynamo.reset()
-    theirs = experts("mixtral", "batched_mm")
-    mine, _ = patched(theirs)
-    by_name = copy.deepcopy(theirs)
+    reference = experts("mixtral", "batched_mm")
+    patched_module, _ = patch_copy(reference)
+    by_name = copy.deepcopy(reference)
     by_name.config._experts_implementation = "liger"
-    given = routed(theirs)
-    for module in (mine, by_name):
+    inputs = routed(reference)
+    for module in (patched_module, by_name):
         compiled = torch.compile(module, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(*given), theirs(*given))
-        assert module.to("meta")(*(t.to("meta") for t in given)).shape == given[0].shape
+        torch.testing.assert_close(compiled(*inputs), reference(*inputs))
+        assert module.to("meta")(*(t.to("meta") for t in inputs)).shape == inputs[0].shape
     assert ran() == 0
 
 
@@ -415,7 +432,7 @@ class Detached(MixtralExperts):
 
 
 class WithCapacity(MixtralExperts):
-    """Of an expert's tokens the first ones alone."""
+    """Keeps only the first tokens of an expert."""
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         share = (torch.nn.functional.one_hot(top_k_index.flatten(), self.num_experts + 1)).cumsum(0)
@@ -441,7 +458,7 @@ def test_what_rounds_less(reference_only):
     config = OpenAIPrivacyFilterConfig(intermediate_size=24, num_local_experts=4, hidden_size=16)
     config._experts_implementation = "eager"
     module = OpenAIPrivacyFilterExperts(config)
-    assert isinstance(prove(module), Gates)
+    assert isinstance(prove(module), ExpertsGate)
     config._experts_implementation = "grouped_mm"
     assert isinstance(prove(module), Experts)
 
@@ -474,13 +491,13 @@ class Around(torch.nn.Module):
 
 
 def test_a_hook_within_the_activation(ran):
-    theirs = experts()
-    theirs.act_fn = Around()
-    mine, report = patched(theirs)
+    reference = experts()
+    reference.act_fn = Around()
+    patched_module, report = patch_copy(reference)
     assert report.replaced
-    for module in (mine, theirs):
+    for module in (patched_module, reference):
         with_a_hook(module.act_fn.inner)
-    assert_same(mine, theirs, routed(theirs), rtol=0)
+    assert_same(patched_module, reference, routed(reference), rtol=0)
     assert not ran()
 
 
@@ -505,41 +522,50 @@ def registered_anew(module, monkeypatch):
     monkeypatch.setitem(
         moe.ExpertsInterface._global_mapping,
         "grouped_mm",
-        lambda self, *given: 3 * other(self, *given),
+        lambda self, *inputs: 3 * other(self, *inputs),
     )
 
 
 CHANGES = (
-    with_another_activation, with_another_gate, with_another_method_of_its_own, with_a_hook, with_its_own_activation,
-    in_parts, registered_anew, with_another_product,
-)  # fmt: skip
+    with_another_activation,
+    with_another_gate,
+    with_another_method_of_its_own,
+    with_a_hook,
+    with_its_own_activation,
+    in_parts,
+    registered_anew,
+    with_another_product,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_after_the_patch(change, ran, monkeypatch):
-    theirs = experts()
-    mine, _ = patched(theirs)
-    for module in (mine, theirs):
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    for module in (patched_module, reference):
         change(
             *((module, monkeypatch) if "monkeypatch" in change.__code__.co_varnames else (module,))
         )
-    assert_same(mine, theirs, routed(theirs), rtol=0)
+    assert_same(patched_module, reference, routed(reference), rtol=0)
     assert ran() == 0
 
 
 def test_other_tensors_than_the_operators(ran):
-    theirs = experts()
-    mine, _ = patched(theirs)
-    x, index, weights = routed(theirs)
+    reference = experts()
+    patched_module, _ = patch_copy(reference)
+    x, index, weights = routed(reference)
     assert (
-        torch.equal(mine(x, top_k_weights=weights, top_k_index=index), mine(x, index, weights))
+        torch.equal(
+            patched_module(x, top_k_weights=weights, top_k_index=index),
+            patched_module(x, index, weights),
+        )
         and ran() == 2
     )
-    theirs = experts("mixtral", "eager").double()
-    mine, _ = patched(theirs)
-    assert_same(mine, theirs, routed(theirs, dtype=torch.float64))
+    reference = experts("mixtral", "eager").double()
+    patched_module, _ = patch_copy(reference)
+    assert_same(patched_module, reference, routed(reference, dtype=torch.float64))
     assert ran() == 2
-    for module in (mine, theirs):  # as ZeRO-3 leaves a table that it has not gathered
+    for module in (patched_module, reference):  # as ZeRO-3 leaves a table that it has not gathered
         module.down_proj.data = torch.empty(0, dtype=torch.float64)
         with pytest.raises((IndexError, RuntimeError)):
             module(x.double(), index, weights.double())

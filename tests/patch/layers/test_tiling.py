@@ -21,21 +21,21 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.patch.families import class_level
 from liger_kernel.patch.families import published as families
-from liger_kernel.patch.proof.rewrite import known_as
+from liger_kernel.patch.proof.rewrite import replacement_of
 
 TOKENS = 5  # of a tile; a batch has 26
 
 
 @contextlib.contextmanager
 def tiles_of(model):
-    """How many tokens each call of a gate has."""
-    seen = []
+    """Return the number of tokens of each call of a gate."""
+    calls = []
     gates = [m for name, m in model.named_modules() if name.endswith("gate_proj")]
     handles = [
-        g.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[:-1].numel()))
+        g.register_forward_pre_hook(lambda m, args: calls.append(args[0].shape[:-1].numel()))
         for g in gates
     ]
-    yield seen
+    yield calls
     for handle in handles:
         handle.remove()
 
@@ -43,30 +43,32 @@ def tiles_of(model):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 @pytest.mark.parametrize("switches", [{}, dict(swiglu=False, geglu=False)], ids=["ours", "own"])
 def test_three_steps(family, switches, on_cpu_and_clean):
-    theirs, mine = tiny.model(family), tiny.model(family)
-    report = liger.apply_liger_kernel(mine, tiled_mlp=TOKENS, **switches)
-    name = type(theirs.model.layers[0].mlp).__name__
-    (kernel,) = (by for what, by in report.replaced if what == name and "tiles" in by)
+    reference, patched_model = tiny.model(family), tiny.model(family)
+    report = liger.apply_liger_kernel(patched_model, tiled_mlp=TOKENS, **switches)
+    name = type(reference.model.layers[0].mlp).__name__
+    (kernel,) = (by for replacement, by in report.replaced if replacement == name and "tiles" in by)
     assert kernel.endswith(", in tiles of 5 tokens") and kernel.startswith(
         "its own code" if switches else "liger_"
     )
     assert kernel in str(report) and not report.warnings and report.columns()["MLPs"]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (theirs, mine)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=1.0) for model in (reference, patched_model)
+    ]
     for _ in range(3):
-        with tiles_of(mine) as seen:
-            made = step(mine)
-        assert_same_step(made, step(theirs), rtol=1e-4)
-        assert not seen or seen == [5, 5, 5, 5, 5, 1] * 2 * 2  # layers, forward and backward
+        with tiles_of(patched_model) as calls:
+            models = step(patched_model)
+        assert_same_step(models, step(reference), rtol=1e-4)
+        assert not calls or calls == [5, 5, 5, 5, 5, 1] * 2 * 2  # layers, forward and backward
         for optimizer in optimizers:
             optimizer.step()
-    liger.revert(mine)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+    liger.revert(patched_model)
+    assert [type(m) for m in patched_model.modules()] == [type(m) for m in reference.modules()]
 
 
 def test_number_of_tiles(on_cpu_and_clean):
     """As many as tokens / hidden size, of a sequence; an int is the tokens of a tile."""
-    mine = tiny.model("llama", hidden_size=8, head_dim=2)
-    for given, tiles in (
+    patched_model = tiny.model("llama", hidden_size=8, head_dim=2)
+    for inputs, tiles in (
         (True, [13, 13]),
         (26, [26]),
         (8, [7, 7, 7, 5]),
@@ -74,11 +76,11 @@ def test_number_of_tiles(on_cpu_and_clean):
         (False, [26]),
         (1, [13, 13]),
     ):
-        liger.apply_liger_kernel(mine, tiled_mlp=given)
-        with tiles_of(mine) as seen, torch.no_grad():
-            mine(**tiny.batch())
-        assert seen == 2 * tiles, given
-        liger.revert(mine)
+        liger.apply_liger_kernel(patched_model, tiled_mlp=inputs)
+        with tiles_of(patched_model) as calls, torch.no_grad():
+            patched_model(**tiny.batch())
+        assert calls == 2 * tiles, inputs
+        liger.revert(patched_model)
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "yes", [4], 2.0])
@@ -93,58 +95,64 @@ def test_what_it_may_be(value):
             TypeError, match="tiled_mlp is .*, give True, False or the number of tokens in a tile"
         ):
             call(model=model, tiled_mlp=value)
-    assert not class_level.in_place(model)
+    assert not class_level.active_flags(model)
 
 
 def test_every_way_in(on_cpu_and_clean):
     """The Trainer's liger_kernel_config is the keywords of `_apply_liger_kernel_to_instance`."""
 
     def tokens(model):
-        return {known_as(layer.mlp).tokens for layer in model.model.layers}
+        return {replacement_of(layer.mlp).tokens for layer in model.model.layers}
 
     config = tiny.config("llama")
-    made = [tiny.model("llama") for _ in range(3)]
-    liger._apply_liger_kernel_to_instance(model=made[0], tiled_mlp=4, rope=False)
-    liger.apply_liger_kernel_to_llama(made[1], tiled_mlp=4)
-    liger.apply_liger_kernel(made[2], tiled_mlp=4)
-    made.append(liger.AutoLigerKernelForCausalLM.from_config(config, tiled_mlp=4))
+    models = [tiny.model("llama") for _ in range(3)]
+    liger._apply_liger_kernel_to_instance(model=models[0], tiled_mlp=4, rope=False)
+    liger.apply_liger_kernel_to_llama(models[1], tiled_mlp=4)
+    liger.apply_liger_kernel(models[2], tiled_mlp=4)
+    models.append(liger.AutoLigerKernelForCausalLM.from_config(config, tiled_mlp=4))
     report = liger._apply_liger_kernel("llama", tiled_mlp=4)
     assert ("LlamaMLP", "liger_swiglu, in tiles of 4 tokens") in report.replaced
-    made.append(tiny.model("llama"))
+    models.append(tiny.model("llama"))
     liger.revert("llama")
-    for model in (*made, copy.deepcopy(made[2]), pickle.loads(pickle.dumps(made[2]))):
-        assert tokens(model) == {4} and "tiled_mlp" in class_level.in_place(model)
-    for function in families.NAMED.values():
+    for model in (*models, copy.deepcopy(models[2]), pickle.loads(pickle.dumps(models[2]))):
+        assert tokens(model) == {4} and "tiled_mlp" in class_level.active_flags(model)
+    for function in families.FAMILY_FUNCTIONS.values():
         assert inspect.signature(function).parameters["tiled_mlp"].default is None
 
 
 SWITCHES = [
-    (dict(tiled_mlp=4), {}), ({}, dict(tiled_mlp=4)), (dict(tiled_mlp=4, swiglu=False), {}),
-    (dict(swiglu=False), dict(tiled_mlp=4)), (dict(tiled_mlp=True), dict(tiled_mlp=4)),
-]  # fmt: skip
+    (dict(tiled_mlp=4), {}),
+    ({}, dict(tiled_mlp=4)),
+    (dict(tiled_mlp=4, swiglu=False), {}),
+    (dict(swiglu=False), dict(tiled_mlp=4)),
+    (dict(tiled_mlp=True), dict(tiled_mlp=4)),
+]
 
 
 @pytest.mark.parametrize("first,second", SWITCHES, ids=str)
 def test_patched_again_with_other_switches(first, second, on_cpu_and_clean):
     """Nothing is taken back; what was patched by parts is what was patched at once."""
-    theirs, once, mine = (tiny.model("llama") for _ in range(3))
+    reference, once, patched_model = (tiny.model("llama") for _ in range(3))
     liger.apply_liger_kernel(once, tiled_mlp=4)
-    liger.apply_liger_kernel(mine, **first)
-    report = liger.apply_liger_kernel(mine, **second)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in once.modules()]
-    assert {"swiglu", "tiled_mlp"} <= set(class_level.in_place(mine))
+    liger.apply_liger_kernel(patched_model, **first)
+    report = liger.apply_liger_kernel(patched_model, **second)
+    assert [type(m) for m in patched_model.modules()] == [type(m) for m in once.modules()]
+    assert {"swiglu", "tiled_mlp"} <= set(class_level.active_flags(patched_model))
     assert not [w for w in report.warnings if "on since an earlier call" not in w]
-    again = liger.apply_liger_kernel(mine, **second)
+    again = liger.apply_liger_kernel(patched_model, **second)
     assert not again.replaced
-    assert_same_step(step(mine), step(theirs))
-    liger.revert(mine)
-    assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
+    assert_same_step(step(patched_model), step(reference))
+    liger.revert(patched_model)
+    assert [type(m) for m in patched_model.modules()] == [type(m) for m in reference.modules()]
 
 
 def test_what_is_left_alone(on_cpu_and_clean):
     for switches in ({}, dict(swiglu=False, geglu=False, relu_squared=False)):
         report = liger.apply_liger_kernel(tiny.model("mixtral"), tiled_mlp=True, **switches)
-        words = "tiled_mlp: nothing here is proved equal; left alone: MixtralExperts (its experts are not tiled)"
+        words = (
+            "tiled_mlp: nothing here is proved equal; "
+            "left alone: MixtralExperts (its experts are not tiled)"
+        )
         assert any(w.startswith(words) for w in report.warnings)
         assert report.left_alone.get(("MixtralExperts", "its experts are not tiled"), 0) == (
             2 if switches else 0
@@ -155,7 +163,7 @@ def test_what_is_left_alone(on_cpu_and_clean):
 def test_gradient_checkpointing_and_lora(reentrant, on_cpu_and_clean):
     models = []
     for tiled_mlp in (False, TOKENS):
-        model = patched.lora(
+        model = patched.add_lora(
             tiny.model("llama"),
             target_modules=["q_proj", "gate_proj", "down_proj"],
             lora_dropout=0.0,
@@ -164,16 +172,16 @@ def test_gradient_checkpointing_and_lora(reentrant, on_cpu_and_clean):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
         models.append(model)
-    untiled, mine = models
-    assert_same_step(step(mine), step(untiled))
+    untiled, patched_model = models
+    assert_same_step(step(patched_model), step(untiled))
 
 
 @pytest.mark.thorough
 def test_compiled(on_cpu_and_clean):
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine, tiled_mlp=TOKENS)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    assert_same_step(step(mine, run), step(theirs))
+    reference, patched_model = tiny.model("llama"), tiny.model("llama")
+    liger.apply_liger_kernel(patched_model, tiled_mlp=TOKENS)
+    run = torch.compile(patched_model, backend="aot_eager", fullgraph=True)
+    assert_same_step(step(patched_model, run), step(reference))
 
 
 # ---- two processes ----
@@ -238,7 +246,7 @@ def check(rank, name, when):
     else."""
     devices.INTERPRETED = False
     ids = tiny.batch(rows=2 * SIZE)["input_ids"].to(DEVICE)
-    mine = ids[2 * rank : 2 * rank + 2]
+    patched_model = ids[2 * rank : 2 * rank + 2]
     alone, model = tiny.model("llama").to(DEVICE), tiny.model("llama").to(DEVICE)
     if when == "before":
         liger.apply_liger_kernel(model, tiled_mlp=TOKENS)
@@ -248,14 +256,14 @@ def check(rank, name, when):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
     for _ in range(3):
         for rows in (slice(0, 1), slice(1, 2)):
-            given = torch.cat([ids[rows], ids[2:][rows]])
-            want = alone(input_ids=given, labels=given).loss
-            want.backward()
-            loss = model(input_ids=mine[rows], labels=mine[rows]).loss
+            inputs = torch.cat([ids[rows], ids[2:][rows]])
+            expected = alone(input_ids=inputs, labels=inputs).loss
+            expected.backward()
+            loss = model(input_ids=patched_model[rows], labels=patched_model[rows]).loss
             loss.backward()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            torch.testing.assert_close(mean / SIZE, want.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mean / SIZE, expected.detach(), rtol=1e-5, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -279,8 +287,8 @@ def check_hooks(rank):
 
 
 def check_gathered_within(rank):
-    """What gathers a projection's parameters while a tile is computed cannot be handed a gradient
-    for all tiles."""
+    """A hook that gathers a projection's parameters for one tile cannot be handed a gradient for
+    all tiles."""
     model = tiny.model("llama").to(DEVICE)
     liger.apply_liger_kernel(model, tiled_mlp=TOKENS)
     model = fsdp2_of("mlp.gate_proj")(model)

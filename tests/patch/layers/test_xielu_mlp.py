@@ -8,11 +8,11 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from cases import assert_as_exact_as, errors
+from cases import assert_as_exact_as_pytorch, measure_errors
 from hardware import DEVICE
-from memory import collect
+from memory import collect_garbage
 from patched import assert_same_step, step
-from proofs import holding, patched, rows, same, trusting
+from proofs import model_of, is_patched, random_rows, assert_same_output, apply_with_trust
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 from transformers.activations import XIELUActivation
@@ -27,7 +27,7 @@ NUMBERS = "alpha_p", "alpha_n", "beta", "eps"
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """What has run of ours: xIELU with the layer behind it, or alone."""
+    """The names of our operators that have run: xIELU with the layer behind it, or alone."""
     names = []
     for function, name in ((LigerXIELULinearFunction, "both"), (LigerXIELUFunction, "alone")):
         apply = function.apply
@@ -42,23 +42,23 @@ def gradients(mlp, x):
     x = x.detach().requires_grad_()
     named = dict(x=x) | {name: p for name, p in mlp.named_parameters() if p.requires_grad}
     out = mlp(1 * x)
-    loss = (out * rows(*out.shape, seed=7, dtype=out.dtype)).sum()
-    found = torch.autograd.grad(collect(loss), list(named.values()), allow_unused=True)
-    return dict(out=out.detach()) | dict(zip(named, found, strict=True))
+    loss = (out * random_rows(*out.shape, seed=7, dtype=out.dtype)).sum()
+    grads = torch.autograd.grad(collect_garbage(loss), list(named.values()), allow_unused=True)
+    return dict(out=out.detach()) | dict(zip(named, grads, strict=True))
 
 
-def assert_same_gradients(mine, theirs, x=None):
-    """As `proofs.same`, of the gradients, too: alpha's are sums of 480 terms, which may cancel."""
-    x = 2 * rows(2, 5, 32, seed=9) if x is None else x
-    got, want = gradients(mine, x), gradients(theirs, x)
-    assert got.keys() == want.keys()
-    for name, b in want.items():
-        assert (got[name] is None) == (b is None) and (b is None or got[name].dtype == b.dtype), (
-            name
-        )
+def assert_same_gradients(patched_module, reference, x=None):
+    """As `proofs.assert_same_output`, of the gradients, too: alpha's are sums of 480 terms, which may cancel."""
+    x = 2 * random_rows(2, 5, 32, seed=9) if x is None else x
+    output, expected = gradients(patched_module, x), gradients(reference, x)
+    assert output.keys() == expected.keys()
+    for name, b in expected.items():
+        assert (output[name] is None) == (b is None) and (
+            b is None or output[name].dtype == b.dtype
+        ), name
         if b is not None:
             torch.testing.assert_close(
-                got[name], b, rtol=2e-5, atol=2e-5 * b.abs().max().item(), msg=name
+                output[name], b, rtol=2e-5, atol=2e-5 * b.abs().max().item(), msg=name
             )
 
 
@@ -66,12 +66,14 @@ def assert_same_gradients(mine, theirs, x=None):
 
 
 def test_three_steps(ran):
-    mine, theirs = (tiny.model("apertus", num_hidden_layers=1).to(DEVICE) for _ in range(2))
-    report = apply_liger_kernel(mine)
+    patched_module, reference = (
+        tiny.model("apertus", num_hidden_layers=1).to(DEVICE) for _ in range(2)
+    )
+    report = apply_liger_kernel(patched_module)
     assert report.replaced["ApertusMLP", "liger_xielu"] == 1
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (mine, theirs)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (patched_module, reference)]
     for _ in range(3):
-        ours, own = step(mine), step(theirs)
+        ours, own = step(patched_module), step(reference)
         assert_same_step(ours, own, rtol=3e-5)
         assert (
             sum(
@@ -83,50 +85,52 @@ def test_three_steps(ran):
         for optimizer in optimizers:
             optimizer.step()
     assert ran == ["both"] * 3
-    revert(mine)
-    assert not any(map(patched, mine.modules()))
-    assert_same_step(step(mine), step(theirs), rtol=3e-5)
+    revert(patched_module)
+    assert not any(map(is_patched, patched_module.modules()))
+    assert_same_step(step(patched_module), step(reference), rtol=3e-5)
 
 
 def test_switch():
-    """Of no switch of its own: geglu's, as GELU."""
-    mine = tiny.model("apertus", num_hidden_layers=1)
-    report = apply_liger_kernel(mine, geglu=False)
+    """It has no switch of its own but geglu's, as GELU."""
+    patched_module = tiny.model("apertus", num_hidden_layers=1)
+    report = apply_liger_kernel(patched_module, geglu=False)
     assert (
         not report.of("ApertusMLP")
         and report.left_alone["ApertusMLP", "it computes what is geglu's"] == 1
     )
-    assert apply_liger_kernel(mine, geglu=True).of("ApertusMLP") == 1
+    assert apply_liger_kernel(patched_module, geglu=True).of("ApertusMLP") == 1
 
 
 def test_in_tiles(ran):
-    mine, theirs = (tiny.model("apertus", num_hidden_layers=1).to(DEVICE) for _ in range(2))
-    report = apply_liger_kernel(mine, tiled_mlp=16)
+    patched_module, reference = (
+        tiny.model("apertus", num_hidden_layers=1).to(DEVICE) for _ in range(2)
+    )
+    report = apply_liger_kernel(patched_module, tiled_mlp=16)
     assert report.replaced["ApertusMLP", "liger_xielu, in tiles of 16 tokens"] == 1
-    assert_same_step(step(mine), step(theirs), rtol=3e-5)
+    assert_same_step(step(patched_module), step(reference), rtol=3e-5)
     assert "both" in ran
 
 
-def assert_as_exact(mine, theirs, dtype, autocast=None):
+def assert_as_exact(patched_module, reference, dtype, autocast=None):
     """Never further from fp64 than what is replaced, which rounds at every step."""
-    exact, draws = copy.deepcopy(theirs).double(), []
+    exact, draws = copy.deepcopy(reference).double(), []
     for seed in range(8):
-        x = rows(2, 5, 32, seed=seed, dtype=dtype) / 16
+        x = random_rows(2, 5, 32, seed=seed, dtype=dtype) / 16
         with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
-            got, own = gradients(mine, x), gradients(theirs, x)
+            output, own = gradients(patched_module, x), gradients(reference, x)
         roundings = 1 if autocast is None else torch.finfo(autocast).eps / torch.finfo(dtype).eps
-        draws.append(errors(got, [own], gradients(exact, x.double()), dict(x=x), roundings))
-    assert_as_exact_as(draws)
+        draws.append(measure_errors(output, [own], gradients(exact, x.double()), dict(x=x), roundings))
+    assert_as_exact_as_pytorch(draws)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype, ran):
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    assert_as_exact(mine[0].to(dtype), theirs[0].to(dtype), dtype)
-    for mlp in (mine[0], theirs[0]):  # as FSDP's mixed precision leaves buffers
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    assert_as_exact(patched_module[0].to(dtype), reference[0].to(dtype), dtype)
+    for mlp in (patched_module[0], reference[0]):  # as FSDP's mixed precision leaves buffers
         mlp.act_fn.beta, mlp.act_fn.eps = mlp.act_fn.beta.float(), mlp.act_fn.eps.float()
-    assert_as_exact(mine[0], theirs[0], dtype)
+    assert_as_exact(patched_module[0], reference[0], dtype)
     assert ran == ["both"] * 16
 
 
@@ -137,24 +141,24 @@ def test_the_product_is_not_kept():
         kept[t.data_ptr()] = tuple(t.shape)
         return t
 
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    x = rows(2, 5, 32).requires_grad_()
-    found = []
-    for mlp in (mine[0], theirs[0]):
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    x = random_rows(2, 5, 32).requires_grad_()
+    results = []
+    for mlp in (patched_module[0], reference[0]):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = mlp(x)
-        found.append(list(kept.values()).count((2, 5, 48)))
+        results.append(list(kept.values()).count((2, 5, 48)))
         assert out.requires_grad
-    assert found[0] == 1 < found[1]
+    assert results[0] == 1 < results[1]
 
 
 def test_with_and_without_kernels_and_gradients(ran, reference_only):
     """Without kernels the family's own code runs."""
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    assert_same_gradients(mine[0], theirs[0])
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    assert_same_gradients(patched_module[0], reference[0])
     with torch.no_grad():
-        same(mine[0], theirs[0])
+        assert_same_output(patched_module[0], reference[0])
     assert not ran or DEVICE != "cpu"
 
 
@@ -259,13 +263,15 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("which", UNKNOWN)
 def test_what_is_left_alone(which, ran):
-    make, why = UNKNOWN[which]
-    theirs = torch.nn.ModuleList([make(), ApertusMLP(CONFIG)]).to(DEVICE)
-    mine = copy.deepcopy(theirs)
-    report = trusting(mine)
+    make, expected_reason = UNKNOWN[which]
+    reference = torch.nn.ModuleList([make(), ApertusMLP(CONFIG)]).to(DEVICE)
+    patched_module = copy.deepcopy(reference)
+    report = apply_with_trust(patched_module)
     ((_, reason),) = report.left_alone
-    assert why in reason and not patched(mine[0]) and patched(mine[1])
-    assert_same_gradients(mine[0], theirs[0])
+    assert (
+        expected_reason in reason and not is_patched(patched_module[0]) and is_patched(patched_module[1])
+    )
+    assert_same_gradients(patched_module[0], reference[0])
     assert not ran
 
 
@@ -273,8 +279,8 @@ def test_what_is_left_alone(which, ran):
 
 
 def hooks(mlp):
-    """Of every kind; one of them changes what comes out."""
-    mlp.act_fn.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+    """Register hooks of every kind, of which one changes the output."""
+    mlp.act_fn.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
 
 
 def sets(name, value):
@@ -345,34 +351,34 @@ CHANGES = {  # -> what of ours runs
 @pytest.mark.parametrize("which", CHANGES)
 def test_changed_after_the_patch(which, ran):
     change, runs = CHANGES[which]
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    assert_same_gradients(mine[0], theirs[0])
-    for mlp in (mine[0], theirs[0]):
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    assert_same_gradients(patched_module[0], reference[0])
+    for mlp in (patched_module[0], reference[0]):
         change(mlp)
     ran.clear()
-    assert_same_gradients(mine[0], theirs[0])
+    assert_same_gradients(patched_module[0], reference[0])
     assert ran == runs
 
 
 def test_a_method_of_the_class(ran, monkeypatch):
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
     own = XIELUActivation._xielu_python
     monkeypatch.setattr(XIELUActivation, "_xielu_python", lambda self, x: 3 * own(self, x))
-    same(mine[0], theirs[0])
+    assert_same_output(patched_module[0], reference[0])
     assert not ran
 
 
 def test_other_dtypes(ran):
     """An alpha in 16 bits makes an fp32 one differ; a layer that the family's result does not fit
     raises, as before."""
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    for mlp in (mine[0], theirs[0]):
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    for mlp in (patched_module[0], reference[0]):
         mlp.act_fn.to(torch.bfloat16)
-    assert_same_gradients(mine[0], theirs[0])
-    for mlp in (mine[0], theirs[0]):
+    assert_same_gradients(patched_module[0], reference[0])
+    for mlp in (patched_module[0], reference[0]):
         mlp.to(torch.bfloat16).act_fn.float()
         with pytest.raises(RuntimeError, match="dtype"):
-            mlp(rows(3, 32, dtype=torch.bfloat16))
+            mlp(random_rows(3, 32, dtype=torch.bfloat16))
     assert not ran
 
 
@@ -380,21 +386,23 @@ def test_other_dtypes(ran):
 def test_autocast(ran):
     """There the activation gives fp32, and the layer behind makes bf16 of it; its hooks see what
     they saw."""
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    assert_as_exact(mine[0], theirs[0], torch.float32, autocast=torch.bfloat16)
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    assert_as_exact(patched_module[0], reference[0], torch.float32, autocast=torch.bfloat16)
     assert ran == ["alone"] * 8
-    seen = []
-    for mlp in (mine[0], theirs[0]):
-        mlp.down_proj.register_forward_pre_hook(lambda module, given: seen.append(given[0].dtype))
+    calls = []
+    for mlp in (patched_module[0], reference[0]):
+        mlp.down_proj.register_forward_pre_hook(
+            lambda module, inputs: calls.append(inputs[0].dtype)
+        )
         with torch.autocast(DEVICE, torch.bfloat16):
-            mlp(rows(3, 32))
-    assert seen[0] == seen[1] and ran == ["alone"] * 8
+            mlp(random_rows(3, 32))
+    assert calls[0] == calls[1] and ran == ["alone"] * 8
 
 
 def test_parameters_that_are_there_within_the_activation_alone(ran):
     """As ZeRO-3 has them: hooks gather them before the module's forward, and let them go after
     it."""
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
 
     def partition(act):
         whole = {name: getattr(act, name).data for name in NUMBERS[:2]}
@@ -410,66 +418,66 @@ def test_parameters_that_are_there_within_the_activation_alone(ran):
         let_go()
         return act.register_forward_pre_hook(gather), act.register_forward_hook(let_go)
 
-    handles = partition(mine[0].act_fn)
+    handles = partition(patched_module[0].act_fn)
     with torch.no_grad():
-        same(mine[0], theirs[0])
+        assert_same_output(patched_module[0], reference[0])
         assert not ran
         for handle in handles:
             handle.remove()
         with pytest.raises(RuntimeError):  # nobody gathers: as without the patch
-            mine[0](rows(3, 32))
+            patched_module[0](random_rows(3, 32))
     assert not ran
 
 
 def test_a_forward_on_the_instance():
-    mine = torch.nn.ModuleList([with_own_forward()])
-    assert apply_liger_kernel(mine).left_alone and not patched(mine[0])
+    patched_module = torch.nn.ModuleList([with_own_forward()])
+    assert apply_liger_kernel(patched_module).left_alone and not is_patched(patched_module[0])
 
 
 def test_what_a_proof_reads():
     """No number of the model, which may be elsewhere or a shard, and no hook runs."""
-    theirs = torch.nn.ModuleList([ApertusMLP(CONFIG)])
-    theirs[0].act_fn.register_forward_pre_hook(lambda *_: pytest.fail("a hook ran"))
-    theirs[0].to("meta")
-    report = apply_liger_kernel(theirs)
+    reference = torch.nn.ModuleList([ApertusMLP(CONFIG)])
+    reference[0].act_fn.register_forward_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    reference[0].to("meta")
+    report = apply_liger_kernel(reference)
     assert report.of("ApertusMLP") == 1
 
 
 def test_copies(ran):
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    for copied in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
-        assert_same_gradients(copied[0], theirs[0])
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    for copied in (copy.deepcopy(patched_module), pickle.loads(pickle.dumps(patched_module))):
+        assert_same_gradients(copied[0], reference[0])
     assert ran == ["both"] * 2
 
 
 def test_gradients_of_gradients():
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
-    x = rows(3, 32, seed=9).requires_grad_()
-    found = []
-    for mlp in (mine[0], theirs[0]):
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
+    x = random_rows(3, 32, seed=9).requires_grad_()
+    results = []
+    for mlp in (patched_module[0], reference[0]):
         wanted = [x, *mlp.parameters()]
         once = torch.autograd.grad(mlp(x).square().sum(), wanted, create_graph=True)
-        found.append([*once, *torch.autograd.grad(sum(d.square().sum() for d in once), wanted)])
-    for a, b in zip(*found, strict=True):
+        results.append([*once, *torch.autograd.grad(sum(d.square().sum() for d in once), wanted)])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_in_a_graph(autocast):
-    mine, theirs, _ = holding(ApertusMLP(CONFIG))
+    patched_module, reference, _ = model_of(ApertusMLP(CONFIG))
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(mine[0], fullgraph=True, backend=graphs)
-    x = rows(2, 5, 32, seed=9)
+    compiled = torch.compile(patched_module[0], fullgraph=True, backend=graphs)
+    x = random_rows(2, 5, 32, seed=9)
     for alpha in (0.3, -0.4):  # read at each call
-        mine[0].act_fn.alpha_p.data.fill_(alpha)
+        patched_module[0].act_fn.alpha_p.data.fill_(alpha)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            found = [
-                torch.autograd.grad(mlp(x).square().sum(), mine[0].parameters())
-                for mlp in (compiled, mine[0])
+            results = [
+                torch.autograd.grad(mlp(x).square().sum(), patched_module[0].parameters())
+                for mlp in (compiled, patched_module[0])
             ]
-        for a, b in zip(*found, strict=True):
+        for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * b.abs().max().item())
     (graph,) = graphs.graphs
     assert "linear" in graph.code and "softplus" not in graph.code  # the family's

@@ -6,7 +6,7 @@ import functools
 import pytest
 import tiny
 import torch
-from forwards import V, assert_same, between, pair
+from forwards import V, assert_steps_close, forward_changing_logits, pair_with_forward
 from patched import step
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from liger_kernel.core.devices import within_a_mode
+from liger_kernel.core.devices import in_user_mode
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -43,12 +43,12 @@ class Steepens(TorchDispatchMode):
 class Shapes(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.shapes = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if function is torch.nn.functional.linear:
-            self.seen.append(tuple(out.shape))
+            self.shapes.append(tuple(out.shape))
         return out
 
 
@@ -57,16 +57,16 @@ MODES = {"function": Scales, "dispatch": Steepens}
 
 @pytest.mark.parametrize("mode", MODES)
 def test_around_the_call(mode):
-    theirs, mine = pair(LlamaForCausalLM.forward)
-    plain = step(theirs)[0].loss
+    reference, patched = pair_with_forward(LlamaForCausalLM.forward)
+    plain = step(reference)[0].loss
     for _ in range(2):
         with MODES[mode]():
-            got, want = step(mine), step(theirs)
-        assert_same(got, want)
-        assert (want[0].loss - plain).abs() > 0.1
-    assert_same(step(mine), step(theirs))
-    out = mine(**tiny.batch())
-    assert out.logits is None and mine._liger_logits_needed is None
+            output, expected = step(patched), step(reference)
+        assert_steps_close(output, expected)
+        assert (expected[0].loss - plain).abs() > 0.1
+    assert_steps_close(step(patched), step(reference))
+    out = patched(**tiny.batch())
+    assert out.logits is None and patched._liger_logits_needed is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -84,36 +84,36 @@ def test_within_the_forward(mode, around):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
 
 
 def test_a_mode_sees_the_head():
-    theirs, mine = pair(LlamaForCausalLM.forward)
-    seen = []
-    for model in (theirs, mine):
+    reference, patched = pair_with_forward(LlamaForCausalLM.forward)
+    shapes = []
+    for model in (reference, patched):
         with Shapes() as mode:
             model(**tiny.batch())
-        seen.append([shape for shape in mode.seen if shape[-1] == V])
-    assert seen[0] == seen[1] != []
+        shapes.append([shape for shape in mode.shapes if shape[-1] == V])
+    assert shapes[0] == shapes[1] != []
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.thorough
 def test_compiled(mode):
     torch._dynamo.reset()
-    theirs, mine = pair(LlamaForCausalLM.forward)
-    compiled = torch.compile(mine, backend="aot_eager")
+    reference, patched = pair_with_forward(LlamaForCausalLM.forward)
+    compiled = torch.compile(patched, backend="aot_eager")
     for _ in range(2):
         with MODES[mode]():
-            assert_same(step(mine, compiled), step(theirs))
-    assert_same(step(mine, compiled), step(theirs))
+            assert_steps_close(step(patched, compiled), step(reference))
+    assert_steps_close(step(patched, compiled), step(reference))
 
 
 def test_a_flop_counter_counts_what_the_family_computes():
     counts = []
-    for model in pair(LlamaForCausalLM.forward):
+    for model in pair_with_forward(LlamaForCausalLM.forward):
         with FlopCounterMode(display=False) as counter:
             step(model)
         counts.append(counter.get_total_flops())
@@ -134,26 +134,26 @@ def selective(function, x):
 
 
 def test_selective_checkpoints_keep_the_kernels():
-    seen = []
+    in_mode = []
     selective(
-        lambda x: (seen.append(within_a_mode()), x.sin().sin())[1],
+        lambda x: (in_mode.append(in_user_mode()), x.sin().sin())[1],
         torch.ones(2, requires_grad=True),
     ).sum().backward()
-    assert seen == [False, False]
+    assert in_mode == [False, False]
 
 
 def test_a_device_keeps_the_loss_in_the_head():
-    theirs, mine = pair(between(lambda self, x: x * 2.0))
+    reference, patched = pair_with_forward(forward_changing_logits(lambda self, x: x * 2.0))
     with torch.device("cpu"):
-        assert not within_a_mode()
-        out, grads = step(mine)
-        assert out.logits is None and mine._liger_told is None
-        assert_same((out, grads), step(theirs))
+        assert not in_user_mode()
+        out, grads = step(patched)
+        assert out.logits is None and patched._liger_told is None
+        assert_steps_close((out, grads), step(reference))
 
 
 def test_a_default_device_is_no_mode_of_a_users():
     torch.set_default_device("cpu")
     try:
-        assert torch._C._len_torch_function_stack() and not within_a_mode()
+        assert torch._C._len_torch_function_stack() and not in_user_mode()
     finally:
         torch.set_default_device(None)

@@ -1,5 +1,5 @@
-"""What goes wrong in the stand-in for logits ends in the family's own result, and a second start
-draws no new numbers.
+"""An error of the placeholder's own ends in the family's result, and a second start draws the same
+random numbers.
 
 Whoever swallows exceptions in a forward, or in code around it, gets what he gets without the patch.
 """
@@ -11,16 +11,15 @@ import sys
 import pytest
 import tiny
 import torch
-from forwards import Reversed, V, assert_same, between, kept, pair
+from forwards import ReversedGradient, V, assert_steps_close, forward_changing_logits, forward_keeping_logits, pair_with_forward
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.loss import placeholder as logits
-from liger_kernel.patch.loss import request
-from liger_kernel.patch.loss.placeholder import Logits, Source
+from liger_kernel.patch.loss import placeholder, request
+from liger_kernel.patch.loss.placeholder import HeadCall, LogitsPlaceholder
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -34,7 +33,7 @@ def broken(*args, **kwargs):
 
 
 def in_an_autograd_function(x):
-    return 0.1 * Reversed.apply(x).mean()
+    return 0.1 * ReversedGradient.apply(x).mean()
 
 
 USES = {  # what a forward does with its logits, by which every part of the stand-in runs
@@ -48,22 +47,22 @@ USES = {  # what a forward does with its logits, by which every part of the stan
     "a gradient": lambda x: torch.autograd.grad(x.mean(), x, retain_graph=True)[0].sum(),
 }
 PARTS = {
-    "recorded": (logits, "recorded"),
-    "the destination": (Logits, "_moved"),
-    "real logits": (Logits, "real"),
-    "steps": (Logits, "_make"),
-    "the head again": (Source, "call_again"),
-    "its source": (Source, "real"),
-    "what stands for a step": (Logits, "_then"),
-    "the look-up of a call": (logits, "_is_being_called"),
-    "the look-up of an autograd Function": (logits, "_in_autograd_function"),
-    "the look-up of a mode": (Logits, "_is_hidden_from_graphs"),
-    "the torch function": (Logits, "_of_stand_in"),
-    "the loss taken": (Logits, "loss"),
-    "the first stand-in": (Logits, "standing_for"),
-    "which loss is asked for": (request.Request, "_asked"),
-    "the loss in the head": (request.Request, "_loss"),
-    "the versions": (request, "_versions"),
+    "recorded": (placeholder, "transform_after"),
+    "the destination": (LogitsPlaceholder, "_move"),
+    "real logits": (LogitsPlaceholder, "materialize"),
+    "steps": (LogitsPlaceholder, "_set_logits"),
+    "the head again": (HeadCall, "call_again"),
+    "its source": (HeadCall, "make_logits"),
+    "what stands for a step": (LogitsPlaceholder, "_derive"),
+    "the look-up of a call": (placeholder, "_is_being_called"),
+    "the look-up of an autograd Function": (placeholder, "_in_autograd_function"),
+    "the look-up of a mode": (LogitsPlaceholder, "_is_hidden_from_graph"),
+    "the torch function": (LogitsPlaceholder, "_answer"),
+    "the loss taken": (LogitsPlaceholder, "take_loss"),
+    "the first stand-in": (LogitsPlaceholder, "of_loss"),
+    "which loss is asked for": (request.Request, "_spec_of"),
+    "the loss in the head": (request.Request, "_compute_loss"),
+    "the versions": (request.LossSpec, "label_versions"),
 }
 SWALLOW = Exception, BaseException
 
@@ -72,18 +71,18 @@ def swallowing(use, swallowed):
     """A forward that goes on whatever its look at the logits, and its loss, raise."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
-        loss, more, logits = torch.zeros(()), 0.0, None
+        loss, extra_loss, logits = torch.zeros(()), 0.0, None
         hidden_states = self.model(input_ids=input_ids).last_hidden_state
         try:
             logits = self.lm_head(hidden_states)
-            more = use(logits)
+            extra_loss = use(logits)
         except swallowed:
             pass
         try:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
         except swallowed:
             loss = hidden_states.mean()
-        return CausalLMOutputWithPast(loss=loss + more, logits=logits)
+        return CausalLMOutputWithPast(loss=loss + extra_loss, logits=logits)
 
     return forward
 
@@ -92,10 +91,10 @@ def swallowing(use, swallowed):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("use", USES)
 def test_an_error_of_the_stand_ins_own(use, part, swallowed, monkeypatch):
-    theirs, mine = pair(swallowing(USES[use], swallowed))
+    reference, patched = pair_with_forward(swallowing(USES[use], swallowed))
     monkeypatch.setattr(*PARTS[part], broken)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
 
 
 @pytest.mark.parametrize(
@@ -107,9 +106,9 @@ def test_an_error_of_the_stand_ins_own(use, part, swallowed, monkeypatch):
     ],
 )
 def test_such_an_error_is_told(part, use, monkeypatch, caplog):
-    _, mine = pair(swallowing(USES[use], Exception))
+    _, patched = pair_with_forward(swallowing(USES[use], Exception))
     monkeypatch.setattr(*PARTS[part], broken)
-    step(mine)
+    step(patched)
     assert "what stands for its logits failed (Broken" in caplog.text
 
 
@@ -119,18 +118,18 @@ def test_memory_that_is_used_up_is_no_reason_to_make_logits(monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("full")
 
-    _, mine = pair(LlamaForCausalLM.forward)
-    with monkeypatch.context() as patched:
-        patched.setattr(request.Request, "_loss", full)
+    _, patched = pair_with_forward(LlamaForCausalLM.forward)
+    with monkeypatch.context() as patches:
+        patches.setattr(request.Request, "_compute_loss", full)
         with pytest.raises(torch.OutOfMemoryError):
-            step(mine)
-    assert mine._liger_logits_needed is None
-    out, _ = step(mine)
-    assert out.logits is None and mine._liger_told is None
+            step(patched)
+    assert patched._liger_logits_needed is None
+    out, _ = step(patched)
+    assert out.logits is None and patched._liger_told is None
 
 
 class Detaches(torch.autograd.Function):
-    """What DeepSpeed puts behind a module's outputs."""
+    """Detaches, as the Function that DeepSpeed puts behind a module's outputs."""
 
     __module__ = "deepspeed.runtime.zero.parameter_offload"
 
@@ -148,10 +147,10 @@ class Detaches(torch.autograd.Function):
 )
 def test_a_librarys_function_keeps_the_loss_in_the_head(around):
     """Also with a function mode between it and the logits."""
-    theirs, mine = pair(between(lambda self, x: Detaches.apply(x)))
+    reference, patched = pair_with_forward(forward_changing_logits(lambda self, x: Detaches.apply(x)))
     with around():
-        assert_same(step(mine), step(theirs))
-    assert mine._liger_told is None
+        assert_steps_close(step(patched), step(reference))
+    assert patched._liger_told is None
 
 
 class Noisy(torch.nn.Linear):
@@ -170,12 +169,12 @@ def test_what_is_kept_of_a_head_that_cannot_be_called_again():
     def prepare(model):
         model.lm_head.__class__ = Noisy
 
-    theirs, mine = pair(kept, prepare)
+    reference, patched = pair_with_forward(forward_keeping_logits, prepare)
     torch.manual_seed(0)
-    want = step(theirs)
+    expected = step(reference)
     torch.manual_seed(0)
-    assert_same(step(mine), want)
-    torch.testing.assert_close(mine.kept, theirs.kept)
+    assert_steps_close(step(patched), expected)
+    torch.testing.assert_close(patched.kept, reference.kept)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the loss", "after"])
@@ -188,10 +187,10 @@ def test_logits_read_in_inference_mode_can_be_learned_from_later(first):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=V) if first else loss
         return CausalLMOutputWithPast(loss=loss + USES["a z-loss"](logits), logits=logits)
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
-        assert mine.accuracy == theirs.accuracy and mine._liger_logits_needed is None
+        assert_steps_close(step(patched), step(reference))
+        assert patched.accuracy == reference.accuracy and patched._liger_logits_needed is None
 
 
 # ---- a second start ----
@@ -209,36 +208,37 @@ def noisy(self, input_ids=None, labels=None, **kwargs):
 
 
 def test_a_second_start_draws_the_same_random_numbers():
-    models, found = pair(noisy), []
+    models, runs = pair_with_forward(noisy), []
     for model in models:
         torch.manual_seed(3), random.seed(3)
         steps = [step(model) for _ in range(3)]
-        found.append((steps, torch.rand(4), random.random()))
-    (want, *want_after), (got, *got_after) = found
+        runs.append((steps, torch.rand(4), random.random()))
+    (expected, *expected_after), (output, *output_after) = runs
     for i in range(3):
-        assert_same(got[i], want[i])
-    assert torch.equal(got_after[0], want_after[0]) and got_after[1] == want_after[1]
+        assert_steps_close(output[i], expected[i])
+    assert torch.equal(output_after[0], expected_after[0]) and output_after[1] == expected_after[1]
 
 
 def test_the_random_state_of_a_call_that_does_not_start_again_is_left_alone():
-    _, mine = pair(LlamaForCausalLM.forward)
+    _, patched = pair_with_forward(LlamaForCausalLM.forward)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     torch.rand(3)
     moved = torch.get_rng_state()
-    step(mine)
+    step(patched)
     assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(moved, before)
-    liger.revert(mine)
+    liger.revert(patched)
 
 
 # ---- what is nobody's failure ----
 
 
 def plain_pair():
-    """A Llama, and the same patched."""
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    return theirs, mine
+    """Return a Llama, and the same patched."""
+    reference = tiny.model("llama")
+    patched = tiny.model("llama")
+    liger.apply_liger_kernel(patched)
+    return reference, patched
 
 
 def checkpointed(model, batch):
@@ -248,21 +248,21 @@ def checkpointed(model, batch):
 def test_a_checkpoint_around_the_whole_model(caplog):
     """It ends its recomputation by an exception, where the last tensor that it needs is saved: in
     the head."""
-    theirs, mine = plain_pair()
+    reference, patched = plain_pair()
     for _ in range(3):
-        losses = [checkpointed(model, tiny.batch()) for model in (theirs, mine)]
+        losses = [checkpointed(model, tiny.batch()) for model in (reference, patched)]
         torch.testing.assert_close(*losses)
         for loss in losses:
             loss.backward()
-        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        for p, q in zip(patched.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_exception_of_somebody_elses(error):
-    """Of a signal's handler, say: it comes out, and the next step has its loss in the head."""
-    _, mine = plain_pair()
+    """One of a signal's handler, say, comes out. The next step has its loss in the head."""
+    _, patched = plain_pair()
     raised = []
 
     def pack(x):
@@ -272,9 +272,9 @@ def test_an_exception_of_somebody_elses(error):
         return x
 
     with pytest.raises(error), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        mine(**tiny.batch())
-    assert raised and mine._liger_logits_needed is None
-    assert mine(**tiny.batch()).logits is None
+        patched(**tiny.batch())
+    assert raised and patched._liger_logits_needed is None
+    assert patched(**tiny.batch()).logits is None
 
 
 def _is_of_the_head(x) -> bool:
@@ -292,10 +292,10 @@ def frames():
 
 def test_labels_that_are_wrong_once():
     """The family's error comes out, and nothing is learned of it."""
-    _, mine = plain_pair()
+    _, patched = plain_pair()
     batch = tiny.batch()
     wrong = batch | dict(labels=batch["labels"].clone().fill_(tiny.VOCABULARY + 5))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        mine(**wrong)
-    assert mine._liger_logits_needed is None
-    assert mine(**batch).logits is None
+        patched(**wrong)
+    assert patched._liger_logits_needed is None
+    assert patched(**batch).logits is None

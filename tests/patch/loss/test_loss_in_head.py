@@ -2,36 +2,46 @@
 output."""
 
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from forwards import Reversed, V, adding, assert_same, between, kept, pair
+from forwards import ReversedGradient, V, forward_adding_to_loss, assert_steps_close, forward_changing_logits, forward_keeping_logits, pair_with_forward
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GraniteForCausalLM, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.loss import placeholder as logits
-from liger_kernel.patch.loss.placeholder import Source
+from liger_kernel.patch.loss.active_request import current_request
+from liger_kernel.patch.loss.placeholder import HeadCall
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
 
+def llamas(**config):
+    """Return a Llama, and the same patched."""
+    reference = tiny.model("llama", **config)
+    patched = tiny.model("llama", **config)
+    liger.apply_liger_kernel(patched)
+    return reference, patched
+
+
 @pytest.fixture
-def made(monkeypatch):
-    """How often logits are made for somebody who wants more of them than the loss."""
-    times, real = [], Source.real
+def logits_made(monkeypatch):
+    """The calls of a head whose logits were made, for more than the loss."""
+    calls, make_logits = [], HeadCall.make_logits
 
     def counted(self):
         if self.logits is None:
-            times.append(self)
-        return real(self)
+            calls.append(self)
+        return make_logits(self)
 
-    monkeypatch.setattr(Source, "real", counted)
-    return times
+    monkeypatch.setattr(HeadCall, "make_logits", counted)
+    return calls
 
 
 class WithAGraph(torch.autograd.Function):
@@ -119,73 +129,129 @@ def attribute(name, value):
     return lambda model, step: setattr(model, name, value(step))
 
 
+def z_loss(self, out, labels):
+    return 1e-2 * out.logits.logsumexp(-1).square().mean()
+
+
+def negative_entropy(self, out, labels):
+    return -torch.distributions.Categorical(logits=out.logits.float()).entropy().mean()
+
+
+def with_a_gradient_hook(self, x):
+    x.register_hook(lambda g: 2 * g)
+    return x
+
+
+class Tail(NamedTuple):
+    """A forward that does something after its head."""
+
+    forward: Callable
+    # what it costs in the later steps
+    cost: str
+    # what else the model has
+    prepare: Callable | None = None
+    # what changes from step to step
+    change: Callable | None = None
+
+
 FREE, AGAIN, LOGITS = "no logits", "the head once more", "real logits"
-# forward, what else the model has, what changes from step to step, what it costs in the later steps
-CASES = {
-    "nothing": (between(lambda self, x: x), None, None, FREE),
-    "z-loss": (adding(lambda self, out, y: 1e-2 * out.logits.logsumexp(-1).square().mean()), None, None, LOGITS),
-    "entropy": (
-        adding(lambda self, out, y: -torch.distributions.Categorical(logits=out.logits.float()).entropy().mean()),
-        None, None, LOGITS,
+TAILS = {
+    "nothing": Tail(forward_changing_logits(lambda self, x: x), FREE),
+    "z-loss": Tail(forward_adding_to_loss(z_loss), LOGITS),
+    "entropy": Tail(forward_adding_to_loss(negative_entropy), LOGITS),
+    "a mean": Tail(forward_adding_to_loss(lambda self, out, labels: out.logits.mean()), LOGITS),
+    "a softcap": Tail(forward_changing_logits(lambda self, x: torch.tanh(x / 3.0) * 3.0), FREE),
+    "a scale and a softcap": Tail(
+        forward_changing_logits(lambda self, x: 0.5 * (torch.tanh(x * 2.0 / 3) * 4.0).float()), FREE
     ),
-    "a mean": (adding(lambda self, out, y: out.logits.mean()), None, None, LOGITS),
-    "a softcap": (between(lambda self, x: torch.tanh(x / 3.0) * 3.0), None, None, FREE),
-    "a scale and a softcap": (between(lambda self, x: 0.5 * (torch.tanh(x * 2.0 / 3) * 4.0).float()), None, None, FREE),
-    "a negative scale": (between(lambda self, x: x.float() * -0.7), None, None, FREE),
-    "learned temperature": (between(lambda self, x: x * self.t), parameter("t", 0.8), None, LOGITS),
-    "learned bias": (between(lambda self, x: x + self.b), parameter("b", torch.linspace(-1, 1, V)), None, LOGITS),
-    "detach": (between(lambda self, x: x.detach() + 0 * x), None, None, LOGITS),
-    "an autograd function": (between(lambda self, x: Reversed.apply(x)), None, None, LOGITS),
-    "an autograd function with a graph": (between(lambda self, x: WithAGraph.apply(x)), None, None, LOGITS),
-    "a quiet autograd function": (between(lambda self, x: Halved.apply(x)), None, None, LOGITS),
-    "annealed": (between(lambda self, x: x / self.t), None, attribute("t", lambda i: 1.0 / (1 + i)), AGAIN),
-    "annealed at last": (between(lambda self, x: x * self.t), None, attribute("t", lambda i: 1.0 + (i == 2)), AGAIN),
-    "noise": (between(lambda self, x: x + self.n if self.n else x), None, attribute("n", lambda i: float(i)), LOGITS),
-    "a mask": (
-        between(lambda self, x: x.masked_fill(self.m, -9.0)), None,
-        attribute("m", lambda i: torch.arange(V) < 20 * i), LOGITS,
+    "a negative scale": Tail(forward_changing_logits(lambda self, x: x.float() * -0.7), FREE),
+    "learned temperature": Tail(
+        forward_changing_logits(lambda self, x: x * self.t), LOGITS, prepare=parameter("t", 0.8)
     ),
-    "in place": (between(in_place), None, None, LOGITS),
-    "some in place": (between(a_column), None, None, LOGITS),
-    "a gradient hook": (between(lambda self, x: (x.register_hook(lambda g: 2 * g), x)[1]), None, None, LOGITS),
-    "its shape": (between(lambda self, x: x / float(x.shape[-1]) * len(x) * x.size(1)), None, None, FREE),
-    "a float parameter in place of it": (between(lambda self, x: 2.0 / x.clamp(min=1)), None, None, LOGITS),
-    "num_items": (between(lambda self, x: x, num_items_in_batch=lambda self, y: 5), None, None, FREE),
-    "ignore_index": (
-        between(lambda self, x: x, labels=lambda self, y: y.clamp(min=7), ignore_index=lambda self, y: 7),
-        None, None, AGAIN,
+    "learned bias": Tail(
+        forward_changing_logits(lambda self, x: x + self.b),
+        LOGITS,
+        prepare=parameter("b", torch.linspace(-1, 1, V)),
     ),
-    "other labels": (
-        between(lambda self, x: x, labels=lambda self, y: y.where(y % 3 > 0, -100)), None, None, AGAIN
+    "detach": Tail(forward_changing_logits(lambda self, x: x.detach() + 0 * x), LOGITS),
+    "an autograd function": Tail(forward_changing_logits(lambda self, x: ReversedGradient.apply(x)), LOGITS),
+    "an autograd function with a graph": Tail(forward_changing_logits(lambda self, x: WithAGraph.apply(x)), LOGITS),
+    "a quiet autograd function": Tail(forward_changing_logits(lambda self, x: Halved.apply(x)), LOGITS),
+    "annealed": Tail(
+        forward_changing_logits(lambda self, x: x / self.t),
+        AGAIN,
+        change=attribute("t", lambda i: 1.0 / (1 + i)),
     ),
-    "shifted labels": (between(lambda self, x: x, shift_labels=lambda self, y: y), None, None, AGAIN),
-    "fewer classes": (
-        between(lambda self, x: x[..., :90], labels=lambda self, y: y % 90, vocab_size=lambda self, y: 90),
-        None, None, LOGITS,
+    "annealed at last": Tail(
+        forward_changing_logits(lambda self, x: x * self.t),
+        AGAIN,
+        change=attribute("t", lambda i: 1.0 + (i == 2)),
     ),
-    "halves": (halves, None, None, LOGITS),
-    "two heads": (two_heads, None, None, AGAIN),
-    "a checkpoint": (checkpointed, None, attribute("reentrant", lambda i: False), LOGITS),
-    "a reentrant checkpoint": (checkpointed, None, attribute("reentrant", lambda i: True), LOGITS),
-    "kept": (kept, None, None, LOGITS),
-    "measured": (measured, None, None, LOGITS),
-    "a loss of its own": (own_loss, None, None, LOGITS),
-}  # fmt: skip
+    "noise": Tail(
+        forward_changing_logits(lambda self, x: x + self.n if self.n else x),
+        LOGITS,
+        change=attribute("n", lambda i: float(i)),
+    ),
+    "a mask": Tail(
+        forward_changing_logits(lambda self, x: x.masked_fill(self.m, -9.0)),
+        LOGITS,
+        change=attribute("m", lambda i: torch.arange(V) < 20 * i),
+    ),
+    "its real part": Tail(forward_changing_logits(lambda self, x: x.real), LOGITS),
+    "in place": Tail(forward_changing_logits(in_place), LOGITS),
+    "some in place": Tail(forward_changing_logits(a_column), LOGITS),
+    "a gradient hook": Tail(forward_changing_logits(with_a_gradient_hook), LOGITS),
+    "its shape": Tail(forward_changing_logits(lambda self, x: x / float(x.shape[-1]) * len(x) * x.size(1)), FREE),
+    "a float parameter in place of it": Tail(forward_changing_logits(lambda self, x: 2.0 / x.clamp(min=1)), LOGITS),
+    "num_items": Tail(forward_changing_logits(lambda self, x: x, num_items_in_batch=lambda self, labels: 5), FREE),
+    "ignore_index": Tail(
+        forward_changing_logits(
+            lambda self, x: x,
+            labels=lambda self, labels: labels.clamp(min=7),
+            ignore_index=lambda self, labels: 7,
+        ),
+        AGAIN,
+    ),
+    "other labels": Tail(
+        forward_changing_logits(lambda self, x: x, labels=lambda self, labels: labels.where(labels % 3 > 0, -100)),
+        AGAIN,
+    ),
+    "shifted labels": Tail(
+        forward_changing_logits(lambda self, x: x, shift_labels=lambda self, labels: labels), AGAIN
+    ),
+    "fewer classes": Tail(
+        forward_changing_logits(
+            lambda self, x: x[..., :90],
+            labels=lambda self, labels: labels % 90,
+            vocab_size=lambda self, labels: 90,
+        ),
+        LOGITS,
+    ),
+    "halves": Tail(halves, LOGITS),
+    "two heads": Tail(two_heads, AGAIN),
+    "a checkpoint": Tail(checkpointed, LOGITS, change=attribute("reentrant", lambda i: False)),
+    "a reentrant checkpoint": Tail(
+        checkpointed, LOGITS, change=attribute("reentrant", lambda i: True)
+    ),
+    "kept": Tail(forward_keeping_logits, LOGITS),
+    "measured": Tail(measured, LOGITS),
+    "a loss of its own": Tail(own_loss, LOGITS),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_step_is_the_familys(case, made):
-    forward, prepare, change, cost = CASES[case]
-    theirs, mine = pair(forward, prepare)
+@pytest.mark.parametrize("case", TAILS)
+def test_every_step_is_the_familys(case, logits_made):
+    tail = TAILS[case]
+    reference, patched = pair_with_forward(tail.forward, tail.prepare)
     fused = []
     for i in range(4):
-        for model in (theirs, mine):
-            if change is not None:
-                change(model, i)
-        before = len(made)
-        assert_same(step(mine), step(theirs))
-        fused.append(len(made) == before and mine._liger_logits_needed is None)
-    if cost != LOGITS:
+        for model in (reference, patched):
+            if tail.change is not None:
+                tail.change(model, i)
+        before = len(logits_made)
+        assert_steps_close(step(patched), step(reference))
+        fused.append(len(logits_made) == before and patched._liger_logits_needed is None)
+    if tail.cost != LOGITS:
         assert all(fused), fused
     elif case not in ("a mask", "noise", "a checkpoint", "a reentrant checkpoint"):
         assert not any(fused), fused
@@ -211,21 +277,20 @@ def test_compiled(case):
     """The same in one graph. (Dynamo traces no hook that a forward puts on a tensor, and no
     gradient that it takes.)"""
     torch._dynamo.reset()
-    forward, prepare, _, _ = CASES[case]
-    theirs, mine = pair(forward, prepare)
-    compiled = torch.compile(mine, backend="eager", fullgraph=case != "kept")
+    reference, patched = pair_with_forward(TAILS[case].forward, TAILS[case].prepare)
+    compiled = torch.compile(patched, backend="eager", fullgraph=case != "kept")
     for _ in range(2):
-        assert_same(step(mine, compiled), step(theirs))
+        assert_steps_close(step(patched, compiled), step(reference))
 
 
 def test_what_was_kept_is_the_logits_of_its_step():
-    theirs, mine = pair(kept)
-    for model in (theirs, mine):
+    reference, patched = pair_with_forward(forward_keeping_logits)
+    for model in (reference, patched):
         step(model)
-    before = theirs.kept.clone()
-    for model in (theirs, mine):
+    before = reference.kept.clone()
+    for model in (reference, patched):
         torch.optim.SGD(model.parameters(), 1.0).step()
-    torch.testing.assert_close(mine.kept + 0, before)
+    torch.testing.assert_close(patched.kept + 0, before)
 
 
 def test_logits_that_nobody_kept_are_not_to_be_had():
@@ -239,9 +304,9 @@ def test_logits_that_nobody_kept_are_not_to_be_had():
         late.out = LlamaForCausalLM.forward(self, *args, **kwargs)
         return late.out
 
-    theirs, mine = pair(forward)
-    step(mine), step(theirs)
-    torch.testing.assert_close(late.out.logits, theirs(**tiny.batch()).logits)
+    reference, patched = pair_with_forward(forward)
+    step(patched), step(reference)
+    torch.testing.assert_close(late.out.logits, reference(**tiny.batch()).logits)
 
 
 # ---- hooks of the head ----
@@ -260,28 +325,27 @@ HOOKS = {
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_of_the_head(hook):
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    handles = [model.lm_head.register_forward_hook(HOOKS[hook]) for model in (theirs, mine)]
-    liger.apply_liger_kernel(mine)
+    reference, patched = tiny.model("llama"), tiny.model("llama")
+    handles = [model.lm_head.register_forward_hook(HOOKS[hook]) for model in (reference, patched)]
+    liger.apply_liger_kernel(patched)
     for _ in range(3):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
         for name in ("norm", "kept", "seen"):
-            assert (name in mine.lm_head.__dict__) == (name in theirs.lm_head.__dict__)
-            if name in mine.lm_head.__dict__ and name != "seen":
+            assert (name in patched.lm_head.__dict__) == (name in reference.lm_head.__dict__)
+            if name in patched.lm_head.__dict__ and name != "seen":
                 torch.testing.assert_close(
-                    getattr(mine.lm_head, name) + 0, getattr(theirs.lm_head, name)
+                    getattr(patched.lm_head, name) + 0, getattr(reference.lm_head, name)
                 )
     for handle in handles:
         handle.remove()
-    assert_same(step(mine), step(theirs))
-    assert mine(**tiny.batch()).logits is None
+    assert_steps_close(step(patched), step(reference))
+    assert patched(**tiny.batch()).logits is None
 
 
 @pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_full_backward_hook"])
 def test_hooks_that_are_called_once_a_step(kind):
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    calls = {theirs: [], mine: []}
+    reference, patched = llamas()
+    calls = {reference: [], patched: []}
     for model, called in calls.items():
         if kind == "register_forward_pre_hook":
             model.lm_head.register_forward_pre_hook(
@@ -292,8 +356,8 @@ def test_hooks_that_are_called_once_a_step(kind):
                 lambda head, dx, dy, called=called: called.append(dy[0].shape)
             )
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
-    assert calls[mine] == calls[theirs]
+        assert_steps_close(step(patched), step(reference))
+    assert calls[patched] == calls[reference]
 
 
 # ---- threads, and calls in calls ----
@@ -302,21 +366,20 @@ def test_hooks_that_are_called_once_a_step(kind):
 def test_two_threads():
     """Each call has its own request: one model trained by some, evaluated by others at the same
     time."""
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
+    reference, patched = llamas()
     batches = [tiny.batch(seed=i) for i in range(4)]
     with torch.no_grad():
-        want = [theirs(**b) for b in batches]
+        expected = [reference(**b) for b in batches]
     together, wrong = threading.Barrier(4), []
 
     def run(i):
         for _ in range(8):
             together.wait()
             with torch.no_grad():
-                out = mine(**batches[i], skip_logits=i % 2 == 0)
-            same = torch.allclose(out.loss, want[i].loss, rtol=1e-5)
+                out = patched(**batches[i], skip_logits=i % 2 == 0)
+            same = torch.allclose(out.loss, expected[i].loss, rtol=1e-5)
             if i % 2:
-                same = same and torch.allclose(out.logits, want[i].logits, rtol=1e-4, atol=1e-5)
+                same = same and torch.allclose(out.logits, expected[i].logits, rtol=1e-4, atol=1e-5)
             else:
                 same = same and out.logits is None
             if not same:
@@ -327,7 +390,7 @@ def test_two_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and mine._liger_logits_needed is None
+    assert not wrong and patched._liger_logits_needed is None
 
 
 def test_a_model_that_calls_itself():
@@ -340,21 +403,25 @@ def test_a_model_that_calls_itself():
             input_ids = torch.where(input_ids % 4 == 0, guess, input_ids)
         return LlamaForCausalLM.forward(self, input_ids=input_ids, labels=labels, **kwargs)
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
 
 
 def test_replicas():
     """DataParallel copies modules' dicts: a replica's head is not the first one's."""
-    mine, want = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    replica, head = mine._replicate_for_data_parallel(), mine.lm_head._replicate_for_data_parallel()
-    replica._modules = mine._modules | {"lm_head": head}
-    want.lm_head.weight = torch.nn.Parameter(want.lm_head.weight.detach() * 2)
-    head._parameters = dict(want.lm_head._parameters)
-    torch.testing.assert_close(replica(**tiny.batch()).loss, want(**tiny.batch()).loss)
-    torch.testing.assert_close(replica.eval()(**tiny.batch()).logits, want(**tiny.batch()).logits)
+    reference, patched = llamas()
+    replica, head = (
+        patched._replicate_for_data_parallel(),
+        patched.lm_head._replicate_for_data_parallel(),
+    )
+    replica._modules = patched._modules | {"lm_head": head}
+    reference.lm_head.weight = torch.nn.Parameter(reference.lm_head.weight.detach() * 2)
+    head._parameters = dict(reference.lm_head._parameters)
+    torch.testing.assert_close(replica(**tiny.batch()).loss, reference(**tiny.batch()).loss)
+    torch.testing.assert_close(
+        replica.eval()(**tiny.batch()).logits, reference(**tiny.batch()).logits
+    )
 
 
 # ---- what comes out ----
@@ -362,17 +429,16 @@ def test_replicas():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_tuple_keeps_its_places(training):
-    theirs, mine = tiny.model("llama", use_cache=True), tiny.model("llama", use_cache=True)
-    liger.apply_liger_kernel(mine)
-    for model in (theirs, mine):
+    reference, patched = llamas(use_cache=True)
+    for model in (reference, patched):
         model.train(training)
-    got, want = (
-        model(**tiny.batch(), use_cache=True, return_dict=False) for model in (mine, theirs)
+    output, expected = (
+        model(**tiny.batch(), use_cache=True, return_dict=False) for model in (patched, reference)
     )
-    assert [type(x) for x in got] == [
-        type(None) if training and i == 1 else type(x) for i, x in enumerate(want)
+    assert [type(x) for x in output] == [
+        type(None) if training and i == 1 else type(x) for i, x in enumerate(expected)
     ]
-    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(output[0], expected[0])
 
 
 OUTPUTS = {
@@ -390,50 +456,47 @@ def test_outputs_of_all_kinds(kind, training):
     def forward(self, *args, **kwargs):
         return OUTPUTS[kind](LlamaForCausalLM.forward(self, *args, **kwargs))
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        got, want = (model.train(training)(**tiny.batch()) for model in (mine, theirs))
-        if isinstance(want, dict):
-            assert got.keys() - {"logits"} == want.keys() - {"logits"}
-            loss, want_loss, logits = (
-                got["loss"],
-                want["loss"],
-                got["logits"] if not training else got.get("logits"),
-            )
-            assert kind != "an attribute" or got.more == 3
+        output, expected = (model.train(training)(**tiny.batch()) for model in (patched, reference))
+        if isinstance(expected, dict):
+            assert output.keys() - {"logits"} == expected.keys() - {"logits"}
+            loss, expected_loss = output["loss"], expected["loss"]
+            logits = output.get("logits") if training else output["logits"]
+            assert kind != "an attribute" or output.more == 3
         else:
-            assert type(got) is type(want) and len(got) == len(want)
-            loss, want_loss, logits = got[0], want[0], got[1] if kind == "a tuple" else None
-        torch.testing.assert_close(loss, want_loss)
+            assert type(output) is type(expected) and len(output) == len(expected)
+            loss, expected_loss = output[0], expected[0]
+            logits = output[1] if kind == "a tuple" else None
+        torch.testing.assert_close(loss, expected_loss)
         assert kind == "something else" or (logits is None) == training
 
 
 def test_logits_without_labels_though_they_are_not_wanted():
     """The Trainer takes the labels out where it computes the loss (label smoothing), and leaves
     skip_logits."""
-    theirs, mine = tiny.model("llama").eval(), tiny.model("llama").eval()
-    liger.apply_liger_kernel(mine)
+    reference, patched = tiny.model("llama").eval(), tiny.model("llama").eval()
+    liger.apply_liger_kernel(patched)
     ids = tiny.batch()["input_ids"]
     torch.testing.assert_close(
-        mine(input_ids=ids, skip_logits=True).logits, theirs(input_ids=ids).logits
+        patched(input_ids=ids, skip_logits=True).logits, reference(input_ids=ids).logits
     )
 
 
 @pytest.mark.parametrize("labels", ["all ignored", "one token"])
 def test_a_loss_of_nothing_is_zero(labels):
     """As documented: Hugging Face's is NaN, a mean over no token."""
-    mine = tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    given = tiny.batch(tokens=1 if labels == "one token" else 13)
+    patched = tiny.model("llama")
+    liger.apply_liger_kernel(patched)
+    batch = tiny.batch(tokens=1 if labels == "one token" else 13)
     if labels == "all ignored":
-        given["labels"] = torch.full_like(given["labels"], -100)
-    out, grads = step(mine, **given)
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+    out, grads = step(patched, **batch)
     assert out.loss.item() == 0 and all(g.abs().max() == 0 for g in grads.values())
 
 
 def test_function_transforms():
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
+    reference, patched = llamas()
 
     def gradient(model):
         parameters = dict(model.named_parameters())
@@ -441,16 +504,15 @@ def test_function_transforms():
             lambda p: torch.func.functional_call(model, p, kwargs=tiny.batch()).loss
         )(parameters)
 
-    got, want = gradient(mine), gradient(theirs)
-    for name, g in want.items():
-        assert (got[name] - g).abs().max() <= 2e-5 * g.abs().max(), name
+    output, expected = gradient(patched), gradient(reference)
+    for name, g in expected.items():
+        assert (output[name] - g).abs().max() <= 2e-5 * g.abs().max(), name
 
 
 def test_a_gradient_penalty():
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
+    reference, patched = llamas()
     penalties = []
-    for model in (mine, theirs):
+    for model in (patched, reference):
         loss = model(**tiny.batch()).loss
         weights = [
             model.lm_head.weight,
@@ -460,9 +522,9 @@ def test_a_gradient_penalty():
         gradients = torch.autograd.grad(loss, weights, create_graph=True)
         penalty = sum(g.square().sum() for g in gradients)
         penalties.append((penalty, torch.autograd.grad(penalty, weights)))
-    (got, gradients), (want, want_gradients) = penalties
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
-    for g, h in zip(gradients, want_gradients, strict=True):
+    (output, gradients), (expected, expected_gradients) = penalties
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=0)
+    for g, h in zip(gradients, expected_gradients, strict=True):
         assert (g - h).abs().max() <= 1e-4 * h.abs().max()
 
 
@@ -470,15 +532,17 @@ def test_a_gradient_penalty():
 
 
 def test_the_head_is_a_linear_layer():
-    mine = tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    assert type(mine.lm_head) is torch.nn.Linear
-    quantised = torch.ao.quantization.quantize_dynamic(mine.eval(), {torch.nn.Linear}, torch.qint8)
+    patched = tiny.model("llama")
+    liger.apply_liger_kernel(patched)
+    assert type(patched.lm_head) is torch.nn.Linear
+    quantised = torch.ao.quantization.quantize_dynamic(
+        patched.eval(), {torch.nn.Linear}, torch.qint8
+    )
     assert "quantized" in type(quantised.lm_head).__module__
     h = torch.randn(2, 32)
-    torch.testing.assert_close(mine.lm_head(input=h), F.linear(h, mine.lm_head.weight))
-    liger.revert(mine)
-    assert "forward" not in mine.lm_head.__dict__
+    torch.testing.assert_close(patched.lm_head(input=h), F.linear(h, patched.lm_head.weight))
+    liger.revert(patched)
+    assert "forward" not in patched.lm_head.__dict__
 
 
 def test_the_head_is_called_by_keyword():
@@ -488,36 +552,36 @@ def test_the_head_is_called_by_keyword():
             loss=self.loss_function(logits=logits, labels=labels, vocab_size=V)
         )
 
-    theirs, mine = pair(forward)
-    assert_same(step(mine), step(theirs))
+    reference, patched = pair_with_forward(forward)
+    assert_steps_close(step(patched), step(reference))
 
 
 @pytest.mark.parametrize("when", ["before", "after", "later"])
 def test_a_scale_of_the_config_that_changes(when):
     """Granite divides its logits by what its config says at that time."""
-    theirs, mine = tiny.model("granite"), tiny.model("granite")
-    liger.apply_liger_kernel(mine)
-    assert isinstance(mine, GraniteForCausalLM) and isinstance(mine, type(theirs))
+    reference, patched = tiny.model("granite"), tiny.model("granite")
+    liger.apply_liger_kernel(patched)
+    assert isinstance(patched, GraniteForCausalLM) and isinstance(patched, type(reference))
     for i in range(3):
         if when == "before" and i == 0 or when == "after" and i == 1 or when == "later" and i == 2:
-            for model in (theirs, mine):
+            for model in (reference, patched):
                 model.config.logits_scaling = 3.0
-        assert_same(step(mine), step(theirs))
-        assert mine(**tiny.batch()).logits is None
+        assert_steps_close(step(patched), step(reference))
+        assert patched(**tiny.batch()).logits is None
 
 
 def test_the_trainers_door_gives_every_family_the_loss_in_the_head():
-    mine = tiny.model("granite")
-    liger._apply_liger_kernel_to_instance(model=mine)
-    assert mine(**tiny.batch()).logits is None
+    patched = tiny.model("granite")
+    liger._apply_liger_kernel_to_instance(model=patched)
+    assert patched(**tiny.batch()).logits is None
 
 
 def test_auto_class_and_requests_leave_nothing_behind():
     model = AutoModelForCausalLM.from_config(tiny.config("llama")).train()
     liger.apply_liger_kernel(model)
     step(model)
-    assert logits.current() is None
+    assert current_request() is None
     with pytest.raises(ValueError, match="do not fit"):
         model(input_ids=tiny.batch()["input_ids"], labels=tiny.batch(tokens=5)["labels"])
-    assert logits.current() is None
+    assert current_request() is None
     step(model)

@@ -6,14 +6,14 @@ import threading
 import pytest
 import tiny
 import torch
-from forwards import Reversed, V, assert_same, kept, pair
+from forwards import ReversedGradient, V, assert_steps_close, forward_keeping_logits, pair_with_forward
 from patched import step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.layers.mask import CACHES
-from liger_kernel.patch.loss import placeholder as logits
+from liger_kernel.patch.layers.mask import CACHE_ARGUMENTS
+from liger_kernel.patch.loss.active_request import current_request
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 
@@ -51,7 +51,7 @@ UNSEEN = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
 def test_a_cache_is_not_written_to_again(name):
     """Under either of its names: a second forward, for the logits, would find this one's keys in
     it."""
@@ -61,9 +61,9 @@ def test_a_cache_is_not_written_to_again(name):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
         return CausalLMOutputWithPast(loss=loss + scripted(logits), logits=logits)
 
-    _, mine = pair(forward)
+    _, patched = pair_with_forward(forward)
     with pytest.raises(RuntimeError, match="its cache has been written to"):
-        mine(**tiny.batch(), **{name: object()})
+        patched(**tiny.batch(), **{name: object()})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit|To copy construct|Converting a tensor")
@@ -72,15 +72,15 @@ def test_a_cache_is_not_written_to_again(name):
 def test_code_that_torch_functions_do_not_show(case, first):
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
-        more = UNSEEN[case](logits) if first else None
+        extra_loss = UNSEEN[case](logits) if first else None
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
         return CausalLMOutputWithPast(
-            loss=loss + (more if first else UNSEEN[case](logits)), logits=logits
+            loss=loss + (extra_loss if first else UNSEEN[case](logits)), logits=logits
         )
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
 
 
 def swallowed(term):
@@ -101,16 +101,16 @@ def or_nothing(x):
 
 def or_nothing_at_all(x):
     try:
-        return 0.1 * Reversed.apply(x).mean()
+        return 0.1 * ReversedGradient.apply(x).mean()
     except:  # noqa: E722
         return 0.0
 
 
 def in_a_thread(x):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(scripted(x.detach())))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(scripted(x.detach())))
     thread.start(), thread.join()
-    return sum(found)
+    return sum(results)
 
 
 def wrapped(x):
@@ -123,19 +123,19 @@ def wrapped(x):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("term", [or_nothing, or_nothing_at_all, in_a_thread, wrapped])
 def test_whoever_swallows_the_exception(term):
-    theirs, mine = pair(swallowed(term))
+    reference, patched = pair_with_forward(swallowed(term))
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched), step(reference))
 
 
 def test_a_users_own_error_is_his():
     def forward(self, *args, **kwargs):
         raise ValueError("mine")
 
-    _, mine = pair(forward)
+    _, patched = pair_with_forward(forward)
     with pytest.raises(ValueError, match="mine"):
-        mine(**tiny.batch())
-    assert mine._liger_logits_needed is None and logits.current() is None
+        patched(**tiny.batch())
+    assert patched._liger_logits_needed is None and current_request() is None
 
 
 class Passes(TorchDispatchMode):
@@ -145,10 +145,10 @@ class Passes(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["TorchScript", "TorchScript, detached", "vmap", "a constructor"])
 def test_within_a_dispatch_mode(case):
-    theirs, mine = pair(swallowed(lambda x: UNSEEN[case](x) + x.mean()))
+    reference, patched = pair_with_forward(swallowed(lambda x: UNSEEN[case](x) + x.mean()))
     for _ in range(2):
         with Passes():
-            assert_same(step(mine), step(theirs))
+            assert_steps_close(step(patched), step(reference))
 
 
 def test_another_models_logits():
@@ -161,35 +161,37 @@ def test_another_models_logits():
     def outer(self, input_ids=None, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=V)
-        other = self.judge[0](input_ids=input_ids, labels=labels.roll(1, 1), outer=logits)
-        return CausalLMOutputWithPast(loss=loss + 0.3 * other.loss, logits=logits)
+        judged = self.judge[0](input_ids=input_ids, labels=labels.roll(1, 1), outer=logits)
+        return CausalLMOutputWithPast(loss=loss + 0.3 * judged.loss, logits=logits)
 
-    judges, models = pair(inner), pair(outer)
+    judges, models = pair_with_forward(inner), pair_with_forward(outer)
     for judge, model in zip(judges, models, strict=True):
         torch.nn.init.normal_(judge.lm_head.weight)
         model.judge = [judge]
     for _ in range(2):
-        assert_same(step(models[1]), step(models[0]))
+        assert_steps_close(step(models[1]), step(models[0]))
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_logits_are_made_under_the_autocast_of_their_head(first):
     """To the bit: the head's product is the same, whatever autocast is on where they are read."""
-    seen = {}
+    logits_read = {}
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
         loss = None if first else self.loss_function(logits=logits, labels=labels, vocab_size=V)
         with torch.autocast("cpu", torch.bfloat16):
-            seen[self] = (logits + 0).detach()
+            logits_read[self] = (logits + 0).detach()
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=V) if first else loss
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
-        assert seen[mine].dtype == torch.float32
-        torch.testing.assert_close(seen[mine], seen[theirs], rtol=1e-5, atol=1e-6)
+        assert_steps_close(step(patched), step(reference))
+        assert logits_read[patched].dtype == torch.float32
+        torch.testing.assert_close(
+            logits_read[patched], logits_read[reference], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_hidden_states_that_are_written_to():
@@ -202,23 +204,23 @@ def test_hidden_states_that_are_written_to():
         h.zero_()
         return CausalLMOutputWithPast(loss=loss + logits.mean(), logits=logits)
 
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     with torch.no_grad():
         for _ in range(2):
-            got, want = (model(**tiny.batch()).loss for model in (mine, theirs))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            output, expected = (model(**tiny.batch()).loss for model in (patched, reference))
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["TorchScript", "compiled", "vmap"])
 def test_such_code_after_the_step(case):
-    theirs, mine = pair(kept)
-    for model in (theirs, mine):
+    reference, patched = pair_with_forward(forward_keeping_logits)
+    for model in (reference, patched):
         step(model)
-    torch.testing.assert_close(UNSEEN[case](mine.kept + 0), UNSEEN[case](theirs.kept))
+    torch.testing.assert_close(UNSEEN[case](patched.kept + 0), UNSEEN[case](reference.kept))
     with pytest.raises(
         RuntimeError, match="step that is over" if case != "TorchScript" else None
     ):  # it drops messages
-        UNSEEN[case](mine.kept)
+        UNSEEN[case](patched.kept)
 
 
 @pytest.mark.parametrize("patched_first", [True, False])
@@ -226,15 +228,16 @@ def test_such_code_after_the_step(case):
 @pytest.mark.thorough
 def test_a_part_that_is_compiled_by_itself(part, patched_first):
     torch._dynamo.reset()
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
+    reference, patched = tiny.model("llama"), tiny.model("llama")
     if patched_first:
-        liger.apply_liger_kernel(mine)
-    setattr(mine, part, torch.compile(getattr(mine, part), backend="aot_eager"))
-    liger.apply_liger_kernel(mine)
+        liger.apply_liger_kernel(patched)
+    setattr(patched, part, torch.compile(getattr(patched, part), backend="aot_eager"))
+    liger.apply_liger_kernel(patched)
     for _ in range(2):
-        (mine_out, grads), want = step(mine), step(theirs)
-        assert_same(
-            (mine_out, {name.replace("_orig_mod.", ""): g for name, g in grads.items()}), want
+        (patched_out, grads), expected = step(patched), step(reference)
+        assert_steps_close(
+            (patched_out, {name.replace("_orig_mod.", ""): g for name, g in grads.items()}),
+            expected,
         )
 
 
@@ -244,8 +247,8 @@ class Wrapped:
 
 
 class TakesWrapped(torch.nn.Linear):
-    def forward(self, given):
-        return super().forward(given.x)
+    def forward(self, wrapped):
+        return super().forward(wrapped.x)
 
 
 def test_a_head_that_takes_no_tensor():
@@ -260,14 +263,14 @@ def test_a_head_that_takes_no_tensor():
     def prepare(model):
         model.lm_head.__class__ = TakesWrapped
 
-    theirs, mine = pair(forward, prepare)
-    assert_same(step(mine), step(theirs))
+    reference, patched = pair_with_forward(forward, prepare)
+    assert_steps_close(step(patched), step(reference))
 
 
 def test_an_activation_of_torchscript():
     """It is no norm, and the patch does not fail at it."""
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    for layer in (*theirs.model.layers, *mine.model.layers):
+    reference, patched = tiny.model("llama"), tiny.model("llama")
+    for layer in (*reference.model.layers, *patched.model.layers):
         layer.mlp.act_fn = torch.jit.script(torch.nn.SiLU())
-    liger.apply_liger_kernel(mine)
-    assert_same(step(mine), step(theirs))
+    liger.apply_liger_kernel(patched)
+    assert_steps_close(step(patched), step(reference))

@@ -9,18 +9,18 @@ import pickle
 import pytest
 import tiny
 import torch
-from forwards import V, assert_same, pair
+from forwards import V, assert_steps_close, pair_with_forward
 from patched import step
 from torch.utils import _pytree
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernel.transformers as liger
-from liger_kernel.patch.loss.causal_lm import OPTIONS
+from liger_kernel.patch.loss.causal_lm import LOSS_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 HF = LlamaForCausalLM.forward
-OURS = sorted(OPTIONS | {"skip_logits"})
+OURS = sorted(LOSS_OPTIONS | {"skip_logits"})
 
 
 def weighed(out, weight):
@@ -75,34 +75,34 @@ def in_a_helper(name):
     """Which is no method: nothing in the class names it."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
-        weight = taken(kwargs)
+        weight = pop(kwargs)
         return weighed(HF(self, input_ids=input_ids, labels=labels, **kwargs), weight)
 
-    def taken(kwargs):
+    def pop(kwargs):
         return kwargs.pop(name, 0.0)
 
-    held = [taken]  # in no closure of the forward
+    helpers = [pop]  # in no closure of the forward
 
     def through(self, *args, **kwargs):
-        weight = held[0](kwargs)
+        weight = helpers[0](kwargs)
         return weighed(HF(self, *args, **kwargs), weight)
 
     del forward
     return through
 
 
-HOW = {
+USES = {
     function.__name__: function
     for function in (popping, reading, named, named_by_keyword, in_a_helper)
 }
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("how", HOW)
-def test_a_name_of_ours_that_a_forward_means(how, name):
-    theirs, mine = pair(HOW[how](name))
+@pytest.mark.parametrize("use", USES)
+def test_a_name_of_ours_that_a_forward_means(use, name):
+    reference, patched = pair_with_forward(USES[use](name))
     for value in (0.2, 0.5):
-        assert_same(step(mine, **{name: value}), step(theirs, **{name: value}))
+        assert_steps_close(step(patched, **{name: value}), step(reference, **{name: value}))
 
 
 def test_a_method_that_reads_what_is_handed_on():
@@ -113,11 +113,11 @@ def test_a_method_that_reads_what_is_handed_on():
         def forward(self, *args, **kwargs):
             return weighed(super().forward(*args, **kwargs), self.weight(kwargs))
 
-    theirs = tiny.model("llama")
-    theirs.__class__ = Mine
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    assert_same(step(mine, label_smoothing=0.2), step(theirs, label_smoothing=0.2))
+    reference = tiny.model("llama")
+    reference.__class__ = Mine
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
+    assert_steps_close(step(patched, label_smoothing=0.2), step(reference, label_smoothing=0.2))
 
 
 NAME = "lse_square_scale"
@@ -133,12 +133,12 @@ def test_a_name_that_stands_elsewhere():
             weight = sum(kwargs.get(name, 0.0) for name in (*self.names, NAME))
             return weighed(super().forward(*args, **kwargs), weight)
 
-    theirs = tiny.model("llama")
-    theirs.__class__ = Mine
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
+    reference = tiny.model("llama")
+    reference.__class__ = Mine
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
     for name in (*Mine.names, NAME):
-        assert_same(step(mine, **{name: 0.2}), step(theirs, **{name: 0.2}))
+        assert_steps_close(step(patched, **{name: 0.2}), step(reference, **{name: 0.2}))
 
 
 def test_options_of_a_forward_that_cannot_take_them():
@@ -150,12 +150,12 @@ def test_options_of_a_forward_that_cannot_take_them():
         def forward(self, input_ids=None, labels=None):
             return super().forward(input_ids=input_ids, labels=labels)
 
-    mine = tiny.model("llama")
-    mine.__class__ = Mine
-    plain = step(mine)
-    liger.apply_liger_kernel(mine)
-    assert_same(step(mine, memory=0, skip_logits=True), plain)
-    assert_same(step(mine, label_smoothing=0.1), hugging_face(label_smoothing=0.1))
+    patched = tiny.model("llama")
+    patched.__class__ = Mine
+    plain = step(patched)
+    liger.apply_liger_kernel(patched)
+    assert_steps_close(step(patched, memory=0, skip_logits=True), plain)
+    assert_steps_close(step(patched, label_smoothing=0.1), hugging_face(label_smoothing=0.1))
 
 
 def test_a_forward_around_hugging_faces_by_a_decorator(monkeypatch):
@@ -168,9 +168,8 @@ def test_a_forward_around_hugging_faces_by_a_decorator(monkeypatch):
         return weighed(HF(self, *args, **kwargs), weight)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", around)
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
-    assert_same(step(mine, label_smoothing=0.2), step(theirs, label_smoothing=0.2))
+    reference, patched = llamas()
+    assert_steps_close(step(patched, label_smoothing=0.2), step(reference, label_smoothing=0.2))
 
 
 def test_shift_labels_that_are_no_labels():
@@ -179,13 +178,13 @@ def test_shift_labels_that_are_no_labels():
             return HF(self, input_ids=input_ids)
         return HF(self, input_ids=input_ids, labels=labels.roll(-1, 1) if shift_labels else labels)
 
-    theirs, mine = pair(forward)
-    for given in (True, False):
-        assert_same(step(mine, shift_labels=given), step(theirs, shift_labels=given))
+    reference, patched = pair_with_forward(forward)
+    for shift in (True, False):
+        assert_steps_close(step(patched, shift_labels=shift), step(reference, shift_labels=shift))
         ids = tiny.batch()["input_ids"]
         assert (
-            mine(ids, shift_labels=given).loss is None
-            and mine(ids, shift_labels=given).logits is not None
+            patched(ids, shift_labels=shift).loss is None
+            and patched(ids, shift_labels=shift).logits is not None
         )
 
 
@@ -213,67 +212,69 @@ def hugging_face(**options):
 
 def test_what_is_handed_on_counts():
     """As for transformers' own classes."""
-    theirs, mine = pair(star)
-    plain = step(mine)
+    reference, patched = pair_with_forward(star)
+    plain = step(patched)
     for options in (
         dict(label_smoothing=0.1),
         dict(use_token_scaling=True),
         dict(lse_square_scale=0.1),
     ):
         for _ in range(2):
-            got = step(mine, **options)
-            assert_same(got, hugging_face(**options))
-            assert not torch.isclose(got[0].loss, plain[0].loss) and got[0].logits is None
-        assert_same(step(mine, **options, skip_logits=False), got)
-    assert_same(step(mine, accum_dtype=torch.float32, memory=0, chunk_mem_const=1), plain)
-    out = mine(**tiny.batch(), return_token_accuracy=True)
+            output = step(patched, **options)
+            assert_steps_close(output, hugging_face(**options))
+            assert not torch.isclose(output[0].loss, plain[0].loss) and output[0].logits is None
+        assert_steps_close(step(patched, **options, skip_logits=False), output)
+    assert_steps_close(step(patched, accum_dtype=torch.float32, memory=0, chunk_mem_const=1), plain)
+    out = patched(**tiny.batch(), return_token_accuracy=True)
     assert 0 <= out.token_accuracy <= 1
-    assert mine(**tiny.batch(), skip_logits=False).logits is not None
-    assert mine.eval()(**tiny.batch(), skip_logits=True).logits is None
+    assert patched(**tiny.batch(), skip_logits=False).logits is not None
+    assert patched.eval()(**tiny.batch(), skip_logits=True).logits is None
 
 
 def test_what_is_not_handed_on_does_not_count():
-    theirs, mine = pair(dropping)
+    reference, patched = pair_with_forward(dropping)
     for _ in range(2):
-        assert_same(
-            step(mine, label_smoothing=0.1, memory="8"),
-            step(theirs, label_smoothing=0.1, memory="8"),
+        assert_steps_close(
+            step(patched, label_smoothing=0.1, memory="8"),
+            step(reference, label_smoothing=0.1, memory="8"),
         )
     assert (
-        mine(**tiny.batch(), return_token_accuracy=True).token_accuracy is not None
+        patched(**tiny.batch(), return_token_accuracy=True).token_accuracy is not None
     )  # it changes no value
-    assert mine(**tiny.batch(), skip_logits=False).logits is not None
+    assert patched(**tiny.batch(), skip_logits=False).logits is not None
 
 
 @pytest.mark.parametrize("forward", [star, some_named])
 @pytest.mark.parametrize("training", [True, False])
 def test_arguments_by_position(forward, training):
-    theirs, mine = pair(forward)
+    reference, patched = pair_with_forward(forward)
     ids, labels = tiny.batch().values()
-    for model in (theirs, mine):
+    for model in (reference, patched):
         model.train(training)
-    got, want = (model(ids, None, None, None, None, labels) for model in (mine, theirs))
-    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)
-    assert (got.logits is None) == training
-    torch.testing.assert_close(mine(ids).logits, theirs(ids).logits)
-    got.loss.backward(), want.loss.backward()
-    for g, w in zip(mine.parameters(), theirs.parameters(), strict=True):
+    output, expected = (
+        model(ids, None, None, None, None, labels) for model in (patched, reference)
+    )
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=0)
+    assert (output.logits is None) == training
+    torch.testing.assert_close(patched(ids).logits, reference(ids).logits)
+    output.loss.backward(), expected.loss.backward()
+    for g, w in zip(patched.parameters(), reference.parameters(), strict=True):
         assert (g.grad - w.grad).abs().max() <= 2e-5 * w.grad.abs().max()
     with pytest.raises(TypeError, match="multiple values"):
-        mine(ids, input_ids=ids)
+        patched(ids, input_ids=ids)
     with pytest.raises(TypeError):
-        mine(*[None] * 30)
+        patched(*[None] * 30)
 
 
 def test_positional_only():
     def forward(self, input_ids, labels=None, /, **kwargs):
         return HF(self, input_ids=input_ids, labels=labels, **kwargs)
 
-    theirs, mine = pair(forward)
-    for model in (theirs, mine):
+    reference, patched = pair_with_forward(forward)
+    for model in (reference, patched):
         model(*tiny.batch().values()).loss.backward()
-    assert mine(*tiny.batch().values()).logits is None
-    for g, w in zip(mine.parameters(), theirs.parameters(), strict=True):
+    assert patched(*tiny.batch().values()).logits is None
+    for g, w in zip(patched.parameters(), reference.parameters(), strict=True):
         assert (g.grad - w.grad).abs().max() <= 2e-5 * w.grad.abs().max()
 
 
@@ -291,8 +292,8 @@ def test_the_signature_of_a_users_forward(kind):
     """Trainer takes ``**kwargs`` as a promise that the loss is divided by
     ``num_items_in_batch``."""
     forward, names = SIGNATURES[kind]
-    _, mine = pair(forward) if kind != "no more" else pair(no_more)
-    assert list(inspect.signature(mine.forward).parameters) == names
+    _, patched = pair_with_forward(forward) if kind != "no more" else pair_with_forward(no_more)
+    assert list(inspect.signature(patched.forward).parameters) == names
 
 
 def no_more(self, input_ids, labels=None):
@@ -310,29 +311,31 @@ def doubled_or_dict(self, input_ids=None, labels=None, return_dict=None, **kwarg
 @pytest.mark.parametrize("return_dict", [None, True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_return_dict_of_its_own(return_dict, training):
-    theirs, mine = pair(doubled_or_dict)
-    for model in (theirs, mine):
+    reference, patched = pair_with_forward(doubled_or_dict)
+    for model in (reference, patched):
         model.train(training)
-    got, want = (model(**tiny.batch(), return_dict=return_dict) for model in (mine, theirs))
-    assert isinstance(got, type(want)) and len(got) == len(want) - (
+    output, expected = (
+        model(**tiny.batch(), return_dict=return_dict) for model in (patched, reference)
+    )
+    assert isinstance(output, type(expected)) and len(output) == len(expected) - (
         training and return_dict is True
     )
-    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(output[0], expected[0], rtol=1e-5, atol=0)
     if not return_dict:
-        assert (got[1] is None) == training
-    got[0].backward(), want[0].backward()
-    for g, w in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert (output[1] is None) == training
+    output[0].backward(), expected[0].backward()
+    for g, w in zip(patched.parameters(), reference.parameters(), strict=True):
         assert (g.grad - w.grad).abs().max() <= 2e-5 * w.grad.abs().max()
 
 
 def test_return_dict_is_handed_on():
-    theirs, mine = pair(star)
-    for given in (dict(return_dict=False), dict(return_dict=None), dict(return_dict=True)):
-        got, want = (model(**tiny.batch(), **given) for model in (mine, theirs))
-        assert isinstance(got, type(want))
-        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
-        if type(want) is tuple:
-            assert len(got) == len(want) and got[1] is None
+    reference, patched = pair_with_forward(star)
+    for kwargs in (dict(return_dict=False), dict(return_dict=None), dict(return_dict=True)):
+        output, expected = (model(**tiny.batch(), **kwargs) for model in (patched, reference))
+        assert isinstance(output, type(expected))
+        torch.testing.assert_close(output[0], expected[0], rtol=1e-5, atol=0)
+        if type(expected) is tuple:
+            assert len(output) == len(expected) and output[1] is None
 
 
 # ---- labels ----
@@ -344,23 +347,23 @@ def test_return_dict_is_handed_on():
 def test_labels_of_another_shape(shape, name, head):
     """Hugging Face's loss lays logits and labels out flat; unless they are shifted, along their
     last dimension."""
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
+    reference, patched = llamas()
     labels = tiny.batch()["labels"].reshape(shape)
-    given = dict(labels=labels) if name == "labels" else dict(labels=labels, shift_labels=labels)
+    kwargs = dict(labels=labels) if name == "labels" else dict(labels=labels, shift_labels=labels)
     for _ in range(2):
-        got = step(mine, **given, skip_logits=head == "in the head")
-        assert_same(got, step(theirs, **given))
-        assert (got[0].logits is None) == (head == "in the head")
+        output = step(patched, **kwargs, skip_logits=head == "in the head")
+        assert_steps_close(output, step(reference, **kwargs))
+        assert (output[0].logits is None) == (head == "in the head")
 
 
 # ---- what an output has by position ----
 
 
 def llamas(**config):
-    theirs, mine = tiny.model("llama", **config), tiny.model("llama", **config)
-    liger.apply_liger_kernel(mine)
-    return theirs, mine
+    reference = tiny.model("llama", **config)
+    patched = tiny.model("llama", **config)
+    liger.apply_liger_kernel(patched)
+    return reference, patched
 
 
 def same(a, b):
@@ -371,39 +374,43 @@ def same(a, b):
     return type(a) is type(b)
 
 
-def assert_same_places(got, want):
-    """But for the logits."""
-    place = list(want).index("logits")
-    values, wanted = got.to_tuple(), want.to_tuple()
-    assert len(values) == len(wanted) and values[place] is None
-    for i in range(-len(wanted), len(wanted)):
-        if i % len(wanted) == place:
+def assert_same_places(output, expected):
+    """Assert the values by position, but for the logits, which are missing in ``got``."""
+    position = list(expected).index("logits")
+    values, expected_values = output.to_tuple(), expected.to_tuple()
+    assert len(values) == len(expected_values) and values[position] is None
+    for i in range(-len(expected_values), len(expected_values)):
+        if i % len(expected_values) == position:
             for index in (i, torch.tensor(i)):
                 with pytest.raises(
                     RuntimeError,
                     match="makes no logits in training; call it with skip_logits=False",
                 ):
-                    got[index]
+                    output[index]
         else:
-            assert same(got[i], wanted[i])
-    for part in (slice(1), slice(1, None), slice(None), slice(None, None, -1), slice(2, None)):
-        assert [x is None for x in got[part]] == [x is wanted[place] for x in want[part]]
-        assert all(same(a, b) for a, b in zip(got[part], want[part], strict=True) if a is not None)
+            assert same(output[i], expected_values[i])
+    for index in (slice(1), slice(1, None), slice(None), slice(None, None, -1), slice(2, None)):
+        assert [x is None for x in output[index]] == [
+            x is expected_values[position] for x in expected[index]
+        ]
+        assert all(
+            same(a, b) for a, b in zip(output[index], expected[index], strict=True) if a is not None
+        )
     with pytest.raises(IndexError):
-        got[len(wanted)]
+        output[len(expected_values)]
     with pytest.raises(KeyError, match="skip_logits=False"):
-        got["logits"]
+        output["logits"]
     assert (
-        got.logits is None
-        and got.get("logits") is None
-        and "logits" not in got
-        and "logits" not in got.keys()
+        output.logits is None
+        and output.get("logits") is None
+        and "logits" not in output
+        and "logits" not in output.keys()
     )
-    assert list(got) == [name for name in want if name != "logits"]
-    assert all(got[name] is value for name, value in got.items())
+    assert list(output) == [name for name in expected if name != "logits"]
+    assert all(output[name] is value for name, value in output.items())
 
 
-MORE = {
+OUTPUT_OPTIONS = {
     "a cache": dict(use_cache=True),
     "nothing": {},
     "hidden states": dict(output_hidden_states=True),
@@ -420,45 +427,50 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("how", COPIES)
-def test_places(more, how):
-    theirs, mine = llamas()
+@pytest.mark.parametrize("options", OUTPUT_OPTIONS)
+@pytest.mark.parametrize("kind", COPIES)
+def test_places(options, kind):
+    reference, patched = llamas()
     with torch.no_grad():  # or nothing could be pickled
-        got, want = (model(**tiny.batch(), **MORE[more]) for model in (mine, theirs))
-    copied = COPIES[how](got)
-    assert type(copied) is type(got)
-    assert_same_places(copied, want)
+        output, expected = (
+            model(**tiny.batch(), **OUTPUT_OPTIONS[options]) for model in (patched, reference)
+        )
+    copied = COPIES[kind](output)
+    assert type(copied) is type(output)
+    assert_same_places(copied, expected)
 
 
 def test_places_of_a_mixture():
-    theirs, mine = tiny.model("mixtral"), tiny.model("mixtral")
-    liger.apply_liger_kernel(mine)
-    for more in (dict(output_router_logits=True), {}):
+    reference, patched = tiny.model("mixtral"), tiny.model("mixtral")
+    liger.apply_liger_kernel(patched)
+    for options in (dict(output_router_logits=True), {}):
         assert_same_places(
-            *(model(**tiny.batch(), **more, output_hidden_states=True) for model in (mine, theirs))
+            *(
+                model(**tiny.batch(), **options, output_hidden_states=True)
+                for model in (patched, reference)
+            )
         )
 
 
 def test_places_where_logits_are_kept():
-    theirs, mine = llamas()
+    reference, patched = llamas()
     for training, skip in ((True, False), (False, None)):
-        got, want = (
+        output, expected = (
             model.train(training)(**tiny.batch(), output_hidden_states=True)
-            for model in (mine, theirs)
+            for model in (patched, reference)
         )
-        got = mine(**tiny.batch(), output_hidden_states=True, skip_logits=skip)
+        output = patched(**tiny.batch(), output_hidden_states=True, skip_logits=skip)
         assert (
-            all(map(same, got.to_tuple(), want.to_tuple()))
-            and same(got[1], want[1])
-            and len(got) == len(want)
+            all(map(same, output.to_tuple(), expected.to_tuple()))
+            and same(output[1], expected[1])
+            and len(output) == len(expected)
         )
-        assert same(got["logits"], want["logits"])
+        assert same(output["logits"], expected["logits"])
 
 
 def test_metrics_come_last():
-    _, mine = llamas()
-    out = mine(**tiny.batch(), return_token_accuracy=True, output_hidden_states=True)
+    _, patched = llamas()
+    out = patched(**tiny.batch(), return_token_accuracy=True, output_hidden_states=True)
     assert out[3] is out.token_accuracy and out[2] is out.hidden_states and len(out.to_tuple()) == 4
 
 
@@ -477,11 +489,13 @@ def own_later(self, input_ids=None, labels=None, **kwargs):
 
 
 @pytest.mark.parametrize("forward", [later, own_later])
-@pytest.mark.parametrize("more", MORE)
-def test_places_of_a_loss_that_came_later(forward, more):
-    theirs, mine = pair(forward)
+@pytest.mark.parametrize("options", OUTPUT_OPTIONS)
+def test_places_of_a_loss_that_came_later(forward, options):
+    reference, patched = pair_with_forward(forward)
     for _ in range(2):
-        assert_same_places(*(model(**tiny.batch(), **MORE[more]) for model in (mine, theirs)))
+        assert_same_places(
+            *(model(**tiny.batch(), **OUTPUT_OPTIONS[options]) for model in (patched, reference))
+        )
 
 
 def test_places_of_an_output_that_never_had_logits():
@@ -489,9 +503,9 @@ def test_places_of_an_output_that_never_had_logits():
         out = HF(self, input_ids=input_ids, labels=labels, output_hidden_states=True)
         return CausalLMOutputWithPast(loss=out.loss, hidden_states=out.hidden_states)
 
-    theirs, mine = pair(forward)
-    got, want = (model(**tiny.batch()) for model in (mine, theirs))
-    assert same(got[1], want[1]) and len(got.to_tuple()) == len(want.to_tuple()) == 2
+    reference, patched = pair_with_forward(forward)
+    output, expected = (model(**tiny.batch()) for model in (patched, reference))
+    assert same(output[1], expected[1]) and len(output.to_tuple()) == len(expected.to_tuple()) == 2
 
 
 def without_a_loss(self, input_ids=None, labels=None, **kwargs):
@@ -502,16 +516,16 @@ def without_a_loss(self, input_ids=None, labels=None, **kwargs):
 
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_a_forward_without_a_loss_gives_its_logits(return_dict):
-    theirs, mine = pair(without_a_loss)
+    reference, patched = pair_with_forward(without_a_loss)
     for _ in range(2):
-        for model in (theirs, mine):
+        for model in (reference, patched):
             model.zero_grad()
             out = model(**tiny.batch(), return_dict=return_dict)
             logits = out.logits if return_dict else out[0]
             torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), tiny.batch()["labels"].flatten()
             ).backward()
-        for g, w in zip(mine.parameters(), theirs.parameters(), strict=True):
+        for g, w in zip(patched.parameters(), reference.parameters(), strict=True):
             assert (g.grad - w.grad).abs().max() <= 2e-5 * w.grad.abs().max()
 
 
@@ -520,27 +534,29 @@ def test_compiled():
     """In one graph, what is read of the output included."""
     for forward in (star, popping("label_smoothing"), doubled_or_dict):
         torch._dynamo.reset()
-        theirs, mine = pair(forward)
-        compiled = torch.compile(mine, backend="eager", fullgraph=True)
-        for given in (
-            ({}, dict(label_smoothing=0.2))
-            if forward is not doubled_or_dict
-            else (dict(return_dict=True),)
-        ):
-            want = hugging_face(**given) if forward is star else step(theirs, **given)
-            assert_same(step(mine, compiled, **given), want)
+        reference, patched = pair_with_forward(forward)
+        compiled = torch.compile(patched, backend="eager", fullgraph=True)
+        calls = [{}, dict(label_smoothing=0.2)]
+        if forward is doubled_or_dict:
+            calls = [dict(return_dict=True)]
+        for kwargs in calls:
+            expected = hugging_face(**kwargs) if forward is star else step(reference, **kwargs)
+            assert_steps_close(step(patched, compiled, **kwargs), expected)
     torch._dynamo.reset()
-    theirs, mine = llamas()
+    reference, patched = llamas()
 
     def places(model, batch):
         out = model(**batch)
         return out[0], out[:1], out.to_tuple()
 
-    got = torch.compile(places, backend="eager", fullgraph=True)(mine, tiny.batch())
-    loss = theirs(**tiny.batch()).loss
-    assert same(got[:2], (loss, (loss,))) and same(got[2][0], loss) and got[2][1:] == (None,)
+    output = torch.compile(places, backend="eager", fullgraph=True)(patched, tiny.batch())
+    loss = reference(**tiny.batch()).loss
+    assert (
+        same(output[:2], (loss, (loss,))) and same(output[2][0], loss) and output[2][1:] == (None,)
+    )
     assert_same_places(
-        torch.compile(mine, backend="eager", fullgraph=True)(**tiny.batch()), theirs(**tiny.batch())
+        torch.compile(patched, backend="eager", fullgraph=True)(**tiny.batch()),
+        reference(**tiny.batch()),
     )
 
 

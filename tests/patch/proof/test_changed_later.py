@@ -1,12 +1,12 @@
-"""What a user's code does to a model, its classes and its logits in unusual ways and late: as
-without the patch."""
+"""User code changes a model, its classes and its logits in unusual ways and late: all is as without
+the patch."""
 
 import copy
 
 import pytest
 import tiny
 import torch
-from forwards import V, adding, assert_same, between, pair
+from forwards import V, forward_adding_to_loss, assert_steps_close, forward_changing_logits, pair_with_forward
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("reference_only")
 
 
 def patched(family="llama", prepare=lambda model: None):
-    theirs = tiny.model(family)
-    prepare(theirs)
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    return theirs, mine
+    reference = tiny.model(family)
+    prepare(reference)
+    patched_model = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched_model)
+    return reference, patched_model
 
 
 # ---- classes and functions ----
@@ -47,22 +47,26 @@ def smoothed(source, target, num_items_in_batch=None, ignore_index=-100, **kwarg
 CHANGES = {
     "the forward of the class": (LlamaForCausalLM, "forward", doubled),
     "the loss of the class": (
-        LlamaForCausalLM, "loss_function", property(lambda self: lambda logits, labels, **kw: logits.square().mean()),
+        LlamaForCausalLM,
+        "loss_function",
+        property(lambda self: lambda logits, labels, **kw: logits.square().mean()),
     ),
     "the cross entropy of Hugging Face": (loss_utils, "fixed_cross_entropy", smoothed),
     "the forward of linear layers": (
-        torch.nn.Linear, "forward", lambda self, x: torch.nn.functional.linear(x * 1.1, self.weight, self.bias),
+        torch.nn.Linear,
+        "forward",
+        lambda self, x: torch.nn.functional.linear(x * 1.1, self.weight, self.bias),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_replaced_after_the_patch(change, monkeypatch):
-    theirs, mine = patched()
-    assert_same(step(mine), step(theirs))
+    reference, patched_model = patched()
+    assert_steps_close(step(patched_model), step(reference))
     monkeypatch.setattr(*CHANGES[change], raising=False)
     for _ in range(2):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched_model), step(reference))
 
 
 def test_an_attention_whose_forward_is_replaced():
@@ -78,8 +82,8 @@ def test_an_attention_whose_forward_is_replaced():
         def backward(ctx, g):
             return 2 * g
 
-    theirs, mine = patched("qwen3")
-    for model in (theirs, mine):
+    reference, patched_model = patched("qwen3")
+    for model in (reference, patched_model):
         attention = model.model.layers[0].self_attn
 
         def forward(hidden_states, *args, self=attention, **kwargs):
@@ -89,7 +93,7 @@ def test_an_attention_whose_forward_is_replaced():
             return self.o_proj(Seen.apply(q).flatten(2)), None
 
         attention.forward = forward
-    assert_same(step(mine), step(theirs))
+    assert_steps_close(step(patched_model), step(reference))
 
 
 # ---- logits, late ----
@@ -119,7 +123,7 @@ def labels_in_place(self, x):
 
 def of_labels_in_place(self, input_ids=None, labels=None, **kwargs):
     self.labels = labels
-    return between(labels_in_place)(self, input_ids, labels)
+    return forward_changing_logits(labels_in_place)(self, input_ids, labels)
 
 
 def own_options(self, input_ids=None, labels=None, label_smoothing=0.0, memory=None, **kwargs):
@@ -141,35 +145,40 @@ def checkpointed(self, x):
 
 
 FORWARDS = {
-    "a hook after the loss": adding(halved),
-    "a gradient that is kept": adding(retained),
+    "a hook after the loss": forward_adding_to_loss(halved),
+    "a gradient that is kept": forward_adding_to_loss(retained),
     "a loss twice": twice,
     "labels in place": of_labels_in_place,
     "options of its own": own_options,
     "one label a sequence": classifies,
-    "a checkpoint of the logits": between(checkpointed),
+    "a checkpoint of the logits": forward_changing_logits(checkpointed),
 }
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_unusual_forwards(forward):
-    theirs, mine = pair(FORWARDS[forward])
+    reference, patched_model = pair_with_forward(FORWARDS[forward])
     given = dict(label_smoothing=0.5, memory=3) if forward == "options of its own" else {}
     for _ in range(3):
         labels = [tiny.batch()["labels"] for _ in range(2)]
         if forward == "one label a sequence":
             labels = [x[:, :1].abs() for x in labels]
-        assert_same(step(mine, labels=labels[0], **given), step(theirs, labels=labels[1], **given))
+        assert_steps_close(
+            step(patched_model, labels=labels[0], **given),
+            step(reference, labels=labels[1], **given),
+        )
         if forward == "a gradient that is kept":
-            torch.testing.assert_close(mine.kept.grad, theirs.kept.grad, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                patched_model.kept.grad, reference.kept.grad, rtol=1e-4, atol=1e-7
+            )
 
 
 def test_labels_that_the_loss_never_sees():
     """Numbers beyond the vocabulary, which the forward changes before its loss."""
-    theirs, mine = pair(between(lambda self, x: x, labels=lambda self, y: y % V))
+    reference, patched_model = pair_with_forward(forward_changing_logits(lambda self, x: x, labels=lambda self, y: y % V))
     for _ in range(2):
         labels = tiny.batch()["labels"].abs() + 3 * V
-        assert_same(step(mine, labels=labels), step(theirs, labels=labels))
+        assert_steps_close(step(patched_model, labels=labels), step(reference, labels=labels))
 
 
 # ---- heads that are called ----
@@ -193,6 +202,6 @@ def spectral(model):
 
 @pytest.mark.parametrize("prepare", [centred, spectral])
 def test_heads_of_their_own(prepare):
-    theirs, mine = patched(prepare=prepare)
+    reference, patched_model = patched(prepare=prepare)
     for _ in range(3):
-        assert_same(step(mine), step(theirs))
+        assert_steps_close(step(patched_model), step(reference))

@@ -8,12 +8,13 @@ from liger_kernel.patch.proof import conditions
 
 def test_small_tensors_are_the_compilers(monkeypatch):
     """In a graph, and on a GPU: there each operator of ours costs the host more than it saves."""
-    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
-    small, large = torch.empty(2**23 - 1, device="meta"), torch.empty(2**23, device="meta")
-    assert not conditions.is_the_compilers(small)
+    monkeypatch.setattr(conditions, "MIN_NUMEL_IN_GRAPH", 2**23)
+    small = torch.empty(2**23 - 1, device="meta")
+    large = torch.empty(2**23, device="meta")
+    assert not conditions.left_to_compiler(small)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert conditions.is_the_compilers(small) and not conditions.is_the_compilers(large)
-    assert not conditions.is_the_compilers(torch.empty(1))
+    assert conditions.left_to_compiler(small) and not conditions.left_to_compiler(large)
+    assert not conditions.left_to_compiler(torch.empty(1))
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,10 @@ def test_small_tensors_are_the_compilers(monkeypatch):
 )
 def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
     """There small tensors are ours. Every backend has its own answer, for one function."""
-    found = []
+    answers = []
 
     def note():
-        found.append(conditions.becomes_a_cuda_graph())
+        answers.append(conditions.will_be_cuda_graph())
         return True
 
     note._dynamo_marked_constant = True
@@ -48,8 +49,8 @@ def test_what_becomes_a_cuda_graph(compiling, graphs, monkeypatch):
     torch._dynamo.reset()
     torch.compile(function, backend="eager")(x)
     torch.compile(function, **compiling)(x)
-    assert found[0] is False and found[-1] is graphs
-    assert not conditions.becomes_a_cuda_graph()
+    assert answers[0] is False and answers[-1] is graphs
+    assert not conditions.will_be_cuda_graph()
 
 
 def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
@@ -59,7 +60,7 @@ def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
     )
 
     def function(x):
-        return x + 1 if conditions.becomes_a_cuda_graph() else x - 1
+        return x + 1 if conditions.will_be_cuda_graph() else x - 1
 
     x = torch.ones(3)
     torch._dynamo.reset()
@@ -72,6 +73,6 @@ def test_a_whole_graph_asks_what_it_becomes(monkeypatch):
 
 def test_small_tensors_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(conditions, "IN_GRAPH", 2**23)
-    monkeypatch.setattr(conditions, "becomes_a_cuda_graph", lambda: True)
-    assert not conditions.is_the_compilers(torch.empty(5, device="meta"))
+    monkeypatch.setattr(conditions, "MIN_NUMEL_IN_GRAPH", 2**23)
+    monkeypatch.setattr(conditions, "will_be_cuda_graph", lambda: True)
+    assert not conditions.left_to_compiler(torch.empty(5, device="meta"))

@@ -27,9 +27,16 @@ pytestmark = pytest.mark.usefixtures("reference_only")
 
 FEW = "lfm2", "llama4_text", "qwen3_next"
 MANY = (  # decoder layers of several kinds
-    "axk2", "bailing_hybrid", "bamba", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "qwen3_5_moe_text",
+    "axk2",
+    "bailing_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "lfm3",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
-)  # fmt: skip
+)
 VISION = "lfm2_vl", "llama4", "qwen3_5", "qwen3_5_moe"
 HYBRID = [
     pytest.param(
@@ -96,8 +103,7 @@ def wrapped(model, look_up, name):
 
 
 def checkpointed(model, name):
-    """Those that PyTorch's checkpoint wrappers are put around; they are in the model from now
-    on."""
+    """Put PyTorch's checkpoint wrappers around the modules of this class, and list their paths."""
     cls = get_module_class_from_name(model, name)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, cls))
     return [path for path, module in model.named_modules() if isinstance(module, CheckpointWrapper)]
@@ -115,19 +121,19 @@ def names_of(model):
 @pytest.mark.parametrize("home,family", HYBRID)
 def test_layers_of_several_kinds(home, family, monkeypatch):
     monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    theirs = home.build(family)
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    names = names_of(theirs)
-    assert names == names_of(mine)
+    reference = home.build(family)
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
+    names = names_of(reference)
+    assert names == names_of(patched)
     for name in names:
         monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", name)
         for look_up in LOOK_UPS:
-            want = wrapped(theirs, look_up, name)
-            assert want and wrapped(mine, look_up, name) == want, (name, look_up)
-    for name in set(names) & set(theirs._no_split_modules):
-        want = checkpointed(theirs, name)
-        assert want and checkpointed(mine, name) == want, name
+            expected = wrapped(reference, look_up, name)
+            assert expected and wrapped(patched, look_up, name) == expected, (name, look_up)
+    for name in set(names) & set(reference._no_split_modules):
+        expected = checkpointed(reference, name)
+        assert expected and checkpointed(patched, name) == expected, name
 
 
 def mixed():
@@ -146,8 +152,8 @@ def mixed():
 def test_modules_of_one_class_that_are_of_several_now(look_up, monkeypatch):
     monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "LlamaMLP")
     model, _ = mixed()
-    found = wrapped(model, look_up, "LlamaMLP")
-    assert [path for path in found if path.endswith("mlp")] == [
+    modules = wrapped(model, look_up, "LlamaMLP")
+    assert [path for path in modules if path.endswith("mlp")] == [
         f"model.layers.{i}.mlp" for i in range(3)
     ]
 
@@ -194,12 +200,12 @@ def test_a_class_that_another_library_makes_of_one(mixin):
     """As FSDP2 does: it is of its own instances alone."""
     model, classes = mixed()
     first, second, third = (layer.mlp for layer in model.model.layers)
-    made = type(f"Of{type(first).__name__}", (type(first), mixin), {})
-    first.__class__ = made
-    assert [isinstance(mlp, made) for mlp in (first, second, third)] == [True, False, False]
+    derived = type(f"Of{type(first).__name__}", (type(first), mixin), {})
+    first.__class__ = derived
+    assert [isinstance(mlp, derived) for mlp in (first, second, third)] == [True, False, False]
     assert [isinstance(mlp, mixin) for mlp in (first, second, third)] == [True, False, False]
-    assert all(isinstance(first, cls) for cls in classes) and issubclass(made, classes[1])
-    assert not any(issubclass(cls, made) for cls in classes)
+    assert all(isinstance(first, cls) for cls in classes) and issubclass(derived, classes[1])
+    assert not any(issubclass(cls, derived) for cls in classes)
     model(**tiny.batch()).loss.backward()
 
 
@@ -217,26 +223,32 @@ def of_metaclass(metaclass):
 @pytest.mark.parametrize("metaclass", (abc.ABCMeta, Counting))
 def test_a_family_with_a_metaclass(metaclass):
     model = tiny.model("llama")
-    own = of_metaclass(metaclass)
-    model.model.layers[0].mlp.__class__ = own
-    before = isinstance(model.model.norm, own), isinstance(model.model.layers[0].mlp, own)
+    user_class = of_metaclass(metaclass)
+    model.model.layers[0].mlp.__class__ = user_class
+    before = (
+        isinstance(model.model.norm, user_class),
+        isinstance(model.model.layers[0].mlp, user_class),
+    )
     liger.apply_liger_kernel(model)
     first, second = (type(layer.mlp) for layer in model.model.layers)
     assert (
-        first._liger[0] is own
+        first._liger[0] is user_class
         and issubclass(type(first), metaclass)
         and first._liger[1] == second._liger[1]
     )
     assert isinstance(model.model.layers[0].mlp, first) and not isinstance(
         model.model.layers[1].mlp, first
     )
-    assert (isinstance(model.model.norm, own), isinstance(model.model.layers[0].mlp, own)) == before
+    assert (
+        isinstance(model.model.norm, user_class),
+        isinstance(model.model.layers[0].mlp, user_class),
+    ) == before
     model.model.norm.counts = True
-    assert isinstance(model.model.norm, first) == isinstance(model.model.norm, own)
+    assert isinstance(model.model.norm, first) == isinstance(model.model.norm, user_class)
     assert (
         issubclass(first, second)
         and not issubclass(second, first)
-        and not issubclass(type(model), own)
+        and not issubclass(type(model), user_class)
     )
 
 

@@ -29,11 +29,13 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("mode", [Functions, Operations])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_layers(family, mode):
-    theirs, mine = tiny.model(family), tiny.model(family)
-    liger.apply_liger_kernel(mine)
-    plain = step(theirs)[0].loss
+    reference = tiny.model(family)
+    patched_model = tiny.model(family)
+    liger.apply_liger_kernel(patched_model)
+    plain = step(reference)[0].loss
     with mode():
-        got, want = step(mine), step(theirs)
-    assert_same_step(got, want)
-    assert (want[0].loss - plain).abs() > 1e-3
-    assert_same_step(step(mine), step(theirs))
+        output = step(patched_model)
+        expected = step(reference)
+    assert_same_step(output, expected)
+    assert (expected[0].loss - plain).abs() > 1e-3
+    assert_same_step(step(patched_model), step(reference))

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import Norm, models, with_act, with_mlps, with_norms
+from own_code import PlainRMSNorm, patched_pair, mlp_with_activation, replace_mlps, replace_norms
 from patched import assert_same_step, step
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
@@ -19,7 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import liger_kernel.transformers as liger
 
 pytestmark = pytest.mark.usefixtures("reference_only")
-GAIN, SWITCH, LOGGED = 1.0, True, []
+GAIN = 1.0
+SWITCH = True
+LOGGED = []
 NUMBERS = {"gain": 1.0}
 SCHEDULE = types.SimpleNamespace(gain=1.0)
 CONTEXT = contextvars.ContextVar("gain", default=1.0)
@@ -30,7 +32,7 @@ scaled = ELSEWHERE.scaled
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """What the forwards read is 1 again, and what they note is gone."""
+    """Reset to 1 what the forwards read, and clear what they note."""
     yield
     read_from_now_on(1.0)
     os.environ.pop("LIGER_TEST_GAIN", None)
@@ -53,7 +55,7 @@ class GlobalNorm(LlamaRMSNorm):
 def of_a_closure():
     gain = 1.0
 
-    class ClosureNorm(Norm):
+    class ClosureNorm(PlainRMSNorm):
         def forward(self, x):
             return self.normed(x) * gain
 
@@ -67,48 +69,48 @@ def of_a_closure():
 ClosureNorm, closure_gain = of_a_closure()
 
 
-class ContextNorm(Norm):
+class ContextNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * CONTEXT.get()
 
 
-class ClassNorm(Norm):
+class ClassNorm(PlainRMSNorm):
     gain = 1.0
 
     def forward(self, x):
         return self.normed(x) * type(self).gain
 
 
-class ObjectNorm(Norm):
+class ObjectNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * SCHEDULE.gain
 
 
-class ItsObjectNorm(Norm):
+class ItsObjectNorm(PlainRMSNorm):
     schedule = SCHEDULE
 
     def forward(self, x):
         return self.normed(x) * self.schedule.gain
 
 
-class EnvironmentNorm(Norm):
+class EnvironmentNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * float(os.environ.get("LIGER_TEST_GAIN", "1"))
 
 
-class DefaultNorm(Norm):
+class DefaultNorm(PlainRMSNorm):
     gains = [1.0]
 
     def forward(self, x, gains=gains):
         return self.normed(x) * gains[0]
 
 
-class DictNorm(Norm):
+class DictNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * NUMBERS["gain"]
 
 
-class ListNorm(Norm):
+class ListNorm(PlainRMSNorm):
     def __init__(self, width):
         super().__init__(width)
         self.gains = [1.0]
@@ -117,7 +119,7 @@ class ListNorm(Norm):
         return self.normed(x) * self.gains[0]
 
 
-class PropertyNorm(Norm):
+class PropertyNorm(PlainRMSNorm):
     @property
     def gain(self):
         return GAIN
@@ -126,19 +128,19 @@ class PropertyNorm(Norm):
         return self.normed(x) * self.gain
 
 
-class ElsewhereNorm(Norm):
+class ElsewhereNorm(PlainRMSNorm):
     def forward(self, x):
         return scaled(self.normed(x))
 
 
-class AuxiliaryNorm(Norm):
+class AuxiliaryNorm(PlainRMSNorm):
     def forward(self, x):
         y = self.normed(x)
         LOGGED.append(y.square().mean())
         return y
 
 
-class HelperNorm(Norm):
+class HelperNorm(PlainRMSNorm):
     def forward(self, x):
         return counted(self.normed(x))
 
@@ -149,7 +151,7 @@ class Logger(torch.nn.Module):
         return x
 
 
-class LoggingNorm(Norm):
+class LoggingNorm(PlainRMSNorm):
     def __init__(self, width):
         super().__init__(width)
         object.__setattr__(self, "logger", Logger())
@@ -166,25 +168,25 @@ class DepthMLP(LlamaMLP):
         )
 
 
-class SizedNorm(Norm):
+class SizedNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * (1 + x.shape[1] // 100)
 
 
-class InPlaceNorm(Norm):
+class InPlaceNorm(PlainRMSNorm):
     def forward(self, x):
         x += 0.1
         return self.normed(x)
 
 
-class HookingNorm(Norm):
+class HookingNorm(PlainRMSNorm):
     def forward(self, x):
         y = self.normed(x)
         y.register_hook(lambda g: g * GAIN)
         return y
 
 
-class BranchingNorm(Norm):
+class BranchingNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) if SWITCH else x
 
@@ -253,14 +255,18 @@ NORMS = {
 MLPS = {
     "stochastic depth": (DepthMLP, "reads random"),
     "a list of losses": (LoggingMLP, "reads LOGGED"),
-    "an activation's list": (with_act(LoggingAct), "LoggingAct.forward reads LOGGED"),
+    "an activation's list": (mlp_with_activation(LoggingAct), "LoggingAct.forward reads LOGGED"),
     "an activation within others": (
-        with_act(lambda: torch.nn.Sequential(torch.nn.Sequential(LoggingAct()))), "LoggingAct.forward reads LOGGED",
+        mlp_with_activation(lambda: torch.nn.Sequential(torch.nn.Sequential(LoggingAct()))),
+        "LoggingAct.forward reads LOGGED",
     ),
-    "a function": (with_act(lambda: logging_act), "logging_act reads LOGGED"),
-    "a partial": (with_act(lambda: functools.partial(scaled_act, of_the_dict)), "partial is neither"),
-    "a hook on the activation": (with_act(hooked_act), "there are hooks on its act_fn"),
-}  # fmt: skip
+    "a function": (mlp_with_activation(lambda: logging_act), "logging_act reads LOGGED"),
+    "a partial": (
+        mlp_with_activation(lambda: functools.partial(scaled_act, of_the_dict)),
+        "partial is neither",
+    ),
+    "a hook on the activation": (mlp_with_activation(hooked_act), "there are hooks on its act_fn"),
+}
 
 
 def own_step(model, tokens):
@@ -276,17 +282,17 @@ def own_step(model, tokens):
     }
 
 
-def assert_same_two_steps(theirs, mine, tokens=13):
+def assert_same_two_steps(reference, patched_model, tokens=13):
     """Before and after what is read has changed, which counts for something."""
     losses = []
     for _ in range(2):
-        want = own_step(theirs, tokens)
+        expected = own_step(reference, tokens)
         noted = len(LOGGED)
-        assert_same_step(own_step(mine, tokens), want)
+        assert_same_step(own_step(patched_model, tokens), expected)
         assert len(LOGGED) == noted
-        losses.append(want[0]["loss"])
+        losses.append(expected[0]["loss"])
         read_from_now_on(0.25)
-        for model in (theirs, mine):
+        for model in (reference, patched_model):
             for layer in model.model.layers:
                 if hasattr(layer.input_layernorm, "gains"):
                     layer.input_layernorm.gains[0] = 0.25
@@ -305,22 +311,24 @@ CONSTANT = (
 
 @pytest.mark.parametrize("cls", NORMS, ids=lambda cls: cls.__name__)
 def test_a_norm_that_does_something_beside(cls):
-    theirs, mine, report = models(with_norms(cls))
+    reference, patched_model, report = patched_pair(replace_norms(cls))
     assert not LOGGED and report.of(cls.__name__) == 0
-    ((_, why),) = (key for key in report.left_alone if key[0] == cls.__name__)
-    assert NORMS[cls] in why
-    before, after = assert_same_two_steps(theirs, mine, tokens=128 if cls is SizedNorm else 13)
+    ((_, reason),) = (key for key in report.left_alone if key[0] == cls.__name__)
+    assert NORMS[cls] in reason
+    before, after = assert_same_two_steps(
+        reference, patched_model, tokens=128 if cls is SizedNorm else 13
+    )
     assert torch.equal(before, after) == (cls in CONSTANT)
 
 
 @pytest.mark.parametrize("case", MLPS)
 def test_an_mlp_that_does_something_beside(case):
-    make, why = MLPS[case]
-    theirs, mine, report = models(with_mlps(make))
+    make, expected_reason = MLPS[case]
+    reference, patched_model, report = patched_pair(replace_mlps(make))
     assert not LOGGED
     ((name, reason),) = report.left_alone
-    assert why in reason and name == type(theirs.model.layers[0].mlp).__name__
-    before, after = assert_same_two_steps(theirs, mine)
+    assert expected_reason in reason and name == type(reference.model.layers[0].mlp).__name__
+    before, after = assert_same_two_steps(reference, patched_model)
     assert torch.equal(before, after) == (case != "a partial")
 
 
@@ -328,11 +336,11 @@ def test_experts_with_a_function_of_ones_own(monkeypatch):
     """Registered before the patch: the trial does not run it."""
     from transformers.integrations import moe
 
-    def own(self, *given):
+    def user_experts(self, *args):
         LOGGED.append(1.0)
-        return moe.batched_mm_experts_forward(self, *given)
+        return moe.batched_mm_experts_forward(self, *args)
 
-    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "own", own)
+    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "own", user_experts)
     model = tiny.model("mixtral", experts_implementation="own")
     report = liger.apply_liger_kernel(model)
     assert not LOGGED and report.of("MixtralExperts") == 0
@@ -345,9 +353,9 @@ def test_a_mask_does_not_rest_on_layers():
     def change(model):
         model.model.norm.__class__ = AuxiliaryNorm
 
-    theirs, mine, report = models(change, attn_implementation="sdpa")
+    reference, patched_model, report = patched_pair(change, attn_implementation="sdpa")
     assert report.of("LlamaModel's causal mask") == 1 and not LOGGED
-    assert_same_step(own_step(mine, 13), own_step(theirs, 13))
+    assert_same_step(own_step(patched_model, 13), own_step(reference, 13))
 
 
 # ---- what was exchanged, now or later ----
@@ -361,11 +369,11 @@ def act(x):
 def halved(function):
     def call(*args, **kwargs):
         LOGGED.append(1.0)
-        found = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         return (
-            tuple(t if t is None else 0.5 * t for t in found)
-            if type(found) is tuple
-            else 0.5 * found
+            tuple(t if t is None else 0.5 * t for t in output)
+            if type(output) is tuple
+            else 0.5 * output
         )
 
     return call
@@ -380,10 +388,10 @@ def attention(patch):
 
 
 def attentions(patch):
-    own = types.SimpleNamespace(
+    table = types.SimpleNamespace(
         get_interface=lambda *args: halved(modeling_llama.eager_attention_forward)
     )
-    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", own)
+    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", table)
 
 
 def causal_mask(patch):
@@ -409,31 +417,34 @@ EXCHANGED = {
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("what", EXCHANGED)
-def test_an_object_of_the_modeling_file_is_exchanged(what, when, monkeypatch):
-    theirs, mine = (tiny.model("llama", attn_implementation="sdpa") for _ in range(2))
-    known = step(theirs)[0].loss
+@pytest.mark.parametrize("exchanged", EXCHANGED)
+def test_an_object_of_the_modeling_file_is_exchanged(exchanged, when, monkeypatch):
+    reference, patched_model = (tiny.model("llama", attn_implementation="sdpa") for _ in range(2))
+    reference_loss = step(reference)[0].loss
     if when == "before":
-        EXCHANGED[what](monkeypatch)
-    liger.apply_liger_kernel(mine)
+        EXCHANGED[exchanged](monkeypatch)
+    liger.apply_liger_kernel(patched_model)
     assert not LOGGED
     if when == "after":
-        assert_same_step(step(mine), step(theirs))
-        EXCHANGED[what](monkeypatch)
-    want = step(theirs)
+        assert_same_step(step(patched_model), step(reference))
+        EXCHANGED[exchanged](monkeypatch)
+    expected = step(reference)
     called = len(LOGGED)
     LOGGED.clear()
-    assert_same_step(step(mine), want)
-    assert len(LOGGED) == called > 0 and not torch.isclose(want[0].loss, known, rtol=1e-4)
+    assert_same_step(step(patched_model), expected)
+    assert len(LOGGED) == called > 0 and not torch.isclose(
+        expected[0].loss, reference_loss, rtol=1e-4
+    )
 
 
 def test_an_activation_of_the_table_is_exchanged(monkeypatch):
     """ACT2FN is read when a model is built: of those that are there none changes."""
-    theirs, mine = tiny.model("llama"), tiny.model("llama")
-    liger.apply_liger_kernel(mine)
+    reference = tiny.model("llama")
+    patched_model = tiny.model("llama")
+    liger.apply_liger_kernel(patched_model)
     monkeypatch.setitem(ACT2FN, "silu", (LoggingAct, {}))
-    assert_same_step(step(mine), step(theirs))
-    theirs, mine, report = models(lambda model: None)
+    assert_same_step(step(patched_model), step(reference))
+    reference, patched_model, report = patched_pair(lambda model: None)
     assert report.of("LlamaMLP") == 0 and not LOGGED
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     assert len(LOGGED) == 4

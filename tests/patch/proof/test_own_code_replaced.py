@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import Norm, models, with_act, with_mlps, with_norms
+from own_code import PlainRMSNorm, patched_pair, mlp_with_activation, replace_mlps, replace_norms
 from patched import assert_same_step, step
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -76,24 +76,25 @@ class RemoteNormOfOne(RemoteNorm):
 class RemoteTorchNorm(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.normalized_shape, self.eps = (width,), 1e-6
+        self.normalized_shape = (width,)
+        self.eps = 1e-6
         self.weight = torch.nn.Parameter(torch.ones(width))
 
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-class NumberNorm(Norm):
+class NumberNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x) * GAIN
 
 
-class FunctionsNorm(Norm):
+class FunctionsNorm(PlainRMSNorm):
     def forward(self, x):
         return identity(self.normed(once(x)))
 
 
-class ItsNumberNorm(Norm):
+class ItsNumberNorm(PlainRMSNorm):
     def __init__(self, width):
         super().__init__(width)
         self.gain = 1.0
@@ -102,7 +103,7 @@ class ItsNumberNorm(Norm):
         return self.normed(x) * self.gain
 
 
-class PlainNorm(Norm):
+class PlainNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x)
 
@@ -110,7 +111,8 @@ class PlainNorm(Norm):
 class RemoteMLP(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        wide, inner = config.hidden_size, config.intermediate_size
+        wide = config.hidden_size
+        inner = config.intermediate_size
         self.w1, self.w3 = (torch.nn.Linear(wide, inner, bias=False) for _ in range(2))
         self.w2 = torch.nn.Linear(inner, wide, bias=False)
 
@@ -124,7 +126,8 @@ class RemoteMLPInSteps(RemoteMLP):
         self.act = torch.nn.SiLU()
 
     def forward(self, x):
-        gate, up = self.act(self.w1(x)), self.w3(x)
+        gate = self.act(self.w1(x))
+        up = self.w3(x)
         return self.w2(gate * up)
 
 
@@ -146,17 +149,17 @@ ARITHMETIC = (
 
 @pytest.mark.parametrize("cls", ARITHMETIC)
 def test_a_norm_in_arithmetic_is_replaced(cls):
-    theirs, mine, report = models(with_norms(cls))
+    reference, patched_model, report = patched_pair(replace_norms(cls))
     assert report.of(cls.__name__) == 2 and cls.__name__ not in {
         name for name, _ in report.left_alone
     }
     assert all("trusted" not in by for _, by in report.replaced)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_gemmas_norm_is_replaced():
-    mine = torch.nn.ModuleList([RemoteNormOfOne(8)])
-    assert liger.apply_liger_kernel(mine).replaced == {
+    patched_model = torch.nn.ModuleList([RemoteNormOfOne(8)])
+    assert liger.apply_liger_kernel(patched_model).replaced == {
         ("RemoteNormOfOne", "liger_rms_norm (gemma, offset 1)"): 1
     }
 
@@ -165,14 +168,15 @@ def test_gemmas_norm_is_replaced():
 def test_an_mlp_in_arithmetic_is_replaced(cls):
     def change(model):
         for layer in model.model.layers:
-            mlp, old = cls(model.config), layer.mlp
+            mlp = cls(model.config)
+            old = layer.mlp
             for own, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
                 setattr(mlp, own, getattr(old, name))
             layer.mlp = mlp
 
-    theirs, mine, report = models(change)
+    reference, patched_model, report = patched_pair(change)
     assert report.replaced[cls.__name__, "liger_swiglu"] == 2
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def rotate_half(x):
@@ -214,12 +218,12 @@ def with_attentions(model):
 
 def test_a_rope_in_arithmetic_is_replaced(monkeypatch):
     """As long as it, and what it calls, is what it was."""
-    theirs, mine, report = models(with_attentions)
+    reference, patched_model, report = patched_pair(with_attentions)
     assert report.of("apply_rotary_pos_emb") == 2
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     turned = rotate_half
     monkeypatch.setitem(globals(), "rotate_half", lambda x: 0.5 * turned(x))
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_a_rope_of_another_file_reads_a_number_of_that_file(monkeypatch):
@@ -233,11 +237,11 @@ def test_a_rope_of_another_file_reads_a_number_of_that_file(monkeypatch):
     )
     exec(source, vars(other))
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", other.apply_rotary_pos_emb)
-    theirs, mine, report = models(with_attentions)
+    reference, patched_model, report = patched_pair(with_attentions)
     assert report.of("apply_rotary_pos_emb") == 2
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     other.GAIN = 0.25
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def halve(monkeypatch, models):
@@ -260,45 +264,46 @@ def halve_their_own(monkeypatch, models):
 )
 def test_what_arithmetic_reads_changes_later(cls, change, monkeypatch):
     """Until then the kernel runs, thereafter the class's own code."""
-    theirs, mine, report = models(with_norms(cls), num_hidden_layers=1)
+    reference, patched_model, report = patched_pair(replace_norms(cls), num_hidden_layers=1)
     assert report.of(cls.__name__) == 1
-    ran, liger_rms_norm = [], functional.liger_rms_norm
+    ran = []
+    liger_rms_norm = functional.liger_rms_norm
     monkeypatch.setattr(
         functional, "liger_rms_norm", lambda *args: ran.append(1) or liger_rms_norm(*args)
     )
-    before = step(theirs)
-    assert_same_step(step(mine), before)
+    before = step(reference)
+    assert_same_step(step(patched_model), before)
     assert len(ran) == 3
-    change(monkeypatch, (theirs, mine))
-    after = step(theirs)
-    assert_same_step(step(mine), after)
+    change(monkeypatch, (reference, patched_model))
+    after = step(reference)
+    assert_same_step(step(patched_model), after)
     assert len(ran) == 5
     assert not torch.isclose(before[0].loss, after[0].loss, rtol=1e-4)
 
 
 def test_a_number_changes_under_compile(monkeypatch):
     torch._dynamo.reset()
-    theirs, mine, _ = models(with_norms(NumberNorm), num_hidden_layers=1)
-    run = torch.compile(mine, backend="eager", fullgraph=True)
-    assert_same_step(step(mine, run), step(theirs))
+    reference, patched_model, _ = patched_pair(replace_norms(NumberNorm), num_hidden_layers=1)
+    run = torch.compile(patched_model, backend="eager", fullgraph=True)
+    assert_same_step(step(patched_model, run), step(reference))
     monkeypatch.setitem(globals(), "GAIN", 0.5)
-    assert_same_step(step(mine, run), step(theirs))
+    assert_same_step(step(patched_model, run), step(reference))
 
 
 def test_an_activation_that_reads_a_number(monkeypatch):
-    theirs, mine, report = models(with_mlps(with_act(OwnAct)))
+    reference, patched_model, report = patched_pair(replace_mlps(mlp_with_activation(OwnAct)))
     assert report.of("LlamaMLP") == 2
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     monkeypatch.setitem(globals(), "GAIN", 0.5)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def test_a_function_that_reads_a_number(monkeypatch):
-    theirs, mine, report = models(with_mlps(with_act(lambda: gained)))
+    reference, patched_model, report = patched_pair(replace_mlps(mlp_with_activation(lambda: gained)))
     assert report.of("LlamaMLP") == 2
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
     monkeypatch.setitem(globals(), "GAIN", 0.5)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 def gained(x):
@@ -323,7 +328,7 @@ class Drawing(LlamaMLP):
 
 def test_a_trial_leaves_random_numbers_alone():
     model = tiny.model("llama")
-    with_mlps(Drawing)(model)
+    replace_mlps(Drawing)(model)
     for trust, replaced in (((), 0), ((Drawing,), 2)):
         states = random.getstate(), np.random.get_state()[1:3], torch.get_rng_state()
         assert liger.apply_liger_kernel(model, trust=trust).of("Drawing") == replaced
@@ -334,12 +339,12 @@ def test_a_trial_leaves_random_numbers_alone():
 
 def test_trust():
     """It is still tried, and the report says that nobody looked at it."""
-    theirs, mine, report = models(with_norms(GlobalNorm))
+    reference, patched_model, report = patched_pair(replace_norms(GlobalNorm))
     assert report.of("GlobalNorm") == 0
-    report = liger.apply_liger_kernel(mine, trust=[GlobalNorm])
+    report = liger.apply_liger_kernel(patched_model, trust=[GlobalNorm])
     assert report.replaced == {("GlobalNorm", "liger_rms_norm (llama, offset 0), trusted"): 2}
     assert "trusted" in str(report)
-    assert_same_step(step(mine), step(theirs))
+    assert_same_step(step(patched_model), step(reference))
 
 
 class NoNorm(LlamaRMSNorm):
@@ -348,8 +353,8 @@ class NoNorm(LlamaRMSNorm):
 
 
 def test_trusted_or_not_it_has_to_be_equal():
-    _, mine, _ = models(with_norms(NoNorm))
-    report = liger.apply_liger_kernel(mine, trust=NoNorm)
+    _, patched_model, _ = patched_pair(replace_norms(NoNorm))
+    report = liger.apply_liger_kernel(patched_model, trust=NoNorm)
     assert report.left_alone["NoNorm", "it does not compute an RMSNorm or a LayerNorm"] == 2
 
 
@@ -368,7 +373,8 @@ def test_only_classes_of_modules_are_trusted(trust):
 class Reloaded(torch.nn.Module):
     def __init__(self, size):
         super().__init__()
-        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), 1e-6
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.eps = 1e-6
 
     def forward(self, x):
         h = x.float()
@@ -384,10 +390,12 @@ def twice(self, x):
 
 def test_code_that_is_put_into_a_function(monkeypatch):
     """As editors do that reload a file: the function stays the same object."""
-    mine, theirs = (torch.nn.Sequential(torch.nn.Identity(), Reloaded(8)) for _ in range(2))
-    assert liger.apply_liger_kernel(mine).of("Reloaded") == 1
+    patched_model, reference = (
+        torch.nn.Sequential(torch.nn.Identity(), Reloaded(8)) for _ in range(2)
+    )
+    assert liger.apply_liger_kernel(patched_model).of("Reloaded") == 1
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    before = mine(x)
+    before = patched_model(x)
     monkeypatch.setattr(Reloaded.forward, "__code__", twice.__code__)
-    torch.testing.assert_close(mine(x), theirs(x))
-    torch.testing.assert_close(mine(x), 2 * before)
+    torch.testing.assert_close(patched_model(x), reference(x))
+    torch.testing.assert_close(patched_model(x), 2 * before)

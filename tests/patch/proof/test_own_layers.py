@@ -71,14 +71,14 @@ class SteeredLayer(LlamaDecoderLayer):
 
 @pytest.mark.parametrize("steer", [added_in_place, if_a_tensor, by_a_function, for_some_tokens])
 def test_an_optional_argument(steer):
-    theirs = tiny.model("llama")
-    for layer in theirs.model.layers:
+    reference = tiny.model("llama")
+    for layer in reference.model.layers:
         layer.__class__ = SteeredLayer
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    plain = step(theirs)
-    assert_same_step(step(mine), plain)
+    patched_model = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched_model)
+    plain = step(reference)
+    assert_same_step(step(patched_model), plain)
     extra = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(9))
-    want = step(theirs, extra=extra, steer=steer)
-    assert_same_step(step(mine, extra=extra, steer=steer), want)
-    assert not torch.isclose(want[0].loss, plain[0].loss, rtol=1e-4)
+    expected = step(reference, extra=extra, steer=steer)
+    assert_same_step(step(patched_model, extra=extra, steer=steer), expected)
+    assert not torch.isclose(expected[0].loss, plain[0].loss, rtol=1e-4)

@@ -29,7 +29,7 @@ BUILTIN = {  # activations that are no Python functions
 }
 
 
-def made(family, **overrides):
+def make_model(family, **overrides):
     torch.manual_seed(0)
     sizes = {name: value for name, value in tiny.SIZES.items() if name != "head_dim"}
     return AutoModelForCausalLM.from_config(
@@ -56,22 +56,22 @@ WAYS = {
 }
 
 
-def assert_is_copy(other, mine, theirs):
-    assert [type(m) for m in other.modules()] == [type(m) for m in mine.modules()]
-    assert_same_step(step(other), step(theirs))
+def assert_is_copy(other, patched_model, reference):
+    assert [type(m) for m in other.modules()] == [type(m) for m in patched_model.modules()]
+    assert_same_step(step(other), step(reference))
     liger.revert(other)
-    assert [type(m) for m in other.modules()] == [type(m) for m in theirs.modules()]
+    assert [type(m) for m in other.modules()] == [type(m) for m in reference.modules()]
 
 
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", BUILTIN)
 def test_builtin_activations(family, way):
-    theirs = made(family, **BUILTIN[family]).train()
-    mine = copy.deepcopy(theirs)
-    report = liger.apply_liger_kernel(mine)
+    reference = make_model(family, **BUILTIN[family]).train()
+    patched_model = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched_model)
     assert "MLPs" in {column for column, replaced in report.columns().items() if replaced}
-    assert_is_copy(WAYS[way](mine), mine, theirs)
+    assert_is_copy(WAYS[way](patched_model), patched_model, reference)
 
 
 FEW = "falcon", "gpt_neox", "lfm2_moe", "xlm"
@@ -87,18 +87,18 @@ FAMILIES = [
 
 @pytest.mark.parametrize("home,family", FAMILIES)
 def test_every_family(home, family):
-    theirs = home.build(family)
+    reference = home.build(family)
     try:
-        pickle.dumps(theirs)
+        pickle.dumps(reference)
     except Exception as error:
         pytest.skip(f"it cannot be pickled unpatched: {error}")
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    for other in (by_torch(mine), copy.deepcopy(mine)):
-        assert [type(m) for m in other.modules()] == [type(m) for m in mine.modules()]
+    patched_model = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched_model)
+    for other in (by_torch(patched_model), copy.deepcopy(patched_model)):
+        assert [type(m) for m in other.modules()] == [type(m) for m in patched_model.modules()]
     if home is zoo:
-        given = home.batch(mine)
-        assert not list(zoo.differences(zoo.step(other, given), zoo.step(mine, given)))
+        given = home.batch(patched_model)
+        assert not list(zoo.differences(zoo.step(other, given), zoo.step(patched_model, given)))
 
 
 # ---- what was changed meanwhile ----
@@ -106,19 +106,19 @@ def test_every_family(home, family):
 
 def test_a_copy_is_of_the_code_that_was_proved(monkeypatch):
     """A forward that was replaced after the patch runs in copies, too."""
-    theirs = tiny.model("llama")
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    norm = type(theirs.model.norm)
+    reference = tiny.model("llama")
+    patched_model = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched_model)
+    norm = type(reference.model.norm)
     forward = norm.forward
     with monkeypatch.context() as changed:
         changed.setattr(
             norm, "forward", lambda self, hidden_states: 2 * forward(self, hidden_states)
         )
-        for other in (mine, copy.deepcopy(mine)):
-            assert_same_step(step(other), step(theirs))
-    for other in (mine, copy.deepcopy(mine)):
-        assert_same_step(step(other), step(theirs))
+        for other in (patched_model, copy.deepcopy(patched_model)):
+            assert_same_step(step(other), step(reference))
+    for other in (patched_model, copy.deepcopy(patched_model)):
+        assert_same_step(step(other), step(reference))
 
 
 OWN = """
@@ -214,21 +214,21 @@ def test_code_that_is_another_one_when_it_is_loaded(changed, own):
     assert (patched == "True") == (changed == "nothing")
     scale = 1 if changed == "nothing" else 3
     with torch.no_grad():
-        want = model[2](scale * model[1](model[0](torch.ones(2, 8)))).sum().item()
-    assert float(total) == pytest.approx(want, rel=1e-4)
+        expected = model[2](scale * model[1](model[0](torch.ones(2, 8)))).sum().item()
+    assert float(total) == pytest.approx(expected, rel=1e-4)
     assert ("loaded unpatched" in done.stderr) == (changed != "nothing")
 
 
 def test_in_a_fresh_process_and_without_this_package(tmp_path):
     """A patched model needs the package; one that was reverted, or its weights, do not."""
-    theirs = made("gpt_neox", hidden_act="gelu").train()
-    mine = copy.deepcopy(theirs)
-    liger.apply_liger_kernel(mine)
-    torch.save(mine, tmp_path / "patched.pt")
-    torch.save(mine.state_dict(), tmp_path / "weights.pt")
-    want, _ = step(mine)
-    liger.revert(mine)
-    torch.save(mine, tmp_path / "reverted.pt")
+    reference = make_model("gpt_neox", hidden_act="gelu").train()
+    patched_model = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched_model)
+    torch.save(patched_model, tmp_path / "patched.pt")
+    torch.save(patched_model.state_dict(), tmp_path / "weights.pt")
+    expected, _ = step(patched_model)
+    liger.revert(patched_model)
+    torch.save(patched_model, tmp_path / "reverted.pt")
     torch.save(tiny.batch(), tmp_path / "batch.pt")
     program = """
         import sys, torch
@@ -242,7 +242,9 @@ def test_in_a_fresh_process_and_without_this_package(tmp_path):
         done = run(program, tmp_path / f"{name}.pt", how, tmp_path / "batch.pt", path=tmp_path)
         assert not done.returncode, done.stderr
         is_patched, loss = done.stdout.split()
-        assert is_patched == patched and float(loss) == pytest.approx(want["loss"].item(), rel=1e-5)
+        assert is_patched == patched and float(loss) == pytest.approx(
+            expected["loss"].item(), rel=1e-5
+        )
     done = run(program, tmp_path / "patched.pt", "without", tmp_path / "batch.pt", path=tmp_path)
     assert (
         done.returncode
@@ -250,4 +252,6 @@ def test_in_a_fresh_process_and_without_this_package(tmp_path):
         and "liger_kernel" in done.stderr.splitlines()[-1]
     )
     weights = torch.load(tmp_path / "weights.pt")
-    assert all(torch.equal(weight, weights[name]) for name, weight in theirs.state_dict().items())
+    assert all(
+        torch.equal(weight, weights[name]) for name, weight in reference.state_dict().items()
+    )

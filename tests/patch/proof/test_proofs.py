@@ -1,5 +1,4 @@
-"""What a proof rests on: it holds for the modules, the values, the names and the dtypes that it was
-made for."""
+"""A proof holds for the modules, the values, the names and the dtypes that it was made for."""
 
 import copy
 import pickle
@@ -9,20 +8,20 @@ import tiny
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from proofs import counted, holding, mlp, patched, put, rows, same, with_
+from proofs import record_calls, model_of, make_mlp, is_patched, set_attribute, random_rows, assert_same_output, mlp_of_class
 from transformers.activations import GELUTanh
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from liger_kernel.patch.layers import mlp as gated
 from liger_kernel.patch.layers import norm as norms
-from liger_kernel.patch.proof.parts import Reads, unchanged
+from liger_kernel.patch.proof.parts import ReadRecorder, unchanged
 from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_llama, revert
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    return counted(monkeypatch)
+    return record_calls(monkeypatch)
 
 
 class Scaled(LlamaMLP):
@@ -66,7 +65,7 @@ class Act(torch.nn.Module):
 
 
 def with_config(factor):
-    made = with_(ByConfig)
+    made = mlp_of_class(ByConfig)
     made.config = tiny.config("llama", factor=factor)
     return made
 
@@ -76,15 +75,15 @@ def scaled(k):
 
 
 PAIRS = {
-    "a private attribute": lambda: (with_(Scaled, _k=1.0), with_(Scaled, _k=1.5)),
-    "the layer's index": lambda: (with_(ByLayer, layer_idx=0), with_(ByLayer, layer_idx=1)),
-    "a child's state": lambda: (mlp(act_fn=Act(1.0)), mlp(act_fn=Act(1.5))),
+    "a private attribute": lambda: (mlp_of_class(Scaled, _k=1.0), mlp_of_class(Scaled, _k=1.5)),
+    "the layer's index": lambda: (mlp_of_class(ByLayer, layer_idx=0), mlp_of_class(ByLayer, layer_idx=1)),
+    "a child's state": lambda: (make_mlp(act_fn=Act(1.0)), make_mlp(act_fn=Act(1.5))),
     "another config": lambda: (with_config(1.0), with_config(1.5)),
-    "by another name": lambda: (with_(Hidden), with_(Hidden, _k=1.5)),
-    "a property": lambda: (with_(Computed, _k=1.0), with_(Computed, _k=1.5)),
-    "a function": lambda: tuple(mlp(act_fn=lambda x, k=k: F.silu(x) * k) for k in (1.0, 1.5)),
-    "a closure": lambda: (mlp(act_fn=scaled(1.0)), mlp(act_fn=scaled(1.5))),
-    "modules in a list": lambda: tuple(mlp(act_fn=torch.nn.Sequential(Act(k))) for k in (1.0, 1.5)),
+    "by another name": lambda: (mlp_of_class(Hidden), mlp_of_class(Hidden, _k=1.5)),
+    "a property": lambda: (mlp_of_class(Computed, _k=1.0), mlp_of_class(Computed, _k=1.5)),
+    "a function": lambda: tuple(make_mlp(act_fn=lambda x, k=k: F.silu(x) * k) for k in (1.0, 1.5)),
+    "a closure": lambda: (make_mlp(act_fn=scaled(1.0)), make_mlp(act_fn=scaled(1.5))),
+    "modules in a list": lambda: tuple(make_mlp(act_fn=torch.nn.Sequential(Act(k))) for k in (1.0, 1.5)),
 }
 
 
@@ -93,10 +92,10 @@ PAIRS = {
 def test_a_proof_is_for_modules_that_read_the_same(pair, first):
     """The first of the two is what we know; the other, of the same class, is not."""
     modules = PAIRS[pair]()
-    mine, theirs, _ = holding(*modules[:: 1 - 2 * first])
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b)
-    assert not patched(mine[1 - first])
+    patched_model, reference, _ = model_of(*modules[:: 1 - 2 * first])
+    for a, b in zip(patched_model, reference, strict=True):
+        assert_same_output(a, b)
+    assert not is_patched(patched_model[1 - first])
 
 
 class ScaledNorm(LlamaRMSNorm):
@@ -106,21 +105,26 @@ class ScaledNorm(LlamaRMSNorm):
 
 def test_norms_that_read_something_else():
     norms = [ScaledNorm(32) for _ in range(2)]
-    norms[0]._k, norms[1]._k = 1.0, 1.5
-    mine, theirs, _ = holding(*norms)
-    assert patched(mine[0]) and not patched(mine[1])
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b)
+    norms[0]._k = 1.0
+    norms[1]._k = 1.5
+    patched_model, reference, _ = model_of(*norms)
+    assert is_patched(patched_model[0]) and not is_patched(patched_model[1])
+    for a, b in zip(patched_model, reference, strict=True):
+        assert_same_output(a, b)
 
 
 def test_modules_that_read_the_same_share_a_proof(monkeypatch):
     """Whatever else they hold: layer_idx is in every attention, and an MLP may have it, too."""
-    tried = []
-    counting = staticmethod(lambda *given: tried.append(1) or gated.prove(*given))
+    attempts = []
+    counting = staticmethod(lambda *args: attempts.append(1) or gated.prove(*args))
     monkeypatch.setattr(gated.GatedMLPs, "prove", counting)
-    mine, theirs, _ = holding(*(mlp(layer_idx=i, _note=object()) for i in range(3)))
-    assert len(tried) == 1 and all(map(patched, mine)) and len({type(m) for m in mine}) == 1
-    same(mine[2], theirs[2])
+    patched_model, reference, _ = model_of(*(make_mlp(layer_idx=i, _note=object()) for i in range(3)))
+    assert (
+        len(attempts) == 1
+        and all(map(is_patched, patched_model))
+        and len({type(m) for m in patched_model}) == 1
+    )
+    assert_same_output(patched_model[2], reference[2])
 
 
 class Counting(LlamaMLP):
@@ -145,7 +149,7 @@ class All(LlamaMLP):
 
 
 @pytest.mark.parametrize(
-    "cls, attributes, why",
+    "cls, attributes, reason",
     [
         (Counting, {}, "its forward sets seen"),
         (Curious, {}, "its forward looks at gate_proj.factor"),
@@ -153,8 +157,8 @@ class All(LlamaMLP):
         (All, {}, "its forward looks at all that it holds"),
     ],
 )
-def test_what_no_proof_can_rest_on(cls, attributes, why):
-    assert why in gated.prove(with_(cls, **attributes))
+def test_what_no_proof_can_rest_on(cls, attributes, reason):
+    assert reason in gated.prove(mlp_of_class(cls, **attributes))
 
 
 def test_a_dropout_that_is_off_while_patched():
@@ -169,7 +173,7 @@ def test_a_dropout_that_is_off_while_patched():
     made = Dropping().eval()
     assert "in training than in evaluation" in gated.prove(made)
     made.dropout.p = 0.0
-    assert gated.prove(made) == gated.prove(mlp())
+    assert gated.prove(made) == gated.prove(make_mlp())
 
 
 # ---- for how long ----
@@ -180,7 +184,7 @@ def another_act(m):
 
 
 def another_function(m):
-    put(m, "act_fn", F.relu)
+    set_attribute(m, "act_fn", F.relu)
 
 
 def another_forward_of_act(m):
@@ -204,9 +208,14 @@ def another_forward(m):
 
 
 CHANGES = [
-    another_act, another_function, another_forward_of_act, another_attribute_of_act, another_class_of_act,
-    a_hook_on_act, another_forward,
-]  # fmt: skip
+    another_act,
+    another_function,
+    another_forward_of_act,
+    another_attribute_of_act,
+    another_class_of_act,
+    a_hook_on_act,
+    another_forward,
+]
 COPIES = {
     "itself": lambda m: m,
     "deepcopy": copy.deepcopy,
@@ -217,7 +226,7 @@ COPIES = {
 
 
 def _replica(module):
-    """What DataParallel does, on one device."""
+    """Replicate a module as DataParallel does, on one device."""
     made = module._replicate_for_data_parallel()
     for name, p in module._parameters.items():
         setattr(made, name, p)
@@ -228,14 +237,15 @@ def _replica(module):
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_part_that_is_changed_afterwards(change, how, ran):
-    mine, theirs, _ = holding(mlp(act_fn=Act(1.0)))
-    mine, theirs = COPIES[how](mine[0]), theirs[0]
-    same(mine, theirs)
+    patched_model, reference, _ = model_of(make_mlp(act_fn=Act(1.0)))
+    patched_model = COPIES[how](patched_model[0])
+    reference = reference[0]
+    assert_same_output(patched_model, reference)
     assert ran == ["glu"]  # a copy has what was proved
-    before = theirs(rows(2, 5, 32, seed=9))
-    change(mine), change(theirs)
-    assert not torch.allclose(theirs(rows(2, 5, 32, seed=9)), before)
-    same(mine, theirs)
+    before = reference(random_rows(2, 5, 32, seed=9))
+    change(patched_model), change(reference)
+    assert not torch.allclose(reference(random_rows(2, 5, 32, seed=9)), before)
+    assert_same_output(patched_model, reference)
     assert ran == ["glu"]
 
 
@@ -243,30 +253,30 @@ def test_a_part_that_is_changed_afterwards(change, how, ran):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_part_that_is_changed_under_compile(change, ran):
     torch._dynamo.reset()
-    mine, theirs, _ = holding(mlp(act_fn=Act(1.0)))
-    compiled = torch.compile(mine[0], fullgraph=True, backend="eager")
-    same(compiled, theirs[0])
+    patched_model, reference, _ = model_of(make_mlp(act_fn=Act(1.0)))
+    compiled = torch.compile(patched_model[0], fullgraph=True, backend="eager")
+    assert_same_output(compiled, reference[0])
     assert ran == ["glu"]
-    change(mine[0]), change(theirs[0])
-    same(compiled, theirs[0])
+    change(patched_model[0]), change(reference[0])
+    assert_same_output(compiled, reference[0])
     assert ran == ["glu"]
 
 
 def test_a_config_that_is_changed_afterwards(ran):
-    """What was read of it counts, and nothing else."""
-    mine, theirs, _ = holding(with_config(1.0))
+    """The values that were read of it count, and nothing else."""
+    patched_model, reference, _ = model_of(with_config(1.0))
     for name, value, known in (("use_cache", True, 1), ("factor", 1.5, 1)):
-        for m in (mine[0], theirs[0]):
+        for m in (patched_model[0], reference[0]):
             setattr(m.config, name, value)
-        same(mine[0], theirs[0])
+        assert_same_output(patched_model[0], reference[0])
         assert len(ran) == known
 
 
 def test_a_change_and_back(ran):
-    mine, _, _ = holding(mlp(act_fn=Act(1.0)))
+    patched_model, _, _ = model_of(make_mlp(act_fn=Act(1.0)))
     for scale, known in ((1.0, 1), (1.5, 1), (1.0, 2)):
-        mine[0].act_fn.scale = scale
-        mine[0](rows(2, 32))
+        patched_model[0].act_fn.scale = scale
+        patched_model[0](random_rows(2, 32))
         assert len(ran) == known
 
 
@@ -284,24 +294,25 @@ def test_a_family_patch_and_a_class_that_changes_its_act():
 
     apply_liger_kernel_to_llama()
     try:
-        mine = Model(tiny.config("llama")).model.layers[0].mlp
+        patched_model = Model(tiny.config("llama")).model.layers[0].mlp
     finally:
         revert("llama")
-    assert type(mine) is not LlamaMLP
-    theirs = Mine(tiny.config("llama"))
-    theirs.load_state_dict(mine.state_dict())
-    same(mine, theirs, rows(2, 5, 32).cpu())
+    assert type(patched_model) is not LlamaMLP
+    reference = Mine(tiny.config("llama"))
+    reference.load_state_dict(patched_model.state_dict())
+    assert_same_output(patched_model, reference, random_rows(2, 5, 32).cpu())
 
 
 def test_projections_may_be_replaced(ran):
     """They are called. Where both are one module they still are two."""
-    mine, theirs, _ = holding(mlp())
-    for m in (mine[0], theirs[0]):
+    patched_model, reference, _ = model_of(make_mlp())
+    for m in (patched_model[0], reference[0]):
         torch.manual_seed(0)
         m.up_proj = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Tanh()).to(DEVICE)
-    same(mine[0], theirs[0])
-    mine[0].up_proj, theirs[0].up_proj = mine[0].gate_proj, theirs[0].gate_proj
-    same(mine[0], theirs[0])
+    assert_same_output(patched_model[0], reference[0])
+    patched_model[0].up_proj = patched_model[0].gate_proj
+    reference[0].up_proj = reference[0].gate_proj
+    assert_same_output(patched_model[0], reference[0])
     assert ran == ["glu", "glu"]
 
 
@@ -323,60 +334,64 @@ def a_tensor_as_eps(norm):
 
 @pytest.mark.parametrize("change, known", [(one_weight, 0), (another_eps, 1), (a_tensor_as_eps, 0)])
 def test_a_norm_that_is_changed_afterwards(change, known, ran):
-    mine, theirs, _ = holding(LlamaRMSNorm(32))
-    change(mine[0]), change(theirs[0])
-    same(mine[0], theirs[0])
+    patched_model, reference, _ = model_of(LlamaRMSNorm(32))
+    change(patched_model[0]), change(reference[0])
+    assert_same_output(patched_model[0], reference[0])
     assert len(ran) == known
 
 
 def test_a_norm_whose_weight_is_gone():
-    mine, theirs, _ = holding(LlamaRMSNorm(32))
-    for norm in (mine[0], theirs[0]):
+    patched_model, reference, _ = model_of(LlamaRMSNorm(32))
+    for norm in (patched_model[0], reference[0]):
         no_weight(norm)
         with pytest.raises(TypeError):
-            norm(rows(2, 32))
+            norm(random_rows(2, 32))
 
 
 def test_a_bias_that_comes_later():
-    mine, theirs, _ = holding(torch.nn.LayerNorm(32, bias=False))
-    for norm in (mine[0], theirs[0]):
-        norm.bias = torch.nn.Parameter(rows(32, seed=5))
-    same(mine[0], theirs[0])
+    patched_model, reference, _ = model_of(torch.nn.LayerNorm(32, bias=False))
+    for norm in (patched_model[0], reference[0]):
+        norm.bias = torch.nn.Parameter(random_rows(32, seed=5))
+    assert_same_output(patched_model[0], reference[0])
 
 
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "eager_attention_forward"])
 def test_a_function_of_the_modeling_module_that_is_replaced(name, monkeypatch, ran):
-    mine, theirs = (tiny.model("llama", num_hidden_layers=1).to(DEVICE) for _ in range(2))
-    apply_liger_kernel(mine)
+    patched_model, reference = (
+        tiny.model("llama", num_hidden_layers=1).to(DEVICE) for _ in range(2)
+    )
+    apply_liger_kernel(patched_model)
     given = {name: t.to(DEVICE) for name, t in tiny.batch().items()}
-    mine(**given)
+    patched_model(**given)
     assert "liger_rope" in ran
     ran.clear()
-    before = theirs(**given).loss
+    before = reference(**given).loss
     function = getattr(modeling_llama, name)
 
     def halved(*args, **kwargs):
-        found = function(*args, **kwargs)
+        results = function(*args, **kwargs)
         return (
-            tuple(t if t is None else t * 0.5 for t in found)
-            if type(found) is tuple
-            else found * 0.5
+            tuple(t if t is None else t * 0.5 for t in results)
+            if type(results) is tuple
+            else results * 0.5
         )
 
     monkeypatch.setattr(modeling_llama, name, halved)
-    assert not torch.isclose(theirs(**given).loss, before, rtol=1e-3)
-    torch.testing.assert_close(mine(**given).loss, theirs(**given).loss, rtol=1e-5, atol=0)
+    assert not torch.isclose(reference(**given).loss, before, rtol=1e-3)
+    torch.testing.assert_close(
+        patched_model(**given).loss, reference(**given).loss, rtol=1e-5, atol=0
+    )
     assert ("liger_rope" in ran) == (
         name == "eager_attention_forward"
     )  # which has no part in the rotation
 
 
 def test_a_forward_of_the_class_that_is_replaced(monkeypatch):
-    mine, theirs, _ = holding(LlamaRMSNorm(32), mlp())
+    patched_model, reference, _ = model_of(LlamaRMSNorm(32), make_mlp())
     for cls in (LlamaRMSNorm, LlamaMLP):
         monkeypatch.setattr(cls, "forward", lambda self, x: x * 1.5)
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b)
+    for a, b in zip(patched_model, reference, strict=True):
+        assert_same_output(a, b)
 
 
 class Layer(LlamaDecoderLayer):
@@ -412,11 +427,11 @@ def strict_forward(layer):
 
 @pytest.mark.parametrize("change", [strict, strict_forward])
 def test_a_norm_of_a_layer_that_is_replaced(change, ran):
-    mine, theirs, _ = holding(Layer())
-    same(mine[0], theirs[0])
+    patched_model, reference, _ = model_of(Layer())
+    assert_same_output(patched_model[0], reference[0])
     assert ran == ["liger_rms_norm", "liger_rms_norm", "glu"]
-    change(mine[0]), change(theirs[0])
-    same(mine[0], theirs[0])
+    change(patched_model[0]), change(reference[0])
+    assert_same_output(patched_model[0], reference[0])
     assert ran == ["liger_rms_norm", "liger_rms_norm", "glu", "liger_rms_norm", "glu"]
 
 
@@ -430,22 +445,24 @@ def test_a_norm_outside_of_the_graph():
                 self.post_attention_layernorm(residual + self.self_attn(hidden_states))
             )
 
-    mine, theirs, _ = holding(Outside())
-    found = []
-    for layer in (mine[0], theirs[0]):
-        x = rows(2, 5, 32).requires_grad_()
-        (layer(x * 1.0) * rows(2, 5, 32, seed=3)).sum().backward()
-        found.append([x.grad, *(p.grad for p in layer.parameters())])
-    for got, want in zip(*found, strict=True):
-        assert (got is None) == (want is None)
-        if want is not None:
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+    patched_model, reference, _ = model_of(Outside())
+    results = []
+    for layer in (patched_model[0], reference[0]):
+        x = random_rows(2, 5, 32).requires_grad_()
+        (layer(x * 1.0) * random_rows(2, 5, 32, seed=3)).sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters())])
+    for output, expected in zip(*results, strict=True):
+        assert (output is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(
+                output, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item()
+            )
 
 
 def test_the_parts():
-    """What is written down is what is read."""
-    made = mlp(act_fn=Act(1.0))
-    reads = Reads()
+    """Exactly what is read is recorded."""
+    made = make_mlp(act_fn=Act(1.0))
+    reads = ReadRecorder()
     gated.prove(made, reads)
     parts = reads.parts()
     assert {(*path, name) for path, name, *_ in parts} == {
@@ -456,5 +473,5 @@ def test_the_parts():
     assert unchanged(made, parts) and hash(parts) is not None
     made.act_fn.scale = 1
     assert not unchanged(made, parts)
-    norms.prove(LlamaRMSNorm(8), reads := Reads())
+    norms.prove(LlamaRMSNorm(8), reads := ReadRecorder())
     assert reads.parts() == ()  # weight and eps are read when it is called

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from hardware import DEVICE
-from proofs import counted, holding, mlp, patched, rows, same, with_
+from proofs import record_calls, model_of, make_mlp, is_patched, random_rows, assert_same_output, mlp_of_class
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -26,7 +26,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.fixture
 def ran(monkeypatch):
-    return counted(monkeypatch)
+    return record_calls(monkeypatch)
 
 
 # ---- for which values ----
@@ -43,15 +43,17 @@ CLAMPS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pytorchs_rms_norm_without_an_eps(dtype):
     """Its eps is that of fp32 then, whatever the dtype: rows are tried for which it counts."""
-    mine, theirs, report = holding(torch.nn.RMSNorm(32))
+    patched_model, reference, report = model_of(torch.nn.RMSNorm(32))
     assert report.of("RMSNorm") == 1 and not report.left_alone
     x = (
-        rows(3, 5, 32, dtype=dtype)
+        random_rows(3, 5, 32, dtype=dtype)
         * torch.tensor((1e-4, 1e-3, 1.0), dtype=dtype, device=DEVICE)[:, None, None]
     )
-    y, want = (model[0].to(dtype)(x) for model in (mine, theirs))
+    y, expected = (model[0].to(dtype)(x) for model in (patched_model, reference))
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(y, want, rtol=2 * eps, atol=2 * eps * want.abs().max().item())
+    torch.testing.assert_close(
+        y, expected, rtol=2 * eps, atol=2 * eps * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("clamp", CLAMPS)
@@ -115,14 +117,15 @@ def test_a_gate_that_is_clamped_in_half_precision():
                 * self.up_proj(x)
             )
 
-    assert isinstance(gated.prove(with_(InHalf)), str)
+    assert isinstance(gated.prove(mlp_of_class(InHalf)), str)
 
 
 class Limited(LlamaMLP):
     """As in DeepSeek-V4."""
 
     def forward(self, x):
-        gate, up = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x)
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x)
         return self.down_proj(self.act_fn(gate) * up.clamp(-self.limit, self.limit))
 
 
@@ -130,10 +133,8 @@ class LimitedMore(LlamaMLP):
     """As in gpt-oss, but for the limit below."""
 
     def forward(self, x):
-        gate, up = (
-            self.gate_proj(x).clamp(-self.limit, self.limit),
-            self.up_proj(x).clamp(-self.limit, self.limit),
-        )
+        gate = self.gate_proj(x).clamp(-self.limit, self.limit)
+        up = self.up_proj(x).clamp(-self.limit, self.limit)
         return self.down_proj((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
 
 
@@ -145,15 +146,17 @@ def test_a_gate_with_limits(monkeypatch):
     monkeypatch.setattr(
         functional, "liger_clamped_swiglu", lambda *args: calls.append(args[2:]) or clamped(*args)
     )
-    mine, theirs, report = holding(
-        with_(Limited, limit=0.5), with_(LimitedMore, limit=7, alpha=1.702)
+    patched_model, reference, report = model_of(
+        mlp_of_class(Limited, limit=0.5), mlp_of_class(LimitedMore, limit=7, alpha=1.702)
     )
-    assert report.replaced["Limited", "liger_clamped_swiglu, trusted"] == 1 and not patched(mine[1])
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b)
+    assert report.replaced["Limited", "liger_clamped_swiglu, trusted"] == 1 and not is_patched(
+        patched_model[1]
+    )
+    for a, b in zip(patched_model, reference, strict=True):
+        assert_same_output(a, b)
     assert calls == [(0.5, 1.0, 0.0)]
-    mine[0].limit = theirs[0].limit = 2.0
-    same(mine[0], theirs[0])
+    patched_model[0].limit = reference[0].limit = 2.0
+    assert_same_output(patched_model[0], reference[0])
     assert len(calls) == 1
 
 
@@ -183,10 +186,12 @@ def test_angles_far_out():
 
 
 def test_keywords(ran):
-    mine, theirs, _ = holding(LlamaRMSNorm(32), GemmaRMSNorm(32), torch.nn.LayerNorm(32), mlp())
-    x = rows(2, 5, 32)
-    for a, b in zip(mine, theirs, strict=True):
-        assert patched(a) and inspect.signature(a.forward) == inspect.signature(b.forward)
+    patched_model, reference, _ = model_of(
+        LlamaRMSNorm(32), GemmaRMSNorm(32), torch.nn.LayerNorm(32), make_mlp()
+    )
+    x = random_rows(2, 5, 32)
+    for a, b in zip(patched_model, reference, strict=True):
+        assert is_patched(a) and inspect.signature(a.forward) == inspect.signature(b.forward)
         (name,) = inspect.signature(b.forward).parameters
         assert torch.equal(a(**{name: x}), a(x))
         with pytest.raises(TypeError, match="nonsense"):
@@ -197,9 +202,10 @@ def test_keywords(ran):
 
 
 def test_signatures_in_a_model():
-    mine, theirs = tiny.model("llama"), tiny.model("llama")
-    apply_liger_kernel(mine, fused_linear_cross_entropy=False)
-    for a, b in zip(mine.modules(), theirs.modules(), strict=True):
+    patched_model = tiny.model("llama")
+    reference = tiny.model("llama")
+    apply_liger_kernel(patched_model, fused_linear_cross_entropy=False)
+    for a, b in zip(patched_model.modules(), reference.modules(), strict=True):
         assert inspect.signature(a.forward) == inspect.signature(b.forward)
         assert a.forward.__name__ == b.forward.__name__ and a.forward.__doc__ == b.forward.__doc__
 
@@ -207,9 +213,11 @@ def test_signatures_in_a_model():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_keywords_under_compile(ran):
     torch._dynamo.reset()
-    mine, theirs, _ = holding(LlamaRMSNorm(32))
-    compiled = torch.compile(lambda h: mine[0](hidden_states=h), fullgraph=True, backend="eager")
-    same(compiled, theirs[0])
+    patched_model, reference, _ = model_of(LlamaRMSNorm(32))
+    compiled = torch.compile(
+        lambda h: patched_model[0](hidden_states=h), fullgraph=True, backend="eager"
+    )
+    assert_same_output(compiled, reference[0])
     assert ran == ["liger_rms_norm"]
 
 
@@ -232,20 +240,23 @@ class HalfNorm(LlamaRMSNorm):
 )
 def test_a_norm_of_mixed_dtypes(cls, given, weight):
     """Dtype, values and gradients; bit for bit, for what is rounded last is the same."""
-    mine, theirs, _ = holding(cls(32, eps=1e-6))
+    patched_model, reference, _ = model_of(cls(32, eps=1e-6))
     results = []
-    for model in (mine, theirs):
+    for model in (patched_model, reference):
         norm = model[0].to(weight)
-        x = rows(3, 5, 32, dtype=given).requires_grad_()
+        x = random_rows(3, 5, 32, dtype=given).requires_grad_()
         y = norm(x)
         y.backward(torch.ones_like(y))
         results.append((y, x.grad, norm.weight.grad))
     eps = max(torch.finfo(t).eps for t in (given, weight))
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=2 * eps, atol=2 * eps * want.abs().max().item())
-    y, want = results[0][0], results[1][0]
-    assert (y != want).float().mean() <= (
+    for output, expected in zip(*results, strict=True):
+        assert output.dtype == expected.dtype
+        torch.testing.assert_close(
+            output, expected, rtol=2 * eps, atol=2 * eps * expected.abs().max().item()
+        )
+    y = results[0][0]
+    expected = results[1][0]
+    assert (y != expected).float().mean() <= (
         0 if cls is not torch.nn.RMSNorm else 0.01
     ) or DEVICE != "cpu"
 
@@ -253,20 +264,20 @@ def test_a_norm_of_mixed_dtypes(cls, given, weight):
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("given, weight", itertools.permutations(DTYPES, 2), ids=str)
 def test_a_kernel_runs_for_mixed_dtypes(cls, given, weight, ran):
-    """What is promoted is multiplied outside."""
-    mine, _, _ = holding(cls(32))
-    mine[0].to(weight)(rows(3, 32, dtype=given))
+    """A weight that promotes is multiplied outside of the kernel."""
+    patched_model, _, _ = model_of(cls(32))
+    patched_model[0].to(weight)(random_rows(3, 32, dtype=given))
     assert ran == ["liger_rms_norm"]
 
 
 @pytest.mark.parametrize("given, weight", itertools.permutations(DTYPES[:2], 2), ids=str)
 @pytest.mark.parametrize("cls", [torch.nn.LayerNorm])
 def test_a_layer_norm_of_mixed_dtypes(cls, given, weight):
-    mine, theirs, _ = holding(cls(32))
+    patched_model, reference, _ = model_of(cls(32))
     outcomes = []
-    for model in (mine, theirs):
+    for model in (patched_model, reference):
         try:
-            outcomes.append(model[0].to(weight)(rows(3, 32, dtype=given)).dtype)
+            outcomes.append(model[0].to(weight)(random_rows(3, 32, dtype=given)).dtype)
         except RuntimeError as error:
             outcomes.append(type(error))
     assert outcomes[0] == outcomes[1]
@@ -278,10 +289,11 @@ def test_a_layer_norm_of_mixed_dtypes(cls, given, weight):
 def test_other_inputs_of_a_norm(x):
     """Integers, no dimension, fp64: as the family does."""
     for cls in (LlamaRMSNorm, GemmaRMSNorm):
-        mine, theirs, _ = holding(cls(32))
+        patched_model, reference, _ = model_of(cls(32))
         x = x.to(DEVICE)
-        got, want = mine[0](x), theirs[0](x)
-        assert got.dtype == want.dtype and torch.equal(got, want)
+        output = patched_model[0](x)
+        expected = reference[0](x)
+        assert output.dtype == expected.dtype and torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("kept", ["norm", "layernorm", "q_norm", "k_norm", "up_proj", "embed"])
@@ -302,28 +314,32 @@ def test_a_model_of_mixed_dtypes(family, kept, ran):
                 results.append(model(**tiny.batch()).logits)
         except RuntimeError as error:
             results.append(str(error).splitlines()[0])
-    got, want = results
-    if isinstance(want, str):
-        assert got == want
+    output, expected = results
+    if isinstance(expected, str):
+        assert output == expected
     else:
-        assert got.dtype == want.dtype
+        assert output.dtype == expected.dtype
         torch.testing.assert_close(
-            got.float(), want.float(), rtol=0.05, atol=0.05 * want.float().abs().max().item()
+            output.float(),
+            expected.float(),
+            rtol=0.05,
+            atol=0.05 * expected.float().abs().max().item(),
         )
 
 
 def test_autocast(ran):
     """PyTorch's own functions are fp32 there; formulas are as they are."""
-    mine, theirs, _ = holding(
+    patched_model, reference, _ = model_of(
         LlamaRMSNorm(32), torch.nn.LayerNorm(32), torch.nn.RMSNorm(32, eps=1e-6)
     )
     for given in DTYPES[:2]:
         with torch.autocast(DEVICE, torch.bfloat16):
-            for a, b in zip(mine, theirs, strict=True):
-                x = rows(3, 32, dtype=given)
-                got, want = a(x), b(x)
-                assert got.dtype == want.dtype
-                torch.testing.assert_close(got, want)
+            for a, b in zip(patched_model, reference, strict=True):
+                x = random_rows(3, 32, dtype=given)
+                output = a(x)
+                expected = b(x)
+                assert output.dtype == expected.dtype
+                torch.testing.assert_close(output, expected)
     assert ran == ["liger_rms_norm"] * 2
 
 
@@ -331,12 +347,13 @@ def test_autocast(ran):
 
 
 def test_after_a_cast(ran):
-    mine, theirs, _ = holding(LlamaRMSNorm(32), mlp())
+    patched_model, reference, _ = model_of(LlamaRMSNorm(32), make_mlp())
     for dtype in DTYPES:
-        for a, b in zip(mine.to(dtype), theirs.to(dtype), strict=True):
-            x = rows(2, 5, 32, dtype=dtype)
-            got, want = a(x), b(x)
-            assert got.dtype == want.dtype == dtype
+        for a, b in zip(patched_model.to(dtype), reference.to(dtype), strict=True):
+            x = random_rows(2, 5, 32, dtype=dtype)
+            output = a(x)
+            expected = b(x)
+            assert output.dtype == expected.dtype == dtype
     assert len(ran) == 6
 
 
@@ -353,23 +370,24 @@ def test_a_parametrized_weight(after):
         parametrize.register_parametrization(model[0], "weight", Doubled())
         parametrize.register_parametrization(model[1].gate_proj, "weight", Doubled())
 
-    theirs = torch.nn.ModuleList([LlamaRMSNorm(32), mlp()])
-    mine = copy.deepcopy(theirs)
+    reference = torch.nn.ModuleList([LlamaRMSNorm(32), make_mlp()])
+    patched_model = copy.deepcopy(reference)
     if after:
-        apply_liger_kernel(mine, swiglu=True)
-    double(mine), double(theirs)
+        apply_liger_kernel(patched_model, swiglu=True)
+    double(patched_model), double(reference)
     if not after:
-        apply_liger_kernel(mine, swiglu=True)
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b, rows(2, 5, 32).cpu())
+        apply_liger_kernel(patched_model, swiglu=True)
+    for a, b in zip(patched_model, reference, strict=True):
+        assert_same_output(a, b, random_rows(2, 5, 32).cpu())
 
 
 def test_a_module_of_two_models(ran):
-    shared = mlp()
-    one, two = torch.nn.ModuleList([shared]), torch.nn.ModuleList([shared, LlamaRMSNorm(32)])
+    shared = make_mlp()
+    one = torch.nn.ModuleList([shared])
+    two = torch.nn.ModuleList([shared, LlamaRMSNorm(32)])
     apply_liger_kernel(one, swiglu=True)
     apply_liger_kernel(two, swiglu=True)
     two[1](two[0](torch.ones(2, 32)))
     assert ran == ["glu", "liger_rms_norm"]
     revert(one)
-    assert type(two[0]) is LlamaMLP and patched(two[1])
+    assert type(two[0]) is LlamaMLP and is_patched(two[1])

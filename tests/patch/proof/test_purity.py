@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import Norm, with_act
+from own_code import PlainRMSNorm, mlp_with_activation
 from transformers.models.apertus.modeling_apertus import ApertusMLP
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -15,15 +15,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import liger_kernel.transformers as liger
 from liger_kernel.patch.proof import purity
 
-GAIN, SIZE, LOGGED, SEEN = 1.0, 100, [], set()
-add, of_a_tensor = SEEN.add, torch.ones(()).mul
+GAIN = 1.0
+SIZE = 100
+LOGGED = []
+SEEN = set()
+add = SEEN.add
+of_a_tensor = torch.ones(()).mul
 
 
 def identity(x):
     return x
 
 
-class PlainNorm(Norm):
+class PlainNorm(PlainRMSNorm):
     def forward(self, x):
         return self.normed(x)
 
@@ -235,15 +239,16 @@ FORWARDS = {
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
 def test_what_is_no_arithmetic(forward):
     norm = PlainNorm(8)
-    norm.gain, norm.window = 1.0, 64
+    norm.gain = 1.0
+    norm.window = 64
     norm.__class__ = type(
-        "Own", (Norm,), dict(forward=forward, log=lambda self, x: LOGGED.append(x))
+        "Own", (PlainRMSNorm,), dict(forward=forward, log=lambda self, x: LOGGED.append(x))
     )
     if forward is of_its_child:
         norm.logger = Logger()
-    why = purity.why_not(norm)
+    reason = purity.reason_unprovable(norm)
     with pytest.raises(AssertionError, match=FORWARDS[forward]):
-        assert why is None, why
+        assert reason is None, reason
 
 
 # ---- released code with something of one's own ----
@@ -273,7 +278,7 @@ class Watching(LlamaMLP):
 
 
 class Adding:
-    """What is added to a variance."""
+    """A term that is added to a variance."""
 
     def __radd__(self, x):
         return x + 1e-6 * GAIN
@@ -359,8 +364,8 @@ def forward_on_a_child():
 
 
 RELEASED = {
-    "__call__": (lambda: with_act(Calling)(tiny.config("llama")), "Calling.__call__ reads LOGGED"),
-    "an object": (lambda: with_act(NoModule)(tiny.config("llama")), "NoModule is neither"),
+    "__call__": (lambda: mlp_with_activation(Calling)(tiny.config("llama")), "Calling.__call__ reads LOGGED"),
+    "an object": (lambda: mlp_with_activation(NoModule)(tiny.config("llama")), "NoModule is neither"),
     "__getattr__": (lambda: Watching(tiny.config("llama")), "__getattr__ calls super"),
     "a descriptor": (lambda: DescriptorNorm(8), "reads .gain"),
     "an object that is added": (of_an_object, "Adding is neither"),
@@ -380,9 +385,9 @@ RELEASED = {
 
 @pytest.mark.parametrize("case", RELEASED)
 def test_released_forwards_with_something_of_ones_own(case):
-    make, why = RELEASED[case]
+    make, reason = RELEASED[case]
     module = make()
-    assert why in purity.why_not(module)
+    assert reason in purity.reason_unprovable(module)
     LOGGED.clear()
     report = liger.apply_liger_kernel(torch.nn.ModuleList([module]))
     assert not report.replaced and not [each for each in LOGGED if isinstance(each, torch.Tensor)]
@@ -392,9 +397,9 @@ def test_a_configuration_of_ones_own():
     """It may be one's own, if nothing runs where released code reads it."""
     model = tiny.model("llama").model
     model.config.__class__ = OwnConfig
-    assert purity.why_not(model, children=False) is None
+    assert purity.reason_unprovable(model, children=False) is None
     OwnConfig.num_hidden_layers = property(lambda self: LOGGED.append(1) or 2)
-    assert "<lambda> is neither" in purity.why_not(model, children=False)
+    assert "<lambda> is neither" in purity.reason_unprovable(model, children=False)
 
 
 class BranchingAct(torch.nn.Module):
@@ -403,8 +408,8 @@ class BranchingAct(torch.nn.Module):
 
 
 def test_an_activation_that_is_trusted(reference_only):
-    mlp = with_act(BranchingAct)(tiny.config("llama"))
-    assert "BranchingAct.forward reads .dim" in purity.why_not(mlp)
+    mlp = mlp_with_activation(BranchingAct)(tiny.config("llama"))
+    assert "BranchingAct.forward reads .dim" in purity.reason_unprovable(mlp)
     report = liger.apply_liger_kernel(torch.nn.ModuleList([mlp]), trust=BranchingAct)
     assert report.of("LlamaMLP") == 1
 
@@ -416,7 +421,7 @@ def calls_itself(x):
 
 def test_a_function_that_calls_itself():
     """The look at it ends."""
-    assert purity.why_not_function(calls_itself) is None
+    assert purity.reason_function_unprovable(calls_itself) is None
 
 
 @pytest.mark.parametrize(
@@ -425,9 +430,11 @@ def test_a_function_that_calls_itself():
     ids=repr,
 )
 def test_released_code(module):
-    assert purity.why_not(module) is None
-    assert purity.why_not_function(modeling_llama.apply_rotary_pos_emb) is None
-    assert purity.is_released(MixtralExperts.forward) and not purity.is_released(PlainNorm.forward)
+    assert purity.reason_unprovable(module) is None
+    assert purity.reason_function_unprovable(modeling_llama.apply_rotary_pos_emb) is None
+    assert purity.is_released_code(MixtralExperts.forward) and not purity.is_released_code(
+        PlainNorm.forward
+    )
 
 
 def test_a_package_of_the_hub_is_not_transformers():
@@ -436,4 +443,4 @@ def test_a_package_of_the_hub_is_not_transformers():
     )
     space = {}
     exec(code, space)
-    assert not purity.is_released(space["forward"])
+    assert not purity.is_released_code(space["forward"])

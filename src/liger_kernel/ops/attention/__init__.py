@@ -1,1 +1,1 @@
-"""Attention over some neighbours, and over scores that a convolution mixes."""
+"""Attention in a neighbourhood, multi-token attention, and attention by groups of heads."""

@@ -1,5 +1,4 @@
-"""Which implementations there are beside the operators' own Triton kernels."""
+"""The implementations beside the operators' own Triton kernels."""
 
-IMPL_REGISTRY: dict[
-    str, object
-] = {}  # a name: an object whose module_path is imported while it is in use
+# by name: an object whose module_path is imported while it is in use
+IMPL_REGISTRY: dict[str, object] = {}

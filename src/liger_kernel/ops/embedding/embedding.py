@@ -4,8 +4,8 @@ r"""Embedding: rows of a weight, chosen by indices.
 
     dW_v = Σ dy_m over the m with i_m = v,   0 for the padding index
 
-Backward sorts the indices, so that those of one row are neighbours, in the order of their tokens.
-One program adds up some columns of all of them, in fp32, and rounds once: the same sum in every
+Backward sorts the indices, so that equal ones are neighbours, in the order of their tokens. One
+program sums some columns of all tokens of an index, in fp32, and rounds once: the same sum in every
 run, whatever the GPU does first.
 
 An index out of range raises on the CPU. Elsewhere its y is NaN, and it takes no part in dW.
@@ -17,44 +17,55 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows, transformed
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    F,
+    Function,
+    custom_op,
+    flatten_rows,
+    in_func_transform,
+)
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl
 
 
 def embedding_reference(weight, indices, padding_idx=None):
+    """Compute `liger_embedding` in plain PyTorch, for a weight of any dtype."""
     y = F.embedding(indices, weight)
-    return y if padding_idx is None else y.masked_fill((indices == padding_idx)[..., None], 0)
+    if padding_idx is None:
+        return y
+    return y.masked_fill((indices == padding_idx)[..., None], 0)
 
 
 @kernel
 def _fwd(
-    i_ptr,
+    index_ptr,
     w_ptr,
     y_ptr,
-    stride_v,
-    stride_n,
+    stride_wv,
+    stride_wn,
     M,
     V,
     N,
-    padding,
+    padding_idx,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: BLOCK_N columns of BLOCK_M tokens."""
+    """Copy BLOCK_N columns of BLOCK_M tokens' rows of the weight."""
+    # m, i (BLOCK_M, 1), n (1, BLOCK_N); w, y (BLOCK_M, BLOCK_N)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    i = tl.load(i_ptr + m, mask=m < M, other=-1).to(tl.int64)
-    known = (i >= 0) & (i < V)
-    w = tl.load(
-        w_ptr + i * stride_v + n * stride_n, mask=known & (i != padding) & (n < N), other=0.0
-    )
-    y = tl.where(known, w.to(tl.float32), float("nan"))
+    i = tl.load(index_ptr + m, mask=m < M, other=-1).to(tl.int64)
+    in_range = (i >= 0) & (i < V)
+    mask = in_range & (i != padding_idx) & (n < N)
+    w = tl.load(w_ptr + i * stride_wv + n * stride_wn, mask=mask, other=0.0)
+    y = tl.where(in_range, w.to(tl.float32), float("nan"))
     tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
 
 @kernel
 def _bwd(
-    i_ptr,
+    index_ptr,
     order_ptr,
     end_ptr,
     dy_ptr,
@@ -65,57 +76,62 @@ def _bwd(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: BLOCK_N columns of the row of weights that the sorted indices have from here on.
+    """Sum BLOCK_N columns of the dy of all tokens with the same index.
 
-    Only where such a run begins. An index of V stands for none.
+    index_ptr has the sorted indices. Only the program where a run of equal indices begins computes
+    anything. An index of V stands for none.
     """
     start = tl.program_id(0)
-    i = tl.load(i_ptr + start)
-    before = tl.load(i_ptr + start - 1, mask=start > 0, other=-1)
-    if (i == before) | (i == V):
+    i = tl.load(index_ptr + start)
+    previous = tl.load(index_ptr + start - 1, mask=start > 0, other=-1)
+    if (i == previous) | (i == V):
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     end = tl.load(end_ptr + start).to(tl.int32)
-    whole = start + (end - start) // BLOCK_M * BLOCK_M
+    full_blocks_end = start + (end - start) // BLOCK_M * BLOCK_M
     dw = tl.zeros((1, BLOCK_N), dtype=tl.float32)
-    if whole > start:
+    if full_blocks_end > start:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(start, whole, BLOCK_M):
+        for k in range(start, full_blocks_end, BLOCK_M):
             m = tl.load(order_ptr + k + tl.arange(0, BLOCK_M)[:, None])
             total += tl.load(dy_ptr + m * stride_dy + n, mask=n < N, other=0.0).to(tl.float32)
         dw = tl.sum(total, axis=0, keep_dims=True)
-    for k in range(whole, end):
+    for k in range(full_blocks_end, end):
         dw += tl.load(dy_ptr + tl.load(order_ptr + k) * stride_dy + n, mask=n < N, other=0.0).to(
             tl.float32
         )
     tl.store(dw_ptr + i * N + n, dw.to(dw_ptr.dtype.element_ty), mask=n < N)
 
 
-def _launch(N):
-    """(tokens, columns, warps) of a program of forward."""
-    columns = min(next_power_of_2(N), 2048)
-    return 2048 // columns, columns, 4
+def _choose_fwd_launch(N):
+    """Return (BLOCK_M, BLOCK_N, num_warps) of the forward kernel."""
+    block_n = min(next_power_of_2(N), 2048)
+    return 2048 // block_n, block_n, 4
 
 
-def _launch_bwd(N):
-    """(tokens in an iteration, columns, warps) of a program of backward.
+def _choose_bwd_launch(N):
+    """Return (BLOCK_M, BLOCK_N, num_warps) of the backward kernel.
 
-    Most rows have few tokens, which are added one by one. But a padding token may have most of
-    them. 16384 tokens, half of them the same, of 128256x4096 in bf16: 1.09 ms, with 16 or 32 tokens
-    1.14 and 1.20 (H200, 2026-11-22)."""
+    Most rows of the weight have few tokens, which are added one by one. But a padding token may
+    have most of them. 16384 tokens, half of them the same, of 128256x4096 in bf16: 1.09 ms, with
+    16 or 32 tokens 1.14 and 1.20 (H200, 2026-11-22)."""
     return 8, min(next_power_of_2(N), 256), 8
 
 
-def _output(weight, indices, padding):
+def _empty_output(weight, indices, padding_idx):
     return weight.new_empty((*indices.shape, weight.shape[1]))
 
 
-@custom_op("embedding", _output)
-def embedding_fwd(weight: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
-    """weight (V, N) of any strides, indices of any shape, contiguous; padding -1: none -> y."""
-    y, M, (V, N) = _output(weight, indices, padding), indices.numel(), weight.shape
-    rows, columns, warps = _launch(N)
-    _fwd[(cdiv(M, rows), cdiv(N, columns))](
+@custom_op("embedding", _empty_output)
+def embedding_fwd(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> torch.Tensor:
+    """Return y (..., N) of a weight (V, N) of any strides, and contiguous indices of any shape.
+
+    A padding_idx of -1 stands for none."""
+    y = _empty_output(weight, indices, padding_idx)
+    M = indices.numel()
+    V, N = weight.shape
+    block_m, block_n, num_warps = _choose_fwd_launch(N)
+    _fwd[(cdiv(M, block_m), cdiv(N, block_n))](
         indices,
         weight,
         y,
@@ -123,47 +139,50 @@ def embedding_fwd(weight: torch.Tensor, indices: torch.Tensor, padding: int) -> 
         M,
         V,
         N,
-        padding,
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        num_warps=devices.warps(warps, weight),
+        padding_idx,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=devices.limit_warps(num_warps, weight),
     )
     return y
 
 
-def _gradient(dy, indices, V, padding, dtype):
+def _empty_gradient(dy, indices, V, padding_idx, dtype):
     return dy.new_empty((V, dy.shape[-1]), dtype=dtype)
 
 
-@custom_op("embedding_backward", _gradient)
+@custom_op("embedding_backward", _empty_gradient)
 def embedding_bwd(
-    dy: torch.Tensor, indices: torch.Tensor, V: int, padding: int, dtype: torch.dtype
+    dy: torch.Tensor, indices: torch.Tensor, V: int, padding_idx: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """dy (..., N) -> dW (V, N) in ``dtype``."""
-    dy, i = matrix_rows(dy), indices.reshape(-1).long()
+    """Return dW (V, N) in ``dtype``, from dy (..., N)."""
+    dy = flatten_rows(dy)
+    index = indices.reshape(-1).long()
     M, N = dy.shape
     dw = dy.new_zeros((V, N), dtype=dtype)
-    i, order = i.where((i >= 0) & (i < V) & (i != padding), V).sort(stable=True)
-    rows, columns, warps = _launch_bwd(N)
-    _bwd[(M, cdiv(N, columns))](
-        i,
+    has_gradient = (index >= 0) & (index < V) & (index != padding_idx)
+    index, order = index.where(has_gradient, V).sort(stable=True)
+    block_m, block_n, num_warps = _choose_bwd_launch(N)
+    _bwd[(M, cdiv(N, block_n))](
+        index,
         order,
-        torch.searchsorted(i, i, right=True),
+        torch.searchsorted(index, index, right=True),
         dy,
         dw,
         dy.stride(0),
         V,
         N,
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        num_warps=devices.warps(warps, dy),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=devices.limit_warps(num_warps, dy),
     )
     return dw
 
 
 class LigerEmbeddingFunction(Function):
-    """``apply(weight (V, N), indices (...), padding_idx=None) -> (..., N)`` in the weight's
-    dtype."""
+    """Autograd Function of `liger_embedding`, with the same arguments.
+
+    ``padding_idx`` is None or an index from 0 on; a negative one is not counted from V."""
 
     @staticmethod
     def reference(weight, indices, padding_idx=None):
@@ -172,21 +191,24 @@ class LigerEmbeddingFunction(Function):
     @staticmethod
     def forward(ctx, weight, indices, padding_idx=None):
         devices.require_kernels("LigerEmbeddingFunction", weight)
-        padding, indices = -1 if padding_idx is None else padding_idx, indices.contiguous()
+        padding_idx = -1 if padding_idx is None else padding_idx
+        indices = indices.contiguous()
         ctx.save_for_backward(indices)
-        ctx.options, ctx.dtype = (weight.shape[0], padding), weight.dtype
-        return embedding_fwd(weight, indices, padding)
+        ctx.options = weight.shape[0], padding_idx
+        ctx.dtype = weight.dtype
+        return embedding_fwd(weight, indices, padding_idx)
 
     @classmethod
-    def again(cls, ctx, dy):
-        (indices,), (V, padding) = ctx.saved_tensors, ctx.options
-        weight = torch.zeros((), dtype=ctx.dtype, device=dy.device).expand(
-            V, dy.shape[-1]
-        )  # any: y is linear in it
+    def differentiable_backward(cls, ctx, dy):
+        (indices,) = ctx.saved_tensors
+        V, padding_idx = ctx.options
+        # any weight will do, since y is linear in it
+        weight = torch.zeros((), dtype=ctx.dtype, device=dy.device).expand(V, dy.shape[-1])
         with torch.enable_grad():
             weight.requires_grad_()
-            y = cls.reference(weight, indices.long(), None if padding == -1 else padding)
-            return *torch.autograd.grad(y, weight, dy, create_graph=True), None, None
+            y = cls.reference(weight, indices.long(), None if padding_idx == -1 else padding_idx)
+            (dweight,) = torch.autograd.grad(y, weight, dy, create_graph=True)
+            return dweight, None, None
 
     @staticmethod
     def backward(ctx, dy):
@@ -199,21 +221,22 @@ def liger_embedding(
     indices: torch.Tensor,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """``weight[indices]``, as `torch.nn.functional.embedding`, with a gradient that is the same in
-    every run.
+    """Return ``weight[indices]``, with a gradient that is the same in every run.
+
+    It computes `torch.nn.functional.embedding`.
 
     Args:
         weight: (V, N), fp32, bf16 or fp16, any strides.
         indices: integers from 0 to V-1, of any shape.
         padding_idx: an index whose result is 0, and which gives the weight no gradient. A negative
-        one counts from V.
+            one counts from V.
 
     Returns:
         (..., N) in the weight's dtype. The weight's gradient is added up in fp32 and rounded once.
 
     Raises:
         IndexError: an index is out of range, on the CPU. On a GPU its result is NaN.
-        ValueError, TypeError: what else doesn't fit.
+        ValueError, TypeError: another argument that does not fit.
     """
     name = "liger_embedding"
     check.floats(name, dict(weight=weight))
@@ -224,8 +247,8 @@ def liger_embedding(
         raise ValueError(
             f"{name}: weight is on {weight.device}, indices on {indices.device}, give one device"
         )
-    padding_idx = _row(name, padding_idx, weight.shape[0])
-    if not devices.has_kernels(weight) or transformed():
+    padding_idx = _check_padding_idx(name, padding_idx, weight.shape[0])
+    if not devices.has_kernels(weight) or in_func_transform():
         return embedding_reference(weight, indices.long(), padding_idx)
     if indices.device.type == "cpu" and not torch.compiler.is_compiling():
         if ((indices < 0) | (indices >= weight.shape[0])).any():
@@ -235,8 +258,8 @@ def liger_embedding(
     return LigerEmbeddingFunction.apply(weight, indices, padding_idx)
 
 
-def _row(name, padding_idx, V):
-    """-> padding_idx from 0 on, or None."""
+def _check_padding_idx(name, padding_idx, V):
+    """Return padding_idx counted from 0, or None."""
     if padding_idx is None:
         return None
     if not -V <= check.integer(name, "padding_idx", padding_idx) < V:
@@ -245,15 +268,17 @@ def _row(name, padding_idx, V):
 
 
 class LigerEmbedding(torch.nn.Module):
-    """`liger_embedding` as a module. The weight is drawn from N(0, 1), the padding index's row is
-    0."""
+    """`liger_embedding` as a module.
+
+    The weight is drawn from N(0, 1), and the padding index's row is 0."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = _row(type(self).__name__, padding_idx, num_embeddings)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = _check_padding_idx(type(self).__name__, padding_idx, num_embeddings)
         self.weight = torch.nn.Parameter(torch.empty(num_embeddings, embedding_dim))
         self.reset_parameters()
 
@@ -271,6 +296,14 @@ class LigerEmbedding(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
+def _traffic(t):
+    weight = t["weight"]
+    V, N = weight.shape
+    M = t["indices"].numel()
+    row_bytes = N * weight.element_size()
+    return 2 * M * row_bytes, (M + V) * row_bytes
+
+
 CASES.append(
     Case(
         "embedding",
@@ -283,11 +316,6 @@ CASES.append(
         shapes=((1, 8, 4), (70, 24, 5), (7, 300, 40)),
         options=(dict(), dict(padding_idx=1)),
         bench=((16384, 4096, 128256),),
-        traffic=lambda t: (
-            2 * t["indices"].numel() * t["weight"].shape[1] * t["weight"].element_size(),
-            (t["indices"].numel() + t["weight"].shape[0])
-            * t["weight"].shape[1]
-            * t["weight"].element_size(),
-        ),
+        traffic=_traffic,
     )
 )

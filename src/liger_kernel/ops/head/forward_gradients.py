@@ -1,8 +1,9 @@
 """Losses whose gradients are computed in forward.
 
-The gradient of a scalar loss is known except for a factor, the gradient that comes in. So forward
-computes it while the logits are there, and backward multiplies. The weight may change or be gone by
-then (ZeRO-3). A compiled graph may keep few logits instead: `linear_cross_entropy.keeps_logits`.
+The gradient of a scalar loss is known but for a factor, the incoming gradient. So forward computes
+it while the logits are in memory, and backward multiplies it by that factor. By then the weight may
+have changed or been freed (ZeRO-3). A compiled graph may keep few logits instead:
+`linear_cross_entropy.keeps_logits`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import gradients, keep, kept, kept_inputs, transformed, without_graph
+from liger_kernel.core.op import (
+    differentiable_gradients,
+    in_func_transform,
+    refuse_create_graph,
+    save_grads,
+    saved_grads,
+    saved_inputs,
+)
 from liger_kernel.core.tile import cdiv, tl
 
 
 @kernel
 def _scale(x_ptr, g_ptr, y_ptr, N, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
-    """y = x·g. In place there is nothing to do if g is 1, which only the device can see."""
+    """Compute y = x·g. In place there is nothing to do if g is 1, which only the device can see."""
     g = tl.load(g_ptr).to(tl.float32)
     if IN_PLACE and g == 1.0:
         return
@@ -30,8 +38,8 @@ def _scale(x_ptr, g_ptr, y_ptr, N, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr):
         tl.store(y_ptr + i, (x * g).to(y_ptr.dtype.element_ty), mask=i < N)
 
 
-def scaled(x, g, dtype, in_place):
-    """x·g in ``dtype``, for g of one element; written over x if allowed."""
+def scale_gradient(x, g, dtype, in_place):
+    """Return x·g in ``dtype``, for g of one element. ``in_place``: it may be written over x."""
     if x.numel() == 0 or torch.compiler.is_compiling() or not devices.has_kernels(x):
         return (x * g).to(dtype)
     in_place = in_place and x.dtype == dtype
@@ -41,44 +49,60 @@ def scaled(x, g, dtype, in_place):
     return y
 
 
-# tensors: the gradients of hidden states, weight and bias, and what they have to be divided by
-KEPT = 4
+# of `store_gradients`: the gradients of hidden states, weight and bias, and their divisor
+NUM_STORED = 4
 
 
-def store(ctx, grads, inputs, needs, reference=None, divisor=None):
-    """In forward: keep the gradients of loss·divisor for the first three inputs, None or empty
-    where not needed.
+def store_gradients(ctx, grads, inputs, needs, reference=None, divisor=None):
+    """In forward: store the gradients of loss·divisor for the first three inputs.
 
-    ``reference(*inputs) -> loss, ...`` is differentiated where the gradients need a graph of their
-    own."""
-    ctx.needs, ctx.reference, ctx.dtypes = (
-        needs,
-        reference,
-        [None if x is None else x.dtype for x in inputs[:3]],
-    )
-    grads = (g if need else None for g, need in zip(grads, needs, strict=True))
-    keep(ctx, (*grads, divisor), inputs)
+    Args:
+        grads: the gradients, None or empty where not needed.
+        needs: for each of the three inputs, if it needs a gradient.
+        reference: ``reference(*inputs)`` returns the loss, or a tuple that begins with it. It is
+            differentiated where the gradients need a graph of their own.
+        divisor: a tensor that backward divides the gradients by; None: 1.
+    """
+    ctx.needs = needs
+    ctx.reference = reference
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+    grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    save_grads(ctx, (*grads, divisor), inputs)
 
 
-def stored(ctx, g, *others):
-    """In backward: these gradients for an incoming g; ``others``: those of further outputs, for a
-    graph only."""
+def load_gradients(ctx, grad_output, *other_grad_outputs):
+    """In backward: return the stored gradients times ``grad_output``, the incoming gradient.
+
+    ``other_grad_outputs`` are those of the outputs after the loss. Only a double backward uses
+    them.
+    """
     if torch.is_grad_enabled():
-        return gradients(ctx.reference, kept_inputs(ctx, KEPT), ctx.needs, (g, *others))
-    (g,) = without_graph(g) if torch.compiler.is_compiling() else (g,)
-    (*grads, divisor), in_place = kept(ctx, KEPT)
-    g = g if divisor is None else g / divisor
+        return differentiable_gradients(
+            ctx.reference,
+            saved_inputs(ctx, NUM_STORED),
+            ctx.needs,
+            (grad_output, *other_grad_outputs),
+        )
+    if torch.compiler.is_compiling():
+        (grad_output,) = refuse_create_graph(grad_output)
+    (*grads, divisor), in_place = saved_grads(ctx, NUM_STORED)
+    if divisor is not None:
+        grad_output = grad_output / divisor
     return tuple(
-        None if x is None else scaled(x, g, of, in_place)
-        for x, of in zip(grads, ctx.dtypes, strict=True)
+        None if grad is None else scale_gradient(grad, grad_output, dtype, in_place)
+        for grad, dtype in zip(grads, ctx.dtypes, strict=True)
     )
 
 
 def value_and_gradients(loss, tensors, needs, constant=False):
-    """``loss(*tensors) -> value, *others``, and the value's gradient for each tensor that needs
-    one, else None.
+    """Run ``loss(*tensors)`` and differentiate its first output.
 
-    constant: the value may depend on none of them.
+    Args:
+        needs: for each tensor, if it needs a gradient.
+        constant: the first output may depend on none of the tensors.
+
+    Returns:
+        The outputs, and a list with the gradient of each tensor, None where not needed.
     """
     with torch.set_grad_enabled(any(needs)):
         leaves = [
@@ -86,33 +110,40 @@ def value_and_gradients(loss, tensors, needs, constant=False):
             for x, need in zip(tensors, needs, strict=True)
         ]
         outputs = loss(*leaves)
-        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
-        skip = not wanted or constant and not outputs[0].requires_grad
-        grads = iter(() if skip else torch.autograd.grad(outputs[0], wanted, allow_unused=True))
+        inputs = [x for x, need in zip(leaves, needs, strict=True) if need]
+        grads = ()
+        if inputs and (outputs[0].requires_grad or not constant):
+            grads = torch.autograd.grad(outputs[0], inputs, allow_unused=True)
+    grads = iter(grads)
     return outputs, [next(grads, None) if need else None for need in needs]
 
 
 def gradients_in_chunks(loss, chunks, h, w, b, needs, constant=False):
-    """``loss(rows, h[rows], w, b)`` for each of some chunks of the rows, in plain PyTorch.
+    """Run ``loss(rows, h[rows], w, b)`` for each chunk of the rows, in plain PyTorch.
 
-    -> the outputs of each, and the needed dh, dW, db of their sum, in fp32 or wider.
+    Returns:
+        The outputs of each chunk, and the needed dh, dW, db of the sum of their first outputs, in
+        fp32 or wider.
     """
-    wide, outputs = torch.promote_types(w.dtype, torch.float32), []
+    grad_dtype = torch.promote_types(w.dtype, torch.float32)
     grads = [
-        torch.zeros_like(x, dtype=wide) if need else None
+        torch.zeros_like(x, dtype=grad_dtype) if need else None
         for x, need in zip((h, w, b), needs, strict=True)
     ]
+    outputs = []
     for rows in chunks:
-        some, found = value_and_gradients(partial(loss, rows), (h[rows], w, b), needs, constant)
-        outputs.append([x.detach() for x in some])
-        for grad, of, d in zip(grads, (rows, ..., ...), found, strict=True):
-            if d is not None:
-                grad[of] += d
+        chunk_outputs, chunk_grads = value_and_gradients(
+            partial(loss, rows), (h[rows], w, b), needs, constant
+        )
+        outputs.append([x.detach() for x in chunk_outputs])
+        for grad, index, chunk_grad in zip(grads, (rows, ..., ...), chunk_grads, strict=True):
+            if chunk_grad is not None:
+                grad[index] += chunk_grad
     return outputs, grads
 
 
 class GradientInForward(torch.autograd.Function):
-    """See `gradient_in_forward`."""
+    """Autograd Function of `gradient_in_forward`."""
 
     @staticmethod
     def forward(ctx, run, reference, h, w, b):
@@ -121,26 +152,27 @@ class GradientInForward(torch.autograd.Function):
             for x, need in zip((h, w, b), ctx.needs_input_grad[2:], strict=True)
         ]
         outputs, grads, divisor = run(h, w, b, needs)
-        store(ctx, grads, (h, w, b), needs, reference, divisor)
+        store_gradients(ctx, grads, (h, w, b), needs, reference, divisor)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx, g, *others):
-        return (None, None, *((None,) * 3 if g is None else stored(ctx, g, *others)))
+    def backward(ctx, grad_output, *other_grad_outputs):
+        if grad_output is None:
+            return (None,) * 5
+        return None, None, *load_gradients(ctx, grad_output, *other_grad_outputs)
 
 
 def gradient_in_forward(run, reference, h, w, b):
-    """``run``'s outputs (loss, *others), of which the loss has gradients for h, w and b.
+    """Return the outputs (loss, ...) of ``run``. The loss has gradients for h, w and b.
 
     Args:
-        run: ``run(h, w, b, needs) -> outputs, (dh, dw, db), divisor``: the gradients are of
-        loss·divisor (None: 1), and
-            None or empty where not needed.
-        reference: ``reference(h, w, b) -> outputs`` in plain PyTorch.
+        run: ``run(h, w, b, needs)`` returns the outputs, (dh, dw, db) and a divisor. The gradients
+            are those of loss·divisor (None: 1), and None or empty where not needed.
+        reference: ``reference(h, w, b)`` returns the same outputs, in plain PyTorch.
     """
-    if transformed():
+    if in_func_transform():
         return reference(h, w, b)
     if torch.is_grad_enabled():
         return GradientInForward.apply(run, reference, h, w, b)

@@ -1,5 +1,4 @@
-r"""Generalised JSD of a student's and a teacher's linear head, without the logits of either in
-memory.
+r"""Generalised JSD of a student's and a teacher's linear head, without their logits in memory.
 
     log Q = log_softmax(h_s·W_sᵀ/T),   log P = log_softmax(h_t·W_tᵀ/T)
     loss = Σ_valid β·KL(P‖M) + (1-β)·KL(Q‖M) / max(1, valid rows),   M = β·P + (1-β)·Q
@@ -17,7 +16,7 @@ import torch
 
 from liger_kernel.core import check
 from liger_kernel.core.op import CASES, Case
-from liger_kernel.ops.head.cross_entropy import labels
+from liger_kernel.ops.head.cross_entropy import random_labels
 from liger_kernel.ops.head.distillation import linear_distillation, linear_distillation_reference
 from liger_kernel.ops.head.token_log_probs import check_head
 
@@ -33,26 +32,33 @@ def fused_linear_jsd_reference(
     temperature=1.0,
     accum_dtype=None,
 ):
-    return linear_distillation_reference(
-        student_input, student_weight, some_labels(shift_labels, student_input, ignore_index), teacher=teacher_input,
-        teacher_weight=teacher_weight, beta=jsd_beta, temperature=temperature, weight_hard=0.0, weight_soft=1.0,
+    loss, *_ = linear_distillation_reference(
+        student_input,
+        student_weight,
+        labels_or_default(shift_labels, student_input, ignore_index),
+        teacher=teacher_input,
+        teacher_weight=teacher_weight,
+        beta=jsd_beta,
+        temperature=temperature,
+        weight_hard=0.0,
+        weight_soft=1.0,
         ignore_index=ignore_index,
-    )[0]  # fmt: skip
+    )
+    return loss
 
 
-def some_labels(shift_labels, rows, ignore_index):
-    """The labels, or without them some that ignore no row."""
+def labels_or_default(shift_labels, rows, ignore_index):
+    """Return the labels, or in place of None labels that ignore no row."""
     if shift_labels is not None:
         return shift_labels
     return torch.full(rows.shape[:1], 0 if ignore_index else 1, device=rows.device)
 
 
 class LigerFusedLinearJSDFunction:
-    """``apply(student_input, student_weight, teacher_input, teacher_weight, ...) -> loss``, 0-d in
-    fp32.
+    """`liger_fused_linear_jsd` with an ``apply``, as an autograd Function has one.
 
-    The arguments are those of `liger_fused_linear_jsd`. ``jsd_impl`` and ``jsd_mode`` are accepted
-    and change nothing."""
+    ``jsd_impl`` and ``jsd_mode`` are accepted and change nothing.
+    """
 
     @staticmethod
     def apply(
@@ -97,11 +103,10 @@ def liger_fused_linear_jsd(
     Args:
         student_input, student_weight: (M, H) hidden states and (V, H), fp32, bf16 or fp16.
         teacher_input, teacher_weight: (M, H_t) and (V, H_t). They get no gradient.
-        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count
-        for nothing. None: all
-            rows count.
-        jsd_beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖
-        teacher).
+        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` do not
+            count. None: all rows count.
+        jsd_beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is
+            KL(student ‖ teacher).
         ignore_index: see shift_labels.
         temperature: the logits of both are divided by it.
         accum_dtype: as in `linear_token_loss`.
@@ -124,24 +129,34 @@ def liger_fused_linear_jsd(
         ),
     )
     check.integers(name, {}, shift_labels=shift_labels)
-    if student_input.dim() == 2:  # or check_head raises
+    if student_input.dim() == 2:  # otherwise check_head raises
         check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
-    y = some_labels(shift_labels, student_input, ignore_index)
-    check_head(name, student_input, student_weight, None, y, None)
-    jsd_beta = check.share(name, "jsd_beta", jsd_beta)
+    target = labels_or_default(shift_labels, student_input, ignore_index)
+    check_head(name, student_input, student_weight, None, target, None)
+    jsd_beta = check.fraction(name, "jsd_beta", jsd_beta)
     if student_weight.shape[:1] != teacher_weight.shape[:1]:
         classes = f"{tuple(student_weight.shape)} and {tuple(teacher_weight.shape)}"
         raise ValueError(
             f"{name}: student_weight and teacher_weight have shapes {classes}, give as many classes"
         )
-    return linear_distillation(
-        student_input, student_weight, y, teacher=teacher_input, teacher_weight=teacher_weight, beta=jsd_beta,
-        temperature=temperature, weight_hard=0.0, weight_soft=1.0, ignore_index=ignore_index, accum_dtype=accum_dtype,
-    )[0]  # fmt: skip
+    loss, *_ = linear_distillation(
+        student_input,
+        student_weight,
+        target,
+        teacher=teacher_input,
+        teacher_weight=teacher_weight,
+        beta=jsd_beta,
+        temperature=temperature,
+        weight_hard=0.0,
+        weight_soft=1.0,
+        ignore_index=ignore_index,
+        accum_dtype=accum_dtype,
+    )
+    return loss
 
 
 class LigerFusedLinearJSD(torch.nn.Module):
-    """`liger_fused_linear_jsd` with its options kept."""
+    """`liger_fused_linear_jsd` as a module."""
 
     def __init__(
         self,
@@ -152,7 +167,7 @@ class LigerFusedLinearJSD(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        self.jsd_beta = check.share(name, "jsd_beta", jsd_beta)
+        self.jsd_beta = check.fraction(name, "jsd_beta", jsd_beta)
         self.ignore_index = check.integer(name, "ignore_index", ignore_index)
         self.temperature = check.positive(name, "temperature", temperature)
         check.dtype(name, "accum_dtype", accum_dtype)
@@ -180,13 +195,13 @@ class LigerFusedLinearJSD(torch.nn.Module):
 
 
 def _inputs(M, H, V):
-    student, weight, teacher, teacher_weight = (
-        torch.randn(shape) for shape in ((M, H), (V, H), (M, H), (V, H))
-    )
     return dict(
-        student_input=student.requires_grad_(), student_weight=(weight / H**0.5).requires_grad_(),
-        teacher_input=teacher, teacher_weight=teacher_weight / H**0.5, shift_labels=labels(M, V),
-    )  # fmt: skip
+        student_input=torch.randn(M, H).requires_grad_(),
+        student_weight=(torch.randn(V, H) / H**0.5).requires_grad_(),
+        teacher_input=torch.randn(M, H),
+        teacher_weight=torch.randn(V, H) / H**0.5,
+        shift_labels=random_labels(M, V),
+    )
 
 
 CASES.append(

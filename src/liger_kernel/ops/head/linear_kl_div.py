@@ -1,12 +1,12 @@
-r"""KL divergence of given probabilities p from a linear head's distribution, without its logits in
-memory.
+r"""KL divergence of probabilities from a linear head's distribution, without its logits in memory.
 
     log q = log_softmax(h·Wᵀ/T)
-    loss = s·Σ_valid Σ_v p_v·(log max(p_v, eps) - log q_v)      s = 1 ("sum"), 1/n ("batchmean"), 1/(n·V) ("mean")
+    loss = s·Σ_valid Σ_v p_v·(log max(p_v, eps) - log q_v)
+    s = 1 ("sum"), 1/n ("batchmean"), 1/(n·V) ("mean")
 
     dz = -s·(p - q·Σ_v p_v)/T   for the logits z = h·Wᵀ
 
-A row of p needs not add up to 1. This is one more divergence of `distillation`, which does the
+A row of p need not add up to 1. This is one more divergence of `distillation`, which does the
 work: logits are rounded to the weight's dtype (or autocast's), everything after them is in fp32,
 and the gradients are computed in forward.
 
@@ -20,9 +20,14 @@ import torch
 
 from liger_kernel.core import check
 from liger_kernel.core.op import CASES, Case
-from liger_kernel.ops.head.cross_entropy import labels
-from liger_kernel.ops.head.distillation import distil, linear_distillation_reference
-from liger_kernel.ops.head.linear_jsd import some_labels
+from liger_kernel.ops.head.cross_entropy import random_labels
+from liger_kernel.ops.head.distillation import (
+    Teacher,
+    linear_distillation_reference,
+    run_distillation,
+)
+from liger_kernel.ops.head.divergences import DistillationOptions
+from liger_kernel.ops.head.linear_jsd import labels_or_default
 from liger_kernel.ops.head.token_log_probs import check_head
 from liger_kernel.ops.probability.rows import check_reduction
 
@@ -38,34 +43,33 @@ def fused_linear_kl_div_reference(
     eps=1e-10,
     accum_dtype=None,
 ):
-    y = some_labels(shift_labels, student_input, ignore_index)
+    labels = labels_or_default(shift_labels, student_input, ignore_index)
     loss, *_ = linear_distillation_reference(
         student_input,
         student_weight,
-        y,
+        labels,
         teacher_logits=target,
-        **_options(temperature, eps, ignore_index),
+        divergence="kl_div",
+        beta=eps,
+        temperature=temperature,
+        weight_hard=0.0,
+        weight_soft=1.0,
+        ignore_index=ignore_index,
     )
-    return _reduced(loss, reduction, y, ignore_index, target.shape[1])
+    return _reduce(loss, reduction, labels, ignore_index, target.shape[1])
 
 
-def _options(temperature, eps, ignore_index):
-    shares = dict(weight_hard=0.0, weight_soft=1.0)
-    return dict(
-        divergence="kl_div", beta=eps, temperature=temperature, ignore_index=ignore_index, **shares
-    )
-
-
-def _reduced(loss, reduction, y, ignore_index, classes):
-    """Of the mean over the rows."""
+def _reduce(loss, reduction, labels, ignore_index, classes):
+    """Turn the mean over the rows into the reduction that was asked for."""
     if reduction == "sum":
-        return loss * (y != ignore_index).sum().to(loss.device)
-    return loss / max(classes, 1) if reduction == "mean" else loss
+        return loss * (labels != ignore_index).sum().to(loss.device)
+    if reduction == "mean":
+        return loss / max(classes, 1)
+    return loss
 
 
 class LigerFusedLinearKLDivFunction:
-    """``apply(student_input, student_weight, target, ...) -> loss``, 0-d in fp32: see
-    `liger_fused_linear_kl_div`."""
+    """`liger_fused_linear_kl_div` with an ``apply``, as an autograd Function has one."""
 
     @staticmethod
     def apply(
@@ -103,14 +107,15 @@ def liger_fused_linear_kl_div(
     eps: float = 1e-10,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``Σ target·(log target - log_softmax(student_input @ student_weight.T / temperature))``.
+    """Compute ``Σ target·(log target - log q)`` of a linear head's distribution q.
+
+    ``q = softmax(student_input @ student_weight.T / temperature)``.
 
     Args:
         student_input, student_weight: (M, H) hidden states and (V, H), fp32, bf16 or fp16.
         target: (M, V) probabilities. They get no gradient.
-        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count
-        for nothing. None: all
-            rows count.
+        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` do not
+            count. None: all rows count.
         reduction: "batchmean" (over the rows that count), "mean" (over their entries) or "sum".
         ignore_index: see shift_labels.
         temperature: the logits are divided by it.
@@ -128,27 +133,43 @@ def liger_fused_linear_kl_div(
         name, dict(student_input=student_input, student_weight=student_weight, target=target)
     )
     check.integers(name, {}, shift_labels=shift_labels)
-    if student_input.dim() == 2:  # or check_head raises
+    if student_input.dim() == 2:  # otherwise check_head raises
         check.shape(name, "shift_labels", shift_labels, tuple(student_input.shape[:1]))
     ignore_index = check.integer(name, "ignore_index", ignore_index)
-    y = some_labels(shift_labels, student_input, ignore_index)
-    check_head(name, student_input, student_weight, None, y, None)
+    labels = labels_or_default(shift_labels, student_input, ignore_index)
+    check_head(name, student_input, student_weight, None, labels, None)
     check.shape(name, "target", target, (student_input.shape[0], student_weight.shape[0]))
     check_options(name, reduction, temperature, eps, accum_dtype)
-    options, teacher = _options(temperature, eps, ignore_index), (None, None, None, target)
-    loss, *_ = distil(student_input, student_weight, None, y, teacher, options, False, accum_dtype)
-    return _reduced(loss, reduction, y, ignore_index, target.shape[1])
+    options = DistillationOptions(
+        divergence="kl_div",
+        beta=eps,
+        temperature=temperature,
+        weight_hard=0.0,
+        weight_soft=1.0,
+        ignore_index=ignore_index,
+    )
+    loss, *_ = run_distillation(
+        student_input,
+        student_weight,
+        None,
+        labels,
+        Teacher(None, None, None, target),
+        options,
+        with_hard=False,
+        accum_dtype=accum_dtype,
+    )
+    return _reduce(loss, reduction, labels, ignore_index, target.shape[1])
 
 
 def check_options(name, reduction, temperature, eps, accum_dtype):
     check_reduction(name, reduction, ("batchmean", "mean", "sum"))
     check.positive(name, "temperature", temperature)
-    check.not_negative(name, "eps", eps)
+    check.non_negative(name, "eps", eps)
     check.dtype(name, "accum_dtype", accum_dtype)
 
 
 class LigerFusedLinearKLDivLoss(torch.nn.Module):
-    """`liger_fused_linear_kl_div` with its options kept."""
+    """`liger_fused_linear_kl_div` as a module."""
 
     def __init__(
         self,
@@ -159,14 +180,13 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
         accum_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_options(type(self).__name__, reduction, temperature, eps, accum_dtype)
-        self.reduction, self.temperature, self.eps, self.accum_dtype = (
-            reduction,
-            temperature,
-            eps,
-            accum_dtype,
-        )
-        self.ignore_index = check.integer(type(self).__name__, "ignore_index", ignore_index)
+        name = type(self).__name__
+        check_options(name, reduction, temperature, eps, accum_dtype)
+        self.reduction = reduction
+        self.ignore_index = check.integer(name, "ignore_index", ignore_index)
+        self.temperature = temperature
+        self.eps = eps
+        self.accum_dtype = accum_dtype
 
     def forward(
         self,
@@ -189,11 +209,12 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
 
 
 def _inputs(M, H, V):
-    student, weight, target = (torch.randn(shape) for shape in ((M, H), (V, H), (M, V)))
     return dict(
-        student_input=student.requires_grad_(), student_weight=(weight / H**0.5).requires_grad_(),
-        target=target.softmax(-1), shift_labels=labels(M, V),
-    )  # fmt: skip
+        student_input=torch.randn(M, H).requires_grad_(),
+        student_weight=(torch.randn(V, H) / H**0.5).requires_grad_(),
+        target=torch.randn(M, V).softmax(-1),
+        shift_labels=random_labels(M, V),
+    )
 
 
 CASES.append(

@@ -1,5 +1,4 @@
-r"""Cross entropy of each token under a linear head and a temperature, with the entropy of its
-distribution.
+r"""Cross entropy of each token under a linear head and a temperature, and the entropy.
 
     ℓ = log_softmax(h·Wᵀ/T),   nll = -ℓ_y,   entropy = -Σ_v exp(ℓ_v)·ℓ_v,   selected = ℓ[:, ids]
     d entropy = -exp(ℓ)·(ℓ + entropy)/T   for the logits h·Wᵀ
@@ -7,7 +6,8 @@ distribution.
 This is what policy-gradient training needs of a head for every token. Ignored tokens give 0. nll,
 entropy and log Σ exp(h·Wᵀ/T) come from `token_log_probs`, the logits of chosen ids from a small
 matmul of their own. Vocabulary parallel: each rank of a group has an equal, contiguous shard of W
-and gets the same outputs."""
+and gets the same outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from liger_kernel.core import check
-from liger_kernel.core.op import rounded
-from liger_kernel.core.parallel import place
+from liger_kernel.core.op import cast_if_needed
+from liger_kernel.core.parallel import size_and_rank
 from liger_kernel.ops.head.cross_entropy import check_targets
 from liger_kernel.ops.head.token_log_probs import linear_token_loss
 
@@ -32,35 +32,39 @@ def fused_linear_scaled_cross_entropy_reference(
     return_entropy=False,
     selected_token_ids=None,
 ):
-    """-> nll, or a tuple of nll and what was asked for of entropy and selected."""
+    """Compute nll in PyTorch. Returns a tuple if entropy or selected is asked for, too."""
     z = (input @ weight.t()).to(torch.promote_types(input.dtype, torch.float32)) / temperature
-    log_p, valid = z.log_softmax(-1), target != ignore_index
+    log_p = z.log_softmax(-1)
+    valid = target != ignore_index
     nll = -log_p.gather(-1, target.where(valid, 0)[:, None]).squeeze(-1).where(valid, 0)
-    entropy = -(log_p.exp() * log_p).sum(-1).where(valid, 0) if return_entropy else None
-    selected = (
-        None
-        if selected_token_ids is None
-        else log_p[:, selected_token_ids].where(valid[:, None], 0)
-    )
-    return _asked_for(nll, None if entropy is None else entropy.to(input.dtype), selected)
+    entropy = None
+    if return_entropy:
+        entropy = -(log_p.exp() * log_p).sum(-1).where(valid, 0).to(input.dtype)
+    selected = None
+    if selected_token_ids is not None:
+        selected = log_p[:, selected_token_ids].where(valid[:, None], 0)
+    return _drop_none(nll, entropy, selected)
 
 
-def _asked_for(*outputs):
+def _drop_none(*outputs):
+    """Return the outputs that are not None as a tuple, or the only one."""
     outputs = tuple(x for x in outputs if x is not None)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _first_of_equal(ids):
-    """For each of the ids the first position where it occurs, without waiting for the device."""
+    """Return for each of the ids its first position, without waiting for the device."""
     ordered, order = ids.sort(stable=True)
-    places = torch.arange(ids.numel(), device=ids.device)
-    start = places.where(ordered != ordered.roll(1), 0).cummax(0).values
+    positions = torch.arange(ids.numel(), device=ids.device)
+    start = positions.where(ordered != ordered.roll(1), 0).cummax(0).values
     return torch.empty_like(ids).scatter(0, order, order[start])
 
 
 def check_scaled(name, input, weight, target, temperature, ignore_index, return_entropy, ranks=1):
-    """The arguments of both functions; each of ``ranks`` ranks holds as many classes as weight has
-    rows."""
+    """Raise if the arguments of either function do not fit.
+
+    Each of ``ranks`` ranks holds as many classes as weight has rows.
+    """
     check.floats(name, dict(input=input, weight=weight))
     _check_ids(name, "target", target, input)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1]:
@@ -68,16 +72,19 @@ def check_scaled(name, input, weight, target, temperature, ignore_index, return_
         raise ValueError(f"{name}: input and weight have shapes {shapes}, give (M, H) and (V, H)")
     if target.shape != input.shape[:1]:
         raise ValueError(
-            f"{name}: target has shape {tuple(target.shape)}, give one class a row: ({input.shape[0]},)"
+            f"{name}: target has shape {tuple(target.shape)}, "
+            f"give one class a row: ({input.shape[0]},)"
         )
     if 0 in input.shape or 0 in weight.shape:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise ValueError(
-            f"{name}: input and weight have shapes {shapes}, give at least one row, feature and class"
+            f"{name}: input and weight have shapes {shapes}, "
+            "give at least one row, feature and class"
         )
     if input.dtype != weight.dtype:
         raise TypeError(
-            f"{name}: input is {input.dtype}, weight {weight.dtype}, give the same floating point dtype"
+            f"{name}: input is {input.dtype}, weight {weight.dtype}, "
+            "give the same floating point dtype"
         )
     check.positive(name, "temperature", temperature)
     check.integer(name, "ignore_index", ignore_index)
@@ -97,7 +104,7 @@ def _check_ids(name, argument, ids, input):
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
-    """``apply(_input (M, H), weight (V, H), target (M,), ...)``: see its docstring."""
+    """Has ``apply(_input (M, H), weight (V, H), target (M,), ...)``: see its docstring."""
 
     @staticmethod
     def apply(
@@ -110,7 +117,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         return_entropy=False,
         selected_token_ids=None,
     ):
-        """Each token's -log p under ``softmax(_input @ weight.T / temperature)``, differentiable.
+        """Compute each token's -log p under ``softmax(_input @ weight.T / temperature)``.
 
         Args:
             _input: (M, H). Not written to.
@@ -121,17 +128,16 @@ class LigerFusedLinearScaledCrossEntropyFunction:
             m_tiles_per_cluster: positive int; changes nothing here.
             return_entropy: also the entropy of each token's distribution.
             selected_token_ids: (K,) int64 classes, in any order and more than once: also their
-            log-probabilities.
+                log-probabilities.
 
         Returns:
             nll (M,) fp32 (fp64 for fp64), or a tuple: nll, entropy (M,) in the input's dtype if
-            asked for, selected
-            (M, K) in that of nll if asked for. All have gradients for _input and weight.
+            asked for, selected (M, K) in that of nll if asked for. All have gradients for _input
+            and weight.
 
         Raises:
-            ValueError, TypeError: what doesn't fit. Only CPU tensors are searched for classes out
-            of range; elsewhere
-                these give NaN.
+            ValueError, TypeError: arguments that don't fit. Only CPU tensors are searched for
+                classes out of range; elsewhere these give NaN.
         """
         name = "LigerFusedLinearScaledCrossEntropyFunction"
         check_scaled(name, _input, weight, target, temperature, ignore_index, return_entropy)
@@ -147,9 +153,11 @@ class LigerFusedLinearScaledCrossEntropyFunction:
                 raise ValueError(
                     f"{name}: selected_token_ids has shape {tuple(ids.shape)}, give one dimension"
                 )
-            known = (ids >= 0) & (ids < weight.shape[0])
-            if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not known.all():
-                wrong, last = int(ids[~known][0]), weight.shape[0] - 1
+            in_vocab = (ids >= 0) & (ids < weight.shape[0])
+            on_host = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+            if on_host and not in_vocab.all():
+                wrong = int(ids[~in_vocab][0])
+                last = weight.shape[0] - 1
                 raise ValueError(
                     f"{name}: {wrong} is in selected_token_ids, give classes from 0 to {last}"
                 )
@@ -164,24 +172,18 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         )
         selected = None
         if ids is not None:
-            ids = ids.where(known, 0)
+            ids = ids.where(in_vocab, 0)
             z = (_input @ weight[ids].t()).to(out.loss.dtype) / temperature
-            z = z[
-                :, _first_of_equal(ids)
-            ]  # so that the gradients of equal ids are added in fp32, not in 16 bits
-            selected = (
-                (z - out.logsumexp[:, None])
-                .where(known, torch.nan)
-                .where((target != ignore_index)[:, None], 0)
-            )
-        return _asked_for(
-            out.loss, rounded(out.entropy, _input.dtype) if return_entropy else None, selected
-        )
+            # so that the gradients of equal ids are added in fp32, not in 16 bits
+            z = z[:, _first_of_equal(ids)]
+            selected = (z - out.logsumexp[:, None]).where(in_vocab, torch.nan)
+            selected = selected.where((target != ignore_index)[:, None], 0)
+        entropy = cast_if_needed(out.entropy, _input.dtype) if return_entropy else None
+        return _drop_none(out.loss, entropy, selected)
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:
-    """``apply(_input (M, H), weight (V/ranks, H), target (M,), tp_group, ...)``: see its
-    docstring."""
+    """Has ``apply(_input (M, H), weight (V/ranks, H), target (M,), tp_group, ...)``."""
 
     @staticmethod
     def apply(
@@ -194,25 +196,23 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         tiles_per_reduce=1,
         return_entropy=False,
     ):
-        """`LigerFusedLinearScaledCrossEntropyFunction` for a head whose classes are spread over a
-        group's ranks.
+        """Compute the same where the classes of the head are spread over a group's ranks.
 
         Args:
             _input, target: the same on all ranks; target is an index into all classes.
             weight: this rank's shard, (V/ranks, H): the classes from rank·V/ranks on.
             tp_group: a process group; None: the default one.
             temperature, ignore_index, return_entropy: as of
-            `LigerFusedLinearScaledCrossEntropyFunction`.
+                `LigerFusedLinearScaledCrossEntropyFunction`.
             tiles_per_reduce: 1, 2 or 4; changes nothing here.
 
         Returns:
             nll (M,), or (nll, entropy), both fp32 (fp64 for fp64), the same on all ranks. If all
-            ranks give the same
-            gradients to backward, _input gets the gradient of the whole head, and weight that of
-            its shard.
+            ranks give the same gradients to backward, _input gets the gradient of the whole head,
+            and weight that of its shard.
 
         Raises:
-            ValueError, TypeError: what doesn't fit.
+            ValueError, TypeError: arguments that don't fit.
             RuntimeError: torch.distributed is not initialised.
         """
         name = "LigerFusedLinearScaledCrossEntropyTPFunction"
@@ -223,7 +223,8 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         group = dist.group.WORLD if tp_group is None else tp_group
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"{name}: tp_group is {group!r}, give a process group that this process is in, or None"
+                f"{name}: tp_group is {group!r}, "
+                "give a process group that this process is in, or None"
             )
         check_scaled(
             name,
@@ -233,7 +234,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
             temperature,
             ignore_index,
             return_entropy,
-            ranks=place(group)[0],
+            ranks=size_and_rank(group)[0],
         )
         check.integer(name, "tiles_per_reduce", tiles_per_reduce)
         if tiles_per_reduce not in TILES_PER_REDUCE:
@@ -247,7 +248,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
             return_entropy=return_entropy,
             group=group,
         )
-        return _asked_for(out.loss, out.entropy)
+        return _drop_none(out.loss, out.entropy)
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -260,8 +261,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     tiles_per_reduce: int = 1,
     return_entropy: bool = False,
 ):
-    """`LigerFusedLinearScaledCrossEntropyTPFunction` as a function, with its arguments and
-    outputs."""
+    """Call `LigerFusedLinearScaledCrossEntropyTPFunction.apply`, with its arguments and outputs."""
     return LigerFusedLinearScaledCrossEntropyTPFunction.apply(
         input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
     )

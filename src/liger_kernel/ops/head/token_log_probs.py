@@ -1,499 +1,248 @@
-r"""What a linear head gives for each token: its loss, log-probability, log-sum-exp, entropy, ...
+"""Each token's cross entropy under a linear head, and its log-probability, which is minus that.
 
-    X = h·Wᵀ + b,   per token: loss, log-sum-exp, entropy, ...   (`logits`: softcap, class weights, smoothing, ...)
+The loss and what goes with it, such as the log-sum-exp and the entropy, are functions of a token's
+logits h·Wᵀ + b: the module `logits` has the formulas. The steps of a call:
 
-The logits are computed in chunks (`chunks`). Each token has incoming gradients of its own, so
-backward computes them again. On Hopper, forward and the gradient of the logits are a kernel each,
-which never stores them (`hopper`)."""
+1. `token_log_probs` calls `linear_token_loss`, which checks the arguments and puts all options into
+   one record, `HeadOptions`.
+2. `drop_ignored_rows` leaves out ignored tokens, where that needs no wait or is asked for.
+3. `LinearTokenLossFunction.forward` takes the tokens a chunk at a time: it computes the chunk's
+   logits, and from these each token's loss and statistics (`linear_head.run_forward`).
+4. In forward the gradients cannot be computed, because each token will have an incoming gradient of
+   its own. So backward computes each chunk's logits again, overwrites them with their gradient, and
+   adds up dh, dW and db (`linear_head.run_backward`). If the caller gives a number as ``memory``
+   and all logits fit into it, forward keeps them for backward.
+5. On a device without kernels, `linear_head_reference` does all this in PyTorch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, kept, matrix, rounded, unseen
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    Function,
+    flatten_to_2d,
+    no_saved_tensor_hooks,
+    saved_grads,
+)
 from liger_kernel.core.parallel import (
-    copy_to_group,
     group_name,
-    local,
-    place,
-    token_loss_reference_parallel,
+    size_and_rank,
+    to_local_shards,
 )
-from liger_kernel.ops.head import hopper
-from liger_kernel.ops.head.chunks import (
-    bytes_of_all,
-    empty_gradients,
-    empty_logits,
-    gradients_of_all,
-    logits_of_all,
-    plan_for,
-    run_chunks,
-)
+from liger_kernel.ops.head.chunks import all_logits_bytes
 from liger_kernel.ops.head.cross_entropy import (
     check_options,
-    check_rows,
+    check_target_shapes,
     check_targets,
-    labels,
-    weights_of,
+    make_class_weights,
+    random_labels,
 )
-from liger_kernel.ops.head.hopper import Product
-from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
-from liger_kernel.ops.head.planning import budget
+from liger_kernel.ops.head.linear_head import (
+    HeadInputs,
+    HeadOptions,
+    RequestedOutputs,
+    Statistics,
+    TokenGradients,
+    cast_gradients,
+    reads_logits,
+    run_backward,
+    run_backward_from_logits,
+    run_forward,
+    run_forward_keeping_logits,
+)
+from liger_kernel.ops.head.linear_head_reference import (
+    compute_dtype,
+    run_reference_in_chunks,
+    token_reference,
+)
+from liger_kernel.ops.head.logits import TokenOptions
+from liger_kernel.ops.head.planning import parse_memory
 
-ROWS_WITHOUT_KERNELS = 256  # tokens of a chunk on the CPU
+# ---- the reference ----
 
 
-# ---- as custom ops ----
-
-WANTS = (
-    "z_loss",
-    "token",
-    "entropy",
-    "mean",
-    "best",
-)  # what forward may be asked for beside the loss
-
-
-def reads_logits(wants, token_scaling=False) -> bool:
-    """Whether forward has to have logits for what it gives. Then backward takes logits, too: see
-    `hopper`."""
-    _, token, _, mean, best = wants
-    return token_scaling or token or mean or best
-
-
-def _forward_outputs(
-    h,
-    w,
-    b,
+def linear_token_loss_reference(
+    hidden,
+    weight,
     target,
-    ce_weight,
-    items,
-    numbers,
-    ignore_index,
-    mean,
-    token_scaling,
-    dtype,
-    accum_dtype,
-    memory,
-    group,
-    wants,
-    needs,
+    bias=None,
+    class_weights=False,
+    temperature=1.0,
+    softcap=0.0,
+    logit_scale=1.0,
+    **options,
 ):
-    M = h.shape[0]
-    shapes = (M,), (M, 2), (4,), *((M if want else 0,) for want in wants[:-1])
-    floats = (h.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    best = target.new_empty(M if wants[-1] else 0, dtype=torch.int64)
-    return *floats, best, *empty_gradients(h, w, dtype, accum_dtype, needs)
-
-
-def _forward(
-    run,
-    h,
-    w,
-    b,
-    target,
-    ce_weight,
-    items,
-    numbers,
-    ignore_index,
-    mean,
-    token_scaling,
-    dtype,
-    group,
-    wants,
-    needs,
-):
-    """Of all tokens whose logits ``run(to_gradient)`` makes, and gives to that function.
-
-    -> loss (M,), (max, log-sum) (M, 2), normalisers (4,); what is wanted of `WANTS`; the needed dh,
-    dW, db.
-
-    numbers: lse_square_scale, label_smoothing, softcap or 0, logit_scale. The losses are divided by
-    ``items`` (0-d) if given. The gradients are those of the sum of the losses, times n₀ in fp16,
-    which can't hold them divided."""
-    world, options = place(group)[0], TokenOptions(ignore_index, *numbers)
-    norm = normalisers(target, ce_weight, w.shape[0] * world, ignore_index, mean, items)
-    inside = (
-        norm
-        if dtype != torch.float16
-        else torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
+    """Compute the outputs of the `Case` in PyTorch, from all logits at once."""
+    token_options = TokenOptions(
+        softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options
     )
-    loss, stats = (
-        h.new_empty(h.shape[0], dtype=torch.float32),
-        h.new_empty((h.shape[0], 2), dtype=torch.float32),
+    class_weight = make_class_weights(weight, class_weights)
+    loss, logsumexp, entropy, z_loss, _, _, mean_logit = token_reference(
+        hidden, weight, bias, target, class_weight, token_options
     )
-    wanted = {name: torch.empty_like(loss) for name, want in zip(WANTS, wants, strict=True) if want}
-    if wants[-1]:
-        wanted["best"] = target.new_empty(h.shape[0], dtype=torch.int64)
-    if token_scaling and "token" not in wanted and any(needs):
-        wanted["token"] = torch.empty_like(loss)
+    return loss, logsumexp, entropy, z_loss, mean_logit
 
-    def to_gradient(i, x):
-        y, parts = target[i], {name: whole[i] for name, whole in wanted.items()}
-        if isinstance(x, Product):
-            hopper.token_loss(x, y, inside, options, loss[i], stats[i], **parts, bias=b)
-            return
-        token_loss(
-            x,
-            y,
-            ce_weight,
-            inside,
-            options,
-            loss[i],
-            stats[i],
-            **parts,
-            token_scaling=token_scaling,
-            group=group,
-            bias=b,
+
+# ---- the arguments ----
+
+
+def check_head(name, hidden, weight, bias, target, class_weight, group=None, hidden_name="hidden"):
+    """Raise if dtypes, devices or shapes do not fit together. The target may be on the CPU.
+
+    ``name`` and ``hidden_name`` stand in the message: the function's, and that of its argument."""
+    required = {hidden_name: hidden, "weight": weight}
+    check.floats(name, required, bias=bias, **{"class weight": class_weight})
+    check.integers(name, dict(target=target))
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: the hidden states have shape {tuple(hidden.shape)} and the weight "
+            f"{tuple(weight.shape)}, give (rows, hidden size) and (classes, hidden size)"
         )
-        if any(needs):
-            g = parts["token"] if token_scaling else None
-            token_gradient(g, x, y, ce_weight, inside, stats[i], x, options, group=group, bias=b)
-
-    gradients = run(to_gradient)
-    if dtype == torch.float16:
-        loss.div_(norm[0])
-        if wants[0]:
-            wanted["z_loss"].div_(norm[0])
-    kind = dict.fromkeys(WANTS, torch.float32) | dict(best=torch.int64)
-    outputs = (
-        wanted[name] if want else h.new_empty(0, dtype=kind[name])
-        for name, want in zip(WANTS, wants, strict=True)
-    )
-    return loss, stats, norm, *outputs, *gradients
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{name}: bias has shape {tuple(bias.shape)}, "
+            f"give one number a class: ({weight.shape[0]},)"
+        )
+    world_size, _ = size_and_rank(group)
+    num_classes = weight.shape[0] * world_size
+    check_target_shapes(name, hidden, target, class_weight, num_classes)
 
 
-@custom_op("linear_head", _forward_outputs)
-def head_fwd(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    b: torch.Tensor | None,
-    target: torch.Tensor,
-    ce_weight: torch.Tensor | None,
-    items: torch.Tensor | None,
-    numbers: list[float],
-    ignore_index: int,
-    mean: bool,
-    token_scaling: bool,
-    dtype: torch.dtype,
-    accum_dtype: torch.dtype | None,
-    memory: int,
-    group: str | None,
-    wants: list[bool],
-    needs: list[bool],
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]:
-    """`_forward`, whose gradients are made a chunk at a time."""
-    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
-    reads = any(needs) or reads_logits(wants, token_scaling)
+def drop_ignored_rows(hidden, target, ignore_index, drop_ignored):
+    """Leave out the rows whose target is ``ignore_index``.
 
-    def run(to_gradient):
-        if not reads and hopper.applies(h, w, dtype, numbers, ce_weight, group):
-            hopper.run(h, w, dtype, plan.rows, to_gradient)
-            return empty_gradients(h, w, dtype, accum_dtype, needs)
-        return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group)
+    ``drop_ignored`` None: only if the targets are on the CPU and nothing is compiled, because on a
+    GPU the host must wait until the rows are found.
 
-    return _forward(
-        run,
-        h,
-        w,
-        b,
-        target,
-        ce_weight,
-        items,
-        numbers,
-        ignore_index,
-        mean,
-        token_scaling,
-        dtype,
-        group,
-        wants,
-        needs,
-    )
+    Returns:
+        The indices of the rows that are kept, or None for all; their hidden states; their targets.
+    """
+    target = target.long()
+    needs_no_wait = target.device.type == "cpu" and not torch.compiler.is_compiling()
+    if drop_ignored is None:
+        drop_ignored = needs_no_wait
+    if not drop_ignored:
+        return None, hidden, target.to(hidden.device)
+    kept_rows = (target != ignore_index).nonzero().squeeze(1)
+    if needs_no_wait and kept_rows.numel() == target.numel():
+        return None, hidden, target.to(hidden.device)
+    target = target[kept_rows].to(hidden.device, non_blocking=True)
+    kept_rows = kept_rows.to(hidden.device, non_blocking=True)
+    return kept_rows, hidden.index_select(0, kept_rows), target
 
 
-def _kept_outputs(
-    h, w, b, target, ce_weight, items, numbers, ignore_index, mean, token_scaling, dtype, wants
-):
-    nothing = [False] * 3
-    *outputs, _, _, _ = _forward_outputs(
-        h,
-        w,
-        b,
-        target,
-        ce_weight,
-        items,
-        numbers,
-        ignore_index,
-        mean,
-        token_scaling,
-        dtype,
-        None,
-        0,
-        None,
-        wants,
-        nothing,
-    )
-    return *outputs, empty_logits(h, w, dtype)
+def restore_rows(output, kept_rows, num_rows, ignored_value):
+    """Scatter an output of the kept rows to all rows, and fill the others with a value."""
+    if kept_rows is None:
+        return output
+    return output.new_full((num_rows,), ignored_value).index_copy(0, kept_rows, output)
 
 
-@custom_op("linear_head_kept", _kept_outputs)
-def head_fwd_kept(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    b: torch.Tensor | None,
-    target: torch.Tensor,
-    ce_weight: torch.Tensor | None,
-    items: torch.Tensor | None,
-    numbers: list[float],
-    ignore_index: int,
-    mean: bool,
-    token_scaling: bool,
-    dtype: torch.dtype,
-    wants: list[bool],
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]:
-    """`_forward`, and all the logits, for `head_bwd_kept`."""
-    logits = logits_of_all(h, w, dtype)
-
-    def run(read):
-        read(slice(None), logits[:, : len(h)].t())
-        return ()
-
-    outputs = _forward(
-        run,
-        h,
-        w,
-        b,
-        target,
-        ce_weight,
-        items,
-        numbers,
-        ignore_index,
-        mean,
-        token_scaling,
-        dtype,
-        None,
-        wants,
-        [False] * 3,
-    )
-    return *outputs, logits
+# ---- the autograd Function ----
 
 
-def _turns(
-    g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, group
-):
-    """-> a function that writes the gradient of some tokens' logits x over these, or to dx: of a
-    `Product`, to dx."""
-    options = TokenOptions(ignore_index, *numbers)
+class LinearTokenLossFunction(Function):
+    """Autograd Function of `linear_token_loss`.
 
-    def to_gradient(i, x, dx=None):
-        ge, gs, e = (None if of is None else of[i] for of in (g_entropy, g_lse, entropy))
-        of_each = g[i] if g.dim() else g
-        if isinstance(x, Product):
-            hopper.token_gradient(of_each, x, target[i], norm, stats[i], dx, options, ge, gs, e, b)
-            return
-        dx = x if dx is None else dx
-        token_gradient(
-            of_each, x, target[i], ce_weight, norm, stats[i], dx, options, ge, gs, e, group, b
+    ``apply(hidden, weight, bias, target, class_weight, options)`` returns loss, logsumexp, entropy,
+    z_loss, predicted and mean_logit. The first three are differentiable. ``options`` are
+    `HeadOptions`.
+    """
+
+    @staticmethod
+    def reference(hidden, weight, bias, target, class_weight, options):
+        def reference_chunk(hidden, target):
+            return token_reference(
+                hidden, weight, bias, target, class_weight, options.token, options.group
+            )
+
+        loss, logsumexp, entropy, z_loss, _, predicted, mean_logit = run_reference_in_chunks(
+            reference_chunk, hidden, target
+        )
+        return loss, logsumexp, entropy, z_loss, predicted, mean_logit
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, options):
+        target = target.contiguous()
+        class_weight = None if class_weight is None else class_weight.contiguous()
+        inputs = HeadInputs(hidden, weight, bias, target, class_weight)
+        logits = None
+        if (
+            options.keep_logits
+            and any(ctx.needs_input_grad)
+            and options.group is None
+            and no_saved_tensor_hooks()
+            and options.memory >= all_logits_bytes(hidden, weight, options.dtype)
+        ):
+            outputs, logits = run_forward_keeping_logits(inputs, options)
+        else:
+            outputs, _ = run_forward(inputs, options)
+        ctx.forward_grads = logits  # which backward overwrites with their gradient (`saved_grads`)
+        ctx.read_logits = logits is not None or reads_logits(options)
+        ctx.options = options
+        ctx.needs = list(ctx.needs_input_grad[:3])
+        entropy = outputs.entropy if options.requested.entropy else None
+        ctx.save_for_backward(*inputs, outputs.norm, outputs.stats, entropy)
+        ctx.mark_non_differentiable(outputs.z_loss, outputs.predicted, outputs.mean_logit)
+        ctx.set_materialize_grads(False)
+        return (
+            outputs.loss,
+            outputs.stats.sum(1),  # the log-sum-exp: the maximum, and the log of the sum
+            outputs.entropy,
+            outputs.z_loss,
+            outputs.predicted,
+            outputs.mean_logit,
         )
 
-    return to_gradient
+    @staticmethod
+    def arguments(ctx):  # those of `reference`, which is differentiated twice
+        return *ctx.saved_tensors[:5], ctx.options
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_logsumexp, grad_entropy, *_):
+        hidden, weight, bias, target, class_weight, norm, stats, entropy = ctx.saved_tensors
+        inputs = HeadInputs(hidden, weight, bias, target, class_weight)
+        statistics = Statistics(norm, stats, entropy)
+        if grad_loss is None:
+            grad_loss = stats.new_zeros(stats.shape[0])
+        if entropy is None or grad_entropy is None:
+            grad_entropy = None  # also of an entropy that was not asked for
+        else:
+            grad_entropy = grad_entropy.contiguous()
+        if grad_logsumexp is not None:
+            grad_logsumexp = grad_logsumexp.contiguous()
+        token_grads = TokenGradients(grad_loss, grad_entropy, grad_logsumexp)
+
+        logits = None
+        in_place = False
+        if ctx.forward_grads is not None:
+            logits, in_place = saved_grads(ctx, 1)
+        if in_place:
+            grads = run_backward_from_logits(
+                token_grads, logits, inputs, statistics, ctx.options, ctx.needs, in_place=True
+            )
+        else:
+            # The graph may be kept for another backward. Then its logits cannot be overwritten, and
+            # a copy would not fit into ``memory``: let them go, and compute them again.
+            ctx.forward_grads = logits = None
+            grads = run_backward(
+                token_grads, inputs, statistics, ctx.options, ctx.needs, ctx.read_logits
+            )
+        return *cast_gradients(grads, inputs, ctx.needs), None, None, None
 
 
-def _backward_outputs(
-    g,
-    g_entropy,
-    g_lse,
-    h,
-    w,
-    b,
-    target,
-    ce_weight,
-    norm,
-    stats,
-    entropy,
-    numbers,
-    ignore_index,
-    dtype,
-    accum_dtype,
-    memory,
-    group,
-    reads,
-    needs,
-):
-    return empty_gradients(h, w, dtype, accum_dtype, needs)
-
-
-@custom_op("linear_head_backward", _backward_outputs)
-def head_bwd(
-    g: torch.Tensor,
-    g_entropy: torch.Tensor | None,
-    g_lse: torch.Tensor | None,
-    h: torch.Tensor,
-    w: torch.Tensor,
-    b: torch.Tensor | None,
-    target: torch.Tensor,
-    ce_weight: torch.Tensor | None,
-    norm: torch.Tensor,
-    stats: torch.Tensor,
-    entropy: torch.Tensor | None,
-    numbers: list[float],
-    ignore_index: int,
-    dtype: torch.dtype,
-    accum_dtype: torch.dtype | None,
-    memory: int,
-    group: str | None,
-    reads: bool,
-    needs: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Incoming gradients of each token's loss, entropy and log-sum-exp (M,) -> dh, dW, db.
-
-    reads: whether forward had logits.
-    """
-    plan = plan_for(h, w, dtype, accum_dtype, memory, needs[1])
-    to_gradient = _turns(
-        g,
-        g_entropy,
-        g_lse,
-        b,
-        target,
-        ce_weight,
-        norm,
-        stats,
-        entropy,
-        numbers,
-        ignore_index,
-        group,
-    )
-    multiply = reads or not hopper.applies(h, w, dtype, numbers, ce_weight, group)
-    return run_chunks(h, w, None, dtype, plan, to_gradient, needs, group, None, multiply)
-
-
-def _kept_gradients(
-    g,
-    g_entropy,
-    g_lse,
-    logits,
-    h,
-    w,
-    b,
-    target,
-    ce_weight,
-    norm,
-    stats,
-    entropy,
-    numbers,
-    ignore_index,
-    accum_dtype,
-    needs,
-    in_place=False,
-):
-    return empty_gradients(h, w, logits.dtype, accum_dtype, needs)
-
-
-@custom_op("linear_head_kept_backward", _kept_gradients)
-def head_bwd_kept(
-    g: torch.Tensor,
-    g_entropy: torch.Tensor | None,
-    g_lse: torch.Tensor | None,
-    logits: torch.Tensor,
-    h: torch.Tensor,
-    w: torch.Tensor,
-    b: torch.Tensor | None,
-    target: torch.Tensor,
-    ce_weight: torch.Tensor | None,
-    norm: torch.Tensor,
-    stats: torch.Tensor,
-    entropy: torch.Tensor | None,
-    numbers: list[float],
-    ignore_index: int,
-    accum_dtype: torch.dtype | None,
-    needs: list[bool],
-    in_place: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`head_bwd` of the logits that `head_fwd_kept` has kept. ``in_place``: they are written over
-    (not in a graph).
-
-    g may be 0-d: that of each token's loss.
-    """
-    to_gradient = _turns(
-        g, g_entropy, g_lse, b, target, ce_weight, norm, stats, entropy, numbers, ignore_index, None
-    )
-    turned = logits if in_place else torch.empty_like(logits)
-    to_gradient(slice(None), *(x[:, : len(h)].t() for x in (logits, turned)))
-    return gradients_of_all(turned, h, w, accum_dtype, needs)
-
-
-# ---- without kernels ----
-
-
-def compute_dtype(h, w):
-    """Autocast's dtype where it is on; otherwise that of the weight."""
-    if h.dtype != torch.float64 and devices.in_autocast(h):
-        return torch.get_autocast_dtype(h.device.type)
-    return w.dtype
-
-
-def token_reference(h, w, b, target, ce_weight, options, group=None):
-    """-> loss, logsumexp, entropy, z_loss, correct, predicted, mean logit: (M,) each, three of them
-    with gradients."""
-    dtype, cap = compute_dtype(h, w), options.softcap
-    x = F.linear(copy_to_group(h.to(dtype), group), w.to(dtype), None if b is None else b.to(dtype))
-    z = (x if x.dtype == torch.float64 else x.float()) * options.logit_scale
-    z = cap * torch.tanh(z / cap) if cap else z
-    return token_loss_reference_parallel(
-        z,
-        target,
-        group,
-        ce_weight,
-        options.ignore_index,
-        options.label_smoothing,
-        options.lse_square_scale,
-    )
-
-
-def in_chunks(of_chunk, h, target):
-    """``of_chunk(h, target)`` a few rows at a time. Backward computes each chunk's logits again."""
-    if torch.compiler.is_compiling() or h.shape[0] <= ROWS_WITHOUT_KERNELS:
-        return of_chunk(h, target)
-    chunks = zip(h.split(ROWS_WITHOUT_KERNELS), target.split(ROWS_WITHOUT_KERNELS), strict=True)
-    chunks = [
-        checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
-    return tuple(None if of[0] is None else torch.cat(of) for of in zip(*chunks, strict=True))
-
-
-# ---- per token ----
+# ---- the public functions ----
 
 
 @dataclass
 class TokenOutputs:
-    """What `linear_token_loss` returns, (M,) each, None where not asked for."""
+    """The outputs of `linear_token_loss`, (M,) each, None where not asked for."""
 
     loss: torch.Tensor
     logsumexp: torch.Tensor | None = None
@@ -502,188 +251,6 @@ class TokenOutputs:
     correct: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
-
-
-class LinearTokenLossFunction(Function):
-    """``apply(hidden, weight, bias, target, class_weight, ...) -> loss, logsumexp, entropy, z_loss,
-    best, mean``.
-
-    The first three are differentiable. Backward computes the logits again; or forward keeps them,
-    if they are ``kept`` and all fit into ``memory``, and backward turns them into their gradient.
-    """
-
-    @staticmethod
-    def reference(
-        h, w, b, target, ce_weight, numbers, ignore_index, accum_dtype, memory, kept, group, wants
-    ):
-        def of_chunk(h, y):
-            return token_reference(
-                h, w, b, y, ce_weight, TokenOptions(ignore_index, *numbers), group
-            )
-
-        loss, lse, entropy, z_loss, _, best, mean = in_chunks(of_chunk, h, target)
-        return loss, lse, entropy, z_loss, best, mean
-
-    @staticmethod
-    def forward(
-        ctx,
-        h,
-        w,
-        b,
-        target,
-        ce_weight,
-        numbers,
-        ignore_index,
-        accum_dtype,
-        memory,
-        kept,
-        group,
-        wants,
-    ):
-        dtype = compute_dtype(h, w)
-        target, ce_weight = (
-            target.contiguous(),
-            None if ce_weight is None else ce_weight.contiguous(),
-        )
-        asked, nothing, logits = [wants[0], False, wants[1], wants[2], wants[3]], [False] * 3, None
-        if (
-            kept
-            and any(ctx.needs_input_grad)
-            and group is None
-            and unseen()
-            and memory >= bytes_of_all(h, w, dtype)
-        ):
-            *outputs, logits = head_fwd_kept(
-                h, w, b, target, ce_weight, None, numbers, ignore_index, False, False, dtype, asked
-            )
-        else:
-            outputs = head_fwd(
-                h,
-                w,
-                b,
-                target,
-                ce_weight,
-                None,
-                numbers,
-                ignore_index,
-                False,
-                False,
-                dtype,
-                accum_dtype,
-                memory,
-                group,
-                asked,
-                nothing,
-            )
-        loss, stats, norm, z_loss, _, entropy, mean, best, *_ = outputs
-        ctx.taken = logits
-        reads = logits is not None or reads_logits(asked)
-        ctx.options = numbers, ignore_index, dtype, accum_dtype, memory, group, reads
-        ctx.needs = list(ctx.needs_input_grad[:3])
-        ctx.save_for_backward(
-            h, w, b, target, ce_weight, norm, stats, entropy if wants[1] else None
-        )
-        ctx.mark_non_differentiable(z_loss, best, mean)
-        ctx.set_materialize_grads(False)
-        return loss, stats.sum(1), entropy, z_loss, best, mean
-
-    @staticmethod
-    def arguments(ctx):
-        numbers, ignore_index, _, accum_dtype, memory, group, _ = ctx.options
-        return (
-            *ctx.saved_tensors[:5],
-            numbers,
-            ignore_index,
-            accum_dtype,
-            memory,
-            False,
-            group,
-            [False] * 4,
-        )
-
-    @staticmethod
-    def backward(ctx, g, g_lse, g_entropy, *_):
-        h, w, b, target, ce_weight, norm, stats, entropy = ctx.saved_tensors
-        g = stats.new_zeros(stats.shape[0]) if g is None else g
-        g_entropy, g_lse = (None if of is None else of.contiguous() for of in (g_entropy, g_lse))
-        g_entropy = None if entropy is None else g_entropy
-        numbers, ignore_index, _, accum_dtype, *_ = ctx.options
-        logits, once = (None, False) if ctx.taken is None else kept(ctx, 1)
-        if once:
-            grads = head_bwd_kept(
-                g,
-                g_entropy,
-                g_lse,
-                logits,
-                h,
-                w,
-                b,
-                target,
-                ce_weight,
-                norm,
-                stats,
-                entropy,
-                numbers,
-                ignore_index,
-                accum_dtype,
-                ctx.needs,
-                True,
-            )
-        else:
-            ctx.taken = logits = None  # another backward may follow, and has the same budget
-            grads = head_bwd(
-                g,
-                g_entropy,
-                g_lse,
-                h,
-                w,
-                b,
-                target,
-                ce_weight,
-                norm,
-                stats,
-                entropy,
-                *ctx.options,
-                ctx.needs,
-            )
-        grads = zip(grads, (h, w, b), ctx.needs, strict=True)
-        return *(rounded(grad, of.dtype) if need else None for grad, of, need in grads), *[None] * 9
-
-
-def check_head(name, hidden, weight, bias, target, class_weight, group=None, argument="hidden"):
-    """The target may be on the CPU."""
-    check.floats(
-        name, {argument: hidden, "weight": weight}, bias=bias, **{"class weight": class_weight}
-    )
-    check.integers(name, dict(target=target))
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: the hidden states have shape {tuple(hidden.shape)} and the weight {tuple(weight.shape)}, give "
-            "(rows, hidden size) and (classes, hidden size)"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{name}: bias has shape {tuple(bias.shape)}, give one number a class: ({weight.shape[0]},)"
-        )
-    check_rows(name, hidden, target, class_weight, weight.shape[0] * place(group)[0])
-
-
-def only_valid(hidden, target, ignore_index, drop_ignored):
-    """(indices of the rows that are not ignored or None for all, their hidden states, their
-    targets).
-
-    To drop rows one must wait for the device, unless the targets are on the CPU: there it is the
-    default."""
-    target = target.long()
-    on_host = target.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (on_host if drop_ignored is None else drop_ignored):
-        return None, hidden, target.to(hidden.device)
-    rows = (target != ignore_index).nonzero().squeeze(1)
-    if on_host and rows.numel() == target.numel():
-        return None, hidden, target.to(hidden.device)
-    target = target[rows].to(hidden.device, non_blocking=True)
-    rows = rows.to(hidden.device, non_blocking=True)
-    return rows, hidden.index_select(0, rows), target
 
 
 def linear_token_loss(
@@ -710,54 +277,49 @@ def linear_token_loss(
     drop_ignored: bool | None = None,
     group: object = None,
 ):
-    """Each token's cross entropy under a linear head, and more if asked for, without its logits in
-    memory.
+    """Compute each token's cross entropy under a linear head, and more if asked for.
+
+    The logits of all tokens are not in memory at once, unless ``memory`` is a number that is large
+    enough.
 
     Args:
         hidden: (M, H) hidden states, fp32, bf16 or fp16; any strides.
-        weight: (V, H) of the head; bias: (V,). Logits are computed in the weight's dtype, or
-        autocast's where it is on.
+        weight: (V, H) of the head. Logits are computed in its dtype, or autocast's where it is on.
         target: (M,) class indices. They may be on the CPU.
-        temperature: the logits are divided by it, after everything else.
-        logit_scale: the logits are multiplied by it; softcap: then they become
-        ``softcap·tanh(logits / softcap)``.
-        ignore_index: target of rows that give 0 everywhere (predicted -1).
-        label_smoothing: in [0, 1]; class_weight: (V,); lse_square_scale: of the z-loss, which is
-        part of the loss.
+        bias: (V,).
+        logit_scale: the logits are multiplied by it.
+        softcap: then the logits become ``softcap·tanh(logits / softcap)``.
+        temperature: then they are divided by it.
+        ignore_index: rows with this target are ignored: all their outputs are 0 (predicted: -1).
+        label_smoothing: in [0, 1].
+        class_weight: (V,).
+        lse_square_scale: the loss has the z-loss lse_square_scale·logsumexp² added to it.
         return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted,
-        return_mean_logit: what to
-            return beside the loss.
-        accum_dtype: dtype in which dW is added up over several chunks: see ``memory``.
-        torch.float32 makes it exact.
-        memory: bytes that the head may take beyond the gradients of hidden and weight, or "auto":
-        as much as a fast
-            head with a dW about as exact as PyTorch's needs (see docs/linear-head.md). If the
-            environment variable
-            LIGER_KERNEL_HEAD_MEMORY is set, "auto" stands for that. If the logits of all tokens fit
-            into a number that
-            is given here, they are kept until backward, by each call. Otherwise backward computes
-            them again, as it
-            does under torch.compile, in a checkpoint, with saved-tensor hooks, with a group, and if
-            the graph is kept.
-        drop_ignored: leave ignored rows out before the projection. This waits for the device once.
-        None: only if the
-            targets are on the CPU, where it costs nothing.
+            return_mean_logit: the outputs beside the loss; ``return_accuracy`` is for `correct`.
+        accum_dtype: dtype in which dW is added up over the chunks of tokens. With torch.float32 dW
+            is rounded once. None: as ``memory`` allows.
+        memory: bytes that the head may take beyond the gradients of hidden and weight. "auto" is
+            the value of the environment variable LIGER_KERNEL_HEAD_MEMORY if it is set; otherwise
+            enough that the head is fast and dW about as exact as PyTorch's
+            (docs/linear-head.md). If a number is given here and the logits of all tokens fit into
+            it, every call keeps them until its backward. Backward computes them again under
+            torch.compile, in a checkpoint, with saved-tensor hooks, with a group, and if the graph
+            is kept (``retain_graph=True``).
+        drop_ignored: leave ignored rows out before the projection. None: only if the targets are on
+            the CPU and nothing is compiled; elsewhere the host would wait for the device.
         group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard
-        of the classes:
-            weight, bias and their gradients are this rank's. All else is the same on every rank;
-            class indices and
-            class_weight are of all classes. If hidden and weight are DTensors of one mesh, the
-            group is that mesh's.
+            of the classes: weight, bias and their gradients are this rank's. All else is the same
+            on every rank; class indices and class_weight are of all classes. If hidden and weight
+            are DTensors of one mesh, the group is that mesh's.
 
     Returns:
         `TokenOutputs`, (M,) each, in fp32 (predicted: int64, the lowest index on ties). Loss,
-        log-sum-exp and entropy
-        are differentiable in hidden, weight and bias.
+        log-sum-exp and entropy are differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError, TypeError: shapes or options that don't fit; a target out of range, on the CPU
-        and in debug mode
-            (LIGER_KERNEL_DEBUG=1). On a GPU such a row's loss is otherwise NaN.
+        ValueError, TypeError: shapes or options that don't fit; a target out of range, if the
+            targets are on the CPU or in debug mode (LIGER_KERNEL_DEBUG=1). Otherwise that row's
+            loss is NaN.
     """
     name = "linear_token_loss"
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = check_options(
@@ -765,51 +327,58 @@ def linear_token_loss(
     )
     temperature = check.positive(name, "temperature", temperature)
     check.dtype(name, "accum_dtype", accum_dtype)
-    hidden, weight, bias, group = local(name, hidden, weight, bias, group)
+    hidden, weight, bias, group = to_local_shards(name, hidden, weight, bias, group)
     check_head(name, hidden, weight, bias, target, class_weight, group)
-    check_targets(name, target, weight.shape[0] * place(group)[0], ignore_index)
-    rows, h, y = only_valid(hidden, target, ignore_index, drop_ignored)
-    numbers = [
-        lse_square_scale,
-        label_smoothing,
-        (softcap or 0.0) / temperature,
-        logit_scale / temperature,
-    ]
-    need_best = return_accuracy or return_predicted
-    run = LinearTokenLossFunction.call
-    if not devices.has_kernels(h):
-        run = LinearTokenLossFunction.reference
-    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
-        h, weight, bias = h.detach(), weight.detach(), None if bias is None else bias.detach()
-    loss, lse, entropy, z_loss, best, mean = run(
-        h,
-        weight,
-        bias,
-        y,
-        class_weight,
-        numbers,
-        ignore_index,
-        accum_dtype,
-        budget(memory),
-        memory != "auto",
-        group_name(group),
-        [return_z_loss, return_entropy, return_mean_logit, need_best],
+    check_targets(name, target, weight.shape[0] * size_and_rank(group)[0], ignore_index)
+    num_rows = target.shape[0]
+    kept_rows, hidden, target = drop_ignored_rows(hidden, target, ignore_index, drop_ignored)
+    # c·tanh(s·x / c) / T is c/T·tanh(s/T·x / (c/T)): the temperature goes into scale and softcap
+    options = HeadOptions(
+        token=TokenOptions(
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            softcap=(softcap or 0.0) / temperature,
+            logit_scale=logit_scale / temperature,
+        ),
+        dtype=compute_dtype(hidden, weight),
+        accum_dtype=accum_dtype,
+        memory=parse_memory(memory),
+        group=group_name(group),
+        requested=RequestedOutputs(
+            z_loss=return_z_loss,
+            entropy=return_entropy,
+            mean_logit=return_mean_logit,
+            predicted=return_accuracy or return_predicted,
+        ),
+        keep_logits=memory != "auto",  # not within the environment variable's budget
     )
-    correct = ((best == y) & (y != ignore_index)).float() if return_accuracy else None
+    token_loss = LinearTokenLossFunction.call
+    if not devices.has_kernels(hidden):
+        token_loss = LinearTokenLossFunction.reference
+    elif torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        # nothing is saved for backward then; in eager mode Function.apply sees to it
+        hidden = hidden.detach()
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach()
+    loss, logsumexp, entropy, z_loss, predicted, mean_logit = token_loss(
+        hidden, weight, bias, target, class_weight, options
+    )
+    correct = None
+    if return_accuracy:
+        correct = ((predicted == target) & (target != ignore_index)).float()
 
-    def whole(x, wanted=True, ignored=0):
-        if not wanted or rows is None:
-            return x if wanted else None
-        return x.new_full(target.shape, ignored).index_copy(0, rows, x)
+    def output(x, is_requested=True, ignored_value=0):
+        return restore_rows(x, kept_rows, num_rows, ignored_value) if is_requested else None
 
     return TokenOutputs(
-        whole(loss),
-        whole(lse, return_logsumexp),
-        whole(entropy, return_entropy),
-        whole(z_loss, return_z_loss),
-        whole(correct, return_accuracy),
-        whole(best, return_predicted, -1),
-        whole(mean, return_mean_logit),
+        output(loss),
+        output(logsumexp, return_logsumexp),
+        output(entropy, return_entropy),
+        output(z_loss, return_z_loss),
+        output(correct, return_accuracy),
+        output(predicted, return_predicted, ignored_value=-1),
+        output(mean_logit, return_mean_logit),
     )
 
 
@@ -829,28 +398,30 @@ def token_log_probs(
     drop_ignored: bool | None = None,
     group: object = None,
 ):
-    """log p(target | hidden) of each token under a linear head, and the entropy, without its logits in memory.
+    """Compute log p(target | hidden) of each token under a linear head, and the entropy.
 
-    DPO, GRPO, PPO and distillation are made of these. They are differentiable in hidden, weight and
-    bias.
+    It is minus the loss of `linear_token_loss`, and takes as much memory. DPO, GRPO and PPO are
+    built from these log-probabilities. They are differentiable in hidden, weight and bias.
 
     Args:
-        hidden: (..., H); target: (...). The rest as in `linear_token_loss`.
+        hidden: (..., H) hidden states.
+        target: (...) class indices.
+
+    The other arguments are those of `linear_token_loss`.
 
     Returns:
-        log-probabilities (...) in fp32, 0 where the target is ``ignore_index``; with
-        ``return_entropy`` the pair of
-        them and the entropies of the distributions (...).
+        log_probs (...) in fp32, 0 where the target is ``ignore_index``. With ``return_entropy``
+        (log_probs, entropy), of the distribution of each token.
     """
     check.floats("token_log_probs", dict(hidden=hidden))
     check.integers("token_log_probs", dict(target=target))
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"token_log_probs: target has shape {tuple(target.shape)}, give one class for each of the hidden states: "
-            f"{tuple(hidden.shape[:-1])}"
+            f"token_log_probs: target has shape {tuple(target.shape)}, give one class for each of "
+            f"the hidden states: {tuple(hidden.shape[:-1])}"
         )
-    out = linear_token_loss(
-        matrix(hidden),
+    outputs = linear_token_loss(
+        flatten_to_2d(hidden),
         weight,
         target.reshape(-1),
         bias,
@@ -864,17 +435,20 @@ def token_log_probs(
         drop_ignored=drop_ignored,
         group=group,
     )
-    log_probs = -out.loss.view(target.shape)
-    return (log_probs, out.entropy.view(target.shape)) if return_entropy else log_probs
+    log_probs = -outputs.loss.view(target.shape)
+    return (log_probs, outputs.entropy.view(target.shape)) if return_entropy else log_probs
 
 
-def _of_kernels(hidden, weight, target, bias=None, class_weights=False, **options):
-    out = linear_token_loss(
+# ---- the case for tests and benchmarks ----
+
+
+def _case_fn(hidden, weight, target, bias=None, class_weights=False, **options):
+    outputs = linear_token_loss(
         hidden,
         weight,
         target,
         bias,
-        class_weight=weights_of(weight, class_weights),
+        class_weight=make_class_weights(weight, class_weights),
         **options,
         return_logsumexp=True,
         return_entropy=True,
@@ -882,42 +456,22 @@ def _of_kernels(hidden, weight, target, bias=None, class_weights=False, **option
         return_mean_logit=True,
         drop_ignored=False,
     )
-    return out.loss, out.logsumexp, out.entropy, out.z_loss, out.mean_logit
-
-
-def _of_reference(
-    hidden,
-    weight,
-    target,
-    bias=None,
-    class_weights=False,
-    temperature=1.0,
-    softcap=0.0,
-    logit_scale=1.0,
-    **options,
-):
-    options = TokenOptions(
-        softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options
-    )
-    w = weights_of(weight, class_weights)
-    loss, lse, entropy, z_loss, _, _, mean = token_reference(
-        hidden, weight, bias, target, w, options
-    )
-    return loss, lse, entropy, z_loss, mean
+    return outputs.loss, outputs.logsumexp, outputs.entropy, outputs.z_loss, outputs.mean_logit
 
 
 def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
+    """Return random inputs of a `Case`, by the names that the operator has for its arguments."""
+    # the factor 2: logits of size 2
     tensors = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5, torch.randn(V)
-    return {k: t.requires_grad_() for k, t in zip(names, tensors, strict=True)} | dict(
-        target=labels(M, V)
-    )
+    inputs = {name: t.requires_grad_() for name, t in zip(names, tensors, strict=True)}
+    return inputs | dict(target=random_labels(M, V))
 
 
 CASES.append(
     Case(
         "linear_token_loss",
-        fn=_of_kernels,
-        reference=_of_reference,
+        fn=_case_fn,
+        reference=linear_token_loss_reference,
         inputs=head_inputs,
         shapes=((1, 8, 8), (5, 24, 123), (70, 32, 513), (4, 16, 9000)),
         options=(
@@ -932,7 +486,8 @@ CASES.append(
             ),
         ),
         bench=((8192, 4096, 128256),),
+        # logits twice, dh and dW: four products
         flops=lambda t: 8 * t["hidden"].numel() * t["weight"].shape[0],
-        fp32_roundings=4,  # as of fused_linear_cross_entropy
+        fp32_roundings=4,  # as fused_linear_cross_entropy has
     )
 )

@@ -2,7 +2,7 @@ r"""Activations without a gate, ReLU² among them: y = act(x), dx = dy·act'(x).
 
     relu_squared:   y = max(x, 0)²,   dx = 2·max(x, 0)·dy
 
-`pointwise` has the formulas of the others and the kernels, which compute in fp32 and round once.
+The formulas of the others and the kernels are in `pointwise`. They compute in fp32 and round once.
 Only x is saved.
 
 Source: ReLU² is So et al., Primer, arXiv:2109.08668.
@@ -79,7 +79,7 @@ class LigerReLUSquaredFunction(LigerActivationFunction):
 
 
 def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """``max(x, 0)²``.
+    """Compute ``max(x, 0)²``.
 
     Args:
         x: any shape and strides, fp32, bf16 or fp16.
@@ -93,9 +93,9 @@ def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
     Source: arXiv:2109.08668.
     """
     check.floats("liger_relu_squared", dict(x=x))
-    return (
-        LigerReLUSquaredFunction.apply(x) if devices.has_kernels(x) else relu_squared_reference(x)
-    )
+    if devices.has_kernels(x):
+        return LigerReLUSquaredFunction.apply(x)
+    return relu_squared_reference(x)
 
 
 class LigerReLUSquared(torch.nn.Module):
@@ -108,6 +108,11 @@ class LigerReLUSquared(torch.nn.Module):
         return liger_relu_squared(x)
 
 
+def _traffic(inputs):
+    size = inputs["x"].numel() * inputs["x"].element_size()
+    return 2 * size, 3 * size
+
+
 CASES.append(
     Case(
         "relu_squared",
@@ -116,6 +121,6 @@ CASES.append(
         inputs=lambda *shape: dict(x=torch.randn(shape).requires_grad_()),
         shapes=((1, 8), (5, 123), (3, 1025)),
         bench=((8192, 14336),),
-        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+        traffic=_traffic,
     )
 )

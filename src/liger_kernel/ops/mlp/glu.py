@@ -2,10 +2,11 @@ r"""Gated linear units: SwiGLU, GeGLU and SwiGLU with limits.
 
     swiglu:           y = silu(gm·a)·b·dm
     geglu:            y = gelu(a)·b
-    clamped swiglu:   y = g·σ(α·g)·(u + shift),   g = min(a, limit),   u = b clamped between -limit and limit
+    clamped swiglu:   y = g·σ(α·g)·(u + shift)
+                      g = min(a, limit),   u = b clamped between -limit and limit
 
-The last is silu(α·g)·(u + shift)/α, so that one kernel computes them all (`pointwise`, which has
-the gradients). Hugging Face rounds the activation to the input's dtype, and then the product. The
+The last is silu(α·g)·(u + shift)/α, so that one kernel computes them all. `pointwise` has it and
+the gradients. Hugging Face rounds the activation to the input's dtype, and then the product. The
 kernels compute in fp32 and round once.
 
 Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; the multipliers are those of
@@ -16,7 +17,8 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, matrix, may_overwrite
+from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d
+from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.ops.mlp.pointwise import glu_bwd, glu_bwd_over, glu_fwd, launch_bwd
 
 
@@ -46,21 +48,27 @@ def check_pair(name, a, b):
 
 
 class _GLUFunction(Function):
-    """Saves a and b, and recomputes the activation. da and db overwrite a and b if nothing else
-    refers to these."""
+    """Base of the gated Functions: saves a and b, and recomputes the activation.
+
+    da and db overwrite a and b if nothing else refers to these.
+    """
 
     @staticmethod
-    def save(name, ctx, a, b, given, *options):
-        """``given``: the arguments after a and b; ``options``: what they are for the kernels."""
+    def run(name, ctx, a, b, numbers, *options):
+        """Save the inputs and run the kernel.
+
+        ``numbers`` are the Function's arguments after a and b, ``options`` those of `glu_fwd`.
+        """
         devices.require_kernels(name, a)
         check_pair(name, a, b)
         ctx.save_for_backward(a, b)
-        ctx.given, ctx.options = given, options
+        ctx.numbers = numbers
+        ctx.options = options
         return glu_fwd(a, b, *options)
 
     @staticmethod
     def arguments(ctx):
-        return *ctx.saved_tensors, *ctx.given
+        return *ctx.saved_tensors, *ctx.numbers
 
     @staticmethod
     def backward(ctx, dy):
@@ -80,8 +88,10 @@ class _GLUFunction(Function):
 
 
 class LigerSiLUMulFunction(_GLUFunction):
-    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0) ->
-    silu(gate_multiplier·a)·b·down_multiplier``."""
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``
+
+    Returns silu(gate_multiplier·a)·b·down_multiplier.
+    """
 
     @staticmethod
     def reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
@@ -90,8 +100,8 @@ class LigerSiLUMulFunction(_GLUFunction):
 
     @staticmethod
     def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        given = float(gate_multiplier), float(down_multiplier)
-        return _GLUFunction.save("LigerSiLUMulFunction", ctx, a, b, given, "silu", *given)
+        numbers = float(gate_multiplier), float(down_multiplier)
+        return _GLUFunction.run("LigerSiLUMulFunction", ctx, a, b, numbers, "silu", *numbers)
 
 
 class LigerGELUMulFunction(_GLUFunction):
@@ -104,12 +114,14 @@ class LigerGELUMulFunction(_GLUFunction):
 
     @staticmethod
     def forward(ctx, a, b, approximate="tanh"):
-        return _GLUFunction.save("LigerGELUMulFunction", ctx, a, b, (approximate,), approximate)
+        return _GLUFunction.run("LigerGELUMulFunction", ctx, a, b, (approximate,), approximate)
 
 
 class LigerClampedSiLUMulFunction(_GLUFunction):
-    """``apply(a, b, limit, alpha=1.0, shift=0.0) -> g·σ(alpha·g)·(u + shift)``, where g and u are a
-    and b clamped."""
+    """``apply(a, b, limit, alpha=1.0, shift=0.0) -> g·σ(alpha·g)·(u + shift)``
+
+    g and u are a and b clamped.
+    """
 
     @staticmethod
     def reference(a, b, limit, alpha=1.0, shift=0.0):
@@ -118,17 +130,18 @@ class LigerClampedSiLUMulFunction(_GLUFunction):
 
     @staticmethod
     def forward(ctx, a, b, limit, alpha=1.0, shift=0.0):
-        limit, alpha, shift = given = float(limit), float(alpha), float(shift)
+        limit, alpha, shift = numbers = float(limit), float(alpha), float(shift)
         options = "silu", alpha, 1 / alpha, limit, shift
-        return _GLUFunction.save("LigerClampedSiLUMulFunction", ctx, a, b, given, *options)
+        return _GLUFunction.run("LigerClampedSiLUMulFunction", ctx, a, b, numbers, *options)
 
 
 class LigerFusedGateUpSiLUMulFunction(Function):
-    """``apply(y, in_place=False) -> silu(a)·b``: a is the first half of y's last dimension, b the
-    second.
+    """``apply(y, in_place=False) -> silu(a)·b``
 
-    y's gradient overwrites y if nothing else refers to it; with ``in_place`` whoever does, if y is
-    contiguous. A second backward, or another use of y in the graph, then raises."""
+    a is the first half of y's last dimension, b the second. y's gradient overwrites y if nothing
+    else refers to it. With ``in_place`` it overwrites a contiguous y in any case: a second
+    backward, or another use of y in the graph, then raises.
+    """
 
     @staticmethod
     def reference(y, in_place=False):
@@ -151,10 +164,10 @@ class LigerFusedGateUpSiLUMulFunction(Function):
         (y,) = ctx.saved_tensors
         if torch.compiler.is_compiling():
             return torch.cat(glu_bwd(dz, *_halves(y), True, True, "silu"), -1), None
-        over = y.is_contiguous() and (ctx.in_place or may_overwrite(ctx, y))
-        dy = y.detach() if over else y.new_empty(y.shape)
-        launch_bwd(dz, *_halves(y.detach()), *matrix(dy).chunk(2, -1), None, "silu")
-        if over:
+        overwrite = y.is_contiguous() and (ctx.in_place or may_overwrite(ctx, y))
+        dy = y.detach() if overwrite else y.new_empty(y.shape)
+        launch_bwd(dz, *_halves(y.detach()), *flatten_to_2d(dy).chunk(2, -1), None, "silu")
+        if overwrite:
             torch.autograd.graph.increment_version(y)
         return dy, None
 
@@ -162,7 +175,8 @@ class LigerFusedGateUpSiLUMulFunction(Function):
 def _halves(y):
     if y.dim() == 0 or y.shape[-1] % 2:
         raise ValueError(
-            f"LigerFusedGateUpSiLUMulFunction: y has shape {tuple(y.shape)}, give (..., 2·F): gate beside up"
+            f"LigerFusedGateUpSiLUMulFunction: y has shape {tuple(y.shape)}, "
+            "give (..., 2·F): gate beside up"
         )
     return y.chunk(2, -1)
 
@@ -173,7 +187,7 @@ def liger_swiglu(
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """``silu(gate_multiplier·a)·b·down_multiplier``.
+    """Compute ``silu(gate_multiplier·a)·b·down_multiplier``.
 
     Args:
         a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
@@ -183,9 +197,9 @@ def liger_swiglu(
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: a and b differ in shape or device. TypeError: they differ in dtype, or are not
-        floating point
-            tensors; a multiplier is not a number.
+        ValueError: a and b differ in shape or device.
+        TypeError: they differ in dtype, or are not floating point tensors; a multiplier is not a
+            number.
 
     Source: arXiv:2002.05202.
     """
@@ -198,7 +212,7 @@ def liger_swiglu(
 
 
 def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """``gelu(a)·b``.
+    """Compute ``gelu(a)·b``.
 
     Args:
         a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
@@ -208,9 +222,8 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh") -> 
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: an unknown approximation; a and b differ in shape or device. TypeError: they
-        differ in dtype, or are
-            not floating point tensors.
+        ValueError: an unknown approximation; a and b differ in shape or device.
+        TypeError: they differ in dtype, or are not floating point tensors.
 
     Source: arXiv:2002.05202.
     """
@@ -228,8 +241,9 @@ def liger_clamped_swiglu(
     alpha: float = 1.0,
     shift: float = 0.0,
 ) -> torch.Tensor:
-    """``g·σ(alpha·g)·(u + shift)``, where g is a up to ``limit`` and u is b between ``-limit`` and
-    ``limit``.
+    """Compute ``g·σ(alpha·g)·(u + shift)`` from a and b clamped.
+
+    g is a up to ``limit``, and u is b between ``-limit`` and ``limit``.
 
     Args:
         a, b: gate and up projection, of one shape and dtype: fp32, bf16 or fp16, any strides.
@@ -240,32 +254,43 @@ def liger_clamped_swiglu(
         A contiguous tensor of that shape and dtype.
 
     Raises:
-        ValueError: a and b differ in shape or device; limit or alpha is not positive. TypeError:
-        they differ in dtype,
-            or are not floating point tensors; an option is not a number.
+        ValueError: a and b differ in shape or device; limit or alpha is not positive.
+        TypeError: they differ in dtype, or are not floating point tensors; an option is not a
+            number.
 
     Source: arXiv:2508.10925.
     """
     name = "liger_clamped_swiglu"
     check.floats(name, dict(a=a))
-    limit, alpha = check.positive(name, "limit", limit), check.positive(name, "alpha", alpha)
+    limit = check.positive(name, "limit", limit)
+    alpha = check.positive(name, "alpha", alpha)
     shift = check.finite(name, "shift", shift)
-    run = (
-        LigerClampedSiLUMulFunction.call
-        if devices.has_kernels(a)
-        else LigerClampedSiLUMulFunction.reference
-    )
+    function = LigerClampedSiLUMulFunction
+    run = function.call if devices.has_kernels(a) else function.reference
     return run(a, b, limit, alpha, shift)
 
 
-def pair(*shape):
-    """a, b for a `Case`."""
+def glu_inputs(*shape):
+    """Return a, b for a `Case`."""
     return dict(a=(3 * torch.randn(shape)).requires_grad_(), b=torch.randn(shape).requires_grad_())
 
 
-def _traffic(t):
-    size = sum(x.numel() * x.element_size() for x in t.values()) // 2
+def _gate_up_inputs(*shape):
+    return dict(y=torch.randn(*shape[:-1], 2 * shape[-1]).requires_grad_())
+
+
+def _traffic(inputs):
+    size = sum(x.numel() * x.element_size() for x in inputs.values()) // 2
     return 3 * size, 5 * size
+
+
+def _clamped_case(clamped_swiglu):
+    """Call ``clamped_swiglu`` with the limit of its case as the default."""
+
+    def call(a, b, limit=2.0, alpha=1.0, shift=0.0):
+        return clamped_swiglu(a, b, limit, alpha, shift)
+
+    return call
 
 
 SHAPES = ((1, 8), (5, 123), (2, 7, 512), (3, 1025))
@@ -274,7 +299,7 @@ CASES.append(
         "swiglu",
         fn=liger_swiglu,
         reference=swiglu_reference,
-        inputs=pair,
+        inputs=glu_inputs,
         shapes=SHAPES,
         options=(dict(), dict(gate_multiplier=0.7, down_multiplier=1.3)),
         bench=((8192, 14336),),
@@ -286,7 +311,7 @@ CASES.append(
         "geglu",
         fn=liger_geglu,
         reference=geglu_reference,
-        inputs=pair,
+        inputs=glu_inputs,
         shapes=SHAPES,
         options=(dict(), dict(approximate="none")),
         bench=((8192, 14336),),
@@ -296,13 +321,9 @@ CASES.append(
 CASES.append(
     Case(
         "clamped_swiglu",
-        fn=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: liger_clamped_swiglu(
-            a, b, limit, alpha, shift
-        ),
-        reference=lambda a, b, limit=2.0, alpha=1.0, shift=0.0: clamped_swiglu_reference(
-            a, b, limit, alpha, shift
-        ),
-        inputs=pair,
+        fn=_clamped_case(liger_clamped_swiglu),
+        reference=_clamped_case(clamped_swiglu_reference),
+        inputs=glu_inputs,
         shapes=SHAPES[1:3],
         options=(dict(), dict(alpha=1.702, shift=1.0)),
         bench=((8192, 14336),),
@@ -314,7 +335,7 @@ CASES.append(
         "fused_gate_up_silu_mul",
         fn=lambda y: LigerFusedGateUpSiLUMulFunction.apply(y),
         reference=LigerFusedGateUpSiLUMulFunction.reference,
-        inputs=lambda *shape: dict(y=torch.randn(*shape[:-1], 2 * shape[-1]).requires_grad_()),
+        inputs=_gate_up_inputs,
         shapes=SHAPES[1:3],
         bench=((8192, 14336),),
         traffic=_traffic,

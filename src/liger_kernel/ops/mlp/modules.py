@@ -1,7 +1,7 @@
-"""The MLPs of Hugging Face as modules, by the operators of this folder. Their state dicts are
-Hugging Face's.
+"""Hugging Face's MLPs as modules that use the operators of this folder.
 
-The published paths of SwiGLU and GeGLU lead here: they hand on the operators' names, too.
+Their state dicts are Hugging Face's. The published paths of SwiGLU and GeGLU lead here, so the
+module also exports the operators' names.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _require_silu(module, act):
         )
 
 
-def _projections(module, config, intermediate_size, bias=False):
+def _add_projections(module, config, intermediate_size, bias=False):
     module.config = config
-    module.hidden_size, module.intermediate_size = config.hidden_size, intermediate_size
+    module.hidden_size = config.hidden_size
+    module.intermediate_size = intermediate_size
     module.gate_proj = torch.nn.Linear(module.hidden_size, module.intermediate_size, bias=bias)
     module.up_proj = torch.nn.Linear(module.hidden_size, module.intermediate_size, bias=bias)
     module.down_proj = torch.nn.Linear(module.intermediate_size, module.hidden_size, bias=bias)
@@ -49,11 +50,9 @@ class LigerSwiGLUMLP(torch.nn.Module):
     def __init__(self, config: object, intermediate_size: int | None = None) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
-        _projections(
-            self,
-            config,
-            config.intermediate_size if intermediate_size is None else intermediate_size,
-        )
+        if intermediate_size is None:
+            intermediate_size = config.intermediate_size
+        _add_projections(self, config, intermediate_size)
 
     def forward(self, x: torch.Tensor):
         return gated_linear(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj)
@@ -78,21 +77,21 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
     def __init__(self, config: object) -> None:
         torch.nn.Module.__init__(self)
-        _require_silu(
-            self,
-            config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act,
-        )
-        _projections(self, config, config.intermediate_size)
+        has_activation = hasattr(config, "hidden_activation")
+        _require_silu(self, config.hidden_activation if has_activation else config.hidden_act)
+        _add_projections(self, config, config.intermediate_size)
 
 
 class LigerFalconH1SwiGLUMLP(torch.nn.Module):
-    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``: also the bias
-    is multiplied."""
+    """``down_multiplier·down_proj(silu(gate_multiplier·gate_proj(x))·up_proj(x))``
+
+    The bias is multiplied, too.
+    """
 
     def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
-        _projections(self, config, config.intermediate_size, bias=config.mlp_bias)
+        _add_projections(self, config, config.intermediate_size, bias=config.mlp_bias)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: torch.Tensor):
@@ -108,7 +107,8 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
     def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
-        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.ffn_dim = config.intermediate_size
+        self.hidden_dim = config.hidden_size
         self.w1 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = torch.nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
@@ -118,14 +118,17 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
 
 
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
-    """One linear for gate and up projection, the gate first. The kernel reads both halves without a
-    copy."""
+    """An MLP with one linear layer for gate and up projection, the gate first.
+
+    The kernel reads both halves without a copy.
+    """
 
     def __init__(self, config: object) -> None:
         super().__init__()
         _require_silu(self, config.hidden_act)
         self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size
         self.gate_up_proj = torch.nn.Linear(
             self.hidden_size, 2 * self.intermediate_size, bias=False
         )
@@ -136,29 +139,35 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
 
 
 class LigerGEGLUMLP(torch.nn.Module):
-    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU. The config's activation is
-    not used.
+    """``down_proj(gelu(gate_proj(x))·up_proj(x))`` with the tanh GELU.
+
+    The config's activation is not used.
 
     ``forward`` uses only the three projections, since other classes use it as their own.
     """
 
     def __init__(self, config: object) -> None:
         super().__init__()
-        _projections(self, config, config.intermediate_size)
+        _add_projections(self, config, config.intermediate_size)
 
     def forward(self, x: torch.Tensor):
         return gated_linear(self.gate_proj(x), self.up_proj(x), "tanh", self.down_proj)
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """Twice as wide in the layers with shared keys and values, if the config has
-    ``use_double_wide_mlp``."""
+    """`LigerGEGLUMLP` for Gemma 4.
+
+    It is twice as wide in the layers with shared keys and values, if the config has
+    ``use_double_wide_mlp``.
+    """
 
     def __init__(self, config: object, layer_idx: int | None = None) -> None:
         torch.nn.Module.__init__(self)
-        shared = getattr(config, "num_kv_shared_layers", 0) or 0
-        wide = (
-            getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None
+        num_shared = getattr(config, "num_kv_shared_layers", 0) or 0
+        double_wide = (
+            getattr(config, "use_double_wide_mlp", False)
+            and num_shared > 0
+            and layer_idx is not None
+            and layer_idx >= config.num_hidden_layers - num_shared
         )
-        wide = wide and layer_idx >= config.num_hidden_layers - shared
-        _projections(self, config, config.intermediate_size * (2 if wide else 1))
+        _add_projections(self, config, config.intermediate_size * (2 if double_wide else 1))

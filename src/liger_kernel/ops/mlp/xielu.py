@@ -2,11 +2,12 @@ r"""xIELU: a square above zero, an exponential below, with two learned weights (
 
     αp = softplus(alpha_p),   αn = beta + softplus(alpha_n)
     x > 0:   y = αp·x² + beta·x,                   dy/dx = 2·αp·x + beta
-    else:    y = αn·(exp(m) - 1 - x) + beta·x,     dy/dx = αn·(exp(x)·[x < eps] - 1) + beta,   m = min(x, eps)
+    else:    y = αn·(exp(m) - 1 - x) + beta·x,     dy/dx = αn·(exp(x)·[x < eps] - 1) + beta
+             m = min(x, eps)
 
     dalpha_p = σ(alpha_p)·Σ_{x>0} dy·x²,   dalpha_n = σ(alpha_n)·Σ_{x≤0} dy·(exp(m) - 1 - x)
 
-beta and eps are numbers, or tensors that hold one, which the kernels read; eps is a little below
+beta and eps are numbers, or tensors of one element, which the kernels read. eps is a little below
 zero. Everything is computed in fp32 and rounded once.
 
 Source: Huang and Schlag, Deriving Activation Functions Using Integration, arXiv:2411.13010.
@@ -19,16 +20,17 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, F, Function, custom_op
-from liger_kernel.core.reduce import partial, sum_rows
-from liger_kernel.core.tile import cdiv, exp, exp_for, log, sigmoid, tl, triton
+from liger_kernel.core.reduce import new_partial_sums, sum_rows
+from liger_kernel.core.tile import cdiv, exp, log, scaled_exp, sigmoid, tl, triton
 
 
 def xielu_reference(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = x.to(wide)
-    alpha_p, alpha_n = (F.softplus(alpha.to(wide).reshape(())) for alpha in (alpha_p, alpha_n))
+    wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    z = x.to(wide_dtype)
+    alpha_p = F.softplus(alpha_p.to(wide_dtype).reshape(()))
+    alpha_n = F.softplus(alpha_n.to(wide_dtype).reshape(()))
     beta, eps = (
-        n.to(wide).reshape(()) if isinstance(n, torch.Tensor) else z.new_tensor(n)
+        n.to(wide_dtype).reshape(()) if isinstance(n, torch.Tensor) else z.new_tensor(n)
         for n in (beta, eps)
     )
     below = torch.expm1(torch.min(z, eps)) - z
@@ -37,7 +39,7 @@ def xielu_reference(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), and its slope."""
+    """Return log(1 + exp(x)), and its slope."""
     e = exp(-tl.abs(x))
     small = e * (1.0 - e * (0.5 - e * (0.3333333333 - e * 0.25)))
     slope, _ = sigmoid(x)
@@ -46,17 +48,17 @@ def _softplus(x):
 
 @triton.jit
 def _below(x, eps, EXACT: tl.constexpr):
-    """exp(m) - 1 - x and exp(m), for x ≤ 0; by a series where the difference would cancel."""
+    """Return exp(m) - 1 - x and exp(m), for x ≤ 0; by a series where that would cancel."""
     m = tl.where(x > eps, eps, x)
-    e = exp_for(m, EXACT)
+    e = scaled_exp(m, EXACT)
     s = 1.3888889e-3 + m * (1.9841270e-4 + m * 2.4801587e-5)
     near = m * m * (0.5 + m * (0.16666667 + m * (4.1666668e-2 + m * (8.3333338e-3 + m * s))))
     return tl.where(m > -0.5, near, (e - 1.0) - m) + (m - x), e
 
 
 @triton.jit
-def _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps):
-    """αp, αn, and the slopes of both; beta and eps, from memory if they are there."""
+def _load_parameters(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps):
+    """Return αp, αn, the slopes of both, beta and eps. The last two may be in memory."""
     if beta_ptr is not None:
         beta = tl.load(beta_ptr).to(tl.float32)
     if eps_ptr is not None:
@@ -70,11 +72,14 @@ def _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps):
 def _fwd(
     x_ptr, alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, y_ptr, N, beta, eps, BLOCK: tl.constexpr
 ):
-    p, q, _, _, beta, eps = _numbers(alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps)
+    """Compute BLOCK entries of y."""
+    alpha_p, alpha_n, _, _, beta, eps = _load_parameters(
+        alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps
+    )
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + n, mask=n < N).to(tl.float32)
     below, _ = _below(x, eps, x_ptr.dtype.element_ty == tl.float32)
-    y = tl.where(x > 0, p * x * x, q * below) + beta * x
+    y = tl.where(x > 0, alpha_p * x * x, alpha_n * below) + beta * x
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -87,21 +92,21 @@ def _bwd(
     beta_ptr,
     eps_ptr,
     dx_ptr,
-    dp_ptr,
-    dn_ptr,
+    dalpha_p_ptr,
+    dalpha_n_ptr,
     y_ptr,
     N,
     beta,
     eps,
     BLOCK: tl.constexpr,
 ):
-    """A program processes every num_programs-th block, and writes its part of dalpha_p and
-    dalpha_n.
+    """Compute every num_programs-th block, and this program's part of dalpha_p and dalpha_n.
 
     dx and y (as in `_fwd`) may share the memory of x and dy: an element is read before it is
-    written."""
+    written.
+    """
     pid = tl.program_id(0)
-    p, q, p_slope, n_slope, beta, eps = _numbers(
+    alpha_p, alpha_n, p_slope, n_slope, beta, eps = _load_parameters(
         alpha_p_ptr, alpha_n_ptr, beta_ptr, eps_ptr, beta, eps
     )
     dp = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -112,49 +117,60 @@ def _bwd(
         dy = tl.load(dy_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         below, e = _below(x, eps, x_ptr.dtype.element_ty == tl.float32)
         if dx_ptr is not None:
-            moves = tl.where(
-                x < eps, 1.0, tl.where(x == eps, 0.5, 0.0)
-            )  # of a tie half, as in PyTorch
-            dx = dy * (tl.where(x > 0, 2.0 * p * x, q * (e * moves - 1.0)) + beta)
-            tl.store(dx_ptr + n, dx.to(dx_ptr.dtype.element_ty), mask=n < N)
+            # the slope of min(x, eps): half at a tie, as in PyTorch
+            min_slope = tl.where(x < eps, 1.0, tl.where(x == eps, 0.5, 0.0))
+            slope = tl.where(x > 0, 2.0 * alpha_p * x, alpha_n * (e * min_slope - 1.0)) + beta
+            tl.store(dx_ptr + n, (dy * slope).to(dx_ptr.dtype.element_ty), mask=n < N)
         if y_ptr is not None:
-            y = tl.where(x > 0, p * x * x, q * below) + beta * x
+            y = tl.where(x > 0, alpha_p * x * x, alpha_n * below) + beta * x
             tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
         dp += tl.where(x > 0, dy * x * x, 0.0)
         dn += tl.where(x > 0, 0.0, dy * below)
-    if dp_ptr is not None:
-        tl.store(dp_ptr + pid, (tl.sum(dp) * p_slope).to(dp_ptr.dtype.element_ty))
-    if dn_ptr is not None:
-        tl.store(dn_ptr + pid, (tl.sum(dn) * n_slope).to(dn_ptr.dtype.element_ty))
+    if dalpha_p_ptr is not None:
+        dalpha_p = tl.sum(dp) * p_slope
+        tl.store(dalpha_p_ptr + pid, dalpha_p.to(dalpha_p_ptr.dtype.element_ty))
+    if dalpha_n_ptr is not None:
+        dalpha_n = tl.sum(dn) * n_slope
+        tl.store(dalpha_n_ptr + pid, dalpha_n.to(dalpha_n_ptr.dtype.element_ty))
 
 
 def _launch(backward):
-    """(columns, warps) of a program.
+    """Return (columns, warps) of a program.
 
     8192x14336, bf16, 2048 columns with 2, 4, 8 warps: forward 3.43, 3.06 TB/s, -; backward -, 2.56,
-    2.93 (H200, 2026-11-23)."""
+    2.93 (H200, 2026-11-23).
+    """
     return 2048, 8 if backward else 2
 
 
-def apart(beta, eps):
-    """As the operators take them: the numbers, and in the place of a number that a tensor holds
-    this tensor, too."""
-    held = [n if isinstance(n, torch.Tensor) else None for n in (beta, eps)]
-    return *(n if t is None else 0.0 for n, t in zip((beta, eps), held, strict=True)), *held
+def split_constants(beta, eps):
+    """Return beta, eps, beta_tensor, eps_tensor, as the operators take them.
+
+    A constant that is a number has no tensor; one that is a tensor has 0 as its number.
+    """
+    numbers = []
+    tensors = []
+    for constant in (beta, eps):
+        is_tensor = isinstance(constant, torch.Tensor)
+        numbers.append(0.0 if is_tensor else constant)
+        tensors.append(constant if is_tensor else None)
+    return *numbers, *tensors
 
 
-def together(beta, eps, beta_in, eps_in):
-    """What `apart` was given."""
-    return beta if beta_in is None else beta_in, eps if eps_in is None else eps_in
+def join_constants(beta, eps, beta_tensor, eps_tensor):
+    """Undo `split_constants`."""
+    return beta if beta_tensor is None else beta_tensor, eps if eps_tensor is None else eps_tensor
 
 
-def _gradients(x, dy, alpha_p, alpha_n, beta, eps, beta_in, eps_in, need_dx, need_dp, need_dn):
+def _empty_gradients(
+    x, dy, alpha_p, alpha_n, beta, eps, beta_tensor, eps_tensor, need_dx, need_dp, need_dn
+):
     needs = (x, need_dx), (alpha_p, need_dp), (alpha_n, need_dn)
     return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
 
 
-def _gradients_and_product(x, *others):
-    return *_gradients(x, *others), x.new_empty(x.shape)
+def _empty_gradients_and_output(x, *arguments):
+    return *_empty_gradients(x, *arguments), x.new_empty(x.shape)
 
 
 @custom_op("xielu", lambda x, *_: x.new_empty(x.shape))
@@ -164,56 +180,62 @@ def xielu_fwd(
     alpha_n: torch.Tensor,
     beta: float,
     eps: float,
-    beta_in: torch.Tensor | None,
-    eps_in: torch.Tensor | None,
+    beta_tensor: torch.Tensor | None,
+    eps_tensor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x contiguous, beta and eps `apart` -> y"""
-    y, (columns, warps) = x.new_empty(x.shape), _launch(False)
+    """Return y. x is contiguous; the constants are those of `split_constants`."""
+    y = x.new_empty(x.shape)
+    columns, warps = _launch(False)
     if x.numel():
         _fwd[(cdiv(x.numel(), columns),)](
             x,
             alpha_p,
             alpha_n,
-            beta_in,
-            eps_in,
+            beta_tensor,
+            eps_tensor,
             y,
             x.numel(),
             beta,
             eps,
             BLOCK=columns,
-            num_warps=devices.warps(warps, x),
+            num_warps=devices.limit_warps(warps, x),
         )
     return y
 
 
-def _launch_bwd(x, dy, alpha_p, alpha_n, beta, eps, beta_in, eps_in, dx, dp, dn, y):
-    """Fills those of dx, dp, dn and y that are given."""
+def _launch_bwd(
+    x, dy, alpha_p, alpha_n, beta, eps, beta_tensor, eps_tensor, dx, dalpha_p, dalpha_n, y
+):
+    """Fill those of dx, dalpha_p, dalpha_n and y that are not None."""
     columns, warps = _launch(True)
-    blocks = cdiv(x.numel(), columns)
-    few = dp is not None or dn is not None  # programs, for few parts of the sums
-    programs = max(1, min(blocks, 16 * devices.multiprocessors(x)) if few else blocks)
-    parts = partial(dp, programs), partial(dn, programs)
+    programs = cdiv(x.numel(), columns)
+    if dalpha_p is not None or dalpha_n is not None:  # few programs, for few partial sums
+        programs = min(programs, 16 * devices.multiprocessors(x))
+    programs = max(1, programs)
+    partial_p = new_partial_sums(dalpha_p, programs)
+    partial_n = new_partial_sums(dalpha_n, programs)
     _bwd[(programs,)](
         x,
         dy,
         alpha_p,
         alpha_n,
-        beta_in,
-        eps_in,
+        beta_tensor,
+        eps_tensor,
         dx,
-        *parts,
+        partial_p,
+        partial_n,
         y,
         x.numel(),
         beta,
         eps,
         BLOCK=columns,
-        num_warps=devices.warps(warps, x),
+        num_warps=devices.limit_warps(warps, x),
     )
-    for part, gradient in zip(parts, (dp, dn), strict=True):
-        sum_rows(part, gradient)
+    sum_rows(partial_p, dalpha_p)
+    sum_rows(partial_n, dalpha_n)
 
 
-@custom_op("xielu_backward", _gradients)
+@custom_op("xielu_backward", _empty_gradients)
 def xielu_bwd(
     x: torch.Tensor,
     dy: torch.Tensor,
@@ -221,21 +243,20 @@ def xielu_bwd(
     alpha_n: torch.Tensor,
     beta: float,
     eps: float,
-    beta_in: torch.Tensor | None,
-    eps_in: torch.Tensor | None,
+    beta_tensor: torch.Tensor | None,
+    eps_tensor: torch.Tensor | None,
     need_dx: bool,
     need_dp: bool,
     need_dn: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, dy contiguous -> dx, dalpha_p, dalpha_n, each like its tensor. What is not needed is
-    None."""
-    numbers = beta, eps, beta_in, eps_in
-    found = _gradients(x, dy, alpha_p, alpha_n, *numbers, need_dx, need_dp, need_dn)
-    _launch_bwd(x, dy, alpha_p, alpha_n, *numbers, *found, None)
-    return found
+    """Return dx, dalpha_p, dalpha_n, None for one that is not needed. x and dy are contiguous."""
+    constants = beta, eps, beta_tensor, eps_tensor
+    grads = _empty_gradients(x, dy, alpha_p, alpha_n, *constants, need_dx, need_dp, need_dn)
+    _launch_bwd(x, dy, alpha_p, alpha_n, *constants, *grads, None)
+    return grads
 
 
-@custom_op("xielu_backward_and_product", _gradients_and_product)
+@custom_op("xielu_backward_and_product", _empty_gradients_and_output)
 def xielu_bwd_and_product(
     x: torch.Tensor,
     dy: torch.Tensor,
@@ -243,73 +264,81 @@ def xielu_bwd_and_product(
     alpha_n: torch.Tensor,
     beta: float,
     eps: float,
-    beta_in: torch.Tensor | None,
-    eps_in: torch.Tensor | None,
+    beta_tensor: torch.Tensor | None,
+    eps_tensor: torch.Tensor | None,
     need_dx: bool,
     need_dp: bool,
     need_dn: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> the gradients, and y once more; one operator, as `pointwise.glu_bwd_and_product`."""
-    numbers = beta, eps, beta_in, eps_in
-    found = _gradients_and_product(x, dy, alpha_p, alpha_n, *numbers, need_dx, need_dp, need_dn)
-    _launch_bwd(x, dy, alpha_p, alpha_n, *numbers, *found)
-    return found
+    """Return the gradients and y, by one operator, see `pointwise.glu_bwd_and_product`."""
+    constants = beta, eps, beta_tensor, eps_tensor
+    outputs = _empty_gradients_and_output(
+        x, dy, alpha_p, alpha_n, *constants, need_dx, need_dp, need_dn
+    )
+    _launch_bwd(x, dy, alpha_p, alpha_n, *constants, *outputs)
+    return outputs
 
 
-def xielu_bwd_over(x, dy, alpha_p, alpha_n, *numbers_and_needs, over_x, y):
-    """-> the gradients, dx in the memory of x if ``over_x``. If y is given, it is computed; it may
-    be dy."""
-    *numbers, need_dx, need_dp, need_dn = numbers_and_needs
-    dx, dp, dn = _gradients(
-        x, dy, alpha_p, alpha_n, *numbers, need_dx and not over_x, need_dp, need_dn
+def xielu_bwd_over(x, dy, alpha_p, alpha_n, *constants_and_needs, over_x, y):
+    """Return the gradients, dx in the memory of x if ``over_x``.
+
+    If y is given, it is filled; it may be dy.
+    """
+    *constants, need_dx, need_dp, need_dn = constants_and_needs
+    allocate_dx = need_dx and not over_x
+    dx, dp, dn = _empty_gradients(
+        x, dy, alpha_p, alpha_n, *constants, allocate_dx, need_dp, need_dn
     )
     dx = x.detach() if over_x else dx
-    _launch_bwd(x, dy, alpha_p, alpha_n, *numbers, dx, dp, dn, y)
+    _launch_bwd(x, dy, alpha_p, alpha_n, *constants, dx, dp, dn, y)
     torch.autograd.graph.increment_version([x] if over_x else [])
     return dx, dp, dn
 
 
 class LigerXIELUFunction(Function):
-    """``apply(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6) -> y`` like x, contiguous. As
-    `liger_xielu`."""
+    """``apply(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6) -> y``
+
+    The arguments of `liger_xielu`. y is like x, contiguous.
+    """
 
     reference = staticmethod(xielu_reference)
 
     @staticmethod
     def forward(ctx, x, alpha_p, alpha_n, beta=0.5, eps=-1e-6):
         devices.require_kernels("LigerXIELUFunction", x)
-        beta, eps, *held = apart(beta, eps)
-        known = check.fits(x, (1,), alpha_p, alpha_n) and check.fits(x, (), *held)
-        if not known or any(ctx.needs_input_grad[3:]):
-            _check("LigerXIELUFunction", x, alpha_p, alpha_n, *held)
-        ctx.save_for_backward(x, alpha_p, alpha_n, *held)
+        beta, eps, *tensors = split_constants(beta, eps)
+        matches = check.matches(x, (1,), alpha_p, alpha_n) and check.matches(x, (), *tensors)
+        if not matches or any(ctx.needs_input_grad[3:]):
+            _check_tensors("LigerXIELUFunction", x, alpha_p, alpha_n, *tensors)
+        ctx.save_for_backward(x, alpha_p, alpha_n, *tensors)
         ctx.numbers = beta, eps
-        return xielu_fwd(x.contiguous(), alpha_p, alpha_n, beta, eps, *held)
+        return xielu_fwd(x.contiguous(), alpha_p, alpha_n, beta, eps, *tensors)
 
     @staticmethod
     def arguments(ctx):
-        x, alpha_p, alpha_n, *held = ctx.saved_tensors
-        return x, alpha_p, alpha_n, *together(*ctx.numbers, *held)
+        x, alpha_p, alpha_n, *tensors = ctx.saved_tensors
+        return x, alpha_p, alpha_n, *join_constants(*ctx.numbers, *tensors)
 
     @staticmethod
     def backward(ctx, dy):
-        x, alpha_p, alpha_n, *held = ctx.saved_tensors
+        x, alpha_p, alpha_n, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        found = xielu_bwd(
-            x.contiguous(), dy.contiguous(), alpha_p, alpha_n, *ctx.numbers, *held, *needs
+        grads = xielu_bwd(
+            x.contiguous(), dy.contiguous(), alpha_p, alpha_n, *ctx.numbers, *tensors, *needs
         )
-        return *(d if need else None for d, need in zip(found, needs, strict=True)), None, None
+        return *(d if need else None for d, need in zip(grads, needs, strict=True)), None, None
 
 
-def _check(name, x, alpha_p, alpha_n, beta, eps):
-    """All that are tensors; beta and eps are None if they are not."""
+def _check_tensors(name, x, alpha_p, alpha_n, beta, eps):
+    """Check the tensors. beta and eps are None if they are numbers."""
     check.floats(name, dict(x=x, alpha_p=alpha_p, alpha_n=alpha_n), beta=beta, eps=eps)
     for argument, t in dict(alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps).items():
         check.shape(name, argument, t, (1,), ())
     for argument, t in dict(beta=beta, eps=eps).items():
         if t is not None and t.requires_grad:
             raise TypeError(
-                f"{name}: {argument} requires a gradient, which it does not get; give {argument}.detach()"
+                f"{name}: {argument} requires a gradient, which it does not get; "
+                f"give {argument}.detach()"
             )
 
 
@@ -320,52 +349,56 @@ def liger_xielu(
     beta: float | torch.Tensor = 0.5,
     eps: float | torch.Tensor = -1e-6,
 ) -> torch.Tensor:
-    """``αp·x² + beta·x`` above zero, ``αn·(exp(min(x, eps)) - 1 - x) + beta·x`` below.
+    """Compute xIELU: ``αp·x² + beta·x`` if x > 0, else ``αn·(exp(min(x, eps)) - 1 - x) + beta·x``.
 
     Args:
         x: any shape and strides, fp32, bf16 or fp16.
         alpha_p, alpha_n: (1,), any floating dtype: αp is softplus(alpha_p), αn is beta +
-        softplus(alpha_n).
+            softplus(alpha_n).
         beta: the slope at zero: a number, or a tensor of one element, which gets no gradient.
-        eps: a number below zero and close to it, from which on the exponential no longer moves; or
-        a tensor of one
-            element, whose value is not checked.
+        eps: a number below zero and close to it, above which the exponential is constant; or a
+            tensor of one element, whose value is not checked.
 
     Returns:
         A contiguous tensor of x's shape and dtype, computed in fp32 and rounded once.
 
     Raises:
         ValueError: a tensor has another shape or device; beta or eps is not finite, or eps not
-        below zero.
+            below zero.
         TypeError: something is not a floating point tensor, or not a number; beta or eps requires a
-        gradient.
+            gradient.
 
     Source: arXiv:2411.13010.
     """
     name = "liger_xielu"
-    beta, eps = checked(name, x, alpha_p, alpha_n, beta, eps)
+    beta, eps = check_arguments(name, x, alpha_p, alpha_n, beta, eps)
     run = LigerXIELUFunction.call if devices.has_kernels(x) else xielu_reference
     return run(x, alpha_p, alpha_n, beta, eps)
 
 
-def checked(name, x, alpha_p, alpha_n, beta, eps):
-    """-> beta and eps."""
-    _check(name, x, alpha_p, alpha_n, *apart(beta, eps)[2:])
-    return _options(name, beta, eps)
+def check_arguments(name, x, alpha_p, alpha_n, beta, eps):
+    """Check the arguments of `liger_xielu`. Returns beta and eps; numbers become Python floats."""
+    *_, beta_tensor, eps_tensor = split_constants(beta, eps)
+    _check_tensors(name, x, alpha_p, alpha_n, beta_tensor, eps_tensor)
+    return _check_numbers(name, beta, eps)
 
 
-def _options(name, beta, eps):
-    """Those that are numbers are looked at."""
+def _check_numbers(name, beta, eps):
+    """Check those of beta and eps that are numbers."""
     if not isinstance(eps, torch.Tensor):
         eps = check.finite(name, "eps", eps)
         if eps >= 0:
-            raise check.Misfit(f"{name}: eps is {eps!r}, give a number below zero")
-    return beta if isinstance(beta, torch.Tensor) else check.finite(name, "beta", beta), eps
+            raise check.InvalidArgument(f"{name}: eps is {eps!r}, give a number below zero")
+    if not isinstance(beta, torch.Tensor):
+        beta = check.finite(name, "beta", beta)
+    return beta, eps
 
 
 class LigerXIELU(torch.nn.Module):
-    """`liger_xielu` as a module; its parameters are named as Hugging Face's, and begin with these
-    αp and αn."""
+    """`liger_xielu` as a module. Its parameters are named as Hugging Face's.
+
+    They are initialised so that αp is ``alpha_p_init`` and αn is ``alpha_n_init``.
+    """
 
     def __init__(
         self,
@@ -378,13 +411,12 @@ class LigerXIELU(torch.nn.Module):
         super().__init__()
         name = type(self).__name__
         check.positive(name, "alpha_p_init", alpha_p_init)
-        check.positive(
-            name, "alpha_n_init - beta", check.finite(name, "alpha_n_init", alpha_n_init) - beta
-        )
+        check.finite(name, "alpha_n_init", alpha_n_init)
+        check.positive(name, "alpha_n_init - beta", alpha_n_init - beta)
         for argument, value in dict(alpha_p=alpha_p_init, alpha_n=alpha_n_init - beta).items():
             raw = torch.tensor([value], dtype=torch.float64).expm1().log()
             setattr(self, argument, torch.nn.Parameter(raw.to(dtype or torch.get_default_dtype())))
-        self.beta, self.eps = _options(name, beta, eps)
+        self.beta, self.eps = _check_numbers(name, beta, eps)
 
     def forward(self, x: torch.Tensor):
         return liger_xielu(x, self.alpha_p, self.alpha_n, self.beta, self.eps)
@@ -398,6 +430,11 @@ def _inputs(*shape):
     return dict(x=(2 * torch.randn(shape)).requires_grad_(), alpha_p=alpha_p, alpha_n=alpha_n)
 
 
+def _traffic(inputs):
+    size = inputs["x"].numel() * inputs["x"].element_size()
+    return 2 * size, 3 * size
+
+
 CASES.append(
     Case(
         "xielu",
@@ -407,7 +444,7 @@ CASES.append(
         shapes=((1, 8), (5, 123), (3, 1025)),
         options=(dict(), dict(beta=0.3, eps=-1e-3)),
         bench=((8192, 14336),),
-        traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
+        traffic=_traffic,
         fp32_roundings=2,
     )
 )

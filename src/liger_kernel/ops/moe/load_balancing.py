@@ -1,6 +1,7 @@
 r"""The load-balancing loss of a mixture of experts: small where tokens go to all experts equally.
 
-    loss = E·Σ_e f_e·P_e,   f_e = Σ_t m_t·[e among the K best of t] / n,   P_e = Σ_t m_t·p_te / n,   n = Σ_t m_t
+    loss = E·Σ_e f_e·P_e,   n = Σ_t m_t
+    f_e = Σ_t m_t·[e among the top K of t] / n,   P_e = Σ_t m_t·p_te / n
 
 over the tokens t of all layers, with p = softmax(z) of a router's logits, and m the attention mask,
 or 1. The choice has no gradient:
@@ -22,105 +23,112 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op, unit_stride
+from liger_kernel.core.op import CASES, Case, Function, custom_op, with_unit_stride
 from liger_kernel.core.reduce import sum_rows
-from liger_kernel.core.tile import cdiv, read, tl
-from liger_kernel.ops.moe.choice import (
-    WIDEST,
-    best_reference,
-    launch,
-    logits_of,
-    number,
-    pick,
+from liger_kernel.core.tile import cdiv, load_fp32, tl
+from liger_kernel.ops.moe.top_k import (
+    MAX_EXPERTS,
+    choose_launch,
+    first_max,
+    load_logits,
+    nan_to_inf,
     softmax,
-    wide,
+    top_k_reference,
+    upcast,
 )
 
 
 def load_balancing_reference(logits, mask, top_k):
-    z, index = wide(logits), best_reference(logits, top_k)
+    """Compute `LigerLoadBalancingFunction` of one layer in plain PyTorch."""
+    z = upcast(logits)
+    index = top_k_reference(logits, top_k)
     m = z.new_ones(z.shape[0]) if mask is None else mask.to(z.dtype)
     p = z.where(m[:, None] != 0, 0).softmax(-1)
-    chosen = p.new_zeros(p.shape[1]).scatter_add_(0, index.reshape(-1), m.repeat_interleave(top_k))
-    return torch.stack(((p * m[:, None]).sum(0), chosen))
+    counts = p.new_zeros(p.shape[1])
+    counts = counts.scatter_add_(0, index.reshape(-1), m.repeat_interleave(top_k))
+    return torch.stack(((p * m[:, None]).sum(0), counts))
 
 
-def loss_reference(gate_logits, num_experts, top_k, attention_mask):
-    """`liger_load_balancing_loss`, of all layers at once."""
+def load_balancing_loss_reference(gate_logits, num_experts, top_k, attention_mask):
+    """Compute `liger_load_balancing_loss` in plain PyTorch, of all layers at once."""
     logits = torch.cat(gate_logits)
     mask = None if attention_mask is None else attention_mask.reshape(-1).repeat(len(gate_logits))
-    n = len(logits) if mask is None else wide(mask).sum()
-    probabilities, chosen = (load_balancing_reference(logits, mask, top_k) / n).unbind()
-    return num_experts * (chosen * probabilities).sum()
+    n = len(logits) if mask is None else upcast(mask).sum()
+    probabilities, counts = (load_balancing_reference(logits, mask, top_k) / n).unbind()
+    return num_experts * (counts * probabilities).sum()
 
 
 @kernel
 def _fwd(z_ptr, mask_ptr, sum_ptr, stride_z, T, E, K, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """A program takes every num_programs-th block of BLOCK_T tokens: a row with Σ m·p and how often
-    each was chosen."""
+    """Sum m·p, and how often each expert is counts, over every num_programs-th block of tokens."""
+    # z, left, probabilities, counts (BLOCK_T, BLOCK_E); m, n (BLOCK_T, 1)
     e = tl.arange(0, BLOCK_E)[None, :]
     probabilities = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
-    chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
         t = tl.cast(block, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-        z, left = logits_of(z_ptr, stride_z, t, e, T, E)
+        z, left = load_logits(z_ptr, stride_z, t, e, T, E)
         m = (t < T).to(tl.float32)
         if mask_ptr is not None:
-            m = read(mask_ptr, t, t < T)
+            m = load_fp32(mask_ptr, t, t < T)
         probabilities += tl.where(left & (m != 0), m * softmax(z), 0.0)
-        key = number(z)
+        key = nan_to_inf(z)
         for _ in range(K):
-            n = pick(key, left, e)
+            n = first_max(key, left, e)
             left = left & (e != n)
-            chosen += tl.where(e == n, m, 0.0)
+            counts += tl.where(e == n, m, 0.0)
     row = sum_ptr + tl.program_id(0) * 2 * E + e
     tl.store(row, tl.sum(probabilities, axis=0, keep_dims=True), mask=e < E)
-    tl.store(row + E, tl.sum(chosen, axis=0, keep_dims=True), mask=e < E)
+    tl.store(row + E, tl.sum(counts, axis=0, keep_dims=True), mask=e < E)
 
 
 @kernel
 def _bwd(
     z_ptr, mask_ptr, dsum_ptr, dz_ptr, stride_z, T, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """One program: BLOCK_T tokens."""
+    """Compute dz of BLOCK_T tokens."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     e = tl.arange(0, BLOCK_E)[None, :]
-    z, inside = logits_of(z_ptr, stride_z, t, e, T, E)
-    p, dsum = softmax(z), read(dsum_ptr, e, e < E)
+    z, z_mask = load_logits(z_ptr, stride_z, t, e, T, E)
+    p = softmax(z)
+    dsum = load_fp32(dsum_ptr, e, e < E)
     dz = p * (dsum - tl.sum(p * dsum, axis=1, keep_dims=True))
     if mask_ptr is not None:
-        m = read(mask_ptr, t, t < T)
+        m = load_fp32(mask_ptr, t, t < T)
         dz = tl.where(m != 0, m * dz, 0.0)
-    tl.store(dz_ptr + t * E + e, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+    tl.store(dz_ptr + t * E + e, dz.to(dz_ptr.dtype.element_ty), mask=z_mask)
 
 
-def _sums(logits, mask, top_k):
+def _empty_sums(logits, mask, top_k):
     return logits.new_empty((2, logits.shape[1]), dtype=torch.float32)
 
 
-@custom_op("load_balancing", _sums)
+@custom_op("load_balancing", _empty_sums)
 def load_balancing_fwd(logits: torch.Tensor, mask: torch.Tensor | None, top_k: int) -> torch.Tensor:
-    """logits (T, E) with unit stride in E, mask (T,) contiguous -> (2, E) in fp32: Σ m·p, and how
-    often chosen."""
-    (T, E), sums = logits.shape, _sums(logits, mask, top_k)
-    rows, columns, warps = launch(E, logits, each=8)  # it keeps two blocks of sums as well
-    programs = min(cdiv(T, rows), 4 * devices.multiprocessors(logits))
-    if not programs:
+    """Return Σ m·p, and how often each expert is chosen: (2, E) in fp32.
+
+    logits are (T, E) with unit stride in E, mask is (T,), contiguous."""
+    T, E = logits.shape
+    sums = _empty_sums(logits, mask, top_k)
+    # 8 columns a thread: it keeps two blocks of sums as well
+    block_t, block_e, num_warps = choose_launch(E, logits, thread_columns=8)
+    num_programs = min(cdiv(T, block_t), 4 * devices.multiprocessors(logits))
+    if not num_programs:
         return sums.zero_()
-    partial = sums if programs == 1 else sums.new_empty((programs, 2 * E))
-    _fwd[(programs,)](
+    partial_sums = sums if num_programs == 1 else sums.new_empty((num_programs, 2 * E))
+    _fwd[(num_programs,)](
         logits,
         mask,
-        partial,
+        partial_sums,
         logits.stride(0),
         T,
         E,
         top_k,
-        BLOCK_T=rows,
-        BLOCK_E=columns,
-        num_warps=warps,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        num_warps=num_warps,
     )
-    sum_rows(partial, sums)
+    sum_rows(partial_sums, sums)
     return sums
 
 
@@ -128,11 +136,12 @@ def load_balancing_fwd(logits: torch.Tensor, mask: torch.Tensor | None, top_k: i
 def load_balancing_bwd(
     logits: torch.Tensor, mask: torch.Tensor | None, dsum: torch.Tensor
 ) -> torch.Tensor:
-    """dsum (E,), the gradient of Σ m·p, contiguous -> dlogits (T, E)."""
-    (T, E), dlogits = logits.shape, logits.new_empty(logits.shape)
-    rows, columns, warps = launch(E, logits)
+    """Return dlogits (T, E) from dsum (E,), the gradient of Σ m·p, contiguous."""
+    T, E = logits.shape
+    dlogits = logits.new_empty(logits.shape)
+    block_t, block_e, num_warps = choose_launch(E, logits)
     if T:
-        _bwd[(cdiv(T, rows),)](
+        _bwd[(cdiv(T, block_t),)](
             logits,
             mask,
             dsum,
@@ -140,16 +149,17 @@ def load_balancing_bwd(
             logits.stride(0),
             T,
             E,
-            BLOCK_T=rows,
-            BLOCK_E=columns,
-            num_warps=warps,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            num_warps=num_warps,
         )
     return dlogits
 
 
 class LigerLoadBalancingFunction(Function):
-    """``apply(logits, mask, top_k) -> (2, E)`` in fp32, of one layer: Σ m·p, and how often
-    chosen."""
+    """Autograd Function of one layer's sums: ``apply(logits, mask, top_k)``.
+
+    Returns Σ m·p, and how often each expert is chosen: (2, E) in fp32."""
 
     reference = staticmethod(load_balancing_reference)
 
@@ -158,7 +168,7 @@ class LigerLoadBalancingFunction(Function):
         devices.require_kernels("LigerLoadBalancingFunction", logits)
         ctx.save_for_backward(logits, mask)
         ctx.top_k = top_k
-        return load_balancing_fwd(unit_stride(logits), _contiguous(mask), top_k)
+        return load_balancing_fwd(with_unit_stride(logits), _contiguous(mask), top_k)
 
     @staticmethod
     def arguments(ctx):
@@ -167,11 +177,10 @@ class LigerLoadBalancingFunction(Function):
     @staticmethod
     def backward(ctx, dsums):
         logits, mask = ctx.saved_tensors
-        return (
-            load_balancing_bwd(unit_stride(logits), _contiguous(mask), dsums[0].contiguous()),
-            None,
-            None,
+        dlogits = load_balancing_bwd(
+            with_unit_stride(logits), _contiguous(mask), dsums[0].contiguous()
         )
+        return dlogits, None, None
 
 
 def _contiguous(mask):
@@ -184,16 +193,17 @@ def liger_load_balancing_loss(
     top_k: int = 2,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | int:
-    """The load-balancing loss of all layers' routers, as Hugging Face's
-    ``load_balancing_loss_func`` computes it.
+    """Compute the load-balancing loss of all layers' routers.
+
+    It is that of Hugging Face's ``load_balancing_loss_func``.
 
     Args:
         gate_logits: a tuple with each layer's logits (T, E), fp32, bf16 or fp16. They may be on
-        several devices.
+            several devices.
         num_experts: E.
         top_k: K, how many experts a token has.
         attention_mask: of T entries, the same for each layer. A token counts as often as its entry
-        says; None: once.
+            says; None: once.
 
     Returns:
         A scalar in fp32 on the first layer's device; 0 for None.
@@ -201,8 +211,7 @@ def liger_load_balancing_loss(
     Raises:
         TypeError: gate_logits is no tuple or list of floating point tensors.
         ValueError: logits are not all (T, E); num_experts is not E; top_k is not from 1 to E; the
-        mask has not T
-            entries.
+            mask has not T entries.
 
     Source: arXiv:2101.03961.
     """
@@ -211,7 +220,8 @@ def liger_load_balancing_loss(
         return 0
     if not isinstance(gate_logits, (tuple, list)) or not gate_logits:
         raise TypeError(
-            f"{name}: gate_logits is a {type(gate_logits).__name__}, give a tuple of each layer's logits"
+            f"{name}: gate_logits is a {type(gate_logits).__name__}, "
+            "give a tuple of each layer's logits"
         )
     first = gate_logits[0]
     for i, logits in enumerate(gate_logits):
@@ -227,32 +237,32 @@ def liger_load_balancing_loss(
     if not 1 <= check.integer(name, "top_k", top_k) <= E:
         raise ValueError(f"{name}: top_k is {top_k!r}, give an int from 1 to the {E} experts")
     if attention_mask is not None:
-        if not isinstance(attention_mask, torch.Tensor) or attention_mask.is_complex():
-            given = (
-                attention_mask.dtype
-                if isinstance(attention_mask, torch.Tensor)
-                else type(attention_mask).__name__
-            )
-            raise TypeError(
-                f"{name}: attention_mask is a {given}, give a tensor of numbers or None"
-            )
-        if attention_mask.numel() != T:
-            raise ValueError(
-                f"{name}: attention_mask has shape {tuple(attention_mask.shape)}, the logits are of {T} tokens"
-            )
+        _check_mask(name, attention_mask, T)
         attention_mask = attention_mask.detach().reshape(-1).to(first.device, torch.float32)
-    run = load_balancing_reference
-    if devices.has_kernels(first) and E <= WIDEST:
-        run = LigerLoadBalancingFunction.call
-    sums = torch.stack(
-        [run(logits.to(first.device), attention_mask, top_k) for logits in gate_logits]
-    ).sum(0)
+    compute_sums = load_balancing_reference
+    if devices.has_kernels(first) and E <= MAX_EXPERTS:
+        compute_sums = LigerLoadBalancingFunction.call
+    layer_sums = [
+        compute_sums(logits.to(first.device), attention_mask, top_k) for logits in gate_logits
+    ]
     n = len(gate_logits) * (T if attention_mask is None else attention_mask.sum())
-    probabilities, chosen = (sums / n).unbind()
-    return E * (chosen * probabilities).sum()
+    probabilities, counts = (torch.stack(layer_sums).sum(0) / n).unbind()
+    return E * (counts * probabilities).sum()
 
 
-def _of_two(fn):
+def _check_mask(name, attention_mask, T):
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if not is_tensor or attention_mask.is_complex():
+        kind = attention_mask.dtype if is_tensor else type(attention_mask).__name__
+        raise TypeError(f"{name}: attention_mask is a {kind}, give a tensor of numbers or None")
+    if attention_mask.numel() != T:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"{name}: attention_mask has shape {shape}, the logits are of {T} tokens")
+
+
+def _with_two_layers(fn):
+    """Return fn with the logits of two layers as arguments."""
+
     def call(first, second, top_k, attention_mask):
         return fn((first, second), first.shape[1], top_k, attention_mask)
 
@@ -262,8 +272,8 @@ def _of_two(fn):
 CASES.append(
     Case(
         "load_balancing",
-        fn=_of_two(liger_load_balancing_loss),
-        reference=_of_two(loss_reference),
+        fn=_with_two_layers(liger_load_balancing_loss),
+        reference=_with_two_layers(load_balancing_loss_reference),
         inputs=lambda T, E, K: dict(
             first=torch.randn(T, E).requires_grad_(),
             second=torch.randn(T, E).requires_grad_(),

@@ -1,19 +1,20 @@
-r"""Which rows each expert has: the assignments of tokens, sorted by expert on the device.
+r"""Routing: the assignments of tokens to experts, sorted by expert on the device.
 
 Token t has K experts, and assignment s = t·K + k is that of its k-th. Those of E experts are
 counted in chunks:
 
     match(s, e) = 1 if index[s] = e, else 0
-    count(c, e) = Σ_{s in chunk c} match(s, e),   total(e) = Σ_c count(c, e),   offsets(e) = Σ_{e' < e} total(e')
-    order[offsets(e) + Σ_{c' < c} count(c', e) + Σ_{s' < s, in chunk c} match(s', e)] = s   where index[s] = e
+    count(c, e) = Σ_{s in chunk c} match(s, e),   total(e) = Σ_c count(c, e)
+    offsets(e) = Σ_{e' < e} total(e'),   before(c, e) = Σ_{c' < c} count(c', e)
+    order[offsets(e) + before(c, e) + Σ_{s' < s, in chunk c} match(s', e)] = s   where index[s] = e
 
 So the assignments of an expert stay in the order of the tokens. An index that is no expert's is
-dropped: ranks of an expert-parallel group mark so what other ranks compute. The last entries of
+dropped: in an expert-parallel group it marks what other ranks compute. The last entries of
 ``order`` are then -1.
 
-A product of an expert's rows is made in tiles of ``block`` rows. No expert pads more than its last
-tile, so that there are never more than ⌈T·K / block⌉ + min(E, T·K) of them. The table has an entry
-for each. Shapes depend on no value, and the host waits for nothing."""
+A product of an expert's rows is computed in tiles of ``block`` rows. No expert pads more than its
+last tile, so that there are never more than ⌈T·K / block⌉ + min(E, T·K) of them. The table has an
+entry for each. Shapes depend on no value, and the host waits for nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 
 
 def sort_reference(index, E):
-    """``order`` and ``offsets`` in plain PyTorch."""
+    """Compute ``order`` and ``offsets`` of `routing` in plain PyTorch."""
     index = index.reshape(-1).long()
     index = index.where((index >= 0) & (index < E), E)
     order = index.argsort(stable=True)
@@ -38,17 +39,18 @@ def sort_reference(index, E):
 
 
 def routing_reference(index, E, block):
-    """The same in plain PyTorch, but for the number of tiles: of those in use alone."""
+    """Compute `routing` in plain PyTorch. The tiles are only those in use."""
     order, offsets = sort_reference(index, E)
-    tiles = [
-        (e, row) for e in range(E) for row in range(int(offsets[e]), int(offsets[e + 1]), block)
-    ]
+    tiles = []
+    for e in range(E):
+        for row in range(int(offsets[e]), int(offsets[e + 1]), block):
+            tiles.append((e, row))
     return order, offsets, torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
 
 
 @triton.jit
 def _matches(index_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """-> the assignments and the experts of this program, and 1 where one is the other's."""
+    """Return this program's assignments s (BLOCK_S, 1), experts e (1, BLOCK_E) and match(s, e)."""
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     i = tl.load(index_ptr + s, mask=s < S, other=0).to(tl.int64)
@@ -57,11 +59,10 @@ def _matches(index_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @kernel
 def _count(index_ptr, count_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """One program: BLOCK_E experts in one chunk."""
+    """Count the assignments of BLOCK_E experts in one chunk."""
     _, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
-    tl.store(
-        count_ptr + tl.program_id(0) * E + e, tl.sum(match, axis=0, keep_dims=True), mask=e < E
-    )
+    count_ptrs = count_ptr + tl.program_id(0) * E + e
+    tl.store(count_ptrs, tl.sum(match, axis=0, keep_dims=True), mask=e < E)
 
 
 @kernel
@@ -69,105 +70,107 @@ def _scan(
     count_ptr,
     before_ptr,
     offset_ptr,
-    end_ptr,
-    chunks,
+    tile_end_ptr,
+    num_chunks,
     E,
     block,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The only program: an expert's assignments before each chunk, those before the expert, and
-    where its tiles end."""
-    c, e = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_E)[None, :]
+    """Compute in one program before(c, e), offsets, and the end of each expert's tiles."""
+    c = tl.arange(0, BLOCK_C)[:, None]
+    e = tl.arange(0, BLOCK_E)[None, :]
     total = tl.zeros((1, BLOCK_E), dtype=tl.int32)
-    for first in range(0, chunks, BLOCK_C):
-        at, inside = (first + c) * E + e, (first + c < chunks) & (e < E)
-        count = tl.load(count_ptr + at, mask=inside, other=0)
-        tl.store(before_ptr + at, total + tl.cumsum(count, axis=0) - count, mask=inside)
+    for first in range(0, num_chunks, BLOCK_C):
+        offsets = (first + c) * E + e
+        mask = (first + c < num_chunks) & (e < E)
+        count = tl.load(count_ptr + offsets, mask=mask, other=0)
+        tl.store(before_ptr + offsets, total + tl.cumsum(count, axis=0) - count, mask=mask)
         total += tl.sum(count, axis=0, keep_dims=True)
     tl.store(offset_ptr + e, tl.zeros((1, BLOCK_E), dtype=tl.int32), mask=e < 1)
     tl.store(offset_ptr + 1 + e, tl.cumsum(total, axis=1), mask=e < E)
-    tl.store(end_ptr + e, tl.cumsum((total + block - 1) // block, axis=1), mask=e < E)
+    tl.store(tile_end_ptr + e, tl.cumsum((total + block - 1) // block, axis=1), mask=e < E)
 
 
 @kernel
 def _sort(
     index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """One program: what one chunk has of BLOCK_E experts."""
+    """Store one chunk's assignments of BLOCK_E experts in ``order``."""
     s, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
     first = tl.load(offset_ptr + e, mask=e < E, other=0)
     first += tl.load(before_ptr + tl.program_id(0) * E + e, mask=e < E, other=0)
-    at = first + tl.cumsum(match, axis=0) - 1
-    tl.store(order_ptr + at, s, mask=match > 0)
+    position = first + tl.cumsum(match, axis=0) - 1
+    tl.store(order_ptr + position, s, mask=match > 0)
 
 
 @kernel
-def _tiles(
-    end_ptr, offset_ptr, tile_ptr, tiles, E, block, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+def _list_tiles(
+    tile_end_ptr,
+    offset_ptr,
+    tile_ptr,
+    num_tiles,
+    E,
+    block,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """One program: BLOCK_T entries of the table, the expert (-1: none) and the first row of
-    each."""
-    t, e = (
-        tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None],
-        tl.arange(0, BLOCK_E)[None, :],
-    )
-    end = tl.load(end_ptr + e, mask=e < E, other=2147483647)
-    expert = tl.sum((end <= t).to(tl.int32), axis=1, keep_dims=True)
-    first = tl.max(tl.where(end <= t, end, 0), axis=1, keep_dims=True)
-    row = tl.load(offset_ptr + expert, mask=expert < E, other=0) + (t - first) * block
-    tl.store(tile_ptr + 2 * t, tl.where(expert < E, expert, -1), mask=t < tiles)
-    tl.store(tile_ptr + 2 * t + 1, tl.where(expert < E, row, 0), mask=t < tiles)
+    """Write BLOCK_T entries of the table: the expert (-1: none) and the first row of each tile."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    e = tl.arange(0, BLOCK_E)[None, :]
+    tile_end = tl.load(tile_end_ptr + e, mask=e < E, other=2147483647)
+    expert = tl.sum((tile_end <= t).to(tl.int32), axis=1, keep_dims=True)
+    first_tile = tl.max(tl.where(tile_end <= t, tile_end, 0), axis=1, keep_dims=True)
+    row = tl.load(offset_ptr + expert, mask=expert < E, other=0) + (t - first_tile) * block
+    tl.store(tile_ptr + 2 * t, tl.where(expert < E, expert, -1), mask=t < num_tiles)
+    tl.store(tile_ptr + 2 * t + 1, tl.where(expert < E, row, 0), mask=t < num_tiles)
 
 
-def _launch(S, E):
-    """(assignments of a chunk, experts of a program, chunks in an iteration of the scan, all
-    experts, rounded up)."""
-    every = next_power_of_2(E)
-    return 256, min(every, 32), max(4096 // every, 1), every
-
-
-def _metadata(index, E, block):
+def _empty_metadata(index, E, block):
     S = index.numel()
-    tiles = cdiv(S, block) + min(E, S)
-    return tuple(
-        index.new_empty(shape, dtype=torch.int32) for shape in ((S,), (E + 1,), (tiles, 2))
-    )
+    num_tiles = cdiv(S, block) + min(E, S)
+    shapes = (S,), (E + 1,), (num_tiles, 2)
+    return tuple(index.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@custom_op("expert_routing", _metadata)
+@custom_op("expert_routing", _empty_metadata)
 def routing(
     index: torch.Tensor, E: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """index (T, K) of integers -> order (T·K,), offsets (E + 1,), tiles (n, 2): expert or -1, and
-    first row. In int32.
+    """Sort the assignments of index (T, K) by expert. Returns order, offsets and tiles in int32.
 
     Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``, and row r of a product is
-    that of order[r]."""
-    order, offsets, tiles = _metadata(index, E, block)
+    that of order[r]. order is (T·K,), offsets (E + 1,), tiles (n, 2): of each tile of ``block``
+    rows the expert, or -1, and the first row."""
+    order, offsets, tiles = _empty_metadata(index, E, block)
     order.fill_(-1)
     index, S = index.contiguous(), index.numel()
-    rows, experts, chunks_at_once, every = _launch(S, E)
-    chunks = cdiv(S, rows)
-    grid, blocks = (chunks, cdiv(E, experts)), dict(BLOCK_S=rows, BLOCK_E=experts, num_warps=8)
-    count, before = offsets.new_empty((2, chunks, E))
-    end = offsets.new_empty(E)
+    block_s = 256  # assignments of a chunk
+    block_e = next_power_of_2(E)
+    block_e_of_chunk = min(block_e, 32)
+    num_chunks = cdiv(S, block_s)
+    grid = num_chunks, cdiv(E, block_e_of_chunk)
+    blocks = dict(BLOCK_S=block_s, BLOCK_E=block_e_of_chunk, num_warps=8)
+    count, before = offsets.new_empty((2, num_chunks, E))
+    tile_end = offsets.new_empty(E)
     _count[grid](index, count, S, E, **blocks)
     _scan[(1,)](
         count,
         before,
         offsets,
-        end,
-        chunks,
+        tile_end,
+        num_chunks,
         E,
         block,
-        BLOCK_C=chunks_at_once,
-        BLOCK_E=every,
+        BLOCK_C=max(4096 // block_e, 1),
+        BLOCK_E=block_e,
         num_warps=8,
     )
     _sort[grid](index, before, offsets, order, S, E, **blocks)
-    n = tiles.shape[0]
-    _tiles[(cdiv(n, 32),)](end, offsets, tiles, n, E, block, BLOCK_T=32, BLOCK_E=every, num_warps=8)
+    num_tiles = tiles.shape[0]
+    _list_tiles[(cdiv(num_tiles, 32),)](
+        tile_end, offsets, tiles, num_tiles, E, block, BLOCK_T=32, BLOCK_E=block_e, num_warps=8
+    )
     return order, offsets, tiles
 
 
@@ -175,9 +178,8 @@ class RoutingMetadata(NamedTuple):
     """Expert e has the assignments ``order[offsets[e]:offsets[e + 1]]``; assignment s is of token
     ``s // K``."""
 
-    order: (
-        torch.Tensor
-    )  # (T·K,), int32: assignments by expert, then by token; -1 at the end for those of no expert
+    # (T·K,), int32: assignments by expert, then by token; -1 at the end for those of no expert
+    order: torch.Tensor
     offsets: torch.Tensor  # (E + 1,), int32
     # (n, 2), int32: the expert and the first row of each tile; the expert is -1 where there is none
     tiles: torch.Tensor
@@ -186,8 +188,9 @@ class RoutingMetadata(NamedTuple):
 def compute_routing_metadata(
     top_k_index: torch.Tensor, num_experts: int, block: int = 128
 ) -> RoutingMetadata:
-    """Which rows each expert has, for products of rows that are grouped by expert. The host waits
-    for nothing.
+    """Sort the assignments of tokens by expert, for products of rows that are grouped by expert.
+
+    The host waits for nothing.
 
     Args:
         top_k_index: (T, K), integers. What is no expert's index is dropped.
@@ -206,17 +209,15 @@ def compute_routing_metadata(
     check.integers(name, dict(top_k_index=top_k_index))
     if top_k_index.dim() != 2:
         raise ValueError(f"{name}: top_k_index has shape {tuple(top_k_index.shape)}, give (T, K)")
-    num_experts, block = (
-        check.integer(name, "num_experts", num_experts),
-        check.integer(name, "block", block),
-    )
+    num_experts = check.integer(name, "num_experts", num_experts)
+    block = check.integer(name, "block", block)
     for argument, value in dict(num_experts=num_experts, block=block).items():
         if value < 1:
             raise ValueError(f"{name}: {argument} is {value!r}, give a positive int")
     if devices.has_kernels(top_k_index):
         return RoutingMetadata(*routing(top_k_index, num_experts, block))
     order, offsets, tiles = routing_reference(top_k_index, num_experts, block)
-    every = _metadata(top_k_index, num_experts, block)[2].zero_()
-    every[:, 0] = -1
-    every[: len(tiles)] = tiles
-    return RoutingMetadata(order, offsets, every)
+    padded_tiles = _empty_metadata(top_k_index, num_experts, block)[2].zero_()
+    padded_tiles[:, 0] = -1
+    padded_tiles[: len(tiles)] = tiles
+    return RoutingMetadata(order, offsets, padded_tiles)

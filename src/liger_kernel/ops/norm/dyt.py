@@ -17,16 +17,19 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
-from liger_kernel.core.reduce import partial, sum_both, sum_rows
-from liger_kernel.core.tile import cdiv, next_power_of_2, read, tanh, tl
-from liger_kernel.ops.norm.rows import shaped
+from liger_kernel.core.op import CASES, Case, Function, custom_op, flatten_rows
+from liger_kernel.core.reduce import new_partial_sums, sum_rows, sum_rows_pair
+from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tanh, tl
+from liger_kernel.ops.norm.norm_kernels import reshape_output
 
 
 def dyt_reference(x, alpha, gamma, beta=None):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
-    return (y if beta is None else y + beta.to(wide)).to(x.dtype)
+    """Compute `liger_dyt` in plain PyTorch, for tensors of any dtype."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = gamma.to(dtype) * torch.tanh(alpha.to(dtype) * x.to(dtype))
+    if beta is not None:
+        y = y + beta.to(dtype)
+    return y.to(x.dtype)
 
 
 @kernel
@@ -42,15 +45,16 @@ def _fwd(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Compute BLOCK_M x BLOCK_N entries of y."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
-    x = read(x_ptr, m * stride_x + n, mask)
-    gamma = read(gamma_ptr, n, n < N)
+    x = load_fp32(x_ptr, m * stride_x + n, mask)
+    gamma = load_fp32(gamma_ptr, n, n < N)
     z, _ = tanh(tl.load(alpha_ptr).to(tl.float32) * x)
     y = gamma * z
     if beta_ptr is not None:
-        y += read(beta_ptr, n, n < N)
+        y += load_fp32(beta_ptr, n, n < N)
     tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -70,24 +74,22 @@ def _bwd(
     N,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """A program processes every num_programs-th block of rows, and writes one row of each of the
-    partial sums."""
+    """Compute dx of every num_programs-th block of rows, and a row of each of the partial sums."""
     pid = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    gamma = read(gamma_ptr, n, n < N)
-    scale = (
-        gamma * alpha
-    )  # in the loop, Triton would compute all twice: in gamma's layout and in x's
+    gamma = load_fp32(gamma_ptr, n, n < N)
+    # not in the loop, where Triton would compute all twice: in gamma's layout and in x's
+    scale = gamma * alpha
     dalpha = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dgamma, dbeta = dalpha, dalpha
-    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (m < M) & (n < N)
-        dy = read(dy_ptr, m * stride_dy + n, mask)
-        x = read(x_ptr, m * stride_x + n, mask)
+        dy = load_fp32(dy_ptr, m * stride_dy + n, mask)
+        x = load_fp32(x_ptr, m * stride_x + n, mask)
         z, slope = tanh(alpha * x)
         t = dy * slope
         dalpha += t * x
@@ -107,22 +109,21 @@ def _bwd(
 
 
 @functools.cache
-def _launch(N, widest, elements):
-    """(rows, columns, warps) of a program's block of so many elements, in at most so many columns.
+def _choose_launch(N, max_block_n, block_elements):
+    """Return (BLOCK_M, BLOCK_N, num_warps) of a block of so many elements, in limited columns.
 
     65536x768, bf16, in blocks of 1024 columns and of 256, which end where a row does: forward 2.50,
     2.88 TB/s (H200, 2026-11-22), backward 2.50, 2.94 (2026-11-24). With 2,048 elements and 4,096 of
     1024 columns, 65536x1024 and 16384x4096: forward 3.47, 3.81 and 3.41, 3.69; with 2,048 in 1024
-    columns and in 2048, 16384x4096: backward 3.33,
-    3.49 (2026-11-24).
+    columns and in 2048, 16384x4096: backward 3.33, 3.49 (2026-11-24).
     """
-    columns = min(next_power_of_2(N), widest)
-    while columns > 256 and N % columns:
-        columns //= 2
-    return elements // columns, columns, 4
+    block_n = min(next_power_of_2(N), max_block_n)
+    while block_n > 256 and N % block_n:
+        block_n //= 2
+    return block_elements // block_n, block_n, 4
 
 
-def _gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta):
+def _empty_gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta):
     needs = (x, need_dx), (alpha, need_dalpha), (gamma, need_dgamma), (beta, need_dbeta)
     return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
 
@@ -131,12 +132,12 @@ def _gradients(dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, nee
 def dyt_fwd(
     x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
 ) -> torch.Tensor:
-    """x (M, N) with unit stride in N, gamma and beta (N,) contiguous -> y (M, N)."""
+    """Return y (M, N) of x (M, N) with unit stride in N; gamma and beta are (N,), contiguous."""
     y = x.new_empty(x.shape)
     M, N = x.shape
-    rows, columns, warps = _launch(N, 1024, 4096)
+    block_m, block_n, num_warps = _choose_launch(N, 1024, 4096)
     if M and N:
-        _fwd[(cdiv(M, rows), cdiv(N, columns))](
+        _fwd[(cdiv(M, block_m), cdiv(N, block_n))](
             x,
             alpha,
             gamma,
@@ -145,14 +146,14 @@ def dyt_fwd(
             x.stride(0),
             M,
             N,
-            BLOCK_M=rows,
-            BLOCK_N=columns,
-            num_warps=devices.warps(warps, x),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=devices.limit_warps(num_warps, x),
         )
     return y
 
 
-@custom_op("dyt_backward", _gradients)
+@custom_op("dyt_backward", _empty_gradients)
 def dyt_bwd(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -164,40 +165,47 @@ def dyt_bwd(
     need_dgamma: bool,
     need_dbeta: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dy as x -> dx (M, N), and gradients like alpha, gamma and beta. What is not needed is
-    None."""
+    """Return dx (M, N) and gradients like alpha, gamma and beta; None for one that is not needed.
+
+    dy and x are (M, N) with unit stride in N."""
     needs = need_dx, need_dalpha, need_dgamma, need_dbeta
-    found = dx, dalpha, dgamma, dbeta = _gradients(dy, x, alpha, gamma, beta, *needs)
+    grads = _empty_gradients(dy, x, alpha, gamma, beta, *needs)
+    dx, dalpha, dgamma, dbeta = grads
     M, N = x.shape
-    rows, columns, warps = _launch(N, 2048, 2048)
-    across = cdiv(N, columns)
-    programs = max(1, min(cdiv(M, rows), cdiv(4 * devices.multiprocessors(x), max(across, 1))))
-    parts = partial(dalpha, programs * across), partial(dgamma, programs), partial(dbeta, programs)
+    block_m, block_n, num_warps = _choose_launch(N, 2048, 2048)
+    blocks_n = cdiv(N, block_n)
+    max_rows = cdiv(4 * devices.multiprocessors(x), max(blocks_n, 1))
+    rows = max(1, min(cdiv(M, block_m), max_rows))  # of partial sums
+    partial_dalpha = new_partial_sums(dalpha, rows * blocks_n)
+    partial_dgamma = new_partial_sums(dgamma, rows)
+    partial_dbeta = new_partial_sums(dbeta, rows)
     if N:
-        _bwd[(programs, across)](
+        _bwd[(rows, blocks_n)](
             dy,
             x,
             alpha,
             gamma,
             dx,
-            *parts,
+            partial_dalpha,
+            partial_dgamma,
+            partial_dbeta,
             dy.stride(0),
             x.stride(0),
             M,
             N,
-            BLOCK_M=rows,
-            BLOCK_N=columns,
-            STAGES=devices.stages(2 * rows * columns * x.element_size(), x),
-            num_warps=devices.warps(warps, x),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            NUM_STAGES=devices.choose_num_stages(2 * block_m * block_n * x.element_size(), x),
+            num_warps=devices.limit_warps(num_warps, x),
         )
-    sum_rows(parts[0], dalpha)
-    if programs > 1:
-        sum_both(*parts[1:], dgamma, dbeta)
-    return found
+    sum_rows(partial_dalpha, dalpha)
+    if rows > 1:
+        sum_rows_pair(partial_dgamma, partial_dbeta, dgamma, dbeta)
+    return grads
 
 
 class LigerDyTFunction(Function):
-    """``apply(x, alpha, gamma, beta) -> y`` like x. The arguments of `liger_dyt`."""
+    """Autograd Function of `liger_dyt`: ``apply(x, alpha, gamma, beta)`` returns y like x."""
 
     reference = staticmethod(dyt_reference)
 
@@ -206,10 +214,10 @@ class LigerDyTFunction(Function):
         devices.require_kernels("LigerDyTFunction", x)
         if (
             x.dim() == 0
-            or not check.fits(x, x.shape[-1:], gamma, beta)
-            or not check.fits(x, (1,), alpha)
+            or not check.matches(x, x.shape[-1:], gamma, beta)
+            or not check.matches(x, (1,), alpha)
         ):
-            _check("LigerDyTFunction", x, alpha, gamma, beta)
+            _check_arguments("LigerDyTFunction", x, alpha, gamma, beta)
         ctx.save_for_backward(x, alpha, gamma, beta)
         return _forward(x, alpha, gamma, beta)
 
@@ -220,25 +228,25 @@ class LigerDyTFunction(Function):
     @staticmethod
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[:4]
-        found = _backward(dy, *ctx.saved_tensors, *needs)
-        return tuple(
-            gradient if need else None for gradient, need in zip(found, needs, strict=True)
-        )
+        grads = _backward(dy, *ctx.saved_tensors, *needs)
+        return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 def liger_dyt_fwd(
     x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
 ) -> torch.Tensor:
-    """`liger_dyt` without autograd, for frameworks with a Function of their own. It needs
-    kernels."""
-    _check("liger_dyt_fwd", x, alpha, gamma, beta)
+    """Compute `liger_dyt` without autograd, for frameworks with a Function of their own.
+
+    Raises RuntimeError where there are no kernels for x."""
+    _check_arguments("liger_dyt_fwd", x, alpha, gamma, beta)
     devices.require_kernels("liger_dyt_fwd", x)
     return _forward(x, alpha, gamma, beta)
 
 
 def _forward(x, alpha, gamma, beta):
-    gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
-    return shaped(dyt_fwd(matrix_rows(x), alpha, gamma, beta), x.shape)
+    gamma = gamma.contiguous()
+    beta = None if beta is None else beta.contiguous()
+    return reshape_output(dyt_fwd(flatten_rows(x), alpha, gamma, beta), x.shape)
 
 
 def liger_dyt_bwd(
@@ -248,10 +256,11 @@ def liger_dyt_bwd(
     gamma: torch.Tensor,
     beta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> the gradients of x, alpha, gamma and beta (None without beta), each like its tensor. It
-    needs kernels."""
-    _check("liger_dyt_bwd", x, alpha, gamma, beta)
-    if not check.fits(x, x.shape, dy):
+    """Return the gradients of x, alpha, gamma and beta (None without beta), each like its tensor.
+
+    Raises RuntimeError where there are no kernels for x."""
+    _check_arguments("liger_dyt_bwd", x, alpha, gamma, beta)
+    if not check.matches(x, x.shape, dy):
         check.floats("liger_dyt_bwd", dict(x=x, dy=dy))
         check.shape("liger_dyt_bwd", "dy", dy, tuple(x.shape))
     devices.require_kernels("liger_dyt_bwd", x)
@@ -259,12 +268,13 @@ def liger_dyt_bwd(
 
 
 def _backward(dy, x, alpha, gamma, beta, *needs):
-    gamma, beta = (None if t is None else t.contiguous() for t in (gamma, beta))
-    dx, *sums = dyt_bwd(matrix_rows(dy), matrix_rows(x), alpha, gamma, beta, *needs)
-    return dx if dx is None else shaped(dx, x.shape) if needs[0] else None, *sums
+    gamma = gamma.contiguous()
+    beta = None if beta is None else beta.contiguous()
+    dx, *sums = dyt_bwd(flatten_rows(dy), flatten_rows(x), alpha, gamma, beta, *needs)
+    return reshape_output(dx, x.shape) if needs[0] else None, *sums
 
 
-def _check(name, x, alpha, gamma, beta):
+def _check_arguments(name, x, alpha, gamma, beta):
     check.floats(name, dict(x=x, alpha=alpha, gamma=gamma), beta=beta)
     check.shape(name, "alpha", alpha, (1,), ())
     if x.dim() == 0:
@@ -296,7 +306,7 @@ def liger_dyt(
 
     Source: arXiv:2503.10622.
     """
-    _check("liger_dyt", x, alpha, gamma, beta)
+    _check_arguments("liger_dyt", x, alpha, gamma, beta)
     if not devices.has_kernels(x):
         return dyt_reference(x, alpha, gamma, beta)
     return LigerDyTFunction.call(x, alpha, gamma, beta)
@@ -308,10 +318,8 @@ class LigerDyT(torch.nn.Module):
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()
         check.size("LigerDyT", "hidden_size", hidden_size)
-        self.hidden_size, self.init_alpha = (
-            hidden_size,
-            check.finite("LigerDyT", "init_alpha", init_alpha),
-        )
+        self.hidden_size = hidden_size
+        self.init_alpha = check.finite("LigerDyT", "init_alpha", init_alpha)
         self.alpha = torch.nn.Parameter(torch.full((1,), self.init_alpha))
         self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
         self.register_parameter(

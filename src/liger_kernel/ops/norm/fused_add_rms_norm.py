@@ -4,7 +4,7 @@ r"""Residual addition and RMSNorm in one kernel.
 
     dx = dr = (RMSNorm's gradient for dy) + ds
 
-It returns y and the new residual s. Without r, s is x: that is a model's first norm, whose backward
+It returns y and the new residual s. Without r, s is x: this is a model's first norm, whose backward
 also adds the gradient of the skip connection.
 
 Source: the decoder layers of Hugging Face transformers, ``residual + x`` followed by
@@ -15,28 +15,28 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, Function, gradients
+from liger_kernel.core.op import CASES, Case, Function, differentiable_gradients
+from liger_kernel.ops.norm.norm_kernels import as_rows, norm_bwd, norm_fwd, reshape_output
 from liger_kernel.ops.norm.rms_norm import (
     CASTINGS,
     LigerRMSNorm,
+    check_arguments,
     check_function,
-    checked,
     rms_norm_reference,
 )
-from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
 
 
 def fused_add_rms_norm_reference(x, r, w=None, eps=1e-6, offset=0.0, casting="llama"):
+    """Compute `liger_fused_add_rms_norm` in plain PyTorch, for tensors of any dtype."""
     s = x if r is None else (r + x).to(x.dtype)
     return rms_norm_reference(s, w, eps, offset, casting), s
 
 
 class LigerFusedAddRMSNormFunction(Function):
-    """``apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False) -> (Y, S)``, both
-    like X.
+    """Autograd Function of `liger_fused_add_rms_norm`, with the same arguments.
 
-    The arguments of `liger_fused_add_rms_norm`. ``in_place`` (whether dX may overwrite an incoming
-    gradient) has no effect: that gradient may be used elsewhere."""
+    Returns Y and S like X. ``in_place`` has no effect: dX does not overwrite an incoming gradient,
+    which may be used elsewhere."""
 
     @staticmethod
     def reference(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
@@ -47,25 +47,31 @@ class LigerFusedAddRMSNormFunction(Function):
         devices.require_kernels("LigerFusedAddRMSNormFunction", X)
         check_function("LigerFusedAddRMSNormFunction", X, casting_mode, weight=W)
         _check_residual("LigerFusedAddRMSNormFunction", X, R)
-        x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
-        y, s, stats = norm_fwd(x, None if R is None else rows(R), w, None, eps, offset, cast, False)
-        S = X if R is None else shaped(s, X.shape)
-        ctx.save_for_backward(
-            S, W, stats
-        )  # the S that is returned: if it is changed in place, backward raises
+        r = None if R is None else as_rows(R)
+        w = None if W is None else W.contiguous()
+        casting = CASTINGS.index(casting_mode)
+        y, s, stats = norm_fwd(as_rows(X), r, w, None, eps, offset, casting, False)
+        S = X if R is None else reshape_output(s, X.shape)
+        # the S that is returned is saved: if it is changed in place, backward raises
+        ctx.save_for_backward(S, W, stats)
         ctx.options = eps, offset, casting_mode
         ctx.r_dtype = None if R is None else R.dtype
         ctx.set_materialize_grads(False)
-        return shaped(y, X.shape), S
+        return reshape_output(y, X.shape), S
 
     @staticmethod
-    def again(ctx, dY, dS):
-        """The gradients of X and R from that of S: both are used only in S."""
+    def differentiable_backward(ctx, dY, dS):
+        """Compute the gradients of X and R from that of S: both are used only in S."""
         S, W, _ = ctx.saved_tensors
         need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
         needs = need_dx or need_dr, need_dw, False, False, False
-        ds, dw, *_ = gradients(rms_norm_reference, (S, W, *ctx.options), needs, (dY,))
-        dx = dS if ds is None else ds if dS is None else ds + dS
+        ds, dw, *_ = differentiable_gradients(
+            rms_norm_reference, (S, W, *ctx.options), needs, (dY,)
+        )
+        if ds is None or dS is None:
+            dx = dS if ds is None else ds
+        else:
+            dx = ds + dS
         dr = dx.to(ctx.r_dtype) if need_dr and dx is not None else None
         return dx if need_dx else None, dr, dw, None, None, None, None
 
@@ -77,19 +83,30 @@ class LigerFusedAddRMSNormFunction(Function):
         if dY is None:
             dx = dS
         else:
-            w, ds, (_, offset, casting) = W, None if dS is None else rows(dS), ctx.options
+            ds = None if dS is None else as_rows(dS)
             w = None if W is None else W.contiguous()
-            options = offset, CASTINGS.index(casting), False
+            _, offset, casting_mode = ctx.options
             dx, dw, _ = norm_bwd(
-                rows(dY), ds, rows(S), w, None, stats, *options, need_dx or need_dr, need_dw, False
+                as_rows(dY),
+                ds,
+                as_rows(S),
+                w,
+                None,
+                stats,
+                offset,
+                CASTINGS.index(casting_mode),
+                False,
+                need_dx or need_dr,
+                need_dw,
+                False,
             )
-            dx = shaped(dx, dY.shape) if need_dx or need_dr else None
+            dx = reshape_output(dx, dY.shape) if need_dx or need_dr else None
         dr = dx.to(ctx.r_dtype) if need_dr and dx is not None else None
         return dx if need_dx else None, dr, dw if need_dw else None, None, None, None, None
 
 
 def _check_residual(name, X, R):
-    if not check.fits(X, X.shape, R):
+    if not check.matches(X, X.shape, R):
         check.floats(name, dict(X=X), R=R)
         raise ValueError(
             f"{name}: R has shape {tuple(R.shape)}, X {tuple(X.shape)}, give equal ones"
@@ -105,7 +122,7 @@ def liger_fused_add_rms_norm(
     casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``S = X + R`` and its RMSNorm over the last dimension, in one kernel.
+    """Compute ``S = X + R`` and its RMSNorm over the last dimension, in one kernel.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -118,17 +135,16 @@ def liger_fused_add_rms_norm(
 
     Returns:
         (Y, S): the normalised S, and the new residual S. S is rounded before it is normalised. Both
-        are (..., H), in
-        X's dtype.
+        are (..., H), in X's dtype.
 
     Raises:
         ValueError, TypeError: as `liger_rms_norm`; or R has another shape or device than X, or is
-        not floating point.
+            not floating point.
 
     Source: arXiv:1910.07467.
     """
     name = "liger_fused_add_rms_norm"
-    eps, offset = checked(name, X, W, eps, offset, casting_mode)
+    eps, offset = check_arguments(name, X, W, eps, offset, casting_mode)
     _check_residual(name, X, R)
     if not devices.has_kernels(X):
         return fused_add_rms_norm_reference(X, R, W, eps, offset, casting_mode)
@@ -162,9 +178,10 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
 
 def _inputs(*shape):
     return dict(
-        x=torch.randn(shape).requires_grad_(), r=torch.randn(shape).requires_grad_(),
+        x=torch.randn(shape).requires_grad_(),
+        r=torch.randn(shape).requires_grad_(),
         w=torch.randn(shape[-1]).requires_grad_(),
-    )  # fmt: skip
+    )
 
 
 CASES.append(

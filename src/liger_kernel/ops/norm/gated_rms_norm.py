@@ -3,8 +3,8 @@ r"""RMSNorm with a gate, as in Mamba-2 and in linear attention.
     norm before gate:   rstd = 1 / sqrt(mean(x²) + eps),   x̂ = x·rstd,   y = x̂·w·act(g)
     gate before norm:   u = x·act(g),   rstd = 1 / sqrt(mean(u²) + eps),   y = u·rstd·w
 
-The mean goes over a row, or over each group of ``group_size`` columns. `gated_rows` has the
-kernels, and the gradients.
+The mean goes over a row, or over each group of ``group_size`` columns. `gated_norm_kernels` has the
+kernels, and the formulas of the gradients.
 
 ``casting`` says where Hugging Face rounds to x's dtype: "llama" rounds x̂ (or u·rstd), and then its
 product with w (Qwen3-Next, Mamba-2, Bamba); "gemma" rounds only y (Kimi Linear, Falcon-H1). The
@@ -20,8 +20,9 @@ import math
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, matrix_rows
-from liger_kernel.ops.norm.gated_rows import gated_norm_bwd, gated_norm_fwd
+from liger_kernel.core.op import CASES, Case, F, Function, flatten_rows
+from liger_kernel.ops.norm.gated_norm_kernels import gated_norm_bwd, gated_norm_fwd
+from liger_kernel.ops.norm.norm_kernels import reshape_output
 from liger_kernel.ops.norm.rms_norm import (
     CASTINGS,
     check_function,
@@ -29,7 +30,6 @@ from liger_kernel.ops.norm.rms_norm import (
     check_norm,
     rms_norm_reference,
 )
-from liger_kernel.ops.norm.rows import shaped
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -44,25 +44,23 @@ def gated_rms_norm_reference(
     group_size=None,
     activation="silu",
 ):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    factor = ACTIVATIONS[activation](gate.to(wide))
-    u = x.to(wide) if norm_before_gate else x.to(wide) * factor
-    y = rms_norm_reference(
-        u if group_size is None else u.unflatten(-1, (-1, group_size)), None, eps
-    ).view(u.shape)
+    """Compute `liger_gated_rms_norm` in plain PyTorch, for tensors of any dtype."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    factor = ACTIVATIONS[activation](gate.to(dtype))
+    u = x.to(dtype) if norm_before_gate else x.to(dtype) * factor
+    groups = u if group_size is None else u.unflatten(-1, (-1, group_size))
+    y = rms_norm_reference(groups, None, eps).view(u.shape)
     if casting == "llama":
         y = y.to(x.dtype)
     if w is not None:
-        y = y * (w if casting == "llama" else w.to(wide))
-    return (y * factor if norm_before_gate else y).to(x.dtype)
+        y = y * (w if casting == "llama" else w.to(dtype))
+    if norm_before_gate:
+        y = y * factor
+    return y.to(x.dtype)
 
 
 class LigerGatedRMSNormFunction(Function):
-    """``apply(x, gate, weight, eps, casting_mode, norm_before_gate, group_size, activation) -> y``
-    like x.
-
-    The arguments of `liger_gated_rms_norm`, and its defaults.
-    """
+    """Autograd Function of `liger_gated_rms_norm`, with the same arguments. Returns y like x."""
 
     reference = staticmethod(gated_rms_norm_reference)
 
@@ -81,18 +79,27 @@ class LigerGatedRMSNormFunction(Function):
         name = "LigerGatedRMSNormFunction"
         devices.require_kernels(name, x)
         check_function(name, x, weight=weight)
-        if not check.fits(x, x.shape, gate):
+        if not check.matches(x, x.shape, gate):
             _check_gate(name, x, gate)
         _check_options(name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1])
-        promotes = weight is None or weight.dtype != x.dtype
-        rounds = casting_mode == "llama" and norm_before_gate and not promotes
+        same_dtype = weight is not None and weight.dtype == x.dtype
+        rounds = casting_mode == "llama" and norm_before_gate and same_dtype
         groups = 1 if group_size is None else x.shape[-1] // group_size
-        how = activation, not norm_before_gate, CASTINGS.index(casting_mode), rounds, groups
+        kernel_options = (
+            activation,
+            not norm_before_gate,
+            CASTINGS.index(casting_mode),
+            rounds,
+            groups,
+        )
         w = None if weight is None else weight.contiguous()
-        y, rstd = gated_norm_fwd(matrix_rows(x), matrix_rows(gate), w, None, eps, 0.0, *how)
+        y, rstd = gated_norm_fwd(
+            flatten_rows(x), flatten_rows(gate), w, None, eps, 0.0, *kernel_options
+        )
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.options, ctx.how = (eps, casting_mode, norm_before_gate, group_size, activation), how
-        return shaped(y, x.shape)
+        ctx.options = eps, casting_mode, norm_before_gate, group_size, activation
+        ctx.kernel_options = kernel_options
+        return reshape_output(y, x.shape)
 
     @staticmethod
     def arguments(ctx):
@@ -101,21 +108,24 @@ class LigerGatedRMSNormFunction(Function):
     @staticmethod
     def backward(ctx, dy):
         x, gate, weight, rstd = ctx.saved_tensors
-        need_dx, need_dg, need_dw = needs = ctx.needs_input_grad[:3]
+        need_dx, need_dg, need_dw = ctx.needs_input_grad[:3]
         w = None if weight is None else weight.contiguous()
         dx, dg, dw, _ = gated_norm_bwd(
-            matrix_rows(dy),
-            matrix_rows(x),
-            matrix_rows(gate),
+            flatten_rows(dy),
+            flatten_rows(x),
+            flatten_rows(gate),
             w,
             None,
             rstd,
             0.0,
-            *ctx.how,
-            *needs,
+            *ctx.kernel_options,
+            need_dx,
+            need_dg,
+            need_dw,
             False,
         )
-        dx, dg = shaped(dx, x.shape) if need_dx else None, shaped(dg, x.shape) if need_dg else None
+        dx = reshape_output(dx, x.shape) if need_dx else None
+        dg = reshape_output(dg, x.shape) if need_dg else None
         return dx, dg, dw if need_dw else None, None, None, None, None, None
 
 
@@ -125,6 +135,7 @@ def _check_gate(name, x, gate):
 
 
 def _check_options(name, casting_mode, norm_before_gate, group_size, activation, hidden_size):
+    """Check the options of a gated RMSNorm. Returns them, with group_size as an int."""
     if casting_mode not in ("llama", "gemma"):
         raise ValueError(f"{name}: casting_mode is {casting_mode!r}, give 'llama' or 'gemma'")
     if not isinstance(norm_before_gate, bool):
@@ -149,8 +160,7 @@ def liger_gated_rms_norm(
     group_size: int | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """RMSNorm over the last dimension, and a gate: ``RMSNorm(x)·act(gate)``, or
-    ``RMSNorm(x·act(gate))``.
+    """Gated RMSNorm over the last dimension: ``RMSNorm(x)·act(gate)`` or ``RMSNorm(x·act(gate))``.
 
     Args:
         x: (..., H), fp32, bf16 or fp16, any strides.
@@ -158,10 +168,10 @@ def liger_gated_rms_norm(
         weight: (H,), any floating dtype, or None for no weight.
         eps: added to the mean square.
         casting_mode: where Hugging Face rounds: "llama" (Qwen3-Next, Mamba-2) or "gemma" (Kimi
-        Linear, Falcon-H1).
+            Linear, Falcon-H1).
         norm_before_gate: True as in Qwen3-Next, False as in Mamba-2.
         group_size: of groups of columns that are normalised by themselves; None: a row is one
-        group.
+            group.
         activation: of the gate, "silu" or "sigmoid".
 
     Returns:
@@ -169,18 +179,16 @@ def liger_gated_rms_norm(
 
     Raises:
         ValueError: an unknown casting mode or activation; x has no dimension; gate or weight has
-        another shape or
-            device; group_size does not divide H; eps is negative.
+            another shape or device; group_size does not divide H; eps is negative.
         TypeError: x, gate or weight is not a floating point tensor, eps or group_size not a number,
-        norm_before_gate
-            not a bool.
+            norm_before_gate not a bool.
 
     Source: arXiv:2405.21060, arXiv:2412.06464.
     """
     name = "liger_gated_rms_norm"
     check_norm(name, x, weight=weight)
     _check_gate(name, x, gate)
-    eps = check.not_negative(name, "eps", eps)
+    eps = check.non_negative(name, "eps", eps)
     options = _check_options(
         name, casting_mode, norm_before_gate, group_size, activation, x.shape[-1]
     )
@@ -190,8 +198,9 @@ def liger_gated_rms_norm(
 
 
 class LigerGatedRMSNorm(torch.nn.Module):
-    """`liger_gated_rms_norm` as a module: ``forward(hidden_states, gate)``. The state dict is
-    Hugging Face's."""
+    """`liger_gated_rms_norm` as a module: ``forward(hidden_states, gate)``.
+
+    The state dict is Hugging Face's."""
 
     def __init__(
         self,
@@ -208,12 +217,11 @@ class LigerGatedRMSNorm(torch.nn.Module):
             "LigerGatedRMSNorm", casting_mode, norm_before_gate, group_size, activation, hidden_size
         )
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon, self.casting_mode, self.norm_before_gate = (
-            eps,
-            casting_mode,
-            norm_before_gate,
-        )
-        self.group_size, self.activation = group_size, activation
+        self.variance_epsilon = eps
+        self.casting_mode = casting_mode
+        self.norm_before_gate = norm_before_gate
+        self.group_size = group_size
+        self.activation = activation
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor):
         return liger_gated_rms_norm(
@@ -231,11 +239,13 @@ class LigerGatedRMSNorm(torch.nn.Module):
         order = "norm before gate" if self.norm_before_gate else "gate before norm"
         groups = "" if self.group_size is None else f", groups of {self.group_size}"
         shape = tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, {order}, {self.activation}{groups}, {self.casting_mode!r}"
+        options = f"{order}, {self.activation}{groups}, {self.casting_mode!r}"
+        return f"{shape}, eps={self.variance_epsilon}, {options}"
 
 
 def _inputs(*shape):
-    x, gate = torch.randn(shape).requires_grad_(), (2 * torch.randn(shape)).requires_grad_()
+    x = torch.randn(shape).requires_grad_()
+    gate = (2 * torch.randn(shape)).requires_grad_()
     return dict(x=x, gate=gate, w=torch.randn(shape[-1]).requires_grad_())
 
 

@@ -15,21 +15,23 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function
-from liger_kernel.implementations import chosen
+from liger_kernel.implementations import resolve_impl
+from liger_kernel.ops.norm.norm_kernels import as_rows, norm_bwd, norm_fwd, reshape_output
 from liger_kernel.ops.norm.rms_norm import CASTINGS, check_function, check_module, check_norm
-from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
 
 GEMMA = CASTINGS.index("gemma")
 
 
 def layer_norm_reference(x, w=None, b=None, eps=1e-6):
+    """Compute `liger_layer_norm` in plain PyTorch, for tensors of any dtype."""
     f = x if x.dtype == torch.float64 else x.float()
-    w, b = (None if p is None else p.to(f.dtype) for p in (w, b))
+    w = None if w is None else w.to(f.dtype)
+    b = None if b is None else b.to(f.dtype)
     return F.layer_norm(f, x.shape[-1:], w, b, eps).to(x.dtype)
 
 
 class LigerLayerNormFunction(Function):
-    """``apply(X, W, B, eps) -> Y`` like X. The arguments of `liger_layer_norm`."""
+    """Autograd Function of `liger_layer_norm`: ``apply(X, W, B, eps)`` returns Y like X."""
 
     reference = staticmethod(layer_norm_reference)
 
@@ -37,11 +39,12 @@ class LigerLayerNormFunction(Function):
     def forward(ctx, X, W, B, eps):
         devices.require_kernels("LigerLayerNormFunction", X)
         check_function("LigerLayerNormFunction", X, weight=W, bias=B)
-        x, w, b = rows(X), *(None if p is None else p.contiguous() for p in (W, B))
-        y, _, stats = norm_fwd(x, None, w, b, eps, 0.0, GEMMA, True)
+        w = None if W is None else W.contiguous()
+        b = None if B is None else B.contiguous()
+        y, _, stats = norm_fwd(as_rows(X), None, w, b, eps, 0.0, GEMMA, True)
         ctx.save_for_backward(X, W, B, stats)
         ctx.eps = eps
-        return shaped(y, X.shape)
+        return reshape_output(y, X.shape)
 
     @staticmethod
     def arguments(ctx):
@@ -49,11 +52,12 @@ class LigerLayerNormFunction(Function):
 
     @staticmethod
     def backward(ctx, dY):
-        X, *parameters, stats = ctx.saved_tensors
-        w, b = (None if p is None else p.contiguous() for p in parameters)
+        X, W, B, stats = ctx.saved_tensors
+        w = None if W is None else W.contiguous()
+        b = None if B is None else B.contiguous()
         needs = ctx.needs_input_grad[:3]
-        dx, dw, db = norm_bwd(rows(dY), None, rows(X), w, b, stats, 0.0, GEMMA, True, *needs)
-        dx = shaped(dx, dY.shape) if needs[0] else None
+        dx, dw, db = norm_bwd(as_rows(dY), None, as_rows(X), w, b, stats, 0.0, GEMMA, True, *needs)
+        dx = reshape_output(dx, dY.shape) if needs[0] else None
         return dx, dw if needs[1] else None, db if needs[2] else None, None
 
 
@@ -80,7 +84,7 @@ def liger_layer_norm(
     Source: arXiv:1607.06450.
     """
     check_norm("liger_layer_norm", X, weight=W, bias=B)
-    eps = check.not_negative("liger_layer_norm", "eps", eps)
+    eps = check.non_negative("liger_layer_norm", "eps", eps)
     if not devices.has_kernels(X):
         return layer_norm_reference(X, W, B, eps)
     return LigerLayerNormFunction.call(X, W, B, eps)
@@ -95,8 +99,7 @@ class LigerLayerNorm(torch.nn.Module):
 
     Raises:
         ValueError, TypeError: a size, eps or init_fn that does not fit; in ``forward``, an unknown
-        implementation, or
-            as `liger_layer_norm`.
+            implementation, or as `liger_layer_norm`.
     """
 
     def __init__(
@@ -111,12 +114,15 @@ class LigerLayerNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_module(type(self).__name__, hidden_size, eps, init_fn)
-        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.variance_epsilon = eps
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
         self.bias = torch.nn.Parameter(
             torch.randn(hidden_size) if bias else torch.zeros(hidden_size)
         )
-        self.impl, self.mode = impl if backend is None else backend, mode
+        self.impl = impl if backend is None else backend
+        self.mode = mode
 
     @property
     def backend(self):
@@ -127,7 +133,7 @@ class LigerLayerNorm(torch.nn.Module):
         self.impl = name
 
     def forward(self, hidden_states: torch.Tensor):
-        chosen("LigerLayerNorm", self.impl)
+        resolve_impl("LigerLayerNorm", self.impl)
         return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self):

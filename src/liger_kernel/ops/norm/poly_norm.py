@@ -19,20 +19,21 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
-from liger_kernel.core.reduce import partial, sum_rows
-from liger_kernel.core.tile import cdiv, next_power_of_2, read, tl, triton
-from liger_kernel.ops.norm.rows import shaped
+from liger_kernel.core.op import CASES, Case, Function, custom_op, flatten_rows
+from liger_kernel.core.reduce import new_partial_sums, sum_rows
+from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl, triton
+from liger_kernel.ops.norm.norm_kernels import reshape_output
 
 
 def poly_norm_reference(x, w, b, eps=1e-6):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    powers, w = (x.to(wide) ** k for k in (3, 2, 1)), w.to(wide)
+    """Compute `liger_poly_norm` in plain PyTorch, for tensors of any dtype."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    powers = [x.to(dtype) ** k for k in (3, 2, 1)]
     y = sum(
-        w[i] * (u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps))
-        for i, u in enumerate(powers)
+        weight * (power * torch.rsqrt(power.pow(2).mean(-1, keepdim=True) + eps))
+        for weight, power in zip(w.to(dtype), powers, strict=True)
     )
-    return (y + b.to(wide).view(())).to(x.dtype)
+    return (y + b.to(dtype).view(())).to(x.dtype)
 
 
 @triton.jit
@@ -41,12 +42,12 @@ def _rstd(squares, N, eps):
 
 
 @triton.jit
-def _weights(ptr):
-    """Of the cube, of the square and of x."""
+def _load_weights(w_ptr):
+    """Return the weights of the cube, of the square and of x, in fp32."""
     return (
-        tl.load(ptr).to(tl.float32),
-        tl.load(ptr + 1).to(tl.float32),
-        tl.load(ptr + 2).to(tl.float32),
+        tl.load(w_ptr).to(tl.float32),
+        tl.load(w_ptr + 1).to(tl.float32),
+        tl.load(w_ptr + 2).to(tl.float32),
     )
 
 
@@ -61,35 +62,39 @@ def _fwd(
     M,
     N,
     eps,
-    WHOLE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: BLOCK_M rows. WHOLE: a row is one block and read once; otherwise it is read
-    twice."""
+    """Compute y of BLOCK_M rows.
+
+    ONE_BLOCK: a row fits into one block and is read once; otherwise it is read twice."""
+    # m (BLOCK_M, 1), n (1, BLOCK_N); x, y (BLOCK_M, BLOCK_N); r1, r2, r3 (BLOCK_M, 1)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
-    x = read(x_ptr, m * stride_x + n, (m < M) & (n < N))
+    x = load_fp32(x_ptr, m * stride_x + n, (m < M) & (n < N))
     xx = x * x
     s1, s2, s3 = xx, xx * xx, xx * x * (xx * x)
-    if not WHOLE:
+    if not ONE_BLOCK:
         for start in range(BLOCK_N, N, BLOCK_N):
-            x = read(x_ptr, m * stride_x + start + n, (m < M) & (start + n < N))
+            x = load_fp32(x_ptr, m * stride_x + start + n, (m < M) & (start + n < N))
             xx = x * x
             s1 += xx
             s2 += xx * xx
             s3 += xx * x * (xx * x)
-    r1, r2, r3 = _rstd(s1, N, eps), _rstd(s2, N, eps), _rstd(s3, N, eps)
+    r1 = _rstd(s1, N, eps)
+    r2 = _rstd(s2, N, eps)
+    r3 = _rstd(s3, N, eps)
     tl.store(rstd_ptr + m, r1, mask=m < M)
     tl.store(rstd_ptr + M + m, r2, mask=m < M)
     tl.store(rstd_ptr + 2 * M + m, r3, mask=m < M)
-    w3, w2, w1 = _weights(w_ptr)
+    w3, w2, w1 = _load_weights(w_ptr)
     a1, a2, a3 = w1 * r1, w2 * r2, w3 * r3
     b = tl.load(b_ptr).to(tl.float32)
-    for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
+    for start in range(0, BLOCK_N if ONE_BLOCK else N, BLOCK_N):
         mask = (m < M) & (start + n < N)
-        if not WHOLE:
-            x = read(x_ptr, m * stride_x + start + n, mask)
+        if not ONE_BLOCK:
+            x = load_fp32(x_ptr, m * stride_x + start + n, mask)
         y = x * (a1 + x * (a2 + x * a3)) + b
         y = tl.where(tl.abs(x) < 6.98e12, y, float("nan"))  # x³ is infinite, and r₃ is 0
         tl.store(y_ptr + m * N + start + n, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -108,47 +113,43 @@ def _bwd(
     stride_x,
     M,
     N,
-    WHOLE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """A program processes every num_programs-th block of BLOCK_M rows, and writes one row of the
-    partial dw and db.
+    """Compute dx of every num_programs-th block of BLOCK_M rows, and one row of partial dw and db.
 
-    WHOLE: a row is one block and read once; otherwise it is read twice.
+    ONE_BLOCK: a row fits into one block and is read once; otherwise it is read twice.
     """
     pid = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)[None, :]
-    w3, w2, w1 = _weights(w_ptr)
+    w3, w2, w1 = _load_weights(w_ptr)
     dw1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     dw2, dw3, db = dw1, dw1, dw1
-    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    for block in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-        r1, r2, r3 = (
-            read(rstd_ptr, m, m < M),
-            read(rstd_ptr, M + m, m < M),
-            read(rstd_ptr, 2 * M + m, m < M),
-        )
+        r1 = load_fp32(rstd_ptr, m, m < M)
+        r2 = load_fp32(rstd_ptr, M + m, m < M)
+        r3 = load_fp32(rstd_ptr, 2 * M + m, m < M)
         mask = (m < M) & (n < N)
-        x, dy = read(x_ptr, m * stride_x + n, mask), read(dy_ptr, m * stride_dy + n, mask)
-        dot1, dot2, dot3 = dy * x, dy * x * x, dy * (x * x * x * r3)  # a cube alone may overflow
+        x = load_fp32(x_ptr, m * stride_x + n, mask)
+        dy = load_fp32(dy_ptr, m * stride_dy + n, mask)
+        dot1 = dy * x
+        dot2 = dy * x * x
+        dot3 = dy * (x * x * x * r3)  # a cube alone may overflow
         total = dy
-        if not WHOLE:
+        if not ONE_BLOCK:
             for start in range(BLOCK_N, N, BLOCK_N):
                 mask = (m < M) & (start + n < N)
-                x, dy = (
-                    read(x_ptr, m * stride_x + start + n, mask),
-                    read(dy_ptr, m * stride_dy + start + n, mask),
-                )
+                x = load_fp32(x_ptr, m * stride_x + start + n, mask)
+                dy = load_fp32(dy_ptr, m * stride_dy + start + n, mask)
                 dot1 += dy * x
                 dot2 += dy * x * x
                 dot3 += dy * (x * x * x * r3)
                 total += dy
-        dot1, dot2 = (
-            tl.sum(dot1, axis=1, keep_dims=True) * r1,
-            tl.sum(dot2, axis=1, keep_dims=True) * r2,
-        )
+        dot1 = tl.sum(dot1, axis=1, keep_dims=True) * r1
+        dot2 = tl.sum(dot2, axis=1, keep_dims=True) * r2
         dot3 = tl.sum(dot3, axis=1, keep_dims=True)
         dw1 += dot1
         dw2 += dot2
@@ -157,13 +158,11 @@ def _bwd(
         if dx_ptr is not None:
             a1, a2, a3 = w1 * r1, 2.0 * w2 * r2, 3.0 * w3 * r3
             c1, c2, c3 = a1 * r1 * (dot1 / N), a2 * r2 * (dot2 / N), a3 * r3 * (dot3 / N)
-            for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
+            for start in range(0, BLOCK_N if ONE_BLOCK else N, BLOCK_N):
                 mask = (m < M) & (start + n < N)
-                if not WHOLE:
-                    x, dy = (
-                        read(x_ptr, m * stride_x + start + n, mask),
-                        read(dy_ptr, m * stride_dy + start + n, mask),
-                    )
+                if not ONE_BLOCK:
+                    x = load_fp32(x_ptr, m * stride_x + start + n, mask)
+                    dy = load_fp32(dy_ptr, m * stride_dy + start + n, mask)
                 xx = x * x
                 dx = dy * (a1 + x * (a2 + x * a3)) - x * (c1 + xx * (c2 + xx * c3))
                 tl.store(dx_ptr + m * N + start + n, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -175,44 +174,44 @@ def _bwd(
         tl.store(db_ptr + pid, tl.sum(db).to(db_ptr.dtype.element_ty))
 
 
-WIDE = 16384  # columns; a wider row does not fit into registers
+MAX_BLOCK_N = 16384  # a wider row does not fit into registers
 
 
 @functools.cache
-def _launch(N, elements, of_warp):
-    """(rows, columns, warps) of a program's block of at least so many elements, and of about so
-    many a warp.
+def _choose_launch(N, block_elements, warp_elements):
+    """Return (BLOCK_M, BLOCK_N, num_warps) of a block of at least ``block_elements``.
+
+    A warp has about ``warp_elements`` of them.
 
     16384x4096, bf16, with 4, 8, 16 warps: forward 3.74, 3.76, 2.86 TB/s (H200, 2026-11-23).
     Backward, in blocks of 4,096 and 8,192 elements with 4 and 8 warps: 2.72, 3.19 (2026-11-24); of
     twice as many elements a thread registers spill on sm_100."""
-    columns = min(next_power_of_2(N), WIDE)
-    rows = max(1, elements // columns)
-    return rows, columns, min(max(rows * columns // of_warp, 1), 16)
+    block_n = min(next_power_of_2(N), MAX_BLOCK_N)
+    block_m = max(1, block_elements // block_n)
+    return block_m, block_n, min(max(block_m * block_n // warp_elements, 1), 16)
 
 
-def _outputs(x, w, b, eps):
+def _empty_outputs(x, w, b, eps):
     return x.new_empty(x.shape), x.new_empty((3, x.shape[0]), dtype=torch.float32)
 
 
-def _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db):
-    return tuple(
-        t.new_empty(t.shape) if need else None
-        for t, need in ((x, need_dx), (w, need_dw), (b, need_db))
-    )
+def _empty_gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db):
+    needs = (x, need_dx), (w, need_dw), (b, need_db)
+    return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
 
 
-@custom_op("poly_norm", _outputs)
+@custom_op("poly_norm", _empty_outputs)
 def poly_norm_fwd(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, N) with unit stride in N, w (3,) contiguous -> y (M, N), and r_1, r_2, r_3 as (3, M) in
-    fp32."""
-    y, rstd = _outputs(x, w, b, eps)
+    """Return y (M, N), and r_1, r_2, r_3 as (3, M) in fp32.
+
+    x is (M, N) with unit stride in N, w (3,) contiguous."""
+    y, rstd = _empty_outputs(x, w, b, eps)
     M, N = x.shape
-    rows, columns, warps = _launch(N, 1024, 512)
+    block_m, block_n, num_warps = _choose_launch(N, 1024, 512)
     if M and N:
-        _fwd[(cdiv(M, rows),)](
+        _fwd[(cdiv(M, block_m),)](
             x,
             w,
             b,
@@ -222,15 +221,15 @@ def poly_norm_fwd(
             M,
             N,
             eps,
-            WHOLE=columns >= N,
-            BLOCK_M=rows,
-            BLOCK_N=columns,
-            num_warps=devices.warps(warps, x),
+            ONE_BLOCK=block_n >= N,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=devices.limit_warps(num_warps, x),
         )
     return y, rstd
 
 
-@custom_op("poly_norm_backward", _gradients)
+@custom_op("poly_norm_backward", _empty_gradients)
 def poly_norm_bwd(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -241,45 +240,47 @@ def poly_norm_bwd(
     need_dw: bool,
     need_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dy and x (M, N) with unit stride in N -> dx (M, N), dw like w, db like b. What is not needed
-    is None."""
-    found = dx, dw, db = _gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db)
+    """Return dx (M, N), dw like w, db like b; None for a gradient that is not needed.
+
+    dy and x are (M, N) with unit stride in N."""
+    dx, dw, db = _empty_gradients(dy, x, w, b, rstd, need_dx, need_dw, need_db)
     M, N = x.shape
     if not N:
-        for gradient in (dw, db):
-            if gradient is not None:
-                gradient.zero_()
-        return found
-    rows, columns, warps = _launch(N, 16384 // x.element_size(), 1024)
-    programs = max(1, min(cdiv(M, rows), devices.multiprocessors(x)))
-    parts = partial(dw, programs), partial(db, programs)
-    _bwd[(programs,)](
+        for grad in (dw, db):
+            if grad is not None:
+                grad.zero_()
+        return dx, dw, db
+    block_m, block_n, num_warps = _choose_launch(N, 16384 // x.element_size(), 1024)
+    num_programs = max(1, min(cdiv(M, block_m), devices.multiprocessors(x)))
+    partial_dw = new_partial_sums(dw, num_programs)
+    partial_db = new_partial_sums(db, num_programs)
+    _bwd[(num_programs,)](
         dy,
         x,
         w,
         rstd,
         dx,
-        *parts,
+        partial_dw,
+        partial_db,
         dy.stride(0),
         x.stride(0),
         M,
         N,
-        WHOLE=columns >= N,
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        STAGES=devices.stages(2 * rows * columns * x.element_size(), x),
-        num_warps=devices.warps(warps, x),
+        ONE_BLOCK=block_n >= N,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        NUM_STAGES=devices.choose_num_stages(2 * block_m * block_n * x.element_size(), x),
+        num_warps=devices.limit_warps(num_warps, x),
     )
-    for part, gradient in zip(parts, (dw, db), strict=True):
-        sum_rows(part, gradient)
-    return found
+    sum_rows(partial_dw, dw)
+    sum_rows(partial_db, db)
+    return dx, dw, db
 
 
 class LigerPolyNormFunction(Function):
-    """``apply(X, W, B, eps=1e-6, in_place=True) -> Y`` like X.
+    """Autograd Function of `liger_poly_norm`, with the same arguments. Returns Y like X.
 
-    The arguments of `liger_poly_norm`. ``in_place`` (whether dX may overwrite dY) has no effect: dY
-    may be used elsewhere."""
+    ``in_place`` has no effect: dX does not overwrite dY, which may be used elsewhere."""
 
     @staticmethod
     def reference(X, W, B, eps=1e-6, in_place=True):
@@ -288,12 +289,17 @@ class LigerPolyNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, B, eps=1e-6, in_place=True):
         devices.require_kernels("LigerPolyNormFunction", X)
-        if X.dim() == 0 or not check.fits(X, (3,), W) or B is None or not check.fits(X, (), B):
-            _check("LigerPolyNormFunction", X, W, B)
-        y, rstd = poly_norm_fwd(matrix_rows(X), W.contiguous(), B, eps)
+        if (
+            X.dim() == 0
+            or not check.matches(X, (3,), W)
+            or B is None
+            or not check.matches(X, (), B)
+        ):
+            _check_arguments("LigerPolyNormFunction", X, W, B)
+        y, rstd = poly_norm_fwd(flatten_rows(X), W.contiguous(), B, eps)
         ctx.save_for_backward(X, W, B, rstd)
         ctx.eps = eps
-        return shaped(y, X.shape)
+        return reshape_output(y, X.shape)
 
     @staticmethod
     def arguments(ctx):
@@ -302,20 +308,29 @@ class LigerPolyNormFunction(Function):
     @staticmethod
     def backward(ctx, dY):
         X, W, B, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        found = poly_norm_bwd(matrix_rows(dY), matrix_rows(X), W.contiguous(), B, rstd, *needs)
-        dx, dw, db = (d if need else None for d, need in zip(found, needs, strict=True))
-        return dx if dx is None else shaped(dx, X.shape), dw, db, None, None
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dx, dw, db = poly_norm_bwd(
+            flatten_rows(dY),
+            flatten_rows(X),
+            W.contiguous(),
+            B,
+            rstd,
+            need_dx,
+            need_dw,
+            need_db,
+        )
+        dx = reshape_output(dx, X.shape) if need_dx else None
+        return dx, dw if need_dw else None, db if need_db else None, None, None
 
 
-def _check(name, X, W, B):
+def _check_arguments(name, X, W, B):
     check.floats(name, dict(X=X, W=W, B=B))
     if X.dim() == 0:
         raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
     if W.shape != (3,):
-        raise check.Misfit(f"{name}: W has shape {tuple(W.shape)}, give (3,)")
+        raise check.InvalidArgument(f"{name}: W has shape {tuple(W.shape)}, give (3,)")
     if B.numel() != 1:
-        raise check.Misfit(f"{name}: B has shape {tuple(B.shape)}, give one element")
+        raise check.InvalidArgument(f"{name}: B has shape {tuple(B.shape)}, give one element")
 
 
 def liger_poly_norm(
@@ -325,8 +340,9 @@ def liger_poly_norm(
     eps: float = 1e-6,
     in_place: bool = True,
 ) -> torch.Tensor:
-    """``W[0]·ν(X³) + W[1]·ν(X²) + W[2]·ν(X) + B`` with ``ν(u) = u / sqrt(mean(u²) + eps)`` over the
-    last dimension.
+    """Compute ``W[0]·ν(X³) + W[1]·ν(X²) + W[2]·ν(X) + B`` over the last dimension.
+
+    ``ν(u) = u / sqrt(mean(u²) + eps)``.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -345,23 +361,25 @@ def liger_poly_norm(
     Source: arXiv:2411.03884.
     """
     name = "liger_poly_norm"
-    _check(name, X, W, B)
-    eps = check.not_negative(name, "eps", eps)
+    _check_arguments(name, X, W, B)
+    eps = check.non_negative(name, "eps", eps)
     if not devices.has_kernels(X):
         return poly_norm_reference(X, W, B, eps)
     return LigerPolyNormFunction.call(X, W, B, eps, in_place)
 
 
 class LigerPolyNorm(torch.nn.Module):
-    """`liger_poly_norm` as a module. It has four numbers, whatever the hidden size: weights of 1/3,
-    a bias of 1."""
+    """`liger_poly_norm` as a module.
+
+    It has four parameters, whatever the hidden size: weights of 1/3, a bias of 1."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__()
-        check.not_negative("LigerPolyNorm", "eps", eps)
+        check.non_negative("LigerPolyNorm", "eps", eps)
         self.weight = torch.nn.Parameter(torch.full((3,), 1 / 3))
         self.bias = torch.nn.Parameter(torch.tensor(1.0))
-        self.variance_epsilon, self.in_place = eps, in_place
+        self.variance_epsilon = eps
+        self.in_place = in_place
 
     def forward(self, hidden_states: torch.Tensor):
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)

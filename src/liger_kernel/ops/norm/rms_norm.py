@@ -18,13 +18,14 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function
-from liger_kernel.ops.norm.rows import norm_bwd, norm_fwd, rows, shaped
+from liger_kernel.ops.norm.norm_kernels import as_rows, norm_bwd, norm_fwd, reshape_output
 from liger_kernel.ops.utils import calculate_settings
 
 CASTINGS = ("none", "llama", "gemma")
 
 
 def rms_norm_reference(x, w=None, eps=1e-6, offset=0.0, casting="llama"):
+    """Compute `liger_rms_norm` in plain PyTorch, for tensors of any dtype."""
     f = x if x.dtype == torch.float64 else x.float()
     n = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
     if casting == "llama":
@@ -37,10 +38,9 @@ def rms_norm_reference(x, w=None, eps=1e-6, offset=0.0, casting="llama"):
 
 
 class LigerRMSNormFunction(Function):
-    """``apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None) -> Y``
-    like X.
+    """Autograd Function of `liger_rms_norm`: ``apply(X, W, eps, ...)`` returns Y like X.
 
-    ``in_place`` (whether dX may overwrite dY) and ``row_mode`` have no effect: dY may be used
+    ``in_place`` and ``row_mode`` have no effect. dX does not overwrite dY, which may be used
     elsewhere, and the launch follows from the shape."""
 
     @staticmethod
@@ -51,11 +51,12 @@ class LigerRMSNormFunction(Function):
     def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
         devices.require_kernels("LigerRMSNormFunction", X)
         check_function("LigerRMSNormFunction", X, casting_mode, weight=W)
-        x, w, cast = rows(X), None if W is None else W.contiguous(), CASTINGS.index(casting_mode)
-        y, _, stats = norm_fwd(x, None, w, None, eps, offset, cast, False)
+        w = None if W is None else W.contiguous()
+        casting = CASTINGS.index(casting_mode)
+        y, _, stats = norm_fwd(as_rows(X), None, w, None, eps, offset, casting, False)
         ctx.save_for_backward(X, W, stats)
         ctx.options = eps, offset, casting_mode
-        return shaped(y, X.shape)
+        return reshape_output(y, X.shape)
 
     @staticmethod
     def arguments(ctx):
@@ -64,29 +65,33 @@ class LigerRMSNormFunction(Function):
     @staticmethod
     def backward(ctx, dY):
         X, W, stats = ctx.saved_tensors
-        w, (_, offset, casting_mode) = None if W is None else W.contiguous(), ctx.options
-        cast, (need_dx, need_dw) = CASTINGS.index(casting_mode), ctx.needs_input_grad[:2]
+        w = None if W is None else W.contiguous()
+        _, offset, casting_mode = ctx.options
+        need_dx, need_dw = ctx.needs_input_grad[:2]
         dx, dw, _ = norm_bwd(
-            rows(dY), None, rows(X), w, None, stats, offset, cast, False, need_dx, need_dw, False
+            as_rows(dY),
+            None,
+            as_rows(X),
+            w,
+            None,
+            stats,
+            offset,
+            CASTINGS.index(casting_mode),
+            False,
+            need_dx,
+            need_dw,
+            False,
         )
-        return (
-            shaped(dx, dY.shape) if need_dx else None,
-            dw if need_dw else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        dx = reshape_output(dx, dY.shape) if need_dx else None
+        return dx, dw if need_dw else None, None, None, None, None, None
 
 
-CODES = {
-    name: code for code, name in enumerate(CASTINGS, -1)
-}  # casting modes as rms_norm_forward returns them
+# casting modes as rms_norm_forward returns them: "none" is -1
+CASTING_CODES = {name: code for code, name in enumerate(CASTINGS, -1)}
 
 
 def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
-    """The kernels without autograd, for frameworks with a Function of their own.
+    """Run the forward kernel without autograd, for frameworks with a Function of their own.
 
     Args:
         X (..., H), W (H,) or None, eps, offset, casting_mode: as in `liger_rms_norm`.
@@ -94,57 +99,54 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
 
     Returns:
         (Y, X, RSTD, BLOCK_SIZE, num_warps, casting_mode): Y like X; X as (M, H); RSTD (M,), fp32;
-        and three ints.
-        `rms_norm_backward` takes all but Y. BLOCK_SIZE and num_warps have no effect there.
+        and three ints. `rms_norm_backward` takes all but Y. BLOCK_SIZE and num_warps have no effect
+        there.
 
     Raises:
-        ValueError, TypeError: as `liger_rms_norm`. RuntimeError: there are no kernels for X, or H
-        is too large for
-            `calculate_settings`.
+        ValueError, TypeError: as `liger_rms_norm`.
+        RuntimeError: there are no kernels for X, or H is too large for `calculate_settings`.
     """
     name = "rms_norm_forward"
-    eps, offset = checked(name, X, W, eps, offset, casting_mode)
+    eps, offset = check_arguments(name, X, W, eps, offset, casting_mode)
     devices.require_kernels(name, X)
     settings = calculate_settings(X.shape[-1])
-    x, w = rows(X), None if W is None else W.contiguous()
+    x = as_rows(X)
+    w = None if W is None else W.contiguous()
     y, _, rstd = norm_fwd(x, None, w, None, eps, offset, CASTINGS.index(casting_mode), False)
-    return shaped(y, X.shape), x.view(-1, X.shape[-1]), rstd, *settings, CODES[casting_mode]
+    y = reshape_output(y, X.shape)
+    return y, x.view(-1, X.shape[-1]), rstd, *settings, CASTING_CODES[casting_mode]
 
 
 def rms_norm_backward(
     dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode
 ):
-    """-> dX like dY, dW like W (None without W), from what `rms_norm_forward` returned.
+    """Return dX like dY, and dW like W (None without W), from what `rms_norm_forward` returned.
 
     ``casting_mode`` may also be a name. ``BLOCK_SIZE``, ``num_warps``, ``row_mode`` and
     ``in_place`` (whether dX may overwrite dY) have no effect.
 
     Raises:
         ValueError, TypeError: tensors that are not from one forward, or an unknown casting mode.
-        RuntimeError: there
-            are no kernels for X.
+        RuntimeError: there are no kernels for X.
     """
     name = "rms_norm_backward"
-    casting_mode = CODES.get(casting_mode, casting_mode)
-    if casting_mode not in CODES.values():
+    casting_mode = CASTING_CODES.get(casting_mode, casting_mode)
+    if casting_mode not in CASTING_CODES.values():
         raise ValueError(
             f"{name}: casting_mode is {casting_mode!r}, give what rms_norm_forward returned"
         )
     check_norm(name, X, W=W)
     check.floats(name, dict(dY=dY, X=X, RSTD=RSTD))
-    if (
-        dY.numel() != X.numel()
-        or dY.shape[-1:] != X.shape[-1:]
-        or RSTD.numel() * X.shape[-1] != X.numel()
-    ):
-        given = f"{tuple(dY.shape)}, {tuple(X.shape)} and {tuple(RSTD.shape)}"
-        raise ValueError(f"{name}: dY, X and RSTD have shapes {given}, give those of one forward")
+    same_shape = dY.numel() == X.numel() and dY.shape[-1:] == X.shape[-1:]
+    if not same_shape or RSTD.numel() * X.shape[-1] != X.numel():
+        shapes = f"{tuple(dY.shape)}, {tuple(X.shape)} and {tuple(RSTD.shape)}"
+        raise ValueError(f"{name}: dY, X and RSTD have shapes {shapes}, give those of one forward")
     devices.require_kernels(name, X)
     w = None if W is None else W.contiguous()
     dx, dw, _ = norm_bwd(
-        rows(dY),
+        as_rows(dY),
         None,
-        rows(X),
+        as_rows(X),
         w,
         None,
         RSTD,
@@ -155,41 +157,44 @@ def rms_norm_backward(
         W is not None,
         False,
     )
-    return shaped(dx, dY.shape), dw
+    return reshape_output(dx, dY.shape), dw
 
 
 def check_casting(name, casting_mode):
+    """Raise unless the casting mode is one of `CASTINGS`."""
     if casting_mode not in CASTINGS:
-        raise check.Misfit(
+        raise check.InvalidArgument(
             f"{name}: casting_mode is {casting_mode!r}, give one of {', '.join(CASTINGS)}"
         )
 
 
 def check_norm(name, X, **parameters):
-    """X is (..., H), a parameter (H,) or None, all of floating dtypes and on one device."""
+    """Raise unless X is (..., H), and each parameter (H,) on X's device, or None.
+
+    All must have floating point dtypes."""
     check.floats(name, dict(X=X), **parameters)
     if X.dim() == 0:
         raise ValueError(f"{name}: X has no dimension, give a tensor of shape (..., hidden size)")
     for argument, p in parameters.items():
         if p is not None and p.shape != X.shape[-1:]:
-            raise check.Misfit(
+            raise check.InvalidArgument(
                 f"{name}: {argument} has shape {tuple(p.shape)}, hidden size is {X.shape[-1]}"
             )
 
 
 def check_function(name, X, casting_mode=None, **parameters):
-    """What a norm's Function checks again, for whoever applies it by itself."""
-    if X.dim() == 0 or not check.fits(X, X.shape[-1:], *parameters.values()):
+    """Check the arguments of a norm's Function again, for code that applies it by itself."""
+    if X.dim() == 0 or not check.matches(X, X.shape[-1:], *parameters.values()):
         check_norm(name, X, **parameters)
     if casting_mode is not None:
         check_casting(name, casting_mode)
 
 
-def checked(name, X, W, eps, offset, casting_mode):
-    """Check the arguments of `liger_rms_norm` -> eps and offset as Python numbers."""
+def check_arguments(name, X, W, eps, offset, casting_mode):
+    """Check the arguments of `liger_rms_norm`. Returns eps and offset as Python numbers."""
     check_norm(name, X, weight=W)
     check_casting(name, casting_mode)
-    return check.not_negative(name, "eps", eps), check.finite(name, "offset", offset)
+    return check.non_negative(name, "eps", eps), check.finite(name, "offset", offset)
 
 
 def liger_rms_norm(
@@ -201,8 +206,7 @@ def liger_rms_norm(
     in_place: bool = True,
     row_mode: bool | None = None,
 ) -> torch.Tensor:
-    """Root mean square normalisation over the last dimension: ``x / sqrt(mean(x²) + eps) * (offset
-    + W)``.
+    """RMSNorm over the last dimension: ``X / sqrt(mean(X²) + eps) * (offset + W)``.
 
     Args:
         X: (..., H), fp32, bf16 or fp16.
@@ -217,34 +221,31 @@ def liger_rms_norm(
 
     Raises:
         ValueError: an unknown casting mode; X has no dimension; W has another shape or device; eps
-        is negative.
+            is negative.
         TypeError: X or W is not a floating point tensor, eps or offset not a number.
 
     Source: arXiv:1910.07467.
     """
-    eps, offset = checked("liger_rms_norm", X, W, eps, offset, casting_mode)
+    eps, offset = check_arguments("liger_rms_norm", X, W, eps, offset, casting_mode)
     if not devices.has_kernels(X):
         return rms_norm_reference(X, W, eps, offset, casting_mode)
     return LigerRMSNormFunction.call(X, W, eps, offset, casting_mode, in_place, row_mode)
 
 
 def check_module(name, hidden_size, eps, init_fn):
-    """Check the arguments of the norms' modules. ``hidden_size`` may also be a shape of one
-    dimension."""
-    size = (
-        hidden_size[0]
-        if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1
-        else hidden_size
-    )
-    check.size(name, "hidden_size", size)
-    check.not_negative(name, "eps", eps)
+    """Check the arguments of a norm's module. ``hidden_size`` may be a shape of one dimension."""
+    if isinstance(hidden_size, tuple | list) and len(hidden_size) == 1:
+        hidden_size = hidden_size[0]
+    check.size(name, "hidden_size", hidden_size)
+    check.non_negative(name, "eps", eps)
     if init_fn not in ("ones", "zeros"):
-        raise check.Misfit(f"{name}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
+        raise check.InvalidArgument(f"{name}: init_fn is {init_fn!r}, give 'ones' or 'zeros'")
 
 
 class LigerRMSNorm(torch.nn.Module):
-    """`liger_rms_norm` as a module. ``elementwise_affine=False``: no weight. The state dict is
-    Hugging Face's."""
+    """`liger_rms_norm` as a module. The state dict is Hugging Face's.
+
+    With ``elementwise_affine=False`` there is no weight."""
 
     def __init__(
         self,
@@ -277,7 +278,8 @@ class LigerRMSNorm(torch.nn.Module):
 
     def extra_repr(self):
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)
-        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+        options = f"offset={self.offset}, casting_mode={self.casting_mode!r}"
+        return f"{shape}, eps={self.variance_epsilon}, {options}"
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -355,8 +357,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """`LigerRMSNorm` with the defaults of Muse Glimmer. ``dim`` is optional if there is no
-    weight."""
+    """`LigerRMSNorm` with the defaults of Muse Glimmer. ``dim`` is optional without a weight."""
 
     def __init__(
         self,

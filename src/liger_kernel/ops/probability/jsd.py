@@ -1,12 +1,13 @@
-r"""Generalised Jensen-Shannon divergence of a student Q and a teacher P, given as log-probabilities
-x and y.
+r"""Generalised Jensen-Shannon divergence of a student Q and a teacher P.
+
+x = log q and y = log p are given.
 
     D = β·p·(y - log M) + (1-β)·q·(x - log M),   M = β·p + (1-β)·q
 
     dx = (1-β)·q·(x - log M)
 
 β = 0 is KL(P‖Q), β = 1 is KL(Q‖P); these are not the limits, which are 0. The average is over the
-rows that are not ignored. The kernel stands in `rows`.
+rows that are not ignored. The kernel is in `rows`.
 
 Source: Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
 """
@@ -16,28 +17,28 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import check
-from liger_kernel.core.op import CASES, rounded
+from liger_kernel.core.op import CASES, cast_if_needed
 from liger_kernel.ops.head.divergences import jsd
 from liger_kernel.ops.probability.rows import (
     DivergenceFunction,
-    applied,
-    case_of,
+    apply_function,
     check_pair,
-    inputs_of,
-    reduced,
-    wide,
+    make_case,
+    make_inputs,
+    reduce_divergence,
+    upcast_rows,
 )
 
 
 def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
-    y, x = (wide(t, shift_labels, ignore_index) for t in (target.detach(), input))
-    d = jsd(y, x, beta)
-    return reduced(d[:, None], shift_labels, "batchmean", ignore_index).to(input.dtype)
+    log_p = upcast_rows(target.detach(), shift_labels, ignore_index)
+    log_q = upcast_rows(input, shift_labels, ignore_index)
+    d = jsd(log_p, log_q, beta)
+    return reduce_divergence(d[:, None], shift_labels, "batchmean", ignore_index).to(input.dtype)
 
 
 class LigerJSDFunction(DivergenceFunction):
-    """``apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, ...) -> loss`` in
-    _input's dtype.
+    """Autograd Function of `liger_jsd`. The loss has _input's dtype.
 
     ``jsd_impl`` and ``jsd_mode`` are accepted and change nothing.
     """
@@ -59,12 +60,19 @@ class LigerJSDFunction(DivergenceFunction):
         jsd_impl=None,
         jsd_mode=None,
     ):
-        check.share("LigerJSDFunction", "beta", beta)
+        check.fraction("LigerJSDFunction", "beta", beta)
         divergence = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
-        tensors, rest = (_input, target, shift_labels), (beta, ignore_index)
-        save, name = DivergenceFunction.save, "LigerJSDFunction"
-        loss = save(ctx, name, tensors, divergence, beta, "batchmean", ignore_index, rest)
-        return rounded(loss, _input.dtype)
+        loss = DivergenceFunction.run_forward(
+            ctx,
+            "LigerJSDFunction",
+            (_input, target, shift_labels),
+            divergence,
+            beta,
+            "batchmean",
+            ignore_index,
+            other_arguments=(beta, ignore_index),
+        )
+        return cast_if_needed(loss, _input.dtype)
 
 
 def liger_jsd(
@@ -79,10 +87,10 @@ def liger_jsd(
     Args:
         input: (M, V) the student's log-probabilities, fp32, bf16 or fp16.
         target: (M, V) the teacher's. It gets no gradient.
-        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` count
-        for nothing.
-        beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖
-        teacher).
+        shift_labels: (M,) integers, not shifted here: rows where they are ``ignore_index`` do not
+            count.
+        beta: the teacher's share in the mixture. 0 is KL(teacher ‖ student), 1 is
+            KL(student ‖ teacher).
         ignore_index: see shift_labels.
 
     Returns:
@@ -97,11 +105,9 @@ def liger_jsd(
     """
     name = "liger_jsd"
     labels = check_pair(name, shift_labels, input=input, target=target)
-    beta, ignore_index = (
-        check.share(name, "beta", beta),
-        check.integer(name, "ignore_index", ignore_index),
-    )
-    return applied(LigerJSDFunction, input, target, labels, beta, ignore_index)
+    beta = check.fraction(name, "beta", beta)
+    ignore_index = check.integer(name, "ignore_index", ignore_index)
+    return apply_function(LigerJSDFunction, input, target, labels, beta, ignore_index)
 
 
 class LigerJSD(torch.nn.Module):
@@ -109,7 +115,7 @@ class LigerJSD(torch.nn.Module):
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
-        self.beta = check.share(type(self).__name__, "beta", beta)
+        self.beta = check.fraction(type(self).__name__, "beta", beta)
         self.ignore_index = check.integer(type(self).__name__, "ignore_index", ignore_index)
 
     def forward(
@@ -119,11 +125,11 @@ class LigerJSD(torch.nn.Module):
 
 
 CASES.append(
-    case_of(
+    make_case(
         "jsd",
         liger_jsd,
         jsd_reference,
-        inputs_of(torch.log_softmax),
+        make_inputs(torch.log_softmax),
         (dict(beta=0.3), dict(beta=0.0), dict(beta=1.0, shift_labels=None)),
     )
 )

@@ -1,10 +1,10 @@
-r"""Kullback-Leibler divergence of given probabilities from given log-probabilities.
+r"""Kullback-Leibler divergence of probabilities p from log-probabilities x.
 
-    D = p·(log max(p, eps) - x),   or y = log p given:   D = p·(y - x)
+    D = p·(log max(p, eps) - x),   or with y = log p in place of p:   D = p·(y - x)
 
     dx = -p
 
-Reductions, ignored rows and the kernel stand in `rows`.
+Reductions, ignored rows and the kernel are in `rows`.
 
 Source: `torch.nn.functional.kl_div`; as a loss of distillation Hinton et al., arXiv:1503.02531.
 """
@@ -20,29 +20,28 @@ from liger_kernel.core.op import CASES
 from liger_kernel.ops.head.divergences import kl_div
 from liger_kernel.ops.probability.rows import (
     DivergenceFunction,
-    applied,
-    case_of,
+    apply_function,
     check_pair,
     check_reduction,
-    inputs_of,
-    reduced,
-    wide,
+    make_case,
+    make_inputs,
+    reduce_divergence,
+    upcast_rows,
 )
 
 
 def kl_div_reference(input, target, reduction="mean", log_target=False, eps=1e-10):
-    x, y = wide(input), wide(target.detach())
+    x, y = upcast_rows(input), upcast_rows(target.detach())
     if log_target:
         p = y.exp()
         d = p * (y - x).where(p != 0, 0)
     else:
         d = kl_div(y, x, eps)
-    return reduced(d, None, reduction, None)
+    return reduce_divergence(d, None, reduction, None)
 
 
 class LigerKLDivLossFunction(DivergenceFunction):
-    """``apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10) -> loss``, in
-    fp32."""
+    """Autograd Function of `liger_kl_div`. The loss is in fp32."""
 
     @classmethod
     def checked(cls, y_pred, y_true, *args):
@@ -55,10 +54,15 @@ class LigerKLDivLossFunction(DivergenceFunction):
 
     @staticmethod
     def forward(ctx, y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
-        divergence, rest = "forward_kl" if log_target else "kl", (reduction, log_target, eps)
-        name = "LigerKLDivLossFunction"
-        return DivergenceFunction.save(
-            ctx, name, (y_pred, y_true), divergence, eps, reduction, -100, rest
+        return DivergenceFunction.run_forward(
+            ctx,
+            "LigerKLDivLossFunction",
+            (y_pred, y_true),
+            "forward_kl" if log_target else "kl",
+            eps,
+            reduction,
+            -100,
+            other_arguments=(reduction, log_target, eps),
         )
 
 
@@ -71,15 +75,15 @@ def liger_kl_div(
     log_target: bool = False,
     eps: float = 1e-10,
 ) -> torch.Tensor:
-    """KL(target ‖ input), as `torch.nn.functional.kl_div`.
+    """Compute KL(target ‖ input), as `torch.nn.functional.kl_div`.
 
     Args:
         input: (M, V) log-probabilities, fp32, bf16 or fp16.
         target: (M, V) probabilities, or with ``log_target`` their logarithms. It gets no gradient.
         size_average, reduce: True or None: as ``reduction`` says. False: as torch's deprecated
-        spellings.
+            spellings.
         reduction: "mean" (over all entries), "batchmean" (over the rows), "sum" or "none".
-        log_target: whether target is logarithms.
+        log_target: target has logarithms.
         eps: the least probability in log target; not used with ``log_target``.
 
     Returns:
@@ -94,8 +98,8 @@ def liger_kl_div(
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     check_reduction(name, reduction)
     check_pair(name, None, input=input, target=target)
-    eps = check.not_negative(name, "eps", eps)
-    return applied(LigerKLDivLossFunction, input, target, reduction, bool(log_target), eps)
+    eps = check.non_negative(name, "eps", eps)
+    return apply_function(LigerKLDivLossFunction, input, target, reduction, bool(log_target), eps)
 
 
 class LigerKLDIVLoss(torch.nn.KLDivLoss):
@@ -103,7 +107,7 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.eps = check.not_negative(type(self).__name__, "eps", eps)
+        self.eps = check.non_negative(type(self).__name__, "eps", eps)
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor):
         return liger_kl_div(
@@ -112,11 +116,11 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
 
 CASES.append(
-    case_of(
+    make_case(
         "kl_div",
         liger_kl_div,
         kl_div_reference,
-        inputs_of(torch.log_softmax, labelled=False),
+        make_inputs(torch.log_softmax, with_labels=False),
         (dict(), dict(reduction="none"), dict(reduction="batchmean", eps=0.1)),
     )
 )

@@ -4,7 +4,7 @@ r"""Softmax over the last dimension.
 
     dx = y·(dy - Σ dy·y)
 
-Arithmetic is in fp32 and y is rounded once, as PyTorch does it. An entry of -inf gives 0. A row
+Arithmetic is in fp32 and y is rounded once, as in PyTorch. An entry of -inf gives 0. A row
 without a finite maximum (all -inf, or one +inf) and a row with a NaN are all NaN; other rows are
 not affected."""
 
@@ -14,8 +14,17 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, Function, custom_op, matrix_rows
-from liger_kernel.core.tile import INF, cdiv, exp, exp_for, finite, next_power_of_2, online_max, tl
+from liger_kernel.core.op import CASES, Case, Function, custom_op, flatten_rows
+from liger_kernel.core.tile import (
+    INF,
+    cdiv,
+    exp,
+    finite_or_zero,
+    next_power_of_2,
+    online_max,
+    scaled_exp,
+    tl,
+)
 
 
 def softmax_reference(x):
@@ -26,8 +35,7 @@ def softmax_reference(x):
 def _fwd(
     x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
 ):
-    """A program takes every num_programs-th block of BLOCK_M rows. A row is one block, and read
-    once."""
+    """Take every num_programs-th block of BLOCK_M rows. A row is one block, and read once."""
     n = tl.arange(0, BLOCK_N)[None, :]
     for block in tl.range(
         tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES
@@ -35,54 +43,52 @@ def _fwd(
         m = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (m < M) & (n < N)
         x = tl.load(x_ptr + m * stride_x + n, mask=mask, other=-INF).to(tl.float32)
-        p = exp_for(x - tl.max(x, axis=1, keep_dims=True), x_ptr.dtype.element_ty == tl.float32)
+        p = scaled_exp(x - tl.max(x, axis=1, keep_dims=True), x_ptr.dtype.element_ty == tl.float32)
         y = p * (1.0 / tl.sum(p, axis=1, keep_dims=True))
         tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _fwd_wide(
-    x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr
+    x_ptr, y_ptr, stride_x, N, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """One row, read twice. Each lane keeps the maximum and the sum of its own columns, EACH of them
-    in an iteration.
+    """Read one row twice.
 
-    If ALIGNED, a lane's columns are contiguous, and one load reads them. Otherwise those of
-    neighbouring lanes are."""
+    Each lane keeps the maximum and the sum of its own columns, PER_LANE of them in an iteration. If
+    ALIGNED, a lane's columns are contiguous, and one load reads them. Otherwise those of
+    neighbouring lanes are contiguous.
+    """
     row = tl.program_id(0).to(tl.int64)
-    x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
+    x_row = x_ptr + row * stride_x
+    y_row = y_ptr + row * N
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    BLOCK: tl.constexpr = LANES * EACH
-    lane, each = tl.arange(0, LANES)[None, :], tl.arange(0, EACH)[:, None]
-    i = lane * EACH + each if ALIGNED else each * LANES + lane
+    BLOCK: tl.constexpr = LANES * PER_LANE
+    lane = tl.arange(0, LANES)[None, :]
+    column = tl.arange(0, PER_LANE)[:, None]
+    i = lane * PER_LANE + column if ALIGNED else column * LANES + lane
     top = tl.full((LANES,), -INF, dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
         x = tl.load(x_row + start + i, mask=start + i < N, other=-INF).to(tl.float32)
-        new, shift = online_max(top, tl.max(x, axis=0))
-        total = total * exp_for(top - shift, EXACT) + tl.sum(
-            exp_for(x - shift[None, :], EXACT), axis=0
-        )
-        top = new
-    highest = finite(tl.max(top))
+        new_top, shift = online_max(top, tl.max(x, axis=0))
+        new_total = tl.sum(scaled_exp(x - shift[None, :], EXACT), axis=0)
+        total = total * scaled_exp(top - shift, EXACT) + new_total
+        top = new_top
+    highest = finite_or_zero(tl.max(top))
     scale = 1.0 / tl.sum(total * exp(top - highest))
     n = tl.arange(0, BLOCK)
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
-    for back in range(
-        0, N, BLOCK
-    ):  # from the end of the row, which was read last and is in a cache
-        at = last - back + n
-        x = tl.load(x_row + at, mask=at < N, other=-INF).to(tl.float32)
-        tl.store(
-            y_row + at,
-            (exp_for(x - highest, EXACT) * scale).to(y_ptr.dtype.element_ty),
-            mask=at < N,
-        )
+    # from the end of the row, which was read last and is in a cache
+    for back in range(0, N, BLOCK):
+        columns = last - back + n
+        x = tl.load(x_row + columns, mask=columns < N, other=-INF).to(tl.float32)
+        y = scaled_exp(x - highest, EXACT) * scale
+        tl.store(y_row + columns, y.to(y_ptr.dtype.element_ty), mask=columns < N)
 
 
 @kernel
 def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program: BLOCK_M rows. A row is one block, and read once."""
+    """Compute BLOCK_M rows: one program. A row is one block, and read once."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
@@ -99,9 +105,10 @@ def _bwd(y_ptr, dy_ptr, dx_ptr, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @kernel
 def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_dy, N, BLOCK: tl.constexpr):
-    """One row, read twice."""
+    """Read one row twice."""
     row = tl.program_id(0).to(tl.int64)
-    y_row, dy_row = y_ptr + row * N, dy_ptr + row * stride_dy
+    y_row = y_ptr + row * N
+    dy_row = dy_ptr + row * stride_dy
     n = tl.arange(0, BLOCK)
     dots = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
@@ -110,55 +117,64 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_dy, N, BLOCK: tl.constexpr):
     dot = tl.sum(dots)
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
     for back in range(0, N, BLOCK):
-        at = last - back + n
-        y = tl.load(y_row + at, mask=at < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_row + at, mask=at < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * N + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=at < N)
+        columns = last - back + n
+        y = tl.load(y_row + columns, mask=columns < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_row + columns, mask=columns < N, other=0.0).to(tl.float32)
+        dx = (y * (dy - dot)).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + row * N + columns, dx, mask=columns < N)
 
 
-WIDE = 65536  # bytes; a wider row doesn't fit into a program's registers and is read in blocks
+# bytes; a wider row doesn't fit into a program's registers and is read in blocks
+MAX_ROW_BYTES = 65536
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program whose rows are one block, forward or backward: 16 to 32
-    columns a thread."""
+    """Choose (rows, columns, warps) of a program whose rows are one block, forward or backward.
+
+    A thread has 16 to 32 columns.
+    """
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
-    return rows, columns, columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
+    warps = columns // 1024 if columns > 8192 else min(rows * columns // 512, 8)
+    return rows, columns, warps
 
 
 def _launch_stages(x, M, columns):
-    """(programs, rows in flight) of forward. If one row fills a multiprocessor, others are loaded
-    in the meantime."""
-    ahead = devices.stages(columns * x.element_size(), x)
-    return (min(M, devices.multiprocessors(x)), ahead) if columns > 16384 and ahead > 1 else (M, 1)
+    """Choose (programs, stages) of forward.
+
+    If one row fills a multiprocessor, the next rows are loaded in the meantime.
+    """
+    stages = devices.choose_num_stages(columns * x.element_size(), x)
+    if columns > 16384 and stages > 1:
+        return min(M, devices.multiprocessors(x)), stages
+    return M, 1
 
 
 def _launch_wide(x):
-    """(lanes, columns of a lane in an iteration, warps) of a program that reads a row in blocks: 16
-    bytes a lane.
+    """Choose (lanes, columns of a lane in an iteration, warps) where a row is read in blocks.
 
-    The programs are large, so that few rows are in work at a time: they stay in the cache until
-    they are read again."""
+    A lane reads 16 bytes. The programs are large, so that few rows are read at a time: they stay in
+    the cache until they are read again.
+    """
     return 1024, 16 // x.element_size(), 16
 
 
-def _output(x):
+def _empty_output(x):
     return x.new_empty(x.shape)
 
 
-def _gradient(y, dy):
+def _empty_gradient(y, dy):
     return y.new_empty(y.shape)
 
 
-@custom_op("softmax", _output)
+@custom_op("softmax", _empty_output)
 def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
-    """x (M, N) with unit stride in N -> y (M, N) in x's dtype."""
-    y = _output(x)
+    """Compute y (M, N) in x's dtype from x (M, N) with unit stride in N."""
+    y = _empty_output(x)
     M, N = x.shape
-    if N * x.element_size() <= WIDE:
+    if N * x.element_size() <= MAX_ROW_BYTES:
         rows, columns, warps = _launch(N)
-        programs, ahead = _launch_stages(x, cdiv(M, rows), columns)
+        programs, stages = _launch_stages(x, cdiv(M, rows), columns)
         _fwd[(programs,)](
             x,
             y,
@@ -167,30 +183,30 @@ def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
             N,
             BLOCK_M=rows,
             BLOCK_N=columns,
-            STAGES=ahead,
-            num_warps=devices.warps(warps, x),
+            STAGES=stages,
+            num_warps=devices.limit_warps(warps, x),
         )
     else:
-        lanes, each, warps = _launch_wide(x)
+        lanes, per_lane, warps = _launch_wide(x)
         _fwd_wide[(M,)](
             x,
             y,
             x.stride(0),
             N,
             LANES=lanes,
-            EACH=each,
+            PER_LANE=per_lane,
             ALIGNED=N % 16 == x.stride(0) % 16 == 0,
-            num_warps=devices.warps(warps, x),
+            num_warps=devices.limit_warps(warps, x),
         )
     return y
 
 
-@custom_op("softmax_backward", _gradient)
+@custom_op("softmax_backward", _empty_gradient)
 def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """y (M, N) contiguous, dy (M, N) with unit stride in N -> dx (M, N)."""
-    dx = _gradient(y, dy)
+    """Compute dx (M, N) from y (M, N), contiguous, and dy (M, N) with unit stride in N."""
+    dx = _empty_gradient(y, dy)
     M, N = y.shape
-    if N * y.element_size() <= WIDE:
+    if N * y.element_size() <= MAX_ROW_BYTES:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
             y,
@@ -201,18 +217,24 @@ def softmax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
             N,
             BLOCK_M=rows,
             BLOCK_N=columns,
-            num_warps=devices.warps(warps, y),
+            num_warps=devices.limit_warps(warps, y),
         )
     else:
-        lanes, each, warps = _launch_wide(y)
+        lanes, per_lane, warps = _launch_wide(y)
         _bwd_wide[(M,)](
-            y, dy, dx, dy.stride(0), N, BLOCK=lanes * each, num_warps=devices.warps(warps, y)
+            y,
+            dy,
+            dx,
+            dy.stride(0),
+            N,
+            BLOCK=lanes * per_lane,
+            num_warps=devices.limit_warps(warps, y),
         )
     return dx
 
 
 class LigerSoftmaxFunction(Function):
-    """``apply(input_) -> Y`` like input_."""
+    """Autograd Function of `liger_softmax`."""
 
     @staticmethod
     def reference(input_):
@@ -221,13 +243,13 @@ class LigerSoftmaxFunction(Function):
     @staticmethod
     def forward(ctx, input_):
         devices.require_kernels("LigerSoftmaxFunction", input_)
-        # to autograd it is no view, so that the caller may write to it; backward then raises
-        Y = torch.ops.aten._unsafe_view(softmax_fwd(matrix_rows(input_)), input_.shape)
+        # for autograd it is no view, so that the caller may write to it; backward then raises
+        Y = torch.ops.aten._unsafe_view(softmax_fwd(flatten_rows(input_)), input_.shape)
         ctx.save_for_backward(Y)
         return Y
 
     @staticmethod
-    def again(ctx, dY):
+    def differentiable_backward(ctx, dY):
         (Y,) = ctx.saved_tensors
         y, dy = Y.float(), dY.float()
         return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(Y.dtype)
@@ -235,11 +257,11 @@ class LigerSoftmaxFunction(Function):
     @staticmethod
     def backward(ctx, dY):
         (Y,) = ctx.saved_tensors
-        return softmax_bwd(matrix_rows(Y), matrix_rows(dY)).view(dY.shape)
+        return softmax_bwd(flatten_rows(Y), flatten_rows(dY)).view(dY.shape)
 
 
 def liger_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension.
+    """Compute softmax over the last dimension.
 
     Args:
         x: (..., N), fp32, bf16 or fp16; any N.

@@ -4,9 +4,10 @@ r"""Sparsemax: the distribution that is nearest to x. Unlike softmax's, most of 
 
     dx = 1[y > 0]·(dy - mean of dy over the support),   support = {y > 0}
 
-τ = (Σ_S x - 1)/|S| for the support S = {x > τ}. Sorted rows would tell S. Here it is found from above, without a sort
-(Michelot, 1986): from the entries above max x - 1, which are all that can be in it, τ follows, and
-with it a smaller S. τ never falls and S never grows; when S stays the same, the two are exact.
+τ = (Σ_S x - 1)/|S| for the support S = {x > τ}. Sorting the row would give S. Here S is found
+without a sort, from above (Michelot, 1986). Only the entries above max x - 1 can be in S; from them
+τ follows, and with it a smaller S. τ never falls and S never grows. When S stays the same, the two
+are exact.
 
 Arithmetic is in fp32 and y is rounded once. An entry of -inf gives 0. As in softmax, a row without
 a finite maximum and a row with a NaN are all NaN.
@@ -20,7 +21,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import CASES, Case, F, Function, custom_op, matrix_rows
+from liger_kernel.core.op import CASES, Case, F, Function, custom_op, flatten_rows
 from liger_kernel.core.tile import INF, cdiv, next_power_of_2, tl
 
 
@@ -30,17 +31,15 @@ def sparsemax_reference(input, dim=-1):
         return input.clone()
     z = z - z.detach().amax(-1, keepdim=True)  # the same projection
     s = z.sort(-1, descending=True).values
-    above, count = (
-        s.cumsum(-1) - 1,
-        torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device),
-    )
+    above = s.cumsum(-1) - 1
+    count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
     k = (s * count > above).sum(-1, keepdim=True).clamp(min=1)
     return F.relu(z - above.gather(-1, k - 1) / k).transpose(dim, -1).to(input.dtype)
 
 
 @kernel
 def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program: BLOCK_M rows. A row is one block, and read once."""
+    """Compute BLOCK_M rows: one program. A row is one block, and read once."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
@@ -61,9 +60,10 @@ def _fwd(x_ptr, y_ptr, stride_x, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @kernel
 def _fwd_wide(x_ptr, y_ptr, stride_x, N, BLOCK: tl.constexpr):
-    """One row, read in blocks, and again for each smaller support."""
+    """Read one row in blocks, and again for each smaller support."""
     row = tl.program_id(0).to(tl.int64)
-    x_row, y_row = x_ptr + row * stride_x, y_ptr + row * N
+    x_row = x_ptr + row * stride_x
+    y_row = y_ptr + row * N
     n = tl.arange(0, BLOCK)
     tops = tl.full((BLOCK,), -INF, dtype=tl.float32)
     for start in range(0, N, BLOCK):
@@ -93,7 +93,7 @@ def _fwd_wide(x_ptr, y_ptr, stride_x, N, BLOCK: tl.constexpr):
 def _bwd(
     y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One program: BLOCK_M rows. A row is one block, and read once."""
+    """Compute BLOCK_M rows: one program. A row is one block, and read once."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.arange(0, BLOCK_N)[None, :]
     mask = (m < M) & (n < N)
@@ -108,18 +108,19 @@ def _bwd(
 
 @kernel
 def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, N, BLOCK: tl.constexpr):
-    """One row, read twice."""
+    """Read one row twice."""
     row = tl.program_id(0).to(tl.int64)
-    y_row, dy_row, dx_row = y_ptr + row * stride_y, dy_ptr + row * stride_dy, dx_ptr + row * N
+    y_row = y_ptr + row * stride_y
+    dy_row = dy_ptr + row * stride_dy
+    dx_row = dx_ptr + row * N
     n = tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), dtype=tl.float32)
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
         support = tl.load(y_row + start + n, mask=start + n < N, other=0.0).to(tl.float32) > 0
         counts += support.to(tl.float32)
-        totals += tl.where(
-            support, tl.load(dy_row + start + n, mask=start + n < N, other=0.0).to(tl.float32), 0.0
-        )
+        dy = tl.load(dy_row + start + n, mask=start + n < N, other=0.0).to(tl.float32)
+        totals += tl.where(support, dy, 0.0)
     mean = tl.sum(totals) / tl.maximum(tl.sum(counts), 1.0)
     for start in range(0, N, BLOCK):
         support = tl.load(y_row + start + n, mask=start + n < N, other=0.0).to(tl.float32) > 0
@@ -128,39 +129,43 @@ def _bwd_wide(y_ptr, dy_ptr, dx_ptr, stride_y, stride_dy, N, BLOCK: tl.constexpr
         tl.store(dx_row + start + n, dx.to(dx_ptr.dtype.element_ty), mask=start + n < N)
 
 
-WIDE = 16384  # columns; a wider row is read in blocks
+MAX_COLUMNS = 16384  # a wider row is read in blocks
 
 
 def _launch(N):
-    """(rows, columns, warps) of a program whose rows are one block: 16 columns a thread, 32 of the
-    widest rows."""
+    """Choose (rows, columns, warps) of a program whose rows are one block.
+
+    A thread has 16 columns, or 32 of the widest rows.
+    """
     columns = next_power_of_2(N)
     rows = max(1, 2048 // columns)
     return rows, columns, min(max(rows * columns // 512, 1), 16)
 
 
 def _launch_wide():
-    """(columns of a block, warps). Large programs: the rows in work are few, and stay in a
-    cache."""
+    """Choose (columns of a block, warps) where a row is read in blocks.
+
+    The programs are large, so that few rows are read at a time: they stay in a cache.
+    """
     return 8192, 16
 
 
-def _output(x):
+def _empty_output(x):
     return x.new_empty(x.shape)
 
 
-def _gradient(y, dy):
+def _empty_gradient(y, dy):
     return y.new_empty(y.shape)
 
 
-@custom_op("sparsemax", _output)
+@custom_op("sparsemax", _empty_output)
 def sparsemax_fwd(x: torch.Tensor) -> torch.Tensor:
-    """x (M, N) with unit stride in N -> y (M, N) in x's dtype."""
-    y = _output(x)
+    """Compute y (M, N) in x's dtype from x (M, N) with unit stride in N."""
+    y = _empty_output(x)
     M, N = x.shape
     if not y.numel():
         return y
-    if N <= WIDE:
+    if N <= MAX_COLUMNS:
         rows, columns, warps = _launch(N)
         _fwd[(cdiv(M, rows),)](
             x,
@@ -170,22 +175,25 @@ def sparsemax_fwd(x: torch.Tensor) -> torch.Tensor:
             N,
             BLOCK_M=rows,
             BLOCK_N=columns,
-            num_warps=devices.warps(warps, x),
+            num_warps=devices.limit_warps(warps, x),
         )
     else:
         columns, warps = _launch_wide()
-        _fwd_wide[(M,)](x, y, x.stride(0), N, BLOCK=columns, num_warps=devices.warps(warps, x))
+        _fwd_wide[(M,)](
+            x, y, x.stride(0), N, BLOCK=columns, num_warps=devices.limit_warps(warps, x)
+        )
     return y
 
 
-@custom_op("sparsemax_backward", _gradient)
+@custom_op("sparsemax_backward", _empty_gradient)
 def sparsemax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """y, dy (M, N) with unit stride in N -> dx (M, N), contiguous."""
-    dx, strides = _gradient(y, dy), (y.stride(0), dy.stride(0))
+    """Compute dx (M, N), contiguous, from y and dy (M, N) with unit stride in N."""
+    dx = _empty_gradient(y, dy)
+    strides = y.stride(0), dy.stride(0)
     M, N = y.shape
     if not dx.numel():
         return dx
-    if N <= WIDE:
+    if N <= MAX_COLUMNS:
         rows, columns, warps = _launch(N)
         _bwd[(cdiv(M, rows),)](
             y,
@@ -196,17 +204,21 @@ def sparsemax_bwd(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
             N,
             BLOCK_M=rows,
             BLOCK_N=columns,
-            num_warps=devices.warps(warps, y),
+            num_warps=devices.limit_warps(warps, y),
         )
     else:
         columns, warps = _launch_wide()
-        _bwd_wide[(M,)](y, dy, dx, *strides, N, BLOCK=columns, num_warps=devices.warps(warps, y))
+        _bwd_wide[(M,)](
+            y, dy, dx, *strides, N, BLOCK=columns, num_warps=devices.limit_warps(warps, y)
+        )
     return dx
 
 
-def _shaped(y, shape, dim):
-    """Rows y (M, N) as a tensor of that shape whose rows are along ``dim``; to autograd it is no
-    view of y."""
+def _unflatten_rows(y, shape, dim):
+    """Return rows y (M, N) as a tensor of this shape whose rows are along ``dim``.
+
+    For autograd it is no view of y.
+    """
     if dim in (-1, len(shape) - 1):
         return torch.ops.aten._unsafe_view(y, shape)
     order = list(shape)
@@ -215,7 +227,7 @@ def _shaped(y, shape, dim):
 
 
 class LigerSparsemaxFunction(Function):
-    """``apply(x, dim) -> y`` like x."""
+    """Autograd Function of `liger_sparsemax`: ``apply(x, dim)``."""
 
     @staticmethod
     def reference(x, dim):
@@ -224,39 +236,39 @@ class LigerSparsemaxFunction(Function):
     @staticmethod
     def forward(ctx, x, dim):
         devices.require_kernels("LigerSparsemaxFunction", x)
-        y = _shaped(sparsemax_fwd(matrix_rows(x.transpose(dim, -1))), x.shape, dim)
+        y = _unflatten_rows(sparsemax_fwd(flatten_rows(x.transpose(dim, -1))), x.shape, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim
         return y
 
     @staticmethod
-    def again(ctx, dy):
+    def differentiable_backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        support, d = y.float().sign(), dy.float()
-        mean = (support * d).sum(ctx.dim, keepdim=True) / support.sum(ctx.dim, keepdim=True).clamp(
-            min=1
-        )
+        support = y.float().sign()
+        count = support.sum(ctx.dim, keepdim=True).clamp(min=1)
+        d = dy.float()
+        mean = (support * d).sum(ctx.dim, keepdim=True) / count
         return (support * (d - mean)).to(dy.dtype), None
 
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        # no generator: Dynamo begins backward anew where a stride is asked for, and torch 2.14
-        # cannot leave one by that
-        rows = [matrix_rows(t.transpose(ctx.dim, -1)) for t in (y, dy)]
-        return _shaped(sparsemax_bwd(*rows), dy.shape, ctx.dim), None
+        # no generator: Dynamo restarts backward where a stride is read, and torch 2.14 cannot
+        # leave a generator that way
+        rows = [flatten_rows(t.transpose(ctx.dim, -1)) for t in (y, dy)]
+        return _unflatten_rows(sparsemax_bwd(*rows), dy.shape, ctx.dim), None
 
 
 def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Sparsemax along a dimension: the Euclidean projection onto the probability simplex.
+    """Compute sparsemax along a dimension: the Euclidean projection onto the probability simplex.
 
     Args:
         input: any shape with a dimension or more, fp32, bf16 or fp16.
         dim: the dimension whose entries add up to 1. Rows along another than the last one are
-        copied.
+            copied.
 
     Returns:
-        Of input's shape and dtype, computed in fp32 and rounded once.
+        A tensor of input's shape and dtype, computed in fp32 and rounded once.
 
     Raises:
         ValueError: input has no dimension, or not this one.

@@ -4,7 +4,7 @@ r"""Total variation distance of rows of probabilities x and y.
 
     dx = ½·sign(x - y),   0 for a tie
 
-Reductions, ignored rows and the kernel stand in `rows`.
+Reductions, ignored rows and the kernel are in `rows`.
 
 Source: Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation,
 arXiv:2307.15190."""
@@ -17,24 +17,24 @@ from liger_kernel.core import check
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.probability.rows import (
     DivergenceFunction,
-    applied,
-    case_of,
+    apply_function,
     check_pair,
     check_reduction,
-    inputs_of,
-    reduced,
-    wide,
+    make_case,
+    make_inputs,
+    reduce_divergence,
+    upcast_rows,
 )
 
 
 def tvd_reference(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
-    x, y = (wide(t, shift_labels, ignore_index) for t in (input, target.detach()))
-    return reduced(0.5 * (x - y).abs(), shift_labels, reduction, ignore_index)
+    x = upcast_rows(input, shift_labels, ignore_index)
+    y = upcast_rows(target.detach(), shift_labels, ignore_index)
+    return reduce_divergence(0.5 * (x - y).abs(), shift_labels, reduction, ignore_index)
 
 
 class LigerTVDLossFunction(DivergenceFunction):
-    """``apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100) -> loss``, in
-    fp32."""
+    """Autograd Function of `liger_tvd`. The loss is in fp32."""
 
     @staticmethod
     def reference(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
@@ -42,9 +42,15 @@ class LigerTVDLossFunction(DivergenceFunction):
 
     @staticmethod
     def forward(ctx, p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
-        rest, name = (reduction, ignore_index), "LigerTVDLossFunction"
-        return DivergenceFunction.save(
-            ctx, name, (p, q, shift_labels), "tvd", 0.0, reduction, ignore_index, rest
+        return DivergenceFunction.run_forward(
+            ctx,
+            "LigerTVDLossFunction",
+            (p, q, shift_labels),
+            "tvd",
+            0.0,
+            reduction,
+            ignore_index,
+            other_arguments=(reduction, ignore_index),
         )
 
 
@@ -55,14 +61,14 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Total variation distance ``½·Σ|input - target|`` of rows of probabilities.
+    """Compute the total variation distance ``½·Σ|input - target|`` of rows of probabilities.
 
     Args:
         input: (M, V) probabilities, fp32, bf16 or fp16. Where they equal target, the gradient is 0.
         target: (M, V) probabilities. They get no gradient.
         shift_labels, ignore_index: as in `liger_jsd`.
         reduction: "mean" (over the entries of the rows that count), "batchmean" (over these rows),
-        "sum" or "none".
+            "sum" or "none".
 
     Returns:
         fp32, 0-d, or (M, V) for "none", 0 in ignored rows. 0 if all rows are ignored.
@@ -76,11 +82,11 @@ def liger_tvd(
     check_reduction(name, reduction)
     labels = check_pair(name, shift_labels, input=input, target=target)
     ignore_index = check.integer(name, "ignore_index", ignore_index)
-    return applied(LigerTVDLossFunction, input, target, labels, reduction, ignore_index)
+    return apply_function(LigerTVDLossFunction, input, target, labels, reduction, ignore_index)
 
 
 class LigerTVDLoss(torch.nn.Module):
-    """`liger_tvd` as a module, with another default: the mean over the rows."""
+    """`liger_tvd` as a module. Its default is the mean over the rows."""
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
@@ -93,11 +99,11 @@ class LigerTVDLoss(torch.nn.Module):
 
 
 CASES.append(
-    case_of(
+    make_case(
         "tvd",
         liger_tvd,
         tvd_reference,
-        inputs_of(torch.softmax),
+        make_inputs(torch.softmax),
         (dict(), dict(reduction="none"), dict(reduction="batchmean", shift_labels=None)),
     )
 )

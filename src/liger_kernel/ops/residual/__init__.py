@@ -1,1 +1,1 @@
-"""What replaces the residual stream of a transformer."""
+"""Replacements for the residual stream of a transformer."""

@@ -11,8 +11,8 @@ parts of n, n and n²:
     mix = (u·phi) / sqrt(mean(u²) + rms_eps),   z = alpha·mix + b, with an alpha for each part
     h_pre = σ(z) + pre_eps,   h_post = post_mult·σ(z),   h_res = Sinkhorn(z as n×n)
 
-Sinkhorn makes the rows and the columns of a positive matrix add up to 1 in turns, tmax times.
-`coefficients` and `streams` have the kernels and their gradients. Everything is computed in fp32
+Sinkhorn makes the rows and the columns of a positive matrix add up to 1 in turns, tmax times. The
+kernels and their gradients are in `coefficients` and `streams`. Everything is computed in fp32
 and rounded once; the coefficients are fp32.
 
 Source: Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv:2512.24880.
@@ -26,11 +26,14 @@ import warnings
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, Function, matrix_rows, unit_stride
+from liger_kernel.core.op import CASES, Case, Function, flatten_rows, with_unit_stride
 from liger_kernel.ops.residual.coefficients import mhc_coeffs_bwd, mhc_coeffs_fwd
 from liger_kernel.ops.residual.streams import mix_streams, mix_streams_bwd
 
-shaped = torch.ops.aten._unsafe_view  # to autograd no view: the caller may write to it
+MAX_STREAMS = 64  # more do not fit into the registers, and PyTorch computes them
+
+# A reshape that is no view to autograd: the caller may write to the result.
+reshape_output = torch.ops.aten._unsafe_view
 
 
 def _wide(x):
@@ -51,14 +54,13 @@ def mhc_coeffs_reference(
     sinkhorn_eps=1e-6,
     post_mult=2.0,
 ):
-    n, u = x.shape[-2], _wide(x.flatten(-2))
+    n = x.shape[-2]
+    u = _wide(x.flatten(-2))
     with devices.without_autocast(x):
         mix = (u @ phi.to(u.dtype)) * torch.rsqrt(u.square().mean(-1, keepdim=True) + rms_eps)
-    parts = zip(
-        (alpha_pre, alpha_post, alpha_res),
-        *(t.split((n, n, n * n), -1) for t in (mix, b)),
-        strict=True,
-    )
+    sizes = n, n, n * n
+    alphas = alpha_pre, alpha_post, alpha_res
+    parts = zip(alphas, mix.split(sizes, -1), b.split(sizes, -1), strict=True)
     pre, post, res = (alpha.to(u.dtype) * m + bias.to(u.dtype) for alpha, m, bias in parts)
     y = res.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
     y = y / (y.sum(-2, keepdim=True) + sinkhorn_eps)
@@ -76,19 +78,18 @@ def mhc_pre_reference(x, h_pre):
 def mhc_post_res_reference(x, f_out, h_post, h_res):
     wide = _wide(x)
     mixed = (h_res.to(wide.dtype).unsqueeze(-1) * wide.unsqueeze(-3)).sum(-2)
-    return (mixed + h_post.to(wide.dtype).unsqueeze(-1) * f_out.to(wide.dtype).unsqueeze(-2)).to(
-        x.dtype
-    )
+    spread = h_post.to(wide.dtype).unsqueeze(-1) * f_out.to(wide.dtype).unsqueeze(-2)
+    return (mixed + spread).to(x.dtype)
 
 
-def _rows(t, last):
-    """t (..., *) as contiguous (M, *), of which ``last`` dimensions stay."""
-    return t.reshape(math.prod(t.shape[:-last]), *t.shape[-last:]).contiguous()
+def _contiguous_rows(t, row_dims):
+    """Return t (..., *row) as contiguous (M, *row), where row has ``row_dims`` dimensions."""
+    return t.reshape(math.prod(t.shape[:-row_dims]), *t.shape[-row_dims:]).contiguous()
 
 
-def _streams(x, last=2):
-    """As `_rows`, but only the last dimension need be contiguous."""
-    return unit_stride(x.reshape(math.prod(x.shape[:-last]), *x.shape[-last:]))
+def _rows(x, row_dims=2):
+    """Return x as (M, *row), see `_contiguous_rows`. Only the last dimension is contiguous."""
+    return with_unit_stride(x.reshape(math.prod(x.shape[:-row_dims]), *x.shape[-row_dims:]))
 
 
 class LigerMHCCoeffsFunction(Function):
@@ -120,16 +121,17 @@ class LigerMHCCoeffsFunction(Function):
         name = "LigerMHCCoeffsFunction"
         devices.require_kernels(name, x)
         _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax)
-        n, parameters = x.shape[-2], (phi, b.contiguous(), alpha_pre, alpha_post, alpha_res)
-        numbers = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        n = x.shape[-2]
+        u = flatten_rows(x.flatten(-2))
+        options = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
         pre, post, res, raw, square = mhc_coeffs_fwd(
-            matrix_rows(x.flatten(-2)), *parameters, n, *numbers
+            u, phi, b.contiguous(), alpha_pre, alpha_post, alpha_res, n, *options
         )
         ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, raw, square)
-        ctx.options = allow_fp32, *numbers
-        shaped = torch.ops.aten._unsafe_view  # to autograd no views: the caller may write to them
-        shape = *x.shape[:-2], n
-        return shaped(pre, shape), shaped(post, shape), shaped(res, (*shape, n))
+        ctx.options = allow_fp32, *options
+        h_pre = reshape_output(pre, x.shape[:-1])
+        h_post = reshape_output(post, x.shape[:-1])
+        return h_pre, h_post, reshape_output(res, (*x.shape[:-1], n))
 
     @staticmethod
     def arguments(ctx):
@@ -139,28 +141,33 @@ class LigerMHCCoeffsFunction(Function):
     def backward(ctx, dpre, dpost, dres):
         x, phi, b, *alphas, raw, square = ctx.saved_tensors
         _, tmax, rms_eps, _, sinkhorn_eps, post_mult = ctx.options
-        need, n = ctx.needs_input_grad, x.shape[-2]
-        du, dphi, (db, along) = mhc_coeffs_bwd(
-            _rows(dpre, 1),
-            _rows(dpost, 1),
-            _rows(dres, 2),
-            matrix_rows(x.flatten(-2)),
-            phi,
-            b.contiguous(),
-            *alphas,
-            raw,
-            square,
+        need_dx, need_dphi, need_db, *need_dalphas = ctx.needs_input_grad[:6]
+        n = x.shape[-2]
+        saved = phi, b.contiguous(), *alphas, raw, square
+        du, dphi, (dz_sums, dz_mix_sums) = mhc_coeffs_bwd(
+            _contiguous_rows(dpre, 1),
+            _contiguous_rows(dpost, 1),
+            _contiguous_rows(dres, 2),
+            flatten_rows(x.flatten(-2)),
+            *saved,
             tmax,
             rms_eps,
             sinkhorn_eps,
             post_mult,
-            *need[:2],
+            need_dx,
+            need_dphi,
         )
-        dalphas = zip(alphas, along.split((n, n, n * n)), need[3:6], strict=True)
+        dalphas = []
+        parts = dz_mix_sums.split((n, n, n * n))
+        for alpha, part, need in zip(alphas, parts, need_dalphas, strict=True):
+            dalphas.append(part.sum().to(alpha.dtype).reshape(alpha.shape) if need else None)
         return (
-            du.view(x.shape) if need[0] else None, dphi if need[1] else None, db.to(b.dtype) if need[2] else None,
-            *(part.sum().to(a.dtype).reshape(a.shape) if needed else None for a, part, needed in dalphas), *[None] * 6,
-        )  # fmt: skip
+            du.view(x.shape) if need_dx else None,
+            dphi if need_dphi else None,
+            dz_sums.to(b.dtype) if need_db else None,
+            *dalphas,
+            *[None] * 6,
+        )
 
 
 class LigerMHCPreFunction(Function):
@@ -175,8 +182,8 @@ class LigerMHCPreFunction(Function):
         devices.require_kernels("LigerMHCPreFunction", x)
         _check_pre("LigerMHCPreFunction", x, h_pre)
         ctx.save_for_backward(x, h_pre)
-        out = mix_streams(_streams(x), None, None, _rows(h_pre, 1).unsqueeze(1))
-        return shaped(out, (*x.shape[:-2], x.shape[-1]))
+        out = mix_streams(_rows(x), None, None, _contiguous_rows(h_pre, 1).unsqueeze(1))
+        return reshape_output(out, (*x.shape[:-2], x.shape[-1]))
 
     @staticmethod
     def arguments(ctx):
@@ -185,17 +192,20 @@ class LigerMHCPreFunction(Function):
     @staticmethod
     def backward(ctx, dout):
         x, h_pre = ctx.saved_tensors
-        need, h = ctx.needs_input_grad, _rows(h_pre, 1).unsqueeze(1)
-        dout = _streams(dout, 1).unsqueeze(1)
+        need_dx, need_dh = ctx.needs_input_grad
+        h = _contiguous_rows(h_pre, 1).unsqueeze(1)
+        dout = _rows(dout, 1).unsqueeze(1)
         dx, _, _, dh = mix_streams_bwd(
-            dout, _streams(x), None, None, h, need[0], False, False, need[1]
+            dout, _rows(x), None, None, h, need_dx, False, False, need_dh
         )
-        return dx.view(x.shape) if need[0] else None, dh.view(h_pre.shape) if need[1] else None
+        return dx.view(x.shape) if need_dx else None, dh.view(h_pre.shape) if need_dh else None
 
 
 class LigerMHCPostResFunction(Function):
-    """``apply(x, f_out, h_post, h_res) -> x_out``: (..., n, C), (..., C), (..., n), (..., n, n) ->
-    like x."""
+    """``apply(x, f_out, h_post, h_res) -> x_out``
+
+    (..., n, C), (..., C), (..., n), (..., n, n) -> (..., n, C) in x's dtype.
+    """
 
     @staticmethod
     def reference(x, f_out, h_post, h_res):
@@ -206,9 +216,10 @@ class LigerMHCPostResFunction(Function):
         devices.require_kernels("LigerMHCPostResFunction", x)
         _check_post_res("LigerMHCPostResFunction", x, f_out, h_post, h_res)
         ctx.save_for_backward(x, f_out, h_post, h_res)
-        return shaped(
-            mix_streams(_streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)), x.shape
+        out = mix_streams(
+            _rows(x), _rows(f_out, 1), _contiguous_rows(h_post, 1), _contiguous_rows(h_res, 2)
         )
+        return reshape_output(out, x.shape)
 
     @staticmethod
     def arguments(ctx):
@@ -216,20 +227,24 @@ class LigerMHCPostResFunction(Function):
 
     @staticmethod
     def backward(ctx, dout):
-        x, f_out, h_post, h_res = saved = ctx.saved_tensors
-        given = _streams(x), _streams(f_out, 1), _rows(h_post, 1), _rows(h_res, 2)
-        found = mix_streams_bwd(_streams(dout), *given, *(need := ctx.needs_input_grad))
+        x, f_out, h_post, h_res = inputs = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grads = mix_streams_bwd(
+            _rows(dout),
+            _rows(x),
+            _rows(f_out, 1),
+            _contiguous_rows(h_post, 1),
+            _contiguous_rows(h_res, 2),
+            *needs,
+        )
         return tuple(
-            d.view(t.shape) if needed else None
-            for d, t, needed in zip(found, saved, need, strict=True)
+            grad.view(t.shape) if need else None
+            for grad, t, need in zip(grads, inputs, needs, strict=True)
         )
 
 
-MOST = 64  # streams: more do not fit into the registers, and PyTorch computes them
-
-
 def _has_kernels(x):
-    return devices.has_kernels(x) and x.shape[-2] <= MOST
+    return devices.has_kernels(x) and x.shape[-2] <= MAX_STREAMS
 
 
 def _check_streams(name, x):
@@ -246,7 +261,8 @@ def _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow
     if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
         raise AssertionError(f"{name}: x is {x.dtype}, give bf16 or fp16, or allow_fp32=True")
     n, C = x.shape[-2:]
-    for argument, t, shape in (("phi", phi, (n * C, n * n + 2 * n)), ("b", b, (n * n + 2 * n,))):
+    columns = n * n + 2 * n
+    for argument, t, shape in (("phi", phi, (n * C, columns)), ("b", b, (columns,))):
         if t.shape != shape:
             raise AssertionError(f"{name}: {argument} has shape {tuple(t.shape)}, give {shape}")
     for argument, t in alphas.items():
@@ -261,7 +277,7 @@ def _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow
 
 
 def _check_pre(name, x, h_pre):
-    if x.dim() < 2 or not x.shape[-2] or h_pre is None or not check.fits(x, x.shape[:-1], h_pre):
+    if x.dim() < 2 or not x.shape[-2] or h_pre is None or not check.matches(x, x.shape[:-1], h_pre):
         check.floats(name, dict(x=x, h_pre=h_pre))
         _check_streams(name, x)
         check.shape(name, "h_pre", h_pre, tuple(x.shape[:-1]))
@@ -271,12 +287,9 @@ def _check_post_res(name, x, f_out, h_post, h_res):
     check.floats(name, dict(x=x, f_out=f_out, h_post=h_post, h_res=h_res))
     _check_streams(name, x)
     *rows, n, C = x.shape
-    for argument, t, last in (
-        ("f_out", f_out, (C,)),
-        ("h_post", h_post, (n,)),
-        ("h_res", h_res, (n, n)),
-    ):
-        check.shape(name, argument, t, (*rows, *last))
+    check.shape(name, "f_out", f_out, (*rows, C))
+    check.shape(name, "h_post", h_post, (*rows, n))
+    check.shape(name, "h_res", h_res, (*rows, n, n))
 
 
 def liger_mhc_coeffs(
@@ -294,7 +307,7 @@ def liger_mhc_coeffs(
     sinkhorn_eps: float = 1e-6,
     post_mult: float = 2.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The coefficients of hyper-connections, from the streams.
+    """Compute the coefficients of hyper-connections from the streams.
 
     Args:
         x: (..., n, C), the streams; bf16 or fp16, or another dtype with ``allow_fp32``.
@@ -311,29 +324,24 @@ def liger_mhc_coeffs(
 
     Raises:
         AssertionError: x is fp32 without ``allow_fp32``, or phi or b has another shape.
-        ValueError: x has no stream; an alpha has not one element; a device or number that does not
-        fit.
+        ValueError: x has no stream; an alpha has not one element; a device or number does not fit.
         TypeError: something is not a floating point tensor, or not a number.
 
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_coeffs"
     tmax = _check_coefficients(name, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax)
-    rms_eps, sinkhorn_eps = (
-        check.not_negative(name, argument, value)
-        for argument, value in dict(rms_eps=rms_eps, sinkhorn_eps=sinkhorn_eps).items()
-    )
-    numbers = (
-        check.finite(name, "pre_eps", pre_eps),
-        sinkhorn_eps,
-        check.finite(name, "post_mult", post_mult),
-    )
+    rms_eps = check.non_negative(name, "rms_eps", rms_eps)
+    sinkhorn_eps = check.non_negative(name, "sinkhorn_eps", sinkhorn_eps)
+    pre_eps = check.finite(name, "pre_eps", pre_eps)
+    post_mult = check.finite(name, "post_mult", post_mult)
     run = LigerMHCCoeffsFunction.call if _has_kernels(x) else mhc_coeffs_reference
-    return run(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, *numbers)
+    options = allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    return run(x, phi, b, alpha_pre, alpha_post, alpha_res, *options)
 
 
 def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
-    """What the layer reads: ``Σ_i h_pre[i]·x[i]``.
+    """Mix the streams into the layer's input: ``Σ_i h_pre[i]·x[i]``.
 
     Args:
         x: (..., n, C), the streams; fp32, bf16 or fp16.
@@ -343,21 +351,22 @@ def liger_mhc_pre(x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
         (..., C) in x's dtype.
 
     Raises:
-        ValueError: x has no stream; h_pre has another shape or device. TypeError: they are not
-        floating point tensors.
+        ValueError: x has no stream; h_pre has another shape or device.
+        TypeError: they are not floating point tensors.
 
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_pre"
     check.floats(name, dict(x=x))
     _check_pre(name, x, h_pre)
-    return (LigerMHCPreFunction.call if _has_kernels(x) else mhc_pre_reference)(x, h_pre)
+    run = LigerMHCPreFunction.call if _has_kernels(x) else mhc_pre_reference
+    return run(x, h_pre)
 
 
 def liger_mhc_post_res(
     x: torch.Tensor, f_out: torch.Tensor, h_post: torch.Tensor, h_res: torch.Tensor
 ) -> torch.Tensor:
-    """The streams after the layer: ``Σ_i h_res[o, i]·x[i] + h_post[o]·f_out`` for each stream o.
+    """Update the streams after the layer: ``Σ_i h_res[o, i]·x[i] + h_post[o]·f_out`` for each o.
 
     Args:
         x: (..., n, C), the streams; fp32, bf16 or fp16.
@@ -368,16 +377,15 @@ def liger_mhc_post_res(
         (..., n, C) in x's dtype.
 
     Raises:
-        ValueError: x has no stream; a shape or device that does not fit. TypeError: not a floating
-        point tensor.
+        ValueError: x has no stream; a shape or device does not fit.
+        TypeError: something is not a floating point tensor.
 
     Source: arXiv:2512.24880.
     """
     name = "liger_mhc_post_res"
     _check_post_res(name, x, f_out, h_post, h_res)
-    return (LigerMHCPostResFunction.call if _has_kernels(x) else mhc_post_res_reference)(
-        x, f_out, h_post, h_res
-    )
+    run = LigerMHCPostResFunction.call if _has_kernels(x) else mhc_post_res_reference
+    return run(x, f_out, h_post, h_res)
 
 
 def liger_mhc_apply(
@@ -389,7 +397,7 @@ def liger_mhc_apply(
     *,
     return_x_in: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`liger_mhc_post_res`; with ``return_x_in`` also `liger_mhc_pre`, the second of two results.
+    """Call `liger_mhc_post_res`, and with ``return_x_in`` also `liger_mhc_pre`, the second result.
 
     Raises:
         ValueError, TypeError: as these two.
@@ -417,13 +425,13 @@ def liger_mhc_forward(
     post_mult: float = 2.0,
     return_coeffs: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A layer with hyper-connections around it.
+    """Run a layer with hyper-connections around it.
 
     Args:
         x: (..., n, C), the streams.
         layer: called with (..., C), in the dtype of its parameters; it returns (..., C).
         return_coeffs: also return (h_pre, h_post, h_res).
-        the others: as in `liger_mhc_coeffs`.
+        other arguments: as in `liger_mhc_coeffs`.
 
     Returns:
         (..., n, C) in x's dtype.
@@ -496,16 +504,15 @@ class LigerMHC(torch.nn.Module):
     def forward(self, x: torch.Tensor):
         if x.shape[-2:] != (self.hc, self.c):
             raise ValueError(
-                f"{type(self).__name__}: x has shape {tuple(x.shape)}, give (..., {self.hc}, {self.c})"
+                f"{type(self).__name__}: x has shape {tuple(x.shape)}, "
+                f"give (..., {self.hc}, {self.c})"
             )
+        alphas = self.alpha_pre, self.alpha_post, self.alpha_res
+        parameters = self.phi, self.b, *alphas
         return liger_mhc_forward(
             x,
             self.layer,
-            self.phi,
-            self.b,
-            self.alpha_pre,
-            self.alpha_post,
-            self.alpha_res,
+            *parameters,
             allow_fp32=self.allow_fp32,
             tmax=self.tmax,
             rms_eps=self.rms_eps,
@@ -518,41 +525,48 @@ class LigerMHC(torch.nn.Module):
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
 
 
-def _given(**tensors):
+def _with_gradients(**tensors):
     return {name: t.requires_grad_() for name, t in tensors.items()}
 
 
-def _inputs_coeffs(M, n, C):
+def _coefficient_inputs(M, n, C):
     alphas = {f"alpha_{part}": torch.rand(()) + 0.5 for part in ("pre", "post", "res")}
-    phi, b = torch.randn(n * C, n * n + 2 * n) / max(n * C, 1) ** 0.5, torch.randn(n * n + 2 * n)
-    return _given(x=torch.randn(M, n, C), phi=phi, b=b, **alphas)
+    phi = torch.randn(n * C, n * n + 2 * n) / max(n * C, 1) ** 0.5
+    b = torch.randn(n * n + 2 * n)
+    return _with_gradients(x=torch.randn(M, n, C), phi=phi, b=b, **alphas)
 
 
-def _inputs_post_res(M, n, C):
-    h_post, h_res = torch.randn(M, n), torch.randn(M, n, n)
-    return _given(x=torch.randn(M, n, C), f_out=torch.randn(M, C), h_post=h_post, h_res=h_res)
+def _pre_inputs(M, n, C):
+    return _with_gradients(x=torch.randn(M, n, C), h_pre=torch.randn(M, n))
+
+
+def _post_res_inputs(M, n, C):
+    h_post = torch.randn(M, n)
+    h_res = torch.randn(M, n, n)
+    x = torch.randn(M, n, C)
+    return _with_gradients(x=x, f_out=torch.randn(M, C), h_post=h_post, h_res=h_res)
 
 
 def _traffic(forward, backward):
-    """In sizes of x, and of one of its streams."""
+    """Return a case's ``traffic`` from how often each pass moves x, and one of its streams."""
 
-    def traffic(t):
-        x, stream = (
-            t["x"].numel() * t["x"].element_size(),
-            t["x"][:, 0].numel() * t["x"].element_size(),
-        )
-        return tuple(whole * x + single * stream for whole, single in (forward, backward))
+    def traffic(inputs):
+        x = inputs["x"]
+        x_bytes = x.numel() * x.element_size()
+        stream_bytes = x[:, 0].numel() * x.element_size()
+        return tuple(full * x_bytes + single * stream_bytes for full, single in (forward, backward))
 
     return traffic
 
 
-SHAPES, BENCH = ((1, 1, 8), (3, 4, 30), (2, 3, 123), (2, 5, 16)), ((8192, 4, 4096),)
+SHAPES = (1, 1, 8), (3, 4, 30), (2, 3, 123), (2, 5, 16)
+BENCH = ((8192, 4, 4096),)
 CASES.append(
     Case(
         "mhc_coeffs",
-        fn=lambda **t: liger_mhc_coeffs(**t, allow_fp32=True),
+        fn=lambda **inputs: liger_mhc_coeffs(**inputs, allow_fp32=True),
         reference=mhc_coeffs_reference,
-        inputs=_inputs_coeffs,
+        inputs=_coefficient_inputs,
         shapes=SHAPES,
         options=(dict(tmax=4), dict(tmax=4, pre_eps=0.1, sinkhorn_eps=1e-2, post_mult=1.0)),
         bench=BENCH,
@@ -565,7 +579,7 @@ CASES.append(
         "mhc_pre",
         fn=liger_mhc_pre,
         reference=mhc_pre_reference,
-        inputs=lambda M, n, C: _given(x=torch.randn(M, n, C), h_pre=torch.randn(M, n)),
+        inputs=_pre_inputs,
         shapes=SHAPES,
         bench=BENCH,
         traffic=_traffic((1, 1), (2, 1)),
@@ -576,7 +590,7 @@ CASES.append(
         "mhc_post_res",
         fn=liger_mhc_post_res,
         reference=mhc_post_res_reference,
-        inputs=_inputs_post_res,
+        inputs=_post_res_inputs,
         shapes=SHAPES,
         bench=BENCH,
         traffic=_traffic((2, 1), (3, 2)),

@@ -1,1 +1,1 @@
-"""Rotary position embeddings, alone and with the norms of queries and keys."""
+"""Rotary position embeddings, alone and together with the norms of queries and keys."""

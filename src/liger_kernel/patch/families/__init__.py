@@ -1,1 +1,1 @@
-"""The published functions: one for each family, and those for a whole class of models."""
+"""The published functions: for any model, for each family, and forwards to bind to a class."""

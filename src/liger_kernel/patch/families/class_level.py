@@ -1,9 +1,12 @@
-"""Patching every model of a family: those that there are, and those that are built from now on.
+"""Patching every model of a family: those that exist, and those that are built from now on.
 
-It is `engine.patch` at birth: the family's models patch themselves at the end of ``__init__``.
-Models that exist already are looked up, and patched now, at their outermost module: within PEFT,
-DDP or torch.compile, and nothing is left to do when they are called. What was patched by itself
-stays as it was asked for; everything in the modeling module stays as it is."""
+1. The models that exist are looked up and patched now, each at its outermost module: within PEFT,
+   DDP or torch.compile, so nothing is left to do when they are called. A model that was patched by
+   itself stays as it is.
+2. Each base class of the family gets a ``post_init`` of ours. Hugging Face's models call it at the
+   end of ``__init__``; it runs `engine.patch` on the new model.
+
+Nothing else in the modeling module changes."""
 
 from __future__ import annotations
 
@@ -17,159 +20,198 @@ import torch
 
 from liger_kernel.patch.engine import check_transformers, patch, revert_model
 from liger_kernel.patch.proof.report import Report
-from liger_kernel.patch.proof.rewrite import known_as
+from liger_kernel.patch.proof.rewrite import replacement_of
 
 logger = logging.getLogger(__name__)
-MAPPINGS = "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"
-OTHERS = (
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_MAPPING",
-)  # of types without a causal model
-OPEN = dict(  # what some default configurations leave open, and their models need
-    head_dim=64, num_key_value_heads=8, n_routed_experts=8, num_experts=8, n_shared_experts=1, num_experts_per_tok=2,
-    top_k_experts=2, moe_intermediate_size=256,
-)  # fmt: skip
 
 
-class _Patch(NamedTuple):
+# ---- patching a family ----
+
+
+class _FamilyPatch(NamedTuple):
+    """How a family's base class was patched, and what a revert gives back."""
+
     flags: dict[str, bool]
-    post_init: object  # of the base class's own, or None
-    existing: weakref.WeakSet  # models that it has found and patched
+    # The post_init that the class itself had, or None.
+    post_init: object
+    # The models that existed, and were patched.
+    existing: weakref.WeakSet
 
 
-_at_birth: dict[type, _Patch] = {}  # by a family's base class
+_family_patches: dict[type, _FamilyPatch] = {}  # by base class
 
 
 def patch_family(model_type: str, flags: dict[str, bool]) -> Report:
-    """Every model of the family is patched: now, or when it is built. The report is that of one
-    without weights."""
+    """Patch every model of the family: now, or when it is built.
+
+    Returns the report of a model of the family without weights."""
     check_transformers()
-    before = next((_at_birth[base].flags for base in _bases(model_type) if base in _at_birth), None)
+    bases = _base_classes(model_type)
+    patched_bases = [base for base in bases if base in _family_patches]
+    flags_before = _family_patches[patched_bases[0]].flags if patched_bases else None
     revert_family(model_type)
-    models = _existing(model_type)  # before the rehearsal, whose own it isn't
-    report = _rehearsal(model_type, flags)
-    if before is not None:
-        changed = [
-            f"{flag} {'on' if flags[flag] else 'off'}"
-            for flag in flags
-            if flags[flag] != before.get(flag)
-        ]
+    # Before `_patch_default_model`, whose model is not the user's.
+    models = _existing_models(model_type)
+    report = _patch_default_model(model_type, flags)
+    if flags_before is not None:
         report.notes.append(
-            f"in place of an earlier call, {'with other switches: ' + ', '.join(changed) if changed else 'the same'}; "
-            "models that were built since keep what they have"
+            f"in place of an earlier call, {_changes(flags_before, flags)}; models that were built "
+            "since keep what they have"
         )
     existing = weakref.WeakSet()
-    for base in _bases(model_type):
-        _at_birth[base] = _Patch(dict(flags), base.__dict__.get("post_init"), existing)
-        base.post_init = _post_init(base)
+    for base in bases:
+        _family_patches[base] = _FamilyPatch(
+            flags=dict(flags), post_init=base.__dict__.get("post_init"), existing=existing
+        )
+        base.post_init = _make_post_init(base)
     for model in models:
-        if in_place(model):
+        if active_flags(model):
             logger.info(
                 "%s: one that exists was patched before, and stays as it is", type(model).__name__
             )
         else:
             logger.info("one that exists: %s", patch(model, flags))
             existing.add(model)
-    number = f" and {len(existing)} that exist{'s' * (len(existing) == 1)}" if existing else ""
-    report.target += f", every one built from now on{number}"
+    report.target += ", every one built from now on"
+    if existing:
+        report.target += f" and {len(existing)} that exist{'s' if len(existing) == 1 else ''}"
     return report
 
 
+def _changes(flags_before: dict[str, bool], flags: dict[str, bool]) -> str:
+    changes = []
+    for flag, is_on in flags.items():
+        if is_on != flags_before.get(flag):
+            changes.append(f"{flag} {'on' if is_on else 'off'}")
+    return f"with other switches: {', '.join(changes)}" if changes else "the same"
+
+
+def _make_post_init(base):
+    def post_init(self):
+        family_patch = _family_patches[base]
+        if family_patch.post_init is None:
+            super(base, self).post_init()
+        else:
+            family_patch.post_init(self)
+        patch(self, family_patch.flags)
+
+    return post_init
+
+
 def revert_family(model_type: str) -> None:
-    for base in _bases(model_type):
-        if base in _at_birth:
-            was = _at_birth.pop(base)
+    """Give the family's base classes their post_init back, and revert the models that existed."""
+    for base in _base_classes(model_type):
+        if base in _family_patches:
+            family_patch = _family_patches.pop(base)
             del base.post_init
-            if was.post_init is not None:
-                base.post_init = was.post_init
-            for model in list(was.existing):
+            if family_patch.post_init is not None:
+                base.post_init = family_patch.post_init
+            for model in list(family_patch.existing):
                 revert_model(model)
 
 
-def forget(model: torch.nn.Module) -> None:
-    """From now on it is its own: `revert_family` leaves it alone."""
+def detach_from_family(model: torch.nn.Module) -> None:
+    """Make `revert_family` leave the model alone from now on."""
     for module in model.modules():
-        for was in _at_birth.values():
-            was.existing.discard(module)
+        for family_patch in _family_patches.values():
+            family_patch.existing.discard(module)
 
 
-def in_place(model: torch.nn.Module) -> list[str]:
-    """The switches of what has been replaced in it."""
+def active_flags(model: torch.nn.Module) -> list[str]:
+    """List the switches under which something in the model has been replaced."""
     flags = {}
     for module in model.modules():
-        what = known_as(module)
-        if what is not None:
-            flags |= {flag: True for flag in what.flags if flag is not None}
+        replacement = replacement_of(module)
+        if replacement is not None:
+            flags |= {flag: True for flag in replacement.flags if flag is not None}
         if "_liger_loss_before" in module.__dict__:
             flags["cross_entropy"] = True
     return list(flags)
 
 
-def _existing(model_type: str) -> list[torch.nn.Module]:
-    """The family's models, each one's outermost module: all objects of this process are looked
-    at."""
-    bases = tuple(_bases(model_type))
+def _existing_models(model_type: str) -> list[torch.nn.Module]:
+    """List the family's models in this process, each by its outermost module of the family."""
+    bases = tuple(_base_classes(model_type))
     gc.collect()  # what nobody can reach does not exist
-    found = [o for o in gc.get_objects() if issubclass(type(o), bases) and "_modules" in o.__dict__]
-    inner = {id(module) for model in found for module in model.modules() if module is not model}
-    return [model for model in found if id(model) not in inner]
+    models = []
+    for instance in gc.get_objects():
+        if issubclass(type(instance), bases) and "_modules" in instance.__dict__:
+            models.append(instance)
+    inner_ids = set()
+    for model in models:
+        inner_ids.update(id(module) for module in model.modules() if module is not model)
+    return [model for model in models if id(model) not in inner_ids]
 
 
-def _post_init(base):
-    def post_init(self):
-        flags, own, _ = _at_birth[base]
-        super(base, self).post_init() if own is None else own(self)
-        patch(self, flags)
+# ---- a family's default model ----
 
-    return post_init
+# What some default configurations leave open, although their models need it.
+MISSING_VALUES = dict(
+    head_dim=64, num_key_value_heads=8, n_routed_experts=8, num_experts=8, n_shared_experts=1,
+    num_experts_per_tok=2, top_k_experts=2, moe_intermediate_size=256,
+)  # fmt: skip
 
 
-def _rehearsal(model_type: str, flags: dict[str, bool]) -> Report:
+def _patch_default_model(model_type: str, flags: dict[str, bool]) -> Report:
     try:
         model = default_model(model_type)
     except Exception as error:
         name = model_class(model_type).__name__
-        return Report(
-            name, warnings=[f"a default model cannot be built, to show what it replaces ({error})"]
-        )
+        warning = f"a default model cannot be built, to show what it replaces ({error})"
+        return Report(name, warnings=[warning])
     return patch(model, flags)
 
 
 def default_model(model_type: str) -> torch.nn.Module:
-    """The family's model of its default configuration, without weights. Of some this cannot be
-    built: they raise."""
-    cls, error = model_class(model_type), None
-    for missing in ({}, OPEN):
+    """Build the family's model from its default configuration, on the meta device.
+
+    Raises:
+        Exception: whatever a default configuration makes the model raise.
+    """
+    cls = model_class(model_type)
+    first_error = None
+    for values in ({}, MISSING_VALUES):
         try:
             config = cls.config_class()
-            for part in filter(
-                None, (config, *(getattr(config, name, None) for name in config.sub_configs))
-            ):
-                vars(part).update(
-                    {k: v for k, v in missing.items() if k in vars(part) and vars(part)[k] is None}
-                )
+            _fill_missing(config, values)
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 return cls(config)
-        except Exception as problem:
-            error = error or problem
-    raise error
+        except Exception as error:
+            first_error = first_error or error
+    raise first_error
+
+
+def _fill_missing(config, values: dict) -> None:
+    """Set what is None in a configuration and its parts."""
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if not each:
+            continue
+        attributes = vars(each)
+        for name, value in values.items():
+            if name in attributes and attributes[name] is None:
+                attributes[name] = value
+
+
+# ---- what the installed transformers has ----
+
+# transformers' mappings of models that generate.
+MODEL_MAPPINGS = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING"
+# Its mappings for types without one of those.
+FALLBACK_MAPPINGS = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"
 
 
 def model_types() -> list[str]:
-    """Every type of which the installed transformers has causal or image-text models."""
+    """List every type of which the installed transformers has causal or image-text models."""
     from transformers.models.auto import modeling_auto
 
-    return sorted(
-        {
-            name
-            for task in MAPPINGS
-            for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
-        }
-    )
+    types = set()
+    for mapping in MODEL_MAPPINGS:
+        types.update(getattr(modeling_auto, f"{mapping}_NAMES"))
+    return sorted(types)
 
 
-def is_known(model_type: str) -> bool:
-    """Whether the installed transformers has a configuration of this type, and models of it."""
+def is_known_model_type(model_type: str) -> bool:
+    """Return True if the installed transformers has a configuration of this type, and models."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -185,29 +227,29 @@ def _config_class(model_type: str) -> type:
 
 
 def modeling(model_type: str):
-    """The family's modeling module."""
-    return importlib.import_module(
-        _config_class(model_type).__module__.replace(".configuration_", ".modeling_")
-    )
+    """Import the family's modeling module."""
+    configuration = _config_class(model_type).__module__
+    return importlib.import_module(configuration.replace(".configuration_", ".modeling_"))
 
 
 def model_class(model_type: str) -> type:
-    """The family's model, with a head where it has one that generates."""
+    """Return the family's model class: one that generates, if there is one."""
     from transformers.models.auto import modeling_auto
 
     config = _config_class(model_type)
-    for name in (*(f"MODEL_FOR_{task}_MAPPING" for task in MAPPINGS), *OTHERS):
-        found = getattr(modeling_auto, name).get(config, None)
-        if found is not None:
-            return found[0] if isinstance(found, (tuple, list)) else found
+    for mapping in (*MODEL_MAPPINGS, *FALLBACK_MAPPINGS):
+        classes = getattr(modeling_auto, mapping).get(config, None)
+        if classes is not None:
+            return classes[0] if isinstance(classes, (tuple, list)) else classes
     raise ImportError(f"the installed transformers has no models of type {model_type!r}")
 
 
-def _bases(model_type: str) -> list[type]:
+def _base_classes(model_type: str) -> list[type]:
+    """List the classes that the family's models derive from, directly below `PreTrainedModel`."""
     from transformers import PreTrainedModel
 
-    return [
-        c
-        for c in vars(modeling(model_type)).values()
-        if isinstance(c, type) and PreTrainedModel in c.__bases__
-    ]
+    classes = []
+    for value in vars(modeling(model_type)).values():
+        if isinstance(value, type) and PreTrainedModel in value.__bases__:
+            classes.append(value)
+    return classes

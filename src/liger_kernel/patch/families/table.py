@@ -1,32 +1,36 @@
-"""The families: a row each, from which their functions are made (`families`). It imports
-nothing."""
+"""The families: a row for each, from which `published` makes its function.
+
+It imports nothing: type checkers and `liger_kernel.transformers` read it without transformers."""
 
 from __future__ import annotations
 
 
 def _row(glu="swiglu", **changes) -> dict[str, bool]:
-    """The switches of a function in their order, with their defaults; what a family hasn't got is
-    None."""
-    row = dict(
-        rope=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=True,
-        layer_norm=None,
-        rms_norm=True,
-    )
-    row |= {glu: True} | changes
+    """Return a function's switches in their order, with their defaults.
+
+    ``glu``: the switch of its MLPs. None among the changes: the family has no such switch."""
+    row = {
+        "rope": True,
+        "cross_entropy": False,
+        "fused_linear_cross_entropy": True,
+        "layer_norm": None,
+        "rms_norm": True,
+        glu: True,
+        **changes,
+    }
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _loss_only(**more) -> dict[str, bool]:
-    return dict(cross_entropy=False, fused_linear_cross_entropy=True) | more
+def _loss_only(**switches) -> dict[str, bool]:
+    return {"cross_entropy": False, "fused_linear_cross_entropy": True, **switches}
 
 
 def _mixture(**changes) -> dict[str, bool]:
-    return _row(**changes) | dict(router=True)
+    return {**_row(**changes), "router": True}
 
 
-FAMILIES = {  # the defaults of the published functions
+# The switches of the published functions, with their defaults.
+FAMILIES = {
     "deepseek_v2": _mixture(rope=False),
     "deepseek_v3": _mixture(rope=False),
     "deepseek_v4": _row(rope=False, swiglu=False),
@@ -54,12 +58,12 @@ FAMILIES = {  # the defaults of the published functions
     "mixtral": _mixture(),
     "mllama": _row(layer_norm=True),
     "muse_glimmer": _row(layer_norm=True),
-    "nemotron": dict(relu_squared=True) | _loss_only(),
+    "nemotron": {"relu_squared": True, **_loss_only()},
     "olmo2": _row(),
     "olmo3": _row(),
     "paligemma": _row("geglu", layer_norm=True),
     "phi3": _row(),
-    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+    "pixtral": {"rope": True, "rms_norm": True, "swiglu": True},
     "qwen2": _row(),
     "qwen2_5_vl": _row(),
     "qwen2_vl": {**_row(swiglu=None), "layer_norm": True, "swiglu": True},
@@ -73,33 +77,35 @@ FAMILIES = {  # the defaults of the published functions
     "smollm3": _row(),
     "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
 }
-TEXT = {  # the language model of a family, by its own model type
-    "llama4_text": "llama4", "mllama_text_model": "mllama", "qwen2_vl_text": "qwen2_vl",
-    "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
-    "qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe",
-}  # fmt: skip
-BY_NAME = ("router",)  # switches that are keywords alone
-BEHIND_MODEL = {"llama4": "layer_norm"}  # a switch that comes after ``model``
-MORE = (
-    "internvl",
-    "llava",
-    "nemotron",
-    "smolvlm",
-)  # functions that take any keyword, and do not use it
-FUNCTIONS = [
+# The model type of a family's language model -> the family.
+TEXT_MODEL_TYPES = {
+    "llama4_text": "llama4",
+    "mllama_text_model": "mllama",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
+KEYWORD_ONLY_SWITCHES = ("router",)
+# A switch that comes after ``model`` in the signature.
+SWITCH_AFTER_MODEL = {"llama4": "layer_norm"}
+# Functions that take any keyword, and do not use it.
+ACCEPTS_ANY_KEYWORD = "internvl", "llava", "nemotron", "smolvlm"
+FUNCTION_NAMES = [
     f"apply_liger_kernel_to_{name}"
-    for name in (*FAMILIES, *(text for text in TEXT if "qwen3_5" in text))
+    for name in (*FAMILIES, *(text for text in TEXT_MODEL_TYPES if "qwen3_5" in text))
 ]
-LONG = {
-    "tiled_mlp": False,
-    "offloaded_checkpoints": False,
-}  # what ``long_context`` switches on; by name alone, all
-EVERYTHING = {
+# The switches that ``long_context`` turns on. Every function has them, as keywords alone.
+LONG_CONTEXT_SWITCHES = {"tiled_mlp": False, "offloaded_checkpoints": False}
+# The switches of `apply_liger_kernel`, with their defaults.
+ALL_SWITCHES = {
     **_row(),
     "layer_norm": True,
     "geglu": True,
     "relu_squared": True,
     "router": True,
-    **LONG,
+    **LONG_CONTEXT_SWITCHES,
+    "long_context": False,
 }
-EVERYTHING["long_context"] = False

@@ -1,7 +1,16 @@
-"""The load-balancing loss of a mixture, by `liger_load_balancing_loss`.
+"""The load-balancing loss of a mixture of experts, by `liger_load_balancing_loss`.
 
-A model's forward calls its modeling file's ``load_balancing_loss_func`` by that name. The function
-is tried; then the forward runs with the operator under the name, in this model only."""
+Recognised are models whose forward calls the function ``load_balancing_loss_func`` of their
+modeling file, if that computes, of router logits (T, E) of each layer,
+
+    E·Σ_e (share of the tokens with e among their top k experts)·(mean probability of e)
+
+The function is tried by itself, with masks and without, in fp32 and bf16, with its gradients. Then
+the forward runs with the operator under the function's name, in this model only. A model whose
+loss is computed in its head (`loss.rewrites`) keeps that replacement, which does both.
+
+The loss is left alone if the function takes other arguments or computes something else, or if the
+model's forward was replaced on the instance or by another rewrite."""
 
 from __future__ import annotations
 
@@ -14,182 +23,220 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.core.op import transformed
+from liger_kernel.core.devices import in_func_transform
 from liger_kernel.ops import functional
-from liger_kernel.ops.moe.load_balancing import loss_reference
-from liger_kernel.patch.layers.norm import FLOATS
+from liger_kernel.ops.moe.load_balancing import load_balancing_loss_reference
+from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.proof import purity
-from liger_kernel.patch.proof.conditions import is_the_compilers, plain
-from liger_kernel.patch.proof.functions import global_of, named_as, rebind, same_globals, used_by
-from liger_kernel.patch.proof.private import become, own_forward, swap
-from liger_kernel.patch.proof.probe import close, first_line, isolated, noise
-from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, known_as
+from liger_kernel.patch.proof.conditions import are_plain_tensors, left_to_compiler
+from liger_kernel.patch.proof.functions import (
+    copy_metadata,
+    globals_unchanged,
+    globals_used,
+    rebind_global,
+    resolve_global,
+)
+from liger_kernel.patch.proof.private import convert_module, has_instance_forward, set_class
+from liger_kernel.patch.proof.probe import close, error_summary, isolated, noise
+from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
 FUNCTION = "load_balancing_loss_func"
 ARGUMENTS = "gate_logits", "num_experts", "top_k", "attention_mask"
-FLAG, KERNEL = "router", "liger_load_balancing_loss"
-ROWS, TOKENS, EXPERTS = 2, 6, 5  # of the trial
+FLAG = "router"
+KERNEL = "liger_load_balancing_loss"
+TRIED_ROWS = 2
+TRIED_TOKENS = 6
+TRIED_EXPERTS = 5
 
 
 @dataclass(frozen=True)
-class Balanced(Replacement):
-    """A model of which nothing else is ours: with a loss in its head, it is a `CausalLM` that is
-    ``balanced``."""
+class LoadBalancingLoss(Replacement):
+    """A model of which nothing else is replaced. With a loss in its head, it is a `CausalLM` that
+    is ``with_liger_load_balancing``."""
 
-    flag, column, kernel = FLAG, "loss", KERNEL
-    one_argument = False
+    flag = FLAG
+    column = "loss"
+    kernel = KERNEL
+    takes_one_argument = False
 
     def globals_read(self, cls, parts):
-        return used_by(cls.forward, FUNCTION)
+        return globals_used(cls.forward, FUNCTION)
 
-    def members(self, cls):
-        return {
-            "forward": rebind(cls.forward, FUNCTION, _balanced(global_of(cls.forward, FUNCTION)))
-        }
+    def class_members(self, cls):
+        return {"forward": _rebind_loss(cls.forward)}
 
 
-def balanced(forward: Callable) -> Callable:
-    """A family's forward with the operator in it, as long as the functions that it uses are what
-    they are now."""
-    ours = rebind(forward, FUNCTION, _balanced(global_of(forward, FUNCTION)))
-    same = same_globals(used_by(forward, FUNCTION))
-    return named_as(forward, lambda *args, **kwargs: (ours if same() else forward)(*args, **kwargs))
+def with_liger_load_balancing(forward: Callable) -> Callable:
+    """Return a family's forward with the operator in it, as long as the functions that it uses are
+    what they are now."""
+    rebound = _rebind_loss(forward)
+    unchanged = globals_unchanged(globals_used(forward, FUNCTION))
+
+    def run(*args, **kwargs):
+        return (rebound if unchanged() else forward)(*args, **kwargs)
+
+    return copy_metadata(forward, run)
 
 
-def _balanced(family):
+def _rebind_loss(forward: Callable) -> Callable:
+    return rebind_global(forward, FUNCTION, _operator_or(resolve_global(forward, FUNCTION)))
+
+
+def _operator_or(family_function):
+    """Return a function that calls the operator, or the family's function where it does not fit."""
     defaults = {
-        name: p.default
-        for name, p in inspect.signature(family).parameters.items()
-        if p.default is not p.empty
+        name: parameter.default
+        for name, parameter in inspect.signature(family_function).parameters.items()
+        if parameter.default is not parameter.empty
     }
 
     def loss(*args, **kwargs):
-        given = defaults | dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        if len(args) <= len(ARGUMENTS) and given.keys() == {*ARGUMENTS} and _fit(**given):
-            return functional.liger_load_balancing_loss(**given)
-        return family(*args, **kwargs)
+        arguments = defaults | dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        if (
+            len(args) <= len(ARGUMENTS)
+            and arguments.keys() == {*ARGUMENTS}
+            and _can_run(**arguments)
+        ):
+            return functional.liger_load_balancing_loss(**arguments)
+        return family_function(*args, **kwargs)
 
     return loss
 
 
-def _fit(gate_logits, num_experts, top_k, attention_mask) -> bool:
-    """Whether the operator does with these what the family does."""
-    if type(gate_logits) is not tuple or not gate_logits or transformed():
+def _can_run(gate_logits, num_experts, top_k, attention_mask) -> bool:
+    """Return True if the operator computes what the family's function does with these."""
+    if type(gate_logits) is not tuple or not gate_logits or in_func_transform():
         return False
     first = gate_logits[0]
-    if any(
-        not isinstance(t, torch.Tensor) or not plain(t) or t.dtype not in FLOATS
-        for t in gate_logits
-    ):
+    for logits in gate_logits:
+        if not isinstance(logits, torch.Tensor) or not are_plain_tensors(logits):
+            return False
+        if logits.dtype not in KERNEL_DTYPES:
+            return False
+    if any(logits.dim() != 2 or logits.shape != first.shape for logits in gate_logits):
         return False
-    if any(t.dim() != 2 or t.shape != first.shape for t in gate_logits) or is_the_compilers(first):
+    if left_to_compiler(first):
         return False
     T, E = first.shape
-    if (
-        T == 0
-        or type(num_experts) is not int
-        or num_experts != E
-        or type(top_k) is not int
-        or not 0 < top_k <= E
-    ):
+    if T == 0 or type(num_experts) is not int or num_experts != E:
+        return False
+    if type(top_k) is not int or not 0 < top_k <= E:
         return False
     if attention_mask is None:
         return True
-    known = (
+    return (
         isinstance(attention_mask, torch.Tensor)
-        and plain(attention_mask)
+        and are_plain_tensors(attention_mask)
         and not attention_mask.requires_grad
+        and attention_mask.dim() == 2
+        and attention_mask.numel() == T
     )
-    return known and attention_mask.dim() == 2 and attention_mask.numel() == T
-
-
-# ---- the proof ----
-
-
-def _with_gradients(function, logits, mask, top_k):
-    with torch.enable_grad():
-        given = tuple(t.detach().requires_grad_() for t in logits)
-        loss = function(given, EXPERTS, top_k, mask)
-        return [loss.detach(), *torch.autograd.grad(loss, given)]
-
-
-@isolated()
-def prove(function: Callable) -> str | None:
-    """None, or why it is left alone."""
-    if tuple(inspect.signature(function).parameters) != ARGUMENTS:
-        return f"it takes ({', '.join(inspect.signature(function).parameters)})"
-    layers = [
-        noise(ROWS * TOKENS, EXPERTS, seed=i) * size for i, size in enumerate((1, 4, 0.5), 40)
-    ]
-    padding = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [2]])).long()
-    masks = None, padding, padding.bool(), padding.float(), padding * torch.linspace(0.5, 2, TOKENS)
-    try:
-        for n, mask, top_k in itertools.product((1, 3), masks, (1, 2, 4)):
-            got, want = (
-                _with_gradients(f, layers[:n], mask, top_k) for f in (function, loss_reference)
-            )
-            if not all(map(close, got, want)):
-                return "it computes something else"
-            lower = [t.bfloat16() for t in layers[:n]]
-            loss, *gradients = _with_gradients(function, lower, mask, top_k)
-            exact, *wanted = _with_gradients(
-                loss_reference, [t.float() for t in lower], mask, top_k
-            )
-            rounding = (
-                2**-7 * EXPERTS / (n * len(layers[0]))
-            )  # of a probability and of its gradient, which is E·f/n
-            alike = all(g.dtype == torch.bfloat16 for g in gradients)
-            alike = alike and all(
-                (g - w).abs().max() <= rounding for g, w in zip(gradients, wanted, strict=True)
-            )
-            if loss.dtype != exact.dtype or (loss - exact).abs() > 2**-8 * exact or not alike:
-                return "it computes something else in 16 bits"
-    except Exception as error:
-        return f"it could not be tried: {first_line(error)}"
-    return None
-
-
-def why_not(family: type, proved: Callable = prove) -> str | None:
-    """Why the loss in the forward of this class is left alone."""
-    function = global_of(family.forward, FUNCTION)
-    return purity.why_not_function(function) or proved(function)
 
 
 class LoadBalancing(Rewrite):
-    """Of models whose forward computes that loss; after those that have theirs in the head."""
+    """Models whose forward calls the function; after those with a loss in the head."""
 
     flags = (FLAG,)
-    known = object
+    applies_to = object
 
-    def may_be(self, module):
-        family = _family(module).forward
-        return hasattr(module, "config") and isinstance(
-            global_of(family, FUNCTION), types.FunctionType
-        )
+    def could_apply(self, module):
+        function = resolve_global(_family_class(module).forward, FUNCTION)
+        return hasattr(module, "config") and isinstance(function, types.FunctionType)
 
     def name(self, module):
         return FUNCTION
 
     def apply(self, walk, module):
-        before = known_as(module)
-        if isinstance(before, Balanced) or getattr(before, "balanced", False):
-            return walk.done.add(FLAG)
-        why = why_not(_family(module), lambda function: walk.once(prove, function))
+        before = replacement_of(module)
+        if isinstance(before, LoadBalancingLoss) or getattr(before, "balanced", False):
+            walk.flags_done.add(FLAG)
+            return
+        reason = self._reason_left_alone(walk, module, before)
+        if reason is not None:
+            self.leave_alone(walk, module, reason)
+            return
+        if before is None:
+            replacement = LoadBalancingLoss()
+        else:
+            replacement = dataclasses.replace(before, balanced=True)
+            set_class(module, _family_class(module))
+        convert_module(module, replacement)
+        walk.report.add(self.name(module), KERNEL, LoadBalancingLoss.column)
+        walk.flags_done.add(FLAG)
+
+    def _reason_left_alone(self, walk, module, before: Replacement | None) -> str | None:
         if before is not None and "_liger" not in vars(type(module)):
-            why = "it was given another class after it was patched"
-        elif own_forward(module):
-            why = f"the forward of {type(module).__name__} was replaced on the instance"
-        elif not (before is None or hasattr(before, "balanced")):
-            why = f"the forward of {type(module).__name__} was replaced before"
-        if why is not None:
-            return self.leave(walk, module, why)
-        if before is not None:
-            swap(module, _family(module))
-        become(module, Balanced() if before is None else dataclasses.replace(before, balanced=True))
-        walk.report.add(self.name(module), KERNEL, Balanced.column)
-        walk.done.add(FLAG)
+            return "it was given another class after it was patched"
+        if has_instance_forward(module):
+            return f"the forward of {type(module).__name__} was replaced on the instance"
+        if before is not None and not hasattr(before, "balanced"):
+            return f"the forward of {type(module).__name__} was replaced before"
+
+        def prove_once(function):
+            return walk.call_once(prove, function)
+
+        return reason_left_alone(_family_class(module), prove_once)
 
 
-def _family(module):
-    """Its class without ours."""
+def _family_class(module) -> type:
+    """Return the module's class, or the one that it had before it was patched."""
     return type(module)._liger[0] if "_liger" in vars(type(module)) else type(module)
+
+
+# ---- the trial ----
+
+
+@isolated()
+def prove(function: Callable) -> str | None:
+    """Return None if the function computes the load-balancing loss, or the reason why it is left
+    alone."""
+    if tuple(inspect.signature(function).parameters) != ARGUMENTS:
+        return f"it takes ({', '.join(inspect.signature(function).parameters)})"
+    layers = [
+        noise(TRIED_ROWS * TRIED_TOKENS, TRIED_EXPERTS, seed=i) * size
+        for i, size in enumerate((1, 4, 0.5), 40)
+    ]
+    padding = (torch.arange(TRIED_TOKENS) < torch.tensor([[TRIED_TOKENS], [2]])).long()
+    weighted = padding * torch.linspace(0.5, 2, TRIED_TOKENS)
+    masks = None, padding, padding.bool(), padding.float(), weighted
+    try:
+        for num_layers, mask, top_k in itertools.product((1, 3), masks, (1, 2, 4)):
+            logits = layers[:num_layers]
+            output = _loss_and_gradients(function, logits, mask, top_k)
+            expected = _loss_and_gradients(load_balancing_loss_reference, logits, mask, top_k)
+            if not all(map(close, output, expected)):
+                return "it computes something else"
+            if not _agrees_in_bfloat16(function, logits, mask, top_k):
+                return "it computes something else in 16 bits"
+    except Exception as error:
+        return f"it could not be tried: {error_summary(error)}"
+    return None
+
+
+def _agrees_in_bfloat16(function, logits, mask, top_k) -> bool:
+    logits = [layer.bfloat16() for layer in logits]
+    exact_logits = [layer.float() for layer in logits]
+    loss, *gradients = _loss_and_gradients(function, logits, mask, top_k)
+    exact_loss, *exact_gradients = _loss_and_gradients(
+        load_balancing_loss_reference, exact_logits, mask, top_k
+    )
+    # of a probability and of its gradient, which is E·f/n
+    rounding = 2**-7 * TRIED_EXPERTS / (len(logits) * len(logits[0]))
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
+        is_close = (gradient - exact).abs().max() <= rounding
+        if gradient.dtype != torch.bfloat16 or not is_close:
+            return False
+    return loss.dtype == exact_loss.dtype and bool((loss - exact_loss).abs() <= 2**-8 * exact_loss)
+
+
+def _loss_and_gradients(function, logits, mask, top_k) -> list:
+    with torch.enable_grad():
+        gate_logits = tuple(layer.detach().requires_grad_() for layer in logits)
+        loss = function(gate_logits, TRIED_EXPERTS, top_k, mask)
+        return [loss.detach(), *torch.autograd.grad(loss, gate_logits)]
+
+
+def reason_left_alone(family: type, prove_function: Callable = prove) -> str | None:
+    """Return None if the loss in this class's forward can be replaced, or the reason why not."""
+    function = resolve_global(family.forward, FUNCTION)
+    return purity.reason_function_unprovable(function) or prove_function(function)

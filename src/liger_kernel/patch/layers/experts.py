@@ -1,86 +1,114 @@
-"""Stacked experts: their forward by `liger_experts`, or their ``act(gate)·up`` alone by the GLU's
-operators.
+"""Experts of a mixture whose weights are stacked in tables, by `liger_experts`.
 
-A forward is proved by a trial with tables of ours, whatever its flags say, whichever of
-transformers' implementations runs: in fp32 its values and each gradient; in 16 bits and under
-autocast how far it is from exact, in which it may be neither better than the operator nor much
-worse than PyTorch's code."""
+Recognised are modules with "mlp" or "experts" in their name, with a table ``gate_up_proj`` of all
+experts' gate and up projections and a table ``down_proj`` (and perhaps biases), that compute
+
+    y_t = Σ_k weights[t, k]·down_e(act(gate_e(x_t))·up_e(x_t)),   e = index[t, k]
+
+with SiLU, GELU by tanh, exact GELU, or SwiGLU with limits. The tables may be transposed, and gate
+and up may be halves of a table or every other column. `Experts` replaces the whole forward, which
+is proved by a trial with random tables (the file experts_trial), whatever its flags say, whichever
+of transformers' implementations runs.
+
+Where the forward is not that, `ExpertsGate` replaces the method ``_apply_gate``, act(gate)·up
+alone, by `liger_swiglu`, `liger_geglu` or `liger_clamped_swiglu`.
+
+Experts are left alone if neither is proved: if they hold other weights, read their tables' sizes,
+drop tokens, or have another formula, gradient or rounding. The forward runs as it is for tensors
+that the operator does not take (`Experts.forward_or_none`)."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.op import transformed
+from liger_kernel.core.devices import in_func_transform
 from liger_kernel.ops import functional
-from liger_kernel.ops.moe.experts import ACTIVATIONS, experts_reference
-from liger_kernel.patch.layers.experts_interface import NAME as OURS
-from liger_kernel.patch.layers.mlp import Clamped, Gated, first_equal, gates, parted
-from liger_kernel.patch.layers.norm import FLOATS
-from liger_kernel.patch.layers.plain_mlp import NAMES
+from liger_kernel.ops.moe.experts import ACTIVATIONS
+from liger_kernel.patch.layers.activations import (
+    ACTIVATION_LABELS,
+    ClampedSwiGLU,
+    glu_candidates,
+    split_gate_up,
+)
+from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
+from liger_kernel.patch.layers.experts_names import (
+    BIASES,
+    DEFAULT_IMPLEMENTATION,
+    GATE_METHOD,
+    LIGER_IMPLEMENTATION,
+    LIMIT_ATTRIBUTES,
+    TABLES,
+    implementation_of,
+)
+from liger_kernel.patch.layers.experts_trial import try_forward
+from liger_kernel.patch.layers.mlp import GatedActivation
+from liger_kernel.patch.layers.mlp_trial import find_matching_formula
 from liger_kernel.patch.proof import functions, purity
-from liger_kernel.patch.proof.conditions import is_the_compilers, plain, seen
-from liger_kernel.patch.proof.parts import Reads, unchanged
+from liger_kernel.patch.proof.conditions import (
+    are_plain_tensors,
+    is_observed,
+    left_to_compiler,
+)
+from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
-    INNER,
-    SIZE,
-    close,
-    first_line,
-    held_in,
-    in_both_modes,
+    INTERMEDIATE_SIZE,
+    children_in_mode,
     isolated,
-    modes,
     noise,
-    shell,
+    present_names,
+    probe_copy,
+    same_in_both_modes,
     takes_one_tensor,
 )
 from liger_kernel.patch.proof.rewrite import Rewrite
 
-DEFAULT = "grouped_mm"  # the `experts_implementation` of transformers
-GATE = "_apply_gate"  # the method with act(gate)·up, whose argument is gate beside up
-TABLES, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
-TOKENS, EXPERTS, CHOSEN = 24, 5, 3  # of the trial
-NUMBERS = dict(  # by which a forward knows its tables' sizes
-    num_experts=EXPERTS, hidden_dim=SIZE, hidden_size=SIZE, intermediate_dim=INNER, intermediate_size=INNER,
-    expert_dim=INNER,
-)  # fmt: skip
-PARALLEL = "_is_expert_parallel"  # the attribute by which a forward drops what is no expert's
-LIMITS = "limit", "swiglu_limit"
-ACTS = {ours: name for name, ours in ACTIVATIONS.items()}
+# torch's names of activations -> Hugging Face's, which `liger_experts` takes
+ACTIVATION_OPTIONS = {name: option for option, name in ACTIVATIONS.items()}
+
+
+# ---- what runs ----
 
 
 @dataclass(frozen=True)
-class Experts(Gated):
-    """The whole forward, with the layout of its tables (see `liger_experts`) and transformers'
-    implementation of it.
+class Experts(GatedActivation):
+    """The whole forward, by `liger_experts`.
 
-    ``autocast``: whether its products are in autocast's dtype. None: in neither that one nor the
-    tables'."""
+    Attributes:
+        interleaved, transposed: the layout of the tables, see `liger_experts`.
+        has_biases: True if there are tables of biases.
+        implementation: the name of transformers' implementation that was proved.
+        autocast: whether its products are in autocast's dtype. None: in neither that one nor the
+            tables'.
+    """
 
     interleaved: bool
     transposed: bool
-    biases: bool
+    has_biases: bool
     implementation: str | None = None
     autocast: bool | None = None
-    one_argument, fusible = False, True
+    takes_one_argument = False
+    fusible = True
 
     @property
     def kernel(self):
-        return f"liger_experts ({'clamped SiLU' if isinstance(self.act, Clamped) else NAMES[self.act]})"
+        if isinstance(self.act, ClampedSwiGLU):
+            return "liger_experts (clamped SiLU)"
+        return f"liger_experts ({ACTIVATION_LABELS[self.act]})"
 
     def run(self, function, x, index, weights, gate_up, down, *biases):
-        """`liger_experts`, or its reference."""
-        act, clamp = (
-            ("silu", self.act)
-            if isinstance(self.act, Clamped)
-            else (ACTS[self.act], (None, 1.0, 0.0))
-        )
+        """Call `liger_experts` or its reference."""
+        if isinstance(self.act, ClampedSwiGLU):
+            act = "silu"
+            limit, alpha, shift = self.act
+        else:
+            act = ACTIVATION_OPTIONS[self.act]
+            limit, alpha, shift = None, 1.0, 0.0
+        gate_up_bias, down_bias = biases or (None, None)
         return function(
             x,
             gate_up,
@@ -88,458 +116,248 @@ class Experts(Gated):
             index,
             weights,
             act,
-            *(biases or (None, None)),
-            *clamp,
+            gate_up_bias,
+            down_bias,
+            limit,
+            alpha,
+            shift,
             self.transposed,
             self.interleaved,
         )
 
-    def members(self, cls):
-        what, names, registered = self, _arguments(cls.forward), _registered(cls.forward)
-        proved = registered.get(what.implementation)
-        same = functions.same_globals(functions.used_by(proved)) if proved else None
+    def class_members(self, cls):
+        experts = self
+        argument_names = _argument_names(cls.forward)
+        implementations = _implementations(cls.forward)
+        proved = implementations.get(experts.implementation)
+        globals_unchanged = None
+        if proved:
+            globals_unchanged = functions.globals_unchanged(functions.globals_used(proved))
 
         def forward(self, *args, **kwargs):
-            given = dict(zip(names, args, strict=False), **kwargs)
-            whole = len(args) + len(kwargs) == len(names) and given.keys() == set(names)
-            if whole and registered.get(what.implementation) is proved and (same is None or same()):
-                out = what.computed(self, *(given[name] for name in names))
-                if out is not None:
-                    return out
+            arguments = dict(zip(argument_names, args, strict=False), **kwargs)
+            if (
+                len(args) + len(kwargs) == len(argument_names)
+                and arguments.keys() == set(argument_names)
+                and implementations.get(experts.implementation) is proved
+                and (globals_unchanged is None or globals_unchanged())
+            ):
+                inputs = (arguments[name] for name in argument_names)
+                output = experts.forward_or_none(self, *inputs)
+                if output is not None:
+                    return output
             return cls.forward(self, *args, **kwargs)
 
         return {"forward": forward}
 
-    def computed(self, module, x, index, weights):
-        """None where the operator would not do what the module does with these tensors, or not
-        run."""
-        names = (*TABLES, *BIASES) if self.biases else TABLES
+    def forward_or_none(self, module, x, index, weights):
+        """Return what the module computes, or None where the operator would compute something else
+        with these tensors, or not run."""
+        names = (*TABLES, *BIASES) if self.has_biases else TABLES
         tables = [getattr(module, name, None) for name in names]  # once: they may be computed
-        given = x, index, weights, *tables
-        inner = (
-            part
+        inputs = x, index, weights, *tables
+        if any(t is None or not are_plain_tensors(t) for t in inputs):
+            return None
+        if left_to_compiler(x) or in_func_transform():
+            return None
+        inner_modules = (
+            descendant
             for child in module._modules.values()
             if child is not None
-            for part in child.modules()
+            for descendant in child.modules()
         )
-        if any(t is None or not plain(t) for t in given) or is_the_compilers(x) or transformed():
-            return None
-        if seen(*inner, called=False):
+        if is_observed(*inner_modules, still_called=False):
             return None
         if not devices.has_kernels(x) and (x.is_meta or torch.compiler.is_compiling()):
             return None
-        lower = torch.is_autocast_enabled(x.device.type) if not x.is_meta else False
-        if not _fit(self.transposed, getattr(module, "num_experts", None), *given) or (
-            lower and self.autocast is None
-        ):
+        in_autocast = devices.in_autocast(x)
+        num_experts = getattr(module, "num_experts", None)
+        if not _can_run(self.transposed, num_experts, *inputs):
             return None
-        if lower and self.autocast:
-            return self.run(functional.liger_experts, *given)
+        if in_autocast and self.autocast is None:
+            return None
+        if in_autocast and self.autocast:
+            return self.run(functional.liger_experts, *inputs)
         if any(t.dtype != x.dtype for t in tables):
             return None
-        if lower:
-            with torch.autocast(x.device.type, enabled=False):
-                return self.run(functional.liger_experts, *given)
-        return self.run(functional.liger_experts, *given)
+        if in_autocast:
+            with devices.without_autocast(x):
+                return self.run(functional.liger_experts, *inputs)
+        return self.run(functional.liger_experts, *inputs)
 
 
-def _fit(transposed, experts, x, index, weights, gate_up, down, *biases) -> bool:
-    """Whether the shapes are those of one mixture, which a shard's are not, and the dtypes such as
+def _can_run(transposed, num_experts, x, index, weights, gate_up, down, *biases) -> bool:
+    """Return True if the shapes are those of one mixture, which a shard's are not, and the dtypes
     have kernels."""
     if [t.dim() for t in (x, index, weights, gate_up, down)] != [2, 2, 2, 3, 3]:
         return False
     E, columns, H = (gate_up.mT if transposed else gate_up).shape
     shapes = (down.mT if transposed else down).shape, *(bias.shape for bias in biases)
-    expected = (E, H, columns // 2), *((E, columns), (E, H))[: len(biases)]
-    floats = all(t.dtype in FLOATS for t in (x, weights, gate_up, down, *biases))
-    one_device = all(t.device == x.device for t in (index, weights, gate_up, down, *biases))
+    expected_shapes = (E, H, columns // 2), *((E, columns), (E, H))[: len(biases)]
     return (
-        floats and one_device and not index.dtype.is_floating_point and E > 0 and experts in (None, E)
-        and shapes == expected and x.shape[1] == H and index.shape == weights.shape and index.shape[0] == x.shape[0]
-    )  # fmt: skip
-
-
-def _arguments(forward) -> tuple[str, ...]:
-    return (*inspect.signature(forward).parameters,)[1:]
+        all(t.dtype in KERNEL_DTYPES for t in (x, weights, gate_up, down, *biases))
+        and all(t.device == x.device for t in (index, weights, gate_up, down, *biases))
+        and not index.dtype.is_floating_point
+        and E > 0
+        and num_experts in (None, E)
+        and shapes == expected_shapes
+        and x.shape[1] == H
+        and index.shape == weights.shape
+        and index.shape[0] == x.shape[0]
+    )
 
 
 @dataclass(frozen=True)
-class Gates(Gated):
-    """``act(gate)·up`` in a method of its own; if ``interleaved``, every other column is the
+class ExpertsGate(GatedActivation):
+    """``act(gate)·up`` in a method of its own. With ``interleaved``, every other column is the
     gate's."""
 
     interleaved: bool = False
-    method, fusible = GATE, True
+    method = GATE_METHOD
+    fusible = True
 
     @property
     def kernel(self):
         return f"{super().kernel} of stacked experts"
 
-    def members(self, cls):
-        what = self
+    def class_members(self, cls):
+        replacement = self
 
         def _apply_gate(self, gate_up):
-            if not plain(gate_up) or is_the_compilers(gate_up):
+            if not are_plain_tensors(gate_up) or left_to_compiler(gate_up):
                 return cls._apply_gate(self, gate_up)
-            a, b = parted(gate_up, what.interleaved)
-            if isinstance(what.act, Clamped):
-                return what.act(a, b)
-            return (
-                functional.liger_swiglu(a, b)
-                if what.act == "silu"
-                else functional.liger_geglu(a, b, what.act)
-            )
+            gate, up = split_gate_up(gate_up, replacement.interleaved)
+            if isinstance(replacement.act, ClampedSwiGLU):
+                return replacement.act(gate, up)
+            if replacement.act == "silu":
+                return functional.liger_swiglu(gate, up)
+            return functional.liger_geglu(gate, up, replacement.act)
 
-        return {GATE: _apply_gate}
+        return {GATE_METHOD: _apply_gate}
 
 
-# ---- the proof of the whole forward ----
+# ---- how it is found ----
 
 
-def _tables(biases):
-    columns = 2 * INNER
-    sizes = (EXPERTS, columns, SIZE), (EXPERTS, SIZE, INNER), (EXPERTS, columns), (EXPERTS, SIZE)
-    return [
-        noise(*size, seed=i) / size[-1] ** 0.5
-        for i, size in enumerate(sizes if biases else sizes[:2])
-    ]
+def prove(
+    module: torch.nn.Module, reads: ReadRecorder | None = None
+) -> Experts | ExpertsGate | str:
+    """Return what of the experts is proved, or the reason why they are left alone."""
+    reads = reads or ReadRecorder()
+    forward = type(module).forward
+    if implementation_of(module) == LIGER_IMPLEMENTATION:
+        forward = default_forward(forward)
+    experts = prove_forward(module, forward, reads)
+    return experts if isinstance(experts, Experts) else prove_gate(module, reads)
 
 
-def _given(powers, tables, transposed, dropped=False):
-    """(x, the index, the weights, the tables). x's rows are of sizes between these powers of ten.
-    The last expert has no token, one expert the first token twice, and what is ``dropped`` is
-    none's."""
-    x = (
-        noise(TOKENS, SIZE, seed=12)
-        * 10.0 ** torch.linspace(*powers, TOKENS, dtype=torch.float32)[:, None]
-    )
-    index = noise(TOKENS, EXPERTS - 1, seed=10).topk(CHOSEN).indices
-    index[0, 1] = index[0, 0]
-    if dropped:
-        index[1:6, 0] = EXPERTS
-    tables = [t.mT.contiguous() if transposed and t.dim() == 3 else t for t in tables]
-    return x, index, noise(TOKENS, CHOSEN, seed=11).sigmoid(), *tables
+class StackedExperts(Rewrite):
+    """Modules with "mlp" or "experts" in their name and parameters that are projections."""
 
+    flags = "swiglu", "geglu"
+    prove = staticmethod(prove)
 
-def _crowded(given):
-    """All tokens have one expert: some drop what is beyond its capacity. Weights are 0, negative,
-    or above 1, too."""
-    x, index, weights, *tables = given
-    return x, torch.ones_like(index), weights * (torch.arange(TOKENS)[:, None] - 9) / 3.0, *tables
-
-
-def _cast(given, dtype, weights=None):
-    x, index, w, *tables = given
-    return x.to(dtype), index, w.to(weights or dtype), *(t.to(dtype) for t in tables)
-
-
-def _outcome(run, given, autocast=False):
-    """What comes out, and every gradient."""
-    with torch.enable_grad():
-        given = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = run(*given)
-        dout = noise(*out.shape, seed=13).bfloat16().to(out.dtype)
-        return out.detach(), *torch.autograd.grad(out, [t for t in given if t.requires_grad], dout)
-
-
-def _largest(t):
-    """Of each row, or of each expert's table: a whole row of it may be what GELU leaves of large
-    numbers."""
-    return t.abs().amax((-2, -1)[3 - t.dim() :], keepdim=True).clamp(min=1e-30)
-
-
-def _same(got, exact) -> bool:
-    scaled = (
-        ((g / _largest(e)).to(g.dtype), (e / _largest(e)).to(g.dtype))
-        for g, e in zip(got, exact, strict=True)
-    )
-    return all(close(*pair) for pair in scaled)
-
-
-def _rounds_alike(got, plain, exact) -> bool:
-    """Not nearer to what is exact than the operator comes, and not much further from it than
-    PyTorch's code."""
-
-    def errors(found):
-        return [
-            float(((t - e) / _largest(e)).square().mean())
-            for t, e in zip(found, exact, strict=True)
-        ]
-
-    if any(g.dtype != p.dtype for g, p in zip(got, plain, strict=True)):
-        return False
-    theirs, ours = errors(got), errors(plain)
-    return theirs[0] >= ours[0] / 2 and all(
-        one <= 16 * other for one, other in zip(theirs, ours, strict=True)
-    )
-
-
-def _lower(run, known, given) -> bool:
-    """Whether it rounds as the operator does, with tensors in 16 bits."""
-    for dtype in FLOATS[1:]:
-        given = _cast(given, dtype)
-        exact = _outcome(known, _cast(given, torch.float64))
-        for weights in (dtype, torch.float32):
-            one, other = (_outcome(f, _cast(given, dtype, weights)) for f in (run, known))
-            if not _rounds_alike(one, other, exact):
-                return False
-    return True
-
-
-def _in_autocast(run, known, given) -> bool | None:
-    """`Experts.autocast`."""
-    exact = _outcome(known, _cast(given, torch.float64))
-    try:
-        got = _outcome(run, given, autocast=True)
-    except Exception:
-        return None
-    if _same(got, exact):
-        return False
-    lower = _outcome(known, _cast(given, torch.bfloat16, torch.float32))
-    return True if _rounds_alike(got, [t.float() for t in lower], exact) else None
-
-
-def _drops(run, known, given) -> bool | None:
-    """Whether it drops what is no expert's, as the operator does; None if it raises."""
-
-    def masked(function):
-        return lambda x, index, w, *tables: function(
-            x, index, w.masked_fill(index >= EXPERTS, 0.0), *tables
-        )
-
-    try:
-        got = _outcome(masked(run), given)
-    except Exception:
-        return None
-    return _same(got, _outcome(masked(known), _cast(given, torch.float64)))
-
-
-def _tried(module, forward, reads) -> Experts | str:
-    biases, errors = held_in(module._parameters) > {*TABLES}, []
-    numbers = {name: value for name, value in NUMBERS.items() if name in vars(module)}
-    parallel = {PARALLEL: True} if PARALLEL in vars(module) else {}
-
-    def run(x, index, weights, *tables, make=shell, **attributes):
-        def once(**mode):
-            held = dict(zip((*TABLES, *BIASES), tables, strict=False))
-            it = make(module, held, modes(module._modules, **mode), **numbers, **attributes, **mode)
-            _implementation(it)  # a part, whether the forward looks at it or not
-            return forward(it, x, index, weights)
-
-        return in_both_modes(once)
-
-    for transposed in (False, True):
-        given = functools.partial(_given, tables=_tables(biases), transposed=transposed)
-        large, few = given((-2, 3)), given((-1, 1))
-        try:
-            got = _outcome(run, large)
-            known = _first_same(module, got, large, transposed, biases)
-            if known is None:
-                continue
-            crowded = _crowded(few)
-            if not _same(
-                _outcome(run, crowded)[:2], _outcome(known, _cast(crowded, torch.float64))[:2]
-            ):
-                return "it does something else where one expert has all tokens, or with other routing weights"
-            if not _lower(run, known, few):
-                return "it rounds elsewhere than Σ weight·down(act(gate)·up)"
-            drops = _drops(functools.partial(run, **parallel), known, given((-1, 1), dropped=True))
-            if drops is False:
-                return "it does not drop what is no expert's"
-            reads.check(*(functools.partial(run, *_cast(few, dtype)) for dtype in FLOATS[:2]))
-            if drops:
-                reads.found.pop(((), PARALLEL), None)
-            how = dict(
-                implementation=_implementation(module), autocast=_in_autocast(run, known, few)
-            )
-            return replace(known.args[0], **how)
-        except Exception as problem:  # of the other layout, say
-            errors.append(problem)
-    if len(errors) == 2:
-        return (
-            f"it could not be tried: {first_line(errors[getattr(module, 'is_transposed', False)])}"
-        )
-    return "it does not compute Σ weight·down(act(gate)·up) with SiLU or GELU"
-
-
-def _exact(what, *given):
-    return what.run(experts_reference, *given)
-
-
-def _first_same(module, got, given, transposed, biases):
-    """The formula, of what it is proved to be, whose outcome ``got`` is."""
-    for act, _ in gates(module):
-        for interleaved in (False, True):
-            known = functools.partial(_exact, Experts(act, interleaved, transposed, biases))
-            if _same(got[:1], [known(*given)]) and _same(
-                got, _outcome(known, _cast(given, torch.float64))
-            ):
-                return known
-    return None
+    def could_apply(self, module):
+        class_name = type(module).__name__.lower()
+        if "mlp" not in class_name and "experts" not in class_name:
+            return False
+        return any(name.endswith("_proj") for name in present_names(module._parameters))
 
 
 @isolated()
-def prove_forward(module, forward, reads) -> Experts | str:
-    held = held_in(module._parameters)
+def prove_forward(module, forward, reads: ReadRecorder) -> Experts | str:
+    """Return what ``forward(module, x, index, weights)`` computes, or the reason why it is left
+    alone. ``forward`` is None if it cannot be known."""
+    parameter_names = present_names(module._parameters)
     if forward is None:
         return "its forward calls the one that was chosen"
-    if held not in ({*TABLES}, {*TABLES, *BIASES}) or len(_arguments(forward)) != 3:
+    has_tables = parameter_names in ({*TABLES}, {*TABLES, *BIASES})
+    if not has_tables or len(_argument_names(forward)) != 3:
         return "it is not made of a table of gate and up projections and one of down projections"
-    if held_in(module._buffers):
+    if present_names(module._buffers):
         return "it holds more than its tables"
-    chosen = _registered(forward).get(_implementation(module))
-    if chosen is not None and not purity.is_released(chosen):
-        return (
-            f"its experts_implementation, {_implementation(module)!r}, is code of nobody's package"
-        )
-    further = [
+    implementation = implementation_of(module)
+    function = _implementations(forward).get(implementation)
+    if function is not None and not purity.is_released_code(function):
+        return f"its experts_implementation, {implementation!r}, is code of nobody's package"
+    layers = [
         name
         for name, child in module._modules.items()
         if child and any(True for _ in child.parameters())
     ]
-    if further:
-        return f"it has further layers: {', '.join(further)}"
-    found = _tried(module, forward, reads)
+    if layers:
+        return f"it has further layers: {', '.join(layers)}"
+    has_biases = parameter_names > {*TABLES}
+    candidates = [
+        Experts(act, interleaved, transposed, has_biases)
+        for transposed in (False, True)
+        for act, _ in glu_candidates(module)
+        for interleaved in (False, True)
+    ]
+    experts = try_forward(module, forward, candidates, reads)
     sizes = {
         name
-        for (path, name), (kind, _) in reads.found.items()
+        for (path, name), (kind, _) in reads.parts_read.items()
         if kind is int and path in ((), ("config",))
     }
-    if sizes - {*LIMITS} and isinstance(found, Experts):
+    if sizes - {*LIMIT_ATTRIBUTES} and isinstance(experts, Experts):
         return f"its forward looks at {', '.join(sorted(sizes))}"
-    return found
+    return experts
 
 
-def _implementation(module):
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+@isolated()
+def prove_gate(module, reads: ReadRecorder) -> ExpertsGate | str:
+    """Return the gate that the method ``_apply_gate`` computes, or the reason why it is left
+    alone."""
+    apply_gate = getattr(type(module), GATE_METHOD, None)
+    if apply_gate is None or not takes_one_tensor(apply_gate):
+        return "its experts' weights are stacked, and its forward computes act(gate)·up itself"
+    has_gate = getattr(module, "has_gate", True)
+    reads.parts_read[(), "has_gate"] = "absent", None
+    if "has_gate" in vars(module):
+        reads.parts_read[(), "has_gate"] = type(has_gate), has_gate
+    if not has_gate:
+        return "its experts have no gate"
+    implementation = implementation_of(module)
+    forward = type(module).forward
+    running_forward = _implementations(forward).get(implementation, forward)
+    if not functions.uses_name(running_forward, GATE_METHOD):
+        return (
+            f"with experts_implementation={implementation!r} it computes act(gate)·up elsewhere "
+            f"than in {GATE_METHOD}"
+        )
+
+    def run(x, make=probe_copy):
+        def in_mode(**mode):
+            children = children_in_mode(module._modules, **mode)
+            return apply_gate(make(module, {}, children, **mode), x)
+
+        return same_in_both_modes(in_mode)
+
+    def formula(glu, interleaved, x):
+        return glu(*split_gate_up(x, interleaved))
+
+    candidates = [
+        (ExpertsGate(act, interleaved), functools.partial(formula, glu, interleaved))
+        for act, glu in glu_candidates(module)
+        for interleaved in (False, True)
+    ]
+    x = noise(8, 2 * INTERMEDIATE_SIZE, seed=20)
+    return find_matching_formula(run, candidates, x, "act(gate)·up", "SiLU or GELU", reads)
 
 
-def _registered(forward):
-    """The implementations among which the forward chooses."""
+def default_forward(forward):
+    """Return the function that "liger" stands for where the forward chooses among implementations,
+    transformers' default; None if it does not choose."""
+    chooses = inspect.getclosurevars(forward).nonlocals.get("original_forward")
+    return _implementations(forward)[DEFAULT_IMPLEMENTATION] if chooses else None
+
+
+def _implementations(forward):
+    """Return the implementations among which the forward chooses, by name."""
     used = inspect.getclosurevars(forward)
     return used.nonlocals.get("experts_interface") or used.globals.get("ALL_EXPERTS_FUNCTIONS", {})
 
 
-def _stood_for(forward):
-    """What `OURS` stands for where the forward chooses among implementations: transformers'
-    default."""
-    chooses = inspect.getclosurevars(forward).nonlocals.get("original_forward")
-    return _registered(forward)[DEFAULT] if chooses else None
-
-
-# ---- the proof of act(gate)·up alone ----
-
-
-@isolated()
-def prove_gates(module, reads) -> Gates | str:
-    gate = getattr(type(module), GATE, None)
-    if gate is None or not takes_one_tensor(gate):
-        return "its experts' weights are stacked, and its forward computes act(gate)·up itself"
-    has_gate = getattr(module, "has_gate", True)
-    reads.found[(), "has_gate"] = (
-        ("absent", None) if "has_gate" not in vars(module) else (type(has_gate), has_gate)
-    )
-    if not has_gate:
-        return "its experts have no gate"
-    chosen, forward = _implementation(module), type(module).forward
-    if not functions.mentions(_registered(forward).get(chosen, forward), GATE):
-        return f"with experts_implementation={chosen!r} it computes act(gate)·up elsewhere than in {GATE}"
-
-    def run(x, make=shell):
-        return in_both_modes(
-            lambda **mode: gate(make(module, {}, modes(module._modules, **mode), **mode), x)
-        )
-
-    known = [
-        (
-            Gates(act, interleaved),
-            lambda x, function=function, i=interleaved: function(*parted(x, i)),
-        )
-        for act, function in gates(module)
-        for interleaved in (False, True)
-    ]
-    return first_equal(
-        run, known, noise(8, 2 * INNER, seed=20), "act(gate)·up", "SiLU or GELU", reads
-    )
-
-
-def prove(module: torch.nn.Module, reads: Reads | None = None) -> Experts | Gates | str:
-    reads, forward = reads or Reads(), type(module).forward
-    found = prove_forward(
-        module, _stood_for(forward) if _implementation(module) == OURS else forward, reads
-    )
-    return found if isinstance(found, Experts) else prove_gates(module, reads)
-
-
-class StackedExperts(Rewrite):
-    flags = "swiglu", "geglu"
-    prove = staticmethod(prove)
-
-    def may_be(self, module):
-        """It says so, and its tables are parameters of its own."""
-        name, held = type(module).__name__.lower(), held_in(module._parameters)
-        return ("mlp" in name or "experts" in name) and any(name.endswith("_proj") for name in held)
-
-
-# ---- the forward that is chosen by its name ----
-
-ASKS = torch.__version__ >= (2, 13)  # whether Dynamo lets a function of a module be constant
-_proved = (
-    weakref.WeakKeyDictionary()
-)  # class -> what its modules were proved to be of late, and on which parts
-
-
-def _known(module) -> Experts | None:
-    return next(
-        (what for what, parts in _proved.get(type(module), ()) if unchanged(module, parts)), None
-    )
-
-
-@torch.compiler.assume_constant_result
-def _why_not(module) -> str | None:
-    """Why the operator is not its forward; if it is, `_known` has it. A graph that is being made
-    has it from here."""
-    if _known(module) is None:
-        forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-        forward, reads = next(filter(None, map(_stood_for, forwards))), Reads()
-        why = purity.why_not(module, GATE)
-        if why is not None:
-            return why
-        with ThreadPoolExecutor(
-            1
-        ) as apart:  # none of the caller's hooks, modes and transforms are there
-            what = apart.submit(prove_forward, module, forward, reads).result()
-        if isinstance(what, str):
-            return what
-        _proved[type(module)] = *_proved.get(type(module), ())[-7:], (what, reads.parts())
-    return None
-
-
-def chosen(module, hidden_states, top_k_index, top_k_weights):
-    """The experts' forward under the name `OURS`; one of transformers' for tensors that have no
-    kernel.
-
-    And in a graph that an older torch makes, which cannot ask `_why_not`.
-
-    Raises:
-        ValueError: the module was not proved to compute what `liger_experts` does.
-    """
-    given, out = (hidden_states, top_k_index, top_k_weights), None
-    if ASKS or not torch.compiler.is_dynamo_compiling():
-        why_not = _why_not(module)
-        if why_not is not None:
-            raise ValueError(
-                f"experts_implementation={OURS!r}: {type(module).__name__} is not what liger_experts computes, since "
-                f"{why_not}; give another, as {DEFAULT!r}"
-            )
-        what = _known(module)
-        out = None if what is None else what.computed(module, *given)
-    if out is None:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        without = (
-            hidden_states.is_meta or hidden_states.dtype == torch.float64
-        )  # which the default does not take
-        return ALL_EXPERTS_FUNCTIONS["batched_mm" if without else DEFAULT](module, *given)
-    return out
+def _argument_names(forward) -> tuple[str, ...]:
+    return (*inspect.signature(forward).parameters,)[1:]

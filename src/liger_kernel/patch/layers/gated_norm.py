@@ -1,5 +1,17 @@
-"""Gated norms, ``RMSNorm(x)·act(gate)`` and ``RMSNorm(x·act(gate))`` of rows or groups, by
-`liger_gated_rms_norm`."""
+"""Gated RMSNorm of rows or of groups of columns, by `liger_gated_rms_norm`.
+
+Recognised are modules whose forward takes two tensors x and gate, with a ``weight`` and nothing
+else, that compute
+
+    RMSNorm(x)·act(gate)     Qwen3-Next      (``norm_before_gate``)
+    RMSNorm(x·act(gate))     Mamba-2
+
+where RMSNorm is that of the file norm, over a row or over groups of its columns. An int attribute
+of any name may hold the size of a group or the number of groups.
+
+A module is left alone if it holds more than a weight, computes another formula, or rounds in 16
+bits elsewhere than "llama" or "gemma". A patched module runs the family's forward for inputs that
+the kernel does not take (`_can_run`), and where its rows do not divide into groups."""
 
 from __future__ import annotations
 
@@ -12,197 +24,236 @@ import torch
 
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.gated_rms_norm import ACTIVATIONS, gated_rms_norm_reference
-from liger_kernel.patch.layers.norm import EPSILONS, FLOATS
-from liger_kernel.patch.proof.conditions import plain
-from liger_kernel.patch.proof.parts import Reads
+from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES, rows_within_float16
+from liger_kernel.patch.layers.norm import COMMON_EPSILONS
+from liger_kernel.patch.proof.conditions import are_plain_tensors
+from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
-    by,
-    call,
+    call_forward,
+    compare_outputs,
     equal,
-    first_line,
-    held_in,
-    in_both_modes,
+    error_summary,
     isolated,
     noise,
-    rows,
+    present_names,
+    probe_copy,
     same_gradients,
-    shell,
+    same_in_both_modes,
+    scaled_rows,
 )
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
-WIDTH = 48  # of the rows that are tried
-TRIED = ((1e-3, 24), (0.5, 12))  # eps, and the size of a group
+TRIED_WIDTH = 48  # of the rows
+TRIED_EPS_AND_GROUP_SIZES = (1e-3, 24), (0.5, 12)
 
 
 @dataclass(frozen=True)
-class GatedNorm(Replacement):
-    """The names of its two arguments; its eps or the attribute with it; what holds its groups; how
-    it is computed.
+class GatedRMSNorm(Replacement):
+    """A gated RMSNorm by `liger_gated_rms_norm`.
 
-    ``groups``: the attribute with the groups' size, or with their number if they are ``counted``;
-    None without groups."""
+    Attributes:
+        argument_names: what forward calls x and gate.
+        eps: the name of the attribute with eps, or its value.
+        groups: the name of the attribute with the size of a group, or with the number of groups.
+            None: a row is one group.
+        groups_are_counted: True if that attribute is the number of groups.
+        activation, norm_before_gate, casting: options of `liger_gated_rms_norm`.
+    """
 
-    names: tuple[str, str]
+    argument_names: tuple[str, str]
     eps: str | float
     groups: str | None
-    counted: bool
+    groups_are_counted: bool
     activation: str
     norm_before_gate: bool
     casting: str = "gemma"
-    flag, column = "rms_norm", "norms"
-    one_argument, fusible = False, True
+    flag = "rms_norm"
+    column = "norms"
+    takes_one_argument = False
+    fusible = True
 
     @property
     def kernel(self):
         order = f"norm, {self.activation}" if self.norm_before_gate else f"{self.activation}, norm"
-        return (
-            f"liger_gated_rms_norm ({order}{' of groups' if self.groups else ''}, {self.casting})"
-        )
+        groups = " of groups" if self.groups else ""
+        return f"liger_gated_rms_norm ({order}{groups}, {self.casting})"
 
-    def attributes(self, eps, group_size, width):
-        """Of a module with this eps and groups of this size."""
-        found = {self.eps: eps} if isinstance(self.eps, str) else {}
-        return found | (
-            {self.groups: width // group_size if self.counted else group_size}
-            if self.groups
-            else {}
-        )
+    def attributes(self, eps, group_size, width) -> dict:
+        """Return the attributes of a module with this eps and groups of this size."""
+        attributes = {}
+        if isinstance(self.eps, str):
+            attributes[self.eps] = eps
+        if self.groups:
+            attributes[self.groups] = width // group_size if self.groups_are_counted else group_size
+        return attributes
 
-    def group_size(self, module, width):
-        """None if a row is one group, 0 if it has no such groups."""
+    def group_size(self, module, width) -> int | None:
+        """Return the size of a group, None if a row is one group, or 0 if rows of this width do
+        not divide into the module's groups."""
         number = getattr(module, self.groups) if self.groups else 1
         if type(number) is not int or number < 1 or width % number:
             return 0
-        size = width // number if self.counted or not self.groups else number
+        size = width // number if self.groups_are_counted or not self.groups else number
         return None if size == width else size
 
     def norm(self, function, x, gate, weight, eps, group_size):
-        """The operator or its reference; a weight of another dtype comes last and promotes, if x̂
-        is rounded before."""
-        apart = weight.dtype != x.dtype and self.casting == "llama" and not self.norm_before_gate
-        how = eps, self.casting, self.norm_before_gate, group_size, self.activation
-        y = function(x, gate, None if apart else weight, *how)
-        return y * weight if apart else y
+        """Call the operator or its reference.
 
-    def members(self, cls):
-        what = self
+        If the normalised row is rounded to x's dtype before the product, a weight of another dtype
+        is multiplied last and promotes.
+        """
+        weight_is_last = (
+            weight.dtype != x.dtype and self.casting == "llama" and not self.norm_before_gate
+        )
+        kernel_weight = None if weight_is_last else weight
+        options = eps, self.casting, self.norm_before_gate, group_size, self.activation
+        y = function(x, gate, kernel_weight, *options)
+        return y * weight if weight_is_last else y
+
+    def class_members(self, cls):
+        replacement = self
 
         def forward(self, *args, **kwargs):
-            given = dict(zip(what.names, args, strict=False), **kwargs)
-            x, gate = (given.get(name) for name in what.names)
-            if len(args) + len(kwargs) == 2 and _fit(x, gate, self.weight):
-                eps = getattr(self, what.eps) if isinstance(what.eps, str) else what.eps
-                size = what.group_size(self, x.shape[-1])
-                if size != 0 and isinstance(eps, (int, float)) and eps >= 0:
-                    return what.norm(
-                        functional.liger_gated_rms_norm, x, gate, self.weight, eps, size
-                    )
+            arguments = dict(zip(replacement.argument_names, args, strict=False), **kwargs)
+            x, gate = (arguments.get(name) for name in replacement.argument_names)
+            if len(args) + len(kwargs) == 2 and _can_run(x, gate, self.weight):
+                eps = replacement.eps
+                if isinstance(eps, str):
+                    eps = getattr(self, eps)
+                group_size = replacement.group_size(self, x.shape[-1])
+                if group_size != 0 and isinstance(eps, (int, float)) and eps >= 0:
+                    operator = functional.liger_gated_rms_norm
+                    return replacement.norm(operator, x, gate, self.weight, eps, group_size)
             return cls.forward(self, *args, **kwargs)
 
         return {"forward": forward}
 
 
-def _fit(x, gate, weight) -> bool:
-    """Whether the operator does with these what the family's norm does."""
-    if any(not plain(t) or t is None or t.dtype not in FLOATS for t in (x, gate, weight)):
-        return False
+def _can_run(x, gate, weight) -> bool:
+    """Return True if the kernel computes what the family's norm does with these."""
+    for t in (x, gate, weight):
+        if not are_plain_tensors(t) or t is None or t.dtype not in KERNEL_DTYPES:
+            return False
     return x.dim() in (2, 3) and x.shape == gate.shape and weight.shape == x.shape[-1:]
 
 
-def _arguments(module) -> tuple[str, ...]:
+@isolated()
+def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> GatedRMSNorm | str:
+    """Return the gated norm that the module computes, or the reason why it is left alone."""
+    if (
+        present_names(module._modules)
+        or present_names(module._buffers)
+        or present_names(module._parameters) != {"weight"}
+    ):
+        return "it holds more than a weight"
+    reads = reads or ReadRecorder()
+    trial = _Trial(module)
+    in_fp32 = None  # the candidate that computes the same in fp32
+    error = None
+    for candidate in _candidates(module):
+        try:
+            if trial.agrees(candidate, same_gradients, [trial.inputs]):
+                in_fp32 = candidate
+                break
+        except Exception as e:  # such as groups that the rows do not divide into
+            error = e
+    if in_fp32 is None:
+        if error:
+            return f"it could not be tried: {error_summary(error)}"
+        return "it does not compute a gated RMSNorm"
+    for casting in ("llama", "gemma"):
+        candidate = replace(in_fp32, casting=casting)
+        low_precision = [trial.bfloat16_inputs, *trial.mixed_dtype_inputs]
+        if trial.agrees(candidate, compare_outputs(equal), low_precision):
+            attributes = candidate.attributes(*TRIED_EPS_AND_GROUP_SIZES[0], TRIED_WIDTH)
+            try:
+                reads.record(
+                    functools.partial(trial.run, *trial.inputs, **attributes),
+                    functools.partial(trial.run, *trial.bfloat16_inputs, **attributes),
+                )
+            except Exception as e:
+                return f"it could not be tried: {error_summary(e)}"
+            return candidate
+    return "it rounds elsewhere than the gated RMSNorms that are known"
+
+
+class GatedNorms(Rewrite):
+    """Modules with a weight alone whose forward takes two arguments."""
+
+    flags = ("rms_norm",)
+    prove = staticmethod(prove)
+
+    def could_apply(self, module):
+        return (
+            present_names(module._parameters) == {"weight"}
+            and not module._modules
+            and len(_argument_names(module)) == 2
+        )
+
+    def leave_alone(self, walk, module, reason):
+        if "norm" in type(module).__name__.lower():
+            super().leave_alone(walk, module, reason)
+
+
+def _argument_names(module) -> tuple[str, ...]:
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(
         p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.default is p.empty
     )
 
 
-@isolated()
-def prove(module: torch.nn.Module, reads: Reads | None = None) -> GatedNorm | str:
-    if (
-        held_in(module._modules)
-        or held_in(module._buffers)
-        or held_in(module._parameters) != {"weight"}
-    ):
-        return "it holds more than a weight"
-    reads = reads or Reads()
-    epsilons, numbers = (
-        [k for k, v in vars(module).items() if type(v) is kind] for kind in (float, int)
-    )
+# ---- the trial ----
 
-    def run(x, gate, weight, make=shell, **attributes):
-        return in_both_modes(
-            lambda **mode: call(make(module, {"weight": weight}, **attributes, **mode), x, gate)
-        )
 
-    def agrees(what, test, tried):
-        for eps, size in TRIED:
-            one = functools.partial(run, **what.attributes(eps, size, WIDTH))
-            eps, size = (
-                eps if isinstance(what.eps, str) else what.eps,
-                size if what.groups else None,
+def _candidates(module):
+    """Yield the gated norms that the module may be, all with casting "gemma"."""
+    argument_names = _argument_names(module)
+    float_attributes = [k for k, value in vars(module).items() if type(value) is float]
+    int_attributes = [k for k, value in vars(module).items() if type(value) is int]
+    groups = [(name, counted) for name in int_attributes for counted in (False, True)]
+    groups.append((None, False))  # last: with groups, a row may happen to be one
+    epsilons = *float_attributes, *COMMON_EPSILONS
+    for (name, counted), eps in itertools.product(groups, epsilons):
+        for activation, norm_before_gate in itertools.product(ACTIVATIONS, (True, False)):
+            yield GatedRMSNorm(argument_names, eps, name, counted, activation, norm_before_gate)
+
+
+class _Trial:
+    """A gated norm's forward with a random weight, and the inputs (x, gate, weight) for it."""
+
+    def __init__(self, module):
+        self.module = module
+        x = scaled_rows(4, 32, TRIED_WIDTH)
+        weight = noise(TRIED_WIDTH, seed=1)
+        gate_sizes = torch.tensor((1.0, 10.0, 0.1, 300.0))[:, None, None]
+        gate = noise(4, 32, TRIED_WIDTH, seed=2) * gate_sizes
+        self.inputs = x, gate, weight
+        self.bfloat16_inputs = [t.bfloat16() for t in self.inputs]
+        rows = rows_within_float16(x)
+        float16_inputs = x[rows], gate[rows], weight
+        self.mixed_dtype_inputs = []
+        for dtypes in itertools.product(KERNEL_DTYPES, repeat=3):
+            pairs = zip(float16_inputs, dtypes, strict=True)
+            self.mixed_dtype_inputs.append([t.to(dtype) for t, dtype in pairs])
+
+    def run(self, x, gate, weight, make=probe_copy, **attributes):
+        def in_mode(**mode):
+            copy = make(self.module, {"weight": weight}, **attributes, **mode)
+            return call_forward(copy, x, gate)
+
+        return same_in_both_modes(in_mode)
+
+    def agrees(self, candidate: GatedRMSNorm, same, inputs) -> bool:
+        """Return True if the module computes what the candidate does, by the test ``same``."""
+        for eps, group_size in TRIED_EPS_AND_GROUP_SIZES:
+            attributes = candidate.attributes(eps, group_size, TRIED_WIDTH)
+            run = functools.partial(self.run, **attributes)
+            expected = functools.partial(
+                candidate.norm,
+                gated_rms_norm_reference,
+                eps=eps if isinstance(candidate.eps, str) else candidate.eps,
+                group_size=group_size if candidate.groups else None,
             )
-            known = functools.partial(what.norm, gated_rms_norm_reference, eps=eps, group_size=size)
-            if not all(test(one, known, given) for given in tried):
+            if not all(same(run, expected, tensors) for tensors in inputs):
                 return False
         return True
-
-    x, weight = rows(4, 32, WIDTH), noise(WIDTH, seed=1)
-    gate = noise(4, 32, WIDTH, seed=2) * torch.tensor((1.0, 10.0, 0.1, 300.0))[:, None, None]
-    few = (x.abs() < 6e4).all(-1)  # what fp16 can hold
-    wide = [t.bfloat16() for t in (x, gate, weight)]
-    mixtures = [
-        [t.to(dtype) for t, dtype in zip((x[few], gate[few], weight), dtypes, strict=True)]
-        for dtypes in itertools.product(FLOATS, repeat=3)
-    ]
-    groups = (
-        *itertools.product(numbers, (False, True)),
-        (None, False),
-    )  # last: a row may happen to be one group
-    orders = itertools.product(ACTIVATIONS, (True, False))
-    error, found = None, None
-    for (name, counted), eps, order in itertools.product(groups, (*epsilons, *EPSILONS), orders):
-        what = GatedNorm(_arguments(module), eps, name, counted, *order)
-        try:
-            found = what if agrees(what, same_gradients, [(x, gate, weight)]) else None
-        except Exception as e:  # of groups that are none, say
-            error = e
-        if found:
-            break
-    else:
-        return (
-            f"it could not be tried: {first_line(error)}"
-            if error
-            else "it does not compute a gated RMSNorm"
-        )
-    for casting in ("llama", "gemma"):
-        what = replace(found, casting=casting)
-        if agrees(what, by(equal), [wide, *mixtures]):
-            tried = what.attributes(*TRIED[0], WIDTH)
-            try:
-                reads.check(
-                    *(
-                        functools.partial(run, *given, **tried)
-                        for given in ((x, gate, weight), wide)
-                    )
-                )
-            except Exception as e:
-                return f"it could not be tried: {first_line(e)}"
-            return what
-    return "it rounds elsewhere than the gated RMSNorms that are known"
-
-
-class GatedNorms(Rewrite):
-    flags = ("rms_norm",)
-    prove = staticmethod(prove)
-
-    def may_be(self, module):
-        """It has a weight alone, and two arguments."""
-        return (
-            held_in(module._parameters) == {"weight"}
-            and not module._modules
-            and len(_arguments(module)) == 2
-        )
-
-    def leave(self, walk, module, why):
-        if "norm" in type(module).__name__.lower():
-            super().leave(walk, module, why)

@@ -1,74 +1,58 @@
-"""Gated MLPs, ``down(act(gate)·up)``, by `liger_swiglu`, `liger_geglu` and
-`liger_clamped_swiglu`."""
+"""Gated MLPs, by `liger_swiglu`, `liger_geglu` and `liger_clamped_swiglu`.
+
+Recognised are modules with gate, up and down projections by the names in `PROJECTIONS` that compute
+
+    down(act(gate(x))·up(x))       act: SiLU, GELU by tanh, exact GELU, or SwiGLU with limits
+
+where gate and up may be one projection. The projections themselves are called, for they may be
+quantised, sharded or carry a LoRA; those that do nothing but multiply are computed together with
+the activation. In a graph of torch.compile, small inputs are left to the compiler.
+
+An MLP is left alone if it holds other weights, does something else in training than in evaluation
+(dropout), or has another formula, gradient or rounding. Hooks on its activation bring the family's
+forward back."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from liger_kernel.ops import functional
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
-from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
-from liger_kernel.patch.layers.fan_out import FanOut, may_fan_out
-from liger_kernel.patch.proof.conditions import is_the_compilers, large, plain
-from liger_kernel.patch.proof.hooks import hooked
-from liger_kernel.patch.proof.parts import Reads
+from liger_kernel.patch.layers.activations import ClampedSwiGLU, glu_candidates, split_gate_up
+from liger_kernel.patch.layers.fan_out import FanOut, can_fan_out
+from liger_kernel.patch.layers.mlp_trial import (
+    find_matching_formula,
+    find_projections,
+    probe_with_projections,
+    reason_has_more,
+)
+from liger_kernel.patch.proof.conditions import is_large, left_to_compiler
+from liger_kernel.patch.proof.hooks import has_hooks
+from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
-    INNER,
-    SIZE,
-    Stub,
-    call,
-    close,
-    equal,
-    first_line,
-    held_in,
-    in_both_modes,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
     isolated,
-    modes,
     noise,
-    same_gradients,
-    shell,
     takes_one_tensor,
 )
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
-PROJECTIONS = (
+PROJECTIONS = (  # what families call (gate, up, down)
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("input_linear", "input_linear", "output_linear"),
 )
-# by the names that `liger_kernel.ops.mlp.pointwise` gives them
-ACTIVATIONS: tuple[tuple[str, Callable], ...] = (
-    ("silu", F.silu),
-    ("tanh", lambda x: F.gelu(x, approximate="tanh")),
-    ("none", F.gelu),
-)
-
-
-class Clamped(NamedTuple):
-    """SwiGLU with limits, in the place of an activation's name; see `liger_clamped_swiglu`."""
-
-    limit: float
-    alpha: float = 1.0
-    shift: float = 0.0
-
-    def __call__(self, a, b):
-        if not plain(a, b) or a.dtype != b.dtype:
-            return clamped_swiglu_reference(a, b, *self)
-        return functional.liger_clamped_swiglu(a, b, *self)
 
 
 @dataclass(frozen=True)
-class Gated(Replacement):
+class GatedActivation(Replacement):
     """``act(gate)·up``."""
 
-    act: str | Clamped
+    act: str | ClampedSwiGLU
     column = "MLPs"
 
     @property
@@ -77,7 +61,7 @@ class Gated(Replacement):
 
     @property
     def kernel(self):
-        if isinstance(self.act, Clamped):
+        if isinstance(self.act, ClampedSwiGLU):
             return "liger_clamped_swiglu"
         return {
             "silu": "liger_swiglu",
@@ -87,171 +71,92 @@ class Gated(Replacement):
 
 
 @dataclass(frozen=True)
-class GLU(Gated):
-    """``down(act(gate)·up)``; gate and up are one projection where ``gate`` and ``up`` name the
-    same module."""
+class GatedMLP(GatedActivation):
+    """``down(act(gate)·up)``, with the names of the projections. ``gate`` and ``up`` are the same
+    name where they are one projection."""
 
     gate: str
     up: str
     down: str
     fusible = True
 
-    def members(self, cls):
-        what = self
-        projections = what.gate, what.up, what.down
+    def class_members(self, cls):
+        mlp = self
+        projections = mlp.gate, mlp.up, mlp.down
 
-        # The projections are called unless all they do is multiply: they may be quantised, sharded,
-        # or carry a LoRA.
         def forward(self, x):
-            if is_the_compilers(x):
+            if left_to_compiler(x):
                 return cls.forward(self, x)
             modules = self._modules
             for name, module in modules.items():
-                if (
-                    name not in projections and module is not None and hooked(module, called=False)
-                ):  # the activation
+                is_activation = name not in projections and module is not None
+                if is_activation and has_hooks(module, still_called=False):
                     return cls.forward(self, x)
             gate, up, down = (modules.get(name) or getattr(self, name) for name in projections)
-            if what.gate == what.up:
+            if mlp.gate == mlp.up:
                 a, b = gate(x).chunk(2, dim=-1)
             else:
-                if not isinstance(what.act, Clamped) and not large(
-                    x
-                ):  # one node: what it saves is the host's time
-                    out = swiglu_mlp.by_layers(x, gate, up, down, what.act)
-                    if out is not None:
-                        return out
-                if may_fan_out(x, (gate, up)):
-                    fan = FanOut(x)
-                    a, b = (fan.linear(layer.weight, layer.bias) for layer in (gate, up))
+                if not isinstance(mlp.act, ClampedSwiGLU) and not is_large(x):
+                    # one autograd node for the whole MLP: what it saves is the host's time
+                    output = swiglu_mlp.gated_mlp_of_layers(x, gate, up, down, mlp.act)
+                    if output is not None:
+                        return output
+                if can_fan_out(x, (gate, up)):
+                    fan_out = FanOut(x)
+                    a = fan_out.linear(gate.weight, gate.bias)
+                    b = fan_out.linear(up.weight, up.bias)
                 else:
                     a, b = gate(x), up(x)
-            if isinstance(what.act, Clamped):
-                return down(what.act(a, b))
-            return activation_linear.gated_linear(a, b, what.act, down)
+            if isinstance(mlp.act, ClampedSwiGLU):
+                return down(mlp.act(a, b))
+            return activation_linear.gated_linear(a, b, mlp.act, down)
 
         return {"forward": forward}
 
 
-def parted(gate_up, interleaved=False):
-    return (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
-
-
-def gates(module) -> list[tuple[str | Clamped, Callable]]:
-    """What may be between the layers: for each the activation, and the function of gate and up."""
-
-    def gate(function):
-        return lambda a, b: function(a) * b
-
-    found = [(act, gate(function)) for act, function in ACTIVATIONS]
-    limit, alpha = (_number(module, name, f"swiglu_{name}") for name in ("limit", "alpha"))
-    if limit:
-        clamps = [Clamped(limit), *([Clamped(limit, alpha, 1.0)] if alpha else [])]
-        found += [(it, lambda a, b, it=it: clamped_swiglu_reference(a, b, *it)) for it in clamps]
-    return found
-
-
-def _number(module, *names) -> float | None:
-    """The first of its attributes by these names that is a positive number."""
-    values = (module.__dict__.get(name) for name in names)
-    return next(
-        (float(x) for x in values if type(x) in (int, float) and 0 < x < float("inf")), None
-    )
-
-
-def projections_of(module, known) -> tuple[str, ...] | None:
-    """Those of the ``known`` names that are its layers."""
-    children = held_in(module._modules)
-    return next((names for names in known if set(names) <= children), None)
-
-
-def has_more(module, projections) -> str | None:
-    """What it holds beside its projections and an activation."""
-    if held_in(module._parameters) or held_in(module._buffers):
-        return "it holds parameters beside its projections"
-    others = sorted(held_in(module._modules) - set(projections))
-    layers = [name for name in others if next(module._modules[name].parameters(), None) is not None]
-    return f"it has further layers: {', '.join(layers)}" if layers else None
-
-
-def with_layers(module, sizes):
-    """``run(x)`` of the module with layers of ours, of (out, in) ``sizes``, and ``linear(name, x)``
-    of these."""
-    weights = {
-        name: (noise(*size, seed=i), noise(size[0], seed=i + 10))
-        for i, (name, size) in enumerate(sizes.items())
-    }
-    others = {
-        name: child
-        for name, child in module._modules.items()
-        if child is not None and name not in sizes
-    }
-
-    def linear(name, h):
-        return F.linear(h, *(t.to(h.dtype) for t in weights[name]))
-
-    def run(x, make=shell):
-        stubs = {name: Stub(name, functools.partial(linear, name)) for name in weights}
-        return in_both_modes(
-            lambda **mode: call(make(module, {}, {**modes(others, **mode), **stubs}, **mode), x)
-        )
-
-    return run, linear
-
-
 @isolated()
-def prove(module: torch.nn.Module, reads: Reads | None = None) -> GLU | str:
-    reads = reads or Reads()
-    projections = projections_of(module, PROJECTIONS)
+def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> GatedMLP | str:
+    """Return the gated MLP that the module computes, or the reason why it is left alone."""
+    projections = find_projections(module, PROJECTIONS)
     if projections is None or not takes_one_tensor(type(module).forward):
         return "it is not made of gate, up and down projections"
-    more = has_more(module, projections)
-    if more is not None:
-        return more
+    reason = reason_has_more(module, projections)
+    if reason is not None:
+        return reason
     gate, up, down = projections
-    fused = gate == up
-    inner = (2 if fused else 1) * INNER
-    run, linear = with_layers(module, {gate: (inner, SIZE), up: (inner, SIZE), down: (SIZE, INNER)})
+    is_fused = gate == up
+    gate_out_features = (2 if is_fused else 1) * INTERMEDIATE_SIZE
+    shapes = {
+        gate: (gate_out_features, HIDDEN_SIZE),
+        up: (gate_out_features, HIDDEN_SIZE),
+        down: (HIDDEN_SIZE, INTERMEDIATE_SIZE),
+    }
+    run, linear = probe_with_projections(module, shapes)
 
-    def formula(act, x):
-        a, b = parted(linear(gate, x)) if fused else (linear(gate, x), linear(up, x))
-        return linear(down, act(a, b))
+    def formula(glu, x):
+        if is_fused:
+            a, b = split_gate_up(linear(gate, x))
+        else:
+            a, b = linear(gate, x), linear(up, x)
+        return linear(down, glu(a, b))
 
-    known = [
-        (GLU(act, *projections), functools.partial(formula, function))
-        for act, function in gates(module)
+    candidates = [
+        (GatedMLP(act, *projections), functools.partial(formula, glu))
+        for act, glu in glu_candidates(module)
     ]
-    return first_equal(
-        run, known, noise(8, SIZE, seed=20), "down(act(gate)·up)", "SiLU or GELU", reads
+    x = noise(8, HIDDEN_SIZE, seed=20)
+    return find_matching_formula(
+        run, candidates, x, "down(act(gate)·up)", "SiLU or GELU", reads or ReadRecorder()
     )
-
-
-def first_equal(run, known, x, name, activations, reads):
-    """The first of the ``known`` kinds whose formula ``run(x)`` is, with its gradient, and rounded
-    as it; or why none is. ``name`` and ``activations``: what the formulas are, in words."""
-    why = f"it does not compute {name} with {activations}"
-    x = x * 10.0 ** torch.arange(-2, len(x) - 2)[:, None]  # some clamp what is large
-    lows = x.bfloat16(), x[:4].half()
-    try:
-        reads.check(functools.partial(run, x), functools.partial(run, lows[0]))
-        got = run(x)
-        for kind, formula in known:
-            if close(got, formula(x)):
-                if not same_gradients(run, formula, [x]):
-                    return f"it has another gradient than {name}"
-                if all(equal(run(low), formula(low)) for low in lows):
-                    return kind
-                why = f"it rounds elsewhere than {name}"
-    except Exception as error:
-        return f"it could not be tried: {first_line(error)}"
-    return why
 
 
 class GatedMLPs(Rewrite):
+    """Modules with "mlp" or "experts" in their name, or with projections by known names."""
+
     flags = "swiglu", "geglu"
     prove = staticmethod(prove)
 
-    def may_be(self, module):
+    def could_apply(self, module):
         name, children = type(module).__name__.lower(), set(module._modules)
         return (
             "mlp" in name

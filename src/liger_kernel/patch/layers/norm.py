@@ -1,4 +1,17 @@
-"""Norms: RMSNorm and LayerNorm of a row, by `liger_rms_norm` and `liger_layer_norm`."""
+"""RMSNorm and LayerNorm of the last dimension, by `liger_rms_norm` and `liger_layer_norm`.
+
+Recognised are modules with at most a ``weight`` and a ``bias`` that compute
+
+    RMSNorm      y = x / sqrt(mean(x²) + eps)·(offset + weight),   offset 0 (Llama) or 1 (Gemma)
+    LayerNorm    y = (x - mean(x)) / sqrt(var(x) + eps)·weight + bias
+
+``eps`` is a float attribute of any name, or one of `COMMON_EPSILONS` in the module's code. An
+RMSNorm's ``casting`` says where it rounds in 16 bits: "llama" rounds x / rms before it is
+multiplied by the weight, "gemma" rounds the product.
+
+A norm is left alone if it holds anything else, takes more than one tensor, normalises several
+dimensions, computes another formula, or rounds elsewhere. A patched norm runs the family's forward
+for inputs that the kernels do not take (`_can_run`)."""
 
 from __future__ import annotations
 
@@ -9,275 +22,351 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.again import note
-from liger_kernel.core.parallel import by_rows
+from liger_kernel.core.parallel import apply_by_rows
+from liger_kernel.core.recompute import mark_recomputable
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.layer_norm import layer_norm_reference
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
-from liger_kernel.patch.proof.conditions import plain
-from liger_kernel.patch.proof.functions import mentions
-from liger_kernel.patch.proof.parts import Reads, frozen
+from liger_kernel.patch.layers.dtypes import (
+    KERNEL_DTYPES,
+    LOW_PRECISION_DTYPES,
+    rows_within_float16,
+)
+from liger_kernel.patch.proof.conditions import are_plain_tensors
+from liger_kernel.patch.proof.functions import uses_name
+from liger_kernel.patch.proof.parts import ReadRecorder, freeze
 from liger_kernel.patch.proof.probe import (
-    SIZE,
-    by,
-    call,
-    close_in_rows,
+    HIDDEN_SIZE,
+    call_forward,
+    close_by_row,
+    compare_outputs,
     equal,
-    first_line,
-    held_in,
-    in_both_modes,
+    error_summary,
     isolated,
     nearly_equal,
     noise,
-    rows,
+    present_names,
+    probe_copy,
     same_gradients,
-    shell,
+    same_in_both_modes,
+    scaled_rows,
     takes_one_tensor,
 )
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
-NAMES = "weight", "bias"
-EPSILONS = (
-    1e-5,
-    1e-6,
-    1e-8,
-    1e-12,
-    torch.finfo(torch.float32).eps,
-)  # of norms that have theirs in their code
-FLOATS = torch.float32, torch.bfloat16, torch.float16
+PARAMETER_NAMES = "weight", "bias"
+# of norms whose eps is a number in their code
+COMMON_EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps
+TRIED_EPSILONS = 1e-3, 0.5  # values of an attribute that may be the eps
 
 
 @dataclass(frozen=True)
-class Norm(Replacement):
-    """RMSNorm: what is added to the weight, where it rounds (`liger_rms_norm`), its eps or the
-    attribute with it.
+class RMSNorm(Replacement):
+    """RMSNorm by `liger_rms_norm`.
 
-    ``mixed``: it is also that with a weight of another dtype, which is multiplied last and promotes
-    in "llama"."""
+    Attributes:
+        offset: added to the weight.
+        casting: where it rounds, "llama" or "gemma".
+        eps: the name of the attribute with eps, or its value.
+        has_weight: False for a norm without a weight.
+        mixed_dtypes: True if it was also proved for a weight of another dtype than x. With
+            "llama", that weight is multiplied last and promotes.
+    """
 
     offset: float
     casting: str
     eps: str | float
-    weight: bool
-    mixed: bool = True
-    flag, column, fusible = "rms_norm", "norms", True
+    has_weight: bool
+    mixed_dtypes: bool = True
+    flag = "rms_norm"
+    column = "norms"
+    fusible = True
 
     @property
     def kernel(self):
-        return f"liger_rms_norm ({self.casting}, offset {self.offset:g}{'' if self.weight else ', no weight'})"
+        no_weight = "" if self.has_weight else ", no weight"
+        return f"liger_rms_norm ({self.casting}, offset {self.offset:g}{no_weight})"
 
-    def members(self, cls):
-        return {"forward": _rms_forward(cls, self)}
+    def class_members(self, cls):
+        norm = self
 
-
-@dataclass(frozen=True)
-class LayerNorm(Replacement):
-    """LayerNorm: which attribute holds its eps, or what it is; which parameters it has."""
-
-    eps: str | float
-    weight: bool
-    bias: bool
-    flag, column, kernel, fusible = "layer_norm", "norms", "liger_layer_norm", True
-
-    def members(self, cls):
-        what, names = self, [name for name in NAMES if getattr(self, name)]
-
-        def layer_norm(x, eps, *held):
-            given = dict(zip(names, held, strict=True))
-            return functional.liger_layer_norm(x, given.get("weight"), given.get("bias"), eps)
+        def rms_norm(x, eps, weight=None):
+            return functional.liger_rms_norm(x, weight, eps, norm.offset, norm.casting)
 
         def forward(self, hidden_states):
-            weight, bias, eps = (
-                self.weight if what.weight else None,
-                self.bias if what.bias else None,
-                _eps(self, what),
-            )
-            held = [p for p, wanted in ((weight, what.weight), (bias, what.bias)) if wanted]
-            if not _fits(hidden_states, eps, held):
-                y = _of_shards(layer_norm, hidden_states, eps, held)
+            eps = _eps_of(self, norm)
+            weight = self.weight if norm.has_weight else None
+            parameters = [weight] if norm.has_weight else []
+            if not _can_run(hidden_states, eps, parameters, norm.mixed_dtypes):
+                y = _apply_to_dtensor(rms_norm, hidden_states, eps, parameters)
                 return cls.forward(self, hidden_states) if y is None else y
-            y = functional.liger_layer_norm(hidden_states, weight, bias, eps)
-            return note(y, functional.liger_layer_norm, hidden_states, weight, bias, options=(eps,))
+            # x / rms is rounded to x's dtype before the product, which then has the promoted dtype
+            weight_is_last = (
+                weight is not None
+                and weight.dtype != hidden_states.dtype
+                and norm.casting == "llama"
+            )
+            kernel_weight = None if weight_is_last else weight
+            options = eps, norm.offset, norm.casting
+            y = functional.liger_rms_norm(hidden_states, kernel_weight, *options)
+            y = mark_recomputable(
+                y, functional.liger_rms_norm, hidden_states, kernel_weight, options=options
+            )
+            if not weight_is_last:
+                return y
+            return (weight + norm.offset if norm.offset else weight) * y
 
         return {"forward": forward}
 
 
-@isolated()
-def prove(module: torch.nn.Module, reads: Reads | None = None) -> Norm | LayerNorm | str:
-    normalises = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
-    if type(module).__module__.startswith("torch.nn.") and not normalises:
-        return f"it is PyTorch's {type(module).__name__}"
-    if not takes_one_tensor(type(module).forward):
-        return "its forward takes more than one tensor"
-    if (
-        held_in(module._modules)
-        or held_in(module._buffers)
-        or held_in(module._parameters) - {*NAMES}
-    ):
-        return "it holds more than a weight and a bias"
-    shape = module.__dict__.get("normalized_shape", (SIZE,))
-    if not isinstance(shape, int) and len(shape) != 1:
-        return "it normalises more than one dimension"
-    held, reads = held_in(module._parameters), reads or Reads()
-    epsilons = [name for name, value in module.__dict__.items() if isinstance(value, float)]
-    own = dict(normalized_shape=(SIZE,)) if "normalized_shape" in module.__dict__ else {}
-    if own:
-        reads.found[(), "normalized_shape"] = type(shape), frozen(shape)
+@dataclass(frozen=True)
+class LayerNorm(Replacement):
+    """LayerNorm by `liger_layer_norm`. ``eps``: the name of the attribute with eps, or its
+    value."""
 
-    def run(x, *given, make=shell, **attributes):
-        given = dict(zip(NAMES, given, strict=True))
-        parameters = {name: given[name] if name in held else None for name in module._parameters}
-        return in_both_modes(
-            lambda **mode: call(make(module, parameters, **own, **attributes, **mode), x)
-        )
+    eps: str | float
+    has_weight: bool
+    has_bias: bool
+    flag = "layer_norm"
+    column = "norms"
+    kernel = "liger_layer_norm"
+    fusible = True
 
-    def rms(offset, casting, eps, x, weight, bias):
-        return rms_norm_reference(x, weight if "weight" in held else None, eps, offset, casting)
+    def class_members(self, cls):
+        norm = self
+        names = ["weight"] * norm.has_weight + ["bias"] * norm.has_bias
 
-    def promoted(offset, eps, x, weight, bias):  # "llama" with a weight of another dtype
-        return (weight + offset if offset else weight) * rms_norm_reference(x, None, eps)
+        def layer_norm(x, eps, *parameters):
+            by_name = dict(zip(names, parameters, strict=True))
+            return functional.liger_layer_norm(x, by_name.get("weight"), by_name.get("bias"), eps)
 
-    def centred(eps, x, *given):
-        given = zip(NAMES, given, strict=True)
-        return layer_norm_reference(x, *(p if name in held else None for name, p in given), eps)
-
-    inputs = x, *parameters = rows(4, 32, SIZE), noise(SIZE, seed=1), noise(SIZE, seed=2)
-    large = x, *(1e6 * p for p in parameters)
-    few = x[(x.abs() < 6e4).all(-1)]  # what fp16 can hold
-    halves = [
-        [t.to(dtype) for t in (few, *parameters)] for dtype in (torch.bfloat16, torch.float16)
-    ]
-    halves[0][0] = x.bfloat16()
-    pairs = itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2)
-    mixtures = [[few.to(dtype), *(p.to(other) for p in parameters)] for dtype, other in pairs]
-
-    def recognised(eps, values):
-        """Its eps is the attribute ``eps``, which takes the values; or it is ``eps``, the only
-        value."""
-        runs = [
-            functools.partial(run, **({eps: value} if isinstance(eps, str) else {}))
-            for value in values
-        ]
-
-        def agree(formula, equal, tried):
-            pairs = [
-                (one, functools.partial(formula, value))
-                for one, value in zip(runs, values, strict=True)
-            ]
-            return all(equal(one, known, given) for one, known in pairs for given in tried)
-
-        def same(formula):
-            return agree(formula, same_gradients, [inputs]) and agree(
-                formula, by(close_in_rows), [large]
+        def forward(self, hidden_states):
+            weight = self.weight if norm.has_weight else None
+            bias = self.bias if norm.has_bias else None
+            eps = _eps_of(self, norm)
+            parameters = []
+            if norm.has_weight:
+                parameters.append(weight)
+            if norm.has_bias:
+                parameters.append(bias)
+            if not _can_run(hidden_states, eps, parameters):
+                y = _apply_to_dtensor(layer_norm, hidden_states, eps, parameters)
+                return cls.forward(self, hidden_states) if y is None else y
+            y = functional.liger_layer_norm(hidden_states, weight, bias, eps)
+            return mark_recomputable(
+                y, functional.liger_layer_norm, hidden_states, weight, bias, options=(eps,)
             )
 
-        if same(centred):
-            if agree(centred, by(nearly_equal), halves):
-                return LayerNorm(eps, "weight" in held, "bias" in held)
-            return "it rounds elsewhere than PyTorch's LayerNorm"
-        if "bias" in held:
-            return None
-        for offset in (0.0, 1.0) if "weight" in held else (0.0,):
-            if same(functools.partial(rms, offset, "gemma")):
-                for casting in ("llama", "gemma"):
-                    formula = functools.partial(rms, offset, casting)
-                    if agree(formula, by(equal), halves):
-                        if casting == "llama" and "weight" in held:
-                            formula = functools.partial(promoted, offset)
-                        mixed = not mentions(
-                            type(module).forward, "rms_norm"
-                        )  # PyTorch's has an autocast of its own
-                        mixed = mixed and agree(formula, by(equal), mixtures)
-                        return Norm(offset, casting, eps, "weight" in held, mixed)
-                return "it rounds elsewhere than the RMSNorms that are known"
-        return None
-
-    try:
-        reads.check(functools.partial(run, *inputs), functools.partial(run, *halves[0]))
-        found = [recognised(name, (1e-3, 0.5)) for name in epsilons]
-        found += [recognised(eps, (eps,)) for eps in EPSILONS] if not any(found) else []
-    except Exception as error:
-        return f"it could not be tried: {first_line(error)}"
-    what = next(filter(None, found), "it does not compute an RMSNorm or a LayerNorm")
-    if not isinstance(what, str):
-        reads.found.pop(((), what.eps), None)  # read when it is called
-    return what
+        return {"forward": forward}
 
 
-def _eps(module, what):
-    return getattr(module, what.eps) if isinstance(what.eps, str) else what.eps
+def _eps_of(module, norm: RMSNorm | LayerNorm):
+    return getattr(module, norm.eps) if isinstance(norm.eps, str) else norm.eps
 
 
-def _fits(x, eps, parameters, mixed=False) -> bool:
-    """Whether the operator does with these what the family's norm does; ``mixed``: of any dtypes,
-    and in autocast."""
+def _can_run(x, eps, parameters, mixed_dtypes=False) -> bool:
+    """Return True if the kernel computes what the family's norm does with these.
+
+    With ``mixed_dtypes``, x and the parameters may differ in dtype, and autocast may be on.
+    """
     if (
-        not plain(x)
-        or x.dtype not in FLOATS
+        not are_plain_tensors(x)
+        or x.dtype not in KERNEL_DTYPES
         or x.dim() == 0
-        or (not mixed and devices.in_autocast(x))
+        or (not mixed_dtypes and devices.in_autocast(x))
     ):
         return False
     for p in parameters:
         if (
             p is None
-            or not plain(p)
+            or not are_plain_tensors(p)
             or p.shape != x.shape[-1:]
-            or p.dtype not in (FLOATS if mixed else (x.dtype,))
+            or p.dtype not in (KERNEL_DTYPES if mixed_dtypes else (x.dtype,))
         ):
             return False
     return isinstance(eps, (int, float)) and eps >= 0
 
 
-def _of_shards(norm, x, eps, parameters):
-    """``norm(x, eps, *parameters)`` of DTensors whose rows are whole, as in sequence parallelism;
-    None for others."""
+def _apply_to_dtensor(norm, x, eps, parameters):
+    """Return ``norm(x, eps, *parameters)`` for DTensors whose rows are whole, as in sequence
+    parallelism, or None for anything else."""
     if (
         torch.compiler.is_compiling()
         or not isinstance(x, torch.Tensor)
         or not hasattr(x, "device_mesh")
     ):
         return None
-    return by_rows(
-        lambda x, *held: norm(x, eps, *held) if _fits(x, eps, held) else None, x, *parameters
-    )
+
+    def on_local_rows(x, *parameters):
+        return norm(x, eps, *parameters) if _can_run(x, eps, parameters) else None
+
+    return apply_by_rows(on_local_rows, x, *parameters)
 
 
-def _rms_forward(cls, what):
-    def rms_norm(x, eps, weight=None):
-        return functional.liger_rms_norm(x, weight, eps, what.offset, what.casting)
-
-    def forward(self, hidden_states):
-        x, eps = hidden_states, _eps(self, what)
-        weight = self.weight if what.weight else None
-        held = [weight] if what.weight else []
-        if not _fits(x, eps, held, what.mixed):
-            y = _of_shards(rms_norm, x, eps, held)
-            return cls.forward(self, x) if y is None else y
-        # in some families rounding to x's dtype comes before the weight, whose dtype then counts
-        apart = weight is not None and weight.dtype != x.dtype and what.casting == "llama"
-        how = None if apart else weight, eps, what.offset, what.casting
-        y = functional.liger_rms_norm(x, *how)
-        y = note(y, functional.liger_rms_norm, x, how[0], options=how[1:])
-        return (weight + what.offset if what.offset else weight) * y if apart else y
-
-    return forward
+@isolated()
+def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> RMSNorm | LayerNorm | str:
+    """Return the norm that the module computes, or the reason why it is left alone."""
+    is_torch_norm = isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm))
+    if type(module).__module__.startswith("torch.nn.") and not is_torch_norm:
+        return f"it is PyTorch's {type(module).__name__}"
+    if not takes_one_tensor(type(module).forward):
+        return "its forward takes more than one tensor"
+    parameter_names = present_names(module._parameters)
+    if (
+        present_names(module._modules)
+        or present_names(module._buffers)
+        or parameter_names - {*PARAMETER_NAMES}
+    ):
+        return "it holds more than a weight and a bias"
+    shape = module.__dict__.get("normalized_shape", (HIDDEN_SIZE,))
+    if not isinstance(shape, int) and len(shape) != 1:
+        return "it normalises more than one dimension"
+    reads = reads or ReadRecorder()
+    if "normalized_shape" in module.__dict__:
+        reads.parts_read[(), "normalized_shape"] = type(shape), freeze(shape)
+    trial = _Trial(module, parameter_names)
+    eps_attributes = [k for k, value in module.__dict__.items() if isinstance(value, float)]
+    try:
+        reads.record(
+            functools.partial(trial.run, *trial.inputs),
+            functools.partial(trial.run, *trial.low_precision_inputs[0]),
+        )
+        results = [trial.recognise(name, TRIED_EPSILONS) for name in eps_attributes]
+        if not any(results):
+            results += [trial.recognise(eps, (eps,)) for eps in COMMON_EPSILONS]
+    except Exception as error:
+        return f"it could not be tried: {error_summary(error)}"
+    result = next(filter(None, results), "it does not compute an RMSNorm or a LayerNorm")
+    if not isinstance(result, str):
+        reads.parts_read.pop(((), result.eps), None)  # the patched forward reads it at each call
+    return result
 
 
 class Norms(Rewrite):
+    """Modules without children: those with "norm" in their name, and those with a float among
+    their attributes and no parameters but weight and bias."""
+
     flags = "rms_norm", "layer_norm"
     prove = staticmethod(prove)
 
-    def may_be(self, module):
-        weight_alone = not module._modules and set(module._parameters) <= {"weight", "bias"}
-        numbers = any(isinstance(value, float) for value in module.__dict__.values())
-        return (
-            not module._modules
-            and "norm" in type(module).__name__.lower()
-            or weight_alone
-            and numbers
-        )
-
-    def leave(self, walk, module, why):
+    def could_apply(self, module):
+        if module._modules:
+            return False
         if "norm" in type(module).__name__.lower():
-            super().leave(walk, module, why)
+            return True
+        has_float = any(isinstance(value, float) for value in module.__dict__.values())
+        return has_float and set(module._parameters) <= {*PARAMETER_NAMES}
+
+    def leave_alone(self, walk, module, reason):
+        if "norm" in type(module).__name__.lower():
+            super().leave_alone(walk, module, reason)
+
+
+# ---- the trial ----
+
+
+class _Trial:
+    """A norm's forward with random parameters, and the inputs (x, weight, bias) for it."""
+
+    def __init__(self, module, parameter_names: set[str]):
+        self.module = module
+        self.parameter_names = parameter_names
+        self.attributes = {}
+        if "normalized_shape" in module.__dict__:
+            self.attributes["normalized_shape"] = (HIDDEN_SIZE,)
+
+        x = scaled_rows(4, 32, HIDDEN_SIZE)
+        parameters = noise(HIDDEN_SIZE, seed=1), noise(HIDDEN_SIZE, seed=2)
+        float16_rows = x[rows_within_float16(x)]
+        self.inputs = x, *parameters
+        self.large_parameter_inputs = x, *(1e6 * p for p in parameters)
+        self.low_precision_inputs = [
+            [t.to(dtype) for t in (rows, *parameters)]
+            for rows, dtype in zip((x, float16_rows), LOW_PRECISION_DTYPES, strict=True)
+        ]
+        self.mixed_dtype_inputs = [
+            [float16_rows.to(x_dtype), *(p.to(parameter_dtype) for p in parameters)]
+            for x_dtype, parameter_dtype in itertools.permutations(KERNEL_DTYPES, 2)
+        ]
+
+    def run(self, x, weight, bias, make=probe_copy, **attributes):
+        """Call the module's forward with these parameters, as far as it has them."""
+        values = {"weight": weight, "bias": bias}
+        parameters = dict.fromkeys(self.module._parameters)
+        parameters.update({name: values[name] for name in self.parameter_names})
+
+        def in_mode(**mode):
+            copy = make(self.module, parameters, **self.attributes, **attributes, **mode)
+            return call_forward(copy, x)
+
+        return same_in_both_modes(in_mode)
+
+    def recognise(
+        self, eps: str | float, values: tuple[float, ...]
+    ) -> RMSNorm | LayerNorm | str | None:
+        """Return the norm that the module computes with this eps.
+
+        Args:
+            eps: the name of the attribute that is taken for eps, or a number.
+            values: the numbers that are tried for that attribute, or the number alone.
+
+        Returns:
+            The norm, the reason why it is left alone if it only rounds elsewhere, or None if it
+            computes another formula.
+        """
+
+        def agrees(formula, same, inputs):
+            """Return True if the module computes ``formula(eps, x, weight, bias)``."""
+            for value in values:
+                attributes = {eps: value} if isinstance(eps, str) else {}
+                run = functools.partial(self.run, **attributes)
+                expected = functools.partial(formula, value)
+                if not all(same(run, expected, tensors) for tensors in inputs):
+                    return False
+            return True
+
+        def agrees_in_fp32(formula):
+            return agrees(formula, same_gradients, [self.inputs]) and agrees(
+                formula, compare_outputs(close_by_row), [self.large_parameter_inputs]
+            )
+
+        has_weight, has_bias = (name in self.parameter_names for name in PARAMETER_NAMES)
+        if agrees_in_fp32(self.layer_norm):
+            if agrees(self.layer_norm, compare_outputs(nearly_equal), self.low_precision_inputs):
+                return LayerNorm(eps, has_weight, has_bias)
+            return "it rounds elsewhere than PyTorch's LayerNorm"
+        if has_bias:
+            return None
+        for offset in (0.0, 1.0) if has_weight else (0.0,):
+            if not agrees_in_fp32(functools.partial(self.rms_norm, offset, "gemma")):
+                continue
+            for casting in ("llama", "gemma"):
+                formula = functools.partial(self.rms_norm, offset, casting)
+                if agrees(formula, compare_outputs(equal), self.low_precision_inputs):
+                    if casting == "llama" and has_weight:
+                        formula = functools.partial(self.rms_norm_weight_last, offset)
+                    # torch.nn.functional.rms_norm has a rule of its own in autocast
+                    calls_torch = uses_name(type(self.module).forward, "rms_norm")
+                    mixed_dtypes = not calls_torch and agrees(
+                        formula, compare_outputs(equal), self.mixed_dtype_inputs
+                    )
+                    return RMSNorm(offset, casting, eps, has_weight, mixed_dtypes)
+            return "it rounds elsewhere than the RMSNorms that are known"
+        return None
+
+    # The formulas, whose eps comes before the inputs.
+
+    def rms_norm(self, offset, casting, eps, x, weight, bias):
+        return rms_norm_reference(x, self._if_present("weight", weight), eps, offset, casting)
+
+    def rms_norm_weight_last(self, offset, eps, x, weight, bias):
+        """RMSNorm "llama" with a weight of another dtype than x."""
+        return (weight + offset if offset else weight) * rms_norm_reference(x, None, eps)
+
+    def layer_norm(self, eps, x, weight, bias):
+        weight = self._if_present("weight", weight)
+        bias = self._if_present("bias", bias)
+        return layer_norm_reference(x, weight, bias, eps)
+
+    def _if_present(self, name, parameter):
+        return parameter if name in self.parameter_names else None

@@ -1,9 +1,15 @@
-"""Decoder layers whose checkpoints wait in the host's memory, whoever switches them on
-(`core.checkpoint`).
+"""Decoder layers whose gradient checkpoints wait in the host's memory (`core.checkpoint`).
 
-What backward computes again of such a layer takes less memory, too: norms are made again where they
-would be kept, and attention goes by groups of heads. What attention gave waits on the host as well,
-if there is place: it is not computed again."""
+Recognised are transformers' ``GradientCheckpointingLayer``s, whoever switches checkpointing on. The
+function that a layer is checkpointed with, `CHECKPOINT_ATTRIBUTE`, becomes a property that gives
+the same function with its inputs on the host. Where checkpointing is off it is switched on, with
+`default_checkpoint`.
+
+Backward runs such a layer once more, which then takes less memory, too: norms are recomputed
+instead of kept, and attention runs by groups of heads. Attention's output waits on the host as well
+if there is room, and is not computed again.
+
+A layer is left alone if transformers refuses to checkpoint its model."""
 
 from __future__ import annotations
 
@@ -14,146 +20,162 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.core.checkpoint import offloaded
-from liger_kernel.core.op import transformed
-from liger_kernel.ops.attention.head_groups import HeadGroups, Made, worth_it
+from liger_kernel.core.checkpoint import offload_inputs
+from liger_kernel.core.devices import in_func_transform
+from liger_kernel.ops.attention.head_groups import AttentionCalls, HeadGroups, may_use_head_groups
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
 FLAG = "offloaded_checkpoints"
-CHOSEN = "_gradient_checkpointing_func"  # where transformers keeps what it checkpoints a layer with
-# the same: Dynamo of PyTorch 2.11 takes what __dict__ has of a property for the property
-TRACED = "_liger_checkpoint"
+# where transformers keeps the function that a layer is checkpointed with
+CHECKPOINT_ATTRIBUTE = "_gradient_checkpointing_func"
+# the same function: Dynamo of PyTorch 2.11 takes what __dict__ has of a property for the property
+TRACED_ATTRIBUTE = "_liger_checkpoint"
 
 
-def checkpointed(function, *args, **kwargs):
-    """What a layer is checkpointed with if nobody has chosen."""
+def default_checkpoint(function, *args, **kwargs):
+    """Checkpoint a layer for which nobody has chosen another function."""
     return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
 
 
-def _chosen(self):
-    if torch.compiler.is_compiling():
-        return getattr(self, TRACED)
-    try:
-        chosen = self.__dict__[CHOSEN]
-    except KeyError:
-        raise AttributeError(
-            f"{type(self).__name__} has no checkpoint: nothing has set {CHOSEN}"
-        ) from None
-    return (
-        called
-        if chosen is checkpointed and transformed()
-        else offloaded(chosen, functools.partial(_within, self))
-    )
-
-
-def called(function, *args, **options):
-    """torch.func knows no checkpoints."""
+def call_directly(function, *args, **options):
+    """Call the layer without a checkpoint, which torch.func does not know."""
     return function(*args)
 
 
-def _within(layer, args):
-    weights, groups = [], contextlib.nullcontext
-    if worth_it(args):
-        groups = functools.partial(HeadGroups, Made())
-
-    def within():
-        _check_weights(layer, weights)
-        return groups()
-
-    return within
-
-
-def _check_weights(layer, then):
-    """``then``: empty when the layer is called first, and what learns is noted. When it is called
-    again it has to be as it was, or what is computed again, and what was kept, would not go
-    together. In the place of a weight FSDP may have a part of it, or another view, before it is
-    gathered; what does not learn, others may write and exchange."""
-    if not torch.is_grad_enabled():
-        return
-    now = [(p, p._version) for p in layer.parameters() if p.requires_grad and not p.is_inference()]
-    if not then:
-        then += now
-    for (was, version), (p, _) in zip(then, now, strict=True) if len(then) == len(now) else ():
-        changed = (
-            "written to" if was._version != version else "replaced" if _replaced(p, was) else None
-        )
-        if changed:
-            name = next((name for name, each in layer.named_parameters() if each is p), "")
-            raise RuntimeError(
-                f"{type(layer).__name__}: {name} was {changed} between forward and backward, which calls the layer "
-                "again; do it after backward"
-            )
-
-
-def _replaced(p, was):
-    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and t._base is None for t in (p, was))
-    return p is not was and plain and p.shape == was.shape and p.device == was.device
-
-
-def _choose(self, chosen):
-    self.__dict__[CHOSEN] = self.__dict__[TRACED] = chosen
-
-
-def _forget(self):
-    for name in (CHOSEN, TRACED):
-        self.__dict__.pop(name, None)
-
-
 @dataclass(frozen=True)
-class Offloaded(Replacement):
+class OffloadedLayer(Replacement):
     """A layer whose checkpoints wait on the host."""
 
-    flag, column, kernel = FLAG, "layers", "checkpoints in host memory"
+    flag = FLAG
+    column = "layers"
+    kernel = "checkpoints in host memory"
     guarded = False
 
-    def members(self, cls):
-        return {CHOSEN: property(_chosen, _choose, _forget)}
+    def class_members(self, cls):
+        return {
+            CHECKPOINT_ATTRIBUTE: property(_get_checkpoint, _set_checkpoint, _delete_checkpoint)
+        }
+
+
+def _get_checkpoint(layer):
+    if torch.compiler.is_compiling():
+        return getattr(layer, TRACED_ATTRIBUTE)
+    try:
+        function = layer.__dict__[CHECKPOINT_ATTRIBUTE]
+    except KeyError:
+        raise AttributeError(
+            f"{type(layer).__name__} has no checkpoint: nothing has set {CHECKPOINT_ATTRIBUTE}"
+        ) from None
+    if function is default_checkpoint and in_func_transform():
+        return call_directly
+    return offload_inputs(function, functools.partial(_context_of_calls, layer))
+
+
+def _set_checkpoint(layer, function):
+    layer.__dict__[CHECKPOINT_ATTRIBUTE] = layer.__dict__[TRACED_ATTRIBUTE] = function
+
+
+def _delete_checkpoint(layer):
+    for name in (CHECKPOINT_ATTRIBUTE, TRACED_ATTRIBUTE):
+        layer.__dict__.pop(name, None)
+
+
+def _context_of_calls(layer, args):
+    """Return a function that makes the context of each call of the layer, in forward and in
+    backward."""
+    first_call_weights = []
+    make_context = contextlib.nullcontext
+    if may_use_head_groups(args):
+        make_context = functools.partial(HeadGroups, AttentionCalls())
+
+    def context():
+        _check_weights(layer, first_call_weights)
+        return make_context()
+
+    return context
+
+
+def _check_weights(layer, first_call_weights: list) -> None:
+    """Raise if a trainable weight has changed since the layer's first call.
+
+    What backward recomputes, and what was kept, would not go together. In the place of a weight
+    FSDP may have a part of it, or another view, before it is gathered. Weights that do not train
+    may be written to and exchanged.
+
+    Args:
+        first_call_weights: (weight, its version) at the first call; filled in if it is empty.
+
+    Raises:
+        RuntimeError: a weight was written to or replaced.
+    """
+    if not torch.is_grad_enabled():
+        return
+    weights = [
+        (p, p._version) for p in layer.parameters() if p.requires_grad and not p.is_inference()
+    ]
+    if not first_call_weights:
+        first_call_weights += weights
+    if len(first_call_weights) != len(weights):
+        return
+    for (first, version), (weight, _) in zip(first_call_weights, weights, strict=True):
+        if first._version != version:
+            change = "written to"
+        elif _is_replaced(weight, first):
+            change = "replaced"
+        else:
+            continue
+        name = next((name for name, p in layer.named_parameters() if p is weight), "")
+        raise RuntimeError(
+            f"{type(layer).__name__}: {name} was {change} between forward and backward, which "
+            "calls the layer again; do it after backward"
+        )
+
+
+def _is_replaced(weight, first) -> bool:
+    if weight is first or weight.shape != first.shape or weight.device != first.device:
+        return False
+    types = torch.Tensor, torch.nn.Parameter
+    return all(type(t) in types and t._base is None for t in (weight, first))
 
 
 class OffloadedCheckpoints(Rewrite):
-    """Every layer that transformers may checkpoint, whose checkpoints are switched on."""
+    """Every layer that transformers can checkpoint."""
 
     flags = (FLAG,)
 
-    def may_be(self, module):
+    def could_apply(self, module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         return isinstance(module, GradientCheckpointingLayer)
 
     def apply(self, walk, module):
-        if not _may_be_checkpointed(walk, module):
-            return self.leave(walk, module, "its model cannot be checkpointed")
-        walk.become(module, Offloaded(), (), self.name(module))
+        owners = _owners(walk, module)
+        if not all(getattr(owner, "supports_gradient_checkpointing", True) for owner in owners):
+            return self.leave_alone(walk, module, "its model cannot be checkpointed")
+        walk.convert(module, OffloadedLayer(), (), self.name(module))
         if not module.gradient_checkpointing:
-            for each in (
-                module,
-                *_owners(walk, module),
-            ):  # a model's own switch tells it to leave its cache out
-                if getattr(each, "gradient_checkpointing", None) is False:
-                    each.gradient_checkpointing, each.__dict__[CHOSEN] = True, checkpointed
-        if CHOSEN in module.__dict__:
-            _choose(module, module.__dict__[CHOSEN])
+            # a model's own switch tells it to leave its cache out
+            for switched in (module, *owners):
+                if getattr(switched, "gradient_checkpointing", None) is False:
+                    switched.gradient_checkpointing = True
+                    switched.__dict__[CHECKPOINT_ATTRIBUTE] = default_checkpoint
+        if CHECKPOINT_ATTRIBUTE in module.__dict__:
+            _set_checkpoint(module, module.__dict__[CHECKPOINT_ATTRIBUTE])
 
 
-def _may_be_checkpointed(walk, module) -> bool:
-    """transformers refuses it of some models."""
-    return all(
-        getattr(owner, "supports_gradient_checkpointing", True) for owner in _owners(walk, module)
-    )
+def _owners(walk, module) -> list:
+    """Return the modules that the module is part of."""
+    path = walk.module_paths[module]
+    return [
+        owner
+        for owner, owner_path in walk.module_paths.items()
+        if owner is not module and (not owner_path or path.startswith(owner_path + "."))
+    ]
 
 
-def _owners(walk, module):
-    path = walk.paths[module]
-    return [m for m, at in walk.paths.items() if m is not module and _inside(path, at)]
-
-
-def _inside(path, outer) -> bool:
-    return not outer or path.startswith(outer + ".")
-
-
-def give_back(module) -> None:
-    """Checkpoints that nobody but this has switched on are switched off."""
-    module.__dict__.pop(TRACED, None)
-    if module.__dict__.get(CHOSEN) is checkpointed:
-        del module.__dict__[CHOSEN]
+def revert(module) -> None:
+    """Switch a module's checkpoints off if nobody but this rewrite has switched them on."""
+    module.__dict__.pop(TRACED_ATTRIBUTE, None)
+    if module.__dict__.get(CHECKPOINT_ATTRIBUTE) is default_checkpoint:
+        del module.__dict__[CHECKPOINT_ATTRIBUTE]
         module.gradient_checkpointing = False

@@ -1,9 +1,21 @@
-"""RoPE: an attention's function that rotates queries and keys, by `liger_rotary_pos_emb`; with its
-norms, by `liger_norm_rope`. That of complex numbers and that of three axes are by operators of
-their own.
+"""RoPE: the function by which an attention rotates queries and keys.
 
-A function is known by the names of its parameters (`PROOFS`) and by what it computes; its own name
-only says where to look (`FUNCTIONS`)."""
+Recognised are attentions whose forward calls one of `ROTARY_FUNCTIONS` from its modeling file. The
+function is known by the names of its parameters (`TRIALS`) and by what it computes (the file
+rope_trial); its own name only says where to look:
+
+    (q, k, cos, sin, unsqueeze_dim)                   `Rope`, by `liger_rotary_pos_emb`
+    (q, k, cos, sin)          towers of images        `VisionRope`, by the same
+    (q, k, cos, sin, mrope_section, unsqueeze_dim)    `MultimodalRope`, of three axes
+    (q, k, freqs)             complex numbers         `ComplexRope`, by Llama 4's operators
+
+The attention's own forward runs, with the operator under the function's name.
+
+An attention is left alone if the function takes other arguments or rotates otherwise, or if cos and
+sin may have another layout than the function was tried with. They have to come from a rotary
+embedding whose own layout is proved (`prove_angles`), and no code outside of installed packages may
+change them on the way (`_reason_tables_may_change`). For inputs that the operator does not take
+(`_have_kernel_dtypes`, `_have_known_shapes`) the family's function runs."""
 
 from __future__ import annotations
 
@@ -15,171 +27,181 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_kernel.core import again, devices
+from liger_kernel.core import devices, recompute
 from liger_kernel.ops import functional
 from liger_kernel.ops.rotary import llama4_rope
-from liger_kernel.patch.layers.fan_out import shared
-from liger_kernel.patch.layers.norm import FLOATS, Norm
-from liger_kernel.patch.layers.rotation import (
-    keeps_dtype,
-    rotates,
-    same_rotation,
-    shares_angles,
-    stacked,
+from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
+from liger_kernel.patch.layers.fan_out import share_input
+from liger_kernel.patch.layers.norm import RMSNorm
+from liger_kernel.patch.layers.rope_trial import (
+    prove_angles,
+    try_complex_rope,
+    try_multimodal_rope,
+    try_rope,
+    try_vision_rope,
 )
 from liger_kernel.patch.proof import purity
-from liger_kernel.patch.proof.conditions import is_the_compilers, plain
+from liger_kernel.patch.proof.conditions import are_plain_tensors, left_to_compiler
 from liger_kernel.patch.proof.functions import (
-    global_of,
-    hands_on,
-    layers,
+    globals_used,
+    only_forwards,
     overrides,
-    rebind,
-    used_by,
-    variables_of,
+    rebind_global,
+    resolve_global,
+    variable_names,
+    wrapped_functions,
 )
-from liger_kernel.patch.proof.hooks import hooked
-from liger_kernel.patch.proof.private import own_forward
-from liger_kernel.patch.proof.probe import (
-    SIZE,
-    call,
-    first_line,
-    isolated,
-    nearly_equal,
-    noise,
-    shell,
-)
-from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, known_as
+from liger_kernel.patch.proof.hooks import has_hooks
+from liger_kernel.patch.proof.private import has_instance_forward
+from liger_kernel.patch.proof.probe import error_summary, isolated
+from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
-ROPE, INTERLEAVE = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
-TABLES = {"cos", "sin", "position_embeddings"}
-FUNCTIONS = (
-    ROPE, INTERLEAVE, "apply_rotary_pos_emb_vision", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb",
+ROPE = "apply_rotary_pos_emb"
+INTERLEAVED_ROPE = "apply_rotary_pos_emb_interleave"
+ROTARY_FUNCTIONS = (
+    ROPE,
+    INTERLEAVED_ROPE,
+    "apply_rotary_pos_emb_vision",
+    "apply_multimodal_rotary_pos_emb",
+    "apply_rotary_emb",
     "vision_apply_rotary_emb",
-)  # fmt: skip
-ROLES = {  # what parameters are called -> what they are
+)
+TABLE_NAMES = {"cos", "sin", "position_embeddings"}  # variables that hold cos and sin
+FP32_TABLE_DTYPES = torch.float32, torch.complex64
+PARAMETER_ROLES = {  # what parameters are called -> what they are
     **dict.fromkeys(("q", "query", "xq", "x"), "q"),
     **dict.fromkeys(("k", "key", "xk"), "k"),
     **dict.fromkeys(("freqs_cis", "freqs_ci"), "freqs"),
     **{name: name for name in ("cos", "sin", "mrope_section", "position_ids", "unsqueeze_dim")},
 }
-PARTS = SIZE // 2, SIZE // 4  # columns of cos and sin, for heads of `SIZE`
-PARTLY = "it rotates a part of each head in a way that is not known"
 
 
-def parameters_of(function):
-    """By name. Where the package kernels is installed, transformers makes a module of the
-    function."""
-    return inspect.signature(
-        function.forward if isinstance(function, torch.nn.Module) else function
-    ).parameters
+# ---- what runs ----
 
 
-class Rotating(Replacement):
+class RotaryReplacement(Replacement):
     """An attention whose ``function``, by its name, rotates as the subclass says."""
 
-    flag, column = "rope", "RoPE"
-    one_argument, fusible = False, True
+    flag = "rope"
+    column = "RoPE"
+    takes_one_argument = False
+    fusible = True
 
-    def rotated(self, **given):
-        """What the function gives for these, by their roles; None where that is the family's own to
-        say."""
+    def rotate(self, **inputs):
+        """Return what the function gives for these, or None where the family's function must run.
+
+        The parameters are roles of `PARAMETER_ROLES`.
+        """
         raise NotImplementedError
 
     def globals_read(self, cls, parts):
-        function = global_of(cls.forward, self.function)
-        own = () if purity.is_released(function) else used_by(function)  # it may be of another file
-        return used_by(cls.forward, self.function) + own
+        function = resolve_global(cls.forward, self.function)
+        # it may be of another file
+        of_function = () if purity.is_released_code(function) else globals_used(function)
+        return globals_used(cls.forward, self.function) + of_function
 
-    def members(self, cls):
-        what, family = self, global_of(cls.forward, self.function)
-        roles = [ROLES[name] for name in parameters_of(family)]
-        in_order = roles == list(inspect.signature(what.rotated).parameters)[: len(roles)]
-
-        of_kernels = family.__dict__ if isinstance(family, torch.nn.Module) else {}
+    def class_members(self, cls):
+        replacement = self
+        family_function = resolve_global(cls.forward, self.function)
+        roles = [PARAMETER_ROLES[name] for name in parameters_by_name(family_function)]
+        role_order = list(inspect.signature(replacement.rotate).parameters)
+        is_in_order = roles == role_order[: len(roles)]
+        is_module = isinstance(family_function, torch.nn.Module)
+        module_attributes = family_function.__dict__ if is_module else {}
 
         def rotate(*args, **kwargs):
-            if "forward" in of_kernels and own_forward(
-                family
-            ):  # `kernelize` has put one of the hub there
-                rotated = None
-            elif in_order and not kwargs:
-                rotated = what.rotated(*args)
+            if "forward" in module_attributes and has_instance_forward(family_function):
+                rotated = None  # `kernelize` has put a kernel of the hub there
+            elif is_in_order and not kwargs:
+                rotated = replacement.rotate(*args)
             else:
-                given = dict(zip(roles, args, strict=False)) | {
-                    ROLES[name]: value for name, value in kwargs.items()
-                }
-                rotated = what.rotated(**given)
+                inputs = dict(zip(roles, args, strict=False))
+                inputs |= {PARAMETER_ROLES[name]: value for name, value in kwargs.items()}
+                rotated = replacement.rotate(**inputs)
             if rotated is None:
-                return family(*args, **kwargs)
+                return family_function(*args, **kwargs)
             return rotated
 
-        rebound = rebind(cls.forward, self.function, rotate)
-        first = list(inspect.signature(cls.forward).parameters)[1]
-        is_known = purity.is_released(cls.forward)  # other code is handed nothing but tensors
+        with_operator = rebind_global(cls.forward, self.function, rotate)
+        first_parameter = list(inspect.signature(cls.forward).parameters)[1]
+        # other code is handed nothing but tensors
+        may_share_input = purity.is_released_code(cls.forward)
 
         def forward(self, *args, **kwargs):
-            if is_known and again.is_noting():
-                readers = (m for m in self._modules.values() if not isinstance(known_as(m), Norm))
+            if may_share_input and recompute.in_recompute_scope():
+                readers = (
+                    child
+                    for child in self._modules.values()
+                    if not isinstance(replacement_of(child), RMSNorm)
+                )
                 if args:
-                    args = shared(args[0], readers), *args[1:]
+                    args = share_input(args[0], readers), *args[1:]
                 else:
-                    kwargs[first] = shared(kwargs[first], readers)
-            return rebound(self, *args, **kwargs)
+                    kwargs[first_parameter] = share_input(kwargs[first_parameter], readers)
+            return with_operator(self, *args, **kwargs)
 
         return {"forward": forward}
 
 
 @dataclass(frozen=True)
-class Rope(Rotating):
-    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, with the layout of
-    `liger_rotary_pos_emb`.
+class Rope(RotaryReplacement):
+    """An ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``.
 
-    Or "half": as False, with tables that are half as wide, one column a pair. ``one``: it is given
-    one tensor, as (x, cos, sin, unsqueeze_dim=1). ``halves``: it gives them for pairs, and reads no
-    more of cos and sin than the operator. ``wide``: q and k keep their dtype where cos and sin are
-    in fp32. ``partial``: cos and sin may be narrower than a head, whose other entries stay as they
-    are."""
+    Attributes:
+        interleaved, halves: as in `liger_rotary_pos_emb`. With ``halves``, the function reads no
+            more of cos and sin than the operator. ``interleaved`` may also be "half": as False,
+            with tables that are half as wide, one column a pair.
+        single_tensor: True for a function of one tensor, (x, cos, sin, unsqueeze_dim=1).
+        fp32_tables: True if q and k keep their dtype where cos and sin are in fp32.
+        function: its name.
+        partial: True if cos and sin may be narrower than a head, whose other entries stay.
+    """
 
     interleaved: bool | str
-    one: bool = False
+    single_tensor: bool = False
     halves: bool = False
-    wide: bool = False
+    fp32_tables: bool = False
     function: str = ROPE
     partial: bool = False
 
     @property
     def kernel(self):
-        layout = (
-            "half as wide tables"
-            if self.interleaved == "half"
-            else f"interleaved={self.interleaved}"
-        )
-        layout += ", halves" if self.halves else ""
-        return "liger_rotary_pos_emb" + (f" ({layout})" if self.interleaved else "")
+        if not self.interleaved:
+            return "liger_rotary_pos_emb"
+        layout = f"interleaved={self.interleaved}"
+        if self.interleaved == "half":
+            layout = "half as wide tables"
+        if self.halves:
+            layout += ", halves"
+        return f"liger_rotary_pos_emb ({layout})"
 
-    def rotated(self, q, k=None, cos=None, sin=None, unsqueeze_dim=1, position_ids=None):
-        heads = (q,) if self.one else (q, k)
+    def rotate(self, q, k=None, cos=None, sin=None, unsqueeze_dim=1, position_ids=None):
+        heads = (q,) if self.single_tensor else (q, k)
         if (
-            not _are_ours(heads, cos, sin, self.wide)
+            not _have_kernel_dtypes(heads, cos, sin, self.fp32_tables)
             or unsqueeze_dim not in (1, 2)
             or position_ids is not None
         ):
             return None
-        columns = 2 if self.interleaved == "half" else 1
-        if not _fit(heads, cos, sin, unsqueeze_dim, self.partial, columns):
+        entries_per_column = 2 if self.interleaved == "half" else 1
+        if not _have_known_shapes(heads, cos, sin, unsqueeze_dim, self.partial, entries_per_column):
             return None
-        if self.one:
-            return _rotated_alone(q, cos, sin, unsqueeze_dim, self.interleaved)
-        return _rotated(q, k, cos, sin, unsqueeze_dim, self.interleaved, self.halves)
+        if self.single_tensor:
+            # beside a k without heads
+            no_heads = q.detach().narrow(unsqueeze_dim, 0, 0)
+            return _liger_rope(q, no_heads, cos, sin, unsqueeze_dim, self.interleaved)[0]
+        return _liger_rope(q, k, cos, sin, unsqueeze_dim, self.interleaved, self.halves)
 
 
 @dataclass(frozen=True)
-class VisionRope(Rotating):
-    """An ``apply_rotary_pos_emb_vision(q, k, cos, sin)``, of q, k (S, h, D) and cos, sin (S, D).
+class VisionRope(RotaryReplacement):
+    """An ``apply_rotary_pos_emb_vision(q, k, cos, sin)`` of q, k (S, h, D) and cos, sin (S, D),
+    which computes in fp32 and gives q and k in their dtype.
 
-    It computes in fp32, and gives q and k in their dtype. ``ranks`` are those of q that it was
-    proved for; 4 is with a dimension before those, in all of them. ``partial``: as in `Rope`."""
+    Attributes:
+        ranks: those of q that it was proved for. 4 is with a batch dimension in all tensors.
+        interleaved, function, partial: as in `Rope`.
+    """
 
     interleaved: bool | str
     ranks: tuple[int, ...]
@@ -190,47 +212,52 @@ class VisionRope(Rotating):
     def kernel(self):
         return Rope(self.interleaved).kernel
 
-    def rotated(self, q, k, cos, sin):
-        if not _are_ours((q, k), cos, sin, True):
+    def rotate(self, q, k, cos, sin):
+        if not _have_kernel_dtypes((q, k), cos, sin, True):
             return None
         rank = q.dim()
         if rank not in self.ranks:
             return None
         if rank == 3:
             q, k, cos, sin = (x.unsqueeze(0) for x in (q, k, cos, sin))
-        if not _fit((q, k), cos, sin, 2, self.partial):
+        if not _have_known_shapes((q, k), cos, sin, 2, self.partial):
             return None
         q, k = functional.liger_rope(q, k, cos, sin, unsqueeze_dim=2, interleaved=self.interleaved)
         return (q, k) if rank == 4 else (q.squeeze(0), k.squeeze(0))
 
 
 @dataclass(frozen=True)
-class AxesRope(Rotating):
-    """An ``apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``, of
-    three axes."""
+class MultimodalRope(RotaryReplacement):
+    """An ``apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1)`` of
+    three axes. The fields are those of `Rope`."""
 
-    wide: bool = False
+    fp32_tables: bool = False
     function: str = "apply_multimodal_rotary_pos_emb"
-    interleaved, kernel = False, "liger_multimodal_rotary_pos_emb"
+    interleaved = False
+    kernel = "liger_multimodal_rotary_pos_emb"
 
-    def rotated(self, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        if not _are_ours((q, k), cos, sin, self.wide) or unsqueeze_dim not in (1, 2):
+    def rotate(self, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        if not _have_kernel_dtypes((q, k), cos, sin, self.fp32_tables):
+            return None
+        if unsqueeze_dim not in (1, 2):
             return None
         if cos.dim() != 4 or cos.shape != sin.shape or len(cos) != 3:
             return None
-        if not _fit((q, k), cos[0], sin[0], unsqueeze_dim) or not _are_sections(
-            mrope_section, cos.shape[-1]
-        ):
+        if not _have_known_shapes((q, k), cos[0], sin[0], unsqueeze_dim):
+            return None
+        if not _are_sections(mrope_section, cos.shape[-1]):
             return None
         return functional.liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
 
 @dataclass(frozen=True)
-class ComplexRope(Rotating):
-    """A function of (q, k, freqs), where neighbours are a complex number, with the heads in that
-    dimension.
+class ComplexRope(RotaryReplacement):
+    """A function of (q, k, freqs), where neighbours in a head are a complex number.
 
-    ``rows``: each row of the batch may have freqs of its own.
+    Attributes:
+        heads_dim: the dimension of q and k with the heads.
+        rows: True if each row of the batch may have freqs of its own.
+        function: its name.
     """
 
     heads_dim: int
@@ -239,17 +266,17 @@ class ComplexRope(Rotating):
 
     @property
     def kernel(self):
-        return llama4_rope.TEXT if self.rows else llama4_rope.VISION
+        return llama4_rope.TEXT_NAME if self.rows else llama4_rope.VISION_NAME
 
-    def rotated(self, q, k, freqs):
-        if not _are_ours((q, k), freqs, freqs, True) or freqs.dtype != torch.complex64:
+    def rotate(self, q, k, freqs):
+        if not _have_kernel_dtypes((q, k), freqs, freqs, True) or freqs.dtype != torch.complex64:
             return None
         if q.dtype != k.dtype:
             return None
         if not self.rows and (freqs.dim() != 3 or freqs.shape[1] != 1):
             return None
         angles = freqs if self.rows else freqs.transpose(0, 1)
-        if not _fit((q, k), angles, angles, self.heads_dim, columns=2):
+        if not _have_known_shapes((q, k), angles, angles, self.heads_dim, entries_per_column=2):
             return None
         if self.heads_dim == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -257,52 +284,53 @@ class ComplexRope(Rotating):
         return (q, k) if self.heads_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
-def _rotated(q, k, cos, sin, unsqueeze_dim, interleaved, halves=False):
-    rotary_dim, interleaved = (q.shape[-1], False) if interleaved == "half" else (None, interleaved)
+def _liger_rope(q, k, cos, sin, unsqueeze_dim, interleaved, halves=False):
+    rotary_dim = None
+    if interleaved == "half":
+        rotary_dim, interleaved = q.shape[-1], False
     return functional.liger_rope(
         q, k, cos, sin, None, unsqueeze_dim, rotary_dim, interleaved, halves
     )
 
 
-def _rotated_alone(x, cos, sin, unsqueeze_dim, interleaved):
-    """Rotate queries or keys alone: beside those of no head."""
-    of_no_head = x.detach().narrow(unsqueeze_dim, 0, 0)
-    return _rotated(x, of_no_head, cos, sin, unsqueeze_dim, interleaved)[0]
+def _have_kernel_dtypes(heads, cos, sin, fp32_tables) -> bool:
+    """Return True if the operator takes these tensors, and gives the dtype that the family gives.
 
-
-def _are_ours(heads, cos, sin, wide) -> bool:
-    """Whether the operator rotates these as the family does. In autocast what reads them is given
-    its dtype anyway."""
+    In autocast, what reads q and k casts them to its own dtype anyway.
+    """
     q = heads[0]
-    if q is None or not plain(q, cos, sin) or q.dtype not in FLOATS or is_the_compilers(q):
+    if q is None or not are_plain_tensors(q, cos, sin) or q.dtype not in KERNEL_DTYPES:
         return False
-    dtype, same = q.dtype, True
+    if left_to_compiler(q):
+        return False
+    dtype, is_one_dtype = q.dtype, True
     for x in heads[1:]:
-        if x is None or not plain(x) or x.dtype not in FLOATS:
+        if x is None or not are_plain_tensors(x) or x.dtype not in KERNEL_DTYPES:
             return False
-        same = same and x.dtype == dtype
+        is_one_dtype = is_one_dtype and x.dtype == dtype
     if cos.requires_grad or sin.requires_grad:
         return False
-    if same and cos.dtype == sin.dtype and (cos.dtype == dtype or wide and cos.dtype in WIDE):
-        return True
+    if is_one_dtype and cos.dtype == sin.dtype:
+        if cos.dtype == dtype or fp32_tables and cos.dtype in FP32_TABLE_DTYPES:
+            return True
     return devices.in_autocast(cos)
 
 
-WIDE = torch.float32, torch.complex64
+def _have_known_shapes(heads, cos, sin, heads_dim, partial=False, entries_per_column=1) -> bool:
+    """Return True for the shapes that the function was tried with: (B, h, T, D), or (B, T, h, D),
+    and (1 or B, T, D / entries_per_column) of cos and sin.
 
-
-def _fit(heads, cos, sin, heads_dim, partial=False, columns=1) -> bool:
-    """Whether these have the shapes that the function was tried with.
-
-    Those are (B, h, T, D), or (B, T, h, D), and (1 or B, T, D / columns) of cos and sin. PyTorch
-    broadcasts others, or raises: the family's own function does."""
+    PyTorch broadcasts others, or raises: the family's own function does.
+    """
     shape = cos.shape
     if len(shape) != 3 or sin.shape != shape or 0 in shape:
         return False
     rows, tokens, width = shape
-    width *= columns
-    batch, *_, size = heads[0].shape
-    if rows not in (1, batch) or width % 2 or not (width == size or partial and width < size):
+    width *= entries_per_column
+    batch, *_, head_dim = heads[0].shape
+    if rows not in (1, batch) or width % 2:
+        return False
+    if not (width == head_dim or partial and width < head_dim):
         return False
     for x in heads:
         shape = x.shape
@@ -310,7 +338,7 @@ def _fit(heads, cos, sin, heads_dim, partial=False, columns=1) -> bool:
             len(shape) != 4
             or shape[0] != batch
             or shape[3 - heads_dim] != tokens
-            or shape[3] != size
+            or shape[3] != head_dim
             or 0 in shape
         ):
             return False
@@ -326,268 +354,156 @@ def _are_sections(sections, width) -> bool:
     )
 
 
-@isolated()
-def prove(function: Callable) -> Rotating | str:
-    parameters = parameters_of(function).values()
-    roles = tuple(ROLES.get(p.name) for p in parameters)
-    defaults = (
-        p.default is p.empty or p.default == (1 if p.name == "unsqueeze_dim" else None)
-        for p in parameters
-    )
-    if roles not in PROOFS or not all(defaults):
-        return f"its arguments are ({', '.join(map(str, parameters))})"
-    try:
-        return PROOFS[roles](function) or "it rotates queries and keys in a way that is not known"
-    except Exception as error:
-        return f"it could not be tried: {first_line(error)}"
+# ---- how it is found ----
 
 
-def _rope(function, one=False):
-    def run(q, k, cos, sin, dim):
-        if one:
-            return function(q, cos, sin, unsqueeze_dim=dim), function(
-                k, cos, sin, unsqueeze_dim=dim
-            )
-        return function(q, k, cos, sin, unsqueeze_dim=dim)
-
-    def of_first_half(q, k, cos, sin, dim):
-        columns = torch.arange(cos.shape[-1]) < cos.shape[-1] // 2
-        return run(q, k, *(t.where(columns, torch.nan) for t in (cos, sin)), dim)
-
-    layouts = (False, False), (True, False), ("repeated", False), (True, True)
-    for layout in layouts if rotates(run, SIZE) else (("half", False),):
-        if all(
-            same_rotation(of_first_half if layout[1] else run, layout, SIZE, dim) for dim in (1, 2)
-        ):
-            if not shares_angles(run, layout, 1):
-                return None
-            parts = [] if layout[0] == "half" else [width for width in PARTS if rotates(run, width)]
-            if not all(same_rotation(run, layout, width, 1) for width in parts):
-                return PARTLY
-            wide = all(keeps_dtype(run, layout, 1, width) for width in (SIZE, *parts))
-            return Rope(layout[0], one, layout[1], wide, partial=len(parts) == len(PARTS))
-    return None
-
-
-def _vision(function):
-    def of_all(q, k, cos, sin, dim):
-        return function(q, k, cos, sin)
-
-    def of_each(*given):
-        return stacked(function(*(x[i] for x in given[:-1])) for i in range(2))
-
-    for layout in ((False, False), (True, False), ("repeated", False)):
-        runs = {3: of_each, 4: of_all}
-        runs = {
-            n: run
-            for n, run in runs.items()
-            if rotates(run, SIZE, 2) and same_rotation(run, layout, SIZE, 2)
-        }
-        if 4 in runs and not shares_angles(of_all, layout, 2):
-            del runs[4]
-        if runs:
-            parts = [
-                (run, width) for run in runs.values() for width in PARTS if rotates(run, width, 2)
-            ]
-            if not all(same_rotation(run, layout, width, 2) for run, width in parts):
-                return PARTLY
-            tried = [*((run, SIZE) for run in runs.values()), *parts]
-            if not all(keeps_dtype(run, layout, 2, width) for run, width in tried):
-                return "it does not rotate in fp32"
-            return VisionRope(layout[0], tuple(runs), partial=len(parts) == len(runs) * len(PARTS))
-    return None
-
-
-def _axes(function):
-    def run(q, k, cos, sin, dim, sections):
-        axis = torch.arange(3).repeat_interleave(torch.tensor(sections)).repeat(2)
-        tables = (torch.stack([t.where(axis == n, -t) for n in range(3)]) for t in (cos, sin))
-        return function(q, k, *tables, sections, unsqueeze_dim=dim)
-
-    runs = [functools.partial(run, sections=[n, 3, SIZE // 2 - 3 - n]) for n in (2, 4)]
-    alike = all(same_rotation(run, (False, False), SIZE, dim) for run in runs for dim in (1, 2))
-    if alike and shares_angles(runs[0], (False, False), 1):
-        return AxesRope(all(keeps_dtype(run, (False, False), 1) for run in runs))
-    return None
-
-
-def _complex(function):
-    def of_rows(q, k, cos, sin, dim):
-        return function(q, k, torch.complex(cos.float(), sin.float())[..., : SIZE // 2])
-
-    def of_each(q, k, cos, sin, dim):
-        freqs = torch.complex(cos.float(), sin.float())[..., : SIZE // 2]
-        each = (function(q[i : i + 1], k[i : i + 1], freqs[i, :, None]) for i in range(2))
-        return stacked([y[0] for y in rotated] for rotated in each)
-
-    for rows, run in ((True, of_rows), (False, of_each)):
-        for dim in (1, 2):
-            if rotates(run, SIZE, dim) and same_rotation(
-                run, (True, False), SIZE, dim, nearly_equal
-            ):
-                if rows and not shares_angles(run, (True, False), dim):
-                    return None
-                return ComplexRope(dim, rows) if keeps_dtype(run, (True, False), dim) else None
-    return None
-
-
-PROOFS = {  # the roles of the parameters -> what proves the function
-    ("q", "k", "cos", "sin", "unsqueeze_dim"): _rope,
-    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rope,
-    ("q", "cos", "sin", "unsqueeze_dim"): functools.partial(_rope, one=True),
-    ("q", "k", "cos", "sin"): _vision,
-    ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"): _axes,
-    ("q", "k", "freqs"): _complex,
+TRIALS = {  # the roles of the parameters -> the replacement, and the trial of its fields
+    ("q", "k", "cos", "sin", "unsqueeze_dim"): (Rope, try_rope),
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): (Rope, try_rope),
+    ("q", "cos", "sin", "unsqueeze_dim"): (Rope, functools.partial(try_rope, single_tensor=True)),
+    ("q", "k", "cos", "sin"): (VisionRope, try_vision_rope),
+    ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim"): (
+        MultimodalRope,
+        try_multimodal_rope,
+    ),
+    ("q", "k", "freqs"): (ComplexRope, try_complex_rope),
 }
+DEFAULTS = {"unsqueeze_dim": 1}  # any other default has to be None
 
 
 @isolated()
-def prove_angles(module: torch.nn.Module, interleaved) -> str | None:
-    """Whether a rotary embedding's cos and sin have the layout that the rotation was proved with:
-    None, or why not."""
-    frequencies = {
-        name: noise(*held.shape).abs()
-        for name, held in module._buffers.items()
-        if "inv_freq" in name
-    }
-    parameters = inspect.signature(type(module).forward).parameters
-    layer_types = [None]
-    if "layer_type" in parameters:
-        layer_types = sorted(
-            set(getattr(getattr(module, "config", None), "layer_types", None) or [None])
-        )
-        own = [
-            kind
-            for kind in layer_types
-            if any(f"{kind}_inv_freq" in name for name in module._buffers)
-        ]
-        layer_types = own or layer_types
-    positions = torch.tensor([[0, 1, 3, 4, 9]], device="cpu")
-    far = positions * 100_003
-    axes = [
-        torch.stack([positions * (axis + 1) for axis in range(n)]) for n in (2, 3, 4)
-    ]  # of images and videos
-    axes += [torch.stack([positions[0] * (axis + 1) for axis in range(n)], -1) for n in (2, 3)]
-
-    def tables(positions, layer_type):
-        it = shell(module, {}, {}, dict(frequencies))
-        return call(
-            it, torch.zeros(1, 5, SIZE), positions, *(() if layer_type is None else (layer_type,))
-        )
-
-    def known(table):
-        if interleaved == "half":
-            return table.shape[-1] in {one.shape[-1] for one in frequencies.values()}
-        pairs = (
-            (table[..., ::2], table[..., 1::2]) if interleaved == "repeated" else table.chunk(2, -1)
-        )
-        return table.shape[-1] % 2 == 0 and torch.equal(*pairs)
-
-    for layer_type in layer_types:
-        tried, error = [], None
-        for given in (positions, far, *axes):
-            try:
-                found = tables(given, layer_type)
-            except Exception as e:
-                error = error or e
-            else:  # of more axes than it knows it makes something of another shape
-                tried += [
-                    table for table in found if not tried or table.shape[-1] == tried[0].shape[-1]
-                ]
-        if not tried:
-            return f"its rotary embedding could not be tried: {first_line(error)}"
-        if not all(map(known, tried)):
-            return "cos and sin are laid out in a way that is not known"
-    return None
+def prove(function: Callable) -> RotaryReplacement | str:
+    """Return the rotation that the function computes, or the reason why it is left alone."""
+    parameters = parameters_by_name(function).values()
+    roles = tuple(PARAMETER_ROLES.get(p.name) for p in parameters)
+    has_known_defaults = all(
+        p.default is p.empty or p.default == DEFAULTS.get(p.name) for p in parameters
+    )
+    if roles not in TRIALS or not has_known_defaults:
+        return f"its arguments are ({', '.join(map(str, parameters))})"
+    replacement_class, trial = TRIALS[roles]
+    try:
+        fields = trial(function)
+    except Exception as error:
+        return f"it could not be tried: {error_summary(error)}"
+    if isinstance(fields, str):
+        return fields
+    if fields is None:
+        return "it rotates queries and keys in a way that is not known"
+    return replacement_class(**fields)
 
 
-def function_of(attention) -> str | None:
-    """The name of the function by which it rotates; None if it has none."""
+def parameters_by_name(function):
+    """Return the function's parameters. Where the package kernels is installed, transformers makes
+    a module of the function."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    return inspect.signature(function).parameters
+
+
+def rotary_function_name(attention) -> str | None:
+    """Return the name of the function by which the attention rotates, or None if it has none."""
     forward = type(attention).forward
-    names = {name for layer in layers(forward) for name in layer.__code__.co_names}
-    used = [name for name in FUNCTIONS if name in names and global_of(forward, name) is not None]
-    pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
-    return INTERLEAVE if pairs and INTERLEAVE in used else next(iter(used), None)
+    names = {name for layer in wrapped_functions(forward) for name in layer.__code__.co_names}
+    called = [
+        name
+        for name in ROTARY_FUNCTIONS
+        if name in names and resolve_global(forward, name) is not None
+    ]
+    config = getattr(attention, "config", None)
+    if getattr(config, "rope_interleave", False) and INTERLEAVED_ROPE in called:
+        return INTERLEAVED_ROPE
+    return next(iter(called), None)
 
 
 class Ropes(Rewrite):
+    """Modules whose forward, or that of a class they are derived from, calls a rotary function."""
+
     flags = ("rope",)
 
-    def may_be(self, module):
-        return function_of(module) is not None or overrides(type(module), "forward", FUNCTIONS)
+    def could_apply(self, module):
+        if rotary_function_name(module) is not None:
+            return True
+        return overrides(type(module), "forward", ROTARY_FUNCTIONS)
 
     def name(self, module):
-        return function_of(module)
+        return rotary_function_name(module)
 
-    def leave(self, walk, module, why):
-        walk.leave(self.flags, type(module).__name__, why)
+    def leave_alone(self, walk, module, reason):
+        walk.leave_alone(self.flags, type(module).__name__, reason)
 
-    def proved(self, walk, attention):
-        """By no parts: the attention's own forward runs, with another function."""
-        return "its forward was replaced on the instance" if own_forward(attention) else _of(
-            walk, attention
-        ), ()
+    def prove_once(self, walk, attention):
+        """Prove by no parts: the attention's own forward runs, with another function."""
+        if has_instance_forward(attention):
+            return "its forward was replaced on the instance", ()
+        return self._prove(walk, attention), ()
+
+    def _prove(self, walk, attention) -> RotaryReplacement | str:
+        name = rotary_function_name(attention)
+        if name is None:
+            return (
+                "its own forward calls that of the class it is derived from, "
+                "where queries and keys are rotated"
+            )
+        function = resolve_global(type(attention).forward, name)
+        if not isinstance(attention, walk.trusted):
+            reason = walk.call_once(purity.reason_function_unprovable, function)
+            if reason is not None:
+                return reason
+        replacement = walk.call_once(prove, function)
+        if isinstance(replacement, str):
+            return replacement
+        replacement = dataclasses.replace(replacement, function=name)
+        reads_whole_tables = not (isinstance(replacement, Rope) and replacement.halves)
+        if isinstance(replacement, ComplexRope) or not reads_whole_tables:
+            return replacement  # it reads no column that the operator does not
+        reason = self._reason_layout_unknown(walk, attention, replacement.interleaved)
+        return reason or _reason_tables_may_change(walk, attention) or replacement
+
+    def _reason_layout_unknown(self, walk, attention, interleaved) -> str | None:
+        embeddings = _nearest_rotary_embeddings(walk, attention)
+        if not embeddings:
+            return "there is no rotary embedding to learn the layout of cos and sin from"
+        for embedding in embeddings:
+            if has_instance_forward(embedding) or has_hooks(embedding, still_called=False):
+                return "its rotary embedding has hooks, or a forward on the instance"
+            reason = walk.reason_unprovable(embedding)
+            reason = reason or walk.call_once(prove_angles, embedding, interleaved)
+            if reason is not None:
+                return reason
+        return None
 
 
-def _of(walk, attention) -> Rotating | str:
-    name = function_of(attention)
-    if name is None:
-        return "its own forward calls that of the class it is derived from, where queries and keys are rotated"
-    function = global_of(type(attention).forward, name)
-    if not isinstance(attention, walk.trusted):
-        why = walk.once(purity.why_not_function, function)
-        if why is not None:
-            return why
-    what = walk.once(prove, function)
-    if isinstance(what, str):
-        return what
-    what = dataclasses.replace(what, function=name)
-    if isinstance(what, ComplexRope) or isinstance(what, Rope) and what.halves:
-        return what  # it reads no column that the operator does not
-    embeddings = _embeddings_of(walk, attention)
-    if not embeddings:
-        return "there is no rotary embedding to learn the layout of cos and sin from"
-    for embedding in embeddings:
-        if own_forward(embedding) or hooked(embedding, called=False):
-            return "its rotary embedding has hooks, or a forward on the instance"
-        why = walk.why_not(embedding) or walk.once(prove_angles, embedding, what.interleaved)
-        if why is not None:
-            return why
-    return _why_altered(walk, attention) or what
-
-
-def _why_altered(walk, attention) -> str | None:
-    """Why cos and sin may be others than those of the embedding, of which the operator reads half
-    of the columns."""
-    path = walk.paths[attention]
-    for module, outer in walk.paths.items():
-        if (
-            outer
-            and not (path == outer or path.startswith(f"{outer}."))
-            or isinstance(module, walk.trusted)
-        ):
+def _reason_tables_may_change(walk, attention) -> str | None:
+    """Return None, or the reason why cos and sin may differ from those of the embedding, of which
+    the operator reads half of the columns."""
+    path = walk.module_paths[attention]
+    for module, outer_path in walk.module_paths.items():
+        is_around = not outer_path or path == outer_path or path.startswith(f"{outer_path}.")
+        if not is_around or isinstance(module, walk.trusted):
             continue
-        for function in layers(type(module).forward):
-            if purity.is_of_a_package(function) or not TABLES & variables_of(function):
+        for function in wrapped_functions(type(module).forward):
+            if purity.is_package_code(function) or not TABLE_NAMES & variable_names(function):
                 continue
-            if module is not attention or not hands_on(function, TABLES, function_of(attention)):
+            hands_them_on = module is attention and only_forwards(
+                function, TABLE_NAMES, rotary_function_name(attention)
+            )
+            if not hands_them_on:
                 return f"{function.__qualname__} has cos and sin in its hands, and may change them"
     return None
 
 
-def _embeddings_of(walk, attention) -> list:
-    """The rotary embeddings in the smallest part of the model that has both."""
-    path, every = walk.paths[attention], walk.once(_embeddings, walk.model)
+def _nearest_rotary_embeddings(walk, attention) -> list:
+    """Return the rotary embeddings in the smallest part of the model that has both."""
+    path = walk.module_paths[attention]
+    embeddings = walk.call_once(_rotary_embeddings, walk.model)
     while True:
-        found = [
-            embedding
-            for embedding in every
-            if walk.paths[embedding].startswith(path and f"{path}.")
-        ]
-        if found or not path:
-            return found
+        prefix = path and f"{path}."
+        nearest = [e for e in embeddings if walk.module_paths[e].startswith(prefix)]
+        if nearest or not path:
+            return nearest
         path = path.rpartition(".")[0]
 
 
-def _embeddings(model) -> list:
+def _rotary_embeddings(model) -> list:
     return [m for m in model.modules() if "rotary" in type(m).__name__.lower() and m._buffers]

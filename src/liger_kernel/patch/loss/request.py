@@ -1,144 +1,177 @@
-"""What one call of a patched model asks of its head and of its loss function."""
+"""`Request`: the loss that one call of a patched model asks of its head and its loss function.
+
+`Request.run_head` runs in place of the head's forward, `Request.loss_function` in place of the
+family's loss function. `LossSpec` says which loss: the one that the call asks for (`ModelCall`) is
+computed in the head; it is taken if the loss function asks for just that."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
-from liger_kernel.core.devices import within_a_mode
-from liger_kernel.core.op import run_eagerly
+from liger_kernel.core.devices import in_user_mode
+from liger_kernel.patch.loss.active_request import LogitsNeeded
 from liger_kernel.patch.loss.causal_lm import (
+    HF_LOSS_KWARGS,
+    LOSS_CHANGING_OPTIONS,
     METRICS,
-    NOT_HUGGING_FACES,
-    is_causal,
+    is_causal_lm_loss,
     liger_causal_lm_loss,
-    shifted,
+    next_token_labels,
     unpack_cross_entropy_result,
 )
 from liger_kernel.patch.loss.head import (
-    dtype_of_logits,
-    leaves,
-    loss_by_calling,
-    loss_by_weight,
-    reads_its_weight,
-    why_whole,
+    head_modules,
+    is_plain_head,
+    logits_dtype,
+    loss_from_weight,
+    loss_in_chunks,
+    reason_full_logits,
 )
-from liger_kernel.patch.loss.parallel_head import Replicated, for_shards, plan_of
+from liger_kernel.patch.loss.parallel_head import (
+    ReplicatedLogits,
+    shard_inputs,
+    sharding_plan,
+)
 from liger_kernel.patch.loss.placeholder import (
-    Logits,
-    LogitsNeeded,
-    Source,
-    TracedLogits,
-    Transform,
-    living,
-    place,
-    writes,
+    HeadCall,
+    LogitsPlaceholder,
+    alive,
+    autograd_context,
 )
-from liger_kernel.patch.proof.conditions import plain
+from liger_kernel.patch.loss.traced_logits import TracedLogits, count_writes
+from liger_kernel.patch.loss.transform import Transform, declared_transform
+from liger_kernel.patch.proof.conditions import are_plain_tensors
 
-WITHIN_A_MODE = "a TorchFunctionMode or TorchDispatchMode is active, which may look at them"
-OF_THE_LOSS = (
-    "num_items_in_batch",
-    "ignore_index",
-    "shift_labels",
-)  # Hugging Face's own, of a model's call
+IN_USER_MODE = "a TorchFunctionMode or TorchDispatchMode is active, which may look at them"
 
 
-class Asked(NamedTuple):
-    """A loss: of what, with which options, and what was done to the logits before."""
+# ---- which loss ----
+
+
+class LossSpec(NamedTuple):
+    """A causal-LM loss: of which labels, with which options, of which function of the logits."""
 
     labels: Any
     shift_labels: Any
     num_items_in_batch: Any
     ignore_index: int
     transform: Transform
-    options: dict = {}  # of our loss
+    options: dict = {}  # of our loss, as a call of the model gives them
 
-    def same(self, other) -> bool:
+    def same_as(self, other: LossSpec) -> bool:
+        """Return True for the same loss. Tensors are compared by identity: nothing is read."""
         return (
             self.labels is other.labels
             and self.shift_labels is other.shift_labels
-            and _same_number(self.num_items_in_batch, other.num_items_in_batch)
+            and _is_same_value(self.num_items_in_batch, other.num_items_in_batch)
             and self.ignore_index == other.ignore_index
-            and self.transform.same(other.transform)
+            and self.transform.same_as(other.transform)
             and self.options.keys() == other.options.keys()
             and all(
-                _same_number(value, other.options[name]) for name, value in self.options.items()
+                _is_same_value(value, other.options[name]) for name, value in self.options.items()
             )
         )
 
+    def label_versions(self) -> list:
+        """Return the versions of its tensors, by which later writes to them are seen."""
+        tensors = (self.labels, self.shift_labels, self.num_items_in_batch)
+        return [
+            x._version if isinstance(x, torch.Tensor) and not x.is_inference() else None
+            for x in tensors
+        ]
 
-def _same_number(a, b) -> bool:
+
+def _is_same_value(a, b) -> bool:
     return a is b or isinstance(a, (int, float)) and isinstance(b, (int, float)) and a == b
 
 
-def declared_transform(config) -> Transform:
-    """What a config says of it; whether a family means it so is seen when its loss function is
-    called."""
-    config = getattr(config, "text_config", config)
-    scale = getattr(config, "logit_scale", None)
-    scale = 1.0 if scale is None else scale
-    if "granite" in config.model_type:  # others multiply by it, or divide the hidden states
-        scale /= getattr(config, "logits_scaling", None) or 1.0
-    softcaps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-    caps = (getattr(config, name, None) for name in softcaps)
-    return Transform(scale, next((cap for cap in caps if cap is not None), None))
+def targets_of(spec: LossSpec, shape, logits_to_keep):
+    """Return shifted labels of ``shape``: for the positions that the family has kept.
 
-
-def target_of(asked, shape, keep):
-    """Shifted labels for exactly the positions that the family has kept, None if they do not
-    fit."""
-    given = asked.labels if asked.shift_labels is None else asked.shift_labels
-    if not isinstance(given, torch.Tensor) or given.dim() == 0 or given.is_floating_point():
+    Returns None if the labels do not fit these positions.
+    """
+    labels = spec.labels if spec.shift_labels is None else spec.shift_labels
+    if not isinstance(labels, torch.Tensor) or labels.dim() == 0 or labels.is_floating_point():
         return None
-    target = given if asked.shift_labels is not None else shifted(given, asked.ignore_index)
-    if target.shape == shape:
-        return target
-    if target.numel() == math.prod(shape):  # Hugging Face's loss lays both out flat
-        return target.reshape(shape)
-    if target.dim() != len(shape):
+    targets = labels
+    if spec.shift_labels is None:
+        targets = next_token_labels(labels, spec.ignore_index)
+    if targets.shape == shape:
+        return targets
+    if targets.numel() == math.prod(shape):  # Hugging Face's loss lays both out flat
+        return targets.reshape(shape)
+    if targets.dim() != len(shape):
         return None
-    if isinstance(keep, int):
-        target = target[:, -keep:]
-    elif not isinstance(keep, torch.Tensor):
+    if isinstance(logits_to_keep, int):
+        targets = targets[:, -logits_to_keep:]
+    elif not isinstance(logits_to_keep, torch.Tensor):
         return None
-    elif keep.dim() == 1:
-        target = target[:, keep.to(target.device)]
-    elif keep.dtype == torch.bool:
-        target = target[keep.to(target.device)]
     else:
-        target = target.gather(1, keep.to(target.device))
-    return target if target.shape == shape else None
+        positions = logits_to_keep.to(targets.device)
+        if positions.dim() == 1:
+            targets = targets[:, positions]
+        elif positions.dtype == torch.bool:
+            targets = targets[positions]
+        else:
+            targets = targets.gather(1, positions)
+    return targets if targets.shape == shape else None
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a model was called with, as far as its loss is concerned."""
+class ModelCall:
+    """The part of a model's call that concerns its loss."""
 
-    asked: Asked  # the loss, if the family's forward changes nothing of it
-    keep: Any  # which positions get logits
-    theirs: dict  # arguments of Hugging Face's loss that the family's forward does not take
-    rest: dict  # further arguments, which a loss that is put in the place of ours may want
-    handed: (
-        frozenset  # options that count where a forward of somebody else's hands them on to the loss
-    )
-    unknown: set  # arguments of Hugging Face's loss that ours does not know
-    released: bool  # whether it is transformers' own forward that runs
+    # the loss, if the family's forward changes nothing of it
+    spec: LossSpec
+    # which positions get logits, as Hugging Face's forwards take it
+    logits_to_keep: Any
+    # arguments of Hugging Face's loss that the family's forward does not take
+    hf_loss_kwargs: dict
+    # further arguments, which a loss that is put in the place of ours may want
+    extra_kwargs: dict
+    # options that count only if the forward, somebody else's, hands them on to the loss function
+    forwarded_options: frozenset
+    # arguments of Hugging Face's loss that ours does not know
+    unsupported_kwargs: set
+    # True: the forward is transformers' own
+    is_transformers: bool
 
 
-class Misfit(ValueError):
-    """Labels that are not one a token."""
+class NextStep(NamedTuple):
+    """Expectations of a model's next step, as long as its config declares the same transform."""
+
+    declared: Transform  # by the config
+    transform: Transform  # what the forward has done
+    defer_loss: bool  # True: the head computes no loss before the loss function asks for it
 
 
-# What code of ours may raise by mistake. A checkpoint ends its recomputation, a signal or a hook
-# ends a step by others.
-OWN = (
+def unsupported_loss_kwargs() -> set[str]:
+    """Return the arguments of Hugging Face's loss, in the installed release, that ours lacks."""
+    from transformers.loss import loss_utils
+
+    supported = {"logits", "labels", "vocab_size", "source", "target", "kwargs", *HF_LOSS_KWARGS}
+    parameters = set()
+    for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy):
+        parameters.update(inspect.signature(function).parameters)
+    return parameters - supported
+
+
+# ---- errors ----
+
+
+class LabelMismatch(ValueError):
+    """The labels are not one a token."""
+
+
+# What our code may raise by mistake. A checkpoint ends its recomputation, and a signal or a hook
+# ends a step, by others.
+_OWN_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
@@ -150,373 +183,390 @@ OWN = (
 
 
 def _may_be_own(error) -> bool:
-    kind = type(error)
-    return (
-        kind is RuntimeError
-        or isinstance(error, OWN)
-        or kind.__module__.startswith("torch._dynamo.")
-    )
+    """Return True for an error that our code may have raised by mistake."""
+    cls = type(error)
+    if cls is RuntimeError or isinstance(error, _OWN_ERRORS):
+        return True
+    return cls.__module__.startswith("torch._dynamo.")
 
 
-class RandomState:
-    """The state of the generators of torch and of Python, to be put back. Reading it waits for no
-    device."""
-
-    def __init__(self):
-        self.host = torch.get_rng_state()
-        self.python = random.getstate()
-        accelerator = torch.accelerator.current_accelerator()
-        module = None if accelerator is None else torch.get_device_module(accelerator)
-        readable = hasattr(module, "get_rng_state_all") and module.is_initialized()
-        if readable and module.is_current_stream_capturing():  # a CUDA graph's own counter goes on
-            readable = False
-        self.module = module if readable else None
-        self.devices = self.module.get_rng_state_all() if self.module else []
-
-    def restore(self):
-        torch.set_rng_state(self.host)
-        random.setstate(self.python)
-        if self.module:
-            self.module.set_rng_state_all(self.devices)
-
-
-run_eagerly(RandomState.__init__)  # a graph that was broken before it would begin again here
-run_eagerly(RandomState.restore)
+# ---- the request ----
 
 
 class Request:
-    """What one call of a model asks of its head and of its loss function. Without ``in_head`` there
-    are logits."""
+    """The loss that one call of a model asks of its head and of its loss function.
 
-    def __init__(self, model, call: Call, in_head: bool):
-        self.model, self.call = model, call
+    It belongs to that call and its thread. Without ``in_head`` the head makes logits.
+    """
+
+    def __init__(self, model, call: ModelCall, in_head: bool):
+        self.model = model
+        self.call = call
         self.head = model.get_output_embeddings() if in_head else None
-        self.leaves = leaves(self.head)
-        self.result = None  # of the loss that the family got
+        self.head_modules = head_modules(self.head)
+        self.result = None  # the loss, or `CrossEntropyOutput`, that the family got
         # in eager mode
-        self.place = None if is_compiling() else place()
-        self.calls = 0  # of the head
-        self.waits = False  # whether the head does not compute a loss before it is asked for
-        self.wanted = None  # in a call of ours
-        self.stands, self.closed = [], False  # what stands for logits: weak references
-        self.made = False  # whether there were real ones
-        self.reached = False  # whether its head was called
-        self.slow = None  # why its head has made logits
-        self.needed = (
-            None  # why the call has to start again, whatever becomes of the exception that says so
-        )
-        # in a graph
-        self.traced, self.transform, self.read = None, Transform(), None
-        self.written, self.mark = 0, None
-        self.pairs = []  # all that were traced, with the tensors that they are
-        self.learning = torch.is_grad_enabled()  # not so in the forward of an autograd Function
+        self.autograd_context = None if is_compiling() else autograd_context()
+        self.num_head_calls = 0
+        self.defer_loss = False  # True: the head computes no loss before it is asked for
+        self.spec_to_compute = None  # while the head is called again for another loss
+        self.placeholders = []  # weak references
+        self.closed = False  # True once the step is over
+        self.made_logits = False  # True once there were real logits
+        self.head_called = False
+        self.reason_logits = None  # why the head has made logits
+        # why the call has to start again, whatever becomes of the exception that says so
+        self.reason_restart = None
+        # in a graph of torch.compile
+        self.traced_logits = None  # the tensor that the loss function has to be given
+        self.traced_transform = Transform()
+        self.traced_head_call = None  # (head, its forward, hidden states)
+        self.traced_pairs = []  # all `TracedLogits`, each with the tensor that it is
+        self.num_writes = 0  # to the traced logits, when they were traced
+        self.write_marker = None  # tells one graph from another
+        self.grad_enabled = torch.is_grad_enabled()  # False in the forward of an autograd Function
 
-    def needs(self, why) -> LogitsNeeded:
-        """To be raised. TorchScript, threads and the forward's own handlers may keep it to
-        themselves."""
-        self.needed = why
-        return LogitsNeeded(why)
+    def needs_logits(self, reason) -> LogitsNeeded:
+        """Return what to raise where the call has to start again with real logits.
+
+        TorchScript, threads and the forward's own handlers may keep the exception to themselves:
+        the reason is kept here.
+        """
+        self.reason_restart = reason
+        return LogitsNeeded(reason)
 
     def failure(self, error) -> BaseException:
-        """To be raised where code of the stand-in's own has failed: the family's result does not
-        depend on it."""
-        if self.closed or isinstance(error, Misfit) or not _may_be_own(error):
+        """Return what to raise where the placeholder's own code has raised ``error``.
+
+        The family's result does not depend on our mistakes: the call starts again.
+        """
+        if self.closed or isinstance(error, LabelMismatch) or not _may_be_own(error):
             return error
-        return self.needs(f"what stands for its logits failed ({type(error).__name__}: {error})")
+        return self.needs_logits(
+            f"what stands for its logits failed ({type(error).__name__}: {error})"
+        )
 
-    # -- in the head --
+    # -- in the head's call --
 
-    def of_head(self, head, own, args, kwargs):
-        """The head's forward: a `Logits`, or logits where the loss cannot be computed here."""
-        if not any(head is leaf for leaf in self.leaves):
-            return own(head, *args, **kwargs)
-        self.reached = True
+    def run_head(self, head, forward, args, kwargs):
+        """Run in place of a head's ``forward``.
+
+        Returns a placeholder for the logits, or logits where the loss cannot be computed here.
+        """
+        if not any(head is module for module in self.head_modules):
+            return forward(head, *args, **kwargs)
+        self.head_called = True
         if len(args) + len(kwargs) != 1:
-            self.slow = "its head is called with more than hidden states"
-            return own(head, *args, **kwargs)
+            self.reason_logits = "its head is called with more than hidden states"
+            return forward(head, *args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
-        if within_a_mode():
-            self.slow = WITHIN_A_MODE
-            return own(head, hidden_states)
+        if in_user_mode():
+            self.reason_logits = IN_USER_MODE
+            return forward(head, hidden_states)
         if is_compiling():
-            if not plain(hidden_states) or hidden_states.numel() == 0:
-                return own(head, hidden_states)
-            return self._in_graph(head, own, hidden_states)
-        plan = plan_of(head)
-        if plan is None and not plain(hidden_states):
-            self.slow = f"its head is given a {type(hidden_states).__name__}"
-            return own(head, hidden_states)
-        if not isinstance(hidden_states, torch.Tensor) or hidden_states.numel() == 0:
-            return own(head, hidden_states)
-        if (
-            self.place != place()
-        ):  # under no_grad, or a checkpoint of its own, which runs again without this request
-            if torch.is_grad_enabled():
-                self.slow = (
-                    "its head is called within hooks on saved tensors (a checkpoint, save_on_cpu)"
-                )
-            return own(head, hidden_states)
+            return self._trace_head(head, forward, hidden_states)
+        plan = sharding_plan(head)
+        if not self._can_compute_loss(hidden_states, plan):
+            return forward(head, hidden_states)
         try:
-            logits = self._stand_in(head, own, hidden_states, plan)
+            placeholder = self._make_placeholder(head, forward, hidden_states, plan)
         except Exception as error:
             raise self.failure(error) from error
-        return own(head, hidden_states) if logits is None else logits
+        return forward(head, hidden_states) if placeholder is None else placeholder
 
-    def _stand_in(self, head, own, hidden_states, plan):
-        """What stands for the logits of this call of the head; None where the loss cannot be
-        computed in it."""
+    def _can_compute_loss(self, hidden_states, plan) -> bool:
+        """Return True if a loss can be computed from these hidden states, here and now."""
+        if plan is None and not are_plain_tensors(hidden_states):
+            self.reason_logits = f"its head is given a {type(hidden_states).__name__}"
+            return False
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.numel() == 0:
+            return False
+        if self.autograd_context != autograd_context():
+            # under no_grad, or in a checkpoint of its own, which runs again without this request
+            if torch.is_grad_enabled():
+                self.reason_logits = (
+                    "its head is called within hooks on saved tensors (a checkpoint, save_on_cpu)"
+                )
+            return False
+        return True
+
+    def _make_placeholder(self, head, forward, hidden_states, plan):
+        """Return the placeholder for the logits of this call of the head.
+
+        Returns None where the loss cannot be computed in the head, but only from logits.
+        """
+        options = self.call.spec.options
         if plan is None:
-            x, dtype = (
-                hidden_states,
-                dtype_of_logits(head, own, hidden_states, self.call.asked.options),
-            )
+            inputs = hidden_states
+            dtype = logits_dtype(head, forward, hidden_states, options)
         else:
-            x, dtype = for_shards(head, plan, hidden_states)
+            inputs, dtype = shard_inputs(head, plan, hidden_states)
         if dtype is None:
-            self.slow = f"its head makes logits ({why_whole(head, plan, self.call.asked.options)})"
+            reason = reason_full_logits(head, plan, options)
+            self.reason_logits = f"its head makes logits ({reason})"
             return None
-        self.calls += 1
-        asked = self.wanted
-        if asked is None and self.calls == 1 and not self.waits:
-            asked = self.call.asked
-        again = plan is not None or reads_its_weight(head, own)
-        source = Source(self, self.head, hidden_states, dtype, again)
-        target = (
-            None if asked is None else target_of(asked, hidden_states.shape[:-1], self.call.keep)
-        )
-        if (
-            target is not None
-        ):  # or the family cuts its labels, or they are wrong: the loss function will see
-            try:
-                source.result = self._loss(head, own, x, target, asked)
-                source.asked, source.versions = asked, _versions(asked)
-            except (TypeError, ValueError):
-                if self.wanted is not None:
-                    raise
-                target = None  # labels that the loss function may not get as they are
-        if target is None:
-            learns = hidden_states.requires_grad or any(p.requires_grad for p in head.parameters())
-            loss = torch.zeros(
-                (), device=hidden_states.device, requires_grad=learns and torch.is_grad_enabled()
-            )
-        else:
-            loss = unpack_cross_entropy_result(source.result)[0]
-        logits = Logits.standing_for(source, loss, (*hidden_states.shape[:-1], head.out_features))
-        return logits if plan is None or plan.outputs is None else Replicated(logits, plan.outputs)
+        self.num_head_calls += 1
+        repeatable = plan is not None or is_plain_head(head, forward)
+        head_call = HeadCall(self, self.head, hidden_states, dtype, repeatable)
+        loss = self._loss_of_call(head_call, head, forward, inputs)
+        if loss is None:
+            loss = _zero_loss(head, hidden_states)
+        shape = (*hidden_states.shape[:-1], head.out_features)
+        placeholder = LogitsPlaceholder.of_loss(head_call, loss, shape)
+        if plan is None or plan.output_placements is None:
+            return placeholder
+        return ReplicatedLogits(placeholder, plan.output_placements)
 
-    def _loss(self, head, own, hidden_states, target, asked):
-        options = self.call.rest | asked.options
-        if not plain(
-            hidden_states
-        ):  # the ranks have the same rows, even if their labels differ, which makes it NaN
-            return loss_by_weight(
-                head, hidden_states, target, asked, {"drop_ignored": False} | options
-            )
-        if reads_its_weight(head, own):
-            return loss_by_weight(head, hidden_states, target, asked, options)
-        return loss_by_calling(head, own, hidden_states, target, asked, asked.options)
+    def _loss_of_call(self, head_call, head, forward, inputs):
+        """Compute the loss of a call of the head, and note it there.
 
-    def _in_graph(self, head, own, hidden_states):
-        logits = own(head, hidden_states)
-        if self.read is not None or not reads_its_weight(head, own):
-            self.traced = None
+        Returns None if it is deferred, or if its labels do not fit: the family cuts them, or they
+        are wrong. The loss function will see.
+        """
+        spec = self.spec_to_compute
+        if spec is None and self.num_head_calls == 1 and not self.defer_loss:
+            spec = self.call.spec
+        if spec is None:
+            return None
+        shape = head_call.hidden_states.shape[:-1]
+        targets = targets_of(spec, shape, self.call.logits_to_keep)
+        if targets is None:
+            return None
+        try:
+            head_call.result = self._compute_loss(head, forward, inputs, targets, spec)
+            head_call.label_versions = spec.label_versions()
+            head_call.spec = spec
+        except (TypeError, ValueError):
+            if self.spec_to_compute is not None:
+                raise
+            return None  # labels that the loss function may not get as they are
+        return unpack_cross_entropy_result(head_call.result)[0]
+
+    def _compute_loss(self, head, forward, hidden_states, targets, spec):
+        """Compute a loss in the head: from its weight, or by calling it in chunks."""
+        options = self.call.extra_kwargs | spec.options
+        if not are_plain_tensors(hidden_states):
+            # the ranks have the same rows, even if their labels differ, which makes it NaN
+            options = {"drop_ignored": False} | options
+            return loss_from_weight(head, hidden_states, targets, spec, options)
+        if is_plain_head(head, forward):
+            return loss_from_weight(head, hidden_states, targets, spec, options)
+        return loss_in_chunks(head, forward, hidden_states, targets, spec, spec.options)
+
+    # -- in the head's call, in a graph of torch.compile --
+
+    def _trace_head(self, head, forward, hidden_states):
+        if not are_plain_tensors(hidden_states) or hidden_states.numel() == 0:
+            return forward(head, hidden_states)
+        logits = forward(head, hidden_states)
+        if self.traced_head_call is not None or not is_plain_head(head, forward):
+            self.traced_logits = None
             return logits
-        self.read = head, own, hidden_states
-        self.mark = hidden_states.new_zeros(0).zero_()  # whose count begins anew in another graph
+        self.traced_head_call = head, forward, hidden_states
+        # its count of writes begins anew in another graph
+        self.write_marker = hidden_states.new_zeros(0).zero_()
         return self.trace(logits, Transform())
 
     def trace(self, logits, transform):
-        """Let the loss be computed in place of these logits, should the loss function get just
-        them.
+        """Let the loss be computed in place of these logits, if the loss function gets just them.
 
-        A forward of somebody else's is handed a tensor as everybody knows it, and what it does to
-        that is not followed, unless the config names something."""
-        self.traced, self.transform = logits, transform
-        if self.call.released or self.call.asked.transform != Transform():
-            self.traced = logits.as_subclass(TracedLogits)
-            self.pairs.append((self.traced, logits))
-        self.written = writes(logits)
-        return self.traced
+        A forward of somebody else's is handed an ordinary tensor. What it does to that is not
+        followed, unless the config declares a transform.
+        """
+        self.traced_logits = logits
+        self.traced_transform = transform
+        if self.call.is_transformers or self.call.spec.transform != Transform():
+            self.traced_logits = logits.as_subclass(TracedLogits)
+            self.traced_pairs.append((self.traced_logits, logits))
+        self.num_writes = count_writes(logits)
+        return self.traced_logits
 
     def without_logits(self, out):
-        """A tuple that a forward has returned in a graph, with None for the logits of which the
-        loss was computed."""
-        if type(out) is not tuple or self.result is None or self.traced is None:
+        """Return a tuple that a forward has returned in a graph without its logits.
+
+        They are None if the loss was computed of them.
+        """
+        if type(out) is not tuple or self.result is None or self.traced_logits is None:
             return out
-        return tuple(None if x is self.traced else x for x in out)
+        return tuple(None if x is self.traced_logits else x for x in out)
 
     # -- in the family's code, in place of its loss function --
 
     def loss_function(self, *args, **kwargs):
-        called = self.call.asked
-        given = (
-            self.call.theirs
-            | dict(zip(("logits", "labels", "vocab_size"), args, strict=False))
-            | kwargs
-        )
-        if (
-            called.labels is called.shift_labels is given.get("labels") is not None
-        ):  # there were no labels
-            given.setdefault("shift_labels", called.shift_labels)
-        logits = given.get("logits")
+        """Return the loss that the family asks for.
+
+        That is the one of the head, if its arguments are what it was computed with. If they are
+        not, the head is called for this one. With real logits it is the loss of these.
+        """
+        spec = self.call.spec
+        positional = dict(zip(("logits", "labels", "vocab_size"), args, strict=False))
+        inputs = self.call.hf_loss_kwargs | positional | kwargs
+        logits, labels = inputs.get("logits"), inputs.get("labels")
+        if labels is not None and labels is spec.labels is spec.shift_labels:
+            inputs.setdefault("shift_labels", labels)  # the model was given these alone
+        loss = None
         if is_compiling():
-            loss = self._of_traced(given) if self._is_as_traced(logits) else None
-        elif type(logits) is Logits:
+            if self._is_as_traced(logits):
+                loss = self._loss_of_traced(inputs)
+        elif type(logits) is LogitsPlaceholder:
             try:
-                loss = self._of_stand(logits, given)
+                loss = self._loss_of_placeholder(logits, inputs)
             except Exception as error:
                 raise self.failure(error) from error
         else:
-            loss = self._of_what_escaped(logits)
-        return self._of_logits(given) if loss is None else loss
+            self._check_is_no_placeholder(logits)
+        return self._loss_of_logits(inputs) if loss is None else loss
 
-    def _asked(self, given, transform) -> Asked | None:
-        labels, shift_labels = given.get("labels"), given.get("shift_labels")
-        if labels is shift_labels is None or any(
-            given.get(name) is not None for name in self.call.unknown
-        ):
+    def _spec_of(self, inputs, transform) -> LossSpec | None:
+        """Return the loss that arguments of a loss function ask for, None if it is not ours."""
+        labels, shift_labels = inputs.get("labels"), inputs.get("shift_labels")
+        if labels is None and shift_labels is None:
             return None
-        ignore_index = given.get("ignore_index", -100)
-        items = given.get("num_items_in_batch")
-        return Asked(labels, shift_labels, items, ignore_index, transform, self._options(given))
+        if any(inputs.get(name) is not None for name in self.call.unsupported_kwargs):
+            return None
+        return LossSpec(
+            labels,
+            shift_labels,
+            inputs.get("num_items_in_batch"),
+            inputs.get("ignore_index", -100),
+            transform,
+            self._options_of(inputs),
+        )
 
-    def _options(self, given) -> dict:
-        """Those of our loss that have come as far as the loss function."""
-        called, handed = self.call.asked.options, self.call.handed
-        if not handed:
-            return called
+    def _options_of(self, inputs) -> dict:
+        """Return the options of our loss that have come as far as the loss function."""
+        options, forwarded = self.call.spec.options, self.call.forwarded_options
+        if not forwarded:
+            return options
         return {
-            name: given.get(name, called[name])
-            for name in called
-            if name in given or name not in handed
+            name: inputs.get(name, options[name])
+            for name in options
+            if name in inputs or name not in forwarded
         }
 
     def _is_as_traced(self, logits) -> bool:
-        """Whether these are the logits that were traced, in the same graph, and nothing was written
-        to them."""
-        if self.traced is None or logits is not self.traced or within_a_mode():
+        """Return True for the traced logits, in the same graph, to which nothing was written."""
+        if self.traced_logits is None or logits is not self.traced_logits or in_user_mode():
             return False
-        return writes(self.mark) == 1 and writes(logits) == self.written
+        return count_writes(self.write_marker) == 1 and count_writes(logits) == self.num_writes
 
-    def _of_traced(self, given):
-        asked, (head, own, hidden_states) = self._asked(given, self.transform), self.read
-        target = (
-            None if asked is None else target_of(asked, hidden_states.shape[:-1], self.call.keep)
-        )
-        if target is None or given.get("vocab_size", head.out_features) != head.out_features:
+    def _loss_of_traced(self, inputs):
+        """Return the loss of the head's inputs in a graph, None for the loss of the logits."""
+        spec = self._spec_of(inputs, self.traced_transform)
+        head, forward, hidden_states = self.traced_head_call
+        targets = None
+        if spec is not None:
+            targets = targets_of(spec, hidden_states.shape[:-1], self.call.logits_to_keep)
+        if targets is None or inputs.get("vocab_size", head.out_features) != head.out_features:
             return None
-        self.result = self._loss(head, own, hidden_states, target, asked)
+        self.result = self._compute_loss(head, forward, hidden_states, targets, spec)
         return unpack_cross_entropy_result(self.result)[0]
 
-    def _of_stand(self, logits, given):
-        if (
-            logits._source.request is not self or within_a_mode()
-        ):  # another model's, or seen by a mode
+    def _loss_of_placeholder(self, placeholder, inputs):
+        """Return the loss that a placeholder carries, None for the loss of real logits.
+
+        If it carries another one, the head is called for the one that is asked for.
+        """
+        if placeholder._head_call.request is not self or in_user_mode():
+            return None  # another model's, or seen by a mode
+        spec = self._spec_of(inputs, placeholder._transform)
+        if spec is None or placeholder._logits is not None:
             return None
-        asked = self._asked(given, logits._transform)
-        if (
-            asked is None
-            or logits._made is not None
-            or given.get("vocab_size", logits.shape[-1]) != logits.shape[-1]
-        ):
+        if inputs.get("vocab_size", placeholder.shape[-1]) != placeholder.shape[-1]:
             return None
-        if (
-            place() != self.place and torch.is_grad_enabled()
-        ):  # in a checkpoint, which runs again without this request
-            raise self.needs("a checkpoint takes its logits")
-        source = logits._source
-        if (
-            source.taken
-            or source.asked is None
-            or not source.asked.same(asked)
-            or source.versions != _versions(asked)
-        ):
-            logits = self._again(logits, asked)
-            if type(logits) is not Logits:
+        if autograd_context() != self.autograd_context and torch.is_grad_enabled():
+            # in a checkpoint, which runs again without this request
+            raise self.needs_logits("a checkpoint takes its logits")
+        if not _carries(placeholder._head_call, spec):
+            placeholder = self._call_head_again(placeholder, spec)
+            if type(placeholder) is not LogitsPlaceholder:
                 return None
-        logits._source.taken = True
-        as_called = asked.same(self.call.asked._replace(transform=asked.transform))
-        known, same = (
-            self.model._liger_learned is not None,
-            asked.transform.same(self.call.asked.transform),
-        )
+        placeholder._head_call.loss_taken = True
+        self._remember(spec)
+        self.result = placeholder._head_call.result
+        return placeholder.take_loss(unpack_cross_entropy_result(self.result)[0])
+
+    def _remember(self, spec):
+        """Note for the model's next step which loss was asked for."""
+        model, call_spec = self.model, self.call.spec
+        other_arguments = not spec.same_as(call_spec._replace(transform=spec.transform))
         # what changes from step to step is not guessed
-        self.model._liger_learned = (
-            declared_transform(self.model.config),
-            asked.transform,
-            not as_called or known and not same,
+        is_known = model._liger_next_step is not None
+        other_transform = is_known and not spec.transform.same_as(call_spec.transform)
+        model._liger_next_step = NextStep(
+            declared_transform(model.config), spec.transform, other_arguments or other_transform
         )
-        self.result = logits._source.result
-        return logits.loss(unpack_cross_entropy_result(self.result)[0])
 
-    def _again(self, logits, asked):
-        """Call the head for the loss that is asked for."""
-        source = logits._source
-        if target_of(asked, source.hidden_states.shape[:-1], self.call.keep) is None:
-            given = asked.labels if asked.shift_labels is None else asked.shift_labels
-            if (
-                not isinstance(given, torch.Tensor)
-                or given.dim() != logits.dim() - 1
-                or given.is_floating_point()
-            ):
-                return None  # the family's loss knows, or says what it is
-            raise Misfit(
-                f"forward: labels of shape {tuple(given.shape)} do not fit the {tuple(logits.shape[:-1])} positions "
-                "that reach the head; give one label a token, and logits_to_keep as for the logits"
+    def _call_head_again(self, placeholder, spec):
+        """Call the head for the loss that is asked for. Returns its placeholder.
+
+        Returns None for labels on which the family's loss is left to decide.
+        """
+        head_call = placeholder._head_call
+        shape = head_call.hidden_states.shape[:-1]
+        if targets_of(spec, shape, self.call.logits_to_keep) is None:
+            labels = spec.labels if spec.shift_labels is None else spec.shift_labels
+            if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+                return None
+            if labels.dim() != placeholder.dim() - 1:
+                return None
+            raise LabelMismatch(
+                f"forward: labels of shape {tuple(labels.shape)} do not fit the "
+                f"{tuple(placeholder.shape[:-1])} positions that reach the head; give one label a "
+                "token, and logits_to_keep as for the logits"
             )
-        self.wanted = asked
+        self.spec_to_compute = spec
         try:
-            with torch.set_grad_enabled(logits.requires_grad):
-                return source.call_again()
+            with torch.set_grad_enabled(placeholder.requires_grad):
+                return head_call.call_again()
         finally:
-            self.wanted = None
+            self.spec_to_compute = None
 
-    def _of_what_escaped(self, logits):
-        """Of the stand-in's own memory by another name, which torch functions did not show."""
+    def _check_is_no_placeholder(self, logits):
+        """Start again if a tensor is a placeholder's memory by another name.
+
+        Torch functions do not show what an autograd Function returns.
+        """
         with torch._C.DisableTorchFunctionSubclass():
-            memories = [stand.untyped_storage().data_ptr() for stand in living(self.stands)]
-            if (
-                memories
-                and isinstance(logits, torch.Tensor)
-                and logits.untyped_storage().data_ptr() in memories
-            ):
-                raise self.needs("an autograd Function passes its logits on")
+            memories = [x.untyped_storage().data_ptr() for x in alive(self.placeholders)]
+            if not memories or not isinstance(logits, torch.Tensor):
+                return
+            if logits.untyped_storage().data_ptr() in memories:
+                raise self.needs_logits("an autograd Function passes its logits on")
 
-    def _of_logits(self, given):
-        family_loss, options = self.model._liger_family_loss(), self._options(given)
-        if not is_causal(family_loss):
-            return family_loss(**(given | options))
-        if not _any(options, NOT_HUGGING_FACES + METRICS):
-            return family_loss(**given)
-        self.result = liger_causal_lm_loss(**(given | options))
+    def _loss_of_logits(self, inputs):
+        """Return the family's loss of real logits; ours where an option asks for what it lacks."""
+        family_loss = self.model._liger_family_loss()
+        options = self._options_of(inputs)
+        if not is_causal_lm_loss(family_loss):
+            return family_loss(**(inputs | options))
+        if not _any_set(options, LOSS_CHANGING_OPTIONS + METRICS):
+            return family_loss(**inputs)
+        self.result = liger_causal_lm_loss(**(inputs | options))
         return unpack_cross_entropy_result(self.result)[0]
 
     def close(self):
-        """The step is over: what somebody has kept of the logits becomes real."""
-        for stand in living(self.stands):
-            stand.real()
+        """End the step: logits that somebody has kept become real."""
+        for placeholder in alive(self.placeholders):
+            placeholder.materialize()
         self.closed = True
 
 
-def unknown_to_ours() -> set[str]:
-    """Arguments of Hugging Face's loss, in the installed release, that ours does not know."""
-    from transformers.loss import loss_utils
-
-    known = {"logits", "labels", "vocab_size", "source", "target", "kwargs", *OF_THE_LOSS}
-    functions = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
-    return {
-        name for function in functions for name in inspect.signature(function).parameters
-    } - known
+def _zero_loss(head, hidden_states):
+    """Return the loss of a placeholder whose loss is not computed yet."""
+    learns = hidden_states.requires_grad or any(p.requires_grad for p in head.parameters())
+    return torch.zeros(
+        (), device=hidden_states.device, requires_grad=learns and torch.is_grad_enabled()
+    )
 
 
-def _versions(asked):
-    """Of the tensors that a loss is given: what is written to them later is seen."""
-    given = (asked.labels, asked.shift_labels, asked.num_items_in_batch)
-    return [
-        x._version if isinstance(x, torch.Tensor) and not x.is_inference() else None for x in given
-    ]
+def _carries(head_call, spec) -> bool:
+    """Return True if a call of the head has computed this loss, and nobody has taken it."""
+    if head_call.loss_taken or head_call.spec is None or not head_call.spec.same_as(spec):
+        return False
+    return head_call.label_versions == spec.label_versions()
 
 
-def _any(options, names) -> bool:
-    given = [options[name] for name in names if options.get(name) is not None]
-    return any(isinstance(value, torch.Tensor) or value for value in given)
+def _any_set(options, names) -> bool:
+    values = [options[name] for name in names if options.get(name) is not None]
+    return any(isinstance(value, torch.Tensor) or value for value in values)

@@ -1,7 +1,7 @@
-"""The loss of a causal model: in its head, without logits, or on logits, by `liger_cross_entropy`.
+"""The rewrites of a causal model's loss: in its head, without logits, or on logits.
 
-`causal_lm` has the losses, `loss_in_head` the forward that computes one in the head.
-"""
+`LossInHead` gives the model the forward of `loss_in_head`, where one step is described. With
+`LossOnLogits` the model makes logits, and `liger_cross_entropy` computes their loss."""
 
 from __future__ import annotations
 
@@ -11,137 +11,145 @@ import torch
 
 from liger_kernel.patch.layers import balancing
 from liger_kernel.patch.loss import causal_lm, head, loss_in_head
-from liger_kernel.patch.loss.placeholder import current
-from liger_kernel.patch.proof.functions import mentions
-from liger_kernel.patch.proof.private import become, own_forward, swap
-from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, known_as
+from liger_kernel.patch.loss.active_request import current_request
+from liger_kernel.patch.loss.parallel_head import ShardingPlan, sharding_plan
+from liger_kernel.patch.proof.functions import uses_name
+from liger_kernel.patch.proof.private import convert_module, has_instance_forward, set_class
+from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
 COLUMN = "loss"
 
 
 @dataclass(frozen=True)
 class CausalLM(Replacement):
-    """A model with a head and a loss function, whose forward is `loss_in_head.fused_forward`.
+    """A model with a head and a loss function, whose forward is `loss_in_head.fused_forward`."""
 
-    ``balanced``: its load-balancing loss is ours, too.
-    """
-
+    # True: its load-balancing loss is ours, too
     balanced: bool = False
     flag, column = "fused_linear_cross_entropy", COLUMN
-    guarded = False  # at every step it looks for itself
+    guarded = False  # the forward looks for itself at every step
 
     @property
     def flags(self):
         return (self.flag, balancing.FLAG) if self.balanced else (self.flag,)
 
-    def members(self, cls):
+    def class_members(self, cls):
         def loss_function(self):
-            request = current()
-            asked = request is not None and request.model is self
-            return request.loss_function if asked else self._liger_family_loss()
+            request = current_request()
+            if request is not None and request.model is self:
+                return request.loss_function
+            return self._liger_family_loss()
 
+        changes = [balancing.with_liger_load_balancing] if self.balanced else []
         return {
-            "forward": loss_in_head.fused_forward(
-                cls, *([balancing.balanced] if self.balanced else [])
-            ),
+            "forward": loss_in_head.fused_forward(cls, *changes),
             "loss_function": property(loss_function, cls.loss_function.fset),
             "_liger_family_loss": loss_in_head.family_loss(cls),
             "_liger_state": {
-                "_liger_learned": None,  # what to expect of the next step: `loss_in_head`
-                "_liger_logits_needed": None,  # the hooks with which it gets real logits
-                "_liger_told": None,  # why there are logits in training
+                # what to expect of the next step, a `request.NextStep`
+                "_liger_next_step": None,
+                # the ids of its head's hooks when it has turned out to need real logits
+                "_liger_logits_needed": None,
+                # why there were logits in training, as it was said
+                "_liger_told": None,
             },
         }
 
 
-class _Loss(Rewrite):
-    """Of the models with a head in what is patched."""
+class _LossRewrite(Rewrite):
+    """Replaces the loss of the outermost models with a head."""
 
-    known = object
+    applies_to = object
 
-    def may_be(self, module):
+    def could_apply(self, module):
         return _has_head(module)
 
     def name(self, model):
         return f"{type(model).__name__}'s loss"
 
     def apply(self, walk, model):
-        if not any(model is outermost for outermost in walk.models):
+        if not any(model is outermost for outermost in walk.causal_lms):
             return
-        if self.is_there(model):
-            walk.done.add(self.flags[0])
+        if self.is_applied(model):
+            walk.flags_done.add(self.flags[0])
             return
-        why = self.obstacle(model)
-        if why is not None:
-            self.leave(walk, model, why)
+        reason = self.obstacle(model)
+        if reason is not None:
+            self.leave_alone(walk, model, reason)
         else:
             walk.report.add(self.name(model), self.replace(model), COLUMN)
-            walk.done.add(self.flags[0])
+            walk.flags_done.add(self.flags[0])
 
-    def is_there(self, model) -> bool:
+    def is_applied(self, model) -> bool:
+        """Return True if the loss of a model is replaced already."""
         raise NotImplementedError
 
     def replace(self, model) -> str:
-        """-> what runs instead, in the words of a report"""
+        """Replace the loss. Returns what runs instead, in the words of a report."""
         raise NotImplementedError
 
     def obstacle(self, model) -> str | None:
+        """Return why the loss of a model is left alone, or None."""
         if not isinstance(getattr(type(model), "loss_function", None), property):
             return "it has no loss_function"
         loss = model.loss_function
-        if not causal_lm.is_causal(loss):
+        if not causal_lm.is_causal_lm_loss(loss):
             return f"it is {getattr(loss, '__name__', loss)}, not ForCausalLMLoss"
-        forwards = (
-            loss_in_head.family_forward(type(model)),
-            *(c.__dict__.get("forward") for c in type(model).__mro__),
-        )
-        if not any(mentions(forward, "loss_function") for forward in forwards):
+        forwards = [loss_in_head.family_forward(type(model))]
+        forwards += [cls.__dict__.get("forward") for cls in type(model).__mro__]
+        if not any(uses_name(forward, "loss_function") for forward in forwards):
             return "the model's forward does not call self.loss_function"
         return None
 
 
-class LossInHead(_Loss):
+class LossInHead(_LossRewrite):
+    """Computes the loss in the head: see `loss_in_head`."""
+
     flags = ("fused_linear_cross_entropy",)
 
-    def is_there(self, model):
-        return isinstance(known_as(model), CausalLM)
+    def is_applied(self, model):
+        return isinstance(replacement_of(model), CausalLM)
 
     def replace(self, model):
-        balanced = isinstance(known_as(model), balancing.Balanced)
+        balanced = isinstance(replacement_of(model), balancing.LoadBalancingLoss)
         if balanced:
-            swap(model, type(model)._liger[0])
-            balanced = balancing.why_not(type(model)) is None
-        become(model, CausalLM(balanced))
+            set_class(model, type(model)._liger[0])
+            balanced = balancing.reason_left_alone(type(model)) is None
+        convert_module(model, CausalLM(balanced))
         lm_head = model.get_output_embeddings()
-        head.prepare(lm_head)
-        leaves = head.leaves(lm_head)
-        if all(
-            type(leaf).forward is torch.nn.Linear.forward and not head.is_quantised(leaf)
-            for leaf in leaves
-        ):
-            sharded = any(isinstance(head.plan_of(leaf), head.Plan) for leaf in leaves)
-            return "liger_fused_linear_cross_entropy, no logits" + (
-                ", over the shards of its classes" * sharded
-            )
-        library = type(lm_head).__module__.partition(".")[0]
-        how = "once" if head.mixes_rows(lm_head) else f"{head.CHUNK} rows at a time"
-        return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {how}"
+        head.install_forward(lm_head)
+        return _description(lm_head)
 
     def obstacle(self, model):
-        why = super().obstacle(model)
-        if why is not None:
-            return why
-        if own_forward(model):
+        reason = super().obstacle(model)
+        if reason is not None:
+            return reason
+        if has_instance_forward(model):
             return "the model's forward was replaced on the instance"
-        if known_as(model) is not None and "_liger" not in vars(type(model)):
+        if replacement_of(model) is not None and "_liger" not in vars(type(model)):
             return "it was given another class after it was patched"
-        return head.why_not(model.get_output_embeddings())
+        return head.reason_left_alone(model.get_output_embeddings())
 
 
-class LossOnLogits(_Loss):
+def _description(lm_head) -> str:
+    """Say how the loss of a head is computed, in the words of a report."""
+    modules = head.head_modules(lm_head)
+    if all(type(m).forward is torch.nn.Linear.forward for m in modules):
+        if not any(map(head.is_quantised, modules)):
+            text = "liger_fused_linear_cross_entropy, no logits"
+            sharded = any(isinstance(sharding_plan(m), ShardingPlan) for m in modules)
+            return text + ", over the shards of its classes" if sharded else text
+    library = type(lm_head).__module__.partition(".")[0]
+    rows = "once" if head.mixes_rows(lm_head) else f"{head.CHUNK_ROWS} rows at a time"
+    return f"liger_cross_entropy, {library}'s {type(lm_head).__name__} called {rows}"
+
+
+class LossOnLogits(_LossRewrite):
+    """Gives the model `liger_causal_lm_loss` as its loss function."""
+
     flags = ("cross_entropy",)
 
-    def is_there(self, model):
+    def is_applied(self, model):
         return model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss
 
     def replace(self, model):
@@ -157,8 +165,13 @@ def _has_head(module) -> bool:
 
 
 def causal_lms(model) -> list:
-    """The outermost Hugging Face models with a head in ``model``, through PEFT, DDP, FSDP1 and
-    torch.compile."""
+    """Return the outermost Hugging Face models with a head in ``model``.
+
+    Wrappers are looked through: PEFT, DDP, FSDP1, torch.compile.
+    """
     if _has_head(model):
         return [model]
-    return [found for child in model.children() for found in causal_lms(child)]
+    models = []
+    for child in model.children():
+        models += causal_lms(child)
+    return models

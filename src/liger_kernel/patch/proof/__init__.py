@@ -1,1 +1,1 @@
-"""How a part of a model is proved, and how it is replaced."""
+"""Proofs that a module computes what our operators compute, and how it is replaced."""

@@ -1,37 +1,42 @@
-"""Which tensors, modules and moments our operators are for: what the rewrites ask before they run
-one."""
+"""Conditions that our forwards check before they run an operator: on tensors, modules, and the
+compiler."""
 
 from __future__ import annotations
 
 import torch
 
-from liger_kernel.patch.proof.hooks import hooked
+from liger_kernel.patch.proof.hooks import has_hooks
+
+# Elements of a layer's input. For a smaller one the host's time counts for more than the kernel's.
+LARGE_NUMEL = 2**23
+# Elements of a layer's input from which on our kernels are faster than what a compiler makes.
+MIN_NUMEL_IN_GRAPH = 2**23
 
 
-def plain(*tensors) -> bool:
-    """No DTensor, no quantised or other subclass: what a kernel can read."""
+def are_plain_tensors(*tensors) -> bool:
+    """Return True if a kernel can read each of them: no DTensor, no quantised or other subclass.
+
+    None counts as plain."""
     for t in tensors:  # a loop: a generator takes twice as long, and this is asked at every call
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter and t is not None:
             return False
     return True
 
 
-def seen(*modules, called=True) -> bool:
-    """Whether somebody looks at what these modules are given or give: then it has to be tensors.
-    ``called``: see `hooked`."""
-    held = [m for m in modules if m is not None]
-    return hooked(*held, called=called) or any("forward" in m.__dict__ for m in held)
+def is_observed(*modules, still_called=True) -> bool:
+    """Return True if someone looks at what these modules take or return.
+
+    Then their inputs and outputs have to be tensors. A module may be None. ``still_called``: see
+    `has_hooks`."""
+    present = [m for m in modules if m is not None]
+    return has_hooks(*present, still_called=still_called) or any(
+        "forward" in m.__dict__ for m in present
+    )
 
 
-LARGE = 2**23  # elements of a layer's input; for a smaller one the host's time counts for more
-IN_GRAPH = (
-    2**23
-)  # elements of a layer's input from which on our kernels are faster than what a compiler makes
-
-
-def is_the_compilers(x) -> bool:
-    """Whether, in a graph, a tensor of that size is left to the compiler, with the family's own
-    code.
+def left_to_compiler(x) -> bool:
+    """Return True if a graph is being traced and, for an ``x`` of this size, should get the
+    family's own code.
 
     Each operator of ours costs the host some 50 µs there, and is nothing that a compiler can fuse
     with its neighbours. A CUDA graph costs the host nothing, and our kernels are the faster ones at
@@ -42,15 +47,16 @@ def is_the_compilers(x) -> bool:
     """
     if not torch.compiler.is_compiling():
         return False
-    return x.numel() < IN_GRAPH and x.device.type != "cpu" and not becomes_a_cuda_graph()
+    small = x.numel() < MIN_NUMEL_IN_GRAPH
+    return small and x.device.type != "cpu" and not will_be_cuda_graph()
 
 
-def becomes_a_cuda_graph() -> bool:
-    """Whether what Dynamo compiles now will be replayed as a CUDA graph (``mode="reduce-overhead"``
-    and its like).
+def will_be_cuda_graph() -> bool:
+    """Return True if the graph that Dynamo is tracing will be replayed as a CUDA graph.
 
-    It is asked while tracing, and the answer is a constant: what another backend compiles is traced
-    anew. Speed alone depends on it, so where Dynamo does not tell, the answer is no."""
+    That is ``mode="reduce-overhead"`` and its like. The answer is a constant of the trace: for
+    another backend the code is traced anew. Only speed depends on it, so the answer is False where
+    Dynamo does not tell."""
     try:
         from torch._dynamo.eval_frame import innermost_backend
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -61,10 +67,10 @@ def becomes_a_cuda_graph() -> bool:
         return False
 
 
-becomes_a_cuda_graph._dynamo_marked_constant = (
-    True  # `torch.compiler.assume_constant_result`, without importing Dynamo
-)
+# `torch.compiler.assume_constant_result`, without importing Dynamo
+will_be_cuda_graph._dynamo_marked_constant = True
 
 
-def large(x) -> bool:
-    return plain(x) and x.numel() >= LARGE
+def is_large(x) -> bool:
+    """Return True if ``x`` is a plain tensor of at least `LARGE_NUMEL` elements."""
+    return are_plain_tensors(x) and x.numel() >= LARGE_NUMEL

@@ -1,4 +1,5 @@
-"""Python functions: what they read, what they wrap, and one with a global bound anew."""
+"""Python functions: what they read, what they wrap, and how a copy gets another value for a
+global."""
 
 from __future__ import annotations
 
@@ -13,19 +14,34 @@ from collections.abc import Callable
 import torch
 from torch.compiler import is_compiling
 
+# Instructions that are not code but belong to the one before or after them.
+FILLERS = "CACHE", "EXTENDED_ARG", "PRECALL"
+# Instructions that put an argument onto the stack that is no variable.
+CONSTANT_ARGUMENTS = "LOAD_CONST", "LOAD_SMALL_INT", "PUSH_NULL", "KW_NAMES"
+# Types whose values torch.compile can compare by identity.
+GUARDABLE = (
+    types.FunctionType, types.BuiltinFunctionType, type, torch.nn.Module, int, float, str,
+    type(None), torch.dtype,
+)  # fmt: skip
 
-def layers(function):
-    """A function and those that it wraps, as decorators do: found in its closure."""
-    found, waiting = [], [function]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, types.FunctionType) and one not in found:
-            found.append(one)
-            waiting += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
-    return found
+
+# ---- what a function consists of ----
 
 
-def _filled(cell) -> bool:
+def wrapped_functions(function) -> list[types.FunctionType]:
+    """List a function and those that it wraps, as decorators do: they are found in its closure."""
+    functions = []
+    queue = [function]
+    while queue:
+        candidate = queue.pop()
+        if isinstance(candidate, types.FunctionType) and candidate not in functions:
+            functions.append(candidate)
+            cells = candidate.__closure__ or ()
+            queue += [cell.cell_contents for cell in cells if is_filled(cell)]
+    return functions
+
+
+def is_filled(cell) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -33,96 +49,148 @@ def _filled(cell) -> bool:
     return True
 
 
-def mentions(function, name: str) -> bool:
-    """Whether the function, or one that it wraps, uses the name: a global or an attribute."""
-    return any(name in layer.__code__.co_names for layer in layers(function))
+def _inner_codes(code: types.CodeType) -> list[types.CodeType]:
+    """List the code of functions, comprehensions and classes defined in it, at any depth."""
+    codes = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    for inner in list(codes):
+        codes += _inner_codes(inner)
+    return codes
 
 
-def names_of(function) -> set[str]:
-    """The names that the function, and each that it wraps, uses: globals and attributes, in what it
-    defines, too."""
-    codes = [
-        code for layer in layers(function) for code in (layer.__code__, *_inner(layer.__code__))
-    ]
-    return {name for code in codes for name in code.co_names}
+def _all_codes(function: types.FunctionType) -> list[types.CodeType]:
+    return [function.__code__, *_inner_codes(function.__code__)]
 
 
-def variables_of(function) -> set[str]:
-    """The names that the function uses by itself: of variables, attributes and keywords."""
-    codes = [function.__code__, *_inner(function.__code__)]
-    constants = {
-        c
-        for code in codes
-        for const in code.co_consts
-        for c in (const if type(const) is tuple else (const,))
-    }
-    variables = {name for code in codes for name in variables_of_code(code)}
-    return variables | {c for c in constants if isinstance(c, str)}
+# ---- which names it uses ----
 
 
-def hands_on(function, names: set[str], to: str) -> bool:
-    """Whether local variables by these names are unpacked and given to the global function ``to``,
-    and nothing else.
+def uses_name(function, name: str) -> bool:
+    """Return True if the function, or one that it wraps, uses the name for a global or an
+    attribute."""
+    return any(name in each.__code__.co_names for each in wrapped_functions(function))
 
-    What is unpacked from one of them is another. Each call of ``to`` takes two of them or more.
+
+def names_used(function) -> set[str]:
+    """Return the names of globals and attributes that the function, each that it wraps, and what is
+    defined in them use."""
+    names = set()
+    for each in wrapped_functions(function):
+        names.update(_names_in(each))
+    return names
+
+
+def _names_in(function: types.FunctionType) -> list[str]:
+    names = []
+    for code in _all_codes(function):
+        names += code.co_names
+    return names
+
+
+def variable_names(function) -> set[str]:
+    """Return the names of variables, attributes and keywords that the function itself uses.
+
+    String constants count as names of keywords."""
+    names = set()
+    for code in _all_codes(function):
+        names |= code_variable_names(code)
+        for constant in code.co_consts:
+            strings = constant if type(constant) is tuple else (constant,)
+            names.update(string for string in strings if isinstance(string, str))
+    return names
+
+
+def code_variable_names(code: types.CodeType) -> set[str]:
+    return {*code.co_names, *code.co_varnames, *code.co_freevars}
+
+
+def only_forwards(function, names: set[str], to: str) -> bool:
+    """Return True if the function only unpacks its local variables ``names`` and passes them to the
+    global function ``to``.
+
+    A variable that is unpacked from one of them counts as one of them. Each call of ``to`` takes at
+    least two.
     """
     names = set(names)
-    if any(names & variables_of_code(code) for code in _inner(function.__code__)):
+    if any(names & code_variable_names(code) for code in _inner_codes(function.__code__)):
         return False
-    instructions = [
-        i
-        for i in dis.get_instructions(function)
-        if i.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL")
-    ]
-    loaded, unpacked = None, False  # how many ``to`` has got by now, while its arguments are loaded
+    instructions = [i for i in dis.get_instructions(function) if i.opname not in FILLERS]
+    # While the arguments of ``to`` are loaded: how many of the variables it has got by now.
+    arguments = None
+    # True between the loading of one of the variables and the storing of what is unpacked from it.
+    unpacking = False
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
-        operation, value = instruction.opname, instruction.argval
+        operation = instruction.opname
+        value = instruction.argval
         variables = value if isinstance(value, tuple) else (value,)
         if operation == "UNPACK_SEQUENCE":
-            continue  # `unpacked` says of what
+            continue
         if operation.startswith("STORE_FAST"):
-            if unpacked:
+            if unpacking:
                 names.update(variables)
             elif not names.isdisjoint(variables):
                 return False
             continue
-        unpacked = False
+        unpacking = False
         if operation == "LOAD_GLOBAL" and value == to:
-            loaded = 0
+            arguments = 0
         elif operation.startswith("LOAD_FAST"):
-            found = sum(name in names for name in variables)
-            unpacked = found and following.opname == "UNPACK_SEQUENCE"
-            if found and not unpacked and loaded is None:
+            loaded = sum(name in names for name in variables)
+            unpacking = loaded and following.opname == "UNPACK_SEQUENCE"
+            if arguments is not None:
+                arguments += loaded
+            elif loaded and not unpacking:
                 return False
-            loaded = loaded if loaded is None else loaded + found
-        elif operation.startswith("CALL") and loaded is not None:
-            if loaded < 2:
+        elif operation.startswith("CALL") and arguments is not None:
+            if arguments < 2:
                 return False
-            loaded = None
-        elif operation not in ARGUMENTS:
-            if loaded:
+            arguments = None
+        elif operation not in CONSTANT_ARGUMENTS:
+            if arguments:
                 return False
             if value in names:  # an attribute, a global or a variable of a closure
                 return False
     return True
 
 
-ARGUMENTS = "LOAD_CONST", "LOAD_SMALL_INT", "PUSH_NULL", "KW_NAMES"  # how others get onto the stack
+# ---- which globals it reads ----
 
 
-def variables_of_code(code: types.CodeType) -> set[str]:
-    return {*code.co_names, *code.co_varnames, *code.co_freevars}
+def resolve_global(function, name: str):
+    """Return the value of a global that the function, or one that it wraps, uses by that name.
+
+    None if none of them uses the name as a global."""
+    for each in wrapped_functions(function):
+        if _reads_global(each.__code__, name) and name in each.__globals__:
+            return each.__globals__[name]
+    return None
 
 
-def global_of(function, name: str):
-    """What the function, or one that it wraps, means by a global name; None if it does not use it
-    as one."""
-    using = (layer for layer in layers(function) if _reads_global(layer.__code__, name))
-    return next((layer.__globals__[name] for layer in using if name in layer.__globals__), None)
+@functools.cache
+def _reads_global(code: types.CodeType, name: str) -> bool:
+    """Return True if the code, with what is defined in it, reads the name as a global, and never as
+    an attribute."""
+    users = [each for each in (code, *_inner_codes(code)) if name in each.co_names]
+    operations = set()
+    for user in users:
+        operations |= {i.opname for i in dis.get_instructions(user) if i.argval == name}
+    return bool(users) and operations <= {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
-class _Held:
-    """Any object, equal to itself alone."""
+def overrides(cls: type, method: str, names) -> bool:
+    """Return True if the class replaced a method that reads one of these globals by one that reads
+    none of them."""
+    if _reads_any(getattr(cls, method), names):
+        return False
+    inherited = (vars(base).get(method) for base in cls.__mro__)
+    return any(_reads_any(f, names) for f in inherited if isinstance(f, types.FunctionType))
+
+
+def _reads_any(function, names) -> bool:
+    return any(resolve_global(function, name) is not None for name in names)
+
+
+class ByIdentity:
+    """Wraps any object, and is equal only to a wrapper of the same object."""
 
     __slots__ = ("value",)
 
@@ -136,82 +204,71 @@ class _Held:
         return id(self.value)
 
 
-def overrides(cls: type, method: str, names) -> bool:
-    """Whether the class has a method of its own that names none of these globals, in the place of
-    one that does."""
-    own = getattr(cls, method)
-    others = (vars(base).get(method) for base in cls.__mro__)
-    return not _names_any(own, names) and any(
-        _names_any(f, names) for f in others if isinstance(f, types.FunctionType)
-    )
+def globals_used(function, name: str | None = None) -> tuple:
+    """List the globals that a function reads, and those that these functions read in turn.
 
+    Modules are left out. A layer that the package kernels made of a function counts as its forward.
 
-def _names_any(function, names) -> bool:
-    return any(global_of(function, name) is not None for name in names)
+    Args:
+        function: it and each that it wraps.
+        name: start from this global alone.
 
-
-def used_by(function, name: str | None = None) -> tuple:
-    """List what the function, and each that it wraps, finds by name among its globals, and what the
-    functions among that find there in turn, but modules. With ``name``: what it means by this one,
-    and what that finds.
-
-    The package kernels makes modules of functions.
+    Returns:
+        One ``(function, ((name, ByIdentity(value)), ...))`` for each function.
     """
-    found = []
-    for layer in layers(function):
-        held, waiting = {}, [layer.__code__.co_names if name is None else (name,)]
-        waiting += [code.co_names for code in _inner(layer.__code__)] if name is None else []
-        while waiting:
-            for each in waiting.pop():
-                if each in held or each not in layer.__globals__:
-                    continue
-                value = layer.__globals__[each]
-                if isinstance(value, types.ModuleType):
-                    continue
-                held[each] = _Held(value)
-                called = type(value).forward if isinstance(value, torch.nn.Module) else value
-                inner = [f.__code__ for f in layers(called) if f.__globals__ is layer.__globals__]
-                waiting += [code.co_names for f in inner for code in (f, *_inner(f))]
-        found.append((layer, tuple(held.items())))
-    return tuple(found)
+    used = []
+    for each in wrapped_functions(function):
+        scope = each.__globals__
+        values = {}
+        queue = _names_in(each) if name is None else [name]
+        while queue:
+            global_name = queue.pop()
+            if global_name in values or global_name not in scope:
+                continue
+            value = scope[global_name]
+            if isinstance(value, types.ModuleType):
+                continue
+            values[global_name] = ByIdentity(value)
+            called = type(value).forward if isinstance(value, torch.nn.Module) else value
+            for inner in wrapped_functions(called):
+                if inner.__globals__ is scope:
+                    queue += _names_in(inner)
+        used.append((each, tuple(values.items())))
+    return tuple(used)
 
 
-def _inner(code: types.CodeType) -> list[types.CodeType]:
-    """The code of functions, comprehensions and classes that are defined in it."""
-    found = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return found + [inner for one in found for inner in _inner(one)]
+def globals_unchanged(used) -> Callable[[], bool] | None:
+    """Return a function that returns True while all of these globals have their present values.
 
-
-GUARDED = (  # what torch.compile can compare by identity
-    types.FunctionType, types.BuiltinFunctionType, type, torch.nn.Module, int, float, str, type(None), torch.dtype,
-)  # fmt: skip
-
-
-def same_globals(used) -> Callable[[], bool] | None:
-    """Return a function that says whether all of these are what they were; in a graph, all that it
-    can guard."""
-    guarded, others = [], []
-    for layer, held in used:
-        values = {name: one.value for name, one in held}
-        simple = {name: value for name, value in values.items() if isinstance(value, GUARDED)}
-        guarded += _comparison(layer, simple)
-        others += _comparison(
-            layer, {name: value for name, value in values.items() if name not in simple}
-        )
-    if not others:
-        return _all(guarded)
-    in_graph, eager = _all(guarded) or _true, _all([*guarded, *others])
+    In a graph it compares those that torch.compile can guard. None if there is nothing to compare.
+    ``used``: as `globals_used` lists them."""
+    guardable_checks = []
+    unguardable_checks = []
+    for function, items in used:
+        guardable = {}
+        unguardable = {}
+        for name, wrapper in items:
+            group = guardable if isinstance(wrapper.value, GUARDABLE) else unguardable
+            group[name] = wrapper.value
+        guardable_checks += _identity_check(function, guardable)
+        unguardable_checks += _identity_check(function, unguardable)
+    if not unguardable_checks:
+        return _all(guardable_checks)
+    in_graph = _all(guardable_checks) or _true
+    eager = _all([*guardable_checks, *unguardable_checks])
     return lambda: in_graph() if is_compiling() else eager()
 
 
-def _comparison(layer, values: dict) -> list[Callable[[], bool]]:
-    """Code that reads the globals as the function does, whose reads torch.compile can guard;
-    nothing for none."""
+def _identity_check(function, values: dict) -> list[Callable[[], bool]]:
+    """Return a list with one function that compares the globals; an empty list for no values.
+
+    Its code reads them as ``function`` does, so that torch.compile can guard these reads."""
     if not values:
         return []
-    same = " and ".join(f"{name} is held_in[{i}]" for i, name in enumerate(values))
-    code = compile(f"lambda held_in: lambda: {same}", layer.__code__.co_filename, "eval")
-    return [eval(code, layer.__globals__)(tuple(values.values()))]
+    same = " and ".join(f"{name} is values_before[{i}]" for i, name in enumerate(values))
+    source = f"lambda values_before: lambda: {same}"
+    code = compile(source, function.__code__.co_filename, "eval")
+    return [eval(code, function.__globals__)(tuple(values.values()))]
 
 
 def _all(checks):
@@ -224,61 +281,56 @@ def _true():
     return True
 
 
-_numbers = itertools.count()
+# ---- copies of a function ----
+
+_alias_numbers = itertools.count()
 
 
-def rebind(function: types.FunctionType, name: str, value) -> types.FunctionType:
-    """Return the function with one of its globals bound anew, in itself or in the function that it
-    wraps.
+def rebind_global(function: types.FunctionType, name: str, value) -> types.FunctionType:
+    """Return a copy of the function for which a global has another value.
 
-    Whatever else it names is read where the function reads it, at each call: ``value`` is put
-    beside it, in the same module and under a name of its own, for as long as the new function
-    lives."""
+    The function, or the function that it wraps, reads the global. Every other global is still read
+    where the original reads it, at each call. For as long as the copy lives, ``value`` stands in
+    the same module under an alias."""
     if _reads_global(function.__code__, name) and name in function.__globals__:
-        scope, alias = function.__globals__, f"_liger_{name}_{next(_numbers)}"
-        new = _copy(function, _renamed(function.__code__, name, alias), function.__closure__)
+        scope = function.__globals__
+        alias = f"_liger_{name}_{next(_alias_numbers)}"
+        code = _rename_global(function.__code__, name, alias)
+        new = _copy_function(function, code, function.__closure__)
         scope[alias] = value
         weakref.finalize(new, scope.pop, alias, None)
-        new._liger_rebound = function  # which may need an alias of its own
+        new._liger_rebound = function  # keeps it alive: it may need an alias of its own
         return new
-    cells = [
-        types.CellType(rebind(cell.cell_contents, name, value))
-        if _filled(cell) and global_of(cell.cell_contents, name) is not None
-        else cell
-        for cell in function.__closure__ or ()
-    ]
-    return _copy(function, function.__code__, tuple(cells) or None)
+    cells = []
+    for cell in function.__closure__ or ():
+        if is_filled(cell) and resolve_global(cell.cell_contents, name) is not None:
+            cell = types.CellType(rebind_global(cell.cell_contents, name, value))
+        cells.append(cell)
+    return _copy_function(function, function.__code__, tuple(cells) or None)
 
 
-def _renamed(code: types.CodeType, name: str, alias: str) -> types.CodeType:
-    """The code, and the functions defined in it, with another name for a global."""
-    constants = (
-        _renamed(c, name, alias) if isinstance(c, types.CodeType) else c for c in code.co_consts
-    )
-    names = (alias if n == name else n for n in code.co_names)
-    return code.replace(co_names=tuple(names), co_consts=tuple(constants))
+def _rename_global(code: types.CodeType, name: str, alias: str) -> types.CodeType:
+    """Return the code, and the functions defined in it, with another name for a global."""
+    constants = []
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            constant = _rename_global(constant, name, alias)
+        constants.append(constant)
+    names = tuple(alias if each == name else each for each in code.co_names)
+    return code.replace(co_names=names, co_consts=tuple(constants))
 
 
-@functools.cache
-def _reads_global(code: types.CodeType, name: str) -> bool:
-    """Whether the code, or what is defined in it, reads the name as a global, and never as an
-    attribute."""
-    users = [c for c in (code, *_inner(code)) if name in c.co_names]
-    uses = {i.opname for c in users for i in dis.get_instructions(c) if i.argval == name}
-    return bool(users) and uses <= {"LOAD_GLOBAL", "LOAD_NAME"}
-
-
-def _copy(function, code, closure):
+def _copy_function(function, code, closure):
     new = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, closure
     )
     new.__kwdefaults__ = function.__kwdefaults__
     new.__dict__.update({k: v for k, v in function.__dict__.items() if k != "__wrapped__"})
-    return named_as(function, new)
+    return copy_metadata(function, new)
 
 
-def named_as(function, new):
-    """``new`` with what is said of the function, its signature included."""
+def copy_metadata(function, new):
+    """Give ``new`` the name, docstring and signature of the function. Returns ``new``."""
     functools.update_wrapper(new, function, updated=())
     del new.__wrapped__
     new.__signature__ = inspect.signature(function)

@@ -1,57 +1,62 @@
-"""What a patch did."""
+"""`Report`: what a patch did to a model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-COLUMNS = "loss", "norms", "MLPs", "RoPE", "mask"  # of a table: where each kind of rewrite belongs
+# The columns of a table of reports; each replacement belongs to one of them.
+COLUMNS = "loss", "norms", "MLPs", "RoPE", "mask"
 
 
 @dataclass
 class Report:
-    """What was replaced by what, how many modules; what was left alone, why; what there is to know
-    beside that."""
+    """Lists what was replaced by what, in how many modules; what was left alone, and why; and
+    whatever else there is to know."""
 
     target: str
-    replaced: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # (what, by what) -> modules
-    left_alone: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, why) -> modules
+    # (class or function, what runs instead) -> number of modules
+    replaced: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # (class or function, reason) -> number of modules
+    left_alone: Counter[tuple[str, str]] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _column: dict[str, str] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # by what -> column
+    # what runs instead -> column
+    _column: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, what: str, by: str, column: str) -> None:
-        """One more module in which ``what`` was replaced."""
+        """Count one more module in which ``what`` was replaced ``by`` a kernel."""
         self.replaced[what, by] += 1
         self._column[by] = column
 
     def __str__(self) -> str:
-        lines = [f"{self.target}, patched by liger-kernel:"]
-        rows = [("replaced", "by", "modules")] + [(*k, str(n)) for k, n in self.replaced.items()]
-        if not self.replaced:
-            rows = [("nothing is replaced", "", "")]
+        rows = [("nothing is replaced", "", "")]
+        if self.replaced:
+            rows = [("replaced", "by", "modules"), *_rows(self.replaced)]
         if self.left_alone:
-            rows += [("left alone", "why", "modules")] + [
-                (*k, str(n)) for k, n in self.left_alone.items()
-            ]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>7}".rstrip() for a, b, c in rows]
-        lines += [f"  note: {note}" for note in self.notes] + [
-            f"  warning: {warning}" for warning in self.warnings
-        ]
+            rows += [("left alone", "why", "modules"), *_rows(self.left_alone)]
+        width_name = max(len(name) for name, _, _ in rows)
+        width_text = max(len(text) for _, text, _ in rows)
+        lines = [f"{self.target}, patched by liger-kernel:"]
+        for name, text, number in rows:
+            lines.append(f"  {name:<{width_name}}  {text:<{width_text}}  {number:>7}".rstrip())
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
     def of(self, what: str) -> int:
-        """How many modules of the class (or function) named ``what`` were replaced."""
-        return sum(n for (name, _), n in self.replaced.items() if name == what)
+        """Return the number of modules of the class (or function) named ``what`` that were
+        replaced."""
+        return sum(count for (name, _), count in self.replaced.items() if name == what)
 
     def columns(self) -> dict[str, Counter[str]]:
-        """Column of a table -> kernel -> modules."""
-        found = {column: Counter() for column in COLUMNS}
-        for (_, by), n in self.replaced.items():
-            found.setdefault(self._column[by], Counter())[by.removeprefix("liger_")] += n
-        return found
+        """Return for each column of a table the kernels, with their numbers of modules."""
+        table = {column: Counter() for column in COLUMNS}
+        for (_, by), count in self.replaced.items():
+            kernels = table.setdefault(self._column[by], Counter())
+            kernels[by.removeprefix("liger_")] += count
+        return table
+
+
+def _rows(counts: Counter[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    return [(name, text, str(count)) for (name, text), count in counts.items()]

@@ -1,8 +1,9 @@
-"""What a rewrite is made of. Each has a file of its own, with its `Replacement` and its `Rewrite`;
-`engine` has the table.
+"""The two classes that every rewrite consists of: `Rewrite` and `Replacement`.
 
-A rewrite finds modules that may be of its kind, proves that they are (`probe`), and hands the
-engine what was proved. The engine makes the module an object of a private subclass with the kind's
+Each rewrite has a file of its own in `patch/layers` or `patch/loss`; `patch/engine` has the table
+of all. Its `Rewrite` finds the modules that it could apply to and proves what they compute
+(`probe`). The result of a proof is a `Replacement`: which operator runs instead, and with which
+options. The engine then makes the module an object of a private subclass with the replacement's
 members (`private`)."""
 
 from __future__ import annotations
@@ -15,82 +16,98 @@ from liger_kernel.patch.proof import functions, purity
 
 
 class Replacement:
-    """What a module was proved to be: a frozen dataclass, for modules of one class and one kind
-    share a subclass."""
+    """Result of a proof: what a module computes, and methods that compute it with our operators.
 
-    flag: str | None  # the switch that it belongs to; None: it goes with whatever else is replaced
-    kernel: str  # what runs instead, in the words of a report
-    column: str  # of a table of reports
-    method = "forward"  # which is replaced
-    guarded = (
-        True  # whether the class's own method runs once the module is no longer what was proved
-    )
-    one_argument = True  # which that method takes
-    fusible = (
-        False  # whether a compiler does better with the family's code, of a small first argument
-    )
-    # a function of the first argument: whether it is worth while; if not, nothing else is asked
-    pays = None
+    A subclass is a frozen dataclass: modules of one class with equal replacements share a private
+    subclass."""
+
+    # The switch of `apply_liger_kernel` that it belongs to. None: replaced under any switch.
+    flag: str | None
+    # What runs instead, in the words of a report.
+    kernel: str
+    # The column of a table of reports.
+    column: str
+    # The method that is replaced.
+    method = "forward"
+    # True: the class's own method runs as soon as the module is no longer what was proved.
+    guarded = True
+    # True if the method takes one argument beside ``self``.
+    takes_one_argument = True
+    # True if, for a small first argument, a compiler does better with the family's own code.
+    fusible = False
+    # A function of the first argument that returns True if our operator is worth while. If it
+    # returns False, nothing else is checked. None: always worth while.
+    worthwhile = None
 
     @property
     def flags(self) -> tuple[str | None, ...]:
-        """Every switch that has made it what it is."""
+        """All switches that contributed to it."""
         return (self.flag,)
 
     def globals_read(self, cls: type, parts: tuple) -> tuple:
-        """What the proof rests on among the globals of functions, as `functions.used_by` lists it:
-        those of the method of ``cls``, and of functions in nobody's package that it calls."""
-        called = (
-            f for *_, f in parts if isinstance(f, types.FunctionType) and not purity.is_released(f)
-        )
-        return tuple(
-            used for f in (getattr(cls, self.method), *called) for used in functions.used_by(f)
-        )
+        """List the globals that the proof rests on, in the form of `functions.globals_used`.
 
-    def members(self, cls: type) -> dict:
-        """Of the private subclass of the family's ``cls``: the method, and what it needs."""
+        These are the globals of the method of ``cls``, and of the user's functions among the parts,
+        which that method calls."""
+        user_functions = (
+            value
+            for *_, value in parts
+            if isinstance(value, types.FunctionType) and not purity.is_released_code(value)
+        )
+        used = []
+        for function in (getattr(cls, self.method), *user_functions):
+            used += functions.globals_used(function)
+        return tuple(used)
+
+    def class_members(self, cls: type) -> dict:
+        """Return the members of the private subclass of ``cls``: the method, and what it needs."""
         raise NotImplementedError
 
 
-def known_as(module) -> Replacement | None:
-    """What a patched module's class was proved to be."""
+def replacement_of(module) -> Replacement | None:
+    """Return what a patched module was proved to be, or None if the module is not patched."""
     return getattr(type(module), "_liger", (None, None))[1]
 
 
 class Rewrite:
-    """How modules of one or more kinds are found, proved and replaced. (``walk`` is the engine's,
-    of one model.)"""
+    """Finds modules of one or more kinds, proves what they compute, and replaces them.
 
-    flags: tuple[
-        str, ...
-    ]  # the switches of its kinds; without any it goes with whatever else is replaced
-    known: type = type(None)  # what the module is known as so far
+    ``walk`` is the engine's `Walk` over one model."""
 
-    def may_be(self, module: torch.nn.Module) -> bool:
-        """Whether it is worth a proof; if not, nothing is said of the module."""
+    # The switches of its replacements. Without any it applies under any switch.
+    flags: tuple[str, ...]
+    # The types that `replacement_of` the module must have; by default that of an unpatched one.
+    applies_to: type | tuple[type, ...] = type(None)
+
+    def could_apply(self, module: torch.nn.Module) -> bool:
+        """Return True if the module is worth a proof. Otherwise the report does not mention it."""
         raise NotImplementedError
 
     def prove(self, module: torch.nn.Module, reads) -> Replacement | str:
-        """What the module is, or the reason why it is left alone; ``reads`` notes what that rests
-        on."""
+        """Return what the module computes, or the reason why it is left alone.
+
+        ``reads`` is a `parts.ReadRecorder` that records what the result rests on."""
         raise NotImplementedError
 
-    def proved(self, walk, module):
-        """`prove`, and the parts that say so: once for all modules that share them."""
-        return walk.proved_once(self.prove, module)
+    def prove_once(self, walk, module) -> tuple[Replacement | str, tuple]:
+        """Return the result of `prove`, and the parts that it rests on.
+
+        Modules that share them are proved once."""
+        return walk.prove_once(self.prove, module)
 
     def name(self, module) -> str:
-        """What is replaced, in the words of a report."""
+        """Name what is replaced, in the words of a report."""
         return type(module).__name__
 
-    def leave(self, walk, module, why: str) -> None:
-        walk.leave(self.flags, self.name(module), why)
+    def leave_alone(self, walk, module, reason: str) -> None:
+        walk.leave_alone(self.flags, self.name(module), reason)
 
     def apply(self, walk, module) -> None:
-        what, parts = self.proved(walk, module)
-        if not isinstance(what, str) and what.flag not in (None, *walk.flags):
-            what = f"it computes what is {what.flag}'s"
-        if isinstance(what, str):
-            self.leave(walk, module, what)
+        """Replace the module, or record why it is left alone."""
+        result, parts = self.prove_once(walk, module)
+        if isinstance(result, str):
+            self.leave_alone(walk, module, result)
+        elif result.flag not in (None, *walk.flags):
+            self.leave_alone(walk, module, f"it computes what is {result.flag}'s")
         else:
-            walk.become(module, what, parts, self.name(module))
+            walk.convert(module, result, parts, self.name(module))

@@ -1,4 +1,4 @@
-"""What the published package calls experimental, handed on."""
+"""Operators under the published package's experimental path."""
 
 from liger_kernel.ops.embedding.embedding import LigerEmbedding
 

@@ -1,4 +1,4 @@
-"""Trainers of TRL with this package's losses. TRL is imported when one is asked for."""
+"""Trainers of TRL with this package's losses. TRL is imported at their first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

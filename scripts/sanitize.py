@@ -1,0 +1,45 @@
+"""Run every `Case` forward and backward at its small odd shapes, for compute-sanitizer.
+
+Run as a program: ``compute-sanitizer --tool memcheck python3 scripts/sanitize.py``. The shapes are
+small because compute-sanitizer slows everything down. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets it see
+the bounds of each tensor.
+"""
+
+import torch
+
+import liger_kernel.ops  # noqa: F401  (fills CASES)
+from liger_kernel.core.op import CASES
+
+
+def to_bf16(t):
+    """Return a tensor in bf16 that an operation made, so that backward may overwrite it."""
+    if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+        return t
+    return t.bfloat16() * 1  # differentiable where t is
+
+
+def run(case, shape, option):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        leaves = {**case.inputs(*shape), **option}
+    out = case.fn(**{name: to_bf16(t) for name, t in leaves.items()})
+    outputs = out if isinstance(out, tuple) else (out,)
+    outputs = [o for o in outputs if o is not None and o.requires_grad]
+    inputs = [t for t in leaves.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
+    torch.cuda.synchronize()
+
+
+def main():
+    calls = 0
+    for case in CASES:
+        for shape in case.shapes:
+            for option in case.options:
+                run(case, shape, option)
+                calls += 1
+        print(f"{case.name}: done", flush=True)
+    print(f"{calls} calls forward and backward")
+
+
+if __name__ == "__main__":
+    main()
