@@ -142,8 +142,8 @@ def _cute_rope(q, k, cos, sin):
 
 
 def _cute_head(input, weight, target):
-    """Call the head's Function for this GPU. The one behind `liger_fused_linear_cross_entropy` is for
-    sm_100; for sm_90 there is another."""
+    """Call the head's Function for this GPU: the one behind `liger_fused_linear_cross_entropy` is
+    for sm_100, and for sm_90 there is another."""
     if torch.cuda.get_device_capability() != (9, 0):
         return LIGER["fused_linear_cross_entropy"](input, weight, target)
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (

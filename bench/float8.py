@@ -1,12 +1,13 @@
-"""Time training steps with linear layers in float8 (torchao), beside bf16: Hugging Face's, and ours.
+"""Time training steps with linear layers in float8 (torchao), beside bf16 ones.
 
     PYTHONPATH=src python -m bench.float8 [--runs MODEL@SEQUENCExBATCH,...] [--contestants NAME,...]
 
-As `bench.train`: the same models, text, seeds and optimizer, each contestant in a process of its
-own. In those that say "float8" torchao's `convert_to_float8_training` has replaced every linear
-layer but the head, with its default scaling (dynamic, a scale for each tensor), before this package
-has patched the model. torchao has no fast float8 layers without `torch.compile`, so all are
-measured eager and compiled. ``--device cpu`` emulates float8."""
+Hugging Face's steps, and ours, as in `bench.train`: the same models, text, seeds and optimizer,
+each contestant in a process of its own. In those that say "float8" torchao's
+`convert_to_float8_training` has replaced every linear layer but the head, with its default scaling
+(dynamic, a scale for each tensor), before this package has patched the model. torchao has no fast
+float8 layers without `torch.compile`, so all are measured eager and compiled. ``--device cpu``
+emulates float8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train on long sequences: LoRA on a 4-bit model, attention's share of a step, the longest that fits.
+"""Train on long sequences: LoRA in 4 bits, attention's share of a step, the longest that fits.
 
     PYTHONPATH=src python -m bench.longest --case lora4 [--memory 40] [--sequence 200000]
         [--weights nf4|bnb]
@@ -268,12 +268,11 @@ def next_sequence(tried: dict[str, bool], start: int, longest: int) -> int | Non
 
     ``tried`` says of each sequence whether it fitted; none is longer than ``longest``."""
     low = max((int(sequence) for sequence, fits in tried.items() if fits), default=0)
-    failed = [int(sequence) for sequence, fits in tried.items() if not fits]
+    high = min((int(sequence) for sequence, fits in tried.items() if not fits), default=longest + 1)
     if not tried:
         return min(start, longest)
-    if not failed:
+    if high > longest:
         return min(2 * low, longest) if low < longest else None
-    high = min(failed)
     middle = (low + high) // 2 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
     if not low:
         return middle or None

@@ -202,7 +202,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def kept_bytes(run: Callable[[], object]) -> int:
-    """Return the memory in use after ``run``, while its result is held, beyond that in use before."""
+    """Return the memory in use after ``run``, with its result held, beyond that in use before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     result = run()

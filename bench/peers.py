@@ -56,7 +56,7 @@ SIDE_OF = {contestant: name for name, side in SIDES.items() for contestant in si
 
 
 def takes_part(contestant: str, case: str) -> bool:
-    """Return True if a contestant is measured in this case: a peer is where it has a line for it."""
+    """Return True if a contestant is measured in this case: a peer needs a line for it."""
     return contestant not in LINES or case in LINES[contestant]
 
 

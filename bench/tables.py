@@ -60,7 +60,7 @@ def heading(data: dict) -> str:
     machine = data["machine"]
     if "error" in machine:
         return f"{machine['error']}."
-    parts = [machine["gpu"], machine.get("toolkit", "")]
+    parts = [str(machine["gpu"]), machine.get("toolkit", "")]  # None on a CPU
     software = [
         f"{package} {machine[package]}"
         for package in ("torch", "triton", "transformers")

@@ -75,7 +75,7 @@ class Peer:
 
 
 def as_in_training(tensor):
-    """Return a tensor in bf16. No label is ignored, because a row that is skipped moves no bytes."""
+    """Return a tensor in bf16. No label is ignored, because a skipped row moves no bytes."""
     if tensor.is_complex():
         return tensor
     if not tensor.is_floating_point():

@@ -1,9 +1,9 @@
-"""What `make docs` adds to the pages in docs: the API pages, from the names that the package
-publishes.
+"""Add the API pages to those in docs, from the names that the package publishes.
 
-A hook of MkDocs. An object's docstring is looked up where the object says that it is defined, so
-nothing here needs an edit when a module moves. The examples are copied beside the pages that link
-to them."""
+A hook of MkDocs, for `make docs`. An object's docstring is looked up where the object says that it
+is defined, so nothing here needs an edit when a module moves. The examples are copied beside the
+pages that link to them.
+"""
 
 import inspect
 from pathlib import Path
@@ -29,25 +29,22 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """A link to ../examples is right in the repository; in the site the examples lie beside the
-    pages."""
+    """Change the links to ../examples: in the site the examples lie beside the pages."""
     return markdown.replace("](../examples/", "](examples/")
 
 
 def pages() -> dict[str, str]:
-    """Name of a page -> its Markdown."""
-    of_transformers = {name: getattr(transformers, name) for name in transformers.__all__}
-    of_functional = {name: getattr(functional, name) for name in functional.__all__}
+    """Return the Markdown of each page by its name."""
+    published = {name: getattr(transformers, name) for name in transformers.__all__}
+    functions = {name: getattr(functional, name) for name in functional.__all__}
     losses = {
         name: getattr(chunked_loss, name)
         for name in chunked_loss.__all__
         if name.endswith(("Loss", "Base"))
     }
-    patches = {name: of_transformers[name] for name in PATCHES}
-    modules = {name: thing for name, thing in of_transformers.items() if is_module(thing)}
-    of_families = {
-        name: thing for name, thing in of_transformers.items() if name.startswith(FAMILY)
-    }
+    patches = {name: published[name] for name in PATCHES}
+    modules = {name: value for name, value in published.items() if is_module(value)}
+    family_functions = {n: value for n, value in published.items() if n.startswith(FAMILY)}
     return {
         "patch": f"""# Patch models
 
@@ -56,10 +53,11 @@ Import these from `liger_kernel.transformers`. What a patch does: [Patch a model
 {documented(patches)}
 ## {FAMILY}&lt;family&gt;
 
-The functions of the families take the switches below. `model=` patches that model; without it every model of the
-family is patched, those that exist and those that are built from now on. They return a `Report`.
+The functions of the families take the switches below. `model=` patches that model; without it
+every model of the family is patched, those that exist and those that are built from now on. They
+return a `Report`.
 
-{families(of_families)}
+{families(family_functions)}
 """,
         "modules": f"""# Modules
 
@@ -70,7 +68,7 @@ Import these from `liger_kernel.transformers`.
 
 Import these from `liger_kernel.transformers.functional`.
 
-{documented(of_functional)}""",
+{documented(functions)}""",
         "chunked_loss": f"""# Losses
 
 Import these from `liger_kernel.chunked_loss`. Formulas and papers: [Losses](../losses.md).
@@ -85,17 +83,17 @@ These are import paths of liger-kernel 0.8.5. Each is the same module as the one
     }
 
 
-def is_module(thing) -> bool:
-    return inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
+def is_module(value) -> bool:
+    return inspect.isclass(value) and issubclass(value, torch.nn.Module)
 
 
 def documented(objects: dict[str, object]) -> str:
-    """A directive of mkdocstrings for each object, by the path of its definition, under its
-    published name."""
+    """Return a directive of mkdocstrings for each object, by the path of its definition."""
     text = ""
-    for name, thing in objects.items():
-        alias = "" if thing.__name__ == name else f"`{name}` is another name of the following.\n\n"
-        text += f"{alias}::: {thing.__module__}.{thing.__qualname__}\n\n"
+    for name, value in objects.items():
+        if value.__name__ != name:
+            text += f"`{name}` is another name of the following.\n\n"
+        text += f"::: {value.__module__}.{value.__qualname__}\n\n"
     return text
 
 

@@ -11,8 +11,9 @@
         put the repository's URL into the metadata, and make the README's links absolute
 
 A nightly build is a development version of the minor version that comes next: newer than every
-release of today, for pip and for whatever asks for a least version. It exits with 1 where something
-is wrong."""
+release of today, for pip and for whatever asks for a least version. The exit status is 1 if
+something is wrong.
+"""
 
 import argparse
 import datetime
@@ -21,12 +22,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACE = ROOT / "src" / "liger_kernel" / "_version.py"
-LINE = re.compile(r'^__version__ = "([^"]+)"$', re.M)
+VERSION_FILE = ROOT / "src" / "liger_kernel" / "_version.py"
+VERSION_LINE = re.compile(r'^__version__ = "([^"]+)"$', re.M)
 
 
 def version() -> str:
-    return LINE.search(PLACE.read_text())[1]
+    return VERSION_LINE.search(VERSION_FILE.read_text())[1]
 
 
 def nightly(version: str, date: datetime.date) -> str:
@@ -37,25 +38,25 @@ def nightly(version: str, date: datetime.date) -> str:
 
 
 def section(changelog: str, version: str) -> tuple[str, str]:
-    """(its date, its text), of the version's part of the changelog; both empty if there is none."""
-    found = re.search(rf"^## \[{re.escape(version)}\] - (.+)\n((?:(?!## ).*\n)*)", changelog, re.M)
-    return (found[1], found[2].strip()) if found else ("", "")
+    """Return the date and text of a version's section of the changelog, both empty without one."""
+    match = re.search(rf"^## \[{re.escape(version)}\] - (.+)\n((?:(?!## ).*\n)*)", changelog, re.M)
+    return (match[1], match[2].strip()) if match else ("", "")
 
 
 def problems(tag: str, version: str, changelog: str) -> list[str]:
-    """Why this tag is no release."""
-    found = []
+    """Return messages that say why this tag is no release."""
+    messages = []
     if tag != f"v{version}":
-        found.append(
+        messages.append(
             f"the tag is {tag}, the package's version {version}: "
             f"the tag of this version is v{version}"
         )
     date, text = section(changelog, version)
     if not text:
-        found.append(f"CHANGELOG.md says nothing of {version}")
+        messages.append(f"CHANGELOG.md says nothing of {version}")
     elif not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
-        found.append(f"CHANGELOG.md has no date for {version}: {date}")
-    return found
+        messages.append(f"CHANGELOG.md has no date for {version}: {date}")
+    return messages
 
 
 def with_links(readme: str, url: str) -> str:
@@ -78,26 +79,28 @@ def with_urls(pyproject: str, url: str) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    of_night = commands.add_parser("nightly")
-    of_night.add_argument(
+    nightly_parser = commands.add_parser("nightly")
+    nightly_parser.add_argument(
         "--date", type=lambda text: datetime.datetime.strptime(text, "%Y%m%d").date()
     )
-    of_night.add_argument("--write", action="store_true")
+    nightly_parser.add_argument("--write", action="store_true")
     commands.add_parser("check").add_argument("tag")
     commands.add_parser("notes")
     commands.add_parser("links").add_argument("url")
     args = parser.parse_args()
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     if args.command == "nightly":
-        made = nightly(version(), args.date or datetime.datetime.now(datetime.timezone.utc).date())
+        today = datetime.datetime.now(datetime.timezone.utc).date()
+        nightly_version = nightly(version(), args.date or today)
         if args.write:
-            PLACE.write_text(LINE.sub(f'__version__ = "{made}"', PLACE.read_text()))
-        print(made)
+            line = f'__version__ = "{nightly_version}"'
+            VERSION_FILE.write_text(VERSION_LINE.sub(line, VERSION_FILE.read_text()))
+        print(nightly_version)
     elif args.command == "check":
-        found = problems(args.tag, version(), changelog)
-        for problem in found:
-            print(f"release: {problem}", file=sys.stderr)
-        return bool(found)
+        messages = problems(args.tag, version(), changelog)
+        for message in messages:
+            print(f"release: {message}", file=sys.stderr)
+        return bool(messages)
     elif args.command == "links":
         for name, change in (("README.md", with_links), ("pyproject.toml", with_urls)):
             path = ROOT / name

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write what type checkers read of the names that are made or found when they are asked for:
-``*.pyi``, as listed here.
+"""Write ``*.pyi`` for names that the package makes or looks up only when they are asked for.
 
     PYTHONPATH=src python scripts/stubs.py
 
-An alias module's stub hands its home on; the families' functions have the signatures of their rows
-in the table."""
+An alias module's stub reexports its home; the families' functions have the signatures of their rows
+in the table.
+"""
 
 import inspect
 from pathlib import Path
@@ -19,14 +19,15 @@ HEAD = "# Written by scripts/stubs.py.\n"
 
 
 def stubs() -> dict[str, str]:
-    """Path below the package -> text."""
-    made = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
-    made |= {f"transformers/model/{family}.pyi": forwards(family) for family in _public.FORWARDS}
-    made["transformers/__init__.pyi"] = lazy_names()
-    made["ops/__init__.pyi"] = handed_on(_public.homes("ops") | {"GrpoLossFunction": "grpo_loss"})
-    made["ops/functional.pyi"] = handed_on(_public.homes("functional"))
-    made["patch/families/published.pyi"] = functions()
-    return {path: f"{HEAD}{text}" for path, text in sorted(made.items())}
+    """Return the text of each stub by its path below the package."""
+    texts = {f"{name.replace('.', '/')}.pyi": alias(home) for name, home in _public.HOMES.items()}
+    for family in _public.FORWARDS:
+        texts[f"transformers/model/{family}.pyi"] = forwards(family)
+    texts["transformers/__init__.pyi"] = lazy_names()
+    texts["ops/__init__.pyi"] = reexports(_public.homes("ops") | {"GrpoLossFunction": "grpo_loss"})
+    texts["ops/functional.pyi"] = reexports(_public.homes("functional"))
+    texts["patch/families/published.pyi"] = functions()
+    return {path: f"{HEAD}{text}" for path, text in sorted(texts.items())}
 
 
 def alias(home: str) -> str:
@@ -37,7 +38,7 @@ def alias(home: str) -> str:
     return text
 
 
-def handed_on(homes: dict[str, str]) -> str:
+def reexports(homes: dict[str, str]) -> str:
     lines = [
         f"from liger_kernel.ops.{home} import {name} as {name}"
         for name, home in sorted(homes.items())
@@ -54,10 +55,8 @@ def forwards(family: str) -> str:
 
 
 def lazy_names() -> str:
-    lines = [
-        f"from {home} import {name} as {name}"
-        for name, home in sorted({**transformers._OPERATORS, **transformers._NEED_TRANSFORMERS}.items())
-    ]
+    homes = {**transformers._OPERATORS, **transformers._NEED_TRANSFORMERS}
+    lines = [f"from {home} import {name} as {name}" for name, home in sorted(homes.items())]
     return "\n".join([*lines, "", "def is_transformers_available() -> bool: ...", ""])
 
 
@@ -84,8 +83,10 @@ def functions() -> str:
 
 
 def with_switches(function) -> inspect.Signature:
-    """Return the signature with a keyword for each switch in place of ``**switches``: so a type
-    checker finds a switch that does not exist."""
+    """Return the signature with a keyword for each switch in place of ``**switches``.
+
+    So a type checker finds a switch that does not exist.
+    """
     signature = inspect.signature(function)
     *parameters, switches = signature.parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY

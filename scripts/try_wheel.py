@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Try the liger-kernel that is installed beside this interpreter, as somebody does who has PyTorch
-and nothing else.
+"""Try the installed liger-kernel, as a user who has PyTorch and nothing else.
 
-It is imported from where pip has put it; operators and a loss give what PyTorch gives;
-`liger-kernel doctor` finds nothing to fix. Without transformers, what needs it says so. It ends
-with an error where one of these does not hold."""
+The package is imported from where pip has put it; an operator and a loss compute what PyTorch
+computes; `liger-kernel doctor` finds nothing to fix. Without transformers, what needs it says so.
+The script ends with an error if one of these does not hold.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -22,18 +22,19 @@ from liger_kernel.transformers.functional import liger_rms_norm
 NEEDS = "needs transformers: pip install transformers accelerate"
 
 
-def installed():
-    place, version = Path(liger_kernel.__file__), importlib.metadata.version("liger-kernel")
-    assert place.is_relative_to(sysconfig.get_path("purelib")), (
-        f"this is {place}, not what pip has installed"
+def check_installation():
+    path = Path(liger_kernel.__file__)
+    version = importlib.metadata.version("liger-kernel")
+    assert path.is_relative_to(sysconfig.get_path("purelib")), (
+        f"this is {path}, not what pip has installed"
     )
     assert liger_kernel.__version__ == version, (
         f"the distribution says {version}, the package {liger_kernel.__version__}"
     )
-    assert (place.parent / "py.typed").exists() and (place.parent / "ops" / "__init__.pyi").exists()
+    assert (path.parent / "py.typed").exists() and (path.parent / "ops" / "__init__.pyi").exists()
 
 
-def computes():
+def check_results():
     torch.manual_seed(0)
     x = torch.randn(12, 32, requires_grad=True)
     weight = torch.randn(50, 32, requires_grad=True)
@@ -41,15 +42,16 @@ def computes():
     torch.testing.assert_close(
         liger_rms_norm(x, torch.ones(32)), torch.nn.functional.rms_norm(x, (32,), eps=1e-6)
     )
-    found = LigerFusedLinearCrossEntropyLoss()(weight, x, labels)
-    known = torch.nn.functional.cross_entropy(x @ weight.T, labels)
-    torch.testing.assert_close(found, known)
-    torch.testing.assert_close(*[torch.autograd.grad(loss, [x, weight]) for loss in (found, known)])
+    loss = LigerFusedLinearCrossEntropyLoss()(weight, x, labels)
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, labels)
+    torch.testing.assert_close(loss, expected)
+    grads = torch.autograd.grad(loss, [x, weight])
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, [x, weight]))
 
 
-def asks_for_transformers():
+def check_message_without_transformers():
     if importlib.util.find_spec("transformers"):
-        print("transformers is here: not tried what is said without it")
+        print("transformers is installed: the message without it is not tested")
         return
     try:
         from liger_kernel.transformers import apply_liger_kernel  # noqa: F401
@@ -60,9 +62,9 @@ def asks_for_transformers():
 
 
 if __name__ == "__main__":
-    installed()
-    computes()
-    asks_for_transformers()
+    check_installation()
+    check_results()
+    check_message_without_transformers()
     print(
         f"liger-kernel {liger_kernel.__version__} works with torch {torch.__version__}", flush=True
     )

@@ -16,42 +16,56 @@ from bench import breakdown, report
 KERNEL_NAMES = {
     "matmul": (
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16>()",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x"
+        "1x1_execute_segment_k_off_kernel",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_"
+        "128x2_tn_align8>(Params)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float"
+        ", __nv_bfloat16>()",
         "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64",
         "triton_tem_fused_mm_3",
     ),
     "attention": (
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x"
+        "64_4x1x1_kernel0_0",
         "cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 64, 128, 32, 4>",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>()",
-        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_"
+        "kernel_traits>()",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionK"
+        "ernel<cutlass::bfloat16_t>)",
         "attn_fwd",
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, SoftMaxForwardEpilogue>()",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float"
+        ", SoftMaxForwardEpilogue>()",
     ),
     "optimizer": (
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, "
-        "FusedAdamMathFunctor<c10::BFloat16, 4>>()",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+        "FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<c10::BFloat16, 4>>()",
     ),
     "GLU": (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel()>()",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous na"
+        "mespace)::silu_kernel()>()",
         "triton_poi_fused_mul_silu_4",
     ),
     "norm": (
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>()",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::nati"
+        "ve::MeanOps<float, float>>>()",
         "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda()>()",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
     ),
     "elementwise": (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>()",
-        "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFunctor<MulFunctor<float>>>>",
-        "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, sum_functor<float, float, float>>>()",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_a"
+        "dd<c10::BFloat16>>()",
+        "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFu"
+        "nctor<MulFunctor<float>>>>",
+        "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, sum_func"
+        "tor<float, float, float>>>()",
         "triton_poi_fused__to_copy_add_mul_2",
     ),
     "cross entropy": (
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>()",
-        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float"
+        ", LogSoftMaxForwardEpilogue>()",
+        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel"
+        "_2d<float, float, long>()",
         "triton_red_fused__log_softmax_nll_loss_forward_1",
     ),
     "RoPE": ("_triton_rope", "triton_poi_fused_add_cat_mul_neg_slice_7"),
@@ -60,7 +74,8 @@ KERNEL_NAMES = {
         "Memset (Device)",
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda()>()",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>()",
-        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>()",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>,"
+        " unsigned int, 4, 64, 64>()",
         "triton_poi_fused__to_copy_clone_12",
     ),
     "rest": (
@@ -68,7 +83,7 @@ KERNEL_NAMES = {
         "some_device_properties",
         "",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind, names", KERNEL_NAMES.items())
@@ -122,7 +137,7 @@ def test_time_by_kind():
         "launches": 0.5,
     }
     unresolved = breakdown.shares(
-        events, [("_fwd", "norm"), ("_fwd", "GLU"), ("_fwd", "GLU")], steps=1, most=1
+        events, [("_fwd", "norm"), ("_fwd", "GLU"), ("_fwd", "GLU")], steps=1, num_kernels=1
     )
     assert (
         unresolved["unresolved_ms"] == unresolved["kinds"]["rest"] == 3.0
@@ -258,7 +273,8 @@ def breakdown_figures():
 
 
 def test_breakdown_table(tmp_path):
-    figures, page = tmp_path / "breakdown.json", tmp_path / "page.md"
+    figures = tmp_path / "breakdown.json"
+    page = tmp_path / "page.md"
     figures.write_text(json.dumps(breakdown_figures()))
     page.write_text("<!-- bench:breakdown -->\n<!-- bench:end -->\n")
     report.main([str(figures), "--write", str(page)])

@@ -12,19 +12,21 @@ SIZE = 12, 16, 8, 4, 2
 
 @pytest.mark.parametrize("way", experts.ways())
 def test_contestants_compute_the_same(way):
-    it = experts.ways()[way]
-    inputs = it.inputs(*SIZE, device="cpu")
+    experts_way = experts.ways()[way]
+    inputs = experts_way.inputs(*SIZE, device="cpu")
     inputs = {
         name: t.detach().float() if t.is_floating_point() else t for name, t in inputs.items()
     }
-    eager, ours = (it.fns(*SIZE)[name](**inputs) for name in ("eager", "ours"))
-    assert ours.shape == (12, 16) and ours.abs().max() > 0
-    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    fns = experts_way.fns(*SIZE)
+    expected = fns["eager"](**inputs)
+    output = fns["ours"](**inputs)
+    assert output.shape == (12, 16) and output.abs().max() > 0
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_skewed():
-    given = experts.make_inputs(False, 20.0)(20000, 2, 2, 8, 2, device="cpu")
-    counts = given["index"].flatten().bincount(minlength=8)
+    inputs = experts.make_inputs(False, 20.0)(20000, 2, 2, 8, 2, device="cpu")
+    counts = inputs["index"].flatten().bincount(minlength=8)
     assert counts[0] > 5 * counts[-1] > 0
 
 

@@ -48,15 +48,20 @@ def test_packed_rows_do_not_meet():
     packs = instructions.packed(rows, 200)
     batch = instructions.collate(packs)
     assert batch["input_ids"].shape == (len(packs), 200) and "attention_mask" not in batch
-    of = find_packed_sequence_indices(batch["position_ids"])
-    assert set(batch["position_ids"].diff()[of.diff() > 0].tolist()) <= {*range(-63, 1)}
-    found = []
-    for ids, labels, segment in zip(batch["input_ids"], batch["labels"], of, strict=True):
-        for n in segment.unique():
-            assert labels[segment == n][0] == -100
-            found.append((ids[segment == n].tolist(), labels[segment == n].tolist()))
-    found = [(ids, labels) for ids, labels in found if any(ids)]  # but for the padding
-    assert found == [(row["input_ids"], row["labels"]) for row in rows]
+    segments = find_packed_sequence_indices(batch["position_ids"])
+    assert set(batch["position_ids"].diff()[segments.diff() > 0].tolist()) <= {*range(-63, 1)}
+    unpacked = []
+    for ids, labels, segment_ids in zip(batch["input_ids"], batch["labels"], segments, strict=True):
+        for segment_id in segment_ids.unique():
+            assert labels[segment_ids == segment_id][0] == -100
+            unpacked.append(
+                (
+                    ids[segment_ids == segment_id].tolist(),
+                    labels[segment_ids == segment_id].tolist(),
+                )
+            )
+    unpacked = [(ids, labels) for ids, labels in unpacked if any(ids)]  # but for the padding
+    assert unpacked == [(row["input_ids"], row["labels"]) for row in rows]
     assert instructions.counts(packs) == instructions.counts(rows)
 
 
@@ -74,8 +79,8 @@ def test_padded_rows():
 
 def test_every_micro_batch_of_a_hard_step_has_the_longest():
     items = [dict(input_ids=[0] * n, labels=[0] * n) for n in (1, 2, 9, 3)]
-    made = instructions.order(items, 2, 2, 3, hard_steps=(0, 2))
-    sizes = [len(item["input_ids"]) for item in made]
+    ordered = instructions.order(items, 2, 2, 3, hard_steps=(0, 2))
+    sizes = [len(item["input_ids"]) for item in ordered]
     assert sizes == [9, 2, 9, 3, 1, 2, 9, 3, 9, 2, 9, 3]
 
 
@@ -87,8 +92,8 @@ def test_the_longest_meets_the_states_of_the_optimizer():
         ("try", [9, 2, 9, 3, 9, 1]),
         ("measure", [9, 2, 9, 3, 4, 1, 2, 9, 4, 1, 2, 9]),
     ):
-        found, steps, timed = finetune.course(spec | dict(purpose=purpose), items)
-        sizes = [len(item["input_ids"]) for item in found]
+        ordered, steps, timed = finetune.course(spec | dict(purpose=purpose), items)
+        sizes = [len(item["input_ids"]) for item in ordered]
         assert sizes == expected and len(sizes) == 2 * steps
     assert sizes[2 * timed.start :] == sizes[4:8] and timed.stop is None
 
@@ -97,7 +102,10 @@ class Memory:
     """Processes in which a micro-batch of more than ``limits[side]`` does not fit."""
 
     def __init__(self, limits, measured=None, base=0, each=0):
-        self.limits, self.measured, self.base, self.each = limits, measured or limits, base, each
+        self.limits = limits
+        self.measured = measured or limits
+        self.base = base
+        self.each = each
         self.asked = []
 
     def __call__(self, entry, purpose, batch):
@@ -125,9 +133,11 @@ def test_the_largest_is_found():
             memory = Memory(dict(patched=limit), base=base, each=each)
             (entry,) = entries("patched")
             finetune.search(entry, memory, 256, room)
-            own = finetune_table.largest(entry)
-            assert own <= limit and (
-                own == 256 if limit > 256 else limit - own < max(1, own // finetune.GRANULARITY)
+            largest = finetune_table.largest(entry)
+            assert largest <= limit and (
+                largest == 256
+                if limit > 256
+                else limit - largest < max(1, largest // finetune.GRANULARITY)
             ), limit
             batches = [batch for _, _, batch in memory.asked]
             assert len(batches) == len({*batches}) <= 20 and max(batches) <= 256
@@ -146,20 +156,20 @@ def test_the_largest_is_found():
 def test_all_sides_at_both_batches():
     """Hugging Face is first in any order; a batch that fits in a try alone counts as too large."""
     memory = Memory(dict(huggingface=5, patched=9), measured=dict(huggingface=4, patched=9))
-    patched, huggingface = given = entries("patched", "huggingface")
-    finetune.complete(given, memory, 64)
+    patched, huggingface = both = entries("patched", "huggingface")
+    finetune.complete(both, memory, 64)
     assert memory.asked[0] == ("huggingface", "try", 1)
     assert {*huggingface["measured"]} == {"4"} and {*patched["measured"]} == {"9", "4"}
     assert huggingface["tried"]["5"] is None and not {"error"} & {*patched, *huggingface}
-    asked = len(memory.asked)
-    finetune.complete(given, memory, 64)
-    assert len(memory.asked) == asked  # all is known
+    num_asked = len(memory.asked)
+    finetune.complete(both, memory, 64)
+    assert len(memory.asked) == num_asked  # all is known
 
 
 def test_no_batch_fits_and_other_errors():
     memory = Memory(dict(huggingface=0, patched=3))
-    huggingface, patched = given = entries("huggingface", "patched")
-    finetune.complete(given, memory, 64)
+    huggingface, patched = both = entries("huggingface", "patched")
+    finetune.complete(both, memory, 64)
     assert huggingface["error"] == "out of memory with a micro-batch of 1" and {
         *patched["measured"]
     } == {"3"}
@@ -202,7 +212,8 @@ def test_memory_errors_of_a_worker(tmp_path, monkeypatch):
 
 
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
-    memory, clock = Memory(dict(huggingface=2, patched=6)), iter(range(10**6))
+    memory = Memory(dict(huggingface=2, patched=6))
+    clock = iter(range(10**6))
     monkeypatch.setattr(finetune, "describe_machine", lambda: dict(HERE))
     monkeypatch.setattr(finetune.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(
@@ -231,23 +242,23 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     ]
     for _ in range(6):
         finetune.main([*call, "--resume"])
-    said = capsys.readouterr().out
-    assert "no time left" in said and len(memory.asked) == len({*memory.asked}), (
+    printed = capsys.readouterr().out
+    assert "no time left" in printed and len(memory.asked) == len({*memory.asked}), (
         "nothing is asked for twice"
     )
     data = json.loads(out.read_text())
     assert [e["side"] for e in data["runs"]] == ["huggingface", "patched"]
     assert {*data["runs"][1]["measured"]} == {"2", "6"} and data["model"] == "Llama-3-8B"
-    asked = len(memory.asked)
+    num_asked = len(memory.asked)
     finetune.main([*call, "--resume"])
-    assert len(memory.asked) == asked
-    for other in (["--resume", "--lr", "1"], []):  # other settings; or it was not asked to go on
-        finetune.main([*call, *other])
-        assert len(memory.asked) > asked
-        asked = len(memory.asked)
+    assert len(memory.asked) == num_asked
+    for options in (["--resume", "--lr", "1"], []):  # other settings; or it was not asked to go on
+        finetune.main([*call, *options])
+        assert len(memory.asked) > num_asked
+        num_asked = len(memory.asked)
     monkeypatch.setattr(finetune, "describe_machine", lambda: HERE | {"torch": "3"})
     finetune.main([*call, "--resume"])
-    assert len(memory.asked) > asked and "begins anew" in capsys.readouterr().out
+    assert len(memory.asked) > num_asked and "begins anew" in capsys.readouterr().out
 
 
 LENGTHS = {"median": 100, "most of": 250, "longest": 512, "labels": 0.5}
@@ -260,21 +271,23 @@ def figures(speed, gigabytes, losses=(3.0, 2.0)):
 
 
 def test_the_table(tmp_path):
-    theirs, peer, ours = entries("huggingface", "peer", "patched")
-    theirs |= dict(tried={"8": 9, "9": None}, measured={"8": figures(1000, 100)})
+    huggingface, peer, patched = entries("huggingface", "peer", "patched")
+    huggingface |= dict(tried={"8": 9, "9": None}, measured={"8": figures(1000, 100)})
     peer |= dict(error="RuntimeError: no")
-    ours |= dict(
-        tried={"16": 9, "20": None}, measured={"8": figures(1200, 60, (3.0, 2.5)), "16": figures(1500, 101)}
-    )  # fmt: skip
+    patched |= dict(
+        tried={"16": 9, "20": None},
+        measured={"8": figures(1200, 60, (3.0, 2.5)), "16": figures(1500, 101)},
+    )
     data = dict(kind="finetune", machine=HERE, model="M", pack=64, lengths=LENGTHS, peer="0.8.5")
-    data |= dict(runs=[theirs, peer, ours])
+    data |= dict(runs=[huggingface, peer, patched])
     text = report.KINDS["finetune"](data)
     both = "1,000 (500), 100.0 GB | 1,000 (500), 100.0 GB"
     assert f"| 1 GPU, padded | Hugging Face | 8 (not 9) | {both} | – | – |" in text
     assert "| ours | 16 (not 20) | 1,200 (600), 60.0 GB | 1,500 (750), 101.0 GB |" in text
     assert "| +20% speed, -40% memory, losses within 0.5 (mean 0.25) | +50% speed |" in text
     assert "- 1 GPU, padded, liger-kernel: RuntimeError: no" in text and "GPU X" in text
-    page, file = tmp_path / "page.md", tmp_path / "finetune.json"
+    page = tmp_path / "page.md"
+    file = tmp_path / "finetune.json"
     page.write_text((ROOT / "docs" / "training.md").read_text())
     file.write_text(json.dumps(data))
     report.main([str(file), "--write", str(page)])
@@ -284,12 +297,13 @@ def test_the_table(tmp_path):
 def test_a_long_run_of_parity(tmp_path, monkeypatch, capsys):
     """Five runs over several calls; each of their losses is kept, drawn and written into the
     page."""
-    trained, chance = [], random.Random(0)
+    trained = []
+    rng = random.Random(0)
 
     def losses(args, seed=0, patch=runs.eager):
         trained.append((seed, patch))
         far = seed + (patch is runs.ours)
-        return [5 - 4 * i / args.steps + 0.01 * far * chance.random() for i in range(args.steps)]
+        return [5 - 4 * i / args.steps + 0.01 * far * rng.random() for i in range(args.steps)]
 
     monkeypatch.setattr(parity, "losses", losses)
     monkeypatch.setattr(machine, "describe", lambda: dict(HERE))
@@ -309,7 +323,8 @@ def test_a_long_run_of_parity(tmp_path, monkeypatch, capsys):
     assert (
         data["kind"] == "curves" and [len(curve) for curve in data["curves"].values()] == [120] * 5
     )
-    page, picture = tmp_path / "parity.md", tmp_path / "parity.svg"
+    page = tmp_path / "parity.md"
+    picture = tmp_path / "parity.svg"
     page.write_text((ROOT / "docs" / "parity.md").read_text())
     report.main([str(out), "--write", str(page), "--curves", str(picture)])
     assert "Not measured" not in page.read_text() and "120 training steps" in page.read_text()
@@ -326,13 +341,13 @@ def test_within_the_spread():
         "nudged (2)": [2.1, 1.1],
     }
     assert curves.distances(references)["nudged (1)"] == pytest.approx((0.1, 0.2))
-    for ours, within in (
+    for curve, expected in (
         ([2.0, 1.1], True),
         ([2.0, 1.25], False),  # at most 0.25 away, the Hugging Face runs 0.2
         ([2.19, 1.19], False),  # farther on average
         ([2.0, float("nan")], False),
     ):
-        assert curves.within_spread(references | {"ours": ours}) is within, ours
+        assert curves.within_spread(references | {"ours": curve}) is expected, curve
     assert curves.within_spread(references) is None and curves.within_spread({}) is None
     assert curves.smooth([1.0, 3.0, 5.0], 2) == ([2], [2.0])
 
@@ -344,19 +359,21 @@ SMALL = dict(model="tiny", pack=96, length=64, rows=30, steps=2, lr=1e-3, device
 @pytest.mark.thorough
 def test_the_trainer(layout, reference_only, monkeypatch):
     """Both sides see the same and compute the same: in fp32, to tell a mistake from a rounding."""
-    build, found = finetune.models.build, {}
+    build = finetune.models.build
+    figures = {}
     monkeypatch.setattr(
         finetune.models, "build", lambda name, device, _: build(name, device, torch.float32)
     )
     for side in "huggingface", "patched":
         spec = SMALL | dict(layout=layout, side=side, gpus=1, batch=2, purpose="measure")
-        found[side] = finetune.work(spec)["figures"]
-        assert len(found[side]["losses"]) == len(found[side]["steps_ms"]) == 6
-    assert found["patched"]["patched"] and not found["huggingface"]["patched"]
-    assert found["patched"]["lengths"] == found["huggingface"]["lengths"]
-    ours, theirs = (torch.tensor(found[side]["losses"]) for side in ("patched", "huggingface"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert theirs[0] != theirs[2]
+        figures[side] = finetune.work(spec)["figures"]
+        assert len(figures[side]["losses"]) == len(figures[side]["steps_ms"]) == 6
+    assert figures["patched"]["patched"] and not figures["huggingface"]["patched"]
+    assert figures["patched"]["lengths"] == figures["huggingface"]["lengths"]
+    losses = torch.tensor(figures["patched"]["losses"])
+    expected = torch.tensor(figures["huggingface"]["losses"])
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    assert expected[0] != expected[2]
 
 
 SHARDS_ON_A_CPU = """
@@ -370,7 +387,8 @@ if "RANK" in os.environ:
 
     def init(self, *args, **kwargs):
         begin(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:  # accelerate shards on other devices alone
+        # accelerate shards on other devices alone
+        if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_XPU
 
     accelerate.state.PartialState.__init__ = init

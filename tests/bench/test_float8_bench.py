@@ -33,7 +33,7 @@ def test_in_float8(reference_only):
         == linear - 1
     )
     assert "liger_fused_linear_cross_entropy" in figures["ours-float8"]["patched"]
-    losses = {name: torch.tensor(it["losses"]) for name, it in figures.items()}
+    losses = {name: torch.tensor(entry["losses"]) for name, entry in figures.items()}
     by_float8 = (losses["eager-float8"] - losses["eager"]).abs()
     assert by_float8.max() > 0  # the products are of rounded numbers
     torch.testing.assert_close(losses["ours-float8"], losses["eager-float8"], rtol=0, atol=5e-3)
@@ -58,7 +58,8 @@ def test_the_table(tmp_path):
     data = dict(
         kind="float8", machine=dict(gpu="GPU X", date="today", torchao="0.18.0"), rows=[row]
     )
-    file, page = tmp_path / "float8.json", tmp_path / "page.md"
+    file = tmp_path / "float8.json"
+    page = tmp_path / "page.md"
     file.write_text(json.dumps(data))
     page.write_text("<!-- bench:float8 -->\n<!-- bench:end -->\n")
     report.main([str(file), "--write", str(page)])
@@ -90,12 +91,12 @@ def test_a_way_that_was_run_in_float8_alone_has_a_row():
     names = "eager-float8", "ours-float8", "ours-compile"
     row = dict(model="M", sequence=8, batch=2, contestants=dict.fromkeys(names, entry))
     table = training_tables.float8(dict(machine=dict(gpu="GPU X", date="today"), rows=[row]))
-    found = [
+    cells = [
         line.strip("| ").split(" | ")[1:4] for line in table.splitlines() if line.startswith("| M")
     ]
-    it = "10,000 (80.0 ms)"
-    assert found == [
-        ["PyTorch eager", "–", it],
-        ["ours", "–", it],
-        ["ours, torch.compile", it, "–"],
+    cell = "10,000 (80.0 ms)"
+    assert cells == [
+        ["PyTorch eager", "–", cell],
+        ["ours", "–", cell],
+        ["ours, torch.compile", cell, "–"],
     ]

@@ -15,7 +15,8 @@ from bench import calls, charts, head, head_tables, losses, ops, report, tables
 def test_ways_to_call_the_head(way, on_the_host):
     """Contestants compute the same, whatever their memory, and can be timed."""
     M, H, V = size = 24, 16, 96
-    inputs, fns = head.WAYS[way].inputs(*size, device="cpu"), head.WAYS[way].fns(*size)
+    inputs = head.WAYS[way].inputs(*size, device="cpu")
+    fns = head.WAYS[way].fns(*size)
     outs = {name: fn(**inputs).detach() for name, fn in fns.items()}
     if way == "ignoring":
         assert outs.pop("none ignored") != outs["half dropped"]
@@ -42,13 +43,13 @@ def test_ways_to_call_the_head(way, on_the_host):
 
 
 def test_weight_gradient_against_fp64(on_the_host):
-    found = head.errors(48, 16, 96, device="cpu")
-    assert found["ignored"] == 1 and list(found["targets"]) == list(head.TARGETS)
-    loss = {kind: of["loss"] for kind, of in found["targets"].items()}
+    errors = head.errors(48, 16, 96, device="cpu")
+    assert errors["ignored"] == 1 and list(errors["targets"]) == list(head.TARGETS)
+    loss = {kind: entry["loss"] for kind, entry in errors["targets"].items()}
     assert loss["Zipf, h + 6·W[target]"] < loss["Zipf"] - 1
-    for of in found["targets"].values():
-        assert 1e-4 < of["errors"]["eager"] < 1e-2
-        assert all(error < 2 * of["errors"]["eager"] for error in of["errors"].values())
+    for entry in errors["targets"].values():
+        assert 1e-4 < entry["errors"]["eager"] < 1e-2
+        assert all(error < 2 * entry["errors"]["eager"] for error in entry["errors"].values())
 
 
 def head_figures():
@@ -88,8 +89,8 @@ def test_head_tables(tmp_path):
     assert "| 8192×4096×128256 | 100 | 354 ms (73%), 1.00× | 354 ms (73%), 2.00× |" in table
     assert "| M×H×V | 1.05× | 1.15× | 1.3× | 1.5× | 2× | 3× |" in table
     assert (
-        "| loss under `torch.no_grad`, 2·M·H·V | 118 ms, 1.00× | 118 ms, 2.00× | 118 ms (73%), 3.00× |"
-        in table
+        "| loss under `torch.no_grad`, 2·M·H·V "
+        "| 118 ms, 1.00× | 118 ms, 2.00× | 118 ms (73%), 3.00× |" in table
     )
     assert "forward + backward, 8·M·H·V | 472 = 472 + 472 ms, 1.00× |" in table
     assert (
@@ -104,9 +105,11 @@ def test_head_tables(tmp_path):
 def test_head_chart(tmp_path):
     """One point less where a contestant failed, and the same file for the same figures."""
     pytest.importorskip("matplotlib")
-    data, first, again = head_figures(), tmp_path / "first.svg", tmp_path / "again.svg"
-    charts.head_chart(data, first)
-    charts.head_chart(data, again)
+    data = head_figures()
+    first_chart = tmp_path / "first.svg"
+    second_chart = tmp_path / "again.svg"
+    charts.head_chart(data, first_chart)
+    charts.head_chart(data, second_chart)
     labels = (
         "PyTorch eager",
         "torch.compile",
@@ -115,12 +118,12 @@ def test_head_chart(tmp_path):
         "ours, by budget",
     )
     assert (
-        all(label in first.read_text() for label in labels)
-        and first.read_text() == again.read_text()
+        all(label in first_chart.read_text() for label in labels)
+        and first_chart.read_text() == second_chart.read_text()
     )
     data["rows"][0]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
-    charts.head_chart(data, again)
-    assert [label for label in labels if label not in again.read_text()] == ["PyTorch eager"]
+    charts.head_chart(data, second_chart)
+    assert [label for label in labels if label not in second_chart.read_text()] == ["PyTorch eager"]
 
 
 @pytest.mark.parametrize("name", losses.SHAPES)
@@ -130,7 +133,7 @@ def test_losses_are_plain_pytorchs(name, on_the_host, reference_only):
     size = *([4, 6] if len(losses.SHAPES[name]) == 2 else [24]), 16, 96
     way = losses.ways([name])[name]
     inputs = way.inputs(*size, device="cpu")
-    outs = {who: fn(**inputs) for who, fn in way.fns(*size).items()}
+    outs = {contestant: fn(**inputs) for contestant, fn in way.fns(*size).items()}
     if name.removeprefix("GRPO, ") not in ("cispo", "sapo", "luspo", "vespo"):
         torch.testing.assert_close(
             outs["ours"].float(), outs["eager"].float(), rtol=2e-2, atol=2e-2
@@ -167,7 +170,8 @@ def test_table_of_losses(tmp_path):
             name: entry if name == "ours" else slower for name in row["contestants"]
         }
     rows[1]["contestants"]["eager"] = {"error": "OutOfMemoryError: tried to allocate"}
-    figures, page = tmp_path / "losses.json", tmp_path / "page.md"
+    figures = tmp_path / "losses.json"
+    page = tmp_path / "page.md"
     data = {
         "kind": "losses",
         "machine": {"gpu": "GPU X", "date": "today"},

@@ -56,17 +56,21 @@ def test_the_longest_is_found(limit):
     while (sequence := longest.next_sequence(tried, 1024, 8192)) is not None:
         assert str(sequence) not in tried and 0 < sequence <= 8192
         tried[str(sequence)] = sequence <= limit
-    found = max((int(n) for n, fits in tried.items() if fits), default=0)
+    longest_found = max((int(n) for n, fits in tried.items() if fits), default=0)
     if limit >= 8192:
-        assert found == 8192
+        assert longest_found == 8192
     elif limit < longest.TOKEN_MULTIPLE:
-        assert found == 0
+        assert longest_found == 0
     else:
-        assert found <= limit < found + max(found // longest.GRANULARITY, longest.TOKEN_MULTIPLE)
+        assert (
+            longest_found
+            <= limit
+            < longest_found + max(longest_found // longest.GRANULARITY, longest.TOKEN_MULTIPLE)
+        )
 
 
-def arguments(tmp_path, **others):
-    given = dict(
+def arguments(tmp_path, **changes):
+    defaults = dict(
         limit=100,
         run_limit=9,
         device="cpu",
@@ -74,7 +78,7 @@ def arguments(tmp_path, **others):
         out=str(tmp_path / "found.json"),
         resume=True,
     )
-    return argparse.Namespace(**given | others)
+    return argparse.Namespace(**defaults | changes)
 
 
 def test_results_are_kept(tmp_path, monkeypatch):
@@ -87,14 +91,14 @@ def test_results_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", lambda *_: answers.pop(0))
     monkeypatch.setattr(processes, "describe_machine", lambda: {"gpu": "X"})
     spec = dict(case="full", side="long", sequence=8)
-    first = longest.Measurements(arguments(tmp_path), format_run=str)
-    assert "error" in first(**spec)
-    second = longest.Measurements(arguments(tmp_path), format_run=str)
-    assert second(**spec)["figures"] == {"seconds": [1.0]} == second(**spec)["figures"]
+    first_call = longest.Measurements(arguments(tmp_path), format_run=str)
+    assert "error" in first_call(**spec)
+    second_call = longest.Measurements(arguments(tmp_path), format_run=str)
+    assert second_call(**spec)["figures"] == {"seconds": [1.0]} == second_call(**spec)["figures"]
     assert (
-        second(**spec | dict(sequence=9))["error"]
+        second_call(**spec | dict(sequence=9))["error"]
         == "out of memory"
-        == second(**spec | dict(sequence=9))["error"]
+        == second_call(**spec | dict(sequence=9))["error"]
     )
     assert [
         run["spec"]["sequence"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]
@@ -108,33 +112,41 @@ def test_results_are_kept(tmp_path, monkeypatch):
 def test_how_far_it_came(tmp_path):
     progress = longest.Progress(tmp_path / "progress", "cpu")
     progress.done.set()
-    there, missing = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    there.grad, progress.trained = torch.ones(2), [there, missing]
+    with_gradient = torch.nn.Parameter(torch.ones(2))
+    with_gradient.grad = torch.ones(2)
+    without_gradient = torch.nn.Parameter(torch.ones(2))
+    progress.trained = [with_gradient, without_gradient]
     progress.enter("backward 1")
-    told = progress.state()
+    state = progress.state()
     assert (
-        told["stage"] == "backward 1" and told["gradients"] == 0.5 and "building" in told["seconds"]
+        state["stage"] == "backward 1"
+        and state["gradients"] == 0.5
+        and "building" in state["seconds"]
     )
-    (tmp_path / "progress").write_text(json.dumps(told | dict(peak_bytes=38 * 10**9, since_s=61.0)))
+    (tmp_path / "progress").write_text(
+        json.dumps(state | dict(peak_bytes=38 * 10**9, since_s=61.0))
+    )
     run = {"error": "no result within 500 s"} | processes.read_progress(str(tmp_path))
-    said = (
+    expected = (
         "no result within 500 s (backward 1, 61 s, 50% of the gradients there, 38.0 GB until then)"
     )
-    assert longest_table.failed(run) == said
+    assert longest_table.failed(run) == expected
     assert processes.read_progress(str(tmp_path / "none")) == {}
 
 
 def test_attention_alone():
     spec = SPEC | dict(side="attention", sequence=32)
-    found = longest.attention(spec, NoProgress())["chosen"]
-    assert found["seconds"] == pytest.approx(2 * (2 * found["forward_s"] + found["backward_s"]))
-    assert 0 < found["forward_s"] < 5
+    figures = longest.attention(spec, NoProgress())["chosen"]
+    assert figures["seconds"] == pytest.approx(
+        2 * (2 * figures["forward_s"] + figures["backward_s"])
+    )
+    assert 0 < figures["forward_s"] < 5
 
 
-def figures(*seconds, **others):
+def figures(*seconds, **more_figures):
     return (
         dict(seconds=[*seconds], losses=[1.0], peak_bytes=30 * 10**9, reserved_bytes=31 * 10**9)
-        | others
+        | more_figures
     )
 
 
@@ -206,7 +218,8 @@ def test_what_is_planned(monkeypatch, tmp_path):
         checkpointing=False,
         gpus=2,
     )
-    two, eight = scale.planned(spec), scale.planned(spec | dict(gpus=8))
+    two = scale.planned(spec)
+    eight = scale.planned(spec | dict(gpus=8))
     assert 0 < eight["patched"] < two["patched"] <= two["huggingface"]
     data = dict(runs=[dict(spec=spec | dict(side=side)) for side in scale_table.NAMES])
     monkeypatch.setattr(scale, "planned", lambda spec: dict(patched=spec["gpus"]))
@@ -218,13 +231,13 @@ def test_what_is_planned(monkeypatch, tmp_path):
 
 
 def test_one_gpu_is_capped(monkeypatch):
-    given = []
+    fractions = []
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(total_memory=80 * 10**9)
     )
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     longest.cap_memory(dict(device="cuda", memory=40))
     longest.cap_memory(dict(device="cuda", memory=None))
-    assert given == [0.5]
+    assert fractions == [0.5]
     with pytest.raises(ValueError, match="--memory 90: the GPU has 80.0 GB"):
         longest.cap_memory(dict(device="cuda", memory=90))

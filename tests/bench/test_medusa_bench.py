@@ -9,7 +9,8 @@ from bench import medusa, models, text, training_tables
 def test_contestants_compute_the_same(reference_only):
     """The losses, and the gradients of every head; liger-kernel's way is called in this package."""
     model = models.build("tiny", "cpu", torch.float32)
-    found, ids = {}, text.batches(12, 2, 1)[0]
+    results = {}
+    ids = text.batches(12, 2, 1)[0]
     hidden = model.base_model(input_ids=ids).last_hidden_state.detach()
     for name, compute_loss in medusa.LOSSES.items():
         torch.manual_seed(0)
@@ -17,21 +18,21 @@ def test_contestants_compute_the_same(reference_only):
         for block in heads.blocks:
             torch.nn.init.normal_(block.weight, std=0.1)
         loss = compute_loss(heads, hidden, ids)
-        found[name] = [loss.detach(), *torch.autograd.grad(loss, [*heads.parameters()])]
-    assert len(found["ours"]) == 1 + 2 * 3 and all(x.any() for x in found["ours"])
+        results[name] = [loss.detach(), *torch.autograd.grad(loss, [*heads.parameters()])]
+    assert len(results["ours"]) == 1 + 2 * 3 and all(x.any() for x in results["ours"])
     for name in "eager", "peer":
-        torch.testing.assert_close(found["ours"], found[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results["ours"], results[name], rtol=1e-4, atol=1e-5)
 
 
 def test_work_on_a_cpu():
     figures = medusa.work("eager", "tiny", 16, 1, 3, 1, 2, "cpu")["figures"]
     model = models.build("tiny", "cpu", torch.bfloat16)
-    own = sum(p.nbytes for p in medusa.Heads(model, 3).parameters())
-    assert figures["weights_bytes"] - own == sum(
+    heads_bytes = sum(p.nbytes for p in medusa.Heads(model, 3).parameters())
+    assert figures["weights_bytes"] - heads_bytes == sum(
         x.nbytes for x in (*model.parameters(), *model.buffers())
     )
     assert (
-        3 * own <= figures["learning_bytes"] < 3.01 * own
+        3 * heads_bytes <= figures["learning_bytes"] < 3.01 * heads_bytes
     )  # gradients and two moments; the steps are numbers
     assert len(figures["losses"]) == 3 and all(0 < loss < 20 for loss in figures["losses"])
     assert figures["tokens_per_s"] > 0 and len(figures["steps_ms"]) == 2
@@ -39,8 +40,8 @@ def test_work_on_a_cpu():
 
 def test_the_table():
     def entry(speed, gigabytes, losses):
-        given = dict(tokens_per_s=speed, step_ms=10.0, losses=losses, weights_bytes=20 * 10**9)
-        return given | dict(peak_bytes=(20 + gigabytes) * 10**9, learning_bytes=5 * 10**9)
+        figures = dict(tokens_per_s=speed, step_ms=10.0, losses=losses, weights_bytes=20 * 10**9)
+        return figures | dict(peak_bytes=(20 + gigabytes) * 10**9, learning_bytes=5 * 10**9)
 
     entries = {
         "eager": entry(1000, 50, [3.0, 2.0]), "peer": {"error": "OutOfMemoryError: no"},

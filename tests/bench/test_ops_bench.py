@@ -40,9 +40,9 @@ def test_calls_compute_the_case(case):
             name: inputs[name] for name in inspect.signature(calls.LIGER[case.name]).parameters
         }
     plain = calls.PLAIN.get(case.name, case.reference)
-    ours = contest.differentiable(calls.our_line(case)(**inputs))
-    for got, want in zip(ours, contest.differentiable(plain(**inputs)), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    outputs = contest.differentiable(calls.our_line(case)(**inputs))
+    for output, expected in zip(outputs, contest.differentiable(plain(**inputs)), strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     assert not case.bench or (case.traffic or case.flops)(inputs)
 
 
@@ -55,9 +55,9 @@ def test_backward_may_overwrite():
         inputs = case.inputs(3, 64)
     before = {name: t.detach().clone() for name, t in inputs.items()}
     entrant = contest.Contestant(case.fn, inputs)
-    given = [entrant.produced()]
-    memory = {t.data_ptr() for t in given[0].values()}
-    outs = contest.differentiable(case.fn(**given.pop()))
+    produced = [entrant.produced()]
+    memory = {t.data_ptr() for t in produced[0].values()}
+    outs = contest.differentiable(case.fn(**produced.pop()))
     gc.collect()  # Triton's interpreter leaves its view of the inputs in a cycle
     grads = torch.autograd.grad(outs, entrant.leaves, entrant.dys)
     assert {g.data_ptr() for g in grads} == memory
@@ -141,7 +141,8 @@ def test_training_table(tmp_path):
         data
     ) and "10.0 GB |" in training_tables.train(data)
     assert "+50% speed, -60% memory" in training_tables.train(data)
-    readme, figures = tmp_path / "README.md", tmp_path / "train.json"
+    readme = tmp_path / "README.md"
+    figures = tmp_path / "train.json"
     readme.write_text("before\n<!-- bench:train -->\nold\n<!-- bench:end -->\nafter\n")
     figures.write_text(json.dumps(data))
     report.main([str(figures), "--write", str(readme)])
@@ -154,7 +155,7 @@ def test_training_table(tmp_path):
 def operator_figures():
     """Ours at 80 % of the ceiling, liger-kernel at half of that, PyTorch at a tenth; with less and
     less memory."""
-    wanted = {"ours": (0.8, 4), "eager": (0.08, 3), "peer": (0.4, 2)}
+    shares = {"ours": (0.8, 4), "eager": (0.08, 3), "peer": (0.4, 2)}
     rows = [
         r
         for name in ("rms_norm", "fused_linear_cross_entropy")
@@ -175,7 +176,7 @@ def operator_figures():
                 "peak_bytes": gigabytes * 10**9,
                 "ceiling": [1e12 if bound else 1e15],
             }
-            for name, (share, gigabytes) in wanted.items()
+            for name, (share, gigabytes) in shares.items()
         }
     failed = rows[0] | {"contestants": {"ours": {"error": "it died"}}}
     alone = rows[0] | {"shape": [7], "contestants": {"ours": rows[0]["contestants"]["ours"]}}
@@ -188,7 +189,8 @@ def operator_figures():
 
 
 def test_a_table_of_all_operators(tmp_path):
-    figures, page = tmp_path / "ops.json", tmp_path / "operators.md"
+    figures = tmp_path / "ops.json"
+    page = tmp_path / "operators.md"
     figures.write_text(json.dumps(operator_figures()))
     page.write_text("before\n<!-- bench:operators -->\nold\n<!-- bench:end -->\nafter\n")
     report.main([str(figures), "--write", str(page)])
@@ -196,7 +198,8 @@ def test_a_table_of_all_operators(tmp_path):
     assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
     lines = [line for line in written.splitlines() if line.startswith("| ")][2:]
     assert lines == [
-        "| rms_norm 8192×2048 | copy | 80% / 80% | 0.50, liger-kernel | 4.00 / 2.00, liger-kernel |",
+        "| rms_norm 8192×2048 | copy | 80% / 80% | "
+        "0.50, liger-kernel | 4.00 / 2.00, liger-kernel |",
         "| fused_linear_cross_entropy 8192×4096×128256 | matmul | 80% | "
         "0.50, liger-kernel | 4.00 / 2.00, liger-kernel |",
         "| rms_norm 7 | copy | 80% / 80% | – | – |",
@@ -207,20 +210,24 @@ def test_a_table_of_all_operators(tmp_path):
     assert "Nothing was measured" in ops_tables.operators(
         {"machine": {"error": "no GPU"}, "rows": []}
     )
+    on_a_cpu = {"machine": {"gpu": None, "date": "today"}, "rows": []}
+    assert "None, , , today, bfloat16." in ops_tables.operators(on_a_cpu)
 
 
 def test_a_chart_of_all_operators(tmp_path):
     pytest.importorskip("matplotlib")
-    figures, first, again = (tmp_path / name for name in ("ops.json", "first.svg", "again.svg"))
+    figures = tmp_path / "ops.json"
+    first = tmp_path / "first.svg"
+    second = tmp_path / "again.svg"
     figures.write_text(json.dumps(operator_figures()))
-    for picture in (first, again):
+    for picture in (first, second):
         report.main([str(figures), "--operators", str(picture)])
-    drawn = first.read_text()
+    chart_text = first.read_text()
     assert all(
-        name in drawn
+        name in chart_text
         for name in ("rms_norm 8192×2048", "liger-kernel 0.8.5", "PyTorch eager", "GPU X")
     )
-    assert "torch.compile" not in drawn and drawn == again.read_text()
+    assert "torch.compile" not in chart_text and chart_text == second.read_text()
 
 
 def test_launches_to_try():

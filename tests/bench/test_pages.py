@@ -1,4 +1,4 @@
-"""The tables of README and docs are those that `bench.report` makes of the files in bench/results."""
+"""The tables of README and docs are those that `bench.report` makes of bench/results."""
 
 import json
 import re
@@ -17,8 +17,8 @@ PRINTED = [
 
 
 @pytest.fixture(scope="module")
-def made():
-    """Block -> the text that the files in bench/results give."""
+def tables_by_name():
+    """Return the table that a file in bench/results gives, by the name of its block."""
     texts = {}
     for file in FILES:
         data = json.loads(file.read_text())
@@ -27,12 +27,12 @@ def made():
 
 
 @pytest.mark.parametrize("page, name, text", PRINTED, ids=[f"{p} {n}" for p, n, _ in PRINTED])
-def test_a_table_is_that_of_its_file(page, name, text, made):
-    assert text == made.get(name, ""), f"python -m bench.report --write docs/{page}"
+def test_a_table_is_that_of_its_file(page, name, text, tables_by_name):
+    assert text == tables_by_name.get(name, ""), f"python -m bench.report --write docs/{page}"
 
 
-def test_every_file_is_printed(made):
-    assert {name for _, name, _ in PRINTED} >= made.keys()
+def test_every_file_is_printed(tables_by_name):
+    assert {name for _, name, _ in PRINTED} >= tables_by_name.keys()
 
 
 def test_the_readme_has_no_other_figures():

@@ -87,33 +87,33 @@ def test_scaled_log_probabilities():
 
 @pytest.mark.skipif(not newer_torch.installed(), reason="PyTorch's linear_cross_entropy is of 2.13")
 @pytest.mark.parametrize("contestant", calls.LINEAR_CROSS_ENTROPY)
-@pytest.mark.parametrize("beside", [False, True], ids=["own", "beside an older"])
-def test_linear_cross_entropy(contestant, beside, monkeypatch, tmp_path):
+@pytest.mark.parametrize("beside_older", [False, True], ids=["own", "beside an older"])
+def test_linear_cross_entropy(contestant, beside_older, monkeypatch, tmp_path):
     """PyTorch's own, and as a PyTorch without it gets it from four files."""
     newer_torch.load.cache_clear()
-    own = F.linear_cross_entropy
-    if beside:
+    pytorchs_function = F.linear_cross_entropy
+    if beside_older:
         for file in (
             "version.py",
             "nn/functional.py",
-            *(f"nn/modules/{own.__name__}{x}.py" for x in ("", "_options")),
+            *(f"nn/modules/{pytorchs_function.__name__}{x}.py" for x in ("", "_options")),
         ):
             (tmp_path / "torch" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(TORCH / "torch" / file, tmp_path / "torch" / file)
-        monkeypatch.delattr(F, own.__name__)
+        monkeypatch.delattr(F, pytorchs_function.__name__)
         monkeypatch.setattr(torch.nn.modules, "__path__", [*torch.nn.modules.__path__])
         monkeypatch.syspath_prepend(tmp_path)
         assert newer_torch.directory() == tmp_path
     assert torch.__version__.startswith(newer_torch.version())
-    assert (newer_torch.load()[0] is own) != beside
+    assert (newer_torch.load()[0] is pytorchs_function) != beside_older
     compare(peers.LINES[contestant][HEAD], HEAD)
     newer_torch.load.cache_clear()
 
 
-def options(*given):
+def options(*argv):
     parser = argparse.ArgumentParser()
     peers.add_options(parser)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 def test_directories(monkeypatch, tmp_path):
@@ -130,9 +130,11 @@ WORKER = """
 import sys, torch
 from bench import machine, worker
 machine.require_gpu = lambda: None
-machine.Ceilings = machine.Stopwatch = lambda *given: None
+machine.Ceilings = machine.Stopwatch = lambda *args: None
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
-worker.contest.contest = lambda fns, *given: {"figures": {name: line() for name, line in fns.items()}}
+def contest(fns, *args):
+    return {"figures": {name: line() for name, line in fns.items()}}
+worker.contest.contest = contest
 worker.contest.drawn = lambda inputs: inputs
 def broken():
     torch.cuda.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access"))
@@ -151,7 +153,9 @@ def cute(monkeypatch, tmp_path):
         "import os, sys; sys.path.insert(0, os.environ['INNER']); import elsewhere"
     )
     (tmp_path / "inner" / "elsewhere.py").write_text(
-        "import os\ndef found(): return {'ms': os.environ['LIGER_KERNEL_IMPL'], 'path': os.environ['PYTHONPATH']}"
+        "import os\n"
+        "def found():\n"
+        "    return {'ms': os.environ['LIGER_KERNEL_IMPL'], 'path': os.environ['PYTHONPATH']}\n"
     )
     start = subprocess.Popen
     monkeypatch.setattr(
@@ -195,7 +199,9 @@ class Side:
     """A worker that answers for whoever it is asked."""
 
     def __init__(self, ms, **errors):
-        self.ms, self.errors, self.asked = ms, errors, []
+        self.ms = ms
+        self.errors = errors
+        self.asked = []
 
     def ask(self, request, limit):
         self.asked.append(request["contestants"])
@@ -217,7 +223,7 @@ SIDES = {
 
 
 def test_each_of_another_side_by_itself():
-    """Who has no line for a case is not asked; who fails stops nobody."""
+    """A contestant without a line for a case is not asked; one that fails stops no other."""
     workers = {side: make() for side, make in SIDES.items()}
     names = ["ours", "eager", *peers.LINES]
     row = ops.measure(ops.plan([HEAD], quick=True)[0], names, workers, 2, lambda: 1)
@@ -244,10 +250,11 @@ def test_tables_name_who_is_faster(tmp_path):
     data = {"kind": "head", "machine": machine, "rows": rows, **versions}
     table = head_tables.head(data)
     assert (
-        "CuTe: liger-kernel 0.8.5 with nvidia-cutlass-dsl 4.7.1, linear_cross_entropy of torch 2.13.0"
-        in table
+        "CuTe: liger-kernel 0.8.5 with nvidia-cutlass-dsl 4.7.1, "
+        "linear_cross_entropy of torch 2.13.0" in table
     )
-    usual, _, further, other = (part for part in table.split("\n\n") if part.startswith("| "))
+    paragraphs = table.split("\n\n")
+    usual, _, further, other_ways = (text for text in paragraphs if text.startswith("| "))
     assert usual.splitlines()[0].endswith(
         "| liger-kernel | ours | ours, fp32 dW | time / fastest other's |"
     )
@@ -257,7 +264,7 @@ def test_tables_name_who_is_faster(tmp_path):
         header.count("linear_cross_entropy") == header.count("CuTe") == 3
         and "| TypeError |" in line
     )
-    names, _, *lines = (line.split(" | ") for line in other.splitlines())
+    names, _, *lines = (line.split(" | ") for line in other_ways.splitlines())
     at = names.index("liger-kernel, CuTe, scaled")
     assert [line[at].count("60 = 60 + 60 ms") for line in lines] == [0, 1]
     slower = ops_tables.behind(head_tables.training_rows(data)).split("; ")

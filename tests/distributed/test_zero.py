@@ -7,7 +7,6 @@ from collections import Counter
 from functools import cache, partial
 from importlib.util import find_spec
 
-import patched
 import pytest
 import ranks
 import tiny
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import zero
 from hardware import DEVICE
+from patched import count_calls, expected_calls
 from ranks import SIZE
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,32 +22,37 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.ops.mlp.tiled_mlp import LigerTiledSwiGLUMLP, apply_tiled_mlp
 
-ACCUMULATED, TOKENS = 2, 5  # TOKENS: of a tile
+ACCUMULATED = 2
+TILE_TOKENS = 5
 
 
 def batches(step):
-    """Of one step; every row has its own number of tokens that count, in one batch the last rank
-    has none."""
-    made = [tiny.batch(2 * SIZE, seed=10 * step + i) for i in range(ACCUMULATED)]
-    for i, batch in enumerate(made):
+    """Return the accumulated batches of one step.
+
+    Every row has its own number of labels, and in one batch the last rank has none.
+    """
+    step_batches = [tiny.batch(2 * SIZE, seed=10 * step + i) for i in range(ACCUMULATED)]
+    for i, batch in enumerate(step_batches):
         for row, labels in enumerate(batch["labels"]):
             labels[: 2 * row + i] = -100
     if step == 1:
-        made[1]["labels"][-2:] = -100
-    return [{name: t.to(DEVICE) for name, t in batch.items()} for batch in made]
+        step_batches[1]["labels"][-2:] = -100
+    return [{name: t.to(DEVICE) for name, t in batch.items()} for batch in step_batches]
 
 
 def train(model, rank=None, steps=3):
-    """(losses, gradients) of each step, and at last the weights. ``model`` is an engine where there
-    is a ``rank``."""
+    """Return ([(losses, gradients) of each step], the weights).
+
+    ``model`` is an engine if a ``rank`` is given.
+    """
     alone = rank is None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if alone else None
-    seen = []
+    steps_done = []
     for step in range(steps):
-        given = batches(step)
-        n = sum((batch["labels"][:, 1:] != -100).sum() for batch in given)
+        step_batches = batches(step)
+        n = sum((batch["labels"][:, 1:] != -100).sum() for batch in step_batches)
         losses = []
-        for i, batch in enumerate(given):
+        for i, batch in enumerate(step_batches):
             if not alone:
                 batch = {name: t[2 * rank : 2 * rank + 2] for name, t in batch.items()}
             loss = model(**batch, num_items_in_batch=n).loss
@@ -61,16 +66,16 @@ def train(model, rank=None, steps=3):
         losses = torch.stack(losses)
         if alone:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-            optimizer.step(), optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         else:
             dist.all_reduce(losses)
             gradients = zero.gradients(model)
             model.step()
-        seen.append((losses, gradients))
-    weights = (
-        {name: p.detach() for name, p in model.named_parameters()} if alone else zero.weights(model)
-    )
-    return seen, weights
+        steps_done.append((losses, gradients))
+    if alone:
+        return steps_done, {name: p.detach() for name, p in model.named_parameters()}
+    return steps_done, zero.weights(model)
 
 
 def engine(model, **options):
@@ -81,9 +86,11 @@ def engine(model, **options):
     )
 
 
-def trained(rank, family, when, dtype=torch.float32, switches=None, **options):
-    """By DeepSpeed. ``when`` it is patched: "before" and "after" `initialize`, "sharded" before;
-    None: it is not."""
+def train_with_deepspeed(rank, family, when, dtype=torch.float32, switches=None, **options):
+    """Train with DeepSpeed. Returns what `train` returns.
+
+    ``when`` the model is patched: "before" or "after" `initialize`, "sharded" before, None never.
+    """
     devices.INTERPRETED = False
     model = tiny.model(family, dtype).to(DEVICE)
     if when == "sharded":
@@ -95,166 +102,175 @@ def trained(rank, family, when, dtype=torch.float32, switches=None, **options):
         assert not any(p.numel() for p in model.parameters())
     if when in ("before", "sharded"):
         report = liger.apply_liger_kernel(model, **switches or {})
-    ran = engine(model, **options)
+    zero_engine = engine(model, **options)
     if when == "after":
-        report = liger.apply_liger_kernel(ran.module, **switches or {})
+        report = liger.apply_liger_kernel(zero_engine.module, **switches or {})
     if when:
         assert not report.left_alone and not report.warnings, report
-    seen = train(ran, rank)
-    ran.destroy()
-    return seen
+    result = train(zero_engine, rank)
+    zero_engine.destroy()
+    return result
 
 
 def check(rank, family="llama", **options):
-    """fp32 sums in another order, some 1e-7 of the largest term: in three steps not ten times
-    that."""
-    (got, weights), (want, want_weights) = (
-        trained(rank, family, **options),
-        train(tiny.model(family).to(DEVICE)),
-    )
-    for (losses, gradients), (want_losses, want_gradients) in zip(got, want, strict=True):
-        torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
-        for name, g in want_gradients.items():
-            assert (gradients[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
+    """Compare losses, gradients and weights with one unpatched process.
+
+    fp32 sums in another order: some 1e-7 of the largest term, and in three steps not ten times
+    that.
+    """
+    steps, weights = train_with_deepspeed(rank, family, **options)
+    expected_steps, expected_weights = train(tiny.model(family).to(DEVICE))
+    for (losses, grads), (expected, expected_grads) in zip(steps, expected_steps, strict=True):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        for name, grad in expected_grads.items():
+            assert (grads[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
     start = dict(tiny.model(family).to(DEVICE).named_parameters())
-    for name, w in want_weights.items():
-        moved = (w - start[name]).abs().max()
-        assert (
-            moved > 0 and (weights[name] - w).abs().max() <= 1e-5 * moved + 1e-6 * w.abs().max()
-        ), name
+    for name, w in expected_weights.items():
+        update = (w - start[name]).abs().max()
+        error = (weights[name] - w).abs().max()
+        assert update > 0 and error <= 1e-5 * update + 1e-6 * w.abs().max(), name
 
 
 def check_bf16(rank, family="llama", **options):
-    """As far from fp32 as the unpatched model in the same engine: of either, roundings of bf16 make
-    the distance."""
-    exact = tiny.model(family, torch.bfloat16).float().to(DEVICE)
-    want, _ = train(exact)
-    far = []
-    for when in ("before", None):
-        got, _ = trained(rank, family, when, torch.bfloat16, **options)
-        losses = max(
-            ((g[0] - w[0]).abs() / w[0].abs().clamp(min=1e-3)).max().item()
-            for g, w in zip(got, want, strict=True)
-        )
-        gradients = [
-            {name: ((g[1][name].float() - x).norm() / x.norm()).item() for name, x in w[1].items()}
-            for g, w in zip(got, want, strict=True)
-        ]
-        far.append((losses, gradients))
-    (mine, gradients), (theirs, their_gradients) = far
+    """Check that the patched model is as far from fp32 as the unpatched one in the same engine.
+
+    Of either, roundings of bf16 make the distance.
+    """
+    exact_steps, _ = train(tiny.model(family, torch.bfloat16).float().to(DEVICE))
+
+    def errors(when):
+        """Return the largest error of a loss, and each step's errors of the gradients by name."""
+        steps, _ = train_with_deepspeed(rank, family, when, torch.bfloat16, **options)
+        loss_error = 0
+        grad_errors = []
+        for (losses, grads), (exact, exact_grads) in zip(steps, exact_steps, strict=True):
+            relative = (losses - exact).abs() / exact.abs().clamp(min=1e-3)
+            loss_error = max(loss_error, relative.max().item())
+            grad_errors.append(
+                {
+                    name: ((grads[name].float() - grad).norm() / grad.norm()).item()
+                    for name, grad in exact_grads.items()
+                }
+            )
+        return loss_error, grad_errors
+
+    loss_error, grad_errors = errors("before")
+    expected_loss_error, expected_grad_errors = errors(None)
     eps = torch.finfo(torch.bfloat16).eps
-    assert mine <= 2 * theirs + eps
-    for step, (one, other) in enumerate(zip(gradients, their_gradients, strict=True)):
-        for name in one:
-            assert one[name] <= 2 * other[name] + eps, (step, name)
+    assert loss_error <= 2 * expected_loss_error + eps
+    for step, expected in enumerate(expected_grad_errors):
+        for name, error in grad_errors[step].items():
+            assert error <= 2 * expected[name] + eps, (step, name)
 
 
-# ---- what happens beside ----
+# ---- collectives and operators ----
 
 
 class Collectives(TorchDispatchMode):
-    """How often each is called in forward and backward, and for how many elements."""
+    """Count the calls of each collective in forward and backward, and the elements it takes."""
 
     counts_alone = True  # so the kernels run
 
     def __init__(self):
         super().__init__()
-        self.calls, self.elements = Counter(), Counter()
+        self.calls = Counter()
+        self.elements = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace in ("c10d", "_c10d_functional"):
-            tensors = [
-                x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)
-            ]
+            leaves = torch.utils._pytree.tree_leaves(args)
             self.calls[function._opname] += 1
-            self.elements[function._opname] += sum(x.numel() for x in tensors)
+            self.elements[function._opname] += sum(
+                x.numel() for x in leaves if isinstance(x, torch.Tensor)
+            )
         return function(*args, **kwargs or {})
 
 
-GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
+GATHER = "_allgather_base_"
+REDUCE = "_reduce_scatter_base_"
 
 
 @cache
 def collectives(family, when, **switches):
-    """Of two steps, in the first of which ZeRO-3 learns the order of the modules."""
+    """Return the collectives of two steps. In the first one ZeRO-3 learns the modules' order."""
     devices.INTERPRETED = False
     model = tiny.model(family).to(DEVICE)
     if when == "before":
         liger.apply_liger_kernel(model, **switches)
-    ran = engine(model, accumulated=1)
+    zero_engine = engine(model, accumulated=1)
     if when == "after":
-        liger.apply_liger_kernel(ran.module, **switches)
-    made = []
+        liger.apply_liger_kernel(zero_engine.module, **switches)
+    steps = []
     for step in range(2):
         batch = {name: t[:2] for name, t in batches(step)[0].items()}
-        with Collectives() as counted:
-            ran.backward(ran(**batch).loss)
-            ran.step()
-        made.append(counted)
-    ran.destroy()
-    return made
+        with Collectives() as counts:
+            zero_engine.backward(zero_engine(**batch).loss)
+            zero_engine.step()
+        steps.append(counts)
+    zero_engine.destroy()
+    return steps
 
 
 def check_collectives(rank, family, whens):
-    """(What is broadcast is the list of modules, which has grown shorter.)"""
-    theirs = collectives(family, None)
-    assert all(step.calls[GATHER] and step.calls[REDUCE] for step in theirs), theirs[0].calls
+    """Check that the patch adds no collective, and no elements to any.
+
+    The list of modules, which is broadcast, has grown shorter.
+    """
+    reference = collectives(family, None)
+    assert all(step.calls[GATHER] and step.calls[REDUCE] for step in reference), reference[0].calls
     for when in whens:
-        for mine, want in zip(collectives(family, when), theirs, strict=True):
-            assert mine.calls <= want.calls and mine.elements <= want.elements, (
-                when,
-                mine.calls,
-                want.calls,
-            )
+        for counts, expected in zip(collectives(family, when), reference, strict=True):
+            details = when, counts.calls, expected.calls
+            assert counts.calls <= expected.calls, details
+            assert counts.elements <= expected.elements, details
 
 
 def check_collectives_of_tiles(rank):
-    """The three weights of an MLP come at once, for all tiles: nothing is gathered for a tile, or
-    reduced twice."""
-    for mine, want in zip(
-        collectives("llama", "before", tiled_mlp=TOKENS), collectives("llama", None), strict=True
-    ):
-        assert 0 < mine.calls[GATHER] < want.calls[GATHER], (mine.calls, want.calls)
-        assert mine.calls <= want.calls and mine.elements <= want.elements, (
-            mine.elements,
-            want.elements,
-        )
+    """Check that an MLP's three weights are gathered at once, for all tiles, and reduced once."""
+    reference = collectives("llama", None)
+    tiled = collectives("llama", "before", tiled_mlp=TILE_TOKENS)
+    for counts, expected in zip(tiled, reference, strict=True):
+        assert 0 < counts.calls[GATHER] < expected.calls[GATHER], (counts.calls, expected.calls)
+        details = counts.elements, expected.elements
+        assert counts.calls <= expected.calls and counts.elements <= expected.elements, details
 
 
 def check_operators(rank, family, when):
-    """Under ZeRO-3, whose hooks are on every module."""
+    """Check which operators run under ZeRO-3, whose hooks are on every module."""
     devices.INTERPRETED = False
     model = tiny.model(family).to(DEVICE)
     if when == "before":
         liger.apply_liger_kernel(model)
-    ran = engine(model, accumulated=1, memory_efficient_linear=False)
+    zero_engine = engine(model, accumulated=1, memory_efficient_linear=False)
     if when == "after":
-        liger.apply_liger_kernel(ran.module)
+        liger.apply_liger_kernel(zero_engine.module)
     batch = {name: t[:2] for name, t in batches(0)[0].items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.nn.functional, "linear", torch._C._nn.linear
-        )  # an earlier engine's own is still there
-        with patched.count_calls(patch) as calls:
-            ran.backward(ran(**batch).loss)
-        assert calls == patched.expected_calls(family)
+        # an earlier engine's own is still there
+        patch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
+        with count_calls(patch) as calls:
+            zero_engine.backward(zero_engine(**batch).loss)
+        assert calls == expected_calls(family)
         if family == "mixtral":
-            return ran.destroy()
-        seen = []
-        ran.module.model.layers[0].mlp.act_fn.register_forward_hook(
-            lambda module, args, out: seen.append(out) or out * 2
-        )
-        with patched.count_calls(patch) as calls:
-            loss = ran(**batch).loss
-        assert len(seen) == 1 and calls["swiglu"] == 1, "a user's hook is not called"
-    ran.destroy()
+            return zero_engine.destroy()
+        hook_outputs = []
+
+        def double(module, args, out):
+            hook_outputs.append(out)
+            return out * 2
+
+        zero_engine.module.model.layers[0].mlp.act_fn.register_forward_hook(double)
+        with count_calls(patch) as calls:
+            loss = zero_engine(**batch).loss
+        assert len(hook_outputs) == 1 and calls["swiglu"] == 1, "a user's hook is not called"
+    zero_engine.destroy()
     alone = tiny.model(family).to(DEVICE)
     alone.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: out * 2)
     torch.testing.assert_close(loss, alone(**batch).loss, rtol=1e-5, atol=0)
 
 
 class Tiles(torch.nn.Module):
-    """Of a user's, in which ZeRO-3 gathers layer by layer."""
+    """A user's module with tiles, whose layers ZeRO-3 gathers one by one."""
 
     def __init__(self):
         super().__init__()
@@ -265,20 +281,22 @@ class Tiles(torch.nn.Module):
 
 
 def check_tiles(rank):
-    """Where tiles cannot be, that is said; the module with tiles in it needs nothing."""
-    ran = engine(tiny.model("llama").to(DEVICE))
-    why = "ZeRO-3 gathers its layers one by one, for one tile; patch it before deepspeed.initialize"
-    report = liger.apply_liger_kernel(ran.module, tiled_mlp=TOKENS)
-    assert any(why in warning for warning in report.warnings)
+    """Check what is said where tiles cannot be, and that `LigerTiledSwiGLUMLP` needs nothing."""
+    zero_engine = engine(tiny.model("llama").to(DEVICE))
+    reason = (
+        "ZeRO-3 gathers its layers one by one, for one tile; patch it before deepspeed.initialize"
+    )
+    report = liger.apply_liger_kernel(zero_engine.module, tiled_mlp=TILE_TOKENS)
+    assert any(reason in warning for warning in report.warnings)
     assert ("LlamaMLP", "liger_swiglu") in report.replaced
-    ran.destroy()
+    zero_engine.destroy()
     x = torch.randn(1, 6, 8, device=DEVICE, requires_grad=True)
-    ran = engine(Tiles().to(DEVICE))
+    zero_engine = engine(Tiles().to(DEVICE))
     with pytest.raises(
         RuntimeError, match="ZeRO-3 has not gathered Linear.weight; call .*set_z3_leaf_modules"
     ):
-        ran(x)
-    ran.destroy()
+        zero_engine(x)
+    zero_engine.destroy()
     from deepspeed.utils import set_z3_leaf_modules
 
     config = tiny.config("llama", hidden_size=8, intermediate_size=12)
@@ -286,14 +304,14 @@ def check_tiles(rank):
     for make in (Tiles, partial(LigerTiledSwiGLUMLP, config, 2)):
         model = make().to(DEVICE)
         y = model(x)
-        (want,) = torch.autograd.grad(y.square().sum(), model.parameters(), retain_graph=False)[:1]
+        expected, *_ = torch.autograd.grad(y.square().sum(), model.parameters())
         if make is Tiles:
             set_z3_leaf_modules(model, [Tiles])
-        ran = engine(model, accumulated=1)
-        ran.backward(ran(x).square().sum())
-        got = next(iter(zero.gradients(ran).values()))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        ran.destroy()
+        zero_engine = engine(model, accumulated=1)
+        zero_engine.backward(zero_engine(x).square().sum())
+        output = next(iter(zero.gradients(zero_engine).values()))
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+        zero_engine.destroy()
 
 
 CASES = [
@@ -301,19 +319,23 @@ CASES = [
     for stage, when in ((1, "before"), (2, "after"), (3, "before"), (3, "after"))
 ]
 CASES += [
-    dict(stage=3, when="before", family="qwen3"), dict(stage=3, when="sharded", family="qwen3"),
-    dict(stage=3, when="after", family="mixtral"), dict(stage=2, when="before", family="mixtral"),
+    dict(stage=3, when="before", family="qwen3"),
+    dict(stage=3, when="sharded", family="qwen3"),
+    dict(stage=3, when="after", family="mixtral"),
+    dict(stage=2, when="before", family="mixtral"),
     dict(stage=2, when="before", offload=["optimizer"]),
     dict(stage=3, when="before", offload=["optimizer", "param"]),
-    *(dict(stage=stage, when="before", switches=dict(tiled_mlp=TOKENS)) for stage in (2, 3)),
-]  # fmt: skip
+    dict(stage=2, when="before", switches=dict(tiled_mlp=TILE_TOKENS)),
+    dict(stage=3, when="before", switches=dict(tiled_mlp=TILE_TOKENS)),
+]
 CHECKS = [partial(check, **case) for case in CASES]
 CHECKS += [partial(check_bf16, stage=stage) for stage in (1, 3)]
 CHECKS += [
     partial(check_collectives, family="llama", whens=("before", "after")),
     partial(check_collectives, family="mixtral", whens=("before",)),
-    partial(check_collectives_of_tiles), partial(check_tiles),
-]  # fmt: skip
+    partial(check_collectives_of_tiles),
+    partial(check_tiles),
+]
 CHECKS += [
     partial(check_operators, family=family, when=when)
     for family, when in (("llama", "after"), ("qwen3", "before"), ("mixtral", "before"))

@@ -1,4 +1,4 @@
-"""Axolotl, by its command and a yaml: its Liger plugin, and the same without."""
+"""Axolotl, by its command and a yaml: with its Liger plugin it trains as without it."""
 
 import json
 import os
@@ -36,9 +36,8 @@ SIZES = {
     "ministral3": {},  # the plugin replaces its classes itself
     "starcoder2": {},
 }
-GENERIC = (
-    "starcoder2"  # the plugin does not know it: its generic forward, with the loss in the head
-)
+# the plugin does not know it: its generic forward, with the loss in the head
+GENERIC = "starcoder2"
 SWITCHES = {
     "cross_entropy": dict(LAYERS, liger_cross_entropy=True),
     "rms_norm": dict(liger_rms_norm=True),
@@ -46,7 +45,7 @@ SWITCHES = {
     "glu": dict(liger_glu_activation=True),
     "loss": dict(liger_fused_linear_cross_entropy=True),
 }
-MORE = dict(
+TRAINING_OPTIONS = dict(
     lora=dict(
         adapter="lora",
         lora_r=4,
@@ -57,17 +56,16 @@ MORE = dict(
     packed=dict(sample_packing=True, pad_to_sequence_len=True),
 )
 
-# What of the guide's yaml a tiny run on a CPU replaces.
-SMALL = (
+# The settings of the guide's yaml that a tiny run on a CPU replaces.
+REPLACED_SETTINGS = (
     "base_model datasets output_dir dataset_prepared_path tokenizer_config sequence_len max_steps "
     "optimizer logging_steps save_strategy save_steps bf16 fp16 tf32 attn_implementation "
     "dataset_num_proc use_tensorboard".split()
 )
-FOR_A_CPU = dict(adapter="lora", load_in_4bit=False, num_epochs=1)
+CPU_SETTINGS = dict(adapter="lora", load_in_4bit=False, num_epochs=1)
 
-# A plugin of Axolotl with the loss that liger_use_token_scaling stands for: each token's, times its
-# probability.
-SCALED = """
+# A plugin of Axolotl with the loss of liger_use_token_scaling: each token's, times its probability.
+SCALED_LOSS_PLUGIN = """
 from axolotl.integrations.base import BasePlugin
 from torch.nn import functional as F
 
@@ -85,57 +83,75 @@ class Plugin(BasePlugin):
 """
 
 
-def settings(folder, job, family, **more):
-    said = dict(path=str(folder / "said.jsonl"), ds_type="json", type="completion")
-    return dict(
-        base_model=str(folder / "models" / family), datasets=[said], output_dir=str(folder / job / "saved"), seed=1,
-        dataset_prepared_path=str(folder / "prepared"), tokenizer_config=str(folder / "models/llama"), sequence_len=32,
-        max_steps=STEPS, micro_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.005,
-        lr_scheduler="constant", optimizer="adamw_torch", logging_steps=1, save_strategy="steps", save_steps=STEPS,
-        bf16=False, fp16=False, tf32=False, sample_packing=False, attn_implementation="eager", dataset_num_proc=1,
+def make_settings(folder, job, family, **options):
+    dataset = dict(path=str(folder / "texts.jsonl"), ds_type="json", type="completion")
+    settings = dict(
+        base_model=str(folder / "models" / family),
+        tokenizer_config=str(folder / "models/llama"),
+        datasets=[dataset],
+        dataset_prepared_path=str(folder / "prepared"),
+        output_dir=str(folder / job / "saved"),
+        seed=1,
+        sequence_len=32,
+        max_steps=STEPS,
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.005,
+        lr_scheduler="constant",
+        optimizer="adamw_torch",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=STEPS,
+        bf16=False,
+        fp16=False,
+        tf32=False,
+        sample_packing=False,
+        attn_implementation="eager",
+        dataset_num_proc=1,
         use_tensorboard=False,
-    ) | more  # fmt: skip
+    )
+    return settings | options
 
 
-def of_the_guide(folder):
-    """The yaml of docs/guides/axolotl.md, with a tiny model and data, in fp32 and without 4 bits."""
-    small = settings(folder, "guide", "qwen3")
-    small = {name: small[name] for name in SMALL}
-    return yaml.safe_load(guide_file("axolotl.md", "qlora.yaml")) | small | FOR_A_CPU
+def guide_settings(folder):
+    """Return docs/guides/axolotl.md's yaml with a tiny model and data, in fp32, without 4 bits."""
+    tiny_settings = make_settings(folder, "guide", "qwen3")
+    replaced = {name: tiny_settings[name] for name in REPLACED_SETTINGS}
+    return yaml.safe_load(guide_file("axolotl.md", "qlora.yaml")) | replaced | CPU_SETTINGS
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("axolotl")
     rows = [json.dumps(dict(text=trl_tiny.words(i, 9 + i % 4))) for i in range(24)]
-    (folder / "said.jsonl").write_text("\n".join(rows))
-    plans = {}
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+    plans = {}  # job -> (family, options); that of a "+" has the plugin
     for family in [*FAMILIES, *SIZES]:
         trl_tiny.save_model(folder / "models" / family, family=family, **SIZES.get(family, {}))
-        more = (
-            dict(remove_unused_columns=False) if family == GENERIC else {}
-        )  # its forward names no arguments
-        plans[family], plans[f"{family}+"] = (family, more), (family, FUSED | more)
+        options = {}
+        if family == GENERIC:
+            options["remove_unused_columns"] = False  # its forward names no arguments
+        plans[family] = family, options
+        plans[f"{family}+"] = family, FUSED | options
     for name, switches in SWITCHES.items():
         plans[f"llama+{name}"] = "llama", switches
-    for name, more in MORE.items():
-        plans[name], plans[f"{name}+"] = ("llama", more), ("llama", more | FUSED)
-    scaled = dict(FUSED, liger_use_token_scaling=True)
-    plans["scaled"], plans["scaled+"] = (
-        ("llama", dict(plugins=["scaled_by_hand.Plugin"])),
-        ("llama", scaled),
-    )
-    (folder / "scaled_by_hand.py").write_text(SCALED)
+    for name, options in TRAINING_OPTIONS.items():
+        plans[name] = "llama", options
+        plans[f"{name}+"] = "llama", options | FUSED
+    plans["scaled"] = "llama", dict(plugins=["scaled_loss.Plugin"])
+    plans["scaled+"] = "llama", dict(FUSED, liger_use_token_scaling=True)
+    (folder / "scaled_loss.py").write_text(SCALED_LOSS_PLUGIN)
     jobs = {}
-    for job, (family, switches) in plans.items():
-        given = settings(folder, job, family, **switches)
+    for job, (family, options) in plans.items():
+        settings = make_settings(folder, job, family, **options)
         if "+" in job:
-            given["plugins"] = [PLUGIN]
-        (folder / f"{job}.yaml").write_text(yaml.safe_dump(given))
+            settings["plugins"] = [PLUGIN]
+        (folder / f"{job}.yaml").write_text(yaml.safe_dump(settings))
         jobs[job] = [folder / f"{job}.yaml"]
-    (folder / "guide.yaml").write_text(yaml.safe_dump(of_the_guide(folder)))
+    (folder / "guide.yaml").write_text(yaml.safe_dump(guide_settings(folder)))
     jobs["guide"] = [folder / "guide.yaml"]
-    first = "axolotl.cli.config axolotl.cli.checks axolotl.train axolotl.common.datasets axolotl.core.builders".split()
+    first = "cli.config cli.checks train common.datasets core.builders".split()
+    first = [f"axolotl.{module}" for module in first]
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)])
     environment = dict(AXOLOTL_DO_NOT_TRACK="1", PYTHONPATH=path)
     return framework_runs.run(
@@ -148,39 +164,45 @@ LAYER_OPERATORS = dict(
     liger_rms_norm="liger_rms_norm",
     liger_glu_activation="liger_swiglu",
 )
-GEGLU, EXPERTS = {"liger_swiglu": "liger_geglu"}, {"liger_swiglu": "liger_experts"}
-OTHERS = dict(gemma=GEGLU, gemma2=GEGLU, gemma3_text=GEGLU, mixtral=EXPERTS, qwen3_moe=EXPERTS)
+GEGLU = {"liger_swiglu": "liger_geglu"}
+EXPERTS = {"liger_swiglu": "liger_experts"}
+REPLACED_OPERATORS = dict(
+    gemma=GEGLU, gemma2=GEGLU, gemma3_text=GEGLU, mixtral=EXPERTS, qwen3_moe=EXPERTS
+)
 FUSED_HEAD = "liger_fused_linear_cross_entropy"
 
 
-@pytest.mark.parametrize("job", [*FAMILIES, *SIZES, *MORE, "scaled"])
+@pytest.mark.parametrize("job", [*FAMILIES, *SIZES, *TRAINING_OPTIONS, "scaled"])
 def test_trains_as_before(job, runs):
-    theirs, mine = runs[job], runs[f"{job}+"]
-    framework_runs.assert_same_losses(mine, theirs, STEPS)
-    wanted = {OTHERS.get(job, {}).get(operator, operator) for operator in LAYER_OPERATORS.values()}
-    if job == GENERIC:
-        wanted = set()
-    assert wanted <= set(mine.calls) and not theirs.calls
+    reference = runs[job]
+    patched = runs[f"{job}+"]
+    framework_runs.assert_same_losses(patched, reference, STEPS)
+    operators = set()
+    if job != GENERIC:
+        replaced = REPLACED_OPERATORS.get(job, {})
+        operators = {replaced.get(operator, operator) for operator in LAYER_OPERATORS.values()}
+    assert operators <= set(patched.calls) and not reference.calls
     # a row of packed samples is a batch, and the last step of an epoch has one batch
     batches = 2 * STEPS - (job == "packed")
-    assert mine.calls[FUSED_HEAD] == (
-        0 if job == "ministral3" else batches
-    )  # there Axolotl leaves it out, and warns
+    if job == "ministral3":  # there Axolotl leaves the fused head out, and warns
+        batches = 0
+    assert patched.calls[FUSED_HEAD] == batches
 
 
-def test_the_scaled_loss_is_another(runs):
+def test_the_scaled_loss_is_smaller(runs):
     assert runs["scaled+"].logged()[0] < 0.5 * runs["llama+"].logged()[0]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_switches(name, runs):
-    """What is switched on runs, and nothing else."""
-    mine, switches = runs[f"llama+{name}"], SWITCHES[name]
-    framework_runs.assert_same_losses(mine, runs["llama"], STEPS)
+    """The operators that are switched on run, and no other."""
+    patched = runs[f"llama+{name}"]
+    switches = SWITCHES[name]
+    framework_runs.assert_same_losses(patched, runs["llama"], STEPS)
     for switch, operator in LAYER_OPERATORS.items():
-        assert bool(mine.calls[operator]) == switches.get(switch, False), switch
-    assert mine.calls[FUSED_HEAD] == (2 * STEPS if name == "loss" else 0)
-    assert mine.calls["liger_cross_entropy"] == (2 * STEPS if name == "cross_entropy" else 0)
+        assert bool(patched.calls[operator]) == switches.get(switch, False), switch
+    assert patched.calls[FUSED_HEAD] == (2 * STEPS if name == "loss" else 0)
+    assert patched.calls["liger_cross_entropy"] == (2 * STEPS if name == "cross_entropy" else 0)
 
 
 def test_the_guide(runs):
@@ -190,7 +212,7 @@ def test_the_guide(runs):
 
 
 def test_layer_norm(reference_only):
-    """By its plugin, then the model that this patches. The layers are those of an image tower."""
+    """The plugin's switch for LayerNorm, with the layers of an image tower."""
     from axolotl.integrations.liger import LigerPlugin
     from axolotl.utils.dict import DictDefault
 
@@ -202,22 +224,20 @@ def test_layer_norm(reference_only):
         finally:
             sys.setprofile(None)
         loss.backward()
-        return (
-            loss.item(),
-            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-            calls,
-        )
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), grads, calls
 
-    theirs, gradients, calls = step(zoo_vision.build("qwen2_vl"))
+    expected_loss, expected_grads, calls = step(zoo_vision.build("qwen2_vl"))
     assert not calls
     try:
         LigerPlugin().pre_model_load(
             DictDefault(model_config_type="qwen2_vl", liger_layer_norm=True, liger_rope=False)
         )
-        mine, got, calls = step(zoo_vision.build("qwen2_vl"))
+        loss, grads, calls = step(zoo_vision.build("qwen2_vl"))
     finally:
         liger.revert("qwen2_vl")
-    assert set(calls) == {"liger_layer_norm"} and mine == pytest.approx(theirs, rel=1e-5)
-    assert got.keys() == gradients.keys()
-    for name, want in gradients.items():
-        torch.testing.assert_close(got[name], want, rtol=1e-4, atol=1e-5, msg=name)
+    assert set(calls) == {"liger_layer_norm"}
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)

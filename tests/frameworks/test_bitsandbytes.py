@@ -1,5 +1,4 @@
-"""bitsandbytes: weights in 4 and 8 bits below a LoRA, AdamW with its state in 8 bits, on whatever
-device there is."""
+"""bitsandbytes: weights in 4 and 8 bits below a LoRA, and AdamW with its state in 8 bits."""
 
 import pytest
 
@@ -14,7 +13,7 @@ import torch
 from companions import WHEN, model_pair
 from hardware import DEVICE
 from patched import assert_same_step, step
-from rounded import STEPS, assert_reverted, copy_weights, train_and_compare, close_to_rounding
+from rounded import STEPS, assert_reverted, close_to_rounding, copy_weights, train_and_compare
 
 import liger_kernel.transformers as liger
 from liger_kernel.patch import engine
@@ -31,31 +30,31 @@ def few_rows(reference_only, monkeypatch):
 
 
 def four_bits(linear, quant_type):
-    made = bnb.nn.Linear4bit(
+    quantised = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=False,
         quant_type=quant_type,
         compute_dtype=torch.float32,
     )
-    made.weight = bnb.nn.Params4bit(
+    quantised.weight = bnb.nn.Params4bit(
         linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type
     )
-    return made
+    return quantised
 
 
 def eight_bits(linear, threshold):
-    made = bnb.nn.Linear8bitLt(
+    quantised = bnb.nn.Linear8bitLt(
         linear.in_features,
         linear.out_features,
         bias=False,
         has_fp16_weights=False,
         threshold=threshold,
     )
-    made.weight = bnb.nn.Int8Params(
+    quantised.weight = bnb.nn.Int8Params(
         linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False
     )
-    return made
+    return quantised
 
 
 KINDS = {
@@ -66,7 +65,7 @@ KINDS = {
 }
 
 
-def quantised(kind, with_head=False):
+def quantise(kind, with_head=False):
     def change(model):
         for path, linear in list(model.named_modules()):
             if isinstance(linear, torch.nn.Linear) and (with_head or path != "lm_head"):
@@ -87,54 +86,62 @@ def with_lora(change, on_head=False):
 @pytest.mark.parametrize("of_head", ["nothing", "the head, too", "and adapted"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_on_a_frozen_base(kind, of_head, when):
-    with_head, adapted = of_head != "nothing", of_head == "and adapted"
-    theirs, mine = model_pair("llama", with_lora(quantised(kind, with_head), adapted), when, **LAYERS)
-    base = mine.base_model.model.model.layers[0].mlp.down_proj.base_layer
+    with_head = of_head != "nothing"
+    adapted = of_head == "and adapted"
+    change = with_lora(quantise(kind, with_head), adapted)
+    reference, patched = model_pair("llama", change, when, **LAYERS)
+    base = patched.base_model.model.model.layers[0].mlp.down_proj.base_layer
     assert base.weight.dtype is (torch.int8 if "int8" in kind else torch.uint8)
-    fine = with_lora(lambda model: model.requires_grad_(False), adapted)(
-        tiny.model("llama", **LAYERS)
-    )
+    in_fp32 = with_lora(lambda model: model.requires_grad_(False), adapted)
+    exact = in_fp32(tiny.model("llama", **LAYERS))
 
-    def exact():
-        copy_weights(theirs, fine)
-        return step(fine)
+    def exact_step():
+        copy_weights(reference, exact)
+        return step(exact)
 
-    train_and_compare(theirs, mine, close_to_rounding(0.1, exact) if "int8" in kind else assert_same_step)
-    (model,) = engine.causal_lms(mine)
-    assert head.mixes_rows(model.get_output_embeddings()) == (
-        with_head and kind == "int8 with outliers"
-    )
-    assert_reverted(theirs, mine)
+    assert_same = assert_same_step
+    if "int8" in kind:
+        assert_same = close_to_rounding(0.1, exact_step)
+    train_and_compare(reference, patched, assert_same)
+    (model,) = engine.causal_lms(patched)
+    mixes_rows = with_head and kind == "int8 with outliers"
+    assert head.mixes_rows(model.get_output_embeddings()) == mixes_rows
+    assert_reverted(reference, patched)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
 def test_adamw_in_eight_bits(optimizer):
-    """Its state of 8 bits is of tensors with 4,096 elements and more; the same gradients give the
-    same weights."""
-    theirs, mine = (model.to(DEVICE) for model in model_pair("llama", **LAYERS))
-    made = [getattr(bnb.optim, optimizer)(model.parameters(), lr=1e-2) for model in (theirs, mine)]
+    """The same gradients give the same weights.
+
+    Tensors with 4,096 elements and more have a state of 8 bits.
+    """
+    reference, patched = (model.to(DEVICE) for model in model_pair("llama", **LAYERS))
+    make = getattr(bnb.optim, optimizer)
+    optimizers = [make(model.parameters(), lr=1e-2) for model in (reference, patched)]
     losses = []
     for _ in range(STEPS):
-        copy_weights(theirs, mine)
-        found, wanted = step(mine), step(theirs)
-        assert_same_step(found, wanted)
-        losses.append(wanted[0].loss.item())
-        for a, b in zip(theirs.parameters(), mine.parameters(), strict=True):
-            b.grad.copy_(a.grad)
-        for each in made:
+        copy_weights(reference, patched)
+        expected = step(reference)
+        assert_same_step(step(patched), expected)
+        losses.append(expected[0].loss.item())
+        for p, copy in zip(reference.parameters(), patched.parameters(), strict=True):
+            copy.grad.copy_(p.grad)
+        for each in optimizers:
             each.step()
-        for (name, a), b in zip(theirs.named_parameters(), mine.parameters(), strict=True):
-            assert torch.equal(a, b), name
-    weight = mine.model.layers[0].mlp.down_proj.weight
-    assert made[1].state[weight]["state1"].dtype is torch.uint8 and losses[-1] < losses[0]
+        for (name, p), copy in zip(reference.named_parameters(), patched.parameters(), strict=True):
+            assert torch.equal(p, copy), name
+    weight = patched.model.layers[0].mlp.down_proj.weight
+    assert optimizers[1].state[weight]["state1"].dtype is torch.uint8
+    assert losses[-1] < losses[0]
 
 
 def test_trains_by_adamw_in_eight_bits():
-    """By itself, without its weights being set: the losses go down as the unpatched model's."""
+    """The losses fall as the unpatched model's, without the weights being set in between."""
     runs = []
     for model in model_pair("llama", **LAYERS):
         model.to(DEVICE)
-        optimizer, losses = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2), []
+        optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        losses = []
         for _ in range(5):
             losses.append(step(model)[0]["loss"].item())
             optimizer.step()
@@ -145,10 +152,9 @@ def test_trains_by_adamw_in_eight_bits():
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "int8 with outliers"])
 def test_the_report(kind):
-    report = liger.apply_liger_kernel(
-        quantised(kind, with_head=True)(tiny.model("llama", **LAYERS))
-    )
-    made = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
-    way = "once" if "outliers" in kind else "7 rows at a time"
-    assert f"liger_cross_entropy, bitsandbytes's {made} called {way}" in str(report)
+    model = quantise(kind, with_head=True)(tiny.model("llama", **LAYERS))
+    report = liger.apply_liger_kernel(model)
+    cls = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
+    calls = "once" if "outliers" in kind else "7 rows at a time"
+    assert f"liger_cross_entropy, bitsandbytes's {cls} called {calls}" in str(report)
     assert not report.left_alone and report.of("LlamaMLP") == 2 and report.of("LlamaRMSNorm") == 5

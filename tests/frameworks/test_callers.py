@@ -1,7 +1,8 @@
 """The calls of verl, VeOmni, OpenRLHF and Oumi, made by their own modules.
 
-What these packages import before (Ray, vLLM, FlashAttention, a tracker) is not here: only the
-modules that call this package are loaded, their packages' own ``__init__`` are not."""
+What these packages import first (Ray, vLLM, FlashAttention, a tracker) is not installed. So only
+the modules that call this package are loaded, without their packages' ``__init__``.
+"""
 
 import importlib
 import importlib.util
@@ -37,8 +38,7 @@ def on_cpu(reference_only):
 
 @pytest.fixture
 def module(monkeypatch):
-    """``module(name, *inits)``: a module of an installed package; of the packages ``inits`` no
-    ``__init__`` runs."""
+    """``module(name, *inits)`` imports a module, without the ``__init__`` of packages ``inits``."""
 
     def load(name, *inits):
         for package in inits:
@@ -67,23 +67,19 @@ def leaves(*shapes):
     ]
 
 
-def assert_same_with_gradients(mine, theirs, inputs, roundings=64):
-    """Outputs, and gradients for one random weighting: within some fp32 roundings of sums of so
-    many terms."""
-    near = dict(
-        rtol=roundings * torch.finfo(torch.float32).eps,
-        atol=roundings * torch.finfo(torch.float32).eps,
-    )
-    found = []
-    for run in (mine, theirs):
+def assert_same_with_gradients(patched, reference, inputs, roundings=64):
+    """Compare outputs, and gradients for one weighting of them, within some fp32 roundings."""
+    tolerance = roundings * torch.finfo(torch.float32).eps
+    results = []
+    for run in (patched, reference):
         outputs = run()
         weights = [
             torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out) for out in outputs
         ]
         loss = sum((w * out).sum() for w, out in zip(weights, outputs, strict=True))
-        found.append([*(out.detach() for out in outputs), *torch.autograd.grad(loss, inputs)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, **near)
+        results.append([*(out.detach() for out in outputs), *torch.autograd.grad(loss, inputs)])
+    for output, expected in zip(*results, strict=True):
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 # ---- verl ----
@@ -103,9 +99,15 @@ def test_verl_log_probs(shape, module, monkeypatch):
             hidden, weight, ids, temperature=0.7
         )
 
-    calls, theirs = [], functions._LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY
-    counted = types.SimpleNamespace(apply=lambda *args: calls.append(1) or theirs.apply(*args))
-    monkeypatch.setattr(functions, "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY", counted)
+    name = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
+    function = getattr(functions, name)
+    calls = []
+
+    def recording_apply(*args):
+        calls.append(1)
+        return function.apply(*args)
+
+    monkeypatch.setattr(functions, name, types.SimpleNamespace(apply=recording_apply))
     assert_same_with_gradients(lambda: run("liger"), lambda: run("torch"), [hidden, weight])
     assert len(calls) == 1
 
@@ -113,10 +115,9 @@ def test_verl_log_probs(shape, module, monkeypatch):
 def test_verl_model(module, monkeypatch):
     """``use_liger: true`` as its FSDP engine does it, then its own forward over the class."""
     patching = module("verl.models.transformers.monkey_patch", *VERL)
-    monkeypatch.setattr(
-        LlamaForCausalLM, "forward", LlamaForCausalLM.forward
-    )  # verl replaces the class's
-    given = {name: value.to(DEVICE) for name, value in tiny.batch().items() if name != "labels"}
+    # restored after the test: verl replaces the class's
+    monkeypatch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)
+    inputs = {name: value.to(DEVICE) for name, value in tiny.batch().items() if name != "labels"}
 
     def run(use_liger, backend):
         model = tiny.model("llama").to(DEVICE)
@@ -130,7 +131,7 @@ def test_verl_model(module, monkeypatch):
         patching.patch_forward_with_backends(
             model, use_fused_kernels=True, fused_kernels_backend=backend
         )
-        out = model(**given, temperature=0.9, return_dict=True)
+        out = model(**inputs, temperature=0.9, return_dict=True)
         (out.log_probs.sum() + out.entropy.square().sum()).backward()
         return [out.log_probs, out.entropy, *(p.grad for p in model.parameters())]
 
@@ -151,8 +152,7 @@ VEOMNI = (
 
 @pytest.fixture
 def kernel(module):
-    """``kernel(op, variant)``: what ``..._implementation: liger_kernel`` selects in its
-    registry."""
+    """``kernel(op, variant)`` returns what ``..._implementation: liger_kernel`` selects."""
     module("veomni.ops.liger", *VEOMNI)
     specs = sys.modules["veomni.ops.kernel_registry"].KERNEL_REGISTRY._specs
     return lambda op, variant: specs[op, variant]["liger_kernel"].factory()
@@ -231,15 +231,16 @@ def test_openrlhf_actor(actor, path):
     mask = torch.ones_like(sequences)
 
     def run(use_liger):
-        made = actor(path, attn_implementation="eager", use_liger_kernel=use_liger).train()
-        made.model.float().to(DEVICE)
-        log_probs, out = made(sequences, mask[:, -6:], mask, return_output=True)
+        model = actor(path, attn_implementation="eager", use_liger_kernel=use_liger).train()
+        model.model.float().to(DEVICE)
+        log_probs, out = model(sequences, mask[:, -6:], mask, return_output=True)
         log_probs.sum().backward()
-        return made, [log_probs, out["logits"], *(p.grad for p in made.model.parameters())]
+        return model, [log_probs, out["logits"], *(p.grad for p in model.model.parameters())]
 
-    (mine, got), (theirs, want) = run(True), run(False)
-    assert type(mine.model) is not type(theirs.model) is LlamaForCausalLM
-    for a, b in zip(got, want, strict=True):
+    patched, output = run(True)
+    reference, expected = run(False)
+    assert type(patched.model) is not type(reference.model) is LlamaForCausalLM
+    for a, b in zip(output, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -247,38 +248,39 @@ def test_openrlhf_actor(actor, path):
 
 
 def test_oumi_builds_a_model(module, path, monkeypatch):
-    """``model.enable_liger_kernel: true``: Oumi loads the model first and patches its family
-    then."""
+    """With ``model.enable_liger_kernel: true`` Oumi loads a model and then patches its family."""
     builders = module("oumi.builders.models", "oumi.builders", "oumi.launcher", "oumi.datasets")
     params = importlib.import_module("oumi.core.configs").ModelParams
-    calls, op = [], functional.liger_fused_linear_cross_entropy
-    monkeypatch.setattr(
-        functional,
-        "liger_fused_linear_cross_entropy",
-        lambda *a, **k: calls.append(1) or op(*a, **k),
-    )
+    operator = functional.liger_fused_linear_cross_entropy
+    calls = []
+
+    def recording_operator(*args, **kwargs):
+        calls.append(1)
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", recording_operator)
 
     def build(use_liger):
-        given = dict(
+        model_params = params(
             model_name=path,
             load_pretrained_weights=True,
             torch_dtype_str="float32",
             device_map=None,
+            enable_liger_kernel=use_liger,
         )
-        return (
-            builders.build_model(params(**given, enable_liger_kernel=use_liger)).to(DEVICE).train()
-        )
+        return builders.build_model(model_params).to(DEVICE).train()
 
-    given = {name: value.to(DEVICE) for name, value in tiny.batch().items()}
-    theirs = build(False)
-    plain = type(theirs)
-    want = theirs(**given)
-    del theirs
+    inputs = {name: value.to(DEVICE) for name, value in tiny.batch().items()}
+    reference = build(False)
+    reference_class = type(reference)
+    expected = reference(**inputs)
+    del reference
     try:
-        mine = build(True)
-        got = mine(**given)
-        assert len(calls) == 1 and got.logits is None and type(mine) is not plain
-        assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
-        assert type(AutoModelForCausalLM.from_pretrained(path)) is type(mine)
+        patched = build(True)
+        output = patched(**inputs)
+        assert len(calls) == 1 and output.logits is None
+        assert type(patched) is not reference_class
+        assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert type(AutoModelForCausalLM.from_pretrained(path)) is type(patched)
     finally:
         liger.revert("llama")

@@ -1,5 +1,4 @@
-"""examples/cluster: a run whose workers are killed ends as one that was left alone, and its scripts
-start it."""
+"""examples/cluster: a run whose workers are killed ends as an undisturbed one."""
 
 import importlib.util
 import json
@@ -48,14 +47,15 @@ train.main()
 
 def module(name):
     spec = importlib.util.spec_from_file_location(f"cluster_{name}", CLUSTER / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Runs:
     def __init__(self, folder):
-        self.folder, self.context = folder, launches.context()
+        self.folder = folder
+        self.context = launches.context()
         module("data").write(folder / "data.jsonl", rows=24)
         for name, text in dict(unlucky=UNLUCKY, plain=PLAIN).items():
             (folder / f"{name}.py").write_text(
@@ -63,7 +63,7 @@ class Runs:
             )
 
     def __call__(self, out, *options, script="plain", workers=2):
-        """-> (exit status, what was printed)"""
+        """Return (exit status, what was printed)."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         arguments = [
@@ -74,8 +74,10 @@ class Runs:
         ]
         arguments.append(f"--heartbeat={self.folder}/beat")
         torchrun = [f"--nproc-per-node={workers}", "--max-restarts=1", "--monitor-interval=0.05"]
-        given = torchrun, self.folder / f"{script}.py", arguments, log
-        process = self.context.Process(target=launches.torchrun, args=given)
+        process = self.context.Process(
+            target=launches.torchrun,
+            args=(torchrun, self.folder / f"{script}.py", arguments, log),
+        )
         process.start()
         process.join(120)
         assert process.exitcode is not None, log.read_text()
@@ -108,8 +110,9 @@ def test_killed_workers_go_on_where_they_were(tmp_path):
     assert run.losses("broken") == run.losses("whole")[:7]
     assert not (tmp_path / "broken" / "result.json").exists()
 
-    # what a worker leaves that was killed while it saved, and while it wrote a line
-    seventh, cut = tmp_path / "broken" / saved[-1], tmp_path / "broken" / "step-00000008"
+    # files of a worker that was killed while it saved, and while it wrote a line
+    seventh = tmp_path / "broken" / saved[-1]
+    cut = tmp_path / "broken" / "step-00000008"
     shutil.copytree(seventh, cut)
     shutil.copytree(seventh, cut.with_suffix(".part"))
     torn = max(cut.glob("*.distcp"), key=lambda path: path.stat().st_size)

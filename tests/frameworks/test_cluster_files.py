@@ -1,4 +1,4 @@
-"""examples/cluster: what its manifests, scripts and workflow say, and that their kinds take it."""
+"""examples/cluster: its manifests, scripts and workflow agree, and their schemas accept them."""
 
 import json
 import os
@@ -23,11 +23,11 @@ EACH = pytest.mark.parametrize("name", PODS)
 
 
 def container(name):
-    (found,) = PODS[name]["spec"]["containers"]
-    return found
+    (container,) = PODS[name]["spec"]["containers"]
+    return container
 
 
-def values(name):
+def variables_of(name):
     return {variable["name"]: variable["value"] for variable in container(name)["env"]}
 
 
@@ -39,14 +39,13 @@ def test_a_pod_has_time_to_save(name):
 
 @EACH
 def test_the_probe_reads_what_the_program_writes(name):
-    given = dict(argument.removeprefix("--").split("=") for argument in container(name)["args"])
+    arguments = dict(argument.removeprefix("--").split("=") for argument in container(name)["args"])
     probe = container(name)["livenessProbe"]
     command = probe["exec"]["command"][-1]
-    assert command.count(given["heartbeat"]) == 2
+    assert command.count(arguments["heartbeat"]) == 2
     minutes = int(re.search(r"-mmin -(\d+)", command)[1])
-    assert 60 * minutes > int(
-        given["collective-timeout"]
-    )  # torchrun starts hung workers again before the probe fails
+    # torchrun starts hung workers again before the probe fails
+    assert 60 * minutes > int(arguments["collective-timeout"])
     assert probe["timeoutSeconds"] > 1
 
 
@@ -65,48 +64,46 @@ def test_the_probe_is_a_shell_command(age, alive, tmp_path):
         heartbeat.touch()
         os.utime(heartbeat, (heartbeat.stat().st_mtime - 60 * age,) * 2)
     *shell, command = container("jobset")["livenessProbe"]["exec"]["command"]
-    done = subprocess.run([*shell, command.replace("/tmp/heartbeat", str(heartbeat))])
-    assert (done.returncode == 0) == alive
+    process = subprocess.run([*shell, command.replace("/tmp/heartbeat", str(heartbeat))])
+    assert (process.returncode == 0) == alive
 
 
 @EACH
 def test_a_pod_has_shared_memory_gpus_and_no_rights(name):
-    spec, its = PODS[name]["spec"], container(name)
+    spec = PODS[name]["spec"]
+    main = container(name)
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in its["volumeMounts"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in main["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in mounts["/out"]
-    assert set(mounts) >= {
-        "/" + a.split("=/")[1].split("/")[0] for a in its["args"] if "=/" in a
-    } - {"/tmp"}
-    for one in (its, *spec["initContainers"]):
-        assert one["securityContext"] == dict(
-            allowPrivilegeEscalation=False, capabilities=dict(drop=["ALL"])
-        )
-        assert one["resources"]["requests"]["memory"] == one["resources"]["limits"]["memory"]
-    assert (
-        its["resources"]["requests"]["nvidia.com/gpu"]
-        == its["resources"]["limits"]["nvidia.com/gpu"]
-        == "8"
-    )
+    paths = [argument.split("=/")[1] for argument in main["args"] if "=/" in argument]
+    assert set(mounts) >= {"/" + path.split("/")[0] for path in paths} - {"/tmp"}
+    no_rights = dict(allowPrivilegeEscalation=False, capabilities=dict(drop=["ALL"]))
+    for each in (main, *spec["initContainers"]):
+        assert each["securityContext"] == no_rights
+        assert each["resources"]["requests"]["memory"] == each["resources"]["limits"]["memory"]
+    for amounts in ("requests", "limits"):
+        assert main["resources"][amounts]["nvidia.com/gpu"] == "8"
     assert spec["securityContext"]["runAsNonRoot"]
 
 
 @EACH
-def test_nccl_has_no_path_forbidden(name):
-    names = {variable for variable in values(name) if variable.startswith(("NCCL", "GLOO"))}
+def test_nccl_may_take_any_path(name):
+    names = {variable for variable in variables_of(name) if variable.startswith(("NCCL", "GLOO"))}
     assert names == {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-    assert values(name)["NCCL_SOCKET_IFNAME"] == "=" + values(name)["GLOO_SOCKET_IFNAME"]
+    assert (
+        variables_of(name)["NCCL_SOCKET_IFNAME"] == "=" + variables_of(name)["GLOO_SOCKET_IFNAME"]
+    )
 
 
 def test_the_image_is_the_dockerfiles():
     text = (CLUSTER / "Dockerfile").read_text()
     (image,) = re.findall(r"docker build .*-t (\S+) ", text)
     for spec in (pod["spec"] for pod in PODS.values()):
-        assert {one["image"] for one in (*spec["containers"], *spec["initContainers"])} == {image}
-        assert spec["securityContext"]["runAsUser"] == int(
-            re.search(r"^USER (\d+)$", text, re.M)[1]
-        )
+        containers = (*spec["containers"], *spec["initContainers"])
+        assert {container["image"] for container in containers} == {image}
+        user = int(re.search(r"^USER (\d+)$", text, re.M)[1])
+        assert spec["securityContext"]["runAsUser"] == user
         assert spec["containers"][0]["command"] == ["./torchrun.sh"]
     assert f'"{image}"' in (CLUSTER / "workflow.py").read_text()
     folder = re.search(r"^WORKDIR (\S+)$", text, re.M)[1]
@@ -115,72 +112,70 @@ def test_the_image_is_the_dockerfiles():
 
 
 def test_numbers_of_pods_and_processes_agree():
-    job, spec = MANIFESTS["pytorchjob"], MANIFESTS["pytorchjob"]["spec"]
-    assert (
-        WORKERS["replicas"]
-        == spec["elasticPolicy"]["maxReplicas"]
-        == spec["elasticPolicy"]["minReplicas"]
-    )
-    assert (
-        container("pytorchjob")["name"] == "pytorch"
-        and job["spec"]["runPolicy"]["backoffLimit"] > 0
-    )
+    spec = MANIFESTS["pytorchjob"]["spec"]
+    elastic = spec["elasticPolicy"]
+    assert WORKERS["replicas"] == elastic["maxReplicas"] == elastic["minReplicas"]
+    assert container("pytorchjob")["name"] == "pytorch"
+    assert spec["runPolicy"]["backoffLimit"] > 0
     assert WORKERS["restartPolicy"] == "OnFailure"
     assert spec["nprocPerNode"] == container("pytorchjob")["resources"]["limits"]["nvidia.com/gpu"]
-    given = values("jobset")
-    assert re.fullmatch(BACKENDS, given["PET_RDZV_BACKEND"])
-    assert str(JOB["parallelism"]) == str(JOB["completions"]) == given["PET_NNODES"]
-    assert (
-        given["PET_NPROC_PER_NODE"] == container("jobset")["resources"]["limits"]["nvidia.com/gpu"]
-    )
+    variables = variables_of("jobset")
+    assert re.fullmatch(BACKENDS, variables["PET_RDZV_BACKEND"])
+    assert str(JOB["parallelism"]) == str(JOB["completions"]) == variables["PET_NNODES"]
+    gpus = container("jobset")["resources"]["limits"]["nvidia.com/gpu"]
+    assert variables["PET_NPROC_PER_NODE"] == gpus
     name = MANIFESTS["jobset"]["metadata"]["name"]
+    job_name = MANIFESTS["jobset"]["spec"]["replicatedJobs"][0]["name"]
     port = container("jobset")["ports"][0]["containerPort"]
-    assert (
-        given["PET_RDZV_ENDPOINT"]
-        == f"{name}-{MANIFESTS['jobset']['spec']['replicatedJobs'][0]['name']}-0-0.{name}:{port}"
-    )
-    assert (
-        JOB["template"]["spec"]["restartPolicy"] == "Never" and JOB["completionMode"] == "Indexed"
-    )
+    assert variables["PET_RDZV_ENDPOINT"] == f"{name}-{job_name}-0-0.{name}:{port}"
+    assert JOB["template"]["spec"]["restartPolicy"] == "Never"
+    assert JOB["completionMode"] == "Indexed"
 
 
-def told(tmp_path, script, *arguments, status=0, **variables):
-    """What ``torchrun`` was called with, of which there is a stand-in, and what else was called."""
+def run_script(tmp_path, script, *arguments, status=0, **variables):
+    """Run a script with stand-ins for torchrun and Slurm's commands.
+
+    Returns torchrun's arguments, its environment variables, and the calls of scontrol.
+    """
+    settings = 'env | grep -E "^(PET|TORCH|NCCL|GLOO)_" > env'
     stand_ins = dict(
-        torchrun=f'env | grep -E "^(PET|TORCH|NCCL|GLOO)_" > env; echo "$@" > torchrun; exit {status}',
+        torchrun=f'{settings}; echo "$@" > torchrun; exit {status}',
         srun='shift; exec "$@"',
         scontrol='case $1 in show) echo one; echo two;; *) echo "$@" >> scontrol;; esac',
     )
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
     for name, text in stand_ins.items():
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(
-            f"#!/bin/sh\ncd {tmp_path}\n{text}\n" if name != "srun" else f"#!/bin/sh\n{text}\n"
-        )
-        (tmp_path / "bin" / name).chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    env = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCH_", "SLURM_"))
-    } | {"PATH": path}
-    done = subprocess.run(
-        ["bash", CLUSTER / script, *arguments], env=env | variables, capture_output=True, text=True
+        if name != "srun":
+            text = f"cd {tmp_path}\n{text}"
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    prefixes = "PET_", "TORCH_", "SLURM_"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    process = subprocess.run(
+        ["bash", CLUSTER / script, *arguments], env=env, capture_output=True, text=True
     )
-    assert done.returncode == status, done.stderr
-    called = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
-    given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
-    return (tmp_path / "torchrun").read_text().split(), given, called
+    assert process.returncode == status, process.stderr
+    scontrol = tmp_path / "scontrol"
+    scontrol_calls = scontrol.read_text() if scontrol.exists() else ""
+    settings = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    return (tmp_path / "torchrun").read_text().split(), settings, scontrol_calls
 
 
 def test_torchrun_on_one_machine(tmp_path):
-    arguments, given, _ = told(tmp_path, "torchrun.sh", "--steps", "3")
+    arguments, settings, _ = run_script(tmp_path, "torchrun.sh", "--steps", "3")
     assert arguments == ["--standalone", str(CLUSTER / "train.py"), "--steps", "3"]
-    assert given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and given["PET_NPROC_PER_NODE"] in (
+    assert settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and settings[
+        "PET_NPROC_PER_NODE"
+    ] in (
         "2",
         "gpu",
     )
-    arguments, given, _ = told(
+    arguments, settings, _ = run_script(
         tmp_path, "torchrun.sh", PET_RDZV_ENDPOINT="one:1", PET_NPROC_PER_NODE="8"
     )
-    assert arguments == [str(CLUSTER / "train.py")] and given["PET_NPROC_PER_NODE"] == "8"
+    assert arguments == [str(CLUSTER / "train.py")] and settings["PET_NPROC_PER_NODE"] == "8"
 
 
 @pytest.mark.parametrize(
@@ -188,28 +183,37 @@ def test_torchrun_on_one_machine(tmp_path):
 )
 def test_slurm(finished, restarts, requeued, tmp_path):
     job = dict(
-        SLURM_SUBMIT_DIR=str(CLUSTER), SLURM_JOB_NODELIST="x", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="4",
-        SLURM_JOB_ID="777", SLURM_RESTART_COUNT=restarts, INTERFACE="ib0",
-    )  # fmt: skip
+        SLURM_SUBMIT_DIR=str(CLUSTER),
+        SLURM_JOB_NODELIST="x",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_GPUS_ON_NODE="4",
+        SLURM_JOB_ID="777",
+        SLURM_RESTART_COUNT=restarts,
+        INTERFACE="ib0",
+    )
     out = tmp_path / "out"
     out.mkdir()
     if finished:
         (out / "result.json").touch()
-    arguments, given, called = told(
+    arguments, settings, scontrol_calls = run_script(
         tmp_path, "slurm.sbatch", "--steps=3", "--out", str(out), status=1, **job
     )
     assert arguments == [str(CLUSTER / "train.py"), "--steps=3", "--out", str(out)]
-    assert (given["PET_NNODES"], given["PET_NPROC_PER_NODE"], given["PET_RDZV_ENDPOINT"]) == (
+    assert (
+        settings["PET_NNODES"],
+        settings["PET_NPROC_PER_NODE"],
+        settings["PET_RDZV_ENDPOINT"],
+    ) == (
         "2",
         "4",
         "one:20777",
     )
-    assert given["NCCL_SOCKET_IFNAME"] == "=ib0" and given["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert settings["NCCL_SOCKET_IFNAME"] == "=ib0" and settings["GLOO_SOCKET_IFNAME"] == "ib0"
     seconds = int(
         re.search(r"^#SBATCH --signal=TERM@(\d+)$", (CLUSTER / "slurm.sbatch").read_text(), re.M)[1]
     )
-    assert int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < seconds
-    assert called == ("requeue 777\n" if requeued else "")
+    assert int(settings["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < seconds
+    assert scontrol_calls == ("requeue 777\n" if requeued else "")
 
 
 def test_the_data_have_alpacas_shape(tmp_path):
@@ -228,12 +232,14 @@ def test_the_data_have_alpacas_shape(tmp_path):
 
 QUANTITY = r"\d+(\.\d+)?(m|k|[KMGTPE]i|[MGTPE]|[eE]\d+)?"
 BACKENDS = r"c10d|etcd|etcd-v2|static"  # torchrun's
+RESTART_POLICIES = r"Always|OnFailure|Never|ExitCode"
 PODS_RULES = {
     r".*/resources/(requests|limits)/(cpu|memory)": QUANTITY,
     r".*/resources/(requests|limits)/nvidia\.com/gpu": r"\d+",
     r".*/emptyDir/sizeLimit": QUANTITY,
 }
-RULES = {  # what Kubeflow's models take as any text: where it stands -> what it may be
+# What Kubeflow's models accept as any text: its path -> what it may be.
+RULES = {
     "pytorchjob": PODS_RULES
     | {
         r"/apiVersion": r"kubeflow\.org/v1",
@@ -241,36 +247,37 @@ RULES = {  # what Kubeflow's models take as any text: where it stands -> what it
         r"/spec/nprocPerNode": r"auto|cpu|gpu|\d+",
         r"/spec/elasticPolicy/rdzvBackend": BACKENDS,
         r"/spec/runPolicy/cleanPodPolicy": r"All|Running|None",
-        r"/spec/pytorchReplicaSpecs/(Master|Worker)/restartPolicy": r"Always|OnFailure|Never|ExitCode",
+        r"/spec/pytorchReplicaSpecs/(Master|Worker)/restartPolicy": RESTART_POLICIES,
     },
     "jobset": PODS_RULES | {r"/apiVersion": r"jobset\.x-k8s\.io/v1alpha2", r"/kind": r"JobSet"},
 }
-# those of a mapping whose keys the models take as they come: no other may be there
-NAMES = re.compile(
-    r"/spec/pytorchReplicaSpecs/(?!(Master|Worker)/)|.*/resources/(requests|limits)/(?!(cpu|memory|nvidia\.com/gpu)$)"
+# Unknown keys of mappings of which the models accept any keys.
+UNKNOWN_KEYS = re.compile(
+    r"/spec/pytorchReplicaSpecs/(?!(Master|Worker)/)"
+    r"|.*/resources/(requests|limits)/(?!(cpu|memory|nvidia\.com/gpu)$)"
 )
 
 
 def leaves(value, path=""):
-    """(where it stands, what stands there)"""
+    """Yield (path, value) of all that is no mapping and no list."""
     if isinstance(value, (dict, list)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
             yield from leaves(inner, f"{path}/{key}")
     else:
         yield path, value
 
 
 def problems(name, manifest):
-    found = [f"{path} is unknown" for path, _ in leaves(manifest) if NAMES.match(path)]
-    for where, what in RULES[name].items():
-        there = [(path, value) for path, value in leaves(manifest) if re.fullmatch(where, path)]
-        found += [] if there else [f"nothing is at {where}"]
-        found += [
-            f"{path} is {value}"
-            for path, value in there
-            if not (isinstance(value, (str, int)) and re.fullmatch(what, str(value)))
-        ]
-    return found
+    messages = [f"{path} is unknown" for path, _ in leaves(manifest) if UNKNOWN_KEYS.match(path)]
+    for path_pattern, pattern in RULES[name].items():
+        matches = [(path, v) for path, v in leaves(manifest) if re.fullmatch(path_pattern, path)]
+        if not matches:
+            messages.append(f"nothing is at {path_pattern}")
+        for path, value in matches:
+            if not (isinstance(value, (str, int)) and re.fullmatch(pattern, str(value))):
+                messages.append(f"{path} is {value}")
+    return messages
 
 
 @EACH
@@ -279,7 +286,7 @@ def test_versions_policies_and_quantities(name):
 
 
 @pytest.mark.parametrize(
-    "name, right, wrong, said",
+    "name, right, wrong, message",
     [
         (
             "pytorchjob",
@@ -331,24 +338,23 @@ def test_versions_policies_and_quantities(name):
         ("jobset", "sizeLimit: 16Gi", "sizeLimit: 16 Gi", "/emptyDir/sizeLimit is 16 Gi"),
     ],
 )
-def test_a_wrong_manifest_is_refused(name, right, wrong, said):
+def test_a_wrong_manifest_is_refused(name, right, wrong, message):
     assert right in TEXTS[name]
-    found = problems(name, yaml.safe_load(TEXTS[name].replace(right, wrong, 1)))
-    assert any(said in problem for problem in found), found
+    messages = problems(name, yaml.safe_load(TEXTS[name].replace(right, wrong, 1)))
+    assert any(message in problem for problem in messages), messages
 
 
 @EACH
 def test_the_schema_knows_every_field(name):
-    """Models that Kubeflow generates from the schemas: what they do not know is gone from what they
-    give back."""
+    """Kubeflow's models, generated from the schemas, drop fields that they do not know."""
     pytest.importorskip("kubeflow_trainer_api")
-    given = MANIFESTS[name]
+    manifest = MANIFESTS[name]
     if name == "jobset":
         from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import (
             JobsetV1alpha2JobSet as JobSet,
         )
 
-        assert JobSet.from_dict(given).to_dict() == given
+        assert JobSet.from_dict(manifest).to_dict() == manifest
         return
     from kubeflow.training import ApiClient
     from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import (
@@ -356,16 +362,15 @@ def test_the_schema_knows_every_field(name):
     )
 
     client = ApiClient()
-    read = client.deserialize(
-        types.SimpleNamespace(data=json.dumps(given)), "KubeflowOrgV1PyTorchJob"
-    )
-    assert client.sanitize_for_serialization(read) == given
+    response = types.SimpleNamespace(data=json.dumps(manifest))
+    job = client.deserialize(response, "KubeflowOrgV1PyTorchJob")
+    assert client.sanitize_for_serialization(job) == manifest
     assert Pod.from_dict(WORKERS["template"]).to_dict() == WORKERS["template"]
 
 
 @pytest.mark.thorough
 def test_the_workflow_runs(tmp_path):
-    """As ``pyflyte run`` does it, with two workers."""
+    """Run the workflow as ``pyflyte run`` does, with two workers."""
     pytest.importorskip("flytekitplugins.kfpytorch")
     pyflyte = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
     arguments = [
@@ -380,8 +385,8 @@ def test_the_workflow_runs(tmp_path):
         FLYTECTL_CONFIG=str(tmp_path / "none"), OMP_NUM_THREADS="1", WORKERS="2", HOME=str(tmp_path)
     )
     command = [sys.executable, "-c", pyflyte, *arguments]
-    done = subprocess.run(command, cwd=CLUSTER, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=CLUSTER, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     text = (tmp_path / "out" / "comparison.md").read_text()
     differ = re.search(r"Losses of (\d+) steps differ by ([\d.e-]+) at most", text)
     assert differ[1] == "6" and float(differ[2]) < 1e-4, text

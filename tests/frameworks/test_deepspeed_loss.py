@@ -1,5 +1,7 @@
-"""DeepSpeed's loss of a vocabulary that is spread over two ranks (``vocab_parallel_ce_backend:
-liger``), by its own modules and by its engine: as one process with all classes.
+"""DeepSpeed's loss of a vocabulary that is spread over two ranks.
+
+``vocab_parallel_ce_backend: liger`` gives the same as one process with all classes, by DeepSpeed's
+own modules and by its engine.
 
 `make test-deepspeed` installs DeepSpeed and runs this. Without it these tests skip.
 """
@@ -25,64 +27,72 @@ S, B, V = 5, 2, 14
 STEPS, LR = 3, 0.1
 
 
-def counted(patch):
-    """The forwards of this package's operator. On a CPU the interpreter runs it: DeepSpeed is told
-    so."""
+def record_calls(patch):
+    """Return a list that grows with each forward of this package's operator.
+
+    DeepSpeed is told that Triton is supported: on a CPU the interpreter runs the operator.
+    """
     zero.prepare()
     from deepspeed.accelerator import get_accelerator
 
-    calls, op = [], vocab_parallel.vocab_parallel_cross_entropy_fwd
-    patch.setattr(
-        vocab_parallel,
-        "vocab_parallel_cross_entropy_fwd",
-        lambda *args: calls.append(1) or op(*args),
-    )
+    calls = []
+    forward = vocab_parallel.vocab_parallel_cross_entropy_fwd
+
+    def recording_forward(*args):
+        calls.append(1)
+        return forward(*args)
+
+    patch.setattr(vocab_parallel, "vocab_parallel_cross_entropy_fwd", recording_forward)
     patch.setattr(get_accelerator(), "is_triton_supported", lambda: True)
     return calls
 
 
-# ---- its modules ----
+# ---- DeepSpeed's modules ----
 
 
-def module(rank, backend):
-    """The loss of tokens, their sum and mean, and that of a causal language model, with its
-    division or without."""
+def check_modules(rank, backend):
+    """Compare the loss of tokens, their sum and mean, and that of a causal language model.
+
+    The latter divides by the number of tokens, or by a given one.
+    """
     from deepspeed.sequence import VocabParallelCausalLMLoss, VocabParallelCrossEntropyLoss
 
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(B, S, V, generator=generator) * 3).to(DEVICE)
     target = torch.randint(V, (B, S), generator=generator).to(DEVICE)
     target[0, 2] = target[1, 0] = -100
-    group, full = dist.group.WORLD, logits.clone().requires_grad_()
-    losses = {
-        how: (VocabParallelCrossEntropyLoss(group, reduction=how, backend=backend),
-              F.cross_entropy(full.view(-1, V), target.view(-1), reduction=how))
-        for how in ("none", "sum", "mean")
-    }  # fmt: skip
+    group = dist.group.WORLD
+    all_logits = logits.clone().requires_grad_()
+    losses = {}  # name -> (DeepSpeed's loss, the expected value)
+    for reduction in ("none", "sum", "mean"):
+        losses[reduction] = (
+            VocabParallelCrossEntropyLoss(group, reduction=reduction, backend=backend),
+            F.cross_entropy(all_logits.view(-1, V), target.view(-1), reduction=reduction),
+        )
     causal = VocabParallelCausalLMLoss(group, backend=backend)
-    following = F.cross_entropy(
-        full[:, :-1].reshape(-1, V), target[:, 1:].reshape(-1), reduction="sum"
+    causal_sum = F.cross_entropy(
+        all_logits[:, :-1].reshape(-1, V), target[:, 1:].reshape(-1), reduction="sum"
     )
-    losses["causal"] = causal, following / (target[:, 1:] != -100).sum()
-    losses["causal, counted"] = partial(causal, num_items_in_batch=11), following / 11
+    losses["causal"] = causal, causal_sum / (target[:, 1:] != -100).sum()
+    losses["causal, counted"] = partial(causal, num_items_in_batch=11), causal_sum / 11
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch)
-        for i, (how, (loss, want)) in enumerate(losses.items()):
-            mine = logits.chunk(SIZE, -1)[rank].clone().requires_grad_()
-            got = loss(mine, target)
-            torch.testing.assert_close(got, want.view(got.shape), rtol=1e-5, atol=1e-5, msg=how)
-            g = torch.linspace(1, 2, got.numel(), device=DEVICE).view(got.shape)
-            (dx,), (of_all,) = (
-                torch.autograd.grad(got, mine, g),
-                torch.autograd.grad(want, full, g.view_as(want), True),
-            )
+        calls = record_calls(patch)
+        for i, (name, (loss, expected)) in enumerate(losses.items()):
+            own_logits = logits.chunk(SIZE, -1)[rank].clone().requires_grad_()
+            output = loss(own_logits, target)
             torch.testing.assert_close(
-                dx, of_all.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6, msg=how
+                output, expected.view(output.shape), rtol=1e-5, atol=1e-5, msg=name
             )
-            assert len(calls) == (i + 1 if backend == "liger" else 0), how
+            dy = torch.linspace(1, 2, output.numel(), device=DEVICE).view(output.shape)
+            (dx,) = torch.autograd.grad(output, own_logits, dy)
+            (expected_dx,) = torch.autograd.grad(expected, all_logits, dy.view_as(expected), True)
+            torch.testing.assert_close(
+                dx, expected_dx.chunk(SIZE, -1)[rank], rtol=1e-5, atol=1e-6, msg=name
+            )
+            assert len(calls) == (i + 1 if backend == "liger" else 0), name
 
 
-# ---- its engine ----
+# ---- DeepSpeed's engine ----
 
 
 def batches():
@@ -92,37 +102,40 @@ def batches():
         yield {name: t.to(DEVICE) for name, t in batch.items()}
 
 
-def alone():
+def train_in_one_process():
     model = tiny.model("llama").to(DEVICE)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
     for batch in batches():
         loss = model(**batch).loss
         loss.backward()
-        optimizer.step(), optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
 
 
-def trains(rank, backend, patched):
-    """Automatic tensor parallelism with a head whose logits stay on their ranks. fp32 sums in
-    another order."""
+def check_training(rank, backend, patched):
+    """Train with automatic tensor parallelism and a head whose logits stay on their ranks.
+
+    Compared with one process, up to fp32 sums in another order.
+    """
     model = tiny.model("llama").to(DEVICE)
-    start, (want, trained) = (
-        {name: w.detach().clone() for name, w in model.named_parameters()},
-        alone(),
-    )
+    start = {name: w.detach().clone() for name, w in model.named_parameters()}
+    expected, trained = train_in_one_process()
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch)
+        calls = record_calls(patch)
         import deepspeed
 
-        config = zero.configuration(torch.float32, stage=0)
-        how = dict(autotp_size=SIZE, vocab_parallel_lm_head=True, vocab_parallel_ce_backend=backend)
+        config = zero.configuration(torch.float32, stage=0) | dict(
+            tensor_parallel=dict(
+                autotp_size=SIZE, vocab_parallel_lm_head=True, vocab_parallel_ce_backend=backend
+            )
+        )
         if patched:
             assert not liger.apply_liger_kernel(model).left_alone
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        engine = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config | dict(tensor_parallel=how)
-        )[0]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         losses = []
         for batch in batches():
             loss = engine(**batch).loss
@@ -130,22 +143,25 @@ def trains(rank, backend, patched):
             engine.step()
             losses.append(loss.item())
         assert len(calls) == (STEPS if backend == "liger" else 0)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(want), rtol=1e-5, atol=0)
-    weights, now = dict(engine.module.named_parameters()), dict(trained.named_parameters())
-    for name, cut in (
-        ("lm_head.weight", lambda w: w.chunk(SIZE)[rank]),
-        ("model.norm.weight", lambda w: w),
-    ):
-        before, after = cut(start[name]), cut(now[name])
-        moved = (after - before).abs().max()
-        assert (
-            moved > 0
-            and (weights[name] - after).abs().max() <= 1e-5 * moved + 1e-6 * after.abs().max()
-        ), name
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    weights = dict(engine.module.named_parameters())
+    expected_weights = dict(trained.named_parameters())
+    for name in ("lm_head.weight", "model.norm.weight"):
+        before = start[name]
+        after = expected_weights[name]
+        if name == "lm_head.weight":
+            before = before.chunk(SIZE)[rank]
+            after = after.chunk(SIZE)[rank]
+        update = (after - before).abs().max()
+        error = (weights[name] - after).abs().max()
+        assert update > 0 and error <= 1e-5 * update + 1e-6 * after.abs().max(), name
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_vocabulary_parallel_loss(tmp_path):
-    given = [(backend, patched) for backend in ("torch", "liger") for patched in (False, True)]
-    checks = [partial(module, backend=backend) for backend in ("torch", "liger")]
-    ranks.run([*checks, *(partial(trains, backend=b, patched=p) for b, p in given)], tmp_path)
+    checks = []
+    for backend in ("torch", "liger"):
+        checks.append(partial(check_modules, backend=backend))
+        for patched in (False, True):
+            checks.append(partial(check_training, backend=backend, patched=patched))
+    ranks.run(checks, tmp_path)

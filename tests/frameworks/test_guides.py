@@ -1,4 +1,7 @@
-"""The scripts of docs/guides train a patched model. Only the names of model and data are replaced."""
+"""The scripts of docs/guides train a patched model.
+
+Only the names of model and data are replaced.
+"""
 
 import importlib.util
 import re
@@ -23,7 +26,7 @@ ALPACA = [
 
 @pytest.fixture
 def run_guide(monkeypatch, tmp_path, reference_only):
-    """``run_guide(page, file, replacements)`` runs a script in an empty folder and returns its variables."""
+    """Return a function that runs a guide's script in an empty folder and returns its variables."""
     model = trl_tiny.save_model(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     data = datasets.Dataset.from_list(ALPACA)

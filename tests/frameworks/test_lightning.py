@@ -1,5 +1,4 @@
-"""Lightning: a model that `AutoLigerKernelForCausalLM` makes trains as the one that
-AutoModelForCausalLM makes."""
+"""Lightning: `AutoLigerKernelForCausalLM`'s model trains as AutoModelForCausalLM's."""
 
 import json
 import os
@@ -31,21 +30,26 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fused(reference_only, monkeypatch):
-    """How often the fused head was called."""
-    calls, op = [], functional.liger_fused_linear_cross_entropy
-    monkeypatch.setattr(
-        functional,
-        "liger_fused_linear_cross_entropy",
-        lambda *a, **k: calls.append(1) or op(*a, **k),
-    )
+    """A list that grows with each call of the fused head."""
+    calls = []
+    operator = functional.liger_fused_linear_cross_entropy
+
+    def recording_operator(*args, **kwargs):
+        calls.append(1)
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", recording_operator)
     return calls
 
 
-def assert_same(mine, theirs):
-    """fp32 and a few steps of Adam: the differences of single steps, some 1e-7, have not grown past
-    1e-4."""
-    assert len(mine) == len(theirs) >= STEPS
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=0)
+def assert_same(patched, reference):
+    """Compare the losses of two runs.
+
+    fp32 and a few steps of Adam: the differences of single steps, some 1e-7, have not grown past
+    1e-4.
+    """
+    assert len(patched) == len(reference) >= STEPS
+    torch.testing.assert_close(torch.tensor(patched), torch.tensor(reference), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -53,33 +57,37 @@ def assert_same(mine, theirs):
 )
 def test_trains_as_before(options, path, tmp_path, fused):
     options |= ACCELERATOR
-    theirs, plain = lightning_training.fit(path, "auto", tmp_path, **options)
+    reference_trainer, reference = lightning_training.fit(path, "auto", tmp_path, **options)
     assert not fused
-    mine, patched = lightning_training.fit(path, "liger", tmp_path, **options)
-    assert_same(patched.losses, plain.losses)
-    assert (
-        len(fused) == STEPS * options.get("accumulate_grad_batches", 1)
-        and patched.losses[-1] < patched.losses[0]
-    )
-    assert type(patched.model.model.norm) is not type(plain.model.model.norm)
-    for name, value in theirs.callback_metrics.items():  # of the validation, which reads logits
-        assert mine.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-4), name
-    assert set(mine.callback_metrics) == {"val_loss", "val_accuracy"}
+    trainer, patched = lightning_training.fit(path, "liger", tmp_path, **options)
+    assert_same(patched.losses, reference.losses)
+    assert len(fused) == STEPS * options.get("accumulate_grad_batches", 1)
+    assert patched.losses[-1] < patched.losses[0]
+    assert type(patched.model.model.norm) is not type(reference.model.model.norm)
+    # of the validation, which reads logits
+    for name, expected in reference_trainer.callback_metrics.items():
+        value = trainer.callback_metrics[name].item()
+        assert value == pytest.approx(expected.item(), rel=1e-4), name
+    assert set(trainer.callback_metrics) == {"val_loss", "val_accuracy"}
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(precision, path, tmp_path, fused):
-    """As close to the fp32 run as the unpatched one."""
-    runs = [("auto", "32-true"), ("auto", precision), ("liger", precision)]
-    exact, theirs, mine = (
-        lightning_training.fit(path, a, tmp_path, precision=b, **ACCELERATOR)[1] for a, b in runs
-    )
-    assert {p.dtype for p in mine.parameters()} == {
-        torch.bfloat16 if "true" in precision else torch.float32
-    }
-    far = (torch.tensor(mine.losses) - torch.tensor(exact.losses)).abs()
-    limit = (torch.tensor(theirs.losses) - torch.tensor(exact.losses)).abs().max()
-    assert far.max() <= 2 * limit + torch.finfo(torch.bfloat16).eps, (far, limit)
+    """The losses are as close to the fp32 run's as the unpatched run's."""
+
+    def losses(which, precision):
+        _, module = lightning_training.fit(
+            path, which, tmp_path, precision=precision, **ACCELERATOR
+        )
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        assert {p.dtype for p in module.parameters()} == {dtype}
+        return torch.tensor(module.losses)
+
+    exact = losses("auto", "32-true")
+    reference_error = (losses("auto", precision) - exact).abs().max()
+    error = (losses("liger", precision) - exact).abs().max()
+    bound = 2 * reference_error + torch.finfo(torch.bfloat16).eps
+    assert error <= bound, (error, bound)
     assert len(fused) == STEPS
 
 
@@ -91,15 +99,13 @@ def test_two_devices(path, tmp_path):
     env |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     command = [sys.executable, lightning_training.__file__, path, str(tmp_path)]
     for which in ("auto", "liger"):
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, which], env=env, capture_output=True, text=True, timeout=200, cwd=tmp_path
         )
-        assert not done.returncode, done.stdout + done.stderr
+        assert not process.returncode, process.stdout + process.stderr
+    losses = {}
     for rank in range(2):
-        theirs, mine = (
-            json.loads((tmp_path / f"{which}_{rank}.json").read_text())
-            for which in ("auto", "liger")
-        )
-        assert_same(mine, theirs)
-    other = json.loads((tmp_path / "liger_0.json").read_text())
-    assert mine != other  # each rank has its own data
+        for which in ("auto", "liger"):
+            losses[which, rank] = json.loads((tmp_path / f"{which}_{rank}.json").read_text())
+        assert_same(losses["liger", rank], losses["auto", rank])
+    assert losses["liger", 0] != losses["liger", 1]  # each rank has its own data

@@ -1,11 +1,11 @@
-"""TRL 0.24 on transformers 5.6, the versions of LLaMA-Factory: its trainers, with this package and
-without.
+"""The trainers of TRL 0.24 on transformers 5.6, LLaMA-Factory's versions, train as before.
 
-Its switches are two: ``use_liger_kernel`` for the model's layers, and for the losses of DPO, KTO
+TRL has two switches: ``use_liger_kernel`` for the model's layers, and for the losses of DPO, KTO
 and GRPO ``use_liger_loss``. Most of this TRL does not run on transformers 5: it asks what is
 installed by a function that now answers with a pair, and its trainers write to
-``model.warnings_issued``. LLaMA-Factory avoids both; here both are put right. SFT and GKD need
-neither."""
+``model.warnings_issued``. LLaMA-Factory avoids both; here both are corrected. SFT and GKD need
+neither.
+"""
 
 import pytest
 
@@ -30,14 +30,15 @@ def as_on_transformers_4(reference_only, monkeypatch):
     from trl import import_utils
 
     for name in vars(import_utils):
-        if name.endswith("_available") and isinstance(found := getattr(import_utils, name), tuple):
-            monkeypatch.setattr(import_utils, name, found[0])
+        value = getattr(import_utils, name)
+        if name.endswith("_available") and isinstance(value, tuple):
+            monkeypatch.setattr(import_utils, name, value[0])
     monkeypatch.setattr(PreTrainedModel, "warnings_issued", {}, raising=False)
 
 
 @pytest.fixture(autouse=True)
-def by_itself(monkeypatch):
-    """On one GPU, if there are any: a Trainer would spread each batch over all."""
+def one_gpu(monkeypatch):
+    """Train on one GPU if there are any: a Trainer would spread each batch over all."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
 
 
@@ -47,13 +48,15 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture
-def both(policy, tmp_path):
-    """Train with the switches and without: every number of every step is the same, but for
-    ``except_``."""
+def compare_training(policy, tmp_path):
+    """Return a function that trains with the switches and without, and compares the logs.
 
-    def train(cls, config, data, liger, further, **arguments):
+    Every metric of every step is the same, but for ``except_``.
+    """
+
+    def train(cls, config, data, switches, make_kwargs, **arguments):
         args = config(
-            output_dir=str(tmp_path / str(len(liger))),
+            output_dir=str(tmp_path / str(len(switches))),
             max_steps=STEPS,
             logging_steps=1,
             learning_rate=1e-2,
@@ -66,25 +69,23 @@ def both(policy, tmp_path):
             bf16=False,
             gradient_checkpointing=False,
             per_device_train_batch_size=4,
-            **liger,
+            **switches,
             **arguments,
         )
-        given = further() if further else {}
         trainer = cls(
             model=AutoModelForCausalLM.from_pretrained(policy),
             args=args,
             train_dataset=data,
             processing_class=trl_tiny.tokenizer(),
-            **given,
+            **(make_kwargs() if make_kwargs else {}),
         )
-        losses = [
-            m for m in vars(trainer).values() if type(m).__module__.startswith("liger_kernel.")
-        ]
         calls = []
-        for loss in losses:
-            loss.register_forward_hook(lambda *_: calls.append(1))
+        for attribute in vars(trainer).values():
+            if type(attribute).__module__.startswith("liger_kernel."):
+                attribute.register_forward_hook(lambda *_: calls.append(1))
         trainer.train()
-        return logged_steps(trainer), len(calls), type(trainer.accelerator.unwrap_model(trainer.model))
+        model_class = type(trainer.accelerator.unwrap_model(trainer.model))
+        return logged_steps(trainer), len(calls), model_class
 
     def run(
         cls,
@@ -93,18 +94,19 @@ def both(policy, tmp_path):
         switches=("use_liger_kernel",),
         except_=(),
         calls=0,
-        further=None,
-        by=None,
+        make_kwargs=None,
+        reference_class=None,
         **arguments,
     ):
-        theirs, none, plain = train(by or cls, config, data, {}, further, **arguments)
-        mine, seen, patched = train(
-            cls, config, data, dict.fromkeys(switches, True), further, **arguments
+        reference_logs, reference_calls, reference_model = train(
+            reference_class or cls, config, data, {}, make_kwargs, **arguments
         )
-        assert (none, seen) == (0, calls) and (patched is not plain) == (
-            "use_liger_kernel" in switches
+        logs, num_calls, model = train(
+            cls, config, data, dict.fromkeys(switches, True), make_kwargs, **arguments
         )
-        assert_same_logs(mine, theirs, except_)
+        assert (reference_calls, num_calls) == (0, calls)
+        assert (model is not reference_model) == ("use_liger_kernel" in switches)
+        assert_same_logs(logs, reference_logs, except_)
 
     return run
 
@@ -116,14 +118,15 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("case", ["nll", "completion", "packing"])
-def test_sft(case, both):
-    options, data = dict(packing=case == "packing", max_length=12), trl_tiny.chats()
+def test_sft(case, compare_training):
+    options = dict(packing=case == "packing", max_length=12)
+    data = trl_tiny.chats()
     if case == "completion":
         data = trl_tiny.pairs().rename_column("chosen", "completion").remove_columns("rejected")
     if case == "packing":
         options["packing_strategy"] = "wrapped"
     without_logits = {"entropy", "mean_token_accuracy"}
-    both(
+    compare_training(
         trl.SFTTrainer,
         trl.SFTConfig,
         data,
@@ -134,8 +137,8 @@ def test_sft(case, both):
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"])
-def test_dpo(loss_type, both):
-    both(
+def test_dpo(loss_type, compare_training):
+    compare_training(
         trl.DPOTrainer,
         trl.DPOConfig,
         trl_tiny.pairs(),
@@ -147,12 +150,12 @@ def test_dpo(loss_type, both):
     )
 
 
-def test_dpo_with_layers_alone(both):
-    both(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), loss_type="ipo", beta=0.2)
+def test_dpo_with_layers_alone(compare_training):
+    compare_training(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), loss_type="ipo", beta=0.2)
 
 
-def test_kto(both):
-    both(
+def test_kto(compare_training):
+    compare_training(
         trl.KTOTrainer,
         trl.KTOConfig,
         trl_tiny.unpaired(),
@@ -164,13 +167,13 @@ def test_kto(both):
 
 
 def reward(completions, **_):
-    """Of the words that begin with a letter of the first half."""
+    """Return for each completion the number of words that begin with a letter of A to L."""
     return [float(sum(word[0] < "m" for word in text.split())) for text in completions]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-def test_grpo(loss_type, both):
-    both(
+def test_grpo(loss_type, compare_training):
+    compare_training(
         trl.GRPOTrainer,
         trl.GRPOConfig,
         trl_tiny.prompts(),
@@ -187,13 +190,13 @@ def test_grpo(loss_type, both):
     )
 
 
-def test_rloo(both):
-    """Its layers."""
-    both(
+def test_rloo(compare_training):
+    """RLOO has no loss of this package, only layers."""
+    compare_training(
         trl.RLOOTrainer,
         trl.RLOOConfig,
         trl_tiny.prompts(),
-        further=lambda: dict(reward_funcs=reward),
+        make_kwargs=lambda: dict(reward_funcs=reward),
         beta=0.1,
         num_iterations=2,
         num_generations=4,
@@ -203,8 +206,11 @@ def test_rloo(both):
 
 
 class GKDTrainer(trl.GKDTrainer):
-    """What TRL 0.24 asks this package for is half the divergence and half the cross entropy, which
-    it is without."""
+    """GKD with the loss that TRL 0.24 asks this package for.
+
+    It is half the divergence and half the cross entropy; without the switch TRL has no cross
+    entropy.
+    """
 
     @staticmethod
     def generalized_jsd_loss(student_logits, teacher_logits, labels, beta):
@@ -213,10 +219,10 @@ class GKDTrainer(trl.GKDTrainer):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_gkd(beta, both, tmp_path):
-    """At a temperature of 1, which is the only one that its plain loss has."""
+def test_gkd(beta, compare_training, tmp_path):
+    """The temperature is 1, the only one that TRL's own loss has."""
     path = trl_tiny.save_model(tmp_path / "teacher", seed=7, hidden_size=48, head_dim=12)
-    both(
+    compare_training(
         trl.GKDTrainer,
         trl.GKDConfig,
         trl_tiny.chats(),
@@ -225,14 +231,15 @@ def test_gkd(beta, both, tmp_path):
         lmbda=0.0,
         max_new_tokens=6,
         except_={"entropy", "mean_token_accuracy"},
-        by=GKDTrainer,
+        reference_class=GKDTrainer,
         temperature=1.0,
-        further=lambda: dict(teacher_model=AutoModelForCausalLM.from_pretrained(path)),
+        make_kwargs=lambda: dict(teacher_model=AutoModelForCausalLM.from_pretrained(path)),
     )
 
 
 @pytest.mark.parametrize("trainer", ["ORPO", "CPO"])
-def test_orpo_and_cpo(trainer, both):
-    """Their layers."""
-    cls, config = getattr(trl, f"{trainer}Trainer"), getattr(trl, f"{trainer}Config")
-    both(cls, config, trl_tiny.pairs(), beta=0.2, max_length=16, max_prompt_length=8)
+def test_orpo_and_cpo(trainer, compare_training):
+    """ORPO and CPO have no loss of this package, only layers."""
+    cls = getattr(trl, f"{trainer}Trainer")
+    config = getattr(trl, f"{trainer}Config")
+    compare_training(cls, config, trl_tiny.pairs(), beta=0.2, max_length=16, max_prompt_length=8)

@@ -1,5 +1,7 @@
-"""torchtitan's own Llama with this package's operators in the place of its layers, as
-docs/frameworks.md says; that of NeMo AutoModel, which is patched as a whole."""
+"""torchtitan's Llama with this package's operators, and NeMo AutoModel's, patched as a whole.
+
+torchtitan's layers are replaced as docs/frameworks.md shows.
+"""
 
 import copy
 import re
@@ -30,7 +32,9 @@ from torchtitan.models.llama3 import Llama3Model, Llama3TransformerBlock
 import liger_kernel.transformers as liger
 from liger_kernel.transformers import LigerRMSNorm
 
-CLASSES, TOKENS, STEPS = 96, (2, 13), 3
+VOCABULARY = 96
+TOKENS = 2, 13
+STEPS = 3
 NORMAL = {"weight": lambda w: torch.nn.init.normal_(w, std=0.2), "bias": torch.nn.init.zeros_}
 ONES = {"weight": lambda w: torch.nn.init.uniform_(w, 0.5, 1.5)}
 
@@ -59,13 +63,13 @@ def llama(dim=32):
     torch.manual_seed(0)
     config = Llama3Model.Config(
         dim=dim,
-        vocab_size=CLASSES,
+        vocab_size=VOCABULARY,
         layers=[layer(dim) for _ in range(2)],
         tok_embeddings=Embedding.Config(
-            num_embeddings=CLASSES, embedding_dim=dim, param_init=NORMAL
+            num_embeddings=VOCABULARY, embedding_dim=dim, param_init=NORMAL
         ),
         norm=RMSNorm.Config(normalized_shape=dim, param_init=ONES),
-        lm_head=Linear.Config(in_features=dim, out_features=CLASSES, param_init=NORMAL),
+        lm_head=Linear.Config(in_features=dim, out_features=VOCABULARY, param_init=NORMAL),
     )
     model = config.build()
     model.init_states()
@@ -74,16 +78,17 @@ def llama(dim=32):
 
 @pytest.fixture
 def page():
-    """What the page's example defines."""
+    """The names that the page's example defines."""
     (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.S)
-    exec(compile(code, "docs/frameworks.md", "exec"), names := {})
+    names = {}
+    exec(compile(code, "docs/frameworks.md", "exec"), names)
     return names
 
 
 def batch(seed):
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(CLASSES, TOKENS, generator=generator)
-    labels = torch.randint(CLASSES, TOKENS, generator=generator)
+    ids = torch.randint(VOCABULARY, TOKENS, generator=generator)
+    labels = torch.randint(VOCABULARY, TOKENS, generator=generator)
     labels[0, :4] = -100
     return ids.to(DEVICE), labels.to(DEVICE)
 
@@ -94,70 +99,73 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def steps(theirs, mine, loss_of, **given):
-    """(loss, gradients) of each, from the same weights."""
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=1e-3)
+def steps(reference, patched, loss_of, **inputs):
+    """Yield (loss, gradients) of the patched model and of the other, from the same weights."""
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-3)
     for seed in range(STEPS):
-        mine.load_state_dict(theirs.state_dict())
+        patched.load_state_dict(reference.state_dict())
         ids, labels = batch(seed)
-        want = cross_entropy_loss(theirs(ids, **given), labels)
-        got = loss_of(mine, mine(ids, **given), labels)
-        yield (got.detach(), gradients(mine, got)), (want.detach(), gradients(theirs, want))
+        loss = loss_of(patched, patched(ids, **inputs), labels)
+        expected = cross_entropy_loss(reference(ids, **inputs), labels)
+        patched_step = loss.detach(), gradients(patched, loss)
+        yield patched_step, (expected.detach(), gradients(reference, expected))
         optimizer.step()
 
 
 @pytest.fixture
 def calls(page, monkeypatch):
-    """How often each function of this package has run."""
-    count = {}
+    """The number of calls of each function of this package."""
+    counts = {}
     for function in (page["liger_swiglu"], page["liger_llama4_text_rotary_pos_emb"]):
 
         def counting(*args, function=function):
-            count[function.__name__] = count.get(function.__name__, 0) + 1
+            counts[function.__name__] = counts.get(function.__name__, 0) + 1
             return function(*args)
 
         monkeypatch.setitem(page, function.__name__, counting)
-    return count
+    return counts
 
 
 @pytest.mark.parametrize("positions", [None, "packed"])
 def test_losses_and_gradients(positions, page, reference_only, calls):
-    theirs = llama()
-    mine = page["with_operators"](copy.deepcopy(theirs))
-    assert sum(isinstance(module, LigerRMSNorm) for module in mine.modules()) == 5
-    assert theirs.state_dict().keys() == mine.state_dict().keys()
-    given = {}
+    reference = llama()
+    patched = page["with_operators"](copy.deepcopy(reference))
+    assert sum(isinstance(module, LigerRMSNorm) for module in patched.modules()) == 5
+    assert reference.state_dict().keys() == patched.state_dict().keys()
+    inputs = {}
     if positions:
         row = torch.tensor([*range(5), *range(8)], device=DEVICE)
-        given["positions"] = torch.stack([row, row.flip(0)])
-    for (loss, got), (want_loss, want) in steps(theirs, mine, page["loss_of"], **given):
-        torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=0)
-        assert got.keys() == want.keys() and all(g.any() for g in want.values())
-        for name, g in want.items():
-            assert (got[name] - g).abs().max() <= 1e-5 * g.abs().max(), name
+        inputs["positions"] = torch.stack([row, row.flip(0)])
+    for patched_step, reference_step in steps(reference, patched, page["loss_of"], **inputs):
+        loss, grads = patched_step
+        expected, expected_grads = reference_step
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        assert grads.keys() == expected_grads.keys()
+        assert all(grad.any() for grad in expected_grads.values())
+        for name, grad in expected_grads.items():
+            assert (grads[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
     assert calls == dict(liger_swiglu=2 * STEPS, liger_llama4_text_rotary_pos_emb=2 * STEPS)
 
 
 def test_bf16(page, reference_only):
-    """No further from fp32 than torchtitan's own layers, in the sum over a model."""
+    """The gradients are no further from fp32 than torchtitan's own, summed over the model."""
     exact = llama()
-    theirs = copy.deepcopy(exact).bfloat16()
-    for module, fine in zip(theirs.modules(), exact.modules(), strict=True):
-        if isinstance(
-            module, ComplexRoPE
-        ):  # a cast of a complex buffer would lose its imaginary part
-            module.cache = fine.cache
-    mine = page["with_operators"](copy.deepcopy(theirs))
-    exact.load_state_dict({name: t.float() for name, t in theirs.state_dict().items()})
+    reference = copy.deepcopy(exact).bfloat16()
+    for module, exact_module in zip(reference.modules(), exact.modules(), strict=True):
+        if isinstance(module, ComplexRoPE):
+            # a cast of a complex buffer would lose its imaginary part
+            module.cache = exact_module.cache
+    patched = page["with_operators"](copy.deepcopy(reference))
+    exact.load_state_dict({name: t.float() for name, t in reference.state_dict().items()})
     ids, labels = batch(0)
-    fine = gradients(exact, cross_entropy_loss(exact(ids), labels))
-    with_theirs = gradients(theirs, cross_entropy_loss(theirs(ids), labels))
-    with_mine = gradients(mine, page["loss_of"](mine, mine(ids), labels))
-    far = [
-        sum(((of[n].float() - g).norm() / g.norm()) for n, g in fine.items())
-        for of in (with_mine, with_theirs)
-    ]
-    assert 0 < far[0] <= 1.1 * far[1], far
+    exact_grads = gradients(exact, cross_entropy_loss(exact(ids), labels))
+
+    def error(grads):
+        return sum((grads[n].float() - g).norm() / g.norm() for n, g in exact_grads.items())
+
+    expected = error(gradients(reference, cross_entropy_loss(reference(ids), labels)))
+    patched_error = error(gradients(patched, page["loss_of"](patched, patched(ids), labels)))
+    assert 0 < patched_error <= 1.1 * expected, (patched_error, expected)
 
 
 # ---- NeMo ----
@@ -167,22 +175,20 @@ def test_bf16(page, reference_only):
     "patch", [liger.apply_liger_kernel, _patch_liger_kernel], ids=["ours", "NeMo's call"]
 )
 def test_nemo(patch, reference_only, monkeypatch):
-    """A Hugging Face model, though its layers are others."""
+    """NeMo's model is Hugging Face's with other layers."""
     monkeypatch.setattr(torch._dynamo.config, "disable", True)  # its norms are compiled
-    theirs = nemo.LlamaForCausalLM(tiny.config("llama")).float().to(DEVICE).train()
-    mine = copy.deepcopy(theirs)
-    report = patch(mine)
+    reference = nemo.LlamaForCausalLM(tiny.config("llama")).float().to(DEVICE).train()
+    patched = copy.deepcopy(reference)
+    report = patch(patched)
     for _ in range(STEPS):
-        found, wanted = step(mine), step(theirs)
-        assert_same_step(found, wanted)
-        assert found[0].logits is None
+        patched_step = step(patched)
+        assert_same_step(patched_step, step(reference))
+        assert patched_step[0].logits is None
         with torch.no_grad():
-            for a, b in zip(theirs.parameters(), mine.parameters(), strict=True):
-                a -= 0.01 * a.grad
-                b.copy_(a)
+            for p, copied in zip(reference.parameters(), patched.parameters(), strict=True):
+                p -= 0.01 * p.grad
+                copied.copy_(p)
     if patch is liger.apply_liger_kernel:
-        assert {name: report.of(name) for name in ("LlamaMLP", "Float32RMSNorm")} == dict(
-            LlamaMLP=2, Float32RMSNorm=5
-        )
-        ((name, why),) = report.left_alone
-        assert name == "LlamaAttention" and "its rotary embedding could not be tried" in why
+        assert (report.of("LlamaMLP"), report.of("Float32RMSNorm")) == (2, 5)
+        ((name, reason),) = report.left_alone
+        assert name == "LlamaAttention" and "its rotary embedding could not be tried" in reason

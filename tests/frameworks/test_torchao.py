@@ -12,7 +12,7 @@ import torch
 from companions import WHEN, model_pair
 from hardware import DEVICE
 from patched import assert_same_step, step
-from rounded import assert_reverted, train_and_compare, close_to_rounding
+from rounded import assert_reverted, close_to_rounding, train_and_compare
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.quantization import (
@@ -55,22 +55,22 @@ def nf4(model, linear):
         )
 
 
-def quantised_by(config):
+def quantise_head(config):
     return lambda model: quantize_(model, config, filter_fn=lambda module, name: name == "lm_head")
 
 
-def plain():
+def unpatched_model():
     return tiny.model("llama", **LAYERS).to(DEVICE)
 
 
 def linear_layers(model, with_head):
-    found = {module for module in model.modules() if isinstance(module, torch.nn.Linear)}
-    return found if with_head else found - {model.get_output_embeddings()}
+    layers = {module for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    return layers if with_head else layers - {model.get_output_embeddings()}
 
 
-def lora_on(quantised, with_head):
+def lora_on(quantise, with_head):
     def change(model):
-        quantised(model.requires_grad_(False).to(DEVICE), linear_layers(model, with_head))
+        quantise(model.requires_grad_(False).to(DEVICE), linear_layers(model, with_head))
         targets = [*LINEAR, *(["lm_head"] if with_head else [])]
         return peft.get_peft_model(
             model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
@@ -80,14 +80,18 @@ def lora_on(quantised, with_head):
 
 
 def float8(with_head, **config):
-    """Emulated on a GPU, too: its products of float8 want rows in sixteens, and here there are
-    26."""
+    """Return a function that converts a model to training in float8.
+
+    It is emulated on a GPU, too: its products of float8 need rows in sixteens, and here there are
+    26.
+    """
 
     def change(model):
         converted = linear_layers(model.to(DEVICE), with_head)
-        config_ = Float8LinearConfig(emulate=True, **config)
         convert_to_float8_training(
-            model, config=config_, module_filter_fn=lambda module, name: module in converted
+            model,
+            config=Float8LinearConfig(emulate=True, **config),
+            module_filter_fn=lambda module, name: module in converted,
         )
         assert sum(isinstance(module, Float8Linear) for module in model.modules()) == len(converted)
         return model
@@ -97,17 +101,16 @@ def float8(with_head, **config):
 
 @WHEN
 @HEAD
-@pytest.mark.parametrize("quantised", [int8, nf4])
-def test_lora_on_a_frozen_base(quantised, with_head, when):
-    theirs, mine = model_pair("llama", lora_on(quantised, with_head), when, **LAYERS)
-    down = mine.base_model.model.model.layers[0].mlp.down_proj
-    assert (
-        type(getattr(down, "base_layer", down).weight.data) is not torch.Tensor
-    )  # it is torchao's
-    train_and_compare(theirs, mine, assert_same_step)
-    report = liger.apply_liger_kernel(mine)
-    assert not report.replaced and not report.left_alone  # all of it was there
-    assert_reverted(theirs, mine)
+@pytest.mark.parametrize("quantise", [int8, nf4])
+def test_lora_on_a_frozen_base(quantise, with_head, when):
+    reference, patched = model_pair("llama", lora_on(quantise, with_head), when, **LAYERS)
+    down = patched.base_model.model.model.layers[0].mlp.down_proj
+    weight = getattr(down, "base_layer", down).weight
+    assert type(weight.data) is not torch.Tensor  # it is torchao's
+    train_and_compare(reference, patched, assert_same_step)
+    report = liger.apply_liger_kernel(patched)
+    assert not report.replaced and not report.left_alone  # all of it is patched already
+    assert_reverted(reference, patched)
 
 
 @WHEN
@@ -124,79 +127,77 @@ def test_training_in_float8(recipe, with_head, when):
             "round_scales_to_power_of_2",
         )
         config = {name: getattr(rowwise, name) for name in names}
-    theirs, mine = model_pair("llama", float8(with_head, **config), when, **LAYERS)
-    fine = plain()
+    reference, patched = model_pair("llama", float8(with_head, **config), when, **LAYERS)
+    exact = unpatched_model()
 
-    def exact():
-        fine.load_state_dict(theirs.state_dict())
-        return step(fine)
+    def exact_step():
+        exact.load_state_dict(reference.state_dict())
+        return step(exact)
 
-    train_and_compare(theirs, mine, close_to_rounding(0.1, exact))
-    assert_reverted(theirs, mine)
+    train_and_compare(reference, patched, close_to_rounding(0.1, exact_step))
+    assert_reverted(reference, patched)
 
 
 @WHEN
 def test_a_head_in_float8_is_called_with_all_rows(when, monkeypatch):
-    """Its scale is one of all rows: of each chunk by itself it would be another."""
-    seen, forward = [], Float8Linear.forward
-    _, mine = model_pair("llama", float8(True), when, **LAYERS)
-    lm_head = mine.lm_head
-    monkeypatch.setattr(
-        Float8Linear,
-        "forward",
-        lambda self, x: (seen.append(x) if self is lm_head else None) or forward(self, x),
-    )
-    step(mine)
+    """It has one scale for all rows. Those of chunks would differ."""
+    _, patched = model_pair("llama", float8(True), when, **LAYERS)
+    lm_head = patched.lm_head
+    forward = Float8Linear.forward
+    num_rows = []
+
+    def recording_forward(self, x):
+        if self is lm_head:
+            num_rows.append(x.shape[0])
+        return forward(self, x)
+
+    monkeypatch.setattr(Float8Linear, "forward", recording_forward)
+    step(patched)
     rows = tiny.batch()["input_ids"].numel()
-    assert [x.shape[0] for x in seen] == [1, rows, rows]  # to see its dtype; the loss; backward
+    assert num_rows == [1, rows, rows]  # to see its dtype; the loss; backward
 
 
 def test_which_heads_mix_rows():
-    def of(change, *args):
-        model = plain()
-        change(model, *args)
+    def mixes_rows_after(change):
+        model = unpatched_model()
+        change(model)
         return head.mixes_rows(model.get_output_embeddings())
 
-    def everywhere(model):
-        return {module for module in model.modules() if isinstance(module, torch.nn.Linear)}
-
-    assert not of(lambda model: None)
-    assert not of(lambda model: int8(model, everywhere(model)))
-    assert not of(lambda model: nf4(model, everywhere(model)))
-    assert not of(quantised_by(Int8DynamicActivationInt8WeightConfig()))
-    assert of(float8(True)) and not of(float8(False))
+    assert not mixes_rows_after(lambda model: None)
+    assert not mixes_rows_after(lambda model: int8(model, linear_layers(model, with_head=True)))
+    assert not mixes_rows_after(lambda model: nf4(model, linear_layers(model, with_head=True)))
+    assert not mixes_rows_after(quantise_head(Int8DynamicActivationInt8WeightConfig()))
+    assert mixes_rows_after(float8(True))
+    assert not mixes_rows_after(float8(False))
     scaled = Float8FakeQuantizeConfig(granularity=PerTensor())
-    assert of(
-        quantised_by(QATConfig(activation_config=scaled, weight_config=scaled, step="prepare"))
-    )
+    config = QATConfig(activation_config=scaled, weight_config=scaled, step="prepare")
+    assert mixes_rows_after(quantise_head(config))
 
 
 def test_the_report_of_a_quantised_weight():
-    model = plain()
+    model = unpatched_model()
     int8(model, [model.lm_head])
-    assert "liger_cross_entropy, torch's Linear called 7 rows at a time" in str(
-        liger.apply_liger_kernel(model)
-    )
+    report = liger.apply_liger_kernel(model)
+    assert "liger_cross_entropy, torch's Linear called 7 rows at a time" in str(report)
 
 
 @HEAD
 def test_the_report(with_head):
-    model = float8(with_head)(plain())
+    model = float8(with_head)(unpatched_model())
     report = liger.apply_liger_kernel(model)
     assert not report.left_alone and {name: report.of(name) for name in REPLACED} == REPLACED
-    way = (
-        "liger_cross_entropy, torchao's Float8Linear called once"
-        if with_head
-        else "liger_fused_linear_cross_entropy"
-    )
-    assert way in str(report) and ("no logits" in str(report)) == (not with_head)
+    loss = "liger_fused_linear_cross_entropy"
+    if with_head:
+        loss = "liger_cross_entropy, torchao's Float8Linear called once"
+    assert loss in str(report) and ("no logits" in str(report)) == (not with_head)
 
 
 def test_compiled_in_float8():
-    theirs, mine = model_pair("llama", float8(False), **LAYERS)
-    fine = copy.deepcopy(theirs)
-    for module in fine.modules():
+    reference, patched = model_pair("llama", float8(False), **LAYERS)
+    exact = copy.deepcopy(reference)
+    for module in exact.modules():
         if isinstance(module, Float8Linear):
             module.__class__ = torch.nn.Linear
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    close_to_rounding(0.1, lambda: step(fine))(step(mine, run), step(theirs))
+    run = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    assert_same = close_to_rounding(0.1, lambda: step(exact))
+    assert_same(step(patched, run), step(reference))

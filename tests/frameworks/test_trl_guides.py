@@ -1,4 +1,7 @@
-"""The scripts of docs/guides/trl.md, as they stand but for the names of model and data."""
+"""The scripts of docs/guides/trl.md train a patched model.
+
+Only the names of model and data are replaced.
+"""
 
 import re
 

@@ -1,5 +1,4 @@
-"""The two worked examples of docs/contributing.md: written into files, imported, and treated as the
-house's own."""
+"""The two worked examples of docs/contributing.md, imported and tested as the package's own."""
 
 import importlib.util
 import re
@@ -8,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import exact_products_on_cpu, assert_as_exact_as_pytorch, cast, measure_errors, make_inputs, run, run_reference
+from cases import (
+    assert_as_exact_as_pytorch,
+    cast,
+    exact_products_on_cpu,
+    make_inputs,
+    measure_errors,
+    run,
+    run_reference,
+)
 
 from liger_kernel.core.op import CASES
 from liger_kernel.patch import engine
@@ -22,7 +29,7 @@ def example(kind):
 
 
 def as_file(name, code, folder):
-    """The code as a module of that name: Triton and inspect look for its lines."""
+    """Import code as a module of that name, from a file: Triton and inspect read its lines."""
     path = folder / f"{name.rpartition('.')[2]}.py"
     path.write_text(code)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -59,12 +66,12 @@ def test_the_operator_is_as_exact_as_pytorch(operator, dtype):
         for seed in range(4):
             tensors = make_inputs(case, shape, {}, dtype, seed)
             with exact_products_on_cpu():
-                got, once, twice = run(case.fn, tensors)
-            plain = run_reference(case.reference, tensors, dtype, products=False)
+                results, first_grads, second_grads = run(case.fn, tensors)
+            references = run_reference(case.reference, tensors, dtype, products=False)
             exact, *_ = run(case.reference, cast(tensors, torch.float64))
             tensors = {k: t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
-            draws.append(measure_errors(got, plain, exact, tensors, case.fp32_roundings))
-            assert all(map(torch.equal, once, twice))
+            draws.append(measure_errors(results, references, exact, tensors, case.fp32_roundings))
+            assert all(map(torch.equal, first_grads, second_grads))
         assert_as_exact_as_pytorch(draws)
 
 
@@ -74,8 +81,8 @@ def test_the_operator_has_a_graph_of_its_gradients(operator):
     (dx,) = torch.autograd.grad(case.fn(**tensors).sum(), tensors["x"], create_graph=True)
     (second,) = torch.autograd.grad(dx.sum(), tensors["x"])
     (dx,) = torch.autograd.grad(case.reference(**tensors).sum(), tensors["x"], create_graph=True)
-    (want,) = torch.autograd.grad(dx.sum(), tensors["x"])
-    torch.testing.assert_close(second, want, rtol=1e-5, atol=1e-6)
+    (expected,) = torch.autograd.grad(dx.sum(), tensors["x"])
+    torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_operator_names_what_is_wrong(operator):
@@ -106,28 +113,29 @@ class RoundedTwice(Capped):
 
 
 def test_the_rewrite(rewrite, operator, monkeypatch):
-    """Proved, reported, replaced, and gone as soon as the module is another."""
+    """It is proved, reported and replaced, and gone as soon as the module changes."""
     monkeypatch.setattr(engine, "STAGES", ((rewrite.SoftCaps(),),))
     monkeypatch.setattr(engine, "FLAGS", ("soft_cap",))
     calls = []
-    monkeypatch.setattr(
-        rewrite,
-        "liger_soft_cap",
-        lambda x, cap: calls.append(cap) or operator[0].liger_soft_cap(x, cap),
-    )
+
+    def recording_soft_cap(x, cap):
+        calls.append(cap)
+        return operator[0].liger_soft_cap(x, cap)
+
+    monkeypatch.setattr(rewrite, "liger_soft_cap", recording_soft_cap)
     model = torch.nn.ModuleDict(
         dict(a=Capped(), b=Capped(1.0), clamped=Clamped(), twice=RoundedTwice())
     )
     x = torch.randn(3, 8)
-    want = {name: module(x) for name, module in model.items()}
+    expected = {name: module(x) for name, module in model.items()}
     report = engine.patch(model, {"soft_cap": True})
     assert report.replaced == {("Capped", "liger_soft_cap"): 2}
-    assert {name: why for (name, why) in report.left_alone} == {
+    assert dict(report.left_alone.keys()) == {
         "Clamped": "it does not compute cap·tanh(x / cap)",
         "RoundedTwice": "it rounds elsewhere than cap·tanh(x / cap)",
     }
     for name, module in model.items():
-        torch.testing.assert_close(module(x), want[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(module(x), expected[name], rtol=1e-6, atol=1e-6)
     assert calls == [30.0, 1.0]
     model["a"].cap = 2.0
     torch.testing.assert_close(model["a"](x), Capped(2.0)(x), rtol=1e-6, atol=1e-6)

@@ -1,5 +1,4 @@
-"""The pages in docs: their examples run as they stand, and what they say of the head's passes is
-what it does."""
+"""The pages in docs: their examples run as they stand, and their tables are right."""
 
 import gc
 import re
@@ -47,34 +46,36 @@ def test_there_are_examples():
     assert len(EXAMPLES) >= 24
 
 
-def taken(M, H, V, memory):
-    """What ``plan`` makes of them: passes, dtype of dW; peak memory and that of all logits, in
-    units of dX and dW."""
+def describe_plan(M, H, V, memory):
+    """Return a plan's passes and dtype of dW, its peak memory, and the memory of all logits.
+
+    The memory is in units of dX and dW.
+    """
     dtype = torch.bfloat16
     plan = planning.plan(M, H, V, dtype, dtype, memory=memory)
-    held = head_chunks.HeadBuffers(torch.empty(M, H, dtype=dtype, device="meta"), V, dtype, plan, True)
-    passes = len(plan.chunks(M))
-    narrow = plan.accum_dtype == dtype
+    hidden = torch.empty(M, H, dtype=dtype, device="meta")
+    buffers = head_chunks.HeadBuffers(hidden, V, dtype, plan, True)
+    accum_dtype = "bf16" if plan.accum_dtype == dtype else "fp32"
     gradients = 2 * H * (M + V)
-    peak = held.nbytes(dtype) + 2 * M * H
-    return passes, "bf16" if narrow else "fp32", peak / gradients, 2 * M * V / gradients
+    peak = buffers.nbytes(dtype) + 2 * M * H
+    return len(plan.chunks(M)), accum_dtype, peak / gradients, 2 * M * V / gradients
 
 
 def test_the_table_of_passes_is_what_plan_does():
     assert len(PASSES) == 7
     for tokens, passes, dtype, *multiples in PASSES:
         shape = int(tokens.replace(",", "")), 4096, 128256
-        *chosen, peak, logits = taken(*shape, -1)
-        assert [int(passes), dtype] == chosen
-        assert [float(x) for x in multiples] == pytest.approx(
-            [peak, taken(*shape, 0)[2], logits], abs=0.03
-        ), tokens
+        *plan, peak, logits = describe_plan(*shape, -1)
+        assert [int(passes), dtype] == plan
+        expected = [peak, describe_plan(*shape, 0)[2], logits]
+        assert [float(x) for x in multiples] == pytest.approx(expected, abs=0.03), tokens
 
 
 def test_the_readme_counts_the_families():
-    """Of the release that the tables are made for."""
+    """The counts are right for the release that the tables are made for."""
     counts = re.search(
-        r"all (\d+) causal language model families that transformers ([\d.]+) can build .* and (\d+) vision-language",
+        r"all (\d+) causal language model families that transformers ([\d.]+) can build "
+        r".* and (\d+) vision-language",
         " ".join((ROOT / "README.md").read_text().split()),
     )
     assert counts[2] == ".".join(map(str, zoo.TABLES_VERSION))
@@ -82,7 +83,9 @@ def test_the_readme_counts_the_families():
         assert (int(counts[1]), int(counts[3])) == (len(zoo.FAMILIES), len(zoo_vision.FAMILIES))
 
 
-@pytest.mark.skipif(zoo.TRANSFORMERS_VERSION > zoo.TABLES_VERSION, reason="the page is an older version's")
+@pytest.mark.skipif(
+    zoo.TRANSFORMERS_VERSION > zoo.TABLES_VERSION, reason="the page is an older version's"
+)
 def test_the_page_of_models_has_every_family():
     types = set(re.findall(r"^\| `([^`]+)` \|", MODELS, re.M))
     assert {*zoo.FAMILIES, *zoo_vision.FAMILIES} <= types

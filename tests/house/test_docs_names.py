@@ -13,31 +13,33 @@ EXAMPLES = {"liger_kernel.ops.mlp.soft_cap"}  # the operator that contributing.m
 
 
 def names_of(page):
-    """The dotted names on a page that begin with the package, or with one of its own packages, in
-    full."""
-    found = {name for name in DOTTED.findall(page.read_text()) if name.split(".")[-1] not in FILES}
-    return sorted(
-        {name if name.startswith("liger_kernel.") else f"liger_kernel.{name}" for name in found}
-        - EXAMPLES
-    )
+    """Return the full dotted names on a page, of the package or one of its packages."""
+    names = set()
+    for name in DOTTED.findall(page.read_text()):
+        if name.split(".")[-1] not in FILES:
+            names.add(name if name.startswith("liger_kernel.") else f"liger_kernel.{name}")
+    return sorted(names - EXAMPLES)
 
 
-def is_there(name):
-    """Whether a dotted name is a module or something in one. It may need a package that is not
-    installed here."""
-    parts, rest = name.split("."), []
+def exists(name):
+    """Return True if a dotted name is a module or something in one.
+
+    Also if it needs a package that is not installed here.
+    """
+    parts = name.split(".")
+    attributes = []
     while True:
         module = ".".join(parts)
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
             break
         except ModuleNotFoundError as error:
             if error.name != module:
                 return not error.name.startswith("liger_kernel")
-            rest.insert(0, parts.pop())
-    for part in rest:
+            attributes.insert(0, parts.pop())
+    for attribute in attributes:
         try:
-            found = getattr(found, part)
+            value = getattr(value, attribute)
         except AttributeError:
             return False
         except ImportError as error:
@@ -47,12 +49,11 @@ def is_there(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names(page):
-    assert [name for name in names_of(page) if not is_there(name)] == []
+    assert [name for name in names_of(page) if not exists(name)] == []
 
 
-def test_what_is_there():
-    assert is_there("liger_kernel.losses.policy.linear_ppo_loss")
-    assert not is_there("liger_kernel.losses.policy.no_such_loss") and not is_there(
-        "liger_kernel.no_such_module.loss"
-    )
+def test_unknown_names_are_noticed():
+    assert exists("liger_kernel.losses.policy.linear_ppo_loss")
+    assert not exists("liger_kernel.losses.policy.no_such_loss")
+    assert not exists("liger_kernel.no_such_module.loss")
     assert sum(len(names_of(page)) for page in PAGES) > 20

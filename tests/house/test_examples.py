@@ -12,7 +12,8 @@ from programs import ROOT
 
 import liger_kernel
 
-SCRIPTS = {  # of a model or two that must learn something first, only a little
+# Where a model must learn something first, only a little.
+SCRIPTS = {
     "distillation": ["--teacher-steps=3"],
     "dpo": [],
     "grpo": [],
@@ -21,12 +22,12 @@ SCRIPTS = {  # of a model or two that must learn something first, only a little
 }
 
 
-def test_there_is_a_test_of_each():
+def test_every_script_is_tested():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SCRIPTS, "common"}
 
 
-def ran(name, *options):
-    """Its three steps, a line each."""
+def run_script(name, *options):
+    """Run a script for three steps, and return the line of each."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= dict(
         PYTHONPATH=str(Path(liger_kernel.__file__).parents[1]),
@@ -35,9 +36,9 @@ def ran(name, *options):
     )
     options = ["--steps=3", "--batch-size=4", "--curve=", *SCRIPTS[name], *options]
     script = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
-    done = subprocess.run(script, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    process = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    steps = [line for line in process.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 3
     return steps
 
@@ -45,7 +46,7 @@ def ran(name, *options):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loss_falls(name):
-    steps = ran(name)
+    steps = run_script(name)
     if name == "grpo":  # each step has a prompt of its own; its loss falls from update to update
         for line in steps:
             first, last = map(float, re.search(r"loss ([-\d.]+) -> ([-\d.]+)", line).groups())
@@ -58,9 +59,11 @@ def test_loss_falls(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("backbone", ["lora", "full"])
 def test_medusas_backbone_learns_with_the_heads(backbone, tmp_path):
-    """Their sum grows, as the heads get more weight from step to step: the loss of the model and of
-    each head falls."""
-    steps = ran("medusa", f"--backbone={backbone}", f"--out={tmp_path}/heads.pt")
+    """The loss of the model and of each head falls.
+
+    Their sum grows, as the heads get more weight from step to step.
+    """
+    steps = run_script("medusa", f"--backbone={backbone}", f"--out={tmp_path}/heads.pt")
     first, *_, last = [
         [float(loss) for loss in re.findall(r"([-\d.]+) \(\d+%\)", line)] for line in steps
     ]

@@ -11,7 +11,7 @@ from hardware import DEVICE
 import liger_kernel
 from liger_kernel import env_report, functional, utils
 from liger_kernel.implementations import OPERATOR_NAMES
-from liger_kernel.ops import functional as ours
+from liger_kernel.ops import functional as operators
 from liger_kernel.ops.configure import FusedLinearCrossEntropyConfig, MoEConfig, configure
 from liger_kernel.ops.utils import device_context
 
@@ -23,53 +23,61 @@ def draw(*shape):
 
 
 def arguments():
-    """Of each function, and the operator that it is, with the same ones."""
+    """Return (arguments, the operator that takes the same) of each function by name."""
     torch.manual_seed(0)
-    x, w, head = draw(6, H), draw(H), draw(V, H)
-    q, k, angles = draw(2, 3, 5, 8), draw(2, 1, 5, 8), draw(1, 5, 8)
-    labels, logits, other = torch.arange(6, device=DEVICE), draw(6, V), draw(6, V)
-    log_q, log_p = logits.log_softmax(-1), other.log_softmax(-1)
+    x = draw(6, H)
+    w = draw(H)
+    head = draw(V, H)
+    q = draw(2, 3, 5, 8)
+    k = draw(2, 1, 5, 8)
+    angles = draw(1, 5, 8)
+    labels = torch.arange(6, device=DEVICE)
+    logits = draw(6, V)
+    log_q = logits.log_softmax(-1)
+    log_p = draw(6, V).log_softmax(-1)
     return {
-        "rms_norm": ((x, w), ours.liger_rms_norm),
-        "layer_norm": ((x, w, w), ours.liger_layer_norm),
-        "fused_add_rms_norm": ((x, x, w), ours.liger_fused_add_rms_norm),
-        "softmax": ((logits,), ours.liger_softmax),
-        "swiglu": ((x, x, 0.5, 2.0), ours.liger_swiglu),
-        "geglu": ((x, x), ours.liger_geglu),
-        "rope": ((q, k, angles.cos(), angles.sin()), ours.liger_rope),
+        "rms_norm": ((x, w), operators.liger_rms_norm),
+        "layer_norm": ((x, w, w), operators.liger_layer_norm),
+        "fused_add_rms_norm": ((x, x, w), operators.liger_fused_add_rms_norm),
+        "softmax": ((logits,), operators.liger_softmax),
+        "swiglu": ((x, x, 0.5, 2.0), operators.liger_swiglu),
+        "geglu": ((x, x), operators.liger_geglu),
+        "rope": ((q, k, angles.cos(), angles.sin()), operators.liger_rope),
         "kl_div": (
             (log_q, log_p.exp()),
-            lambda y, t: ours.liger_kl_div(y, t, reduction="batchmean"),
+            lambda y, t: operators.liger_kl_div(y, t, reduction="batchmean"),
         ),
-        "jsd": ((log_q, log_p, labels, 0.3), ours.liger_jsd),
-        "fused_linear_jsd": ((x, head, x, 2 * head, labels, 0.3), ours.liger_fused_linear_jsd),
-        "cross_entropy": ((logits, labels), ours.liger_cross_entropy),
-        "fused_linear_cross_entropy": ((x, head, labels), ours.liger_fused_linear_cross_entropy),
+        "jsd": ((log_q, log_p, labels, 0.3), operators.liger_jsd),
+        "fused_linear_jsd": ((x, head, x, 2 * head, labels, 0.3), operators.liger_fused_linear_jsd),
+        "cross_entropy": ((logits, labels), operators.liger_cross_entropy),
+        "fused_linear_cross_entropy": (
+            (x, head, labels),
+            operators.liger_fused_linear_cross_entropy,
+        ),
     }
 
 
 @pytest.mark.parametrize("name", OPERATOR_NAMES)
 def test_is_the_operator(name):
-    given, operator = arguments()[name]
+    args, operator = arguments()[name]
     function = getattr(functional, name)
-    got, want = function(*given), operator(*given)
+    output = function(*args)
     if "cross_entropy" in name:
-        assert got[1:] == (None, None, None)
-        got = got[0]
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert output[1:] == (None, None, None)
+        output = output[0]
+    torch.testing.assert_close(output, operator(*args), rtol=0, atol=0)
     torch.testing.assert_close(
-        function(*given, impl="triton"), function(*given, backend="nvidia-triton")
+        function(*args, impl="triton"), function(*args, backend="nvidia-triton")
     )
     torch.testing.assert_close(
-        function(*given, impl="nvidia-triton", backend="triton"), function(*given)
+        function(*args, impl="nvidia-triton", backend="triton"), function(*args)
     )
     for wrong in (dict(impl="cutile"), dict(impl="triton", backend="cutile")):
         with pytest.raises(ValueError, match=name):
-            function(*given, **wrong)
-    kinds = inspect.signature(function).parameters
-    assert [kinds[key].kind for key in ("impl", "mode", "backend")] == [
-        inspect.Parameter.KEYWORD_ONLY
-    ] * 3
+            function(*args, **wrong)
+    parameters = inspect.signature(function).parameters
+    for keyword in ("impl", "mode", "backend"):
+        assert parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_cross_entropies_have_four_results():
@@ -98,31 +106,28 @@ def test_the_default(default):
     with pytest.raises(ValueError, match="'cutile'"):
         liger_kernel.set_impl("cutile")
     assert liger_kernel.get_impl() == "triton"
-    assert (
-        liger_kernel.available_impls("rms_norm")
-        == liger_kernel.available_backends("rope", DEVICE)
-        == ["triton"]
-    )
+    assert liger_kernel.available_impls("rms_norm") == ["triton"]
+    assert liger_kernel.available_backends("rope", DEVICE) == ["triton"]
     assert liger_kernel.available_impls("no such operator") == []
 
 
 def test_environment(capsys):
     env_report.print_env_report()
-    assert (
-        f"liger-kernel: {liger_kernel.__version__}\nPyTorch: {torch.__version__}"
-        in capsys.readouterr().out
-    )
+    report = f"liger-kernel: {liger_kernel.__version__}\nPyTorch: {torch.__version__}"
+    assert report in capsys.readouterr().out
     assert (utils.infer_device_arch() == "cpu") == (DEVICE == "cpu")
     with device_context(draw(1)), device_context("cpu"):
         pass
 
 
 def test_by_transformers_version():
-    def told(*args, **kwargs):
+    def before(*args, **kwargs):
+        return "before"
+
+    def after(*args, **kwargs):
         return args, kwargs
 
     dispatch = utils.transformers_version_dispatch
-    before, after = lambda *args, **kwargs: "before", told
     assert dispatch("99.0", before, after) == "before"
     assert dispatch("4.0", before, after, (1,), (2,), {"a": 1}, {"b": 2}) == ((2,), {"b": 2})
 
@@ -137,14 +142,12 @@ def test_configure():
         configure(flsce=head)
     with pytest.raises(TypeError, match="moe is a FusedLinear.*give a MoEConfig"):
         configure(moe=head)
-    assert (
-        configure(moe=MoEConfig(8, H, num_experts=4, top_k=2, num_hosts=1, gpus_per_host=1))
-        is False
-    )
+    moe = MoEConfig(8, H, num_experts=4, top_k=2, num_hosts=1, gpus_per_host=1)
+    assert configure(moe=moe) is False
 
 
 def test_cache_of_kernels(tmp_path, monkeypatch):
-    """Whoever reads while others write finds a whole file, and nothing else is left behind."""
+    """A reader finds a whole file while other threads write, and no other file is left behind."""
     pytest.importorskip("triton")
     from liger_kernel.triton import apply_liger_triton_cache_manager
     from liger_kernel.triton.monkey_patch import LigerTritonFileCacheManager
@@ -153,11 +156,10 @@ def test_cache_of_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     apply_liger_triton_cache_manager()
     module, _, name = os.environ["TRITON_CACHE_MANAGER"].partition(":")
-    assert (
-        name == LigerTritonFileCacheManager.__name__
-        and module == LigerTritonFileCacheManager.__module__
-    )
-    text, wrong = "x" * 100_000, []
+    assert name == LigerTritonFileCacheManager.__name__
+    assert module == LigerTritonFileCacheManager.__module__
+    text = "x" * 100_000
+    wrong = []
 
     def write():
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""What an import loads beside torch, and what is there without transformers."""
+"""What an import loads besides torch, and which names exist without transformers."""
 
 import pytest
 from programs import run_program
@@ -64,16 +64,16 @@ PATCHES = (
 @pytest.mark.thorough
 def test_star():
     run_program(STAR.format(names=[*LAYERS, *PATCHES]))
-    run_program(STAR.format(names=LAYERS) + "assert 'revert' not in globals()", without=("transformers",))
+    run_program(
+        STAR.format(names=LAYERS) + "assert 'revert' not in globals()", without=("transformers",)
+    )
 
 
 def test_every_name_can_be_had():
     import liger_kernel.transformers as package
 
-    assert set(package.__all__) <= set(dir(package)) and len(set(package.__all__)) == len(
-        package.__all__
-    )
+    assert set(package.__all__) <= set(dir(package))
+    assert len(set(package.__all__)) == len(package.__all__)
     assert all(getattr(package, name) is not None for name in package.__all__)
-    assert not hasattr(package, "apply_liger_kernel_to_lama") and not hasattr(
-        package, "__wrapped__"
-    )
+    assert not hasattr(package, "apply_liger_kernel_to_lama")
+    assert not hasattr(package, "__wrapped__")

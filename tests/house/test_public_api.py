@@ -1,5 +1,4 @@
-"""Names, signatures and import behaviour that frameworks rely on, against the frozen list in
-public_api.txt."""
+"""Names, signatures and imports that frameworks rely on, by the frozen list in public_api.txt."""
 
 import ast
 import importlib
@@ -24,7 +23,7 @@ PUBLIC = re.compile(r"Liger|liger_|_?apply_liger")
 
 
 def resolve(path):
-    """liger_kernel.<path>, by import as far as there are modules, then by attribute."""
+    """Return liger_kernel.<path>, by import as far as there are modules, then by attribute."""
     parts, value = path.split("."), liger_kernel
     for i in range(len(parts)):
         try:
@@ -37,7 +36,7 @@ def resolve(path):
 
 
 def parameters(text):
-    """ "a, b=1, **kw" as inspect would see it."""
+    """Return the parameters that inspect finds in a text like "a, b=1, **kw"."""
     function = ast.parse(f"def f({text}): pass").body[0]
     namespace = {}
     exec(compile(ast.Module([function], []), "public_api.txt", "exec"), namespace)
@@ -46,10 +45,10 @@ def parameters(text):
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition("(")[0])
 def test_signature(line):
-    """The contract's parameters come first, by the same name, order, kind and default; then ours,
-    each with a default.
+    """The contract's parameters come first, with the same name, order, kind and default.
 
-    A parameter that the contract requires may have a default here.
+    Then come ours, each with a default. A parameter that the contract requires may have a default
+    here.
     """
     path, called, rest = line.partition("(")
     value = resolve(path)
@@ -57,15 +56,14 @@ def test_signature(line):
         return
     contract, _, added = rest.rpartition(")")
     contract, added = parameters(contract), parameters(added.strip().removeprefix("+"))
-    wanted = sorted([*contract, *added], key=lambda p: p.kind is p.VAR_KEYWORD)
-    mine = list(inspect.signature(value).parameters.values())
-    assert [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in wanted], (
+    listed = sorted([*contract, *added], key=lambda p: p.kind is p.VAR_KEYWORD)
+    actual = list(inspect.signature(value).parameters.values())
+    assert [(p.name, p.kind) for p in actual] == [(p.name, p.kind) for p in listed], (
         f"{path}{inspect.signature(value)}"
     )
-    for p, w in zip(mine, wanted, strict=True):
-        assert p.default == w.default or (w in contract and w.default is w.empty), (
-            f"{path}: {p}, in the list {w}"
-        )
+    for p, expected in zip(actual, listed, strict=True):
+        is_required = expected in contract and expected.default is expected.empty
+        assert is_required or p.default == expected.default, f"{path}: {p}, in the list {expected}"
     assert all(p.default is not p.empty for p in added), f"{path}: frameworks don't give {added}"
 
 
@@ -90,7 +88,8 @@ def test_every_public_name_is_in_the_list(scope):
     )
 
 
-OURS = {  # no framework knows these; test_families and test_norm_rope hold what they do
+# No framework knows these; test_families and test_norm_rope test them.
+OURS = {
     "transformers.apply_liger_kernel",
     "transformers.functional.liger_norm_rope",
     "transformers.functional.liger_fused_ce_tvd",
@@ -111,8 +110,10 @@ OURS = {  # no framework knows these; test_families and test_norm_rope hold what
 
 @pytest.mark.parametrize("alias,home", _public.HOMES.items())
 def test_an_alias_is_its_home(alias, home):
-    """The same module object, so that patching one patches the other, and still a module that says
-    where it lives."""
+    """Both are one module object, so that patching one patches the other.
+
+    The module's name is that of its home.
+    """
     module = importlib.import_module(f"liger_kernel.{alias}")
     assert module is importlib.import_module(f"liger_kernel.{home}") is resolve(alias)
     assert module.__name__ == module.__spec__.name == f"liger_kernel.{home}"
@@ -121,36 +122,36 @@ def test_an_alias_is_its_home(alias, home):
 
 
 def test_globals_are_looked_up_when_called(monkeypatch):
-    """Frameworks replace these two; a reference that was taken at import would pass them by."""
+    """Frameworks replace these two; a reference taken at import would bypass the replacement."""
     import torch
     from hardware import DEVICE
 
     from liger_kernel.ops.head import linear_cross_entropy as module
 
-    called = []
+    names = ["fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"]
+    calls = []
 
-    def noting(function):
+    def recording(function):
         def call(*args, **kwargs):
-            called.append(function.__name__)
+            calls.append(function.__name__)
             return function(*args, **kwargs)
 
         return call
 
-    for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
-        monkeypatch.setattr(module, name, noting(getattr(module, name)))
-    x, w = (
-        torch.randn(3, 8, device=DEVICE, requires_grad=True),
-        torch.randn(5, 8, device=DEVICE, requires_grad=True),
-    )
+    for name in names:
+        monkeypatch.setattr(module, name, recording(getattr(module, name)))
+    x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    w = torch.randn(5, 8, device=DEVICE, requires_grad=True)
     module.liger_fused_linear_cross_entropy(x, w, torch.tensor([1, 0, 4], device=DEVICE)).backward()
-    assert called == ["fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"]
+    assert calls == names
 
 
 IMPORTS = """
 import liger_kernel, liger_kernel.ops, liger_kernel.transformers, liger_kernel.chunked_loss
 import torch
 from liger_kernel.transformers import LigerRMSNorm
-optional = {"transformers", "peft", "accelerate", "matplotlib", "datasets", "trl", "tqdm.auto"} & set(sys.modules)
+optional = {"transformers", "peft", "accelerate", "matplotlib", "datasets", "trl", "tqdm.auto"}
+optional &= set(sys.modules)
 assert not optional, optional
 assert not torch.cuda.is_initialized()
 from triton.runtime import driver
@@ -198,12 +199,12 @@ def test_an_unknown_name_is_an_import_error():
 
 
 def test_version():
-    """Newer than the published one whose names it has; that is more than any framework's least
-    version, TRL's 0.8.2.
+    """The version is newer than 0.8.5, the published one whose names the package has.
 
-    Two frameworks have an upper bound: Axolotl pins 0.8.1, and the extra `gpu` of Oumi 0.9 asks for
-    <0.9. Releases are held below that; a nightly build is of the next minor version, and not for
-    that extra."""
-    mine = Version(liger_kernel.__version__)
-    assert mine > Version("0.8.5")
-    assert mine.is_devrelease or mine in SpecifierSet("<0.9"), "Oumi's extra gpu refuses it"
+    That is more than any framework's least version, TRL's 0.8.2. Two frameworks have an upper
+    bound: Axolotl pins 0.8.1, and the extra `gpu` of Oumi 0.9 asks for <0.9. Releases stay below
+    that; a nightly build is of the next minor version, and not for that extra.
+    """
+    version = Version(liger_kernel.__version__)
+    assert version > Version("0.8.5")
+    assert version.is_devrelease or version in SpecifierSet("<0.9"), "Oumi's extra gpu refuses it"

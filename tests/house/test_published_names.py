@@ -1,5 +1,4 @@
-"""What frameworks import beside the operators: helpers of the published package, called here as
-they call them."""
+"""Helpers of the published package that frameworks import, called as the frameworks call them."""
 
 import importlib.util
 import operator
@@ -28,14 +27,14 @@ F64 = torch.float64
 
 
 class Norm(torch.autograd.Function):
-    """As sequence parallelism does it: what forward returns is kept and handed to backward, in this
-    order."""
+    """RMSNorm as sequence parallelism calls it: forward's results go to backward in this order."""
 
     @staticmethod
     def forward(ctx, x, w, offset, casting_mode):
         y, rows, rstd, *settings = rms_norm.rms_norm_forward(x, w, 1e-6, offset, casting_mode, None)
         ctx.save_for_backward(rows, w, rstd)
-        ctx.offset, (ctx.block_size, ctx.num_warps, ctx.casting_mode) = offset, settings
+        ctx.offset = offset
+        ctx.block_size, ctx.num_warps, ctx.casting_mode = settings
         return y
 
     @staticmethod
@@ -56,27 +55,27 @@ def results(fn, tensors, dy):
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("casting,offset", [("llama", 0.0), ("gemma", 1.0), ("none", 0.5)])
 def test_rms_norm(casting, offset, layout):
-    """Equal to the operator, bit for bit, and to autograd through the formula."""
+    """The results equal the operator's, bit for bit, and those of autograd through the formula."""
     torch.manual_seed(0)
-    x, w = torch.randn(2, 3, 40, device=DEVICE), torch.randn(40, device=DEVICE)
+    x = torch.randn(2, 3, 40, device=DEVICE)
+    w = torch.randn(40, device=DEVICE)
     dy = torch.randn(2, 3, 40, device=DEVICE)
     if layout == "strided":
         x, dy = (torch.cat((t, t), -1)[..., :40] for t in (x, dy))
     before = x.clone(), dy.clone()
-    got = results(lambda x, w: Norm.apply(x, w, offset, casting), (x, w), dy)
-    for mine, ours in zip(
-        got,
-        results(lambda *t: rms_norm.liger_rms_norm(*t, 1e-6, offset, casting), (x, w), dy),
-        strict=True,
-    ):
-        assert torch.equal(mine, ours)
-    want = results(
+    outputs = results(lambda x, w: Norm.apply(x, w, offset, casting), (x, w), dy)
+    operator_outputs = results(
+        lambda *t: rms_norm.liger_rms_norm(*t, 1e-6, offset, casting), (x, w), dy
+    )
+    for output, expected in zip(outputs, operator_outputs, strict=True):
+        assert torch.equal(output, expected)
+    exact_outputs = results(
         lambda *t: rms_norm.rms_norm_reference(*t, 1e-6, offset, casting),
         (x.to(F64), w.to(F64)),
         dy.to(F64),
     )
-    for mine, exact in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, exact.float())
+    for output, exact in zip(outputs, exact_outputs, strict=True):
+        torch.testing.assert_close(output, exact.float())
     assert torch.equal(x, before[0]) and torch.equal(dy, before[1])
 
 
@@ -88,11 +87,11 @@ def test_rms_norm_without_a_weight():
     dx, dw = rms_norm.rms_norm_backward(
         dy, rows, None, rstd, 0.0, casting, block_size, num_warps, True, None
     )
-    want = results(lambda x: rms_norm.liger_rms_norm(x, None), (x,), dy)
-    assert torch.equal(y, want[0]) and torch.equal(dx, want[1]) and dw is None
+    expected_y, expected_dx = results(lambda x: rms_norm.liger_rms_norm(x, None), (x,), dy)
+    assert torch.equal(y, expected_y) and torch.equal(dx, expected_dx) and dw is None
 
 
-def test_rms_norm_is_told_what_fits():
+def test_rms_norm_refuses_wrong_arguments():
     x, w = torch.randn(3, 40, device=DEVICE), torch.randn(40, device=DEVICE)
     with pytest.raises(
         ValueError, match="rms_norm_forward: casting_mode is 0, give one of none, llama, gemma"
@@ -113,20 +112,20 @@ def test_rms_norm_is_told_what_fits():
 
 @pytest.mark.parametrize("width", [8, 4])
 def test_rope(width):
-    """A single tensor beside a key of one head that nobody reads, its gradient by the inverse
-    rotation."""
+    """Rotate a query beside a key that nobody reads. Its gradient is the inverse rotation."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 5, 8, device=DEVICE), torch.randn(1, 1, 5, 8, device=DEVICE)
     angles = torch.randn(1, 5, width, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
     before = q.clone()
-    turned, _, *saved = rope.rope_forward(q, k, cos, sin)
-    dq, _ = rope.rope_backward(turned, k, *saved)
+    rotated, _, *saved = rope.rope_forward(q, k, cos, sin)
+    dq, _ = rope.rope_backward(rotated, k, *saved)
     leaf = q.clone().requires_grad_()
-    want = rope.liger_rotary_pos_emb(leaf, k, cos, sin)[0]
-    assert torch.equal(turned, want) and torch.equal(dq, torch.autograd.grad(want, leaf, turned)[0])
+    expected = rope.liger_rotary_pos_emb(leaf, k, cos, sin)[0]
+    (expected_dq,) = torch.autograd.grad(expected, leaf, rotated)
+    assert torch.equal(rotated, expected) and torch.equal(dq, expected_dq)
     exact = rope.rope_reference(q.double(), k.double(), cos.double(), sin.double())[0]
-    torch.testing.assert_close(turned, exact.float())
+    torch.testing.assert_close(rotated, exact.float())
     assert torch.equal(q, before)
     with pytest.raises(ValueError, match="rope_forward: cos has 16 columns"):
         rope.rope_forward(q, k, *(torch.randn(1, 5, 16, device=DEVICE),) * 2)
@@ -165,7 +164,7 @@ class Double(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("dtype", torch_to_triton_dtype, ids=str)
-def test_a_kernel_of_ones_own(dtype):
+def test_helpers_for_a_users_kernel(dtype):
     x = torch.randn(40, 3, device=DEVICE, dtype=dtype).t().requires_grad_()
     y = Double.apply(x)
     assert torch.equal(y, 2 * x)
@@ -197,7 +196,7 @@ def test_versions_are_ordered_as_versions(monkeypatch):
 
 
 def test_other_implementations():
-    """Axolotl asks which of them is loaded."""
+    """No other implementation is listed. Axolotl asks which of them is loaded."""
     assert [name for name, info in IMPL_REGISTRY.items() if info.module_path] == []
 
 
@@ -208,11 +207,11 @@ def test_other_implementations():
     "kind,backend", [("cuda", "nccl"), ("xpu", "xccl"), ("npu", "hccl"), (None, "gloo")]
 )
 def test_devices(kind, backend, monkeypatch):
-    """As torch says it, whatever machine this is."""
+    """The helpers say what torch says, whatever machine this is."""
 
     class Machine:
-        def __init__(self, there):
-            self.is_available = lambda: there
+        def __init__(self, is_available):
+            self.is_available = lambda: is_available
 
     for name in ("cuda", "xpu", "npu"):
         monkeypatch.setattr(torch, name, Machine(name == kind), raising=False)
@@ -233,7 +232,7 @@ def test_this_device():
 
 
 def test_peft(monkeypatch):
-    there = importlib.util.find_spec("peft") is not None
-    assert utils.PEFT_AVAILABLE == utils.is_peft_available() == there
+    is_installed = importlib.util.find_spec("peft") is not None
+    assert utils.PEFT_AVAILABLE == utils.is_peft_available() == is_installed
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not utils.is_peft_available()

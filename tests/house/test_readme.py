@@ -17,11 +17,11 @@ def test_example(code, reference_only):
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_there_is_the_one_line():
+def test_there_is_one_example():
     assert len(EXAMPLES) == 1
 
 
 def test_links():
-    """Those between the pages are `make docs`'s to check."""
+    """Every link to a file leads to one. `make docs` checks the links between the pages."""
     assert len(LINKS) > 10
     assert [link for link in LINKS if not (ROOT / link).exists()] == []

@@ -1,5 +1,4 @@
-"""sdist and wheel: what is in them, that the wheel works beside PyTorch alone, and which versions
-they have."""
+"""sdist and wheel: their contents and versions, and that the wheel works beside PyTorch alone."""
 
 import datetime
 import importlib.metadata
@@ -24,16 +23,14 @@ from liger_kernel._version import __version__
 FOLDERS = "src", "bench", "docs", "examples", "scripts", "tests"
 BUILT = f"liger_kernel-{__version__}"
 LEFT_OVER = "__pycache__", "*.egg-info"
-NO_PIP = not [
-    *importlib.metadata.distributions(name="pip")
-]  # to look for the module takes setuptools its distutils
-together = pytest.mark.xdist_group("release")  # what they share is built once
+# to look for the module would take setuptools its distutils
+NO_PIP = not [*importlib.metadata.distributions(name="pip")]
+together = pytest.mark.xdist_group("release")  # `dist` is built once
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """What `python -m build` makes of a checkout in which things lie about: the sdist, and of this
-    the wheel."""
+    """The sdist that `python -m build` makes of an untidy checkout, and the wheel made of that."""
     pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
@@ -48,17 +45,17 @@ def dist(tmp_path_factory):
     return tree / "dist"
 
 
-def build(tree, to, *what):
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, *what, tree],
+def build(tree, folder, *options):
+    process = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, *options, tree],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def packaged():
-    """The package's files, as they lie in src."""
+    """Return the paths of the package's files, relative to src."""
     paths = [
         path
         for path in (ROOT / "src" / "liger_kernel").rglob("*")
@@ -79,43 +76,38 @@ def test_wheel_has_the_package_and_nothing_else(dist):
         f"{BUILT}-py3-none-any.whl",
         f"{BUILT}.tar.gz",
     ]
-    found = members(dist / f"{BUILT}-py3-none-any.whl")
-    inside = {name for name in found if not name.startswith(f"{BUILT}.dist-info/")}
-    assert (
-        inside == packaged()
-        and "liger_kernel/py.typed" in inside
-        and "liger_kernel/ops/__init__.pyi" in inside
-    )
-    assert found[f"{BUILT}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
-    head = HeaderParser().parsestr(found[f"{BUILT}.dist-info/METADATA"].decode())
-    assert (head["Name"], head["Version"]) == ("liger-kernel", __version__)
-    assert needed(head) == {"torch", "triton"} and head["Author"]
+    files = members(dist / f"{BUILT}-py3-none-any.whl")
+    package = {name for name in files if not name.startswith(f"{BUILT}.dist-info/")}
+    assert package == packaged()
+    assert {"liger_kernel/py.typed", "liger_kernel/ops/__init__.pyi"} <= package
+    assert files[f"{BUILT}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    metadata = HeaderParser().parsestr(files[f"{BUILT}.dist-info/METADATA"].decode())
+    assert (metadata["Name"], metadata["Version"]) == ("liger-kernel", __version__)
+    assert required_names(metadata) == {"torch", "triton"} and metadata["Author"]
 
 
-def needed(head):
-    """The distributions that the wheel asks for without an extra."""
-    asked = map(Requirement, head.get_all("Requires-Dist"))
-    return {one.name for one in asked if not one.marker or "extra" not in str(one.marker)}
+def required_names(metadata):
+    """Return the names of the distributions that the wheel requires without an extra."""
+    requirements = map(Requirement, metadata.get_all("Requires-Dist"))
+    return {r.name for r in requirements if not r.marker or "extra" not in str(r.marker)}
 
 
 @together
 @pytest.mark.thorough
 def test_sdist_has_the_package_its_tests_docs_and_examples(dist):
     with tarfile.open(dist / f"{BUILT}.tar.gz") as opened:
-        inside = {
+        files = {
             name.partition("/")[2]
             for name in opened.getnames()
             if not opened.getmember(name).isdir()
         }
     package = {f"src/{name}" for name in packaged()}
-    made = {name for name in inside if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
-    folders = {name.partition("/")[0] for name in inside - made if "/" in name}
-    assert folders == {*FOLDERS} and package <= inside
-    assert not any(name.startswith(("out/", "build/")) or name == "notes.txt" for name in inside)
-    about = (
-        "README.md LICENSE CHANGELOG.md CITATION.cff MANIFEST.in Makefile pyproject.toml".split()
-    )
-    assert {*about, "tests/conftest.py", "docs/index.md", "examples/dpo.py"} <= inside
+    generated = {n for n in files if ".egg-info/" in n or n in ("PKG-INFO", "setup.cfg")}
+    folders = {name.partition("/")[0] for name in files - generated if "/" in name}
+    assert folders == {*FOLDERS} and package <= files
+    assert not any(name.startswith(("out/", "build/")) or name == "notes.txt" for name in files)
+    about = "README.md LICENSE CHANGELOG.md CITATION.cff MANIFEST.in Makefile pyproject.toml"
+    assert {*about.split(), "tests/conftest.py", "docs/index.md", "examples/dpo.py"} <= files
 
 
 @together
@@ -134,24 +126,14 @@ def test_wheel_works_beside_torch_alone(dist, tmp_path):
     place = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = next(place.glob("*/python"))
-    packages = Path(
-        ran(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path
-        ).strip()
-    )
+    print_packages = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run_command([python, "-c", print_packages], tmp_path).strip())
     for name in sorted(with_requirements("torch", "triton")):
         link(importlib.metadata.distribution(name), packages)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "--isolated",
-        "--disable-pip-version-check",
-    ]
-    ran([*pip, "install", "--no-index", "--no-compile", *dist.glob("*.whl")], tmp_path)
-    printed = ran([python, ROOT / "scripts" / "try_wheel.py"], tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    pip += ["--isolated", "--disable-pip-version-check"]
+    run_command([*pip, "install", "--no-index", "--no-compile", *dist.glob("*.whl")], tmp_path)
+    printed = run_command([python, ROOT / "scripts" / "try_wheel.py"], tmp_path)
     assert (
         f"liger-kernel {__version__} works with torch" in printed and "Nothing to fix." in printed
     )
@@ -163,33 +145,32 @@ def test_wheel_works_beside_torch_alone(dist, tmp_path):
     assert models.returncode == 2 and "pip install transformers" in models.stderr
 
 
-def ran(command, folder):
-    """What it printed, as somebody calls it who has set nothing."""
-    mine = {
-        k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTHON", "LIGER_"))
-    }
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=mine)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_command(command, folder):
+    """Run a command without any setting of this package's or Python's, and return its output."""
+    prefixes = "TRITON_", "PYTHON", "LIGER_"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def with_requirements(*names):
-    """These distributions, of those that are installed, and what they require."""
-    found, waiting = set(), list(names)
+    """Return the names of these distributions and of all that they require, if installed."""
+    distributions = set()
+    waiting = list(names)
     while waiting:
         name = waiting.pop()
         try:
-            asked = importlib.metadata.requires(name) or []
+            requirements = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             assert name != "torch"
             continue
-        if name not in found:
-            found.add(name)
-            asked = map(Requirement, asked)
-            waiting += [
-                one.name for one in asked if not one.marker or one.marker.evaluate({"extra": ""})
-            ]
-    return found
+        if name not in distributions:
+            distributions.add(name)
+            for requirement in map(Requirement, requirements):
+                if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+                    waiting.append(requirement.name)
+    return distributions
 
 
 def link(distribution, packages):
@@ -204,16 +185,12 @@ TODAY = datetime.date(2026, 11, 23)
 
 def test_nightly_version():
     nightly = RELEASE["nightly"]
-    made = nightly("0.8.6", TODAY)
-    assert made == "0.9.0.dev20261123" and nightly("1.12.3", TODAY) == "1.13.0.dev20261123"
-    assert (
-        Version("0.8.99")
-        < Version(made)
-        < Version(nightly("0.8.6", datetime.date(2026, 11, 24)))
-        < Version("0.9.0")
-    )
+    today = nightly("0.8.6", TODAY)
+    tomorrow = nightly("0.8.6", datetime.date(2026, 11, 24))
+    assert today == "0.9.0.dev20261123" and nightly("1.12.3", TODAY) == "1.13.0.dev20261123"
+    assert Version("0.8.99") < Version(today) < Version(tomorrow) < Version("0.9.0")
     with pytest.raises(SystemExit, match="this is 0.9.0.dev20261123"):
-        nightly(made, TODAY)
+        nightly(today, TODAY)
     assert RELEASE["version"]() == __version__
 
 
@@ -222,26 +199,28 @@ def test_the_script_writes_and_checks(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     script = [sys.executable, tmp_path / "scripts" / "release.py"]
-    made = RELEASE["nightly"](__version__, TODAY)
-    assert ran([*script, "nightly", "--date", "20261123", "--write"], tmp_path).strip() == made
+    nightly = RELEASE["nightly"](__version__, TODAY)
+    command = [*script, "nightly", "--date", "20261123", "--write"]
+    assert run_command(command, tmp_path).strip() == nightly
     written = (tmp_path / "src/liger_kernel/_version.py").read_text()
-    assert written == (ROOT / "src/liger_kernel/_version.py").read_text().replace(__version__, made)
-    checked = subprocess.run([*script, "check", f"v{made}"], capture_output=True, text=True)
-    assert (
-        checked.returncode == 1
-        and checked.stderr == f"release: CHANGELOG.md says nothing of {made}\n"
-    )
+    before = (ROOT / "src/liger_kernel/_version.py").read_text()
+    assert written == before.replace(__version__, nightly)
+    check = subprocess.run([*script, "check", f"v{nightly}"], capture_output=True, text=True)
+    assert check.returncode == 1
+    assert check.stderr == f"release: CHANGELOG.md says nothing of {nightly}\n"
 
 
 def test_transformers_accepts_a_nightly_build(tmp_path, monkeypatch):
     from transformers.utils import import_utils
 
-    made = RELEASE["nightly"](__version__, TODAY)
-    found = tmp_path / f"liger_kernel-{made}.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: liger-kernel\nVersion: {made}\n")
+    nightly = RELEASE["nightly"](__version__, TODAY)
+    folder = tmp_path / f"liger_kernel-{nightly}.dist-info"
+    folder.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: liger-kernel\nVersion: {nightly}\n"
+    (folder / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    assert import_utils._is_package_available("liger_kernel", return_version=True) == (True, made)
+    available = import_utils._is_package_available("liger_kernel", return_version=True)
+    assert available == (True, nightly)
     assert import_utils.is_liger_kernel_available.__wrapped__()
 
 
@@ -264,7 +243,7 @@ CHANGES = """# Changelog
 
 
 @pytest.mark.parametrize(
-    "tag, version, found",
+    "tag, version, messages",
     [
         ("v0.9.0", "0.9.0", []),
         ("v0.9.1", "0.9.0", ["the tag is v0.9.1"]),
@@ -274,11 +253,11 @@ CHANGES = """# Changelog
         ("v0.9.0.dev20261123", "0.9.0.dev20261123", ["says nothing of"]),
     ],
 )
-def test_tag(tag, version, found):
+def test_tag(tag, version, messages):
     problems = RELEASE["problems"](tag, version, CHANGES)
-    assert len(problems) == len(found) and all(
-        part in problem for part, problem in zip(found, problems, strict=True)
-    )
+    assert len(problems) == len(messages)
+    for message, problem in zip(messages, problems, strict=True):
+        assert message in problem
 
 
 def test_notes():

@@ -1,5 +1,4 @@
-"""What type checkers see: a user's script that is right passes, one that is wrong does not; no
-public name is Any."""
+"""Type checkers accept a user's right script, refuse a wrong one, and see no public name as Any."""
 
 import importlib.util
 import inspect
@@ -28,9 +27,13 @@ RIGHT = """
         AutoLigerKernelForCausalLM, LigerCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel,
         apply_liger_kernel_to_llama, liger_rotary_pos_emb, revert,
     )
-    from liger_kernel.transformers.functional import liger_cross_entropy, liger_rms_norm, liger_swiglu
+    from liger_kernel.transformers.functional import (
+        liger_cross_entropy, liger_rms_norm, liger_swiglu,
+    )
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance,
+    )
     from liger_kernel.transformers.rms_norm import LigerRMSNormForGemma
 
     version: str = liger_kernel.__version__
@@ -58,15 +61,19 @@ WRONG = {
     "from liger_kernel.ops import LigerRMSNormFn": "attr-defined",
     "import liger_kernel; liger_kernel.nonsense": "attr-defined",
     "import liger_kernel.transformers.rmsnorm": "import-not-found",
-    "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; f(geglu=True)": "call-arg",
-    "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; f(rope='no')": "arg-type",
+    "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; "
+    "f(geglu=True)": "call-arg",
+    "from liger_kernel.transformers import apply_liger_kernel_to_llama as f; "
+    "f(rope='no')": "arg-type",
     "from liger_kernel.transformers import apply_liger_kernel as f; f('llama')": "arg-type",
-    "from liger_kernel.transformers import *; apply_liger_kernel(LigerRMSNorm(8), ropee=True)": "call-arg",
+    "from liger_kernel.transformers import *; "
+    "apply_liger_kernel(LigerRMSNorm(8), ropee=True)": "call-arg",
     "from liger_kernel.transformers import apply_liger_kernel as f; f().replace": "call-arg",
     "from liger_kernel.transformers import revert; revert(3)": "arg-type",
     "from liger_kernel.transformers import LigerRMSNorm; LigerRMSNorm('8')": "arg-type",
     "from liger_kernel.transformers import LigerRMSNorm; LigerRMSNorm(8, epsilon=1.0)": "call-arg",
-    "from liger_kernel.transformers.functional import liger_rms_norm as f; f([1.0], None, 1e-6)": "arg-type",
+    "from liger_kernel.transformers.functional import liger_rms_norm as f; "
+    "f([1.0], None, 1e-6)": "arg-type",
     "from liger_kernel.transformers.functional import liger_softmax as f; f(1.0)": "arg-type",
     "from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss as L; L(betas=1)": "call-arg",
     "from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss as L; L(beta='1')": "arg-type",
@@ -74,7 +81,7 @@ WRONG = {
 
 
 def public():
-    """Every function and every module's ``__init__`` and ``forward`` that the package hands out."""
+    """Yield every public function, and every public module's ``__init__`` and ``forward``."""
     for package in (functional, transformers, chunked_loss):
         for name in package.__all__:
             value = getattr(package, name)
@@ -96,36 +103,43 @@ def test_parameters_have_types(function):
 
 
 def test_stubs_are_in_sync():
-    """`scripts/stubs.py` writes them."""
+    """The stubs are those that `scripts/stubs.py` writes."""
     spec = importlib.util.spec_from_file_location("stubs", ROOT / "scripts" / "stubs.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    there = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.pyi")}
-    assert there == script.stubs()
-    assert {f"{alias.replace('.', '/')}.pyi" for alias in _public.HOMES} <= set(there)
+    stubs = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.pyi")}
+    assert stubs == script.stubs()
+    assert {f"{alias.replace('.', '/')}.pyi" for alias in _public.HOMES} <= set(stubs)
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """mypy's answer: of the script that is right, and of each line that is wrong."""
+    """mypy's messages on the right script and on each wrong line, by file."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("typing")
     wrong = {f"wrong_{i}.py": f"{line}\n" for i, line in enumerate(WRONG)}
     for name, text in {"right.py": textwrap.dedent(RIGHT), **wrong}.items():
         (folder / name).write_text(text)
-    options = "--strict --follow-imports=silent --no-error-summary --hide-error-context --cache-dir=.cache".split()
-    # what is asked is what *this* package's names are; torch and transformers are Any, which is
-    # much faster
+    options = (
+        "--strict --follow-imports=silent --no-error-summary --hide-error-context "
+        "--cache-dir=.cache".split()
+    )
+    # the test is of this package's names; that transformers is Any is much faster
     (folder / "mypy.ini").write_text("[mypy]\n[mypy-transformers.*]\nfollow_imports = skip\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "right.py", *wrong], cwd=folder, capture_output=True, text=True,
+    process = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "right.py", *wrong],
+        cwd=folder,
+        capture_output=True,
+        text=True,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": ""},
-    )  # fmt: skip
-    assert not done.stderr, done.stderr
-    return {
-        name: [x for x in done.stdout.splitlines() if x.startswith(f"{name}:")]
-        for name in ("right.py", *wrong)
-    }
+    )
+    assert not process.stderr, process.stderr
+    messages = {name: [] for name in ("right.py", *wrong)}
+    for line in process.stdout.splitlines():
+        name = line.partition(":")[0]
+        if name in messages:
+            messages[name].append(line)
+    return messages
 
 
 ONCE = pytest.mark.xdist_group("mypy")  # `checked` is made in one process
@@ -133,13 +147,13 @@ ONCE = pytest.mark.xdist_group("mypy")  # `checked` is made in one process
 
 @ONCE
 @pytest.mark.thorough
-def test_what_is_right_passes(checked):
+def test_a_right_script_passes(checked):
     assert checked["right.py"] == []
 
 
 @ONCE
 @pytest.mark.thorough
 @pytest.mark.parametrize("number, line", list(enumerate(WRONG)), ids=list(WRONG))
-def test_what_is_wrong_does_not(checked, number, line):
+def test_a_wrong_line_fails(checked, number, line):
     errors = [x for x in checked[f"wrong_{number}.py"] if "[" in x]
     assert errors and any(f"[{WRONG[line]}]" in error for error in errors), errors

@@ -1,4 +1,4 @@
-"""The workflows: what they may do, and who may start them. They run elsewhere."""
+"""The workflows' permissions, and who may start them. They run elsewhere."""
 
 import re
 
@@ -10,7 +10,8 @@ TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.g
 FLOWS = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
 JOBS = {(name, job): steps for name, flow in FLOWS.items() for job, steps in flow["jobs"].items()}
 STEPS = [(*at, step) for at, job in JOBS.items() for step in job.get("steps", ())]
-MAY = {  # beyond reading the repository
+# Permissions beyond reading the repository.
+PERMISSIONS = {
     ("nightly", "publish"): {"id-token": "write"},
     ("release", "attest"): {"id-token": "write", "attestations": "write"},
     ("release", "publish"): {"id-token": "write"},
@@ -20,43 +21,38 @@ MAY = {  # beyond reading the repository
 
 def test_permissions_are_least():
     assert all(flow["permissions"] == {"contents": "read"} for flow in FLOWS.values())
-    assert {at: job["permissions"] for at, job in JOBS.items() if "permissions" in job} == MAY
+    permissions = {key: job["permissions"] for key, job in JOBS.items() if "permissions" in job}
+    assert permissions == PERMISSIONS
     for name, job, step in STEPS:
-        if (name, job) in MAY and "id-token" in MAY[
-            name, job
-        ]:  # no code of the repository with these
+        if "id-token" in PERMISSIONS.get((name, job), {}):  # no code of the repository with these
             assert "run" not in step and not step["uses"].startswith("actions/checkout")
         if step.get("uses", "").startswith("actions/checkout"):
             assert step["with"]["persist-credentials"] is False, (name, job)
     assert not any("secrets." in text for text in TEXTS.values())
 
 
-def test_a_machine_of_ours_runs_no_stranger():
-    """What a pull request brings runs there only after the label, and that is each time for what
-    was there then."""
-    ours = [at for at, job in JOBS.items() if "self-hosted" in job.get("runs-on", ())]
-    assert ours == [("gpu", "gpu")] == [at for at in JOBS if at[0] == "gpu"]
+def test_our_machines_run_no_strangers_code():
+    """A pull request's code runs there only after the label, which is for the code of that time."""
+    self_hosted = [key for key, job in JOBS.items() if "self-hosted" in job.get("runs-on", ())]
+    assert self_hosted == [("gpu", "gpu")] == [key for key in JOBS if key[0] == "gpu"]
     condition = " ".join(JOBS["gpu", "gpu"]["if"].split())
     assert condition.startswith(
         "(github.event_name == 'pull_request' && github.event.label.name == 'run-gpu-tests') || "
     )
     assert JOBS["gpu", "gpu"]["environment"] == "gpu"
-    assert not any(
-        trigger in TEXTS[name]
-        for name in TEXTS
-        for trigger in ("pull_request_target", "workflow_run")
-    )
+    for text in TEXTS.values():
+        assert "pull_request_target" not in text and "workflow_run" not in text
 
 
-def test_what_others_wrote_is_in_no_program():
-    """A title or a branch's name within a program of the shell would be run by it."""
+def test_no_script_contains_a_strangers_text():
+    """A shell would run a title or a branch's name within its script."""
     allowed = r"\$\{\{ matrix\.\w+ \}\}"
     for name, job, step in STEPS:
         assert "${{" not in re.sub(allowed, "", step.get("run", "")), (name, job, step)
 
 
 def test_actions_are_pinned():
-    """By commit, with the version beside it, which Dependabot keeps up to date."""
+    """They are pinned by commit, with the version in a comment, which Dependabot updates."""
     uses = re.findall(r"uses: (\S+)(.*)", "\n".join(TEXTS.values()))
     for action, comment in uses:
         if action.startswith("./"):

@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import WITH_AND_WITHOUT_KERNELS, cast, run
-from distilled import F16, F32, F64, textbook_divergence, make_tensors, small_detached_tensors, kl, assert_outputs_close, textbook
+from distilled import (
+    F16,
+    F32,
+    F64,
+    assert_outputs_close,
+    kl,
+    make_tensors,
+    small_detached_tensors,
+    textbook,
+    textbook_divergence,
+)
 from hardware import DEVICE
 
 from liger_kernel.losses import distillation
@@ -49,13 +59,13 @@ def in_three_dimensions(x, *lead):
 def called(way, divergence, **more):
     module = LOSSES[divergence][0](**OF_LOSSES, return_soft_hard_loss=True, **more)
 
-    def call(**given):
+    def call(**inputs):
         if way == "function":
             rest = 0.3, 0.6, 0.4, -100, 2.0, True, 1024, True
-            return LOSSES[divergence][1](*(given[k] for k in IN_ORDER), *rest)
+            return LOSSES[divergence][1](*(inputs[k] for k in IN_ORDER), *rest)
         if way == "three dimensions":
-            given |= {k: in_three_dimensions(given[k], 3, 4) for k in NAMES}
-        return module(**{NAMES.get(k, k): x for k, x in given.items()})
+            inputs |= {k: in_three_dimensions(inputs[k], 3, 4) for k in NAMES}
+        return module(**{NAMES.get(k, k): x for k, x in inputs.items()})
 
     return call
 
@@ -66,22 +76,24 @@ def called(way, divergence, **more):
 def test_losses(divergence, way):
     """``chunk_size`` and ``compiled`` change nothing; without the flag it is the loss alone."""
     tensors = cast(make_tensors(12, W=80), F32)
-    want = run(textbook(dict(divergence=divergence, **SAME)), cast(tensors, F64))[0]
-    assert_outputs_close(run(called(way, divergence, chunk_size=3, compiled=False), tensors)[0], want)
+    expected = run(textbook(dict(divergence=divergence, **SAME)), cast(tensors, F64))[0]
+    assert_outputs_close(
+        run(called(way, divergence, chunk_size=3, compiled=False), tensors)[0], expected
+    )
     alone = LOSSES[divergence][0](**OF_LOSSES)(**{NAMES.get(k, k): x for k, x in tensors.items()})
-    torch.testing.assert_close(alone.double(), want["output 0"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(alone.double(), expected["output 0"], rtol=1e-5, atol=1e-6)
 
 
 @WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("divergence", LOSSES)
 def test_frozen_heads_and_functions(divergence):
     tensors = cast(make_tensors(12), F32)
-    want = run(called("function", divergence), tensors)[0]
+    expected = run(called("function", divergence), tensors)[0]
     for k in "student_weight", "student_bias":
         tensors[k] = tensors[k].detach()
-    got = run(called("function", divergence), tensors)[0]
-    assert got.keys() == want.keys() - {"dstudent_weight", "dstudent_bias"}
-    assert_outputs_close(got, {k: want[k] for k in got})
+    actual = run(called("function", divergence), tensors)[0]
+    assert actual.keys() == expected.keys() - {"dstudent_weight", "dstudent_bias"}
+    assert_outputs_close(actual, {k: expected[k] for k in actual})
 
 
 class KL(LigerFusedLinearDistillationBase):
@@ -102,18 +114,27 @@ class KL(LigerFusedLinearDistillationBase):
 
     @classmethod
     def forward(cls, ctx, si, sw, ti, tw, y, sb, tb, how, sharpness, full):
-        given = dict(
-            student_input=si, student_weight=sw, teacher_input=ti, teacher_weight=tw, target=y, student_bias=sb,
-            teacher_bias=tb, weight_hard_loss=0.2, temperature=2.0, sharpness=sharpness, return_soft_hard_loss=full,
-        )  # fmt: skip
+        inputs = dict(
+            student_input=si,
+            student_weight=sw,
+            teacher_input=ti,
+            teacher_weight=tw,
+            target=y,
+            student_bias=sb,
+            teacher_bias=tb,
+            weight_hard_loss=0.2,
+            temperature=2.0,
+            sharpness=sharpness,
+            return_soft_hard_loss=full,
+        )
         if how == "keywords":
-            return super().forward(cls=cls, ctx=ctx, **given)
-        return super().forward(cls, ctx, *(given.pop(k) for k in list(given)[:7]), **given)
+            return super().forward(cls=cls, ctx=ctx, **inputs)
+        return super().forward(cls, ctx, *(inputs.pop(k) for k in list(inputs)[:7]), **inputs)
 
     @staticmethod
     def backward(ctx, *grads):
-        found = LigerFusedLinearDistillationBase.backward(ctx, *grads)[:6]
-        return *found, None, None, None, None
+        head_grads = LigerFusedLinearDistillationBase.backward(ctx, *grads)[:6]
+        return *head_grads, None, None, None, None
 
 
 class Short(LigerFusedLinearDistillationBase):
@@ -138,18 +159,18 @@ def test_subclasses(how, monkeypatch):
     tensors = cast(make_tensors(12, W=80), F32)
     option = dict(divergence="forward_kl", temperature=2.0 / 1.5, weight_hard=0.2)
 
-    def subclass(**given):
-        return KL.apply(*(given[k] for k in IN_ORDER), how, 1.5, True)
+    def subclass(**inputs):
+        return KL.apply(*(inputs[k] for k in IN_ORDER), how, 1.5, True)
 
-    want = run(textbook(option), cast(tensors, F64))[0]
-    assert_outputs_close(run(subclass, tensors)[0], want)
+    expected = run(textbook(option), cast(tensors, F64))[0]
+    assert_outputs_close(run(subclass, tensors)[0], expected)
     assert KL.seen == [5, 5, 2]
     loss = KL.apply(*(tensors[k] for k in IN_ORDER), how, 1.5, False)
     with torch.no_grad():
         tensors["student_weight"].zero_()
     g = torch.autograd.grad(loss, tensors["student"])[0]
     first = torch.randn((), generator=torch.Generator().manual_seed(0), dtype=F64).to(DEVICE)
-    torch.testing.assert_close(g.double(), want["dstudent"] / first, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(g.double(), expected["dstudent"] / first, rtol=1e-4, atol=1e-6)
 
 
 @WITH_AND_WITHOUT_KERNELS
@@ -157,9 +178,9 @@ def test_a_subclass_with_fewer_arguments():
     tensors = cast(make_tensors(), F32)
     for k in "student_bias", "teacher_bias":
         tensors[k] = torch.zeros_like(tensors[k].detach())
-    want = run(textbook(dict(divergence="forward_kl", weight_hard=0.0)), cast(tensors, F64))[0]
-    got = run(lambda **given: Short.apply(*(given[k] for k in IN_ORDER[:5])), tensors)[0]
-    assert_outputs_close(got, want)
+    expected = run(textbook(dict(divergence="forward_kl", weight_hard=0.0)), cast(tensors, F64))[0]
+    actual = run(lambda **inputs: Short.apply(*(inputs[k] for k in IN_ORDER[:5])), tensors)[0]
+    assert_outputs_close(actual, expected)
     with pytest.raises(NotImplementedError, match="distillation_loss_fn"):
         LigerFusedLinearDistillationBase.forward(
             LigerFusedLinearDistillationBase, _Nothing(), *_five(tensors)
@@ -233,10 +254,10 @@ def test_top_k(divergence, tail, temperature):
     tensors = cast(make_tensors(12, 24, 40), F32)
     ids, log_p = top_k(tensors, 5, temperature)
     option = dict(divergence=divergence, temperature=temperature, beta=0.3)
-    want = run(of_top_k(ids, log_p, tail, **option), cast(tensors, F64))[0]
+    expected = run(of_top_k(ids, log_p, tail, **option), cast(tensors, F64))[0]
 
-    def loss(student, target, three=False, **given):
-        given |= dict(
+    def loss(student, target, three=False, **inputs):
+        inputs |= dict(
             student_input=student,
             target=target,
             teacher_top_k_ids=ids,
@@ -244,11 +265,11 @@ def test_top_k(divergence, tail, temperature):
         )
         if three:
             rows = "student_input", "target", "teacher_top_k_ids", "teacher_top_k_log_probs"
-            given |= {k: in_three_dimensions(given[k], 3, 4) for k in rows}
-        return distillation_loss(**given, **option, tail=tail, return_soft_hard_loss=True)
+            inputs |= {k: in_three_dimensions(inputs[k], 3, 4) for k in rows}
+        return distillation_loss(**inputs, **option, tail=tail, return_soft_hard_loss=True)
 
-    assert_outputs_close(run(loss, tensors)[0], want, atol=3e-6)
-    assert_outputs_close(run(loss, tensors | dict(three=True))[0], want, atol=3e-6)
+    assert_outputs_close(run(loss, tensors)[0], expected, atol=3e-6)
+    assert_outputs_close(run(loss, tensors | dict(three=True))[0], expected, atol=3e-6)
 
 
 @WITH_AND_WITHOUT_KERNELS
@@ -257,21 +278,21 @@ def test_top_k(divergence, tail, temperature):
 def test_top_k_of_all_classes(divergence, tail):
     """Is the whole distribution; the tail is empty then."""
     tensors = cast(make_tensors(6, 24, 20), F32)
-    want = run(textbook(dict(divergence=divergence, weight_hard=0.0)), cast(tensors, F64))[0]
+    expected = run(textbook(dict(divergence=divergence, weight_hard=0.0)), cast(tensors, F64))[0]
     z = torch.addmm(
         tensors.pop("teacher_bias"), tensors.pop("teacher"), tensors.pop("teacher_weight").t()
     )
     log_p, ids = z.log_softmax(-1).sort(-1, descending=True)
 
-    def loss(student, target, **given):
-        given |= dict(
+    def loss(student, target, **inputs):
+        inputs |= dict(
             teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=tail, divergence=divergence
         )
-        return distillation_loss(student, target=target, **given, weight_hard_loss=0.0)
+        return distillation_loss(student, target=target, **inputs, weight_hard_loss=0.0)
 
     assert_outputs_close(
         run(loss, tensors)[0],
-        {k: x for k, x in want.items() if k not in ("output 1", "output 2")},
+        {k: x for k, x in expected.items() if k not in ("output 1", "output 2")},
         atol=1e-5,
     )
 
@@ -383,22 +404,22 @@ def test_a_row_without_classes_of_the_teacher(divergence):
     row = int((tensors["target"] != -100).nonzero()[0])
     ids[row], log_p[row] = -100, torch.nan
     option = dict(divergence=divergence, weight_hard=0.5)
-    want = run(of_top_k(ids, log_p, True, **option), cast(tensors, F64))[0]
+    expected = run(of_top_k(ids, log_p, True, **option), cast(tensors, F64))[0]
 
-    def loss(student, target, **given):
-        given |= dict(
+    def loss(student, target, **inputs):
+        inputs |= dict(
             teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True, divergence=divergence
         )
-        return distillation_loss(student, target=target, **given, return_soft_hard_loss=True)
+        return distillation_loss(student, target=target, **inputs, return_soft_hard_loss=True)
 
-    assert_outputs_close(run(loss, tensors)[0], want, atol=3e-6)
+    assert_outputs_close(run(loss, tensors)[0], expected, atol=3e-6)
 
 
 @WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
 def test_log_probabilities_that_do_not_count(tail, what):
-    """Those of ignored rows and of ids that are no class."""
+    """Log-probabilities of ignored rows, and of ids that are no class."""
     tensors = cast(make_tensors(12, 24, 40), F32)
     ids, log_p = top_k(tensors, 5, 1.0)
     nothing = (ids == -100) | (tensors["target"] == -100)[:, None]
@@ -406,9 +427,9 @@ def test_log_probabilities_that_do_not_count(tail, what):
     results = []
     for x in log_p, log_p.masked_fill(nothing, what):
 
-        def loss(student, target, x=x, **given):
-            given |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=x, tail=tail)
-            return distillation_loss(student, target=target, **given)
+        def loss(student, target, x=x, **inputs):
+            inputs |= dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=x, tail=tail)
+            return distillation_loss(student, target=target, **inputs)
 
         results.append(run(loss, tensors)[0])
     assert_outputs_close(*results, rtol=0, atol=0)
@@ -429,7 +450,7 @@ def test_tvd_of_a_student_that_equals_its_teacher(shape, teacher, dtype):
         torch.randn(M, H).to(dtype).to(DEVICE),
         (torch.randn(V, H) * 2 / H**0.5).to(dtype).to(DEVICE),
     )
-    given = (
+    inputs = (
         dict(teacher_logits=h @ w.t())
         if teacher == "logits"
         else dict(teacher_input=h, teacher_weight=w)
@@ -437,7 +458,7 @@ def test_tvd_of_a_student_that_equals_its_teacher(shape, teacher, dtype):
     student = h.clone().requires_grad_(), w.clone().requires_grad_()
     y = torch.zeros(M, dtype=torch.long, device=DEVICE)
     loss = distillation_loss(
-        *student, y, **given, divergence="tvd", weight_hard_loss=0.0, weight_soft_loss=1.0
+        *student, y, **inputs, divergence="tvd", weight_hard_loss=0.0, weight_soft_loss=1.0
     )
     loss.backward()
     assert loss.abs() <= 64 * torch.finfo(F32).eps
@@ -451,17 +472,17 @@ def test_top_k_without_rows_that_count(temperature):
     ids, log_p = top_k(tensors, 3, temperature)
     tensors["target"].fill_(-100)
     names = dict(student="student_input")
-    given = {names.get(k, k): x for k, x in tensors.items()}
+    inputs = {names.get(k, k): x for k, x in tensors.items()}
     for tail in False, True:
         loss = distillation_loss(
-            **given,
+            **inputs,
             teacher_top_k_ids=ids,
             teacher_top_k_log_probs=log_p,
             tail=tail,
             temperature=temperature,
         )
         loss.backward()
-        assert loss == 0 and not any(t.grad.any() for t in given.values() if t.requires_grad)
+        assert loss == 0 and not any(t.grad.any() for t in inputs.values() if t.requires_grad)
 
 
 OTHERS = {
@@ -476,11 +497,11 @@ OTHERS = {
 
 @pytest.mark.parametrize("changed,words", OTHERS.values(), ids=OTHERS)
 def test_errors_of_the_losses(changed, words):
-    given = {NAMES.get(k, k): t for k, t in small_detached_tensors().items()} | changed
+    inputs = {NAMES.get(k, k): t for k, t in small_detached_tensors().items()} | changed
     with pytest.raises(ValueError, match=words):
-        LigerFusedLinearJSDLoss()(**given)
+        LigerFusedLinearJSDLoss()(**inputs)
     with pytest.raises(ValueError, match=words):
-        LigerFusedLinearJSDFunction.apply(*(given[NAMES.get(k, k)] for k in IN_ORDER))
+        LigerFusedLinearJSDFunction.apply(*(inputs[NAMES.get(k, k)] for k in IN_ORDER))
 
 
 def test_errors_when_made():
@@ -534,6 +555,6 @@ WRONG_TOP = {
 
 @pytest.mark.parametrize("changed,error,words", WRONG_TOP.values(), ids=WRONG_TOP)
 def test_errors_of_a_top_k(changed, error, words):
-    given = {k: t for k, t in small_detached_tensors().items() if not k.startswith("teacher")}
+    inputs = {k: t for k, t in small_detached_tensors().items() if not k.startswith("teacher")}
     with pytest.raises(error, match=f"distillation_loss: .*{words}"):
-        distillation_loss(given.pop("student"), **given, **{**TOP, **changed})
+        distillation_loss(inputs.pop("student"), **inputs, **{**TOP, **changed})

@@ -8,7 +8,19 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 from memory import AddressRecorder, collect_garbage, reuses_memory
-from policies import CLIPPED_LOSSES, F32, F64, B, T, V, assert_all_close, make_batch, run_loss, token_logps, textbook_loss
+from policies import (
+    CLIPPED_LOSSES,
+    F32,
+    F64,
+    B,
+    T,
+    V,
+    assert_all_close,
+    make_batch,
+    run_loss,
+    textbook_loss,
+    token_logps,
+)
 
 from liger_kernel.chunked_loss.grpo_loss import (
     clip_coef_fn,
@@ -28,7 +40,7 @@ ONES = torch.ones(B, T, dtype=torch.long, device=DEVICE)
 
 
 def logits_of(hidden, weight, bias=None):
-    """Those of a head, and one position more."""
+    """The logits of a head, with one more position."""
     return F.pad(F.linear(hidden, weight, bias), (0, 0, 0, 1), value=3.0)
 
 
@@ -68,11 +80,11 @@ def assert_right(seed, dtype, tolerance, v, old, size, **options):
         sapo_temperature_pos=0.8,
         vespo_k_pos=1.5,
     )
-    got = run_loss(on_logits, learnt, rest, **options)
-    given = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
+    actual = run_loss(on_logits, learnt, rest, **options)
+    inputs = {k: x.double() if x.is_floating_point() else x for k, x in rest.items()}
     learnt = {k: x.detach().double().requires_grad_() for k, x in learnt.items()}
     length = dict(max_completion_length=T) if options["loss_type"] == "dr_grpo" else {}
-    assert_all_close(got, run_loss(textbook_loss, learnt, given, **options | length), tolerance)
+    assert_all_close(actual, run_loss(textbook_loss, learnt, inputs, **options | length), tolerance)
 
 
 @EVERY
@@ -134,7 +146,7 @@ def test_the_tokens_losses(loss_type, level):
     )
     padding = rest["attention_mask"] == 0
     assert padding.any()
-    want = run_loss(on_logits, learnt, rest, **options)
+    expected = run_loss(on_logits, learnt, rest, **options)
     for name in ("old_per_token_logps", "ref_per_token_logps", "vllm_is_ratio", "advantages"):
         rest[name][padding] = math.nan
     rest["selected_token_ids"][padding] = 10**6
@@ -149,18 +161,18 @@ def test_the_tokens_losses(loss_type, level):
         m = rest["attention_mask"].double()
         return REDUCED[loss_type](each, m, 9), (kl.sum() / m.sum(), clipped.sum() / m.sum())
 
-    got = run_loss(reduced, learnt, rest, **options)
-    assert not got["d hidden"][padding].any()
-    assert_all_close(got, want)
+    actual = run_loss(reduced, learnt, rest, **options)
+    assert not actual["d hidden"][padding].any()
+    assert_all_close(actual, expected)
 
 
 def test_without_a_mask_and_without_a_reference():
     learnt, rest = make_batch(1, ref=None, mask=ONES)
     logits = logits_of(**learnt).detach()
-    given = rest["old_per_token_logps"], None, rest["selected_token_ids"], rest["advantages"]
-    each, kl, clipped = triton_grpo_loss(logits, *given, beta=0.0)
-    assert kl is None and torch.equal(each, triton_grpo_loss(logits, *given, ONES, beta=0.0)[0])
-    loss, metrics = triton_grpo_loss(logits, *given, beta=0.0, reduce=True)
+    inputs = rest["old_per_token_logps"], None, rest["selected_token_ids"], rest["advantages"]
+    each, kl, clipped = triton_grpo_loss(logits, *inputs, beta=0.0)
+    assert kl is None and torch.equal(each, triton_grpo_loss(logits, *inputs, ONES, beta=0.0)[0])
+    loss, metrics = triton_grpo_loss(logits, *inputs, beta=0.0, reduce=True)
     torch.testing.assert_close((loss, metrics), (each.mean(), [clipped.mean()]))
 
 
@@ -184,7 +196,7 @@ def test_the_function(phi, reduce):
     weights = get_gamma_weights(A, log_ratio, mask, ratio)
     assert weights.shape == (B, 1)
     weights = weights if phi == "B1" else weights[:, 0]
-    got = GrpoLossFunction.apply(
+    actual = GrpoLossFunction.apply(
         logits,
         old,
         ref,
@@ -201,10 +213,10 @@ def test_the_function(phi, reduce):
         reduce,
         phi_seq=weights,
     )
-    want = triton_grpo_loss(
+    expected = triton_grpo_loss(
         logits, old, ref, ids, A, mask, 1.0, reduce=reduce, loss_type="vespo", vllm_is_ratio=ratio
     )
-    torch.testing.assert_close(got, (want[0], *want[1]) if reduce else want)
+    torch.testing.assert_close(actual, (expected[0], *expected[1]) if reduce else expected)
     plain = GrpoLossFunction.apply(logits, old, ref, ids, A, mask, 1.0, 0.04, 0.2, 0.4, True)
     grpo = dict(temperature=1.0, eps_high=0.4, loss_type="grpo", reduce=True)
     torch.testing.assert_close(
@@ -216,25 +228,27 @@ def test_gamma_weights_of_a_masked_nan():
     A, mask = torch.ones(2, device=DEVICE), torch.tensor([[1, 1, 0], [1, 1, 1]], device=DEVICE)
     log_ratio = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.1, 0.2]], device=DEVICE)
     ratio = torch.full_like(log_ratio, 1.1)
-    want = get_gamma_weights(A, log_ratio, mask, ratio)
+    expected = get_gamma_weights(A, log_ratio, mask, ratio)
     for what in math.nan, math.inf, 0.0, 5.0:
         log_ratio[0, 2] = ratio[0, 2] = what
-        assert torch.equal(get_gamma_weights(A, log_ratio, mask, ratio), want) and want.all()
+        assert (
+            torch.equal(get_gamma_weights(A, log_ratio, mask, ratio), expected) and expected.all()
+        )
 
 
 def test_gamma_weights_without_a_token():
-    """Of a sequence with nothing but NaN: those of a ratio of 1."""
+    """A sequence with nothing but NaN gets the weights of a ratio of 1."""
     A, mask = (
         torch.tensor([math.nan, 1.0], device=DEVICE),
         torch.tensor([[0, 0], [1, 1]], device=DEVICE),
     )
     nothing = torch.full((2, 2), math.nan, device=DEVICE)
     nothing[1] = 0.1
-    want = get_gamma_weights(
+    expected = get_gamma_weights(
         A.nan_to_num(), nothing.nan_to_num(), mask, torch.ones(2, 1, device=DEVICE)
     )
     for ratio in (None, torch.tensor([[math.nan], [1.0]], device=DEVICE)):
-        torch.testing.assert_close(get_gamma_weights(A, nothing, mask, ratio), want)
+        torch.testing.assert_close(get_gamma_weights(A, nothing, mask, ratio), expected)
 
 
 # ---- memory ----
@@ -242,37 +256,39 @@ def test_gamma_weights_without_a_token():
 
 def batch(dtype=F32):
     learnt, rest = make_batch(2, dtype, **SMALL)
-    given = (
+    inputs = (
         "old_per_token_logps",
         "ref_per_token_logps",
         "selected_token_ids",
         "advantages",
         "attention_mask",
     )
-    return logits_of(**learnt).detach().requires_grad_(), [rest[k] for k in given]
+    return logits_of(**learnt).detach().requires_grad_(), [rest[k] for k in inputs]
 
 
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("inplace", [True, False])
 def test_whose_memory_the_gradient_takes(inplace, keep, reduce):
-    x, given = batch()
+    x, inputs = batch()
     before, seen = x.detach().clone(), {}
-    loss = triton_grpo_loss(AddressRecorder.apply(x, seen), *given, inplace=inplace, reduce=reduce)[0]
+    loss = triton_grpo_loss(
+        AddressRecorder.apply(x, seen), *inputs, inplace=inplace, reduce=reduce
+    )[0]
     collect_garbage(loss).sum().backward(retain_graph=keep)
     assert reuses_memory(seen) == (inplace and not keep) and torch.equal(x, before)
     once = x.grad.clone()
-    assert once[:, :-1].any() and not once[:, -1].any() and not once[:, :-1][given[-1] == 0].any()
+    assert once[:, :-1].any() and not once[:, -1].any() and not once[:, :-1][inputs[-1] == 0].any()
     if keep:
         loss.sum().backward()
         torch.testing.assert_close(x.grad, 2 * once)
 
 
 def test_a_caller_that_still_has_the_logits_keeps_them():
-    x, given = batch()
+    x, inputs = batch()
     logits = x * 1
     before = logits.detach().clone()
-    collect_garbage(triton_grpo_loss(logits, *given)[0]).sum().backward()
+    collect_garbage(triton_grpo_loss(logits, *inputs)[0]).sum().backward()
     assert torch.equal(logits, before)
 
 
@@ -280,11 +296,11 @@ def test_a_caller_that_still_has_the_logits_keeps_them():
     "part", [slice(1, None), slice(None, None, 2)], ids=["later tokens", "every other token"]
 )
 def test_logits_that_are_not_contiguous(part):
-    x, given = batch()
-    given = [t if t.dim() == 1 else t[:, part][:, : x[:, part].shape[1] - 1] for t in given]
+    x, inputs = batch()
+    inputs = [t if t.dim() == 1 else t[:, part][:, : x[:, part].shape[1] - 1] for t in inputs]
     outcomes = []
     for of in (lambda x: x[:, part], lambda x: x[:, part].contiguous()):
-        loss = triton_grpo_loss(of(x * 1), *given, reduce=True)[0]
+        loss = triton_grpo_loss(of(x * 1), *inputs, reduce=True)[0]
         outcomes.append((loss.detach(), *torch.autograd.grad(loss, x)))
     assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(
         outcomes[0][1], outcomes[1][1]
@@ -295,23 +311,23 @@ def test_logits_that_are_not_contiguous(part):
 
 
 def test_selective_log_softmax():
-    """Of the last tokens of a longer prompt; without a gradient, and 0 where masked."""
-    x, given = batch()
-    ids, mask = given[2], given[4]
-    want = token_logps(
+    """It takes the last tokens of a longer prompt; without a gradient, and 0 where masked."""
+    x, inputs = batch()
+    ids, mask = inputs[2], inputs[4]
+    expected = token_logps(
         x[:, :-1].double(), torch.eye(V, dtype=F64, device=DEVICE), ids=ids, temperature=0.9
     )[0]
     prompt = torch.full((2, 3), -7, device=DEVICE)
     for more in ids, torch.cat((prompt, ids), 1):
-        got = fused_selective_log_softmax(x, more)
-        assert got.dtype == F32 and not got.requires_grad
-        torch.testing.assert_close(got.double(), want)
-    got = fused_selective_log_softmax(
+        actual = fused_selective_log_softmax(x, more)
+        assert actual.dtype == F32 and not actual.requires_grad
+        torch.testing.assert_close(actual.double(), expected)
+    actual = fused_selective_log_softmax(
         x, torch.cat((prompt, ids), 1), mask=torch.cat((prompt, mask), 1)
     )
-    torch.testing.assert_close(got.double(), want * mask)
-    got = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=mask)
-    torch.testing.assert_close(got.double(), want * mask)
+    torch.testing.assert_close(actual.double(), expected * mask)
+    actual = fused_selective_log_softmax(x, torch.cat((prompt, ids), 1), mask=mask)
+    torch.testing.assert_close(actual.double(), expected * mask)
     assert fused_selective_log_softmax(x[:, :1].contiguous(), ids).shape == (2, 0)
     assert fused_selective_log_softmax(x[:, :1].contiguous(), ids, mask=mask).shape == (2, 0)
     with pytest.raises(
@@ -327,8 +343,8 @@ def test_selective_log_softmax():
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_id_of_minus_100_is_out_of_range(masked, with_and_without_kernels):
     """Unless it is masked: it is no padding by itself."""
-    x, given = batch()
-    ids = given[2].clone()
+    x, inputs = batch()
+    ids = inputs[2].clone()
     ids[1, 1] = -100
     mask = torch.ones_like(ids)
     if masked:
@@ -346,15 +362,15 @@ def test_an_id_of_minus_100_is_out_of_range(masked, with_and_without_kernels):
 
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 def test_logits_of_a_masked_token_have_no_influence(what, with_and_without_kernels):
-    x, given = batch()
-    ids, mask = given[2], torch.ones_like(given[2])
+    x, inputs = batch()
+    ids, mask = inputs[2], torch.ones_like(inputs[2])
     mask[1, 1] = 0
     poisoned = x.detach().clone()
     poisoned[1, 1] = what
     results = []
     for logits in (x, poisoned.requires_grad_()):
-        found = liger_selected_log_probs(logits, ids, mask)
-        results.append((found, *torch.autograd.grad(found.sum(), logits)))
+        log_probs = liger_selected_log_probs(logits, ids, mask)
+        results.append((log_probs, *torch.autograd.grad(log_probs.sum(), logits)))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -363,9 +379,9 @@ def test_logits_of_a_masked_token_have_no_influence(what, with_and_without_kerne
 
 
 def test_what_does_not_fit():
-    x, given = batch()
+    x, inputs = batch()
     names = "old_logp", "ref_logp", "completion_ids", "advantages", "completion_mask"
-    base = dict(logits=x) | dict(zip(names, given, strict=True))
+    base = dict(logits=x) | dict(zip(names, inputs, strict=True))
     for error, said, changed in (
         (AssertionError, "beta is 0.04 without a reference, give ref_logp", dict(ref_logp=None)),
         (ValueError, "delta is 2.0, but sapo has no such bound", dict(delta=2.0, loss_type="sapo")),
@@ -375,15 +391,15 @@ def test_what_does_not_fit():
             "'sequence', give 'token' for",
             dict(loss_type="cispo", importance_sampling_level="sequence"),
         ),
-        (ValueError, r"completion_ids \(2, 2\), give", dict(completion_ids=given[2][:, 1:])),
-        (ValueError, r"completion_mask has shape \(2, 2\)", dict(completion_mask=given[4][:, 1:])),
-        (ValueError, r"old_logp has shape \(2,\)", dict(old_logp=given[3])),
+        (ValueError, r"completion_ids \(2, 2\), give", dict(completion_ids=inputs[2][:, 1:])),
+        (ValueError, r"completion_mask has shape \(2, 2\)", dict(completion_mask=inputs[4][:, 1:])),
+        (ValueError, r"old_logp has shape \(2,\)", dict(old_logp=inputs[3])),
         (
             ValueError,
             r"max_completion_length is 0",
             dict(loss_type="dr_grpo", max_completion_length=0),
         ),
-        (TypeError, "completion_ids is torch.float32", dict(completion_ids=given[0])),
+        (TypeError, "completion_ids is torch.float32", dict(completion_ids=inputs[0])),
     ):
         with pytest.raises(error, match=f"triton_grpo_loss: .*{said}"):
             triton_grpo_loss(**base | changed)
@@ -393,7 +409,7 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match="sapo_temperature_pos is 0"):
         triton_grpo_loss(**base, loss_type="sapo", sapo_temperature_pos=0)
     with pytest.raises(ValueError, match="GrpoLossFunction: phi_seq is None, give vespo's weights"):
-        GrpoLossFunction.apply(x, *given, 1.0, 0.04, 0.2, 0.4, True, "vespo")
+        GrpoLossFunction.apply(x, *inputs, 1.0, 0.04, 0.2, 0.4, True, "vespo")
 
 
 def test_functions_of_the_published_module():
@@ -408,7 +424,10 @@ def test_functions_of_the_published_module():
         ("cispo", [0.3] * 3, [False] * 3, [True] * 3),
         ("sapo", None, [False] * 3, [False] * 3),
     ):
-        got, *where = clip_coef_fn(r, 0.2, 0.3, kind)
-        assert (got is None) == (clipped is None) and [w.tolist() for w in where] == [below, above]
+        actual, *where = clip_coef_fn(r, 0.2, 0.3, kind)
+        assert (actual is None) == (clipped is None) and [w.tolist() for w in where] == [
+            below,
+            above,
+        ]
         if clipped:
-            torch.testing.assert_close(got, torch.tensor(clipped))
+            torch.testing.assert_close(actual, torch.tensor(clipped))

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WITH_AND_WITHOUT_KERNELS, assert_as_exact_as_pytorch, cast, tensors_with_grad, run
+from cases import WITH_AND_WITHOUT_KERNELS, assert_as_exact_as_pytorch, cast, run, tensors_with_grad
 from hardware import DEVICE
-from heads import B16, F16, F32, F64, measure_head_errors, assert_outputs_close
+from heads import B16, F16, F32, F64, assert_outputs_close, measure_head_errors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,7 @@ B, T, H, V = 2, 6, 24, 77
 COEFFICIENTS = [0.8, 0.0, 0.5]
 
 
-def drawn(N=3, seed=0, shared=False, bias=True, T=T):
+def draw_tensors(N=3, seed=0, shared=False, bias=True, T=T):
     """Named tensors of N heads, or of one that all heads share; some labels are ignored."""
     torch.manual_seed(seed)
     tensors, N = dict(labels=torch.randint(V, (B, T))), 1 if shared else N
@@ -41,7 +41,7 @@ def drawn(N=3, seed=0, shared=False, bias=True, T=T):
 
 
 def parts(tensors):
-    """-> hidden states, weights, biases, labels."""
+    """Return hidden states, weights, biases, labels."""
     of = [
         [t for k, t in tensors.items() if k.startswith(name)]
         for name in ("hidden", "weight", "bias")
@@ -50,7 +50,7 @@ def parts(tensors):
 
 
 def rows(name):
-    """Whether a tensor of that name has a row for each sequence."""
+    """Return True if a tensor of that name has a row for each sequence."""
     return name == "labels" or name.startswith("hidden")
 
 
@@ -108,31 +108,43 @@ OPTIONS = {
     "options": dict(softcap=5.0, logit_scale=0.5, label_smoothing=0.1),
 }
 DRAWS = (
-    ("with the model's own", True, F32), ("options", False, F16), ("plain", True, B16), ("plain", False, F32),
-    ("plain", False, B16), ("plain", True, F16), ("with the model's own", False, F16), ("options", True, F32),
-)  # fmt: skip
+    ("with the model's own", True, F32),
+    ("options", False, F16),
+    ("plain", True, B16),
+    ("plain", False, F32),
+    ("plain", False, B16),
+    ("plain", True, F16),
+    ("with the model's own", False, F16),
+    ("options", True, F32),
+)
 
 
 @pytest.mark.parametrize("option, shared, dtype", DRAWS, ids=str)
 def test_as_exact_as_pytorch(option, shared, dtype):
-    """Every gradient; a second backward; inputs are not written to (`measure_head_errors`). One head has
-    coefficient 0."""
+    """Every gradient; a second backward; inputs are not written to (`measure_head_errors`).
+
+    One head has coefficient 0.
+    """
     draws = []
     for seed in range(2):
-        tensors = drawn(seed=seed, shared=shared, bias=option != "plain")
-        draws.append(measure_head_errors(ours(**OPTIONS[option]), plain(**OPTIONS[option]), tensors, dtype))
+        tensors = draw_tensors(seed=seed, shared=shared, bias=option != "plain")
+        draws.append(
+            measure_head_errors(ours(**OPTIONS[option]), plain(**OPTIONS[option]), tensors, dtype)
+        )
     assert_as_exact_as_pytorch(draws)
 
 
 @WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 def test_with_kernels_and_without(shared):
-    tensors = cast(drawn(shared=shared), F32)
-    want = run(plain(), cast(tensors, F64))[0]
-    got = run(ours(), tensors)[0]
-    assert_outputs_close(got, want)
+    tensors = cast(draw_tensors(shared=shared), F32)
+    expected = run(plain(), cast(tensors, F64))[0]
+    actual = run(ours(), tensors)[0]
+    assert_outputs_close(actual, expected)
     if not shared:
-        assert not got["dweight1"].any() and got["dweight2"].any()  # the head of coefficient 0
+        assert (
+            not actual["dweight1"].any() and actual["dweight2"].any()
+        )  # the head of coefficient 0
 
 
 def test_labels_by_hand():
@@ -141,21 +153,21 @@ def test_labels_by_hand():
     x = -100
     labels = torch.tensor([[1, 2, 3, 4], [5, x, 7, 8]])
     targets = {1: [3, 4, x, x, 7, 8, x, x], 2: [4, x, x, x, 8, x, x, x], 3: [x] * 8, 4: [x] * 8}
-    tensors = cast(drawn(4, T=4) | dict(labels=labels), F32)
+    tensors = cast(draw_tensors(4, T=4) | dict(labels=labels), F32)
     h, w, b, labels = parts(tensors)
     loss, losses, accuracies = liger_medusa_loss(h, w, labels, b, return_token_accuracy=True)
-    want = []
+    expected = []
     for k, target in targets.items():
         z = F.linear(*(x[k - 1].double() for x in (h, w, b))).flatten(0, 1)
         target = torch.tensor(target, device=DEVICE)
         n = (target != x).sum()
-        want.append(F.cross_entropy(z, target, reduction="sum") / n.clamp(min=1))
+        expected.append(F.cross_entropy(z, target, reduction="sum") / n.clamp(min=1))
         right = ((z.argmax(-1) == target) & (target != x)).sum() / n
         torch.testing.assert_close(accuracies[k - 1], right.float(), equal_nan=True)
-    want = torch.stack(want)
-    torch.testing.assert_close(losses.double(), want.detach(), rtol=1e-5, atol=0)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(
-        loss.double(), (want * want.new_tensor([0.8, 0.64, 0.512, 0.4096])).sum()
+        loss.double(), (expected * expected.new_tensor([0.8, 0.64, 0.512, 0.4096])).sum()
     )
     grads = torch.autograd.grad(loss, [*h, *w, *b])
     assert all(g.isfinite().all() for g in grads)
@@ -166,10 +178,10 @@ def test_labels_by_hand():
 @pytest.mark.parametrize("form", ["tensor", "list", "number"])
 def test_gradient_accumulation(form):
     """Micro-batches whose sums are divided by the same numbers make up the batch."""
-    tensors = cast(drawn(), F32)
+    tensors = cast(draw_tensors(), F32)
     counts = [int((tensors["labels"][:, k + 1 :] != -100).sum()) for k in (1, 2, 3)]
     given = {"number": 7, "tensor": torch.tensor(7), "list": counts}[form]
-    want = run(plain(num_items=None if form == "list" else 7), cast(tensors, F64))[0]
+    expected = run(plain(num_items=None if form == "list" else 7), cast(tensors, F64))[0]
 
     def of_row(i):
         def call(**tensors):
@@ -180,12 +192,12 @@ def test_gradient_accumulation(form):
         return run(call, tensors)[0]
 
     one, two = of_row(0), of_row(1)
-    assert_outputs_close({k: x + two[k] for k, x in one.items()}, want)
+    assert_outputs_close({k: x + two[k] for k, x in one.items()}, expected)
 
 
 def test_packed_sequences():
     """Two texts in one row, as two rows of which the shorter one is padded."""
-    tensors = cast(drawn(T=5), F32)
+    tensors = cast(draw_tensors(T=5), F32)
     tensors["labels"][1, 3:] = -100
 
     def packed(**option):
@@ -193,24 +205,24 @@ def test_packed_sequences():
             **{k: t.flatten(0, 1)[None, :8] if rows(k) else t for k, t in tensors.items()}
         )
 
-    want = run(ours(), tensors)[0]
+    expected = run(ours(), tensors)[0]
     assert_outputs_close(
         run(packed(position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=DEVICE)), tensors)[
             0
         ],
-        want,
+        expected,
     )
     assert not torch.allclose(
-        packed()(**tensors)[0], want["output 0"]
+        packed()(**tensors)[0], expected["output 0"]
     )  # without them, across the border
 
 
 @WITH_AND_WITHOUT_KERNELS
 @pytest.mark.thorough
 def test_what_no_label_needs_is_dropped():
-    tensors = cast(drawn(), F32)
-    got, want = (run(ours(drop_ignored=drop), tensors)[0] for drop in (True, False))
-    assert_outputs_close(got, want)
+    tensors = cast(draw_tensors(), F32)
+    actual, expected = (run(ours(drop_ignored=drop), tensors)[0] for drop in (True, False))
+    assert_outputs_close(actual, expected)
     nothing = dict(labels=torch.full_like(tensors["labels"], -100))
     for drop, dtype in (True, F32), (False, F32), (False, F16):
         assert not any(
@@ -225,19 +237,19 @@ def test_what_no_label_needs_is_dropped():
 @WITH_AND_WITHOUT_KERNELS
 @pytest.mark.parametrize("learns", ["hidden", "weight", "bias", ""])
 def test_frozen_parts(learns):
-    tensors = cast(drawn(), F32)
-    want = run(plain(), cast(tensors, F64))[0]
+    tensors = cast(draw_tensors(), F32)
+    expected = run(plain(), cast(tensors, F64))[0]
     for k, t in tensors.items():
         t.requires_grad_(bool(learns) and k.startswith(learns))
     if not learns:
         loss, _ = ours()(**tensors)
         assert not loss.requires_grad
-        return torch.testing.assert_close(loss.double(), want["output 0"], rtol=1e-5, atol=0)
-    got = run(ours(), tensors)[0]
-    assert {k for k in got if k.startswith("d")} == {
+        return torch.testing.assert_close(loss.double(), expected["output 0"], rtol=1e-5, atol=0)
+    actual = run(ours(), tensors)[0]
+    assert {k for k in actual if k.startswith("d")} == {
         f"d{k}" for k in tensors if k.startswith(learns)
     }
-    assert_outputs_close(got, {k: want[k] for k in got})
+    assert_outputs_close(actual, {k: expected[k] for k in actual})
 
 
 @pytest.mark.thorough
@@ -268,14 +280,14 @@ def test_a_frozen_backbone_and_its_heads():
 def test_autocast():
     """As with everything in bf16; the gradients are in the parameters' fp32, so without that last
     rounding."""
-    tensors = cast(drawn(), F32)
+    tensors = cast(draw_tensors(), F32)
     with torch.autocast(DEVICE, B16):
         loss, _ = ours()(**tensors)
-    low = cast(drawn(), B16)
-    want, _ = ours()(**low)
-    assert loss.dtype == F32 and torch.equal(loss, want)
+    low = cast(draw_tensors(), B16)
+    expected, _ = ours()(**low)
+    assert loss.dtype == F32 and torch.equal(loss, expected)
     loss.backward()
-    want.backward()
+    expected.backward()
     for k, t in tensors_with_grad(tensors).items():
         d = low[k].grad.float()
         assert t.grad.dtype == F32
@@ -284,7 +296,7 @@ def test_autocast():
 
 @pytest.mark.thorough
 def test_a_graph_of_the_gradients():
-    tensors = cast(drawn(shared=True), F32)
+    tensors = cast(draw_tensors(shared=True), F32)
 
     def second(fn, tensors):
         of = [*tensors_with_grad(tensors).values()]
@@ -320,7 +332,7 @@ def test_no_logits_in_memory(need_w, monkeypatch):
             )
             return out
 
-    tensors = cast(drawn(T=length), F32)
+    tensors = cast(draw_tensors(T=length), F32)
     for k, t in tensors.items():
         t.requires_grad_(t.requires_grad and (need_w or not k.startswith("weight")))
     with Largest():
@@ -333,8 +345,7 @@ def test_no_logits_in_memory(need_w, monkeypatch):
 
 
 def test_gradients_add_up_in_place(monkeypatch):
-    """Of tensors that heads share there is one gradient: when a head begins, those of the others
-    are gone."""
+    """Tensors that heads share have one gradient: when a head begins, the others' are gone."""
     made, alive = [], []
     fused = medusa.fused_linear_cross_entropy_forward
 
@@ -346,7 +357,7 @@ def test_gradients_add_up_in_place(monkeypatch):
         return outputs, grads, more
 
     monkeypatch.setattr(medusa, "fused_linear_cross_entropy_forward", noting)
-    tensors = cast(drawn(shared=True), F32)
+    tensors = cast(draw_tensors(shared=True), F32)
     loss, _ = ours([0.8, 0.7, 0.6])(**tensors)
     assert alive == [0, 3, 3] and len(made) == 9
     loss.backward()
@@ -359,17 +370,17 @@ def test_gradients_add_up_in_place(monkeypatch):
 @pytest.mark.thorough
 def test_compiled_steps():
     """A whole step, and further ones in which the heads' share grows; without gradients, too."""
-    tensors = cast(drawn(2), F32)
+    tensors = cast(draw_tensors(2), F32)
     compiled = torch.compile(
         lambda share, **tensors: ours([share * c for c in (0.8, 0.64)])(**tensors),
         fullgraph=True,
         backend="aot_eager",
     )
     for share in (0.1, 0.2):
-        want = run(ours([share * c for c in (0.8, 0.64)], drop_ignored=False), tensors)[0]
-        assert_outputs_close(run(partial(compiled, share), tensors)[0], want)
+        expected = run(ours([share * c for c in (0.8, 0.64)], drop_ignored=False), tensors)[0]
+        assert_outputs_close(run(partial(compiled, share), tensors)[0], expected)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(0.2, **tensors)[0], want["output 0"])
+        torch.testing.assert_close(compiled(0.2, **tensors)[0], expected["output 0"])
 
 
 # ---- errors ----
@@ -402,9 +413,10 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_errors(case):
     args, options, match = WRONG[case]
-    on_device = lambda t: (
-        t.to(DEVICE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-    )  # noqa: E731
+
+    def on_device(t):
+        return t.to(DEVICE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
     args = [[on_device(t) for t in a] if isinstance(a, list) else on_device(a) for a in args]
     with pytest.raises((ValueError, TypeError), match=f"^liger_medusa_loss.*{match}"):
         liger_medusa_loss(*args, **options)

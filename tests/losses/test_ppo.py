@@ -93,8 +93,8 @@ def test_a_subclass():
     assert_all_close(scaled, expected)
     del learnt["bias"]
     ones = torch.ones_like(A)
-    got = run_loss(lambda hidden, weight: Short.apply(hidden, weight, ids, mask), learnt, {})
-    assert_all_close(got, run_loss(plain, learnt, dict(A=ones)))
+    actual = run_loss(lambda hidden, weight: Short.apply(hidden, weight, ids, mask), learnt, {})
+    assert_all_close(actual, run_loss(plain, learnt, dict(A=ones)))
     with pytest.raises(NotImplementedError, match="ppo_loss_fn"):
         type("Nothing", (LigerFusedLinearPPOBase,), {}).apply(*learnt.values(), ids, mask, A)
     assert issubclass(LigerFusedLinearGRPOFunction, LigerFusedLinearPPOBase)

@@ -7,161 +7,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
+from preferences import (
+    F32,
+    F64,
+    LEARNT,
+    NAMES,
+    B,
+    H,
+    T,
+    V,
+    draw_tensors,
+    kto,
+    log_probs_of,
+    paired,
+    results,
+    same,
+    sums,
+)
 
 from liger_kernel import chunked_loss
 from liger_kernel.chunked_loss import functional
 from liger_kernel.losses import preference
 from liger_kernel.losses.preference import DPO, paired_preference, unpaired_preference
-
-B, T, H, V = 3, 6, 16, 41
-F32, F64 = torch.float32, torch.float64
-NAMES = "hidden", "weight", "bias", "ref_input", "ref_weight", "ref_bias"
-LEARNT = NAMES[:3]
-
-
-def drawn(dtype=F64, sequences=2 * B, seed=0):
-    """Chosen and rejected answers of different length after a prompt that is ignored; a reference
-    of another width."""
-    g = torch.Generator().manual_seed(seed)
-    sizes = (sequences, T, H), (V, H), (V,), (sequences, T, H + 4), (V, H + 4), (V,)
-    tensors = {
-        k: torch.randn(size, generator=g, dtype=F64) * 0.7
-        for k, size in zip(NAMES, sizes, strict=True)
-    }
-    tensors = {k: x.to(DEVICE, dtype).requires_grad_() for k, x in tensors.items()}
-    target = torch.randint(V, (sequences, T), generator=g)
-    nll_target = target.clone()
-    target[:, :2] = -100
-    for i in range(sequences):
-        target[i, T - i % 3 :] = nll_target[i, T - i % 3 :] = -100
-    return tensors, target.to(DEVICE), nll_target.to(DEVICE)
-
-
-# ---- definitions: full logits, one sequence after the other, in the contract's words ----
-
-
-def log_probs_of(h, w, b, y):
-    z = h @ w.T if b is None else h @ w.T + b
-    log_p = z.log_softmax(-1)
-    per_token = [
-        [log_p[i, t, y[i, t]] for t in range(y.shape[1]) if y[i, t] != -100] for i in range(len(y))
-    ]
-    return z, per_token
-
-
-def sums(per_token, average):
-    """Without a token it is 0, as a mean, too."""
-    nothing = next(s for s in per_token if s)[0].detach() * 0
-    return torch.stack([sum(s, nothing) / (max(len(s), 1) if average else 1) for s in per_token])
-
-
-def sg(x):
-    return 1 / (1 + math.exp(-x)) if isinstance(x, float) else 1 / (1 + (-x).exp())
-
-
-def of_pair(kind, a, d, c, r, beta, eps=0.0, tau=0.05, gamma=0.5):
-    """One pair's preference loss."""
-    D = beta * (a - d)
-    return {
-        "sigmoid": lambda: -sg(D).log(),
-        "hinge": lambda: (1 - D).clamp(min=0),
-        "ipo": lambda: (D / beta - 1 / (2 * beta)) ** 2,
-        "exo_pair": lambda: (
-            sg(D) * (sg(D).log() - math.log(1 - eps)) + sg(-D) * (sg(-D).log() - math.log(eps))
-        ),
-        "nca_pair": lambda: -sg(beta * a).log() - sg(-beta * a).log() / 2 - sg(-beta * d).log() / 2,
-        "robust": lambda: (-(1 - eps) * sg(D).log() + eps * sg(-D).log()) / (1 - 2 * eps),
-        "bco_pair": lambda: -sg(beta * a).log() - sg(-beta * d).log(),
-        "sppo_hard": lambda: (a - 1 / (2 * beta)) ** 2 + (d + 1 / (2 * beta)) ** 2,
-        "apo_zero": lambda: 1 - sg(beta * a) + sg(beta * d),
-        "apo_down": lambda: sg(beta * a) + 1 - sg(D),
-        "discopop": lambda: -sg(D).log() * (1 - sg(D / tau)) + (-D).exp() * sg(D / tau),
-        "cpo": lambda: -(1 - eps) * sg(beta * (c - r)).log() - eps * sg(-beta * (c - r)).log(),
-        "simpo": lambda: (
-            -(1 - eps) * sg(beta * (c - r) - gamma).log()
-            - eps * sg(-(beta * (c - r) - gamma)).log()
-        ),
-    }[kind]()
-
-
-def paired(
-    kind,
-    tensors,
-    target,
-    nll_target=None,
-    *,
-    ref=True,
-    average=False,
-    nll=False,
-    alpha=1.0,
-    beta=0.1,
-    **more,
-):
-    h, w, b, *reference = (tensors[k] for k in NAMES)
-    z, per_token = log_probs_of(h, w, b, target)
-    s = sums(per_token, average)
-    ref_s = (
-        sums(log_probs_of(*reference, target)[1], average).detach() if ref else torch.zeros_like(s)
-    )
-    c, r, a, d = s[:B], s[B:], (s - ref_s)[:B], (s - ref_s)[B:]
-    others = []
-    if kind == "orpo":
-        pairs = [
-            i for i in range(B) if per_token[i] and per_token[B + i]
-        ]  # others have no odds ratio
-        odds = (c - r)[pairs] - ((1 - c[pairs].exp()).log() - (1 - r[pairs].exp()).log())
-        others = [sg(odds).log().sum() / B, odds.sum() / B]
-        loss = -beta * others[0]
-    else:
-        n = [
-            max(len(x), 1) if kind == "ipo" and not average else 1 for x in per_token
-        ]  # a mean in any case
-        loss = (
-            sum(
-                of_pair(kind, a[i] / n[i], d[i] / n[B + i], c[i], r[i], beta, **more)
-                for i in range(B)
-            )
-            / B
-        )
-    total = loss * 0
-    if nll:
-        tokens = per_token if nll_target is None else log_probs_of(h, w, b, nll_target)[1]
-        total = -sum(sum(x) for x in tokens[:B]) / sum(map(len, tokens[:B]))
-    rest = c, r, z[:B].mean(), z[B:].mean(), total, beta * a, beta * d, *others
-    return alpha * total + loss, [x.detach() for x in rest]
-
-
-def kto(tensors, target, labels, *, ref=True, average=False, beta=0.1, kl=None):
-    h, w, b, *reference = (tensors[k] for k in NAMES)
-    z, per_token = log_probs_of(h, w, b, target)
-    s = sums(per_token, average)
-    R = s - sums(log_probs_of(*reference, target)[1], average).detach() if ref else s
-    kl = torch.zeros_like(s) if kl is None else kl.expand_as(s)
-    terms = [
-        1 - sg(beta * (1 if good else -1) * (R[i] - kl[i]))
-        for i, good in enumerate(labels.tolist())
-    ]
-    rest = [x[which].sum() for x in (s, z.sum((1, 2)), beta * R) for which in (labels, ~labels)]
-    return sum(terms) / len(terms), [x.detach() for x in rest]
-
-
-# ---- the comparison ----
-
-
-def results(loss_and_rest, tensors, scale=3.0):
-    loss, rest = loss_and_rest
-    grads = torch.autograd.grad(loss * scale, [tensors[k] for k in LEARNT])
-    return [loss.detach(), *rest, *grads]
-
-
-def same(got, want, dtype):
-    tolerance = 1e-10 if dtype == F64 else 2e-5
-    assert len(got) == len(want)
-    for k, (x, y) in enumerate(zip(got, want, strict=True)):
-        assert x.shape == y.shape and x.dtype == (dtype if dtype == F64 else F32), k
-        assert not x.requires_grad
-        assert (x - y).abs().max() <= tolerance * y.abs().max().clamp(min=1e-3), (k, x, y)
-
 
 DTYPE = pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "kernels"])
 SMOOTHING = {"exo_pair": [0.01, 0.3], "robust": [0.0, 0.3]}
@@ -181,13 +48,13 @@ def ids(option):
 @pytest.mark.parametrize("option", DPO_OPTIONS, ids=ids)
 @pytest.mark.parametrize("reference", ["model", "given", "none"])
 def test_dpo(option, reference, dtype):
-    given = {"label_smoothing": "eps", "discopop_tau": "tau"}
-    more = {given.get(k, k): v for k, v in option.items() if k != "loss_type"}
+    kwargs = {"label_smoothing": "eps", "discopop_tau": "tau"}
+    more = {kwargs.get(k, k): v for k, v in option.items() if k != "loss_type"}
     for average, nll in itertools.product((False, True), repeat=2):
-        tensors, target, _ = drawn(dtype)
-        kept = dict(ref=reference != "none", average=average, nll=nll, alpha=0.7)
-        exact, *_ = drawn(F64)
-        want = results(paired(option["loss_type"], exact, target, **kept, **more), exact)
+        tensors, target, _ = draw_tensors(dtype)
+        shared = dict(ref=reference != "none", average=average, nll=nll, alpha=0.7)
+        exact, *_ = draw_tensors(F64)
+        expected = results(paired(option["loss_type"], exact, target, **shared, **more), exact)
         loss = chunked_loss.LigerFusedLinearDPOLoss(
             **option,
             use_ref_model=reference == "model",
@@ -201,7 +68,7 @@ def test_dpo(option, reference, dtype):
             with torch.no_grad():
                 s = sums(log_probs_of(*ref, target)[1], average).detach().chunk(2)
             refs = dict(ref_chosen_logps=s[0], ref_rejected_logps=s[1])
-        same(results(loss(w, h, target, b, **refs), tensors), want, dtype)
+        same(results(loss(w, h, target, b, **refs), tensors), expected, dtype)
 
 
 OTHERS = {
@@ -219,25 +86,28 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("nll", [False, True])
 def test_without_a_reference(kind, nll, dtype):
-    cls, mine, theirs = OTHERS[kind]
+    cls, options, reference_options = OTHERS[kind]
     averages = (False, True) if kind == "cpo" else (True,)
     for average, other in itertools.product(
         averages, (False, True) if kind == "orpo" else (False,)
     ):
-        tensors, target, nll_target = drawn(dtype)
-        exact, *_ = drawn(F64)
-        kept = dict(ref=False, average=average, nll=nll)
-        want = results(
-            paired(kind, exact, target, nll_target if other else None, **kept, **theirs), exact
+        tensors, target, nll_target = draw_tensors(dtype)
+        exact, *_ = draw_tensors(F64)
+        shared = dict(ref=False, average=average, nll=nll)
+        expected = results(
+            paired(
+                kind, exact, target, nll_target if other else None, **shared, **reference_options
+            ),
+            exact,
         )
         loss = cls(
             compute_nll_loss=nll,
-            **mine,
+            **options,
             **(dict(average_log_prob=average) if kind == "cpo" else {}),
         )
-        given = dict(nll_target=nll_target) if other else {}
+        kwargs = dict(nll_target=nll_target) if other else {}
         h, w, b = (tensors[k] for k in LEARNT)
-        same(results(loss(w, h, target, b, **given), tensors), want, dtype)
+        same(results(loss(w, h, target, b, **kwargs), tensors), expected, dtype)
 
 
 @DTYPE
@@ -246,11 +116,11 @@ def test_without_a_reference(kind, nll, dtype):
 def test_kto(ref, kl, dtype):
     labels = torch.tensor([True, False, False, True, True], device=DEVICE)
     for average in (False, True):
-        tensors, target, _ = drawn(dtype, sequences=5)
-        exact, *_ = drawn(F64, sequences=5)
+        tensors, target, _ = draw_tensors(dtype, sequences=5)
+        exact, *_ = draw_tensors(F64, sequences=5)
         point = {"none": None, "one": torch.tensor(0.3), "each": torch.linspace(0, 0.8, 5)}[kl]
         point = None if point is None else point.to(DEVICE, F64)
-        want = results(
+        expected = results(
             kto(exact, target, labels, ref=ref != "none", average=average, kl=point), exact
         )
         loss = chunked_loss.LigerFusedLinearKTOLoss(
@@ -262,7 +132,7 @@ def test_kto(ref, kl, dtype):
             with torch.no_grad():
                 refs = dict(ref_logps=sums(log_probs_of(*reference, target)[1], average))
         point = None if point is None else point.to(dtype)
-        same(results(loss(h, w, target, b, labels, **refs, kl=point), tensors), want, dtype)
+        same(results(loss(h, w, target, b, labels, **refs, kl=point), tensors), expected, dtype)
 
 
 def functions():
@@ -322,7 +192,7 @@ def functions():
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "hidden"])
 def test_functions_and_modules(name, both, frozen):
     """The same outcome; gradients in forward, for what requires them; functional names."""
-    tensors, target, _ = drawn(F32)
+    tensors, target, _ = draw_tensors(F32)
     h, w, b, *ref = (tensors[k] for k in NAMES)
     if frozen != "nothing":
         tensors[frozen].requires_grad_(False)
@@ -365,13 +235,13 @@ def test_a_subclass_of_the_paired_base():
                 average_log_prob=False,
             )
 
-    tensors, target, _ = drawn(F64)
+    tensors, target, _ = draw_tensors(F64)
     h, w, b = (tensors[k] for k in LEARNT)
     loss, rest = Function.apply(h, w, target, b, 2.0)
     s = sums(log_probs_of(h, w, b, target)[1], False)
-    want = F.relu(2 - 0.5 * (s[:B] - s[B:])).mean()
+    expected = F.relu(2 - 0.5 * (s[:B] - s[B:])).mean()
     for x, y in zip(
-        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True
+        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(expected, (h, w, b)), strict=True
     ):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(rest[0], s[:B].detach())
@@ -387,13 +257,13 @@ def test_a_subclass_of_the_unpaired_base():
         def forward(cls, ctx, _input, weight, target, labels, bias=None):
             return super().forward(cls, ctx, _input, weight, target, labels, bias)
 
-    tensors, target, _ = drawn(F64)
+    tensors, target, _ = draw_tensors(F64)
     h, w, b = (tensors[k] for k in LEARNT)
     labels = torch.tensor([True, False] * B, device=DEVICE)
     loss, _ = Function.apply(h, w, target, labels, b)
-    want = -(sums(log_probs_of(h, w, b, target)[1], False) * labels).mean()
+    expected = -(sums(log_probs_of(h, w, b, target)[1], False) * labels).mean()
     for x, y in zip(
-        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(want, (h, w, b)), strict=True
+        torch.autograd.grad(loss, (h, w, b)), torch.autograd.grad(expected, (h, w, b)), strict=True
     ):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
@@ -403,17 +273,17 @@ def test_a_subclass_of_the_unpaired_base():
 def test_low_precision(dtype, memory):
     """No further from fp64 than PyTorch in that dtype, and a rounding; the loss and
     log-probabilities are fp32."""
-    tensors, target, _ = drawn(dtype)
+    tensors, target, _ = draw_tensors(dtype)
     loss = chunked_loss.LigerFusedLinearDPOLoss(use_ref_model=False, memory=memory)
     h, w, b = (tensors[k] for k in LEARNT)
     value, rest = loss(w, h, target, b)
     assert value.dtype == F32 and all(x.dtype == F32 for x in rest)
-    got = torch.autograd.grad(value, (h, w, b))
-    assert [g.dtype for g in got] == [dtype] * 3
+    actual = torch.autograd.grad(value, (h, w, b))
+    assert [g.dtype for g in actual] == [dtype] * 3
 
     def plainly(dtype):
-        given = [x.detach().to(dtype).requires_grad_() for x in (h, w, b)]
-        z = F.linear(*given)
+        kwargs = [x.detach().to(dtype).requires_grad_() for x in (h, w, b)]
+        z = F.linear(*kwargs)
         log_p = (z if dtype == F64 else z.float()).log_softmax(-1)
         s = (
             log_p.gather(-1, target.clamp(min=0)[..., None])
@@ -422,11 +292,11 @@ def test_low_precision(dtype, memory):
             .sum(-1)
         )
         loss = -F.logsigmoid(0.1 * (s[:B] - s[B:])).mean()
-        return torch.autograd.grad(loss, given)
+        return torch.autograd.grad(loss, kwargs)
 
-    for x, theirs, exact in zip(got, plainly(dtype), plainly(F64), strict=True):
+    for grad, plain_grad, exact in zip(actual, plainly(dtype), plainly(F64), strict=True):
         largest = exact.abs().max()
-        error, allowed = ((g.double() - exact).abs().max() / largest for g in (x, theirs))
+        error, allowed = ((x.double() - exact).abs().max() / largest for x in (grad, plain_grad))
         assert error <= allowed + 4 * torch.finfo(dtype).eps
 
 
@@ -455,40 +325,42 @@ EMPTY = {
 def test_an_answer_without_a_valid_token(name, empty, dtype):
     """Its log-probability is 0, whatever is given as the reference's, and everything else is as
     ever."""
-    cls, mine, theirs = EMPTY[name]
+    cls, options, reference_options = EMPTY[name]
     kind = name.split()[0].replace("dpo", "sigmoid")
-    tensors, target, _ = drawn(dtype)
-    exact, *_ = drawn(F64)
+    tensors, target, _ = draw_tensors(dtype)
+    exact, *_ = draw_tensors(F64)
     target[empty] = -100
     with_reference = cls is chunked_loss.LigerFusedLinearDPOLoss
-    want = results(paired(kind, exact, target, ref=with_reference, nll=True, **theirs), exact)
-    assert all(x.isfinite().all() for x in want)
-    loss = cls(compute_nll_loss=True, **mine)
+    expected = results(
+        paired(kind, exact, target, ref=with_reference, nll=True, **reference_options), exact
+    )
+    assert all(x.isfinite().all() for x in expected)
+    loss = cls(compute_nll_loss=True, **options)
     h, w, b, *ref = (tensors[k] for k in NAMES)
-    same(results(loss(w, h, target, b, *(ref if with_reference else ())), tensors), want, dtype)
+    same(results(loss(w, h, target, b, *(ref if with_reference else ())), tensors), expected, dtype)
     if with_reference:
         with torch.no_grad():
-            s = sums(log_probs_of(*ref, target)[1], "average" in theirs)
+            s = sums(log_probs_of(*ref, target)[1], "average" in reference_options)
         s[empty] = math.nan
-        given = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), s.chunk(2), strict=True))
-        same(results(loss(w, h, target, b, **given), tensors), want, dtype)
+        kwargs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), s.chunk(2), strict=True))
+        same(results(loss(w, h, target, b, **kwargs), tensors), expected, dtype)
 
 
 @DTYPE
 @pytest.mark.parametrize("average", [False, True])
 def test_a_single_answer_without_a_valid_token(average, dtype):
     labels = torch.tensor([True, False, False, True, True], device=DEVICE)
-    tensors, target, _ = drawn(dtype, sequences=5)
-    exact, *_ = drawn(F64, sequences=5)
+    tensors, target, _ = draw_tensors(dtype, sequences=5)
+    exact, *_ = draw_tensors(F64, sequences=5)
     target[[0, 2]] = -100
-    want = results(kto(exact, target, labels, average=average), exact)
+    expected = results(kto(exact, target, labels, average=average), exact)
     loss = chunked_loss.LigerFusedLinearKTOLoss(average_log_prob=average)
     h, w, b, *ref = (tensors[k] for k in NAMES)
-    same(results(loss(h, w, target, b, labels, *ref), tensors), want, dtype)
+    same(results(loss(h, w, target, b, labels, *ref), tensors), expected, dtype)
     with torch.no_grad():
         s = sums(log_probs_of(*ref, target)[1], average)
     s[[0, 2]] = math.nan
-    same(results(loss(h, w, target, b, labels, ref_logps=s), tensors), want, dtype)
+    same(results(loss(h, w, target, b, labels, ref_logps=s), tensors), expected, dtype)
 
 
 def test_no_pairs():
@@ -545,8 +417,8 @@ def test_the_odds_of_a_sure_answer(sure, lead, tokens, with_and_without_kernels)
     loss.backward()
     exact.backward()
     dw = wide.grad.flatten(0, 1).t() @ wide.detach().flatten(0, 1)
-    for mine, right in ((h.grad, wide.grad), (w.grad, dw)):
-        assert (mine.double() - right).norm() <= 2e-5 * right.norm() + 1e-37
+    for grad, exact_grad in ((h.grad, wide.grad), (w.grad, dw)):
+        assert (grad.double() - exact_grad).norm() <= 2e-5 * exact_grad.norm() + 1e-37
 
 
 def test_log_odds_of_log_probabilities():
@@ -568,16 +440,16 @@ def test_log_odds_of_log_probabilities():
 def test_large_margins(kind, tau):
     """Every loss of a margin is finite in fp32 where fp64 is, and has its gradient."""
     margins = [-6000.0, -900.0, -100.0, -1.0, 0.0, 1.0, 100.0, 900.0, 6000.0]
-    found = []
+    outcomes = []
     for dtype in F32, F64:
         a, d = (
             torch.tensor(margins, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(2)
         )
         loss = DPO[kind](a[:, None], d[None, ::2], 0.1, label_smoothing=0.1, discopop_tau=tau)
-        found.append(
+        outcomes.append(
             [loss.detach().double(), *(x.double() for x in torch.autograd.grad(loss.sum(), (a, d)))]
         )
-    for x, y in zip(*found, strict=True):
+    for x, y in zip(*outcomes, strict=True):
         assert y.isfinite().all()
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
     if kind == "discopop":  # in words, where fp64 has e^-x
@@ -586,15 +458,15 @@ def test_large_margins(kind, tau):
             - torch.tensor(margins, dtype=F64, device=DEVICE)[::2]
         )
         x, q = 0.1 * x, (0.1 * x / tau).sigmoid()
-        want = -F.logsigmoid(x) * (1 - q) + (-x).exp() * q
+        expected = -F.logsigmoid(x) * (1 - q) + (-x).exp() * q
         torch.testing.assert_close(
-            found[1][0], want.where(x > -700, found[1][0]), rtol=1e-9, atol=1e-9
+            outcomes[1][0], expected.where(x > -700, outcomes[1][0]), rtol=1e-9, atol=1e-9
         )
 
 
 def test_frozen_reference_and_tied_heads():
     """One weight for policy and reference gets the policy's gradient only."""
-    tensors, target, _ = drawn(F32)
+    tensors, target, _ = draw_tensors(F32)
     h, w, b = (tensors[k] for k in LEARNT)
     loss = chunked_loss.LigerFusedLinearDPOLoss()
     value, rest = loss(w, h, target, b, h.detach(), w, b)
@@ -608,11 +480,11 @@ def test_frozen_reference_and_tied_heads():
 def test_modules_say_what_they_are():
     loss = chunked_loss.LigerFusedLinearDPOLoss(loss_type="ipo", beta=0.3)
     assert "loss_type='ipo'" in repr(loss) and loss.beta == 0.3
-    tensors, target, _ = drawn(F64)
+    tensors, target, _ = draw_tensors(F64)
     h, w, b = (tensors[k] for k in LEARNT)
     loss.use_ref_model, loss.beta = False, 0.6  # as a callback changes it
-    want, _ = paired("ipo", tensors, target, ref=False, beta=0.6)
-    torch.testing.assert_close(loss(w, h, target, b)[0], want)
+    expected, _ = paired("ipo", tensors, target, ref=False, beta=0.6)
+    torch.testing.assert_close(loss(w, h, target, b)[0], expected)
 
 
 def calls(tensors, target):
@@ -640,14 +512,14 @@ def calls(tensors, target):
 
 @pytest.mark.parametrize("k", range(12))
 def test_errors(k):
-    tensors, target, _ = drawn(F32)
+    tensors, target, _ = draw_tensors(F32)
     match, call = list(calls(tensors, target))[k]
     with pytest.raises(ValueError, match=match):
         call()
 
 
 def test_labels_raise_what_existing_code_expects():
-    tensors, target, _ = drawn(F32)
+    tensors, target, _ = draw_tensors(F32)
     h, w, b = (tensors[k] for k in LEARNT)
     with pytest.raises(AssertionError, match="preference_labels is None"):
         chunked_loss.LigerFusedLinearKTOLoss()(h, w, target, b)
@@ -659,7 +531,7 @@ def test_labels_raise_what_existing_code_expects():
 
 def test_a_loss_of_ones_own():
     """`paired_preference` takes any function of pairs."""
-    tensors, target, _ = drawn(F64)
+    tensors, target, _ = draw_tensors(F64)
     h, w, b = (tensors[k] for k in LEARNT)
 
     def margin(chosen, rejected, target, beta):
@@ -681,8 +553,8 @@ def test_a_loss_of_ones_own():
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_a_head_without_channels(dtype):
     """It is one whose only channel is 0: its logits are its bias."""
-    tensors, target, _ = drawn(dtype)
-    labels, found = torch.arange(2 * B, device=DEVICE) % 2 == 0, []
+    tensors, target, _ = draw_tensors(dtype)
+    labels, outcomes = torch.arange(2 * B, device=DEVICE) % 2 == 0, []
     for channels in (0, 1):
         h, w = (torch.zeros_like(tensors[k][..., :channels]).requires_grad_() for k in LEARNT[:2])
         of_pairs, _ = paired_preference(preference.simpo_loss, h, w, target, tensors["bias"])
@@ -691,5 +563,5 @@ def test_a_head_without_channels(dtype):
         )
         dh, dw, db = torch.autograd.grad(of_pairs + of_answers, (h, w, tensors["bias"]))
         assert dh.shape == h.shape and dw.shape == w.shape and not dh.any() and not dw.any()
-        found.append((of_pairs, of_answers, db))
-    torch.testing.assert_close(*found)
+        outcomes.append((of_pairs, of_answers, db))
+    torch.testing.assert_close(*outcomes)

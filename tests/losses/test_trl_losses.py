@@ -79,12 +79,17 @@ class Alone:
 
 
 def stand_in(cls, model, **attributes):
-    """What the methods of a TRL trainer read from self; its methods are its own."""
+    """The attributes that a TRL trainer's methods read from self, and its own methods."""
     own = dict(
-        accelerator=Alone(), model=model,
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None), aux_loss_enabled=False, _tp_size=1,
-        _metrics=dict(train=defaultdict(list)), _total_train_tokens=0, precompute_ref_logps=False,
-    )  # fmt: skip
+        accelerator=Alone(),
+        model=model,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False,
+        _tp_size=1,
+        _metrics=dict(train=defaultdict(list)),
+        _total_train_tokens=0,
+        precompute_ref_logps=False,
+    )
     made = cls.__new__(cls)
     made.__dict__.update(own, **attributes)
     return made
@@ -96,27 +101,37 @@ def logged(trainer, *names):
     ]
 
 
-def assert_same(mine, theirs):
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+def assert_same(liger_values, trl_values):
+    for i, (a, b) in enumerate(zip(liger_values, trl_values, strict=True)):
         torch.testing.assert_close(
             a.double(), b.double(), rtol=1e-6, atol=1e-8, msg=lambda m, i=i: f"{i}: {m}"
         )
 
 
-def judge(head, mine, theirs, metrics=(), theirs_metrics=()):
+def judge(head, liger_loss, trl_loss, metrics=(), trl_metrics=()):
     """The losses, their gradients, the metrics."""
-    assert_same([mine, *metrics], [theirs, *theirs_metrics])
-    assert_same(*(torch.autograd.grad(loss, list(head.parameters())) for loss in (mine, theirs)))
+    assert_same([liger_loss, *metrics], [trl_loss, *trl_metrics])
+    assert_same(
+        *(torch.autograd.grad(loss, list(head.parameters())) for loss in (liger_loss, trl_loss))
+    )
 
 
 # ---- paired preferences ----
 
 
 DPO = {
-    "sigmoid": {}, "hinge": {}, "ipo": {}, "nca_pair": {}, "bco_pair": {}, "sppo_hard": {}, "apo_zero": {},
-    "apo_down": {}, "discopop": dict(discopop_tau=0.1), "exo_pair": dict(label_smoothing=0.1),
+    "sigmoid": {},
+    "hinge": {},
+    "ipo": {},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": dict(discopop_tau=0.1),
+    "exo_pair": dict(label_smoothing=0.1),
     "robust": dict(label_smoothing=0.2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("loss_type", DPO)
@@ -136,10 +151,10 @@ def test_dpo(loss_type):
     )
     trainer.args.discopop_tau = options.get("discopop_tau", 0.05)
     inputs = dict(input_ids=IDS, completion_mask=FULL_MASK, attention_mask=torch.ones_like(IDS))
-    theirs = trainer._compute_loss(policy, inputs, False)
+    trl_loss = trainer._compute_loss(policy, inputs, False)
 
     loss = chunked_loss.LigerFusedLinearDPOLoss(beta=0.3, loss_type=loss_type, **options)
-    mine, (chosen, rejected, _, _, _, chosen_rewards, rejected_rewards) = loss(
+    liger_loss, (chosen, rejected, _, _, _, chosen_rewards, rejected_rewards) = loss(
         policy.weight,
         policy.hidden,
         TARGET,
@@ -150,7 +165,7 @@ def test_dpo(loss_type):
     )
     metrics = [x.mean() for x in (chosen, rejected, chosen_rewards, rejected_rewards)]
     names = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected"
-    judge(policy, mine, theirs, metrics, logged(trainer, *names))
+    judge(policy, liger_loss, trl_loss, metrics, logged(trainer, *names))
 
 
 PREFERENCE = "logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "nll_loss"
@@ -168,9 +183,10 @@ def paired(head, cls, **attributes):
     batch = {}
     for name, rows in (("chosen", slice(half)), ("rejected", slice(half, None))):
         batch |= {
-            f"{name}_input_ids": IDS[rows], f"{name}_labels": labels[rows],
+            f"{name}_input_ids": IDS[rows],
+            f"{name}_labels": labels[rows],
             f"{name}_attention_mask": torch.ones_like(IDS[rows]),
-        }  # fmt: skip
+        }
     loss, metrics = trainer.get_batch_loss_metrics(head, batch)
     return loss, metrics
 
@@ -179,12 +195,16 @@ def test_orpo():
     from trl.experimental.orpo import ORPOTrainer
 
     head = Model(0)
-    theirs, metrics = paired(head, ORPOTrainer, beta=0.3)
+    trl_loss, metrics = paired(head, ORPOTrainer, beta=0.3)
     loss = chunked_loss.LigerFusedLinearORPOLoss(beta=0.3)
-    mine, aux = loss(head.weight, head.hidden, TARGET, head.bias, nll_target=IDS[:, 1:])
+    liger_loss, aux = loss(head.weight, head.hidden, TARGET, head.bias, nll_target=IDS[:, 1:])
     names = (*PREFERENCE, "log_odds_ratio", "log_odds_chosen")
     judge(
-        head, mine, theirs, [x.mean() for x in aux], [torch.tensor(metrics[name]) for name in names]
+        head,
+        liger_loss,
+        trl_loss,
+        [x.mean() for x in aux],
+        [torch.tensor(metrics[name]) for name in names],
     )
 
 
@@ -196,7 +216,7 @@ def test_cpo_and_simpo(loss_type, alpha, label_smoothing):
     from trl.experimental.cpo import CPOTrainer
 
     head = Model(0)
-    theirs, metrics = paired(
+    trl_loss, metrics = paired(
         head,
         CPOTrainer,
         beta=0.3,
@@ -213,13 +233,13 @@ def test_cpo_and_simpo(loss_type, alpha, label_smoothing):
         loss = chunked_loss.LigerFusedLinearSimPOLoss(gamma=0.4, **options)
     else:
         loss = chunked_loss.LigerFusedLinearCPOLoss(**options)
-    mine, aux = loss(head.weight, head.hidden, TARGET, head.bias)
+    liger_loss, aux = loss(head.weight, head.hidden, TARGET, head.bias)
     aux = {
         name: x.mean()
         for name, x in zip(PREFERENCE, aux, strict=True)
         if not name.startswith("logits/")
     }
-    judge(head, mine, theirs, aux.values(), [torch.tensor(metrics[name]) for name in aux])
+    judge(head, liger_loss, trl_loss, aux.values(), [torch.tensor(metrics[name]) for name in aux])
 
 
 # ---- unpaired ----
@@ -244,10 +264,10 @@ def test_kto(kl):
     inputs = dict(
         input_ids=IDS, completion_mask=FULL_MASK, attention_mask=torch.ones_like(IDS), label=labels
     )
-    theirs = trainer._compute_loss(policy, inputs, False)
+    trl_loss = trainer._compute_loss(policy, inputs, False)
 
     loss = chunked_loss.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)
-    mine, (chosen, rejected, _, _, chosen_rewards, rejected_rewards) = loss(
+    liger_loss, (chosen, rejected, _, _, chosen_rewards, rejected_rewards) = loss(
         policy.hidden,
         policy.weight,
         TARGET,
@@ -261,27 +281,39 @@ def test_kto(kl):
     good, bad = labels.sum(), (~labels).sum()
     metrics = [chosen / good, rejected / bad, chosen_rewards / good, rejected_rewards / bad]
     names = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected"
-    judge(policy, mine, theirs, metrics, logged(trainer, *names))
+    judge(policy, liger_loss, trl_loss, metrics, logged(trainer, *names))
 
 
 # ---- policies ----
 
 
 GRPO = {
-    "plain": {}, "kl": dict(beta=0.2), "corrected kl": dict(beta=0.2, use_bias_correction_kl=True),
-    "two-sided": dict(delta=1.5), "vllm": dict(beta=0.1), "on policy": {}, "temperature": dict(temperature=0.7),
+    "plain": {},
+    "kl": dict(beta=0.2),
+    "corrected kl": dict(beta=0.2, use_bias_correction_kl=True),
+    "two-sided": dict(delta=1.5),
+    "vllm": dict(beta=0.1),
+    "on policy": {},
+    "temperature": dict(temperature=0.7),
     "token advantages": {},
-}  # fmt: skip
+}
 LEVELS = {
-    "grpo": ("token", "sequence"), "bnpo": ("token", "sequence"), "dr_grpo": ("token", "sequence"),
-    "dapo": ("token", "sequence"), "luspo": ("token", "sequence"), "cispo": ("token",), "sapo": ("token",),
+    "grpo": ("token", "sequence"),
+    "bnpo": ("token", "sequence"),
+    "dr_grpo": ("token", "sequence"),
+    "dapo": ("token", "sequence"),
+    "luspo": ("token", "sequence"),
+    "cispo": ("token",),
+    "sapo": ("token",),
     "vespo": ("token",),
-}  # fmt: skip
+}
 CASES = [
     (loss_type, level, case)
-    for loss_type, levels in LEVELS.items() for level in levels for case in GRPO
+    for loss_type, levels in LEVELS.items()
+    for level in levels
+    for case in GRPO
     if loss_type in CLIPPED_LOSSES or case != "two-sided"
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("loss_type, level, case", CASES)
@@ -311,11 +343,15 @@ def test_grpo(loss_type, level, case):
     )
     near = torch.randn(2, ROWS, TOKENS, generator=generator, dtype=torch.float64) * 0.3
     inputs = dict(
-        prompt_ids=IDS[:, :1], prompt_mask=torch.ones(ROWS, 1), completion_ids=IDS[:, 1:], completion_mask=MASK,
+        prompt_ids=IDS[:, :1],
+        prompt_mask=torch.ones(ROWS, 1),
+        completion_ids=IDS[:, 1:],
+        completion_mask=MASK,
         advantages=torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.3], dtype=torch.float64),
         old_per_token_logps=None if case == "on policy" else log_p.detach() + near[0],
-        ref_per_token_logps=log_p.detach() + near[1], num_items_in_batch=torch.tensor(31.0),
-    )  # fmt: skip
+        ref_per_token_logps=log_p.detach() + near[1],
+        num_items_in_batch=torch.tensor(31.0),
+    )
     if case == "token advantages":
         inputs["advantages"] = inputs["advantages"][:, None] + near[1]
     if case == "vllm":
@@ -337,10 +373,10 @@ def test_grpo(loss_type, level, case):
         torch.zeros_like(log_p),
         None,
     )
-    theirs = trainer._compute_loss(None, inputs)
+    trl_loss = trainer._compute_loss(None, inputs)
 
     loss = chunked_loss.LigerFusedLinearGRPOLoss(use_ref_model=shared["beta"] != 0, **shared)
-    mine, metrics = loss(
+    liger_loss, metrics = loss(
         _input=policy.hidden,
         lin_weight=policy.weight,
         selected_token_ids=IDS[:, 1:],
@@ -361,7 +397,7 @@ def test_grpo(loss_type, level, case):
         names.append("cispo_clip_ratio")
     else:
         metrics = metrics[:-1]
-    judge(policy, mine, theirs, metrics, logged(trainer, *names))
+    judge(policy, liger_loss, trl_loss, metrics, logged(trainer, *names))
 
 
 def test_rloo():
@@ -373,17 +409,21 @@ def test_rloo():
     rewards = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.3], dtype=torch.float64)
     of_others = (rewards.view(2, 3).sum(1, keepdim=True) - rewards.view(2, 3)) / 2
     inputs = dict(
-        prompt_ids=IDS[:, :1], prompt_mask=torch.ones(ROWS, 1), completion_ids=IDS[:, 1:], completion_mask=MASK,
-        advantages=rewards - of_others.flatten(), old_logps=(old * MASK).sum(1),
-    )  # fmt: skip
+        prompt_ids=IDS[:, :1],
+        prompt_mask=torch.ones(ROWS, 1),
+        completion_ids=IDS[:, 1:],
+        completion_mask=MASK,
+        advantages=rewards - of_others.flatten(),
+        old_logps=(old * MASK).sum(1),
+    )
     trainer = stand_in(trl.RLOOTrainer, policy, epsilon_low=0.2, epsilon_high=0.3)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
         log_p,
         torch.zeros_like(log_p),
         None,
     )
-    theirs = trainer._compute_loss(None, inputs)
-    mine, _ = linear_rloo_loss(
+    trl_loss = trainer._compute_loss(None, inputs)
+    liger_loss, _ = linear_rloo_loss(
         policy.hidden,
         policy.weight,
         IDS[:, 1:],
@@ -395,7 +435,7 @@ def test_rloo():
         epsilon_low=0.2,
         epsilon_high=0.3,
     )
-    judge(policy, mine, theirs)
+    judge(policy, liger_loss, trl_loss)
 
 
 # ---- distillation ----
@@ -408,7 +448,7 @@ def test_jsd(beta, temperature, flat):
     from trl.experimental.gkd import GKDTrainer
 
     student, teacher = Model(0), Model(1)
-    theirs = GKDTrainer.generalized_jsd_loss(
+    trl_loss = GKDTrainer.generalized_jsd_loss(
         student.logits(), teacher.logits().detach(), TARGET, beta=beta, temperature=temperature
     )
     loss = chunked_loss.LigerFusedLinearJSDLoss(
@@ -419,7 +459,7 @@ def test_jsd(beta, temperature, flat):
         compiled=False,
     )
     hidden = [h.hidden.flatten(0, 1) if flat else h.hidden for h in (student, teacher)]
-    mine = loss(
+    liger_loss = loss(
         hidden[0],
         student.weight,
         hidden[1],
@@ -428,4 +468,4 @@ def test_jsd(beta, temperature, flat):
         student.bias,
         teacher.bias.detach(),
     )
-    judge(student, mine, theirs)
+    judge(student, liger_loss, trl_loss)

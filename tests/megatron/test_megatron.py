@@ -43,9 +43,9 @@ def test_swiglu():
     x = torch.randn(3, 2, 10)
     a, b = x.chunk(2, -1)
     torch.testing.assert_close(LigerMegatronSwiGLU()(x), torch.nn.functional.silu(a) * b)
-    for given in (torch.randn(10), torch.randn(3, 9)):
+    for inputs in (torch.randn(10), torch.randn(3, 9)):
         with pytest.raises(ValueError, match="shape"):
-            LigerMegatronSwiGLU()(given)
+            LigerMegatronSwiGLU()(inputs)
     with pytest.raises(RuntimeError, match="bias.*fallback_impl"):
         LigerMegatronSwiGLU()(x, torch.zeros(10))
     with_fallback = LigerMegatronSwiGLU(lambda *args: args)
@@ -73,12 +73,18 @@ def megatron(patch, **names):
         setattr(sys.modules[f"megatron.core.{module}"], name, x)
 
 
+def vocab_parallel_cross_entropy(logits, target, label_smoothing=0.0):
+    return 1
+
+
+def fused_vocab_parallel_cross_entropy(logits, target, tp_group):
+    return 2
+
+
 CROSS_ENTROPIES = {
-    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": lambda logits, target, label_smoothing=0.0: (
-        1
-    ),
-    "fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy": lambda logits, target, tp_group: (
-        2
+    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
+    "fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy": (
+        fused_vocab_parallel_cross_entropy
     ),
     "parallel_state.get_tensor_model_parallel_group": lambda: None,
 }
@@ -95,16 +101,20 @@ def test_cross_entropies(monkeypatch):
     logits = torch.randn(3, 2, 10, device=DEVICE, requires_grad=True)
     target = torch.tensor([[1, -1], [10, 2], [9, -100]], device=DEVICE)
     inside = (target >= 0) & (target < 10)
-    want = torch.nn.functional.cross_entropy(
+    expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), target.where(inside, -100).flatten(), reduction="none"
     ).view(3, 2)
-    for got in (plain(logits, target), fused(logits, target), fused(logits, target, tp_group=None)):
-        torch.testing.assert_close(got, want)
+    for actual in (
+        plain(logits, target),
+        fused(logits, target),
+        fused(logits, target, tp_group=None),
+    ):
+        torch.testing.assert_close(actual, expected)
     (dx,) = torch.autograd.grad(plain(logits, target).sum(), logits)
     assert not dx[~inside].any() and dx[inside].any(-1).all()
-    given = []
+    inputs = []
     monkeypatch.setattr(
-        LigerMegatronCrossEntropy, "forward", lambda self, *args: given.append(args[2])
+        LigerMegatronCrossEntropy, "forward", lambda self, *args: inputs.append(args[2])
     )
     group = object()
     (
@@ -112,11 +122,11 @@ def test_cross_entropies(monkeypatch):
         plain(logits, target, tp_group=group),
         fused(logits, target, group),
     )
-    assert given == [group] * 3
+    assert inputs == [group] * 3
 
 
 def test_what_cannot_be_replaced(monkeypatch):
-    """Whether the package is missing or a part of it; and then nothing was replaced."""
+    """The package is missing, or a part of it; nothing is replaced then."""
     norm = type("WrappedTorchNorm", (), {})
     megatron(monkeypatch, **{"transformer.torch_norm.WrappedTorchNorm": norm}, **CROSS_ENTROPIES)
     module = sys.modules["megatron.core.transformer.torch_norm"]
@@ -213,16 +223,16 @@ def check_gpt(rank):
         parallel_state.initialize_model_parallel(ranks.SIZE)
         if DEVICE == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(0)
-        _, want = trained(fused=False)  # their fused loss rounds its gradients to bf16
+        _, expected = trained(fused=False)  # their fused loss rounds its gradients to bf16
         apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
         before = tensor_parallel.vocab_parallel_cross_entropy
         apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
         assert tensor_parallel.vocab_parallel_cross_entropy is before
         for fused in (False, True):
-            model, got = trained(fused)
+            model, actual = trained(fused)
             assert type(model.decoder.layers[0].input_layernorm) is LigerMegatronRMSNorm
             assert type(model.decoder.final_layernorm) is LigerMegatronRMSNorm
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gpt(tmp_path):

@@ -40,20 +40,20 @@ def of_convolutions(
 
 def profiled(model, length, rows=1, labels=None):
     """A real forward and backward."""
-    mine = {
+    flops_of_model = {
         torch.ops.aten.convolution_backward: of_convolutions,
         torch.ops.aten.linalg_solve_triangular: lambda a, b, **kwargs: (
             math.prod(a) * b[-1]
         ),  # it has none
     }
     ids = torch.randint(3, 90, (rows, length))
-    with FlopCounterMode(display=False, custom_mapping=mine) as counter:
+    with FlopCounterMode(display=False, custom_mapping=flops_of_model) as counter:
         model(input_ids=ids, labels=ids, use_cache=False)["loss"].backward()
     return counter.get_total_flops()
 
 
 def full(flops, length, rows=1, hardware=False):
-    """What the profiler sees: eager attention computes all pairs."""
+    """The profiler's count: eager attention computes all pairs."""
     tokens, pairs = rows * length, {reach: rows * length**2 for reach in flops.pairs}
     return (flops.hardware if hardware else flops.model)(tokens, tokens, pairs)
 
@@ -179,8 +179,8 @@ def test_recomputation_counts_in_hardware_alone():
 @pytest.mark.thorough
 def test_under_wrappers():
     model = tiny.model("llama")
-    want = flops_of(model)
-    assert flops_of(torch.nn.DataParallel(model)) == want
+    expected = flops_of(model)
+    assert flops_of(torch.nn.DataParallel(model)) == expected
 
 
 def test_what_is_not_known_says_so():
@@ -198,11 +198,11 @@ def test_what_is_not_known_says_so():
 
 def masks(model, ids):
     """(layer, pairs that its mask lets through) of each attention."""
-    found = []
+    counted = []
 
     def note(module, args, kwargs):
         mask = kwargs.get("attention_mask")
-        found.append(int((mask == 0).sum()) if mask.dtype.is_floating_point else int(mask.sum()))
+        counted.append(int((mask == 0).sum()) if mask.dtype.is_floating_point else int(mask.sum()))
 
     hooks = [
         m.register_forward_pre_hook(note, with_kwargs=True)
@@ -213,7 +213,7 @@ def masks(model, ids):
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return counted
 
 
 @pytest.mark.parametrize("name", some(("llama", "mistral", "gemma2", "gpt_oss")))

@@ -57,13 +57,19 @@ def loader(data, size=2):
 
 
 def fit(folder, metrics, data, module=None, val=None, path=None, **arguments):
-    given = dict(
-        max_epochs=1, log_every_n_steps=2, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, accumulate_grad_batches=2, num_sanity_val_steps=1,
-    )  # fmt: skip
+    batches = dict(
+        max_epochs=1,
+        log_every_n_steps=2,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=1,
+    )
     log = Log(folder)
     trainer = pl.Trainer(
-        default_root_dir=folder, callbacks=[metrics], logger=log, **given | arguments
+        default_root_dir=folder, callbacks=[metrics], logger=log, **batches | arguments
     )
     trainer.fit(module or Module(), loader(data), val and loader(val), ckpt_path=path)
     return trainer, [seen for seen in log.seen if "tokens_per_second" in seen]
@@ -82,10 +88,10 @@ def test_what_is_logged(tmp_path):
     flops = flops_of(tiny.model("llama"))
     lengths = [int(row["attention_mask"].sum()) for row in data]
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+    expected = (flops.token + flops.head) * sum(lengths) + price * sum(
         n * (n + 1) // 2 for n in lengths
     )
-    assert metrics.totals["model_flops"] == pytest.approx(want)
+    assert metrics.totals["model_flops"] == pytest.approx(expected)
 
 
 def test_resumed(tmp_path):

@@ -8,16 +8,25 @@ from unittest import mock
 
 import pytest
 import torch
-from test_trainer_metrics import trainer
+from test_trainer_metrics import make_trainer
 
 from liger_kernel.transformers import LigerMetrics
 
 pytestmark = pytest.mark.usefixtures("reference_only")
 NAMES = {
-    "loss", "tokens_per_second", "label_tokens_per_second", "tflops_per_device", "mfu", "peak_memory_gib",
-    "total_tokens", "total_label_tokens", "train_tokens_per_second", "train_label_tokens_per_second",
-    "train_tflops_per_device", "train_mfu",
-}  # fmt: skip
+    "loss",
+    "tokens_per_second",
+    "label_tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_gib",
+    "total_tokens",
+    "total_label_tokens",
+    "train_tokens_per_second",
+    "train_label_tokens_per_second",
+    "train_tflops_per_device",
+    "train_mfu",
+}
 
 
 def tensorboard(folder):
@@ -67,11 +76,17 @@ def mlflow(folder):
 def settings(folder):
     """Nothing is sent, and nothing is written elsewhere."""
     return dict(
-        TENSORBOARD_LOGGING_DIR=f"{folder}/events", WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(folder),
-        WANDB_CACHE_DIR=str(folder), WANDB_CONFIG_DIR=str(folder), WANDB_DATA_DIR=str(folder),
-        WANDB_ERROR_REPORTING="false", MLFLOW_TRACKING_URI=f"sqlite:///{folder}/runs.db",
+        TENSORBOARD_LOGGING_DIR=f"{folder}/events",
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+        WANDB_DIR=str(folder),
+        WANDB_CACHE_DIR=str(folder),
+        WANDB_CONFIG_DIR=str(folder),
+        WANDB_DATA_DIR=str(folder),
+        WANDB_ERROR_REPORTING="false",
+        MLFLOW_TRACKING_URI=f"sqlite:///{folder}/runs.db",
         MLFLOW_DISABLE_TELEMETRY="true",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("read", [tensorboard, wandb, mlflow], ids=lambda read: read.__name__)
@@ -79,11 +94,11 @@ def test_a_logger_has_the_figures(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with mock.patch.dict(os.environ, settings(tmp_path)):
         pytest.importorskip(read.__name__, reason="make test-loggers installs it")
-        made = trainer(tmp_path, LigerMetrics(peak_flops=1e12), report_to=read.__name__)
-        made.train()
+        trainer = make_trainer(tmp_path, LigerMetrics(peak_flops=1e12), report_to=read.__name__)
+        trainer.train()
         stored = {line for line in read(tmp_path) if line[0] in NAMES}
     held = (lambda x: torch.tensor(x, dtype=torch.float32).item()) if read is tensorboard else float
-    history = made.state.log_history
+    history = trainer.state.log_history
     logged = {(name, log["step"], held(log[name])) for log in history for name in NAMES & set(log)}
     assert {name for name, *_ in logged} == NAMES and {step for _, step, _ in logged} == {2, 4, 6}
     assert stored == logged

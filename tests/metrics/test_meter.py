@@ -1,4 +1,4 @@
-"""What is counted of a batch, what is reported of it, and where Prometheus reads it."""
+"""The counts of a batch, their report, and the endpoint for Prometheus."""
 
 import re
 import urllib.error
@@ -26,11 +26,11 @@ IDS = torch.zeros(2, 6, dtype=torch.long)
 def counted(inputs, reaches=(), attention="causal", **how):
     meter = Meter("cpu", Flops(pairs=dict.fromkeys(reaches, 1.0)), attention=attention, **how)
     meter.count(inputs)
-    found = dict(meter.on_host)
+    counts = dict(meter.on_host)
     for row in meter.on_device.values():
         for name, value in zip(meter.names, row.tolist(), strict=True):
-            found[name] += value
-    return found
+            counts[name] += value
+    return counts
 
 
 def brute(length, reach):
@@ -53,13 +53,13 @@ def test_pairs(length, reach):
 
 @pytest.mark.parametrize("reach", EVERY)
 def test_padding_and_packing_are_sequences_of_their_own(reach):
-    want = brute(4, reach) + brute(6, reach)
+    expected = brute(4, reach) + brute(6, reach)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])  # to the left
-    assert counted(dict(input_ids=IDS, attention_mask=mask), [reach])[reach] == want
-    assert counted(dict(input_ids=IDS, attention_mask=mask.flip(1)), [reach])[reach] == want
+    assert counted(dict(input_ids=IDS, attention_mask=mask), [reach])[reach] == expected
+    assert counted(dict(input_ids=IDS, attention_mask=mask.flip(1)), [reach])[reach] == expected
     packed = torch.tensor([[*range(4), *range(6)]])
     inputs = dict(input_ids=IDS.new_zeros(1, 10), position_ids=packed)
-    assert counted(inputs, [reach])[reach] == want
+    assert counted(inputs, [reach])[reach] == expected
     assert counted(inputs, [reach], attention="full")[ALL] == 4**2 + 6**2
 
 
@@ -158,11 +158,22 @@ def test_counting_does_not_look_at_the_device():
 
 def test_published_peaks():
     bf16 = {
-        "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989,
-        "NVIDIA H200 NVL": 835, "NVIDIA GH200 480GB": 989, "NVIDIA B200": 2250, "NVIDIA GB200": 2500,
-        "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA A10": 125, "NVIDIA GeForce RTX 4090": 165.2,
-        "AMD Instinct MI300X": 1307, "AMD Instinct MI250X/MI250": 191.5, "AMD Instinct MI325X": 1307,
-    }  # fmt: skip
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H200": 989,
+        "NVIDIA H200 NVL": 835,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+        "NVIDIA L40S": 362,
+        "NVIDIA L4": 121,
+        "NVIDIA A10": 125,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "AMD Instinct MI300X": 1307,
+        "AMD Instinct MI250X/MI250": 191.5,
+        "AMD Instinct MI325X": 1307,
+    }
     for name, peak in bf16.items():
         assert peak_flops(name, torch.bfloat16) == peak_flops(name, torch.float16) == peak * 1e12, (
             name
@@ -189,9 +200,12 @@ def test_an_unknown_peak_is_told(monkeypatch, caplog):
     device = torch.device("cuda", 0)
     assert peak_or_none(None, device, torch.bfloat16, True) == 989e12
     assert peak_or_none(1e12, device, torch.bfloat16, True) == 1e12
-    assert peak_or_none(None, torch.device("cpu"), torch.float32, True) is None and not caplog.records
     assert (
-        peak_or_none(None, device, torch.bfloat16, True) is None and "give peak_flops" in caplog.text
+        peak_or_none(None, torch.device("cpu"), torch.float32, True) is None and not caplog.records
+    )
+    assert (
+        peak_or_none(None, device, torch.bfloat16, True) is None
+        and "give peak_flops" in caplog.text
     )
 
 
@@ -200,7 +214,7 @@ def test_an_unknown_peak_is_told(monkeypatch, caplog):
 
 def parsed(text):
     """name -> (kind, value), by the rules of the text format."""
-    found, described, kinds = {}, set(), {}
+    counts, described, kinds = {}, set(), {}
     for line in text.splitlines():
         if line.startswith("# HELP "):
             name, _, words = line[7:].partition(" ")
@@ -212,10 +226,10 @@ def parsed(text):
             kinds[name] = kind
         else:
             name, value = re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*) (\S+)", line).groups()
-            assert name in described and name in kinds and name not in found
-            found[name] = kinds[name], float(value)
-    assert text[-1:] in ("", "\n") and found.keys() == kinds.keys() == described
-    return found
+            assert name in described and name in kinds and name not in counts
+            counts[name] = kinds[name], float(value)
+    assert text[-1:] in ("", "\n") and counts.keys() == kinds.keys() == described
+    return counts
 
 
 def scrape(url):
@@ -233,8 +247,8 @@ def test_endpoint():
         endpoint.update(
             values_of(report, totals, dict(loss=2.0, step=3, epoch=0.5, unknown=1, text="no"))
         )
-        found = scrape(endpoint.url)
-        assert found == {
+        counts = scrape(endpoint.url)
+        assert counts == {
             "liger_tokens_per_second": ("gauge", 48.0),
             "liger_mfu": ("gauge", 0.25),
             "liger_peak_memory_bytes": ("gauge", 1.5 * 2**30),

@@ -50,24 +50,22 @@ def sums(rank):
                 self.log(dict(extra=1.0))
             return super().training_step(*args, **kwargs)
 
-    made = Talks(
-        model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen]
-    )
-    metrics.trainer = made
-    made.add_callback(metrics)
-    made.seen = seen.logs
-    made.train()
-    logs = trained(made)
+    trainer = Talks(model=tiny.model("llama"), args=args, train_dataset=data, callbacks=[seen])
+    metrics.trainer = trainer
+    trainer.add_callback(metrics)
+    trainer.seen = seen.logs
+    trainer.train()
+    logs = trained(trainer)
     assert len(logs) == 3 and logs[-1]["total_tokens"] == tokens(data)
     assert logs[-1]["total_label_tokens"] == targets(data)
     assert [log["mfu"] / log["tflops_per_device"] for log in logs] == pytest.approx([1.0] * 3)
     flops = flops_of(tiny.model("llama"))
     lengths = [int(row["attention_mask"].sum()) for row in data]
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+    expected = (flops.token + flops.head) * sum(lengths) + price * sum(
         n * (n + 1) // 2 for n in lengths
     )
-    assert metrics.totals["model_flops"] == pytest.approx(want)
+    assert metrics.totals["model_flops"] == pytest.approx(expected)
     shared = [None, None]
     torch.distributed.all_gather_object(
         shared, {k: v for k, v in logs[-1].items() if "loss" not in k}
@@ -97,9 +95,9 @@ def large_sums(rank):
 
 
 def spread(rank, name):
-    want = flops_of(tiny.model("llama"))
+    expected = flops_of(tiny.model("llama"))
     model = tiny.model("llama").to(DEVICE)
-    assert flops_of(ranks.WRAPPERS[name](model)) == want
+    assert flops_of(ranks.WRAPPERS[name](model)) == expected
 
 
 def test_on_two_ranks(tmp_path):

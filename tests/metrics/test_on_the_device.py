@@ -47,36 +47,40 @@ def test_a_short_run(tmp_path, patched):
         use_cpu=DEVICE == "cpu",
         use_liger_kernel=patched,
     )
-    known = DEVICE == "cuda" and peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
-    metrics, clock = LigerMetrics(peak_flops=None if known else PEAK), Clock()
+    peak_known = DEVICE == "cuda" and peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
+    metrics, clock = LigerMetrics(peak_flops=None if peak_known else PEAK), Clock()
     flops, rows = flops_of(model), [dict(input_ids=row, labels=row) for row in ids]
-    made = Trainer(model=model, args=args, train_dataset=rows, callbacks=[metrics, clock])
-    metrics.trainer = made
+    trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[metrics, clock])
+    metrics.trainer = trainer
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
-    made.train()
+    trainer.train()
     outside = time.perf_counter() - begun
     logs, whole = (
-        [log for log in made.state.log_history if "loss" in log],
-        made.state.log_history[-1],
+        [log for log in trainer.state.log_history if "loss" in log],
+        trainer.state.log_history[-1],
     )
 
     assert len(logs) == 3 and logs[-1]["total_tokens"] == ids.numel()
     seconds = ids.numel() / whole["train_tokens_per_second"]
     assert 0.5 * clock.seconds < seconds < outside
     (pair,) = flops.pairs.values()  # what is causal: a row's pairs are n (n + 1) / 2
-    want = (flops.token + flops.head) * ids.numel() + pair * len(ids) * LENGTH * (LENGTH + 1) // 2
-    assert metrics.totals["model_flops"] == pytest.approx(want)
-    assert whole["train_tflops_per_device"] == pytest.approx(want / seconds / 1e12)
+    expected = (flops.token + flops.head) * ids.numel() + pair * len(ids) * LENGTH * (
+        LENGTH + 1
+    ) // 2
+    assert metrics.totals["model_flops"] == pytest.approx(expected)
+    assert whole["train_tflops_per_device"] == pytest.approx(expected / seconds / 1e12)
     assert (
-        whole["train_mfu"] == pytest.approx(want / seconds / (known or PEAK))
+        whole["train_mfu"] == pytest.approx(expected / seconds / (peak_known or PEAK))
         and 0 < whole["train_mfu"] < 1
     )
     assert 0 < logs[0]["peak_memory_gib"] <= whole["peak_memory_gib"]
     if DEVICE == "cuda":
         assert whole["peak_memory_gib"] <= torch.cuda.max_memory_allocated() / 2**30
-        assert whole["peak_memory_gib"] * 2**30 > 2 * sum(p.nbytes for p in made.model.parameters())
+        assert whole["peak_memory_gib"] * 2**30 > 2 * sum(
+            p.nbytes for p in trainer.model.parameters()
+        )
 
 
 def test_operations_of_real_kernels():
@@ -84,7 +88,7 @@ def test_operations_of_real_kernels():
     model = tiny.model("llama", torch.bfloat16).to(DEVICE)
     ids = torch.randint(3, tiny.VOCABULARY, (2, LENGTH), device=DEVICE)
     flops = flops_of(model)
-    mine = flops.model(
+    model_flops = flops.model(
         ids.numel(), ids.numel(), {reach: len(ids) * LENGTH**2 for reach in flops.pairs}
     )
     with FlopCounterMode(display=False) as counter:
@@ -97,6 +101,6 @@ def test_operations_of_real_kernels():
     angles = (
         LENGTH * model.config.head_dim if DEVICE == "cuda" else 0
     )  # RoPE's, which a GPU's PyTorch need not count
-    assert mine - counter.get_total_flops() in (0, angles) and profiled == pytest.approx(
-        mine, rel=1e-3
+    assert model_flops - counter.get_total_flops() in (0, angles) and profiled == pytest.approx(
+        model_flops, rel=1e-3
     )

@@ -27,17 +27,17 @@ OURS = (
 
 
 def rows(count, seed=0):
-    """Of uneven lengths when padded; the first ``i % 5`` labels count for nothing."""
+    """Rows of uneven lengths when padded; the first ``i % 5`` labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    dataset = []
     for i in range(count):
         ids = torch.randint(3, tiny.VOCABULARY, (LENGTH,), generator=generator)
         labels, mask = ids.clone(), torch.ones(LENGTH, dtype=torch.long)
         labels[: i % 5] = -100
         mask[LENGTH - i % 3 :] = 0
         labels[mask == 0] = -100
-        made.append(dict(input_ids=ids, labels=labels, attention_mask=mask))
-    return made
+        dataset.append(dict(input_ids=ids, labels=labels, attention_mask=mask))
+    return dataset
 
 
 def tokens(data):
@@ -49,7 +49,7 @@ def targets(data):
 
 
 class Seen(TrainerCallback):
-    """What an integration of ``report_to``, which comes before users' callbacks, gets."""
+    """Records the logs of an integration of ``report_to``, which comes before users' callbacks."""
 
     def __init__(self):
         self.logs = []
@@ -58,15 +58,25 @@ class Seen(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def trainer(folder, metrics, model=None, data=None, kind=Trainer, **arguments):
+def make_trainer(folder, metrics, model=None, data=None, kind=Trainer, **arguments):
     given = dict(
-        output_dir=str(folder), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=0,
-        learning_rate=1e-3, lr_scheduler_type="constant", dataloader_drop_last=False,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        dataloader_drop_last=False,
+    )
     args = TrainingArguments(**given | arguments)
     seen = Seen()
-    made = kind(
+    trainer = kind(
         model=model or tiny.model("llama"),
         args=args,
         train_dataset=data or rows(24),
@@ -74,22 +84,22 @@ def trainer(folder, metrics, model=None, data=None, kind=Trainer, **arguments):
         callbacks=[seen],
     )
     if metrics is not None:
-        metrics.trainer = made
-        made.add_callback(metrics)
-    made.seen = seen.logs
-    return made
+        metrics.trainer = trainer
+        trainer.add_callback(metrics)
+    trainer.seen = seen.logs
+    return trainer
 
 
-def trained(made):
-    return [log for log in made.seen if "loss" in log]
+def trained(trainer):
+    return [log for log in trainer.seen if "loss" in log]
 
 
 def test_what_is_logged(tmp_path):
     """Two micro-batches a step, all 24 rows once: the sums are those of the data."""
     data, metrics = rows(24), LigerMetrics(peak_flops=1e12)
-    made = trainer(tmp_path, metrics, data=data)
-    made.train()
-    logs = trained(made)
+    trainer = make_trainer(tmp_path, metrics, data=data)
+    trainer.train()
+    logs = trained(trainer)
     assert len(logs) == 3 and all(set(OURS) < set(log) for log in logs)
     assert all(log[name] > 0 for log in logs for name in OURS)
     assert logs[-1]["total_tokens"] == tokens(data) and logs[-1]["total_label_tokens"] == targets(
@@ -99,17 +109,17 @@ def test_what_is_logged(tmp_path):
     lengths = [int(row["attention_mask"].sum()) for row in data]
     flops = flops_of(tiny.model("llama"))
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * sum(lengths) + price * sum(
+    expected = (flops.token + flops.head) * sum(lengths) + price * sum(
         n * (n + 1) // 2 for n in lengths
     )
-    assert metrics.totals["model_flops"] == pytest.approx(want)
-    whole = made.seen[-1]
+    assert metrics.totals["model_flops"] == pytest.approx(expected)
+    whole = trainer.seen[-1]
     seconds = tokens(data) / whole["train_tokens_per_second"]
     assert seconds < whole["train_runtime"] and whole["train_mfu"] == pytest.approx(
-        want / seconds / 1e12
+        expected / seconds / 1e12
     )
-    assert [log for log in made.state.log_history if "mfu" in log][0]["mfu"] == logs[0]["mfu"]
-    assert "compute_loss" not in vars(made) and "log" not in vars(made)
+    assert [log for log in trainer.state.log_history if "mfu" in log][0]["mfu"] == logs[0]["mfu"]
+    assert "compute_loss" not in vars(trainer) and "log" not in vars(trainer)
 
 
 @pytest.mark.thorough
@@ -117,15 +127,15 @@ def test_training_is_the_same(tmp_path):
     """Bit by bit, and the model has no hooks."""
     runs = []
     for metrics in (None, LigerMetrics()):
-        made = trainer(tmp_path, metrics)
-        made.train()
-        runs.append(([log["loss"] for log in trained(made)], made.model))
-    (losses, model), (others, mine) = runs
+        trainer = make_trainer(tmp_path, metrics)
+        trainer.train()
+        runs.append(([log["loss"] for log in trained(trainer)], trainer.model))
+    (losses, model), (others, own_metrics) = runs
     assert losses == others
     assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True)
+        torch.equal(a, b) for a, b in zip(model.parameters(), own_metrics.parameters(), strict=True)
     )
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in mine.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in own_metrics.modules())
 
 
 class Slow(Trainer):
@@ -145,15 +155,15 @@ def test_evaluation_and_saving_are_not_counted(tmp_path):
     arguments = dict(
         eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=3, eval_on_start=True
     )
-    made = trainer(tmp_path, metrics, data=data, kind=Slow, **arguments)
+    trainer = make_trainer(tmp_path, metrics, data=data, kind=Slow, **arguments)
     start = time.perf_counter()
-    made.train()
-    taken = time.perf_counter() - start
+    trainer.train()
+    elapsed = time.perf_counter() - start
     assert metrics.totals["tokens"] == tokens(data)
     assert (
-        metrics.totals["seconds"] < taken - 7 * 0.15 - 2 * 0.3
+        metrics.totals["seconds"] < elapsed - 7 * 0.15 - 2 * 0.3
     )  # seven evaluations of one batch at least
-    assert not any(set(OURS) & set(log) for log in made.seen if "eval_loss" in log)
+    assert not any(set(OURS) & set(log) for log in trainer.seen if "eval_loss" in log)
 
 
 @pytest.mark.thorough
@@ -161,17 +171,19 @@ def test_uneven_end_and_epochs(tmp_path):
     """7 rows by 2, by 2: the last micro-batch has one row, the last step one micro-batch less. Two
     epochs."""
     data, metrics = rows(7), LigerMetrics()
-    made = trainer(tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_steps=3)
-    made.train()
+    trainer = make_trainer(
+        tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_steps=3
+    )
+    trainer.train()
     assert metrics.totals["tokens"] == 2 * tokens(data) and metrics.totals[
         "label_tokens"
     ] == 2 * targets(data)
-    assert made.state.global_step == 4 and len(trained(made)) == 1
-    made = trainer(
+    assert trainer.state.global_step == 4 and len(trained(trainer)) == 1
+    trainer = make_trainer(
         tmp_path, metrics, data=data, max_steps=-1, num_train_epochs=2, logging_strategy="epoch"
     )
-    made.train()
-    assert [log["total_tokens"] for log in trained(made)] == [tokens(data), 2 * tokens(data)]
+    trainer.train()
+    assert [log["total_tokens"] for log in trained(trainer)] == [tokens(data), 2 * tokens(data)]
 
 
 @pytest.mark.thorough
@@ -182,17 +194,17 @@ def test_totals_survive_a_resume(tmp_path, restored):
     arguments = dict(
         save_strategy="steps", save_steps=2, restore_callback_states_from_checkpoint=restored
     )
-    made = trainer(tmp_path, first, data=data, **arguments)
-    made.train()
+    trainer = make_trainer(tmp_path, first, data=data, **arguments)
+    trainer.train()
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())[
         "stateful_callbacks"
     ]
     at = saved["LigerMetrics"]["attributes"]["totals"]["tokens"]
     assert 0 < at < tokens(data)
-    again = trainer(tmp_path, LigerMetrics(peak_flops=1e12), data=data, **arguments)
+    again = make_trainer(tmp_path, LigerMetrics(peak_flops=1e12), data=data, **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert trained(again)[-1]["total_tokens"] == tokens(data)
-    anew = trainer(tmp_path, first, data=data)
+    anew = make_trainer(tmp_path, first, data=data)
     anew.train()  # the same object, another run
     assert trained(anew)[-1]["total_tokens"] == tokens(data)
 
@@ -203,15 +215,15 @@ def test_packed_rows(tmp_path):
     from transformers import DataCollatorWithFlattening
 
     data, metrics = [dict(input_ids=list(range(3, 3 + n))) for n in (5, 9, 2, 7)], LigerMetrics()
-    made = trainer(tmp_path, metrics, data=data, max_steps=1, logging_steps=1)
-    made.data_collator = DataCollatorWithFlattening()
-    made.train()
-    (log,) = trained(made)
+    trainer = make_trainer(tmp_path, metrics, data=data, max_steps=1, logging_steps=1)
+    trainer.data_collator = DataCollatorWithFlattening()
+    trainer.train()
+    (log,) = trained(trainer)
     assert log["total_tokens"] == 23 and log["total_label_tokens"] == 23 - 4
     flops = flops_of(tiny.model("llama"))
     (price,) = flops.pairs.values()
-    want = (flops.token + flops.head) * 23 + price * sum(n * (n + 1) // 2 for n in (5, 9, 2, 7))
-    assert metrics.totals["model_flops"] == pytest.approx(want)
+    expected = (flops.token + flops.head) * 23 + price * sum(n * (n + 1) // 2 for n in (5, 9, 2, 7))
+    assert metrics.totals["model_flops"] == pytest.approx(expected)
 
 
 @pytest.mark.thorough
@@ -229,18 +241,20 @@ def test_no_labels_of_that_name(tmp_path):
             return (loss, out) if return_outputs else loss
 
     data = [dict(input_ids=row["input_ids"]) for row in rows(8)]
-    made = trainer(tmp_path, LigerMetrics(), data=data, kind=Own, max_steps=2, logging_steps=1)
-    made.train()
-    for log in trained(made):
+    trainer = make_trainer(
+        tmp_path, LigerMetrics(), data=data, kind=Own, max_steps=2, logging_steps=1
+    )
+    trainer.train()
+    for log in trained(trainer):
         assert log["tokens_per_second"] > 0 and "label_tokens_per_second" not in log
         assert "total_label_tokens" not in log
     data = [dict(input_ids=row["input_ids"], targets=row["labels"]) for row in rows(8)]
     arguments = dict(
         label_names=["targets"], remove_unused_columns=False, max_steps=2, logging_steps=1
     )
-    made = trainer(tmp_path, LigerMetrics(), data=data, kind=Own, **arguments)
-    made.train()
-    assert trained(made)[-1]["total_label_tokens"] == targets(rows(8))
+    trainer = make_trainer(tmp_path, LigerMetrics(), data=data, kind=Own, **arguments)
+    trainer.train()
+    assert trained(trainer)[-1]["total_label_tokens"] == targets(rows(8))
 
 
 @pytest.mark.thorough
@@ -249,9 +263,9 @@ def test_label_smoothing_patch_and_checkpointing(tmp_path):
     unpatched one."""
     data, metrics = rows(24), LigerMetrics(peak_flops=1e12)
     arguments = dict(label_smoothing_factor=0.1, gradient_checkpointing=True, use_liger_kernel=True)
-    made = trainer(tmp_path, metrics, data=data, **arguments)
-    made.train()
-    logs = trained(made)
+    trainer = make_trainer(tmp_path, metrics, data=data, **arguments)
+    trainer.train()
+    logs = trained(trainer)
     assert logs[-1]["total_label_tokens"] == targets(data)
     assert all(
         log["mfu"] < log["hfu"] < 4 / 3 * log["mfu"] for log in logs
@@ -271,11 +285,11 @@ def test_compiled(tmp_path, monkeypatch):
         arguments = dict(
             torch_compile=True, torch_compile_backend="eager", max_steps=2, logging_steps=1
         )
-        made = trainer(tmp_path, metrics, model, data, **arguments)
-        made.train()
+        trainer = make_trainer(tmp_path, metrics, model, data, **arguments)
+        trainer.train()
         graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert graphs[0] == graphs[1] and graphs[0][0] > 0
-    assert trained(made)[-1]["total_tokens"] == 8 * LENGTH
+    assert trained(trainer)[-1]["total_tokens"] == 8 * LENGTH
 
 
 @pytest.mark.thorough
@@ -289,11 +303,11 @@ def test_prometheus(tmp_path):
                     urllib.request.urlopen(metrics.endpoint.url, timeout=10).read().decode()
                 )
 
-    made = trainer(tmp_path, metrics)
-    made.add_callback(Scrape())
-    made.train()
+    trainer = make_trainer(tmp_path, metrics)
+    trainer.add_callback(Scrape())
+    trainer.train()
     values = dict(line.split(" ") for line in pages[0].splitlines() if line[0] != "#")
-    logged = trained(made)[1]
+    logged = trained(trainer)[1]
     assert float(values["liger_tokens_per_second"]) == logged["tokens_per_second"]
     assert float(values["liger_tokens_total"]) == logged["total_tokens"]
     assert float(values["liger_loss"]) == logged["loss"] and float(values["liger_step"]) == 4
@@ -313,14 +327,14 @@ def test_after_a_training_that_failed(tmp_path):
             return super().compute_loss(model, *args, **kwargs)
 
     data, metrics = rows(24), LigerMetrics()
-    made = trainer(tmp_path, metrics, data=data, kind=Fails)
+    trainer = make_trainer(tmp_path, metrics, data=data, kind=Fails)
     with pytest.raises(ValueError, match="a bad batch"):
-        made.train()
-    assert made.evaluate()["eval_loss"] > 0
-    made.fails = False
-    made.train()
-    assert trained(made)[-1]["total_tokens"] == tokens(data)
-    assert "compute_loss" not in vars(made)
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.fails = False
+    trainer.train()
+    assert trained(trainer)[-1]["total_tokens"] == tokens(data)
+    assert "compute_loss" not in vars(trainer)
 
 
 @pytest.mark.thorough
@@ -328,15 +342,16 @@ def test_a_model_that_cannot_be_counted(tmp_path, caplog):
     model = tiny.model("llama")
     model.model.layers[0].extra = torch.nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING, "liger_kernel"):
-        made = trainer(tmp_path, LigerMetrics(peak_flops=1e12), model)
-        made.train()
+        trainer = make_trainer(tmp_path, LigerMetrics(peak_flops=1e12), model)
+        trainer.train()
     assert "other weights" in caplog.text and "flops_per_token" in caplog.text
     assert (
-        not any("mfu" in log for log in trained(made)) and trained(made)[0]["tokens_per_second"] > 0
+        not any("mfu" in log for log in trained(trainer))
+        and trained(trainer)[0]["tokens_per_second"] > 0
     )
-    made = trainer(tmp_path, LigerMetrics(peak_flops=1e12, flops_per_token=1e6), model)
-    made.train()
-    for log in trained(made):
+    trainer = make_trainer(tmp_path, LigerMetrics(peak_flops=1e12, flops_per_token=1e6), model)
+    trainer.train()
+    for log in trained(trainer):
         assert log["mfu"] == pytest.approx(log["tokens_per_second"] * 1e6 / 1e12)
 
 

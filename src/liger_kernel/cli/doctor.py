@@ -1,4 +1,4 @@
-"""Say what is installed, whether Triton and each kernel work here, and what to fix."""
+"""Report what is installed, whether Triton and each kernel work here, and what to fix."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--optimizer",
-        "the Trainer's name of it (default adamw_torch_fused on a GPU, else adamw_torch)",
+        "its name in the Trainer (default adamw_torch_fused on a GPU, else adamw_torch)",
         metavar="NAME",
     )
     attentions = "sdpa", "eager", "flash_attention_2"

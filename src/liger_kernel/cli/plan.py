@@ -1,4 +1,4 @@
-"""Say what memory training a model takes: without a GPU, without its weights.
+"""Count the memory that training a model takes: without a GPU, without its weights.
 
 Forward and backward run without data, and what they would hold is counted. The figures are those of
 a step whose optimizer has its states already, as torch.cuda.max_memory_allocated() tells them; the

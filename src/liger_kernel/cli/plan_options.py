@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("sdpa", "eager"),
         metavar="NAME",
     )
-    add("--json", help="print JSON, in bytes", action="store_true")
+    add("--json", help="print JSON, with sizes in bytes", action="store_true")
 
 
 def _parse_bytes(text: str) -> int:

@@ -4,16 +4,17 @@ tensors and with less overhead. Functions that kernels call stay ``@triton.jit``
 Triton launches on the current device, wherever the tensors are. A model may be spread over several
 devices. So each launch makes the device of its first tensor the current one.
 
-Triton binds and specialises all arguments at every launch. That takes 26 µs with the launch itself,
-which takes 14 (CPU of a machine with an H200, 2026-11-20, Triton 3.6). Here a compiled kernel is
-looked up by what Triton specialises on: a tensor's dtype and whether its pointer is divisible by
-16; whether an integer is 1, divisible by 16, or needs 64 bits; a constant's value. The first launch
-with such a key goes through Triton, and so does every launch while a launch hook is registered,
-such as a profiler's.
+Triton binds and specialises all arguments at every launch: a launch takes 26 µs of the CPU's time,
+of which the launch itself is 14 (CPU of a machine with an H200, 2026-11-20, Triton 3.6). Here a
+compiled kernel is looked up by what Triton specialises on: a tensor's dtype and the alignment of
+its pointer to 16 bytes; whether an integer is 1, divisible by 16, or needs 64 bits; a constant's
+value. The first launch with such a key goes through Triton, and so does every launch while a hook
+is registered that Triton calls before launches, such as a profiler's.
 
 A launch ``kernel[grid](tensors and numbers, NAME=constant, num_warps=...)`` is that of
-``triton.jit`` with these rules: the grid is a tuple; every ``tl.constexpr`` is given, by keyword,
-and booleans are such; one argument at least is a tensor.
+``triton.jit`` with these rules: the grid is a tuple; parameters that are ``tl.constexpr`` come
+last, and every one is given, by keyword; booleans are among these; one argument at least is a
+tensor.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def prepare_launch(kernel_fn, grid, *scalars, **constants):
     """Return ``launch(*tensors)``: the kernel with this grid, these scalars and constants.
 
     The kernel's parameters are in the order tensors, scalars, constants. The first tensor must not
-    be None; others may be. The same shapes and strides recur in every layer and step, so callers
-    keep the launch in a `LaunchCache`. Each call then checks the tensors' dtypes and pointers only.
+    be None; others may be. A TMA descriptor is no tensor here. The same shapes and strides recur in
+    every layer and step, so callers keep the launch in a `LaunchCache`. Each call then checks the
+    tensors' dtypes and pointers only.
     """
     if hasattr(kernel_fn, "prepare"):
         return kernel_fn.prepare(grid, scalars, constants)
@@ -42,7 +44,7 @@ def prepare_launch(kernel_fn, grid, *scalars, **constants):
 
 
 class LaunchCache(dict):
-    """A dict of prepared launches, or of what they are made of.
+    """A dict of prepared launches, or of arguments that were chosen for them.
 
     The caller chooses the key: all that grid, scalars and constants depend on, such as shapes,
     strides, dtypes and device. Emptied before a store when it holds `MAX_ENTRIES`.
@@ -96,9 +98,10 @@ def _first_tensor(args):
 def _kernel_decorator():
     """Return the decorator `kernel`: the fastest one that is known to work here.
 
-    Without Triton, and in its interpreter, it is ``triton.jit``. Launches are cached with the
-    Triton versions of `CHECKED_TRITON_VERSIONS` and on NVIDIA alone: on AMD Triton also specialises
-    on a tensor's size, and Intel's launcher takes other arguments. There, only the device is set.
+    Without Triton (`tile` has a stand-in) and in its interpreter it is ``triton.jit``. Compiled
+    kernels are looked up with the Triton versions of `CHECKED_TRITON_VERSIONS` and on NVIDIA alone:
+    on AMD Triton also specialises on a tensor's size, and Intel's launcher takes other arguments.
+    In these other cases a kernel launches as Triton does, on its tensors' device.
     """
     if not TRITON or devices.INTERPRETED:
         return triton.jit
@@ -114,11 +117,11 @@ def _kernel_decorator():
         return KernelOnItsDevice
     knobs = triton.knobs
     driver = triton.runtime.driver
-    # Known from the first launch of the process on: to ask at import would initialise the GPU.
+    # Both are set by the first launch in `__getitem__`: to ask at import would initialise the GPU.
     active_driver = None
     is_cuda = False
 
-    class Kernel(KernelOnItsDevice):
+    class CachedKernel(KernelOnItsDevice):
         """The same, without Triton's binding where a launch with equal keys was made before."""
 
         def __init__(self, fn):
@@ -135,7 +138,7 @@ def _kernel_decorator():
                     return self.run(*args, grid=grid, warmup=False, **constants)
                 device = active_driver.get_current_device()
                 first_tensor = _first_tensor(args)
-                # -1 is the host: pinned memory, which a kernel can read, or an error of Triton's
+                # -1: a CPU tensor. A kernel can read pinned ones; for others Triton raises.
                 if first_tensor.get_device() not in (device, -1):
                     with devices.device_guard(first_tensor):
                         return launch(*args, **constants)
@@ -146,48 +149,54 @@ def _kernel_decorator():
                 if compiled is None or getattr(hook, "calls", hook):
                     return self.launch_by_triton(self.compiled_by_key, key, grid, args, constants)
                 x, y, z = (*grid, 1, 1)[:3]
-                run, function, metadata, constexprs = compiled
+                run, function_handle, metadata, constants_in_order = compiled
                 stream = active_driver.get_current_stream(device)
-                # None: metadata for hooks, the hooks. The launcher takes constants, and skips them.
-                run(x, y, z, stream, function, metadata, None, None, None, *args, *constexprs)
+                # the three None: launch metadata, enter hook, exit hook. The values of constants
+                # must be passed, though the launcher ignores them.
+                launch_args = x, y, z, stream, function_handle, metadata, None, None, None
+                run(*launch_args, *args, *constants_in_order)
 
             return launch
 
         def launch_by_triton(self, compiled_by_key, key, grid, args, constants):
             """Launch as Triton does, and store what further launches with this key need."""
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            # the parameters after those given by position: the kernel's constants
-            constexprs = tuple(constants[name] for name in self.arg_names[len(args) :])
-            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-            compiled_by_key[key] = run, function, metadata, constexprs
+            names = self.arg_names[len(args) :]  # of the parameters that are constants
+            compiled_by_key[key] = (
+                compiled.run,
+                compiled.function,
+                compiled.packed_metadata,
+                tuple(constants[name] for name in names),
+            )
             return compiled
 
         def prepare(self, grid, scalars, constants):
-            """Return `prepare_launch`'s function. It does what a launch above does, with a key of
-            the tensors alone."""
-            compiled_by_key = {}  # for this grid, these scalars and constants
+            """Return the function of `prepare_launch`: as ``launch`` in `__getitem__`, with a key
+            of the tensors alone, since all else is fixed."""
+            compiled_by_key = {}  # of this grid, these scalars and constants
             x, y, z = (*grid, 1, 1)[:3]
 
             def launch(*tensors):
-                if not is_cuda:  # or nothing was launched yet
+                if not is_cuda:  # or not known yet: this launch finds it out
                     return self[grid](*tensors, *scalars, **constants)
                 device = active_driver.get_current_device()
                 if tensors[0].get_device() not in (device, -1):
                     return self[grid](*tensors, *scalars, **constants)
+                # as `_specialisation_keys`, for tensors alone
                 key = device, *[t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
                 compiled = compiled_by_key.get(key)
                 hook = knobs.runtime.launch_enter_hook
                 if compiled is None or getattr(hook, "calls", hook):
                     args = (*tensors, *scalars)
                     return self.launch_by_triton(compiled_by_key, key, grid, args, constants)
-                run, function, metadata, constexprs = compiled
+                run, function_handle, metadata, constants_in_order = compiled
                 stream = active_driver.get_current_stream(device)
-                launch_args = x, y, z, stream, function, metadata, None, None, None
-                run(*launch_args, *tensors, *scalars, *constexprs)
+                launch_args = x, y, z, stream, function_handle, metadata, None, None, None
+                run(*launch_args, *tensors, *scalars, *constants_in_order)
 
             return launch
 
-    return Kernel
+    return CachedKernel
 
 
 kernel = _kernel_decorator()

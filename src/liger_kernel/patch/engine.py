@@ -1,23 +1,23 @@
 """Patches one model. What happens to it, from ``apply_liger_kernel(model, **switches)`` on:
 
 1. `families/published` checks the switches, fills in the defaults of those that were not given, and
-   calls `patch`. A switch that is on is called a *flag*.
+   calls `patch`. The name of a switch is called a *flag*.
 2. `patch` makes a `Walk` over the modules of the model.
 3. The walk goes through `STAGES`. In each stage it tries at most one rewrite on a module: the first
    whose `could_apply` says yes. A rewrite is an object; its class has a file of its own in `layers`
    or `loss`.
-4. Most rewrites prove what the module computes (`Walk.prove_once`). First `proof/purity` inspects
-   the module's code: a trial can prove nothing of code that may do more than the trial shows. Then
-   `proof/probe` runs a small copy of the module, and the rewrite compares output and gradients with
-   a reference. `proof/parts` records which attributes the copy reads, and their values: the
-   *parts*. The result holds for every module with equal parts.
+4. Most rewrites prove what the module computes (`Walk.prove_once`). First `proof/purity` reads the
+   module's code, and rejects what no run could show, such as side effects and branches. Then comes
+   the *trial*: `proof/probe` runs a small copy of the module, and the rewrite compares output and
+   gradients with a reference. `proof/parts` records which attributes the copy reads, and their
+   values: the *parts*. The result holds for every module with equal parts.
 5. The result of a proof is a `Replacement`, or the reason why the module is left alone. For a
    replacement, `proof/private` changes the module's class to a private subclass. At every call its
    forward checks that parts and code are still those that were proved; if so it runs our operator,
    otherwise the model's own forward.
 6. The rewrites of the loss, of masks, checkpoints and the load-balancing loss decide in ways of
-   their own, which their files describe. `loss/rewrites` has the loss computed in the head, without
-   logits in memory, or from the logits.
+   their own, which their files describe. `loss/rewrites` either has the loss computed in the head,
+   so that no logits are stored, or computes it from the logits by our operator.
 7. `patch` returns a `Report`: what was replaced, what was left alone and why.
 
 `revert_model` undoes it."""
@@ -59,7 +59,7 @@ STAGES = (
     (OffloadedCheckpoints(),),
     (LossInHead(),),
     (LossOnLogits(),),  # of models whose loss is not in the head
-    (LoadBalancing(),),  # in the forward of models with their loss in the head, too
+    (LoadBalancing(),),  # also within the forward that LossInHead has installed
     (CausalMasks(),),
 )
 # every flag once, in the order of the stages
@@ -71,7 +71,7 @@ FLAGS = tuple(
 def patch(
     model: torch.nn.Module, switches: dict[str, bool | int], trusted: tuple[type, ...] = ()
 ) -> Report:
-    """Replace, in place, every part of the model that is found equal to one of our operators.
+    """Replace, in place, whatever in the model is found equal to one of our operators.
 
     Args:
         switches: those of `apply_liger_kernel` with their values: on or off, or for tiled MLPs the
@@ -103,8 +103,8 @@ class Walk:
     def __init__(self, model, switches, trusted):
         self.model = model
         self.switches = switches
-        # the switches that are on
-        self.flags = {flag for flag in FLAGS if switches.get(flag)}
+        # the flags of the switches that are on
+        self.flags_on = {flag for flag in FLAGS if switches.get(flag)}
         # classes whose code is not inspected before a trial
         self.trusted = trusted
         # the modules to visit, with their paths in the model; scripted ones cannot be patched
@@ -136,20 +136,22 @@ class Walk:
             for module in self.module_paths:
                 self._try_first(rewrites, module)
         for flag in FLAGS:
-            if flag in self.flags - self.flags_done:
+            if flag in self.flags_on - self.flags_done:
                 self._warn_no_effect(flag)
         return self.report
 
     def _is_asked_for(self, rewrite) -> bool:
-        """Return True if one of its flags is on. A rewrite without flags goes with any other."""
-        if not self.flags:
+        """Return True if one of its flags is on. A rewrite without flags of its own runs whenever
+        any flag is on."""
+        if not self.flags_on:
             return False
-        return not rewrite.flags or not self.flags.isdisjoint(rewrite.flags)
+        return not rewrite.flags or not self.flags_on.isdisjoint(rewrite.flags)
 
     def _try_first(self, rewrites, module) -> None:
         """Apply the first of the rewrites that could apply to the module, as it is by now."""
-        replacement = replacement_of(module)
+        replacement = replacement_of(module)  # None: not replaced so far
         for rewrite in rewrites:
+            # by default a rewrite applies to None alone
             if isinstance(replacement, rewrite.applies_to) and rewrite.could_apply(module):
                 rewrite.apply(self, module)
                 return
@@ -204,7 +206,7 @@ class Walk:
         return self.called[key]
 
     def reason_unprovable(self, module, children=True) -> str | None:
-        """Return why no trial may speak for the module's code, or None (`purity`).
+        """Return why a trial would prove nothing of the module's code, or None (`purity`).
 
         ``children``: inspect the code of its children, too."""
         return purity.reason_unprovable(module, trusted=self.trusted, children=children)
@@ -216,8 +218,9 @@ class Walk:
         recorder = ReadRecorder()
         result = prove(module, recorder)
         parts = recorder.parts()
-        if not isinstance(result, str) and not isinstance(module, self.trusted):
-            # only the trial has shown which methods of its attributes forward calls
+        is_proved = not isinstance(result, str)
+        if is_proved and not isinstance(module, self.trusted):
+            # forward may call methods of objects that the module holds: which ones, the trial shows
             reason = purity.reason_read_unprovable(module, parts, self.trusted)
             if reason is not None:
                 return reason, parts
@@ -236,7 +239,7 @@ def _revert_module(module: torch.nn.Module) -> None:
     cls = type(module)
     if private.is_patched(module):
         if "_liger" not in vars(cls):
-            # another library has derived a class from ours
+            # another library has derived a class from ours; the module stays patched, with its loss
             logger.warning(
                 "revert: %s was given another class after it was patched, and stays", cls.__name__
             )
@@ -247,6 +250,6 @@ def _revert_module(module: torch.nn.Module) -> None:
     if "_liger_loss_before" in module.__dict__:
         # transformers' property ``loss_function`` keeps its value in ``_loss_function``
         del module.__dict__["_loss_function"]
-        loss_before = module.__dict__.pop("_liger_loss_before")
+        loss_before = module.__dict__.pop("_liger_loss_before")  # None: the model's own
         if loss_before is not None:
             module.loss_function = loss_before

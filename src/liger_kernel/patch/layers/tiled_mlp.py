@@ -93,14 +93,14 @@ class TiledMLPs(Rewrite):
         return mlp, parts
 
     def leave_alone(self, walk, module, reason):
-        if walk.flags.isdisjoint(self.flags[1:]):
+        if walk.flags_on.isdisjoint(self.flags[1:]):
             walk.leave_alone((FLAG,), self.name(module), reason)
         else:  # the report has it as an MLP
             walk.obstacles[FLAG].append(f"{self.name(module)} ({reason})")
 
     def apply(self, walk, module):
         before = replacement_of(module)
-        if FLAG not in walk.flags and not isinstance(before, TiledMLP):
+        if FLAG not in walk.flags_on and not isinstance(before, TiledMLP):
             return
         mlp, parts = self.prove_once(walk, module)
         if isinstance(mlp, str):
@@ -108,8 +108,8 @@ class TiledMLPs(Rewrite):
             return
         if not isinstance(mlp, TiledMLP):
             mlp = TiledMLP(mlp, uses_operator=before is not None, tokens=None)
-        after = replace(mlp, uses_operator=mlp.uses_operator or mlp.mlp.flag in walk.flags)
-        if FLAG in walk.flags:
+        after = replace(mlp, uses_operator=mlp.uses_operator or mlp.mlp.flag in walk.flags_on)
+        if FLAG in walk.flags_on:
             tokens = walk.switches[FLAG]
             after = replace(after, tokens=None if tokens is True else tokens)
         if after == before:

@@ -107,7 +107,7 @@ class Rewrite:
         result, parts = self.prove_once(walk, module)
         if isinstance(result, str):
             self.leave_alone(walk, module, result)
-        elif result.flag not in (None, *walk.flags):
+        elif result.flag not in (None, *walk.flags_on):
             self.leave_alone(walk, module, f"it computes what is {result.flag}'s")
         else:
             walk.convert(module, result, parts, self.name(module))
