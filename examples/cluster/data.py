@@ -12,9 +12,11 @@ import json
 import random
 from pathlib import Path
 
-WORDS = """apple bridge candle dinner engine forest garden harbor island jacket kitchen ladder market needle
-orange pencil quarry river silver table uncle valley window yellow zebra basket copper desert
-empire falcon""".split()
+WORDS = """
+    apple bridge candle dinner engine forest garden harbor island jacket kitchen ladder
+    market needle orange pencil quarry river silver table uncle valley window yellow zebra
+    basket copper desert empire falcon
+""".split()
 TASKS = {
     "Sort these words": lambda words: " ".join(sorted(words)),
     "Write these words in reverse order": lambda words: " ".join(reversed(words)),

@@ -395,7 +395,8 @@ def parse(arguments=None):
         kind = {"type": field.type}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        text = f"{field.metadata['help']} (default: {'none' if field.default == '' else field.default})"
+        default = "none" if field.default == "" else field.default
+        text = f"{field.metadata['help']} (default: {default})"
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, default=field.default, help=text, **kind)
     return Settings(**vars(parser.parse_args(arguments)))

@@ -26,7 +26,9 @@ def results():
     for i, case in enumerate(CASES):
         for j, dtype in enumerate((torch.float32, torch.bfloat16)):
             option = {} if (i + j) % 2 or not case.options else case.options[-1]
-            outputs[case.name, dtype] = run(case.fn, make_inputs(case, case.shapes[0], option, dtype))[0]
+            outputs[case.name, dtype] = run(
+                case.fn, make_inputs(case, case.shapes[0], option, dtype)
+            )[0]
     return outputs
 
 

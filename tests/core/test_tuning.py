@@ -129,7 +129,9 @@ def test_hoppers_defaults_are_those_that_were_measured(pretend):
         key, _, numbers = line.partition(" = ")
         name, bits, *problem = key.split()
         problem = [words.get(w, int(w) if w.isdigit() else w) for w in problem]
-        assert tune.config_text(tuning.LAUNCHES[name].default(tensors[bits], *problem)) == numbers, line
+        assert (
+            tune.config_text(tuning.LAUNCHES[name].default(tensors[bits], *problem)) == numbers
+        ), line
         names.add(name)
     assert names == set(tuning.LAUNCHES)
     x = tensors["16-bit"]

@@ -390,24 +390,68 @@ w = torch.randn(V, H)
 y = torch.randint(V, (B, T))
 WRONG = {
     "how many heads": ((x, w, y), {}, "no list of anything; give one for each head"),
-    "counts": ((x, [w, w], y), dict(coefficients=[1.0]), "2 weights, 1 coefficients; give one for each head"),
+    "counts": (
+        (x, [w, w], y),
+        dict(coefficients=[1.0]),
+        "2 weights, 1 coefficients; give one for each head",
+    ),
     "no head": ((x, [], y), {}, "0 weights; give one for each head"),
-    "stacked": ((x, torch.randn(2, V, H), y), dict(coefficients=[1, 1]), "give .classes, hidden size. for each head"),
-    "labels": ((x, [w], y[:, 1:]), {}, r"hidden states have shape \(2, 6, 24\) and labels \(2, 5\)"),
-    "bias": ((x, [w], y, [torch.randn(V + 1)]), {}, r"head 1: bias has shape \(78,\), give one number a class"),
-    "widths": ((x, [w[:, 1:]], y), {}, r"head 1: the hidden states have shape \(12, 24\) and the weight \(77, 23\)"),
+    "stacked": (
+        (x, torch.randn(2, V, H), y),
+        dict(coefficients=[1, 1]),
+        "give .classes, hidden size. for each head",
+    ),
+    "labels": (
+        (x, [w], y[:, 1:]),
+        {},
+        r"hidden states have shape \(2, 6, 24\) and labels \(2, 5\)",
+    ),
+    "bias": (
+        (x, [w], y, [torch.randn(V + 1)]),
+        {},
+        r"head 1: bias has shape \(78,\), give one number a class",
+    ),
+    "widths": (
+        (x, [w[:, 1:]], y),
+        {},
+        r"head 1: the hidden states have shape \(12, 24\) and the weight \(77, 23\)",
+    ),
     "label": ((x, [w], y + V), {}, "head 1: the target of row 0 is .* give a class from 0 to 76"),
-    "positions": ((x, [w], y), dict(position_ids=y[:, 1:]), r"position_ids has shape \(2, 5\), give that of labels"),
-    "items": ((x, [w] * 3, y), dict(num_items_in_batch=[1, 2]), "num_items_in_batch has 2 numbers, give one, or one"),
-    "item": ((x, [w] * 3, y), dict(num_items_in_batch=torch.ones(2)), "num_items_in_batch is .* of shape .2,."),
-    "negative": ((x, [w], y), dict(coefficients=[-1]), "a coefficient is -1, give a number from 0 on"),
+    "positions": (
+        (x, [w], y),
+        dict(position_ids=y[:, 1:]),
+        r"position_ids has shape \(2, 5\), give that of labels",
+    ),
+    "items": (
+        (x, [w] * 3, y),
+        dict(num_items_in_batch=[1, 2]),
+        "num_items_in_batch has 2 numbers, give one, or one",
+    ),
+    "item": (
+        (x, [w] * 3, y),
+        dict(num_items_in_batch=torch.ones(2)),
+        "num_items_in_batch is .* of shape .2,.",
+    ),
+    "negative": (
+        (x, [w], y),
+        dict(coefficients=[-1]),
+        "a coefficient is -1, give a number from 0 on",
+    ),
     "first": ((x, [w], y), dict(first=-1), "first is -1, give an int from 0 on"),
-    "dtypes": ((x, [w, w.half()], y), {}, r"weights are torch.float32 and torch.float16 \(head 2\), give one dtype"),
-    "coefficients": ((x, [w], y), dict(coefficients=torch.ones(1)), "coefficients is a tensor, give a list"),
+    "dtypes": (
+        (x, [w, w.half()], y),
+        {},
+        r"weights are torch.float32 and torch.float16 \(head 2\), give one dtype",
+    ),
+    "coefficients": (
+        (x, [w], y),
+        dict(coefficients=torch.ones(1)),
+        "coefficients is a tensor, give a list",
+    ),
     "no tensor": ((x, [3], y), {}, "weights is a int, give a tensor"),
     "float labels": ((x, [w], y.float()), {}, "labels is torch.float32, give integers"),
     "scalar": ((x, 3, y), {}, "weights is a int, give a tensor or one for each head"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

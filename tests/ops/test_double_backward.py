@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from cases import cast, make_inputs, tensors_with_grad, run_forward, make_strided
+from cases import cast, make_inputs, make_strided, run_forward, tensors_with_grad
 from grouped import LOSS_KINDS, linear_loss_of
 from grouped import make_tensors as tokens_of
 from hardware import DEVICE
@@ -99,7 +99,8 @@ def test_non_contiguous(case):
     """The saved tensors belong to the graph, also where a kernel reads copies of them."""
     tensors = make_inputs(case, case.shapes[1], case.options[0])
     strided = {
-        k: make_strided(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()
+        k: make_strided(t) if isinstance(t, torch.Tensor) and t.dim() else t
+        for k, t in tensors.items()
     }
     exact = gradients_and_penalty_gradients(case.reference, cast(tensors, F64))
     plain = gradients_and_penalty_gradients(case.reference, tensors)
@@ -204,7 +205,9 @@ def test_a_loss_of_log_probabilities(kind):
     exact = {k: x.detach().to(F64 if x.is_floating_point() else None) for k, x in t.items()}
     exact = {k: x.requires_grad_(x.is_floating_point()) for k, x in exact.items()}
     results, expected = (
-        first_and_second_gradients(linear_loss_of(kind)(**x)[0], [x[k] for k in ("hidden", "weight", "bias")])
+        first_and_second_gradients(
+            linear_loss_of(kind)(**x)[0], [x[k] for k in ("hidden", "weight", "bias")]
+        )
         for x in (t, exact)
     )
     for a, b in zip(results, expected, strict=True):

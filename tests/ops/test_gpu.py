@@ -8,7 +8,7 @@ import gc
 
 import pytest
 import torch
-from cases import BY_CASE, cast, tensors_with_grad, list_outputs
+from cases import BY_CASE, cast, list_outputs, tensors_with_grad
 
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import planning

@@ -12,18 +12,18 @@ import torch
 from cases import (
     BY_CASE,
     PoisonedEmpty,
-    exact_products_on_cpu,
     assert_as_exact_as_pytorch,
     cast,
-    measure_errors,
-    make_inputs,
-    operator_modules,
-    logit_roundings,
+    exact_products_on_cpu,
     logarithm_roundings,
+    logit_roundings,
+    make_inputs,
+    make_strided,
+    measure_errors,
+    operator_modules,
     run,
     run_forward,
     run_reference,
-    make_strided,
 )
 from hardware import DEVICE
 
@@ -115,7 +115,8 @@ def test_non_contiguous(case):
     """Strided inputs and incoming gradients give the same result as contiguous ones."""
     tensors = make_inputs(case, case.shapes[-2], {})
     strided = {
-        k: make_strided(t) if isinstance(t, torch.Tensor) and t.dim() else t for k, t in tensors.items()
+        k: make_strided(t) if isinstance(t, torch.Tensor) and t.dim() else t
+        for k, t in tensors.items()
     }
     for option in options_to_test(case):
         with exact_products_on_cpu():  # BLAS adds up a strided matrix in another order

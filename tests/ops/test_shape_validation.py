@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hardware import DEVICE
-from operator_arguments import B, H, T, function_name, drop_last, raises, valid_arguments
+from operator_arguments import B, H, T, drop_last, function_name, raises, valid_arguments
 
 from liger_kernel.chunked_loss import (
     LigerFusedLinearCPOLoss,
@@ -289,7 +289,9 @@ def test_a_teachers_top_k():
 # ---- modules ----
 
 
-@pytest.mark.parametrize("module", (LigerRMSNorm, LigerLayerNorm, LigerFusedAddRMSNorm), ids=function_name)
+@pytest.mark.parametrize(
+    "module", (LigerRMSNorm, LigerLayerNorm, LigerFusedAddRMSNorm), ids=function_name
+)
 def test_norm_modules(module):
     name = module.__name__
     for wrong, error, message in (

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from hardware import DEVICE
-from operator_arguments import TENSOR_ARGUMENTS, function_name, drop_last, raises, valid_arguments
+from operator_arguments import TENSOR_ARGUMENTS, drop_last, function_name, raises, valid_arguments
 
 from liger_kernel import ops
 from liger_kernel._public import homes

@@ -24,11 +24,11 @@ from layouts import (
     ddp,
     fsdp1,
     fsdp2,
-    transformers_sharding,
-    interpreted_kernels,
-    gradient_sync,
-    torchtitan,
     gathered_tensors,
+    gradient_sync,
+    interpreted_kernels,
+    torchtitan,
+    transformers_sharding,
 )
 from ranks import SIZE
 from torch import nn

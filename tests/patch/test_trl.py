@@ -56,7 +56,9 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
-    return trl_tiny.save_model(tmp_path_factory.mktemp("teacher"), seed=7, hidden_size=48, head_dim=12)
+    return trl_tiny.save_model(
+        tmp_path_factory.mktemp("teacher"), seed=7, hidden_size=48, head_dim=12
+    )
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from cases import (
     WITH_AND_WITHOUT_KERNELS,
     PoisonedEmpty,
-    exact_products_on_cpu,
     assert_as_exact_as_pytorch,
     cast,
+    exact_products_on_cpu,
+    make_strided,
     measure_errors,
     run,
     run_reference,
-    make_strided,
 )
 from distilled import (
     B16,
@@ -292,7 +292,9 @@ def test_small_gradients_in_fp16():
         option = dict(divergence=divergence)
         outputs = run(distillation_with(option), tensors)[0]
         exact = run(textbook(option), cast(tensors, F64))[0]
-        measured = measure_errors(outputs, run_reference(textbook(option), tensors, F16), exact, tensors)
+        measured = measure_errors(
+            outputs, run_reference(textbook(option), tensors, F16), exact, tensors
+        )
         gradients = {name: error for name, error in measured.items() if name.startswith("d")}
         assert_as_exact_as_pytorch([gradients])
         for error, _, _, largest in gradients.values():

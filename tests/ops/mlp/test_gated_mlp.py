@@ -72,7 +72,9 @@ def test_a_kept_graph_and_a_held_product():
     a = out.grad_fn.saved_tensors[4]
     at, version = a.data_ptr(), a._version
     view, a = a.untyped_storage(), None
-    torch.autograd.grad(collect_garbage(out), tensors, dy)  # who has the storage alone has it counted, too
+    torch.autograd.grad(
+        collect_garbage(out), tensors, dy
+    )  # who has the storage alone has it counted, too
     reread = torch.empty(0, device=DEVICE).set_(view)[: before[0].numel()].view_as(before[0])
     assert reread.data_ptr() == at and version == 0 and torch.equal(reread, before[0])
 

@@ -45,7 +45,9 @@ def test_sole_holder_is_overwritten(monkeypatch):
         torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
     )
     collect_garbage(y.square().sum()).backward()
-    assert reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
+    assert (
+        reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
+    )
     expected = torch.autograd.grad(swiglu_reference(2 * x, 2 * z).square().sum(), (x, z))
     torch.testing.assert_close((x.grad, z.grad), expected)
     with pytest.raises(RuntimeError):
@@ -153,7 +155,9 @@ def test_gradients_are_right_however_a_was_made(maker, same):
         else:
             y = glu(MAKERS[maker](x, keep), 1 * z)
         loss = y.square().sum() + sum(k.sum() for k in keep)
-        return torch.autograd.grad(collect_garbage(loss), (x, z), allow_unused=maker == "no gradient")
+        return torch.autograd.grad(
+            collect_garbage(loss), (x, z), allow_unused=maker == "no gradient"
+        )
 
     torch.testing.assert_close(gradients(liger_swiglu), gradients(swiglu_reference))
     assert torch.equal(x, before)

@@ -106,7 +106,10 @@ def test_halves_and_other_strides(fused):
 
     def graph(fn):
         out = fn(*(1 * both).chunk(2, -1), transposed, bias)
-        return [out.detach(), *torch.autograd.grad(collect_garbage(out.sum()), (both, transposed, bias))]
+        return [
+            out.detach(),
+            *torch.autograd.grad(collect_garbage(out.sum()), (both, transposed, bias)),
+        ]
 
     bound = 0 if DEVICE == "cpu" else 1e-5
     for actual, expected in zip(graph(liger_glu_linear), graph(unfused), strict=True):
@@ -170,7 +173,9 @@ def test_no_memory_beyond_that_of_dy(monkeypatch):
         torch.Tensor, "new_empty", lambda t, *s, **k: allocated.append(s) or new_empty(t, *s, **k)
     )
     collect_garbage(out.square().sum()).backward()
-    assert reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
+    assert (
+        reuses_memory(a) and reuses_memory(b) and not [size for size in allocated if size != (0,)]
+    )
     (dy, _), (_, second) = products
     assert second == dy.data_ptr()
     monkeypatch.undo()
@@ -185,9 +190,14 @@ def test_held_is_not_overwritten():
     a, b = {}, {}
     held_a = AddressRecorder.apply(x, a)
     before, wbefore = held_a.detach().clone(), weight.detach().clone()
-    collect_garbage(liger_glu_linear(held_a, AddressRecorder.apply(z, b), weight, bias).sum()).backward()
+    collect_garbage(
+        liger_glu_linear(held_a, AddressRecorder.apply(z, b), weight, bias).sum()
+    ).backward()
     assert (
-        not reuses_memory(a) and reuses_memory(b) and torch.equal(held_a, before) and torch.equal(weight, wbefore)
+        not reuses_memory(a)
+        and reuses_memory(b)
+        and torch.equal(held_a, before)
+        and torch.equal(weight, wbefore)
     )
     expected = torch.autograd.grad(
         glu_linear_reference(2 * x, 2 * z, weight, bias).sum(), (x, z, weight)
@@ -198,7 +208,11 @@ def test_held_is_not_overwritten():
 def test_second_backward():
     x, z, weight, bias = tensors()
     a, b = {}, {}
-    loss = liger_glu_linear(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b), weight, bias).square().sum()
+    loss = (
+        liger_glu_linear(AddressRecorder.apply(x, a), AddressRecorder.apply(z, b), weight, bias)
+        .square()
+        .sum()
+    )
     leaves = x, z, weight, bias
     once = torch.autograd.grad(collect_garbage(loss), leaves, retain_graph=True)
     assert not reuses_memory(a) and not reuses_memory(b)

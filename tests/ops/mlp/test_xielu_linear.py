@@ -62,7 +62,9 @@ def test_memory_of_the_sole_holder_alone():
 
         out, a = graph()
         before = None if a is None else a.detach().clone()
-        actual = torch.autograd.grad(collect_garbage(out.sum()), [x, *parameters], retain_graph=keep_graph)
+        actual = torch.autograd.grad(
+            collect_garbage(out.sum()), [x, *parameters], retain_graph=keep_graph
+        )
         assert reuses_memory(memory) is not (hold_a or keep_graph)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         assert a is None or torch.equal(a, before)

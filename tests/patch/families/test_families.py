@@ -117,7 +117,9 @@ def test_with_the_kernels(family, monkeypatch):
     there is no GPU."""
     device = hardware.DEVICE
     monkeypatch.setattr(devices, "INTERPRETED", device == "cpu")
-    reference, patched_model = (model.to(device) for model in build_pair(family, "instance", ONE_LAYER))
+    reference, patched_model = (
+        model.to(device) for model in build_pair(family, "instance", ONE_LAYER)
+    )
     inputs = {name: value.to(device) for name, value in tiny.batch(rows=1, tokens=7).items()}
     assert_same_step(step(patched_model, **inputs), step(reference, **inputs))
 
@@ -502,7 +504,10 @@ def test_a_base_model_has_no_head():
 
     apply_to_family("llama")
     model = LlamaModel(tiny.config("llama"))
-    assert isinstance(model, LlamaModel) and type(model.norm) is not modeling_module("llama").LlamaRMSNorm
+    assert (
+        isinstance(model, LlamaModel)
+        and type(model.norm) is not modeling_module("llama").LlamaRMSNorm
+    )
     report = liger.apply_liger_kernel(LlamaModel(tiny.config("llama")))
     assert not report.warnings
 
@@ -513,9 +518,9 @@ def test_auto_model(tmp_path):
     patched_model = liger.AutoLigerKernelForCausalLM.from_pretrained(
         tmp_path, swiglu=False, dtype=torch.float32
     ).train()
-    assert type(patched_model.model.layers[0].mlp) is modeling_module("llama").LlamaMLP and isinstance(
-        patched_model, type(reference)
-    )
+    assert type(patched_model.model.layers[0].mlp) is modeling_module(
+        "llama"
+    ).LlamaMLP and isinstance(patched_model, type(reference))
     assert_same_step(step(patched_model), step(reference))
     assert type(type(reference).from_pretrained(tmp_path)) is type(reference)
     again = liger.AutoLigerKernelForCausalLM.from_config(
@@ -566,7 +571,9 @@ def test_ropes_of_other_families():
     from transformers.models.glm import modeling_glm as glm
 
     assert ropes.prove(modeling_module("llama").apply_rotary_pos_emb) == ropes.Rope(False)
-    assert ropes.prove(modeling_module("phi3").apply_rotary_pos_emb) == ropes.Rope(False, partial=True)
+    assert ropes.prove(modeling_module("phi3").apply_rotary_pos_emb) == ropes.Rope(
+        False, partial=True
+    )
     assert ropes.prove(glm.apply_rotary_pos_emb) == ropes.Rope(True, partial=True)
     assert ropes.prove(cohere.apply_rotary_pos_emb) == ropes.Rope("repeated", fp32_tables=True)
     assert isinstance(ropes.prove(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)), str)

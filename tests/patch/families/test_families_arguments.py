@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from patched import assert_same_step, build_pair, add_lora, pending_requests, step
+from patched import add_lora, assert_same_step, build_pair, pending_requests, step
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from liger_kernel.patch.loss import causal_lm

@@ -10,12 +10,12 @@ import tiny
 import torch
 from patched import (
     LEVEL,
+    add_lora,
     apply_to_family,
     assert_same_step,
     build_pair,
     count_calls,
     expected_calls,
-    add_lora,
     modeling_module,
     pending_requests,
     step,

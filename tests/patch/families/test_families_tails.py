@@ -9,13 +9,13 @@ import torch
 from patched import (
     LEVEL,
     ONE_LAYER,
+    add_lora,
     apply_to_family,
     assert_same_step,
     build_pair,
     count_calls,
     expected_calls,
     llama_with_tail,
-    add_lora,
     pending_requests,
     step,
 )
@@ -200,7 +200,8 @@ def test_cross_entropy_on_logits(family, level, monkeypatch):
             assert_same_step(mine_, step(reference, **inputs))
             assert mine_[0].logits is not None
     assert calls == {
-        k: 3 * n for k, n in expected_calls(family, cross_entropy=1, fused_linear_cross_entropy=0).items()
+        k: 3 * n
+        for k, n in expected_calls(family, cross_entropy=1, fused_linear_cross_entropy=0).items()
     }
     assert (type(patched_model) is tiny.model_class(family)) == (
         family != "mixtral"

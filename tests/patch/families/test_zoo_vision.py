@@ -38,7 +38,9 @@ def test_the_image_takes_part(name):
     with zoo.unpatched():
         model = zoo_vision.build(name)
         inputs = zoo_vision.batch(model)
-        loss, other = (zoo.loss_of(model, one) for one in (inputs, zoo_vision.mirror_images(inputs)))
+        loss, other = (
+            zoo.loss_of(model, one) for one in (inputs, zoo_vision.mirror_images(inputs))
+        )
     assert abs(other - loss) > 1e-5 * loss
 
 

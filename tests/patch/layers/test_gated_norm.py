@@ -10,7 +10,7 @@ import tiny
 import torch
 import zoo
 from patched import assert_same_step, step
-from proofs import model_of, is_patched, random_rows
+from proofs import is_patched, model_of, random_rows
 from torch.nn import functional as F
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -116,7 +116,10 @@ def test_mixed_dtypes(make, ran):
     for i, j in itertools.product(range(3), repeat=2):
         for model in (patched_module, reference):
             model.to(DTYPES[i])
-        inputs = random_rows(32, SIZE, dtype=DTYPES[j]), random_rows(32, SIZE, seed=1, dtype=DTYPES[(i + j) % 3])
+        inputs = (
+            random_rows(32, SIZE, dtype=DTYPES[j]),
+            random_rows(32, SIZE, seed=1, dtype=DTYPES[(i + j) % 3]),
+        )
         same(patched_module[0], reference[0], *inputs)
     assert len(ran) == 9
 
@@ -126,7 +129,10 @@ def test_gradients(make):
     patched_module, reference, _ = model_of(make())
     gradients = []
     for norm in (patched_module[0], reference[0]):
-        x, gate = random_rows(2, 5, SIZE).requires_grad_(), random_rows(2, 5, SIZE, seed=1).requires_grad_()
+        x, gate = (
+            random_rows(2, 5, SIZE).requires_grad_(),
+            random_rows(2, 5, SIZE, seed=1).requires_grad_(),
+        )
         gradients.append(torch.autograd.grad(norm(x, gate).sin().sum(), (x, gate, norm.weight)))
     for output, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
@@ -223,7 +229,12 @@ def test_attributes_that_are_read_at_every_call(ran):
         patched_module, reference, _ = model_of(norm)
         for model in (patched_module, reference):
             setattr(model[0], attribute, value)
-        same(patched_module[0], reference[0], random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1))
+        same(
+            patched_module[0],
+            reference[0],
+            random_rows(2, 5, SIZE),
+            random_rows(2, 5, SIZE, seed=1),
+        )
     assert len(ran) == 3
 
 

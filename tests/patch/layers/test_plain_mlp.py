@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hardware import DEVICE
 from patched import assert_same_step, step
-from proofs import model_of, is_patched, assert_same_output, apply_with_trust
+from proofs import apply_with_trust, assert_same_output, is_patched, model_of
 from transformers.activations import ACT2FN
 
 from liger_kernel.transformers import apply_liger_kernel, revert

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import zoo
-from patched import assert_same_step, count_calls, add_lora, step
+from patched import add_lora, assert_same_step, count_calls, step
 from programs import run_program
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe
@@ -241,7 +241,9 @@ def test_trains_as_before(checkpointing, ran):
 def test_a_lora_of_the_tables(ran):
     """PEFT puts a sum in the place of a table while the experts run."""
     reference, patched_module = (
-        add_lora(tiny.model("mixtral", num_hidden_layers=1), target_parameters=["experts.gate_up_proj"])
+        add_lora(
+            tiny.model("mixtral", num_hidden_layers=1), target_parameters=["experts.gate_up_proj"]
+        )
         for _ in range(2)
     )
     liger.apply_liger_kernel(patched_module)

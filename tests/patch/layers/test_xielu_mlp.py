@@ -12,7 +12,7 @@ from cases import assert_as_exact_as_pytorch, measure_errors
 from hardware import DEVICE
 from memory import collect_garbage
 from patched import assert_same_step, step
-from proofs import model_of, is_patched, random_rows, assert_same_output, apply_with_trust
+from proofs import apply_with_trust, assert_same_output, is_patched, model_of, random_rows
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 from transformers.activations import XIELUActivation
@@ -48,7 +48,8 @@ def gradients(mlp, x):
 
 
 def assert_same_gradients(patched_module, reference, x=None):
-    """As `proofs.assert_same_output`, of the gradients, too: alpha's are sums of 480 terms, which may cancel."""
+    """As `proofs.assert_same_output`, of the gradients, too: alpha's are sums of 480 terms, which
+    may cancel."""
     x = 2 * random_rows(2, 5, 32, seed=9) if x is None else x
     output, expected = gradients(patched_module, x), gradients(reference, x)
     assert output.keys() == expected.keys()
@@ -119,7 +120,9 @@ def assert_as_exact(patched_module, reference, dtype, autocast=None):
         with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
             output, own = gradients(patched_module, x), gradients(reference, x)
         roundings = 1 if autocast is None else torch.finfo(autocast).eps / torch.finfo(dtype).eps
-        draws.append(measure_errors(output, [own], gradients(exact, x.double()), dict(x=x), roundings))
+        draws.append(
+            measure_errors(output, [own], gradients(exact, x.double()), dict(x=x), roundings)
+        )
     assert_as_exact_as_pytorch(draws)
 
 
@@ -269,7 +272,9 @@ def test_what_is_left_alone(which, ran):
     report = apply_with_trust(patched_module)
     ((_, reason),) = report.left_alone
     assert (
-        expected_reason in reason and not is_patched(patched_module[0]) and is_patched(patched_module[1])
+        expected_reason in reason
+        and not is_patched(patched_module[0])
+        and is_patched(patched_module[1])
     )
     assert_same_gradients(patched_module[0], reference[0])
     assert not ran

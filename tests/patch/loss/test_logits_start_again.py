@@ -11,7 +11,14 @@ import sys
 import pytest
 import tiny
 import torch
-from forwards import ReversedGradient, V, assert_steps_close, forward_changing_logits, forward_keeping_logits, pair_with_forward
+from forwards import (
+    ReversedGradient,
+    V,
+    assert_steps_close,
+    forward_changing_logits,
+    forward_keeping_logits,
+    pair_with_forward,
+)
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -147,7 +154,9 @@ class Detaches(torch.autograd.Function):
 )
 def test_a_librarys_function_keeps_the_loss_in_the_head(around):
     """Also with a function mode between it and the logits."""
-    reference, patched = pair_with_forward(forward_changing_logits(lambda self, x: Detaches.apply(x)))
+    reference, patched = pair_with_forward(
+        forward_changing_logits(lambda self, x: Detaches.apply(x))
+    )
     with around():
         assert_steps_close(step(patched), step(reference))
     assert patched._liger_told is None

@@ -8,7 +8,13 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from forwards import V, forward_adding_to_loss, assert_steps_close, forward_changing_logits, pair_with_forward
+from forwards import (
+    V,
+    assert_steps_close,
+    forward_adding_to_loss,
+    forward_changing_logits,
+    pair_with_forward,
+)
 from patched import add_lora, step
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrizations
@@ -82,7 +88,9 @@ def nothing(model):
     return None
 
 
-z_loss = forward_adding_to_loss(lambda self, out, labels: 1e-3 * out.logits.logsumexp(-1).square().mean())
+z_loss = forward_adding_to_loss(
+    lambda self, out, labels: 1e-3 * out.logits.logsumexp(-1).square().mean()
+)
 
 
 def hook_that_reads(head, args, out):
@@ -299,7 +307,9 @@ def losses(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("forward", [own_loss, forward_changing_logits(lambda self, x: x * torch.ones(1))])
+@pytest.mark.parametrize(
+    "forward", [own_loss, forward_changing_logits(lambda self, x: x * torch.ones(1))]
+)
 def test_a_loss_that_nobody_takes_is_computed_once(forward, losses):
     reference, patched = pair_with_forward(forward)
     for _ in range(3):

@@ -9,7 +9,15 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from forwards import ReversedGradient, V, forward_adding_to_loss, assert_steps_close, forward_changing_logits, forward_keeping_logits, pair_with_forward
+from forwards import (
+    ReversedGradient,
+    V,
+    assert_steps_close,
+    forward_adding_to_loss,
+    forward_changing_logits,
+    forward_keeping_logits,
+    pair_with_forward,
+)
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GraniteForCausalLM, LlamaForCausalLM
@@ -174,9 +182,15 @@ TAILS = {
         prepare=parameter("b", torch.linspace(-1, 1, V)),
     ),
     "detach": Tail(forward_changing_logits(lambda self, x: x.detach() + 0 * x), LOGITS),
-    "an autograd function": Tail(forward_changing_logits(lambda self, x: ReversedGradient.apply(x)), LOGITS),
-    "an autograd function with a graph": Tail(forward_changing_logits(lambda self, x: WithAGraph.apply(x)), LOGITS),
-    "a quiet autograd function": Tail(forward_changing_logits(lambda self, x: Halved.apply(x)), LOGITS),
+    "an autograd function": Tail(
+        forward_changing_logits(lambda self, x: ReversedGradient.apply(x)), LOGITS
+    ),
+    "an autograd function with a graph": Tail(
+        forward_changing_logits(lambda self, x: WithAGraph.apply(x)), LOGITS
+    ),
+    "a quiet autograd function": Tail(
+        forward_changing_logits(lambda self, x: Halved.apply(x)), LOGITS
+    ),
     "annealed": Tail(
         forward_changing_logits(lambda self, x: x / self.t),
         AGAIN,
@@ -201,9 +215,15 @@ TAILS = {
     "in place": Tail(forward_changing_logits(in_place), LOGITS),
     "some in place": Tail(forward_changing_logits(a_column), LOGITS),
     "a gradient hook": Tail(forward_changing_logits(with_a_gradient_hook), LOGITS),
-    "its shape": Tail(forward_changing_logits(lambda self, x: x / float(x.shape[-1]) * len(x) * x.size(1)), FREE),
-    "a float parameter in place of it": Tail(forward_changing_logits(lambda self, x: 2.0 / x.clamp(min=1)), LOGITS),
-    "num_items": Tail(forward_changing_logits(lambda self, x: x, num_items_in_batch=lambda self, labels: 5), FREE),
+    "its shape": Tail(
+        forward_changing_logits(lambda self, x: x / float(x.shape[-1]) * len(x) * x.size(1)), FREE
+    ),
+    "a float parameter in place of it": Tail(
+        forward_changing_logits(lambda self, x: 2.0 / x.clamp(min=1)), LOGITS
+    ),
+    "num_items": Tail(
+        forward_changing_logits(lambda self, x: x, num_items_in_batch=lambda self, labels: 5), FREE
+    ),
     "ignore_index": Tail(
         forward_changing_logits(
             lambda self, x: x,
@@ -213,7 +233,9 @@ TAILS = {
         AGAIN,
     ),
     "other labels": Tail(
-        forward_changing_logits(lambda self, x: x, labels=lambda self, labels: labels.where(labels % 3 > 0, -100)),
+        forward_changing_logits(
+            lambda self, x: x, labels=lambda self, labels: labels.where(labels % 3 > 0, -100)
+        ),
         AGAIN,
     ),
     "shifted labels": Tail(

@@ -6,7 +6,13 @@ import threading
 import pytest
 import tiny
 import torch
-from forwards import ReversedGradient, V, assert_steps_close, forward_keeping_logits, pair_with_forward
+from forwards import (
+    ReversedGradient,
+    V,
+    assert_steps_close,
+    forward_keeping_logits,
+    pair_with_forward,
+)
 from patched import step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutputWithPast

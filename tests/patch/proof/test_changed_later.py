@@ -6,7 +6,13 @@ import copy
 import pytest
 import tiny
 import torch
-from forwards import V, forward_adding_to_loss, assert_steps_close, forward_changing_logits, pair_with_forward
+from forwards import (
+    V,
+    assert_steps_close,
+    forward_adding_to_loss,
+    forward_changing_logits,
+    pair_with_forward,
+)
 from patched import step
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -175,7 +181,9 @@ def test_unusual_forwards(forward):
 
 def test_labels_that_the_loss_never_sees():
     """Numbers beyond the vocabulary, which the forward changes before its loss."""
-    reference, patched_model = pair_with_forward(forward_changing_logits(lambda self, x: x, labels=lambda self, y: y % V))
+    reference, patched_model = pair_with_forward(
+        forward_changing_logits(lambda self, x: x, labels=lambda self, y: y % V)
+    )
     for _ in range(2):
         labels = tiny.batch()["labels"].abs() + 3 * V
         assert_steps_close(step(patched_model, labels=labels), step(reference, labels=labels))

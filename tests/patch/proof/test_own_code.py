@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import PlainRMSNorm, patched_pair, mlp_with_activation, replace_mlps, replace_norms
+from own_code import PlainRMSNorm, mlp_with_activation, patched_pair, replace_mlps, replace_norms
 from patched import assert_same_step, step
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama

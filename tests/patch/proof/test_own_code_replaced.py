@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import PlainRMSNorm, patched_pair, mlp_with_activation, replace_mlps, replace_norms
+from own_code import PlainRMSNorm, mlp_with_activation, patched_pair, replace_mlps, replace_norms
 from patched import assert_same_step, step
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -299,7 +299,9 @@ def test_an_activation_that_reads_a_number(monkeypatch):
 
 
 def test_a_function_that_reads_a_number(monkeypatch):
-    reference, patched_model, report = patched_pair(replace_mlps(mlp_with_activation(lambda: gained)))
+    reference, patched_model, report = patched_pair(
+        replace_mlps(mlp_with_activation(lambda: gained))
+    )
     assert report.of("LlamaMLP") == 2
     assert_same_step(step(patched_model), step(reference))
     monkeypatch.setitem(globals(), "GAIN", 0.5)

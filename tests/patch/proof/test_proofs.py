@@ -8,7 +8,16 @@ import tiny
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
-from proofs import record_calls, model_of, make_mlp, is_patched, set_attribute, random_rows, assert_same_output, mlp_of_class
+from proofs import (
+    assert_same_output,
+    is_patched,
+    make_mlp,
+    mlp_of_class,
+    model_of,
+    random_rows,
+    record_calls,
+    set_attribute,
+)
 from transformers.activations import GELUTanh
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
@@ -76,14 +85,19 @@ def scaled(k):
 
 PAIRS = {
     "a private attribute": lambda: (mlp_of_class(Scaled, _k=1.0), mlp_of_class(Scaled, _k=1.5)),
-    "the layer's index": lambda: (mlp_of_class(ByLayer, layer_idx=0), mlp_of_class(ByLayer, layer_idx=1)),
+    "the layer's index": lambda: (
+        mlp_of_class(ByLayer, layer_idx=0),
+        mlp_of_class(ByLayer, layer_idx=1),
+    ),
     "a child's state": lambda: (make_mlp(act_fn=Act(1.0)), make_mlp(act_fn=Act(1.5))),
     "another config": lambda: (with_config(1.0), with_config(1.5)),
     "by another name": lambda: (mlp_of_class(Hidden), mlp_of_class(Hidden, _k=1.5)),
     "a property": lambda: (mlp_of_class(Computed, _k=1.0), mlp_of_class(Computed, _k=1.5)),
     "a function": lambda: tuple(make_mlp(act_fn=lambda x, k=k: F.silu(x) * k) for k in (1.0, 1.5)),
     "a closure": lambda: (make_mlp(act_fn=scaled(1.0)), make_mlp(act_fn=scaled(1.5))),
-    "modules in a list": lambda: tuple(make_mlp(act_fn=torch.nn.Sequential(Act(k))) for k in (1.0, 1.5)),
+    "modules in a list": lambda: tuple(
+        make_mlp(act_fn=torch.nn.Sequential(Act(k))) for k in (1.0, 1.5)
+    ),
 }
 
 
@@ -118,7 +132,9 @@ def test_modules_that_read_the_same_share_a_proof(monkeypatch):
     attempts = []
     counting = staticmethod(lambda *args: attempts.append(1) or gated.prove(*args))
     monkeypatch.setattr(gated.GatedMLPs, "prove", counting)
-    patched_model, reference, _ = model_of(*(make_mlp(layer_idx=i, _note=object()) for i in range(3)))
+    patched_model, reference, _ = model_of(
+        *(make_mlp(layer_idx=i, _note=object()) for i in range(3))
+    )
     assert (
         len(attempts) == 1
         and all(map(is_patched, patched_model))

@@ -8,7 +8,15 @@ import pytest
 import tiny
 import torch
 from hardware import DEVICE
-from proofs import record_calls, model_of, make_mlp, is_patched, random_rows, assert_same_output, mlp_of_class
+from proofs import (
+    assert_same_output,
+    is_patched,
+    make_mlp,
+    mlp_of_class,
+    model_of,
+    random_rows,
+    record_calls,
+)
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm

@@ -364,8 +364,14 @@ def forward_on_a_child():
 
 
 RELEASED = {
-    "__call__": (lambda: mlp_with_activation(Calling)(tiny.config("llama")), "Calling.__call__ reads LOGGED"),
-    "an object": (lambda: mlp_with_activation(NoModule)(tiny.config("llama")), "NoModule is neither"),
+    "__call__": (
+        lambda: mlp_with_activation(Calling)(tiny.config("llama")),
+        "Calling.__call__ reads LOGGED",
+    ),
+    "an object": (
+        lambda: mlp_with_activation(NoModule)(tiny.config("llama")),
+        "NoModule is neither",
+    ),
     "__getattr__": (lambda: Watching(tiny.config("llama")), "__getattr__ calls super"),
     "a descriptor": (lambda: DescriptorNorm(8), "reads .gain"),
     "an object that is added": (of_an_object, "Adding is neither"),

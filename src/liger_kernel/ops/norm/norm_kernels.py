@@ -39,8 +39,8 @@ def broadcast_columns(n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def add_offset(w, offset):
     """Return w + offset in fp32.
 
-    Without an offset (None), a rounded x̂ times w is a product of two bf16, rounded: one instruction
-    instead of two."""
+    Without an offset (None), a rounded x̂ times w is a product of two bf16, rounded: one
+    instruction instead of two."""
     w = w.to(tl.float32)
     return w if offset is None else w + offset
 
