@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from liger_kernel.ops.head import linear_head_reference
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -81,7 +82,7 @@ def test_gradients_of_gradients(calls):
         torch.testing.assert_close(grad, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_16_bits_add_up_the_weights_gradient_in_fp32(dtype, calls):
     """A gradient is rounded a few times, each by 2⁻⁸ (bf16) of its largest product at most."""
     hidden, weight, _, target = make_inputs(dtype)
@@ -133,4 +134,25 @@ def test_other_options_step_aside(options, calls):
 def test_few_tokens_step_aside(calls):
     hidden, weight, _, target = make_inputs()
     liger_fused_linear_cross_entropy(hidden[:200], weight, target[:200])
+    assert not calls
+
+
+def test_ignored_rows_that_were_not_dropped_step_aside(calls, monkeypatch):
+    """Targets on another device are not looked at: their ignored rows stay."""
+    hidden, weight, _, target = make_inputs()
+    monkeypatch.setattr(
+        "liger_kernel.ops.head.linear_cross_entropy.drop_ignored_rows",
+        lambda hidden, target, *_: (None, hidden, target),
+    )
+    loss = liger_fused_linear_cross_entropy(hidden, weight, target, drop_ignored=False)
+    assert not calls
+    torch.testing.assert_close(loss, plain_loss(hidden, weight, None, target))
+
+
+def test_fp16_and_checkpoints_step_aside(calls):
+    hidden, weight, _, target = make_inputs()
+    liger_fused_linear_cross_entropy(hidden.half(), weight.half(), target)
+    torch.utils.checkpoint.checkpoint(
+        lambda h: liger_fused_linear_cross_entropy(h, weight, target), hidden, use_reentrant=False
+    ).backward()
     assert not calls

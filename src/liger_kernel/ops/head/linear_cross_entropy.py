@@ -21,7 +21,15 @@ from typing import NamedTuple
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, saved_grads, saved_inputs
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    F,
+    Function,
+    no_saved_tensor_hooks,
+    saved_grads,
+    saved_inputs,
+)
 from liger_kernel.core.parallel import group_name, size_and_rank, to_local_shards
 from liger_kernel.ops.head.chunks import all_logits_bytes
 from liger_kernel.ops.head.cross_entropy import (
@@ -436,6 +444,7 @@ def liger_fused_linear_cross_entropy(
         else:  # filled on the device: nothing is copied there, and nothing waits
             num_items = torch.full((), num_items, dtype=torch.float32, device=input.device)
     num_rows = target.shape[0]
+    target_on_cpu = target.device.type == "cpu"
     rows, input, target = drop_ignored_rows(input, target, ignore_index, drop_ignored)
     run = LigerFusedLinearCrossEntropyFunction.call
     if not devices.has_kernels(input):
@@ -445,7 +454,11 @@ def liger_fused_linear_cross_entropy(
         if (
             input.shape[0] > ROWS_WITHOUT_KERNELS
             and reduction != "none"
-            and drop_ignored is not False  # no row is ignored
+            and target_on_cpu
+            and drop_ignored is not False  # no ignored row is left
+            and input.device.type == "cpu"
+            and weight.dtype != torch.float16  # whose dW could overflow before it is divided
+            and no_saved_tensor_hooks()  # a checkpoint would compute all again in each chunk
             and group is None
             and not (has_options or has_outputs or use_token_scaling)
             and not torch.compiler.is_compiling()
