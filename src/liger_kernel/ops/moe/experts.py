@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core import check, devices
+from liger_kernel.core import check, devices, overwrite
 from liger_kernel.core.op import CASES, Case, F, Function, cast_if_needed
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference, geglu_reference, swiglu_reference
 from liger_kernel.ops.moe.expert_kernels import compute_gradients, experts_bwd, experts_fwd
@@ -159,7 +159,7 @@ def _may_overwrite_saved(ctx):
 
     Forward gives the pre-activation to nothing but a saved-tensor hook, which may keep it; a
     checkpoint's hook does not."""
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if not overwrite.ENABLED or torch._C._autograd._get_current_graph_task_keep_graph():
         return False
     hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]
     return all(
