@@ -458,6 +458,7 @@ def liger_fused_linear_cross_entropy(
             and drop_ignored is not False  # no ignored row is left
             and input.device.type == "cpu"
             and weight.dtype != torch.float16  # whose dW could overflow before it is divided
+            and not devices.in_autocast(input)  # a second backward may be outside of it
             and no_saved_tensor_hooks()  # a checkpoint would compute all again in each chunk
             and group is None
             and not (has_options or has_outputs or use_token_scaling)
