@@ -189,8 +189,8 @@ class Rope(RotaryReplacement):
         if self.single_tensor:
             # beside a k without heads
             no_heads = q.detach().narrow(unsqueeze_dim, 0, 0)
-            return _liger_rope(q, no_heads, cos, sin, unsqueeze_dim, self.interleaved)[0]
-        return _liger_rope(q, k, cos, sin, unsqueeze_dim, self.interleaved, self.halves)
+            return _rotate_heads(q, no_heads, cos, sin, unsqueeze_dim, self.interleaved)[0]
+        return _rotate_heads(q, k, cos, sin, unsqueeze_dim, self.interleaved, self.halves)
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class ComplexRope(RotaryReplacement):
         return (q, k) if self.heads_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
-def _liger_rope(q, k, cos, sin, unsqueeze_dim, interleaved, halves=False):
+def _rotate_heads(q, k, cos, sin, unsqueeze_dim, interleaved, halves=False):
     rotary_dim = None
     if interleaved == "half":
         rotary_dim, interleaved = q.shape[-1], False
