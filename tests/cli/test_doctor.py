@@ -197,8 +197,8 @@ def test_the_doctors_check_tells_right_from_wrong():
     from liger_kernel.core.op import CASES
 
     case = next(case for case in CASES if case.name == "rms_norm")
-    assert checkup._tried(checkup._agrees, case, DEVICE) == dict(works=True, problem=None)
+    assert checkup._run_check(checkup._agrees, case, DEVICE) == dict(works=True, problem=None)
     wrong = dataclasses.replace(case, fn=lambda **inputs: 1.01 * case.fn(**inputs))
-    report = checkup._tried(checkup._agrees, wrong, DEVICE)
+    report = checkup._run_check(checkup._agrees, wrong, DEVICE)
     assert not report["works"] and "result 0 is wrong by" in report["problem"]
     checkup._triton_works(DEVICE)

@@ -400,7 +400,7 @@ def test_tensor_parallel(patched):
     seen = set()
 
     class Shapes(memory.Ledger):
-        counts_alone = True
+        liger_transparent = True
 
         def count_tensor(self, tensor):
             seen.add(tuple(tensor.shape))

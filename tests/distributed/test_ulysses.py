@@ -94,7 +94,7 @@ def train_with_trainer(folder, switches, stage, accumulated):
         parallel_state_sp._release_sequence_parallel_groups()
     if report is not None:
         assert not report.left_alone
-        assert all(m._liger_told is None for m in engine.causal_lms(model)), "logits"
+        assert all(m._liger_logits_warnings is None for m in engine.causal_lms(model)), "logits"
     return trainer.losses, zero.weights(trainer.model_wrapped)
 
 

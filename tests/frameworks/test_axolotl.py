@@ -62,7 +62,9 @@ REPLACED_SETTINGS = (
     "optimizer logging_steps save_strategy save_steps bf16 fp16 tf32 attn_implementation "
     "dataset_num_proc use_tensorboard".split()
 )
+AXOLOTLS_KERNELS = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"  # on by default, for CUDA
 CPU_SETTINGS = dict(adapter="lora", load_in_4bit=False, num_epochs=1)
+CPU_SETTINGS |= dict.fromkeys(AXOLOTLS_KERNELS, False)
 
 # A plugin of Axolotl with the loss of liger_use_token_scaling: each token's, times its probability.
 SCALED_LOSS_PLUGIN = """

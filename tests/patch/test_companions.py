@@ -289,6 +289,15 @@ def test_one_loss_and_then_the_other():
     assert_same_step(step(patched_model), step(reference), rtol=0)
 
 
+def test_a_loss_of_ones_own_is_given_back():
+    model = tiny.model("gemma2")
+    model.loss_function = loss = type(model)(model.config).loss_function
+    liger.apply_liger_kernel(model, cross_entropy=True)
+    assert model.loss_function is not loss
+    liger.revert(model)
+    assert model.loss_function is loss and "_loss_function" in model.__dict__
+
+
 # ---- hooks ----
 
 
@@ -345,7 +354,7 @@ def test_hooks_see_what_they_saw(kind, family):
             assert_same_values(*given)
             if not (skip and kind == "forward" and name == ""):  # the model's own output has none
                 assert_same_values(*gave)
-    assert patched_model._liger_told is not None
+    assert patched_model._liger_logits_warnings is not None
     assert_same_step(step(patched_model), step(reference))
     assert patched_model(**tiny.batch()).logits is None
 

@@ -125,7 +125,7 @@ def trained(model, accumulated=False, rank=None, in_head=False):
                 loss.backward()
             if in_head:
                 assert out.logits is None, "the loss is not in the head"
-                assert all(m._liger_told is None for m in engine.causal_lms(model)), (
+                assert all(m._liger_logits_warnings is None for m in engine.causal_lms(model)), (
                     "logits without need"
                 )
             total = total + loss.detach().double()
@@ -293,7 +293,7 @@ def as_near(rank, name):
 class Collectives(TorchDispatchMode):
     """Which there were, and of how many bytes."""
 
-    counts_alone = True  # so the kernels run
+    liger_transparent = True  # so the kernels run
 
     def __init__(self):
         super().__init__()

@@ -63,9 +63,9 @@ def check(rank, name, family, patched, z_loss=False, checkpointing=False, compil
         out = model(input_ids=local_ids, labels=local_ids)
         getattr(model, "backward", torch.Tensor.backward)(out.loss)
         assert out.logits is None, "the loss is not in the head"
-        assert [m._liger_told is not None for m in engine.causal_lms(model)] == [z_loss], (
-            "logits without need, or none"
-        )
+        assert [m._liger_logits_warnings is not None for m in engine.causal_lms(model)] == [
+            z_loss
+        ], "logits without need, or none"
         mean = out.loss.detach().clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / SIZE, expected.loss.detach(), rtol=1e-5, atol=1e-6)

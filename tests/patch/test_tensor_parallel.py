@@ -217,7 +217,7 @@ class Watch(TorchDispatchMode):
     """Collectives, the bytes that they are given, and the most elements that a tensor has memory
     for."""
 
-    counts_alone = True  # so the kernels run
+    liger_transparent = True  # so the kernels run
 
     def __init__(self):
         super().__init__()
@@ -317,7 +317,7 @@ def check(
         expected = trained(unsharded, **options)
         same(trained(unpatched, **options), expected)
         same(trained(patched, in_head=True, **options), expected)
-        assert patched._liger_told is None
+        assert patched._liger_logits_warnings is None
         evaluated(patched, unsharded, unpatched if generates else None)
     finally:
         devices.INTERPRETED = before
@@ -418,7 +418,10 @@ def check_later(rank):
     shapes = []
     hooked.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
     out = hooked(**batch())
-    assert shapes == [(ROWS, TOKENS, tiny.VOCABULARY)] and "it has others" in hooked._liger_told
+    assert (
+        shapes == [(ROWS, TOKENS, tiny.VOCABULARY)]
+        and "it has others" in hooked._liger_logits_warnings
+    )
     torch.testing.assert_close(out.loss.detach(), expected[0][0], rtol=ROUNDING, atol=0)
 
     labelled = make_model("llama", colwise)

@@ -36,7 +36,7 @@ def assert_same_training(reference, patched, steps=2, **inputs):
         out, grads = step(patched, **inputs)
         assert_same_step((out, grads), step(reference, **inputs))
         assert grads and out.logits is None
-        assert model._liger_told is None and not pending_requests(patched)
+        assert model._liger_logits_warnings is None and not pending_requests(patched)
     batch = {**tiny.batch(), **inputs}
     with torch.no_grad():
         expected = reference.eval()(**batch)

@@ -30,7 +30,7 @@ def train_and_compare(reference, patched, assert_same):
         copy_weights(reference, patched)
         patched_step = step(patched)
         reference_step = step(reference)
-        assert patched_step[0].logits is None and model._liger_told is None
+        assert patched_step[0].logits is None and model._liger_logits_warnings is None
         assert_same(patched_step, reference_step)
         optimizer.step()
         losses.append(reference_step[0].loss.item())

@@ -353,7 +353,7 @@ def try_family(name, build=build, batch=batch):
     if hook:
         hook.remove()
 
-    fallback = model.__dict__.get("_liger_told")
+    fallback = model.__dict__.get("_liger_logits_warnings")
     liger.revert(model)
     reverted = [type(module) for module in model.modules()] == classes
     if bf16_loss is not None:

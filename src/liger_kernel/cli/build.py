@@ -175,10 +175,10 @@ def _check_memory(training, num_parameters: int, weight_bytes: int, device) -> N
     else:
         return
     has_moments = training.optimizer in (None, "adamw_torch", "adamw_torch_fused")
-    needed = weight_bytes * (4 if has_moments else 2)
-    if needed > available:
+    needed_bytes = weight_bytes * (4 if has_moments else 2)
+    if needed_bytes > available:
         raise BadInput(
             f"{training.model or training.config}: {num_parameters / 1e9:.1f} billion parameters "
-            f"need {needed / 1e9:.0f} GB for weights, gradients and optimizer, {device} has "
+            f"need {needed_bytes / 1e9:.0f} GB for weights, gradients and optimizer, {device} has "
             f"{available / 1e9:.0f} GB: take a smaller model"
         )

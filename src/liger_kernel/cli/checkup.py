@@ -33,10 +33,10 @@ def checkup(spec: dict, report) -> dict:
     report("build", cuda=torch.version.cuda, hip=torch.version.hip)
     if device_type is None:
         return {}
-    report("triton", **_tried(_triton_works, device_type))
+    report("triton", **_run_check(_triton_works, device_type))
     for case in CASES:
         report("trying", name=case.name)
-        report("kernel", name=case.name, **_tried(_agrees, case, device_type))
+        report("kernel", name=case.name, **_run_check(_agrees, case, device_type))
     return {}
 
 
@@ -50,7 +50,7 @@ def _describe(device_type: str, index: int) -> dict:
     }
 
 
-def _tried(check, *args) -> dict:
+def _run_check(check, *args) -> dict:
     """Run ``check(*args)``, and return whether it raised nothing."""
     try:
         check(*args)

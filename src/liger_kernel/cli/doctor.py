@@ -91,29 +91,29 @@ def _providers() -> list[str]:
 
 def _try_imports(report: dict) -> None:
     """Fill in ``broken``: an installed library may fail to load, or end its process."""
-    tried = []
+    attempts = []
 
     def on_event(event: dict) -> None:
         if event["event"] == "trying":
-            tried.append(event["name"])
+            attempts.append(event["name"])
         else:
-            report["broken"][tried[-1]] = event["problem"]
+            report["broken"][attempts[-1]] = event["problem"]
 
     names = [name for name in LIBRARIES if name in report["versions"]]
     try:
         _child.run("liger_kernel.cli.imports", dict(names=names), on_event, "the import")
     except _child.Crash as crash:
-        report["broken"][tried[-1]] = str(crash)
+        report["broken"][attempts[-1]] = str(crash)
 
 
 def _try_out(report: dict) -> None:
     """Fill in ``devices``, ``build``, ``triton`` and ``kernels``."""
-    tried = ["the devices"]
+    attempts = ["the devices"]
 
     def on_event(event: dict) -> None:
         name = event.pop("event")
         if name == "trying":
-            tried.append(event["name"])
+            attempts.append(event["name"])
             if sys.stderr.isatty():
                 print(f"\rtrying {event['name']:40}\r", end="", file=sys.stderr)
         elif name == "kernel":
@@ -124,7 +124,7 @@ def _try_out(report: dict) -> None:
     try:
         _child.run("liger_kernel.cli.checkup", {}, on_event, "the check")
     except _child.Crash as crash:
-        report["problems"].append(f"Trying {tried[-1]} brought the process down. {crash}")
+        report["problems"].append(f"Trying {attempts[-1]} brought the process down. {crash}")
 
 
 # ---- problems and remedies ----
@@ -221,13 +221,13 @@ def _text(report: dict) -> str:
     def with_notes(versions):
         return [f"{name} {version}{notes.get(name, '')}" for name, version in versions.items()]
 
-    tested = ", ".join(f"{name} {versions}" for name, versions in report["tested"].items())
+    tested_versions = ", ".join(f"{name} {versions}" for name, versions in report["tested"].items())
     frameworks = ", ".join(with_notes(report["frameworks"]))
     lines = [
         f"liger-kernel {package['version']} at {package['path']}",
         f"  from {providers or 'a path, no installed distribution'}",
         *(f"  {library}" for library in with_notes(report["versions"])),
-        f"tested with {tested}",
+        f"tested with {tested_versions}",
         f"training frameworks: {frameworks or 'none'}",
     ]
     for number, device in enumerate(report["devices"]):

@@ -39,7 +39,7 @@ def round_to_blocks(nbytes: float) -> int:
 class Allocation:
     """Memory in use, and the part that it belongs to."""
 
-    part: str
+    part_name: str
     nbytes: int
 
 
@@ -71,7 +71,7 @@ class Ledger(TorchDispatchMode):
         self.total = 0
         self.peak = dict.fromkeys(PARTS, 0)
         self.peak_total = 0
-        self.part = "activations"  # of what is allocated now
+        self.current_part = "activations"  # of what is allocated now
         self.allocations: dict[int, Allocation] = {}
         self.unit = None
         self.layers_begun = False
@@ -80,20 +80,20 @@ class Ledger(TorchDispatchMode):
         self.copied_weights = {storage_key(p): n for p, n in (copied_weights or {}).items()}
         self._output_layouts = {}
 
-    def add(self, part: str, nbytes: int) -> None:
-        self.now[part] += nbytes
+    def add(self, part_name: str, nbytes: int) -> None:
+        self.now[part_name] += nbytes
         self.total += nbytes
         if self.total > self.peak_total:
             self.peak_total = self.total
             self.peak = dict(self.now)
 
-    def assign_to_part(self, part: str, tensor: torch.Tensor) -> None:
+    def assign_to_part(self, part_name: str, tensor: torch.Tensor) -> None:
         """Count the tensor's memory, which is allocated already, as this part's."""
         allocation = self.allocations.get(storage_key(tensor))
         if allocation is not None:
-            self.now[allocation.part] -= allocation.nbytes
-            self.now[part] += allocation.nbytes
-            allocation.part = part
+            self.now[allocation.part_name] -= allocation.nbytes
+            self.now[part_name] += allocation.nbytes
+            allocation.part_name = part_name
 
     def count_tensor(self, tensor: torch.Tensor) -> None:
         """Count the tensor's memory until it is freed, unless it is counted already."""
@@ -101,14 +101,14 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self.unit_of or key in self.allocations:
             return
-        allocation = Allocation(self.part, round_to_blocks(storage.nbytes()))
+        allocation = Allocation(self.current_part, round_to_blocks(storage.nbytes()))
         self.allocations[key] = allocation
-        self.add(allocation.part, allocation.nbytes)
+        self.add(allocation.part_name, allocation.nbytes)
         weakref.finalize(storage, self._on_free, key)
 
     def _on_free(self, key):
         allocation = self.allocations.pop(key)
-        self.add(allocation.part, -allocation.nbytes)
+        self.add(allocation.part_name, -allocation.nbytes)
 
     def on_read(self, *values) -> int:
         """Note that an operation or a kernel reads these.
@@ -124,7 +124,7 @@ class Ledger(TorchDispatchMode):
             return 0
         if unit != self.unit:
             self.layers_begun |= unit > 0
-            self.part = "head" if unit == 0 and self.layers_begun else "activations"
+            self.current_part = "head" if unit == 0 and self.layers_begun else "activations"
             self.unit = unit
             if self.on_unit is not None:
                 self.on_unit(unit)
@@ -263,7 +263,7 @@ class StepRun:
         copied_weights = {p: 2 * p.numel() for p in step.element_bytes}  # in bf16, for its matmul
         on_unit = self._gather if step.sharding.gathers else None
         self.ledger = Ledger(step.units, copied_weights, on_unit)
-        self.trained = [p for unit in step.units for p in unit if p.requires_grad]
+        self.trained_parameters = [p for unit in step.units for p in unit if p.requires_grad]
         # sharding: bytes that are gathered now, of each gathered unit, and of gradients in a sum
         self.gathered_bytes = 0
         self.unit_bytes = [sum(map(self._gathered_size, unit)) for unit in step.units]
@@ -280,14 +280,16 @@ class StepRun:
 
     def peak(self, batch, sequence) -> dict[str, int]:
         ledger, step = self.ledger, self.step
-        for part, nbytes in step.persistent_bytes.items():
-            ledger.add(part, nbytes)
+        for part_name, nbytes in step.persistent_bytes.items():
+            ledger.add(part_name, nbytes)
         ledger.add("workspace", WORKSPACE)
         accumulates_in_place = step.accumulates and not self.sharding.sums
         if step.accumulates:
-            ledger.add("gradients", sum(map(self.sharding.share_of_gradient, self.trained)))
+            ledger.add(
+                "gradients", sum(map(self.sharding.share_of_gradient, self.trained_parameters))
+            )
         hooks = []
-        for p in self.trained:
+        for p in self.trained_parameters:
             if accumulates_in_place:
                 p.grad = torch.empty_like(p)
             else:
@@ -309,7 +311,7 @@ class StepRun:
         finally:
             for hook in hooks:
                 hook.remove()
-            for p in self.trained:
+            for p in self.trained_parameters:
                 p.grad = None
         return ledger.peak
 
@@ -326,13 +328,13 @@ class StepRun:
             unit = ledger.unit_of[storage_key(p)]
             self.missing_grads[unit].discard(id(p))
             if not self.missing_grads[unit]:
-                trained = [q for q in self.step.units[unit] if q.requires_grad]
+                parameters = [q for q in self.step.units[unit] if q.requires_grad]
                 ledger.add("communication", -self.sum_bytes)  # of the unit before
                 self.sum_bytes = sum(
-                    round_to_blocks(q.numel() * sharding.reduced_bytes) for q in trained
+                    round_to_blocks(q.numel() * sharding.reduced_bytes) for q in parameters
                 )
                 ledger.add("communication", self.sum_bytes)
-                self._keep_shares(trained)
+                self._keep_shares(parameters)
 
     def _keep_shares(self, parameters):
         """Replace whole gradients by this GPU's shares of them."""
@@ -353,17 +355,17 @@ class StepRun:
         work, and unit 0, which stays.
         """
         if self.sharding.live_bytes is not None:
-            gathered = min(sum(self.unit_bytes), self.sharding.live_bytes)
+            nbytes = min(sum(self.unit_bytes), self.sharding.live_bytes)
         else:
             if unit == 0:
                 buffer = len(self.unit_bytes) - 1 if self.ledger.layers_begun else 0
             else:
                 buffer = max(unit - 1, 1) if self.in_backward else unit
-            gathered = self.unit_bytes[0] + self.unit_bytes[buffer]
+            nbytes = self.unit_bytes[0] + self.unit_bytes[buffer]
             if unit:
-                gathered += self.unit_bytes[unit]
-        self.ledger.add("communication", gathered - self.gathered_bytes)
-        self.gathered_bytes = gathered
+                nbytes += self.unit_bytes[unit]
+        self.ledger.add("communication", nbytes - self.gathered_bytes)
+        self.gathered_bytes = nbytes
 
     # ---- checkpoints on the host ----
 
@@ -405,7 +407,7 @@ class StepRun:
             return
         allocation = self.ledger.allocations.get(self.checkpoints[index])
         if allocation is not None:
-            self.ledger.add(allocation.part, -allocation.nbytes)
+            self.ledger.add(allocation.part_name, -allocation.nbytes)
             self.on_host[index] = allocation.nbytes
             allocation.nbytes = 0
 
@@ -413,4 +415,4 @@ class StepRun:
         if index in self.on_host:
             allocation = self.ledger.allocations[self.checkpoints[index]]
             allocation.nbytes = self.on_host.pop(index)
-            self.ledger.add(allocation.part, allocation.nbytes)
+            self.ledger.add(allocation.part_name, allocation.nbytes)

@@ -93,7 +93,7 @@ autocast = _Autocast()
 class _FunctionMode(TorchFunctionMode):
     """Run `_attention` in place of torch's, and cast the arguments of matmuls under `autocast`."""
 
-    counts_alone = True  # see `devices.in_user_mode`
+    liger_transparent = True  # see `devices.in_user_mode`
 
     F = torch.nn.functional
     CAST_FUNCTIONS = {

@@ -205,7 +205,7 @@ def _check_device(device: str) -> None:
 
 def switches(items: list[str]) -> dict[str, bool]:
     """Return ["rope=false", ...] as a ``liger_kernel_config``."""
-    chosen = {}
+    config = {}
     for item in items:
         name, _, value = item.partition("=")
         if name not in SWITCHES:
@@ -214,16 +214,16 @@ def switches(items: list[str]) -> dict[str, bool]:
             )
         if value.lower() not in BOOLEANS:
             raise BadInput(f"--liger {item}: write {name}=true or {name}=false")
-        chosen[name] = BOOLEANS[value.lower()]
+        config[name] = BOOLEANS[value.lower()]
     # two kernels for one loss: one switches the other off
     logits, fused = "cross_entropy", "fused_linear_cross_entropy"
-    if chosen.get(logits) and chosen.get(fused):
+    if config.get(logits) and config.get(fused):
         raise BadInput(f"--liger: {logits} and {fused} compute the same loss, take one of them")
-    if chosen.get(logits):
-        chosen[fused] = False
-    elif chosen.get(fused):
-        chosen[logits] = False
-    return chosen
+    if config.get(logits):
+        config[fused] = False
+    elif config.get(fused):
+        config[logits] = False
+    return config
 
 
 def _check_output(argument: str, path: Path) -> None:

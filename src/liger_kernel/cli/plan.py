@@ -159,7 +159,7 @@ def measure(step, args, usable: int, max_positions: int | None, progress) -> dic
 
     def longest_that_fits(guess, **bound):
         guess //= SEQUENCE_STEP
-        num_steps = largest_that_fits(peak_of_sequence, usable, guess, within=0.01, **bound)
+        num_steps = largest_that_fits(peak_of_sequence, usable, guess, tolerance=0.01, **bound)
         return num_steps * SEQUENCE_STEP
 
     try:
@@ -194,16 +194,16 @@ def measure(step, args, usable: int, max_positions: int | None, progress) -> dic
 
 
 def largest_that_fits(
-    need, limit: int, guess: int = 1, within: float = 0.0, most: int = 2**14
+    need, limit: int, guess: int = 1, tolerance: float = 0.0, most: int = 2**14
 ) -> int:
     """Return the largest n up to ``most`` for which ``need(n)`` is at most the limit, or 0.
 
-    ``need`` grows with n. With ``within``, n may be too small by that fraction. Doubles from
+    ``need`` grows with n. n may be too small by the fraction ``tolerance``. Doubles from
     ``guess`` until n no longer fits, then bisects.
     """
     fits, too_large = 0, most + 1
     n = min(max(guess, 1), most)
-    while too_large - fits > max(1, int(fits * within)):
+    while too_large - fits > max(1, int(fits * tolerance)):
         if need(n) <= limit:
             fits = n
         else:
@@ -256,7 +256,7 @@ def build_step(settings, args, patched: bool):
     # FSDP2 gathers fp32 weights in bf16
     in_bf16 = args.weights != "fp32" or args.mixed_precision and not in_autocast
     dtype = torch.bfloat16 if in_bf16 else torch.float32
-    model, quantised = _build_model(settings, args, dtype, patched)
+    model, quantised_weights = _build_model(settings, args, dtype, patched)
     if patched:
         from liger_kernel.transformers import apply_liger_kernel
 
@@ -266,7 +266,7 @@ def build_step(settings, args, patched: bool):
         units_of(model),
         persistent_bytes={},
         sharding=sharding(args),
-        element_bytes={p: QUANTISED_BYTES[args.weights] for p in quantised},
+        element_bytes={p: QUANTISED_BYTES[args.weights] for p in quantised_weights},
         accumulates=args.accumulation > 1,
         autocast=in_autocast,
         offload=args.offload and patched,
@@ -291,7 +291,7 @@ def _build_model(settings, args, dtype, patched):
             model.train()
             if share is not None:
                 share(model, patched)
-            quantised = linear_weights(model) if args.weights in QUANTISED else []
+            quantised_weights = linear_weights(model) if args.weights in QUANTISED else []
             if args.lora:
                 model = add_adapters(model, args.lora)
             if args.checkpointing:
@@ -299,7 +299,7 @@ def _build_model(settings, args, dtype, patched):
     except Exception as problem:  # anything can be wrong with a config
         reason = one_line(problem) + build.remedy(args.model)
         raise BadInput(f"{args.model or args.config}: {reason}") from problem
-    return model, quantised
+    return model, quantised_weights
 
 
 def sharding(args):
@@ -336,8 +336,8 @@ def set_held_memory(step, args) -> None:
     keeps_fp32 = args.mixed_precision and strategy == "fsdp2"
     state_bytes = STATE_BYTES[args.optimizer]
     parameters = [p for unit in step.units for p in unit]
-    trained = [p for p in parameters if p.requires_grad]
-    num_trained = sum(p.numel() for p in trained)
+    trained_parameters = [p for p in parameters if p.requires_grad]
+    num_trained = sum(p.numel() for p in trained_parameters)
     weight_ranks = num_gpus if strategy in ("fsdp2", "zero3") else 1
     state_ranks = num_gpus if strategy == "fsdp2" or zero else 1
 
@@ -352,8 +352,8 @@ def set_held_memory(step, args) -> None:
         return moments + (4 if zero else 0)  # ZeRO's fp32 weights are the optimizer's
 
     communication = 0
-    if strategy == "ddp" and num_gpus > 1:
-        communication = sum(p.nbytes for p in trained)  # its buckets are as large as the gradients
+    if strategy == "ddp" and num_gpus > 1:  # its buckets are as large as the gradients
+        communication = sum(p.nbytes for p in trained_parameters)
     if strategy in ("zero2", "zero3"):
         communication = 2 * min(num_trained, TWO_BUCKETS)
     step.persistent_bytes = {
@@ -361,7 +361,8 @@ def set_held_memory(step, args) -> None:
             round_to_blocks(p.numel() * weight_bytes(p) / weight_ranks) for p in parameters
         ),
         "optimizer": sum(
-            round_to_blocks(p.numel() * optimizer_bytes(p) / state_ranks) for p in trained
+            round_to_blocks(p.numel() * optimizer_bytes(p) / state_ranks)
+            for p in trained_parameters
         ),
         "communication": communication,
     }
@@ -384,14 +385,14 @@ def units_of(model) -> list[list]:
     if not layers:
         lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
         layers = max(lists, key=len, default=())
-    assigned = set()
+    assigned_ids = set()
     units = []
     for layer in layers:
-        unit = [p for p in layer.parameters() if id(p) not in assigned]
-        assigned.update(map(id, unit))
+        unit = [p for p in layer.parameters() if id(p) not in assigned_ids]
+        assigned_ids.update(map(id, unit))
         if unit:
             units.append(unit)
-    return [[p for p in model.parameters() if id(p) not in assigned], *units]
+    return [[p for p in model.parameters() if id(p) not in assigned_ids], *units]
 
 
 def linear_weights(model) -> list:
@@ -431,10 +432,10 @@ def table(result: dict) -> str:
     def add_row(title, cell):
         lines.append(f"{title:22}" + "".join(f"{cell(side):>16}" for side in sides.values()))
 
-    for part, title in PART_TITLES.items():
-        is_optional = part in ("communication", "workspace")
-        if not is_optional or any(side["parts"][part] for side in sides.values()):
-            add_row(title, lambda side, part=part: _gb(side["parts"][part]))
+    for part_name, title in PART_TITLES.items():
+        is_optional = part_name in ("communication", "workspace")
+        if not is_optional or any(side["parts"][part_name] for side in sides.values()):
+            add_row(title, lambda side, name=part_name: _gb(side["parts"][name]))
     add_row("peak of one GPU", lambda side: _gb(side["peak"]))
     add_row("fits", lambda side: "yes" if side["fits"] else "no")
     add_row("largest micro-batch", lambda side: _count(side["largest_batch"]))
@@ -462,9 +463,11 @@ def table(result: dict) -> str:
 
 def _heading(result: dict) -> list[str]:
     arguments = result["asked"]
-    trained = "all of them"
+    trained_weights = "all of them"
     if arguments["lora"]:
-        trained = f"LoRA of rank {arguments['lora']} ({result['trained'] / 1e6:,.1f} million)"
+        trained_weights = (
+            f"LoRA of rank {arguments['lora']} ({result['trained'] / 1e6:,.1f} million)"
+        )
     weights = f"{arguments['weights']} weights"
     if arguments["mixed_precision"]:
         weights = "fp32 weights, computed with in bf16"
@@ -479,7 +482,7 @@ def _heading(result: dict) -> list[str]:
             checkpoints += ", their inputs on the host"
     return [
         f"{result['model']}: {result['parameters'] / 1e6:,.1f} million parameters, "
-        f"{trained} trained, {weights}, {arguments['optimizer']}",
+        f"{trained_weights} trained, {weights}, {arguments['optimizer']}",
         f"{gpus}, {arguments['batch']} x {arguments['sequence']:,}{accumulation} tokens each"
         f"{checkpoints}",
     ]

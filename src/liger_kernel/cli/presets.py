@@ -10,13 +10,13 @@ SIZES = {  # option -> the name in a Hugging Face config
 }
 
 
-def _rope(theta, **others):
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **others}}
+def _rope(theta, **scaling):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **scaling}}
 
 
-def _preset(model_type, hidden, intermediate, layers, heads, kv_heads, vocab, **others):
+def _preset(model_type, hidden, intermediate, layers, heads, kv_heads, vocab, **settings):
     sizes = zip(SIZES.values(), (hidden, layers, heads, kv_heads, intermediate, vocab), strict=True)
-    return {"model_type": model_type, **dict(sizes), **others}
+    return {"model_type": model_type, **dict(sizes), **settings}
 
 
 _LONG = dict(

@@ -65,7 +65,7 @@ def in_user_mode() -> bool:
     """Return True if a user's TorchFunctionMode or TorchDispatchMode is active, which has to see
     PyTorch's own functions.
 
-    A mode with the attribute ``counts_alone = True`` changes nothing, and is not counted.
+    A mode with the attribute ``liger_transparent = True`` changes nothing, and is not counted.
     """
     num_function_modes = torch._C._len_torch_function_stack()
     num_dispatch_modes = 0 if is_compiling() else torch._C._len_torch_dispatch_stack()
@@ -75,7 +75,7 @@ def in_user_mode() -> bool:
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes)]
     return not all(
         type(mode).__module__.startswith(HARMLESS_MODE_MODULES)
-        or getattr(mode, "counts_alone", False)
+        or getattr(mode, "liger_transparent", False)
         for mode in modes
     )
 

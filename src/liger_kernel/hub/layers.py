@@ -34,7 +34,7 @@ class RMSNormLayer:
 
 @dataclass(frozen=True)
 class GatedMLPLayer:
-    """A gated MLP with one of these activations, named as in `patch.layers.mlp`.
+    """A gated MLP with one of these activations, named as in `patch.layers.activations`.
 
     ``tiled``: it is computed in tiles of tokens.
     """

@@ -4,18 +4,19 @@
    calls `patch`. The name of a switch is called a *flag*.
 2. `patch` makes a `Walk` over the modules of the model.
 3. The walk goes through `STAGES`. In each stage it tries at most one rewrite on a module: the first
-   whose `could_apply` says yes. A rewrite is an object; its class has a file of its own in `layers`
-   or `loss`.
+   that was asked for and whose `could_apply` says yes. A rewrite is an object; its class is in a
+   file of `layers` or `loss`.
 4. Most rewrites prove what the module computes (`Walk.prove_once`). First `proof/purity` reads the
    module's code, and rejects what no run could show, such as side effects and branches. Then comes
    the *trial*: `proof/probe` runs a small copy of the module, and the rewrite compares output and
    gradients with a reference. `proof/parts` records which attributes the copy reads, and their
-   values: the *parts*. The result holds for every module with equal parts.
+   values: the *parts*. The result holds for every module of the same class and
+   members with equal parts.
 5. The result of a proof is a `Replacement`, or the reason why the module is left alone. For a
    replacement, `proof/private` changes the module's class to a private subclass. At every call its
    forward checks that parts and code are still those that were proved; if so it runs our operator,
-   otherwise the model's own forward.
-6. The rewrites of the loss, of masks, checkpoints and the load-balancing loss decide in ways of
+   otherwise the model's own forward. Replacements that are not `guarded` check by themselves.
+6. The rewrites of RoPE, the loss, masks, checkpoints and the load-balancing loss decide in ways of
    their own, which their files describe. `loss/rewrites` either has the loss computed in the head,
    so that no logits are stored, or computes it from the logits by our operator.
 7. `patch` returns a `Report`: what was replaced, what was left alone and why.
@@ -43,7 +44,12 @@ from liger_kernel.patch.layers.rope import Ropes
 from liger_kernel.patch.layers.router import Routers
 from liger_kernel.patch.layers.tiled_mlp import TiledMLPs
 from liger_kernel.patch.loss import head
-from liger_kernel.patch.loss.rewrites import LossInHead, LossOnLogits, causal_lms
+from liger_kernel.patch.loss.rewrites import (
+    LossInHead,
+    LossOnLogits,
+    causal_lms,
+    revert_loss_on_logits,
+)
 from liger_kernel.patch.proof import private, purity
 from liger_kernel.patch.proof.parts import ReadRecorder, module_signature, unchanged
 from liger_kernel.patch.proof.report import Report
@@ -53,13 +59,14 @@ logger = logging.getLogger(__name__)
 
 # Each stage goes over all modules. Stages that come later build on what earlier ones have replaced.
 STAGES = (
-    # the order matters where two could apply: gated norms before norms
+    # the order matters where two could apply: GatedNorms before Norms; PlainMLPs and StackedExperts
+    # before GatedMLPs
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (TiledMLPs(),),  # MLPs in tiles, replaced before or not
     (OffloadedCheckpoints(),),
     (LossInHead(),),
-    (LossOnLogits(),),  # of models whose loss is not in the head
-    (LoadBalancing(),),  # also within the forward that LossInHead has installed
+    (LossOnLogits(),),  # one call asks for at most one of the two losses
+    (LoadBalancing(),),  # after LossInHead, whose replacement it extends
     (CausalMasks(),),
 )
 # every flag once, in the order of the stages
@@ -98,7 +105,11 @@ def check_transformers() -> None:
 
 
 class Walk:
-    """Patches one model: what was asked for, and what has been found out so far."""
+    """Patches one model: what was asked for, and what has been found out so far.
+
+    Rewrites read its attributes. Those that replace something without `convert` update `report` and
+    `flags_done` themselves.
+    """
 
     def __init__(self, model, switches, trusted):
         self.model = model
@@ -107,26 +118,27 @@ class Walk:
         self.flags_on = {flag for flag in FLAGS if switches.get(flag)}
         # classes whose code is not inspected before a trial
         self.trusted = trusted
-        # the modules to visit, with their paths in the model; scripted ones cannot be patched
+        # module to visit -> its path in the model; TorchScript modules cannot change their class
         self.module_paths = {}
         for path, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 self.module_paths[module] = path
         # the causal language models in it, which may be within PEFT, DDP or torch.compile
         self.causal_lms = causal_lms(model)
-        title = self.causal_lms[0] if self.causal_lms else model
-        self.report = Report(type(title).__name__)
+        # the report names the language model, not a wrapper around it
+        target = self.causal_lms[0] if self.causal_lms else model
+        self.report = Report(type(target).__name__)
         # flags that have an effect on this model, by this call or an earlier one
         self.flags_done = set()
         # flag -> what was left alone under it, for the warning that a flag has no effect
         self.obstacles = {flag: [] for flag in FLAGS}
-        # (prove, signature of a module) -> [(result, parts), ...]
+        # (prove, signature of a module) -> [(result, parts), ...]; `prove` is a plain function
         self.proofs = {}
-        # what `call_once` has called, and what it returned
-        self.called = {}
+        # (function, *args) -> what `call_once` got from it
+        self.call_results = {}
 
     def run(self) -> Report:
-        # what an earlier call has replaced
+        # switches whose replacements are there from an earlier call
         for module in self.module_paths:
             replacement = replacement_of(module)
             if replacement is not None:
@@ -141,17 +153,18 @@ class Walk:
         return self.report
 
     def _is_asked_for(self, rewrite) -> bool:
-        """Return True if one of its flags is on. A rewrite without flags of its own runs whenever
-        any flag is on."""
+        """Return True if one of its flags is on. A rewrite without flags of its own
+        (`CausalMasks`) runs whenever any flag is on."""
         if not self.flags_on:
             return False
         return not rewrite.flags or not self.flags_on.isdisjoint(rewrite.flags)
 
     def _try_first(self, rewrites, module) -> None:
-        """Apply the first of the rewrites that could apply to the module, as it is by now."""
+        """Apply the first of the rewrites that could apply to the module, which an earlier stage
+        may have replaced."""
         replacement = replacement_of(module)  # None: not replaced so far
         for rewrite in rewrites:
-            # by default a rewrite applies to None alone
+            # by default `applies_to` is NoneType: modules that are not replaced yet
             if isinstance(replacement, rewrite.applies_to) and rewrite.could_apply(module):
                 rewrite.apply(self, module)
                 return
@@ -187,8 +200,10 @@ class Walk:
     def prove_once(self, prove, module) -> tuple[Replacement | str, tuple]:
         """Return the result of ``prove(module, recorder)``, and the parts that it rests on.
 
-        The result is a `Replacement`, or the reason why the module is left alone. Modules with
-        equal signatures and parts are proved once."""
+        The result is a `Replacement`, or the reason why the module is left alone. It also holds for
+        later modules of the same signature (`module_signature`) that have these parts. Without
+        parts it holds for all of that signature, so ``prove`` records a value before it rejects
+        one."""
         if private.has_instance_forward(module):
             return "its forward was replaced on the instance", ()
         proofs = self.proofs.setdefault((prove, module_signature(module)), [])
@@ -201,9 +216,9 @@ class Walk:
     def call_once(self, function, *args):
         """Return ``function(*args)``; within this walk it is called once for the same arguments."""
         key = function, *args
-        if key not in self.called:
-            self.called[key] = function(*args)
-        return self.called[key]
+        if key not in self.call_results:
+            self.call_results[key] = function(*args)
+        return self.call_results[key]
 
     def reason_unprovable(self, module, children=True) -> str | None:
         """Return why a trial would prove nothing of the module's code, or None (`purity`).
@@ -220,8 +235,8 @@ class Walk:
         parts = recorder.parts()
         is_proved = not isinstance(result, str)
         if is_proved and not isinstance(module, self.trusted):
-            # forward may call methods of objects that the module holds: which ones, the trial shows
-            reason = purity.reason_read_unprovable(module, parts, self.trusted)
+            # the trial has recorded which methods of the module's attributes forward calls
+            reason = purity.reason_called_unprovable(module, parts, self.trusted)
             if reason is not None:
                 return reason, parts
         return result, parts
@@ -247,9 +262,4 @@ def _revert_module(module: torch.nn.Module) -> None:
         for name in cls._liger_state:  # attributes that patching has added
             module.__dict__.pop(name, None)
         private.set_class(module, private.original_class(cls))
-    if "_liger_loss_before" in module.__dict__:
-        # transformers' property ``loss_function`` keeps its value in ``_loss_function``
-        del module.__dict__["_loss_function"]
-        loss_before = module.__dict__.pop("_liger_loss_before")  # None: the model's own
-        if loss_before is not None:
-            module.loss_function = loss_before
+    revert_loss_on_logits(module)

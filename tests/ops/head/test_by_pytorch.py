@@ -110,6 +110,20 @@ def test_only_what_needs_a_gradient(calls):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("num_items", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_no_items(num_items, calls):
+    """The loss and its gradients are NaN, but for ignored rows, as where this is not taken."""
+    hidden, weight, bias, target = make_inputs()
+    results = []
+    for drop_ignored in (None, False):
+        loss = liger_fused_linear_cross_entropy(
+            hidden, weight, target, bias, num_items=num_items, drop_ignored=drop_ignored
+        )
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    assert len(calls) == 1 and results[0][0].isnan()
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,6 +8,7 @@ from hardware import DEVICE
 from memory import AddressRecorder, collect_garbage, reuses_memory
 
 import liger_kernel.ops.mlp
+from liger_kernel.core import overwrite
 from liger_kernel.ops.mlp.glu import (
     LigerFusedGateUpSiLUMulFunction,
     clamped_swiglu_reference,
@@ -130,6 +131,17 @@ def test_held_is_overwritten_where_it_was_asked_for():
                 torch.autograd.grad(z.sum(), x)
         else:
             assert torch.equal(torch.autograd.grad(z.sum(), x)[0], actual)
+
+
+def test_held_stays_where_the_environment_says_so(monkeypatch):
+    """`LIGER_KERNEL_OVERWRITE=0` is obeyed, also where overwriting was asked for."""
+    monkeypatch.setattr(overwrite, "ENABLED", False)
+    x = torch.randn(4, 18, device=DEVICE, requires_grad=True)
+    y = 2 * x
+    z = FUSED(y, True)
+    (first,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], first)
 
 
 def test_other_strides_of_gate_beside_up():

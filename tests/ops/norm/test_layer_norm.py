@@ -144,6 +144,14 @@ def test_patched_in_a_model(norms):
     assert type(norms.plain) is torch.nn.LayerNorm and torch.equal(norms(x), expected)
 
 
+def test_a_norm_of_two_dimensions_before_one_of_one():
+    """What the first is left alone for does not hold for the second."""
+    image, plain = torch.nn.LayerNorm((4, 8)), torch.nn.LayerNorm(8)
+    report = apply_liger_kernel(torch.nn.Sequential(image, plain))
+    assert report.of("LayerNorm") == 1
+    assert type(image) is torch.nn.LayerNorm and type(plain) is not torch.nn.LayerNorm
+
+
 def test_autocast_gives_what_pytorchs_gives(norms):
     """fp32, in which PyTorch's autocast runs a LayerNorm."""
     x = torch.randn(3, 4, 8).bfloat16()

@@ -49,7 +49,7 @@ def test_trains_as_before(family, level, monkeypatch):
         for _ in range(2):  # the first step also proves what is between head and loss
             assert_same_step(step(patched_model), expected_output)
         assert calls == {name: 2 * n for name, n in expected_calls(family).items()}
-    assert patched_model._liger_told is None and not pending_requests(patched_model)
+    assert patched_model._liger_logits_warnings is None and not pending_requests(patched_model)
     assert list(patched_model.state_dict()) == list(reference.state_dict())
 
 

@@ -224,7 +224,7 @@ def test_hooks_of_the_head_are_in_the_graph(wrapping, steps):
     for _ in range(steps):
         output = step(patched_model)
     assert_same_step(output, step(reference))
-    assert Counted.backwards == steps and patched_model._liger_told is None
+    assert Counted.backwards == steps and patched_model._liger_logits_warnings is None
     assert views == [False] * steps  # an operation in place on a view would lose the hook
 
 
@@ -347,7 +347,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch):
         assert (
             not pending_requests(patched_model)
             and not patched_model.lm_head._forward_hooks
-            and patched_model._liger_told is None
+            and patched_model._liger_logits_warnings is None
         )
     assert_same_step(step(patched_model), step(reference))
 

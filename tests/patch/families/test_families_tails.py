@@ -53,7 +53,9 @@ def test_an_unknown_tail_gets_real_logits(tail, caplog):
         for _ in range(3):
             assert_same_step(step(patched_model, **inputs), expected_output)
     numbers = tail in ("scaled", "capped")  # alone, which the kernels do, too
-    assert len(caplog.records) == (not numbers) and numbers == (patched_model._liger_told is None)
+    assert len(caplog.records) == (not numbers) and numbers == (
+        patched_model._liger_logits_warnings is None
+    )
     assert numbers or "its forward does something to its logits" in caplog.text
     assert not pending_requests(patched_model)
 
@@ -66,7 +68,7 @@ def test_a_tail_that_changes_no_value_is_none(tail):
     expected_output = step(model)
     apply_to_family("llama", model)
     assert_same_step(step(model), expected_output)
-    assert model._liger_told is None
+    assert model._liger_logits_warnings is None
 
 
 @pytest.mark.parametrize("declared", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
@@ -93,7 +95,7 @@ def test_the_first_step_shows_what_a_config_means(applied, declared):
     for _ in range(2):
         out, gradients = step(patched_model)
         assert_same_step((out, gradients), step(reference))
-        assert patched_model._liger_told is None and out.logits is None
+        assert patched_model._liger_logits_warnings is None and out.logits is None
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
@@ -107,7 +109,7 @@ def test_a_tail_that_changes_later(family):
         else:
             model.config.logits_scaling = 2.0
     assert_same_step(step(patched_model), step(reference))
-    assert patched_model._liger_told is None
+    assert patched_model._liger_logits_warnings is None
 
 
 def odd_forward(how):
@@ -145,7 +147,7 @@ def test_a_second_call_of_the_head_is_noticed_at_any_step():
     apply_to_family("llama", patched_model)
     for twice in (False, True, False):
         assert_same_step(step(patched_model, twice=twice), step(reference, twice=twice))
-    assert patched_model._liger_told is None
+    assert patched_model._liger_logits_warnings is None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_an_unusual_forward(how, caplog):
         for _ in range(2):
             assert_same_step(step(patched_model, labels=labels), step(reference, labels=labels))
     logits = how in ("two heads", "own loss")
-    assert logits == (patched_model._liger_told is not None) == len(caplog.records)
+    assert logits == (patched_model._liger_logits_warnings is not None) == len(caplog.records)
 
 
 def test_other_losses_are_left_alone(caplog):

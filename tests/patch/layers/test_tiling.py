@@ -146,6 +146,26 @@ def test_patched_again_with_other_switches(first, second, on_cpu_and_clean):
     assert [type(m) for m in patched_model.modules()] == [type(m) for m in reference.modules()]
 
 
+def test_another_class_stays(on_cpu_and_clean):
+    """A library has derived a class from the patched one, with a forward of its own."""
+    model = tiny.model("llama")
+    liger.apply_liger_kernel(model)
+    mlp = model.model.layers[0].mlp
+    before = type(mlp)
+
+    class Derived(before):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    mlp.__class__ = Derived
+    x = torch.randn(2, 13, mlp.gate_proj.in_features)
+    expected = mlp(x)
+    report = liger.apply_liger_kernel(model, tiled_mlp=4)
+    assert report.left_alone["Derived", "it was given another class after it was patched"] == 1
+    assert type(mlp) is Derived and torch.equal(mlp(x), expected)
+    assert replacement_of(model.model.layers[1].mlp).tokens == 4
+
+
 def test_what_is_left_alone(on_cpu_and_clean):
     for switches in ({}, dict(swiglu=False, geglu=False, relu_squared=False)):
         report = liger.apply_liger_kernel(tiny.model("mixtral"), tiled_mlp=True, **switches)

@@ -147,7 +147,7 @@ def test_a_device_keeps_the_loss_in_the_head():
     with torch.device("cpu"):
         assert not in_user_mode()
         out, grads = step(patched)
-        assert out.logits is None and patched._liger_told is None
+        assert out.logits is None and patched._liger_logits_warnings is None
         assert_steps_close((out, grads), step(reference))
 
 

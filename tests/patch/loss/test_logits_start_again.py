@@ -132,7 +132,7 @@ def test_memory_that_is_used_up_is_no_reason_to_make_logits(monkeypatch):
             step(patched)
     assert patched._liger_logits_needed is None
     out, _ = step(patched)
-    assert out.logits is None and patched._liger_told is None
+    assert out.logits is None and patched._liger_logits_warnings is None
 
 
 class Detaches(torch.autograd.Function):
@@ -159,7 +159,7 @@ def test_a_librarys_function_keeps_the_loss_in_the_head(around):
     )
     with around():
         assert_steps_close(step(patched), step(reference))
-    assert patched._liger_told is None
+    assert patched._liger_logits_warnings is None
 
 
 class Noisy(torch.nn.Linear):

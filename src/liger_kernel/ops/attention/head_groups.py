@@ -200,7 +200,7 @@ def _is_selective_checkpoint(mode) -> bool:
 
 def _is_transparent_mode(mode) -> bool:
     """Return True if another mode, which sees the groups' calls, does nothing to them."""
-    return isinstance(mode, DeviceContext | HeadGroups) or getattr(mode, "counts_alone", False)
+    return isinstance(mode, DeviceContext | HeadGroups) or getattr(mode, "liger_transparent", False)
 
 
 def _attention_by_groups(

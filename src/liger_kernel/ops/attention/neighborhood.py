@@ -383,11 +383,7 @@ def neighborhood_attention_bwd(
 class LigerFusedNeighborhoodAttentionFunction(Function):
     """``apply(query, key, value, kernel_size=7, dilation=1, scale=None) -> out`` like query."""
 
-    @staticmethod
-    def reference(query, key, value, kernel_size=7, dilation=1, scale=None):
-        return fused_neighborhood_attention_reference(
-            query, key, value, kernel_size, dilation, scale
-        )
+    reference = staticmethod(fused_neighborhood_attention_reference)
 
     @staticmethod
     def forward(ctx, query, key, value, kernel_size=7, dilation=1, scale=None):

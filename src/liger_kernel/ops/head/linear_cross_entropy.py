@@ -21,15 +21,7 @@ from typing import NamedTuple
 import torch
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import (
-    CASES,
-    Case,
-    F,
-    Function,
-    no_saved_tensor_hooks,
-    saved_grads,
-    saved_inputs,
-)
+from liger_kernel.core.op import CASES, Case, F, Function, saved_grads, saved_inputs
 from liger_kernel.core.parallel import group_name, size_and_rank, to_local_shards
 from liger_kernel.ops.head.chunks import all_logits_bytes
 from liger_kernel.ops.head.cross_entropy import (
@@ -59,6 +51,7 @@ from liger_kernel.ops.head.linear_head import (
 )
 from liger_kernel.ops.head.linear_head_reference import (
     ROWS_WITHOUT_KERNELS,
+    can_run_by_pytorch,
     compute_dtype,
     fused_linear_cross_entropy_in_chunks,
     linear_cross_entropy_by_pytorch,
@@ -222,9 +215,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
     are accepted and change nothing.
     """
 
-    @staticmethod
-    def reference(*args):
-        return fused_linear_cross_entropy_in_chunks(*args)
+    reference = staticmethod(fused_linear_cross_entropy_in_chunks)
 
     @staticmethod
     def forward(
@@ -456,30 +447,12 @@ def liger_fused_linear_cross_entropy(
             and reduction != "none"
             and target_on_cpu
             and drop_ignored is not False  # no ignored row is left
-            and input.device.type == "cpu"
-            and weight.dtype != torch.float16  # whose dW could overflow before it is divided
-            and not devices.in_autocast(input)  # a second backward may be outside of it
-            and no_saved_tensor_hooks()  # a checkpoint would compute all again in each chunk
             and group is None
             and not (has_options or has_outputs or use_token_scaling)
-            and not torch.compiler.is_compiling()
+            and can_run_by_pytorch(input, weight)
         ):
-            token_options = TokenOptions(softcap=softcap, logit_scale=logit_scale)
-
-            def reference(input, weight, bias):
-                return fused_linear_cross_entropy_in_chunks(
-                    input,
-                    weight,
-                    target,
-                    bias,
-                    reduction=reduction,
-                    softcap=softcap,
-                    logit_scale=logit_scale,
-                    num_items=num_items,
-                )[:1]
-
             return linear_cross_entropy_by_pytorch(
-                input, weight, target, bias, token_options, reduction, num_items, reference
+                input, weight, target, bias, reduction, softcap, logit_scale, num_items
             )
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # in eager mode, Function.apply does this

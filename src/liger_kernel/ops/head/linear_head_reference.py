@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import devices
-from liger_kernel.core.op import F
+from liger_kernel.core.op import F, no_saved_tensor_hooks
 from liger_kernel.core.parallel import copy_to_group, token_loss_reference_parallel
 from liger_kernel.ops.head.cross_entropy import OutputOptions
 from liger_kernel.ops.head.forward_gradients import gradient_in_forward
@@ -75,8 +75,19 @@ def run_reference_in_chunks(function, hidden, target):
     )
 
 
+def can_run_by_pytorch(hidden, weight):
+    """Return True if `linear_cross_entropy_by_pytorch` is right for these tensors, here and now."""
+    return (
+        not torch.compiler.is_compiling()
+        and hidden.device.type == "cpu"
+        and weight.dtype != torch.float16  # whose dW could overflow before it is divided
+        and not devices.in_autocast(hidden)  # a second backward may be outside of it
+        and no_saved_tensor_hooks()  # a checkpoint would compute all again in each chunk
+    )
+
+
 def linear_cross_entropy_by_pytorch(
-    hidden, weight, target, bias, token_options, reduction, num_items, reference
+    hidden, weight, target, bias, reduction, softcap, logit_scale, num_items
 ):
     """Compute a cross entropy by PyTorch's own, a few rows at a time.
 
@@ -85,15 +96,16 @@ def linear_cross_entropy_by_pytorch(
 
     Args:
         target: (M,) class indices, of which none is ignored.
-        token_options: softcap and logit_scale count, the others are at their defaults.
         reduction: "mean" or "sum".
+        softcap, logit_scale: as in `TokenOptions`.
         num_items: 0-d tensor to divide the sum by, or None.
-        reference: ``reference(hidden, weight, bias)`` returns (loss,), and can be differentiated
-            twice.
     """
     dtype = compute_dtype(hidden, weight)
+    token_options = TokenOptions(softcap=softcap, logit_scale=logit_scale)
     divisor = num_items
-    if divisor is None and reduction == "mean":
+    if num_items is not None:  # the loss of 0 items is NaN, as with the kernels: its z-loss is 0/0
+        divisor = num_items.where(num_items != 0, float("nan"))
+    elif reduction == "mean":
         divisor = torch.tensor(float(target.numel()), device=hidden.device)
 
     def run(hidden, weight, bias, needs):
@@ -125,6 +137,18 @@ def linear_cross_entropy_by_pytorch(
             if needs_db:
                 db += dlogits.sum(0, dtype=accum_dtype)
         return (loss if divisor is None else loss / divisor,), (dh, dw, db), divisor
+
+    def reference(hidden, weight, bias):
+        return fused_linear_cross_entropy_in_chunks(
+            hidden,
+            weight,
+            target,
+            bias,
+            reduction=reduction,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            num_items=num_items,
+        )[:1]
 
     return gradient_in_forward(run, reference, hidden, weight, bias)[0]
 

@@ -5,7 +5,8 @@ logits h·Wᵀ + b: the module `logits` has the formulas. The steps of a call:
 
 1. `token_log_probs` calls `linear_token_loss`, which checks the arguments and puts all options into
    one record, `HeadOptions`.
-2. `drop_ignored_rows` leaves out ignored tokens, where that needs no wait or is asked for.
+2. `drop_ignored_rows` leaves out ignored tokens: with ``drop_ignored=True``, or by default if the
+   targets are on the CPU.
 3. `LinearTokenLossFunction.forward` takes the tokens a chunk at a time: it computes the chunk's
    logits, and from these each token's loss and statistics (`linear_head.run_forward`).
 4. In forward the gradients cannot be computed, because each token will have an incoming gradient of
@@ -64,38 +65,14 @@ from liger_kernel.ops.head.linear_head_reference import (
 from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.planning import parse_memory
 
-# ---- the reference ----
-
-
-def linear_token_loss_reference(
-    hidden,
-    weight,
-    target,
-    bias=None,
-    class_weights=False,
-    temperature=1.0,
-    softcap=0.0,
-    logit_scale=1.0,
-    **options,
-):
-    """Compute the outputs of the `Case` in PyTorch, from all logits at once."""
-    token_options = TokenOptions(
-        softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options
-    )
-    class_weight = make_class_weights(weight, class_weights)
-    loss, logsumexp, entropy, z_loss, _, _, mean_logit = token_reference(
-        hidden, weight, bias, target, class_weight, token_options
-    )
-    return loss, logsumexp, entropy, z_loss, mean_logit
-
-
 # ---- the arguments ----
 
 
 def check_head(name, hidden, weight, bias, target, class_weight, group=None, hidden_name="hidden"):
     """Raise if dtypes, devices or shapes do not fit together. The target may be on the CPU.
 
-    ``name`` and ``hidden_name`` stand in the message: the function's, and that of its argument."""
+    ``name``: the public function; ``hidden_name``: its argument for ``hidden``. Both are for the
+    error message."""
     required = {hidden_name: hidden, "weight": weight}
     check.floats(name, required, bias=bias, **{"class weight": class_weight})
     check.integers(name, dict(target=target))
@@ -117,20 +94,20 @@ def check_head(name, hidden, weight, bias, target, class_weight, group=None, hid
 def drop_ignored_rows(hidden, target, ignore_index, drop_ignored):
     """Leave out the rows whose target is ``ignore_index``.
 
-    ``drop_ignored`` None: only if the targets are on the CPU and nothing is compiled, because on a
-    GPU the host must wait until the rows are found.
+    ``drop_ignored`` None: only if the targets are on the CPU and nothing is compiled. On a GPU the
+    host would wait until the rows are found; in a graph a shape would depend on data.
 
     Returns:
         The indices of the rows that are kept, or None for all; their hidden states; their targets.
     """
     target = target.long()
-    needs_no_wait = target.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_compiling()
     if drop_ignored is None:
-        drop_ignored = needs_no_wait
+        drop_ignored = target.device.type == "cpu" and not is_compiling
     if not drop_ignored:
         return None, hidden, target.to(hidden.device)
     kept_rows = (target != ignore_index).nonzero().squeeze(1)
-    if needs_no_wait and kept_rows.numel() == target.numel():
+    if not is_compiling and kept_rows.numel() == target.numel():
         return None, hidden, target.to(hidden.device)
     target = target[kept_rows].to(hidden.device, non_blocking=True)
     kept_rows = kept_rows.to(hidden.device, non_blocking=True)
@@ -144,6 +121,42 @@ def restore_rows(output, kept_rows, num_rows, ignored_value):
     return output.new_full((num_rows,), ignored_value).index_copy(0, kept_rows, output)
 
 
+# ---- the reference ----
+
+
+def linear_token_loss_reference(
+    hidden,
+    weight,
+    target,
+    bias=None,
+    class_weights=False,
+    temperature=1.0,
+    softcap=0.0,
+    logit_scale=1.0,
+    **options,
+):
+    """Compute what `_case_fn` returns, in PyTorch and from all logits at once.
+
+    ``class_weights``: True for random ones."""
+    # temperature and scale as in `linear_token_loss`
+    token_options = TokenOptions(
+        softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options
+    )
+    class_weight = make_class_weights(weight, class_weights)
+    loss, logsumexp, entropy, z_loss, _correct, _predicted, mean_logit = token_reference(
+        hidden, weight, bias, target, class_weight, token_options
+    )
+    return loss, logsumexp, entropy, z_loss, mean_logit
+
+
+def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
+    """Return random inputs of a `Case`, by the names that the operator has for its arguments."""
+    # the factor 2: logits without bias have a standard deviation of 2
+    tensors = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5, torch.randn(V)
+    inputs = {name: t.requires_grad_() for name, t in zip(names, tensors, strict=True)}
+    return inputs | dict(target=random_labels(M, V))
+
+
 # ---- the autograd Function ----
 
 
@@ -152,7 +165,7 @@ class LinearTokenLossFunction(Function):
 
     ``apply(hidden, weight, bias, target, class_weight, options)`` returns loss, logsumexp, entropy,
     z_loss, predicted and mean_logit. The first three are differentiable. ``options`` are
-    `HeadOptions`.
+    `HeadOptions`. An output that they do not request has no elements.
     """
 
     @staticmethod
@@ -162,7 +175,7 @@ class LinearTokenLossFunction(Function):
                 hidden, weight, bias, target, class_weight, options.token, options.group
             )
 
-        loss, logsumexp, entropy, z_loss, _, predicted, mean_logit = run_reference_in_chunks(
+        loss, logsumexp, entropy, z_loss, _correct, predicted, mean_logit = run_reference_in_chunks(
             reference_chunk, hidden, target
         )
         return loss, logsumexp, entropy, z_loss, predicted, mean_logit
@@ -175,19 +188,22 @@ class LinearTokenLossFunction(Function):
         logits = None
         if (
             options.keep_logits
-            and any(ctx.needs_input_grad)
+            and any(ctx.needs_input_grad[:3])
             and options.group is None
-            and no_saved_tensor_hooks()
+            and no_saved_tensor_hooks()  # False also in a checkpoint and under torch.compile
             and options.memory >= all_logits_bytes(hidden, weight, options.dtype)
         ):
             outputs, logits = run_forward_keeping_logits(inputs, options)
         else:
             outputs, _ = run_forward(inputs, options)
-        ctx.forward_grads = logits  # which backward overwrites with their gradient (`saved_grads`)
-        ctx.read_logits = logits is not None or reads_logits(options)
+        # in the place of gradients: backward takes the logits by `saved_grads`, and overwrites them
+        ctx.forward_grads = logits
+        # if forward used stored logits, backward must, too (`hopper`)
+        ctx.forward_read_logits = logits is not None or reads_logits(options)
         ctx.options = options
         ctx.needs = list(ctx.needs_input_grad[:3])
         entropy = outputs.entropy if options.requested.entropy else None
+        # norm: the four numbers of `logits.normalisers`
         ctx.save_for_backward(*inputs, outputs.norm, outputs.stats, entropy)
         ctx.mark_non_differentiable(outputs.z_loss, outputs.predicted, outputs.mean_logit)
         ctx.set_materialize_grads(False)
@@ -201,7 +217,7 @@ class LinearTokenLossFunction(Function):
         )
 
     @staticmethod
-    def arguments(ctx):  # those of `reference`, which is differentiated twice
+    def arguments(ctx):  # of `reference`, which is differentiated with create_graph=True
         return *ctx.saved_tensors[:5], ctx.options
 
     @staticmethod
@@ -209,10 +225,10 @@ class LinearTokenLossFunction(Function):
         hidden, weight, bias, target, class_weight, norm, stats, entropy = ctx.saved_tensors
         inputs = HeadInputs(hidden, weight, bias, target, class_weight)
         statistics = Statistics(norm, stats, entropy)
-        if grad_loss is None:
+        if grad_loss is None:  # which would mean 1 to the kernels
             grad_loss = stats.new_zeros(stats.shape[0])
         if entropy is None or grad_entropy is None:
-            grad_entropy = None  # also of an entropy that was not asked for
+            grad_entropy = None  # an entropy that was not requested has no elements
         else:
             grad_entropy = grad_entropy.contiguous()
         if grad_logsumexp is not None:
@@ -220,19 +236,24 @@ class LinearTokenLossFunction(Function):
         token_grads = TokenGradients(grad_loss, grad_entropy, grad_logsumexp)
 
         logits = None
-        in_place = False
         if ctx.forward_grads is not None:
-            logits, in_place = saved_grads(ctx, 1)
-        if in_place:
+            logits, can_overwrite = saved_grads(ctx, 1)
+            if not can_overwrite:
+                # The graph is kept for another backward, so the logits must stay as they are. A
+                # copy of them would not fit into ``memory``: drop them, and compute them again.
+                ctx.forward_grads = logits = None
+        if logits is not None:
             grads = run_backward_from_logits(
                 token_grads, logits, inputs, statistics, ctx.options, ctx.needs, in_place=True
             )
         else:
-            # The graph may be kept for another backward. Then its logits cannot be overwritten, and
-            # a copy would not fit into ``memory``: let them go, and compute them again.
-            ctx.forward_grads = logits = None
             grads = run_backward(
-                token_grads, inputs, statistics, ctx.options, ctx.needs, ctx.read_logits
+                token_grads,
+                inputs,
+                statistics,
+                ctx.options,
+                ctx.needs,
+                forward_read_logits=ctx.forward_read_logits,
             )
         return *cast_gradients(grads, inputs, ctx.needs), None, None, None
 
@@ -288,23 +309,24 @@ def linear_token_loss(
         target: (M,) class indices. They may be on the CPU.
         bias: (V,).
         logit_scale: the logits are multiplied by it.
-        softcap: then the logits become ``softcap·tanh(logits / softcap)``.
-        temperature: then they are divided by it.
+        softcap: the scaled logits become ``softcap·tanh(logits / softcap)``. None: no cap.
+        temperature: the logits are divided by it last.
         ignore_index: rows with this target are ignored: all their outputs are 0 (predicted: -1).
         label_smoothing: in [0, 1].
-        class_weight: (V,).
+        class_weight: (V,), by which each class's part of a loss is multiplied.
         lse_square_scale: the loss has the z-loss lse_square_scale·logsumexp² added to it.
         return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted,
             return_mean_logit: the outputs beside the loss; ``return_accuracy`` is for `correct`.
         accum_dtype: dtype in which dW is added up over the chunks of tokens. With torch.float32 dW
-            is rounded once. None: as ``memory`` allows.
+            is rounded once. None: fp32 if there are more than two chunks and ``memory`` has room,
+            and always in fp16; otherwise weight's dtype.
         memory: bytes that the head may take beyond the gradients of hidden and weight. "auto" is
             the value of the environment variable LIGER_KERNEL_HEAD_MEMORY if it is set; otherwise
             enough that the head is fast and dW about as exact as PyTorch's
             (docs/linear-head.md). If a number is given here and the logits of all tokens fit into
-            it, every call keeps them until its backward. Backward computes them again under
-            torch.compile, in a checkpoint, with saved-tensor hooks, with a group, and if the graph
-            is kept (``retain_graph=True``).
+            it, every call keeps them until its backward, except under torch.compile, in a
+            checkpoint, with saved-tensor hooks or with a group. With ``retain_graph=True`` they are
+            dropped, and computed again.
         drop_ignored: leave ignored rows out before the projection. None: only if the targets are on
             the CPU and nothing is compiled; elsewhere the host would wait for the device.
         group: a process group of torch.distributed whose ranks each hold an equal, contiguous shard
@@ -351,13 +373,15 @@ def linear_token_loss(
             mean_logit=return_mean_logit,
             predicted=return_accuracy or return_predicted,
         ),
-        keep_logits=memory != "auto",  # not within the environment variable's budget
+        # for a number given here alone: the environment variable's holds for each call of a model
+        keep_logits=memory != "auto",
     )
+    # torch.compile bypasses Function.apply, which would choose the reference or detach the inputs
     token_loss = LinearTokenLossFunction.call
     if not devices.has_kernels(hidden):
         token_loss = LinearTokenLossFunction.reference
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # nothing is saved for backward then; in eager mode Function.apply sees to it
+        # without gradients nothing is to be saved for backward
         hidden = hidden.detach()
         weight = weight.detach()
         bias = None if bias is None else bias.detach()
@@ -372,13 +396,13 @@ def linear_token_loss(
         return restore_rows(x, kept_rows, num_rows, ignored_value) if is_requested else None
 
     return TokenOutputs(
-        output(loss),
-        output(logsumexp, return_logsumexp),
-        output(entropy, return_entropy),
-        output(z_loss, return_z_loss),
-        output(correct, return_accuracy),
-        output(predicted, return_predicted, ignored_value=-1),
-        output(mean_logit, return_mean_logit),
+        loss=output(loss),
+        logsumexp=output(logsumexp, return_logsumexp),
+        entropy=output(entropy, return_entropy),
+        z_loss=output(z_loss, return_z_loss),
+        correct=output(correct, return_accuracy),
+        predicted=output(predicted, return_predicted, ignored_value=-1),
+        mean_logit=output(mean_logit, return_mean_logit),
     )
 
 
@@ -400,8 +424,9 @@ def token_log_probs(
 ):
     """Compute log p(target | hidden) of each token under a linear head, and the entropy.
 
-    It is minus the loss of `linear_token_loss`, and takes as much memory. DPO, GRPO and PPO are
-    built from these log-probabilities. They are differentiable in hidden, weight and bias.
+    The log-probability is minus the loss of `linear_token_loss`, and takes as much memory. DPO,
+    GRPO and PPO are built from these log-probabilities. They are differentiable in hidden, weight
+    and bias.
 
     Args:
         hidden: (..., H) hidden states.
@@ -454,17 +479,9 @@ def _case_fn(hidden, weight, target, bias=None, class_weights=False, **options):
         return_entropy=True,
         return_z_loss=True,
         return_mean_logit=True,
-        drop_ignored=False,
+        drop_ignored=False,  # the kernels must see ignored rows in the interpreter, too
     )
     return outputs.loss, outputs.logsumexp, outputs.entropy, outputs.z_loss, outputs.mean_logit
-
-
-def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
-    """Return random inputs of a `Case`, by the names that the operator has for its arguments."""
-    # the factor 2: logits of size 2
-    tensors = torch.randn(M, H), torch.randn(V, H) * 2 / H**0.5, torch.randn(V)
-    inputs = {name: t.requires_grad_() for name, t in zip(names, tensors, strict=True)}
-    return inputs | dict(target=random_labels(M, V))
 
 
 CASES.append(
@@ -488,6 +505,6 @@ CASES.append(
         bench=((8192, 4096, 128256),),
         # logits twice, dh and dW: four products
         flops=lambda t: 8 * t["hidden"].numel() * t["weight"].shape[0],
-        fp32_roundings=4,  # as fused_linear_cross_entropy has
+        fp32_roundings=4,  # the logits are capped by a tanh that is good to 2 ulp
     )
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core import check, devices
+from liger_kernel.core import check, devices, overwrite
 from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d
 from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.ops.mlp.pointwise import glu_bwd, glu_bwd_over, glu_fwd, launch_bwd
@@ -140,7 +140,8 @@ class LigerFusedGateUpSiLUMulFunction(Function):
 
     a is the first half of y's last dimension, b the second. y's gradient overwrites y if nothing
     else refers to it. With ``in_place`` it overwrites a contiguous y in any case: a second
-    backward, or another use of y in the graph, then raises.
+    backward, or another use of y in the graph, then raises. ``LIGER_KERNEL_OVERWRITE=0`` turns both
+    off.
     """
 
     @staticmethod
@@ -164,10 +165,11 @@ class LigerFusedGateUpSiLUMulFunction(Function):
         (y,) = ctx.saved_tensors
         if torch.compiler.is_compiling():
             return torch.cat(glu_bwd(dz, *_halves(y), True, True, "silu"), -1), None
-        overwrite = y.is_contiguous() and (ctx.in_place or may_overwrite(ctx, y))
-        dy = y.detach() if overwrite else y.new_empty(y.shape)
+        asked_for = ctx.in_place and overwrite.ENABLED
+        over_y = y.is_contiguous() and (asked_for or may_overwrite(ctx, y))
+        dy = y.detach() if over_y else y.new_empty(y.shape)
         launch_bwd(dz, *_halves(y.detach()), *flatten_to_2d(dy).chunk(2, -1), None, "silu")
-        if overwrite:
+        if over_y:
             torch.autograd.graph.increment_version(y)
         return dy, None
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from liger_kernel.patch.engine import check_transformers, patch, revert_model
+from liger_kernel.patch.loss.rewrites import has_loss_on_logits
 from liger_kernel.patch.proof.report import Report
 from liger_kernel.patch.proof.rewrite import replacement_of
 
@@ -124,7 +125,7 @@ def active_flags(model: torch.nn.Module) -> list[str]:
         replacement = replacement_of(module)
         if replacement is not None:
             flags |= {flag: True for flag in replacement.flags if flag is not None}
-        if "_liger_loss_before" in module.__dict__:
+        if has_loss_on_logits(module):
             flags["cross_entropy"] = True
     return list(flags)
 

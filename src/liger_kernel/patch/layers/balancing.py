@@ -36,7 +36,12 @@ from liger_kernel.patch.proof.functions import (
     rebind_global,
     resolve_global,
 )
-from liger_kernel.patch.proof.private import convert_module, has_instance_forward, set_class
+from liger_kernel.patch.proof.private import (
+    convert_module,
+    has_instance_forward,
+    original_class,
+    set_class,
+)
 from liger_kernel.patch.proof.probe import close, error_summary, isolated, noise
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
@@ -140,7 +145,7 @@ class LoadBalancing(Rewrite):
     applies_to = object
 
     def could_apply(self, module):
-        function = resolve_global(_family_class(module).forward, FUNCTION)
+        function = resolve_global(original_class(type(module)).forward, FUNCTION)
         return hasattr(module, "config") and isinstance(function, types.FunctionType)
 
     def name(self, module):
@@ -159,7 +164,7 @@ class LoadBalancing(Rewrite):
             replacement = LoadBalancingLoss()
         else:
             replacement = dataclasses.replace(before, balanced=True)
-            set_class(module, _family_class(module))
+            set_class(module, original_class(type(module)))
         convert_module(module, replacement)
         walk.report.add(self.name(module), KERNEL, LoadBalancingLoss.column)
         walk.flags_done.add(FLAG)
@@ -175,12 +180,7 @@ class LoadBalancing(Rewrite):
         def prove_once(function):
             return walk.call_once(prove, function)
 
-        return reason_left_alone(_family_class(module), prove_once)
-
-
-def _family_class(module) -> type:
-    """Return the module's class, or the one that it had before it was patched."""
-    return type(module)._liger[0] if "_liger" in vars(type(module)) else type(module)
+        return reason_left_alone(original_class(type(module)), prove_once)
 
 
 # ---- the trial ----

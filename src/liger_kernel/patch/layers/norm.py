@@ -218,12 +218,12 @@ def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> RMSNorm
         or parameter_names - {*PARAMETER_NAMES}
     ):
         return "it holds more than a weight and a bias"
-    shape = module.__dict__.get("normalized_shape", (HIDDEN_SIZE,))
-    if not isinstance(shape, int) and len(shape) != 1:
-        return "it normalises more than one dimension"
     reads = reads or ReadRecorder()
+    shape = module.__dict__.get("normalized_shape", (HIDDEN_SIZE,))
     if "normalized_shape" in module.__dict__:
         reads.parts_read[(), "normalized_shape"] = type(shape), freeze(shape)
+    if not isinstance(shape, int) and len(shape) != 1:
+        return "it normalises more than one dimension"
     trial = _Trial(module, parameter_names)
     eps_attributes = [k for k, value in module.__dict__.items() if isinstance(value, float)]
     try:

@@ -5,8 +5,8 @@ Recognised are the MLPs of the files mlp and plain_mlp. This rewrite runs after 
 MLPs that they have replaced by now, and then runs their operator within a tile, and those that they
 were not asked to replace, and then runs the family's code.
 
-An MLP is left alone for the reasons of these files, if it is stacked experts, or if ZeRO-3 holds
-its layers."""
+An MLP is left alone for the reasons of these files, if it is stacked experts, if ZeRO-3 holds its
+layers, or if it was given another class after it was patched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_kernel.patch.layers.experts import StackedExperts
 from liger_kernel.patch.layers.mlp import GatedActivation, GatedMLP, GatedMLPs
 from liger_kernel.patch.layers.plain_mlp import PlainMLP, PlainMLPs
 from liger_kernel.patch.proof.conditions import are_plain_tensors
-from liger_kernel.patch.proof.private import set_class
+from liger_kernel.patch.proof.private import original_class, set_class
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
 FLAG = "tiled_mlp"
@@ -115,7 +115,11 @@ class TiledMLPs(Rewrite):
         if after == before:
             return
         if before is not None:
-            set_class(module, type(module)._liger[0])
+            if "_liger" not in vars(type(module)):
+                reason = "it was given another class after it was patched"
+                walk.leave_alone((FLAG,), self.name(module), reason)
+                return
+            set_class(module, original_class(type(module)))
         walk.convert(module, after, parts, self.name(module))
 
 

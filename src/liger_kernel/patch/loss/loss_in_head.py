@@ -353,15 +353,15 @@ def _watch_for_training(model, out):
 
 
 def _was_warned(model, reason) -> bool:
-    return reason in (model.__dict__.get("_liger_told") or "")
+    return reason in (model.__dict__.get("_liger_logits_warnings") or "")
 
 
 def warn_about_logits(model, reason):
     """Warn that logits take memory, once for each reason."""
     if _was_warned(model, reason):
         return
-    reasons = model.__dict__.get("_liger_told")
-    model._liger_told = reason if reasons is None else f"{reasons}; {reason}"
+    reasons = model.__dict__.get("_liger_logits_warnings")
+    model._liger_logits_warnings = reason if reasons is None else f"{reasons}; {reason}"
     logger.warning(
         "%s: logits are in memory, as without the patch, since %s. What keeps them out of memory: "
         "docs/patching.md, 'Training: no logits'. To ask for them: skip_logits=False.",

@@ -14,10 +14,17 @@ from liger_kernel.patch.loss import causal_lm, head, loss_in_head
 from liger_kernel.patch.loss.active_request import current_request
 from liger_kernel.patch.loss.parallel_head import ShardingPlan, sharding_plan
 from liger_kernel.patch.proof.functions import uses_name
-from liger_kernel.patch.proof.private import convert_module, has_instance_forward, set_class
+from liger_kernel.patch.proof.private import (
+    convert_module,
+    has_instance_forward,
+    original_class,
+    set_class,
+)
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
 COLUMN = "loss"
+# where a model keeps the loss that `LossOnLogits` has replaced; None: that of its class
+LOSS_BEFORE = "_liger_loss_before"
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class CausalLM(Replacement):
                 # the ids of its head's hooks when it has turned out to need real logits
                 "_liger_logits_needed": None,
                 # why there were logits in training, as it was said
-                "_liger_told": None,
+                "_liger_logits_warnings": None,
             },
         }
 
@@ -113,7 +120,7 @@ class LossInHead(_LossRewrite):
     def replace(self, model):
         balanced = isinstance(replacement_of(model), balancing.LoadBalancingLoss)
         if balanced:
-            set_class(model, type(model)._liger[0])
+            set_class(model, original_class(type(model)))
             balanced = balancing.reason_left_alone(type(model)) is None
         convert_module(model, CausalLM(balanced))
         lm_head = model.get_output_embeddings()
@@ -153,9 +160,25 @@ class LossOnLogits(_LossRewrite):
         return model.__dict__.get("_loss_function") is causal_lm.liger_causal_lm_loss
 
     def replace(self, model):
-        model.__dict__["_liger_loss_before"] = model.__dict__.get("_loss_function")
+        model.__dict__[LOSS_BEFORE] = model.__dict__.get("_loss_function")
         model.loss_function = causal_lm.liger_causal_lm_loss
         return "liger_cross_entropy, on logits"
+
+
+def has_loss_on_logits(module) -> bool:
+    """Return True if `LossOnLogits` has replaced the module's loss."""
+    return LOSS_BEFORE in module.__dict__
+
+
+def revert_loss_on_logits(module) -> None:
+    """Give the module the loss back that `LossOnLogits` has replaced, if it has."""
+    if not has_loss_on_logits(module):
+        return
+    # transformers' property ``loss_function`` keeps its value in ``_loss_function``
+    del module.__dict__["_loss_function"]
+    loss_before = module.__dict__.pop(LOSS_BEFORE)
+    if loss_before is not None:
+        module.loss_function = loss_before
 
 
 def _has_head(module) -> bool:

@@ -191,7 +191,7 @@ def reason_function_unprovable(function) -> str | None:
     return _first_reason([(function, None)])
 
 
-def reason_read_unprovable(
+def reason_called_unprovable(
     module: torch.nn.Module, parts: tuple, trusted: tuple[type, ...] = ()
 ) -> str | None:
     """`reason_unprovable` for the methods of the module's attributes that the proof has called.
