@@ -42,6 +42,12 @@ SIZES = {
         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
         tie_word_embeddings=False,
     ),
+    "Qwen3-30B-A3B": dict(
+        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
+        tie_word_embeddings=False,
+    ),
     "Llama-100M": dict(  # no published model
         model_type="llama", hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=4, head_dim=64, intermediate_size=2048, vocab_size=32000,

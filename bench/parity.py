@@ -26,9 +26,11 @@ SETTINGS = "model", "steps", "sequence", "batch", "lr"
 
 
 def nudge(model, seed: int, count: int = 16) -> None:
-    """Add one bf16 ulp to ``count`` weights of every parameter."""
+    """Add one bf16 ulp to ``count`` weights of every parameter in bf16."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
+        if parameter.dtype != torch.bfloat16:
+            continue
         indices = torch.randint(parameter.numel(), (count,), generator=generator)
         indices = indices.to(parameter.device)
         bits = parameter.data.view(-1).view(torch.int16)

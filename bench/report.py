@@ -22,6 +22,7 @@ from . import (
     finetune_table,
     head_tables,
     longest_table,
+    lora_table,
     ops_tables,
     scale_table,
     training_tables,
@@ -43,11 +44,14 @@ KINDS = {  # kind of a results file -> the function that makes its table
     "experts": head_tables.experts,
     "medusa": training_tables.medusa,
     "float8": training_tables.float8,
+    "lora": lora_table.lora,
+    "lora_curves": lora_table.curves,
 }
 # kind of a results file -> its tables, by the markers' name
 BLOCKS = {kind: {kind: make_table} for kind, make_table in KINDS.items()}
 BLOCKS["ops"]["operators"] = ops_tables.operators
 BLOCKS["train"]["readme"] = training_tables.readme
+BLOCKS["lora"]["lora_readme"] = lora_table.readme
 PICTURES = {"head": charts.head_chart, "ops": charts.operators_chart, "curves": curves.draw}
 
 

@@ -87,6 +87,7 @@ OPERATORS = {
         transformers="LigerVocabParallelCrossEntropy",
         paths="ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
     ),
+    "linear.lora": Operator(functional="liger_lora_linear"),
     "mlp.activation": Operator(
         ops="LigerReLUSquaredFunction",
         functional="liger_relu_squared",
@@ -98,6 +99,7 @@ OPERATORS = {
         ops="LigerFusedGateUpSiLUMulFunction LigerGELUMulFunction LigerSiLUMulFunction",
         functional="liger_clamped_swiglu liger_geglu liger_swiglu",
     ),
+    "mlp.lora_mlp": Operator(),
     "mlp.modules": Operator(
         transformers=(
             "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerPhi3SwiGLUMLP "

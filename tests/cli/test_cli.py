@@ -219,6 +219,9 @@ def test_switches():
     assert options.switches([f"{one}=true"]) == {one: True, other: False}
     assert options.switches([f"{other}=true"]) == {one: False, other: True}
     assert options.switches([f"{one}=false"]) == {one: False}
+    assert options.switches(["keep_layers=4"]) == {"keep_layers": 4}
+    with pytest.raises(BadInput, match="keep_layers=4"):
+        options.switches(["keep_layers=true"])
 
 
 # ---- a comparison ----

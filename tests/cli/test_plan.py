@@ -199,6 +199,19 @@ def test_kept_under_autocast():
     assert on_cpu == counted
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_kept_by_layers_that_are_not_recomputed(as_large_on_a_gpu, count):
+    """To the byte what a CPU keeps: of the other layers their inputs, of these all."""
+
+    def kept_on(device):
+        model = tiny("llama", device, False, "sdpa", layers=3)
+        apply_liger_kernel(model, keep_layers=count)
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        return kept(model, device, drop_ignored=False)
+
+    assert kept_on("cpu") == kept_on("meta")
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_fullest_moment(family):
     """Forward and backward, with temporaries, have one peak on a CPU and without data."""
@@ -424,6 +437,25 @@ def test_checkpoints():
     assert on_gpu - on_host >= 3 * 2 * 64 * 1024  # of 6 inputs two, and the one that comes back
 
 
+@pytest.mark.parametrize("offload", [[], ["--offload"]], ids=["", "offload"])
+def test_layers_that_are_not_recomputed(offload):
+    """The last one shares the peak with what a recomputation would hold; each further one adds what
+    a layer keeps."""
+    many = [*SIZES, "--layers", 6, "--sequence", 1024, "--attention", "sdpa", *offload]
+
+    def peak(*keep):
+        return total("llama", *many, "--checkpointing", *keep, patched=True)
+
+    peaks = [peak(), *(peak("--keep-layers", n) for n in range(1, 7))]
+    assert peaks[0] <= peaks[1]
+    added = [after - before for before, after in zip(peaks[1:], peaks[2:], strict=False)]
+    if not offload:  # all layers are the same
+        assert added[0] > 0 and len(set(added[:-1])) == 1
+        whole = total("llama", *many, patched=True)
+        assert peaks[6] == whole
+    assert peak("--keep-layers", 100) == peaks[6]
+
+
 # ---- everything is as it was ----
 
 
@@ -500,6 +532,13 @@ def test_torch_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(meta, "backward", watching)
     assert total("llama", *SIZES, "--sequence", 64, "--mixed-precision", patched=True)
     assert seen == [originals]
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_layers_are_computed_again_in_autocast(patched):
+    options = *SIZES, "--sequence", 64, "--mixed-precision"
+    plain = total("llama", *options, patched=patched)
+    assert total("llama", *options, "--checkpointing", patched=patched) < plain
 
 
 def test_what_is_let_go_of():

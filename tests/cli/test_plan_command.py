@@ -84,6 +84,22 @@ def test_parameters_are_those_of_all_gpus(answer):
     assert one["parameters"] == two["parameters"] == one["trained"]
 
 
+@pytest.mark.parametrize("memory, expected", [("64MiB", 0), ("110MB", 2), ("1GB", 4)])
+def test_most_layers_that_are_not_recomputed(answer, memory, expected):
+    argv = "llama", *SMALL, "--layers", 4, "--sequence", 8192, "--attention", "sdpa", "--patch"
+    _, out, err = answer(*argv, "--gpu-memory", memory, "--keep-layers", "most", "--json")
+    result = json.loads(out)
+    kept = result["sides"]["patched"]["kept_layers"]
+    assert not err and result["asked"]["keep_layers"] == "most"
+    peaks = []
+    for n in range(5):
+        keep = ["--keep-layers", n] if n else ["--checkpointing"]
+        step, _ = planned_step(*argv, *keep, patched=True)
+        peaks.append(sum(step.peak(1, 8192).values()))
+    assert result["sides"]["patched"]["peak"] == peaks[kept]
+    assert kept == expected == sum(peak <= result["usable"] for peak in peaks[1:]), peaks
+
+
 def test_what_does_not_fit(answer):
     code, out, _ = answer("llama", *SMALL, "--gpu-memory", "64MiB", "--no-patch")
     assert code == 0 and " no" in out and out.count("none") == 2
@@ -101,6 +117,9 @@ def test_what_does_not_fit(answer):
         ("llama --gpus 2 --strategy zero3 --weights fp32", ["zero3"]),
         ("llama --gpus 2 --strategy tp --lora 8", ["tp"]),
         ("llama --offload --no-patch", ["--offload"]),
+        ("llama --keep-layers 2 --no-patch", ["--keep-layers"]),
+        ("llama --keep-layers 0", ["--keep-layers", "at least 1"]),
+        ("llama --keep-layers 20GB", ["--keep-layers", "20GB"]),
         ("llama-3.2-1b --gpus 2 --strategy tp", ["tied", "fsdp2"]),
         ("llama --gpus 3 --strategy tp", ["num_attention_heads", "3 GPUs"]),
         ("phi3 --gpus 2 --strategy tp", ["phi3", "tp"]),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import zero
 from hardware import DEVICE
+from lora import add_adapters, lora_layers, recording
 from patched import count_calls, expected_calls
 from ranks import SIZE
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.ops.mlp.tiled_mlp import LigerTiledSwiGLUMLP, apply_tiled_mlp
 
+KERNELS = devices.INTERPRETED
 ACCUMULATED = 2
 TILE_TOKENS = 5
 
@@ -81,7 +83,7 @@ def train(model, rank=None, steps=3):
 def engine(model, **options):
     return zero.engine(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         **dict(accumulated=ACCUMULATED) | options,
     )
 
@@ -161,6 +163,58 @@ def check_bf16(rank, family="llama", **options):
     for step, expected in enumerate(expected_grad_errors):
         for name, error in grad_errors[step].items():
             assert error <= 2 * expected[name] + eps, (step, name)
+
+
+# ---- adapters ----
+
+WHOLE_LAYERS = dict(leaf=True)
+KEPT_ADAPTERS = dict(stage3_param_persistence_threshold=1000)  # of more elements than an adapter
+
+
+def train_adapters(rank, when, leaf=False, reentrant=None, dtype=torch.float32, **options):
+    """Return what `train` returns, and which LoRA layers ran by our code.
+
+    ``when`` the model is patched: "before" or "after" it gets adapters, None never. ``leaf``:
+    ZeRO-3 gathers the weights of a decoder layer at once. ``reentrant``: of the checkpoints, if
+    there are any.
+    """
+    model = tiny.model("llama", dtype).to(DEVICE)
+    if when == "before":
+        liger.apply_liger_kernel(model)
+    model = add_adapters(model).to(dtype)
+    if when == "after":
+        liger.apply_liger_kernel(model)
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    if leaf:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
+    zero_engine = engine(model, **options)
+    with recording(model) as ran:
+        result = train(zero_engine, rank)
+    zero_engine.destroy()
+    return *result, ran
+
+
+def check_adapters(rank, when, ours, kernels=False, **options):
+    """Compare losses, gradients and weights with the unpatched model's in the same engine.
+
+    ``ours``: whether our code runs, which needs whole weights.
+    """
+    devices.INTERPRETED = KERNELS and kernels
+    steps, weights, ran = train_adapters(rank, when, **options)
+    assert len(ran.layers) == (14 if ours else 0), ran.layers
+    assert bool(ran.mlps) == (ours and (kernels or DEVICE != "cpu"))
+    expected_steps, expected_weights, _ = train_adapters(rank, None, **options)
+    for (losses, grads), (expected, expected_grads) in zip(steps, expected_steps, strict=True):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        assert grads.keys() == expected_grads.keys() and len(grads) == 28
+        for name, grad in expected_grads.items():
+            assert (grads[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+    for name, w in expected_weights.items():
+        torch.testing.assert_close(weights[name], w, rtol=1e-4, atol=1e-5, msg=name)
 
 
 # ---- collectives and operators ----
@@ -330,6 +384,19 @@ CASES += [
 ]
 CHECKS = [partial(check, **case) for case in CASES]
 CHECKS += [partial(check_bf16, stage=stage) for stage in (1, 3)]
+CHECKS += [
+    partial(check_adapters, stage=2, when="before", ours=True, kernels=True),
+    partial(check_adapters, stage=2, when="after", ours=True, reentrant=False, kernels=True),
+    partial(check_adapters, stage=2, when="before", ours=True, offload=["optimizer"]),
+    partial(check_adapters, stage=3, when="before", ours=False, kernels=True),
+    partial(check_adapters, stage=3, when="after", ours=False, reentrant=True),
+    partial(check_adapters, stage=3, when="before", ours=False, **KEPT_ADAPTERS),
+    partial(check_adapters, stage=3, when="after", ours=False, offload=["optimizer", "param"]),
+    partial(check_adapters, stage=3, when="before", ours=True, **WHOLE_LAYERS, kernels=True),
+    partial(check_adapters, stage=3, when="after", ours=True, **WHOLE_LAYERS, reentrant=False),
+    partial(check_adapters, stage=3, when="before", ours=True, **WHOLE_LAYERS, reentrant=True),
+    partial(check_adapters, stage=3, when="after", ours=True, **WHOLE_LAYERS, **KEPT_ADAPTERS),
+]
 CHECKS += [
     partial(check_collectives, family="llama", whens=("before", "after")),
     partial(check_collectives, family="mixtral", whens=("before",)),

@@ -32,6 +32,7 @@ ALLOWED_PACKAGES = {
     "triton": ("core", "triton", "cli"),
     "megatron": ("megatron",),
     "transformers": ("patch", "metrics", "transformers", "cli"),
+    "bitsandbytes": ("patch",),
     "peft": ("patch", "transformers", "cli"),
     "trl": ("transformers",),
     "lightning": ("metrics",),
@@ -70,7 +71,7 @@ SHARED = {
     "ops.moe.routing", "ops.moe.expert_kernels", "ops.moe.grouped_matmul", "ops.moe.top_k",
     "ops.norm.group_norm_kernels", "ops.norm.group_norm_launch", "ops.head.hopper",
     "ops.head.hopper_kernels", "ops.rotary.arguments", "ops.rotary.rope_kernels",
-    "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients",
+    "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients", "ops.linear.fan_out",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
 ONE_ARCHITECTURE = {"ops.head.hopper_kernels"}
@@ -203,13 +204,13 @@ ALLOWED_SYNCHRONIZING = {
 UNPUBLISHED_FUNCTIONS = "linear_token_loss", "token_log_probs", "linear_distillation"
 # How the names of a Function begin.
 FUNCTION_PREFIXES = "Liger", "LinearTokenLoss"
-# Their Function is `forward_gradients.GradientInForward`.
-WITHOUT_FUNCTION = {"ops.head.distillation"}
+# Their Functions are in `forward_gradients` and in `fan_out`.
+WITHOUT_FUNCTION = {"ops.head.distillation", "ops.linear.lora"}
 # They call other operators and have no kernels of their own.
 COMPOSED = {
     "ops.mlp.modules", "ops.mlp.swiglu_mlp", "ops.mlp.tiled_mlp", "ops.head.scaled_cross_entropy",
     "ops.head.grouped_loss", "ops.head.linear_jsd", "ops.head.linear_kl_div",
-    "ops.moe.expert_parallel", "ops.attention.head_groups",
+    "ops.moe.expert_parallel", "ops.attention.head_groups", "ops.mlp.lora_mlp",
 }  # fmt: skip
 # They hold names that frameworks import beside the operators.
 NAMES_ALONE = {"ops.utils", "ops.configure", "ops.backends.registry", "ops.functional"}

@@ -99,6 +99,7 @@ OURS = {
     "transformers.functional.liger_activation_linear",
     "transformers.functional.liger_glu_linear",
     "transformers.functional.liger_clamped_swiglu",
+    "transformers.functional.liger_lora_linear",
     "ops.LigerNormRopeFunction",
     "ops.LigerLoadBalancingFunction",
     "ops.LigerRouterFunction",

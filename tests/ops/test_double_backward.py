@@ -331,7 +331,12 @@ def test_compiled_raises():
         dx.square().sum().backward()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    # in a graph lora_linear is PyTorch's own operations, which can be differentiated twice
+    [case for case in CASES if case.name != "lora_linear"],
+    ids=lambda c: c.name,
+)
 @pytest.mark.thorough
 def test_compiled_without_aot_autograd(case):
     """There backward runs as it was traced, without a graph.

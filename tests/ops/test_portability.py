@@ -44,6 +44,7 @@ ONLY = {  # kernels for some of the targets: those that have descriptors, and Ho
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,
 }
+PRODUCTS_ALONE = {"lora_linear"}  # cases that launch no kernel
 pytestmark = pytest.mark.thorough  # minutes of compiling
 
 
@@ -133,7 +134,7 @@ def test_case_launches_kernels(case, target, compiled):
     results = compiled(target)
     assert case not in results["failed"], "\n".join(results["failed"][case])
     launched_by = {run.split(" ")[0] for launch in results["launches"] for run in launch["by"]}
-    assert case in launched_by
+    assert case in launched_by or case in PRODUCTS_ALONE
 
 
 @on_every_target("kernel", kernels())

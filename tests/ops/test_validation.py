@@ -51,6 +51,8 @@ NUMBERS = {  # an argument's name: values that are out of its range
     "pre_eps": (NAN,),
     "post_mult": (INF,),
     "scale": (NAN, INF),
+    "scaling": (NAN, INF),
+    "dropout": (-0.1, 1.5, NAN),
     "offset": (NAN, INF),
     "gate_multiplier": (NAN,),
     "down_multiplier": (INF,),

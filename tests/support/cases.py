@@ -157,7 +157,7 @@ class HeadLayout(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.linear:
-            x, weight, bias = args
+            x, weight, bias = args if len(args) == 3 else (*args, None)
         elif func is torch.Tensor.matmul:
             x, weight, bias = args[0], args[1].mT, None
         else:

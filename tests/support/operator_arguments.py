@@ -33,6 +33,7 @@ from liger_kernel.ops.head.scaled_cross_entropy import LigerFusedLinearScaledCro
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs
 from liger_kernel.ops.head.token_log_probs import linear_token_loss, token_log_probs
 from liger_kernel.ops.head.vocab_parallel import liger_vocab_parallel_cross_entropy
+from liger_kernel.ops.linear.lora import liger_lora_linear
 from liger_kernel.ops.mlp.activation import liger_relu_squared
 from liger_kernel.ops.mlp.activation_linear import liger_activation_linear, liger_glu_linear
 from liger_kernel.ops.mlp.glu import liger_clamped_swiglu, liger_geglu, liger_swiglu
@@ -193,6 +194,16 @@ def valid_arguments():
         liger_relu_squared: dict(x=x),
         liger_glu_linear: dict(a=x, b=randn(T, H), weight=w, bias=randn(V)),
         liger_activation_linear: dict(x=x, weight=w, bias=randn(V)),
+        liger_lora_linear: dict(
+            x=x,
+            weight=w,
+            a=randn(2, H),
+            b=randn(V, 2),
+            scaling=1.0,
+            bias=randn(V),
+            lora_bias=randn(V),
+            dropout=0.0,
+        ),
         liger_swiglu_mlp: dict(
             input=x, gate_weight=w, up_weight=randn(V, H), down_weight=randn(H, V)
         ),

@@ -69,13 +69,13 @@ def gradients(engine):
     """
     from deepspeed.utils import safe_get_full_grad
 
-    return {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_grad(p) for name, p in named if p.requires_grad}
 
 
 def weights(engine):
     """Return by name the weights that learn. Under mixed precision these are in fp32."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {
-        name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()
-    }
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in named if p.requires_grad}

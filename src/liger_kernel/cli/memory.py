@@ -236,6 +236,7 @@ class Step:
     update_bytes: bytes that the optimizer's step takes beyond its states.
     accumulates: the gradients of an earlier micro-batch are there.
     offload: two of the layers' checkpoints are on the GPU, the others wait on the host.
+    kept_layers: the number of last layers that are not recomputed.
     """
 
     model: torch.nn.Module
@@ -247,6 +248,7 @@ class Step:
     accumulates: bool = False
     autocast: bool = False
     offload: bool = False
+    kept_layers: int = 0
 
     def peak(self, batch: int, sequence: int) -> dict[str, int]:
         """Return the bytes of the fullest moment of a step, by part: `PARTS`."""

@@ -90,6 +90,12 @@ class _Autocast:
 autocast = _Autocast()
 
 
+def recompute_contexts():
+    """Return the contexts of a checkpoint's forward and of its recomputation, which torch runs in
+    the autocast of the forward, but not in this one of ours."""
+    return contextlib.nullcontext(), autocast(autocast.enabled)
+
+
 class _FunctionMode(TorchFunctionMode):
     """Run `_attention` in place of torch's, and cast the arguments of matmuls under `autocast`."""
 

@@ -23,9 +23,11 @@ SWITCHES = (
     "layer_norm",
     "relu_squared",
     "router",
+    "lora",
     "tiled_mlp",
     "offloaded_checkpoints",
     "long_context",
+    "keep_layers",
     "cross_entropy",
     "fused_linear_cross_entropy",
 )
@@ -120,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", "auto, cpu, cuda, cuda:1 or xpu", metavar="NAME")
     add(
         "--liger",
-        f"switch kernels on or off in the patched run: {', '.join(SWITCHES)}",
+        f"switch kernels on or off in the patched run: {', '.join(SWITCHES)}; keep_layers takes a "
+        "number",
         nargs="+",
         action="extend",
         default=[],
@@ -203,7 +206,7 @@ def _check_device(device: str) -> None:
         raise BadInput(f"--device {device}: give auto, cpu, cuda, cuda:1 or xpu")
 
 
-def switches(items: list[str]) -> dict[str, bool]:
+def switches(items: list[str]) -> dict[str, bool | int]:
     """Return ["rope=false", ...] as a ``liger_kernel_config``."""
     config = {}
     for item in items:
@@ -212,6 +215,11 @@ def switches(items: list[str]) -> dict[str, bool]:
             raise BadInput(
                 f"--liger {item}: there is no kernel {name!r}, only {', '.join(SWITCHES)}"
             )
+        if name == "keep_layers":
+            if not value.isdecimal():
+                raise BadInput(f"--liger {item}: write {name}=4, for the last four layers")
+            config[name] = int(value)
+            continue
         if value.lower() not in BOOLEANS:
             raise BadInput(f"--liger {item}: write {name}=true or {name}=false")
         config[name] = BOOLEANS[value.lower()]

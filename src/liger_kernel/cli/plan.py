@@ -21,6 +21,7 @@ from liger_kernel.cli._child import BadInput, one_line
 from liger_kernel.cli.layout import wrapped
 from liger_kernel.cli.plan_options import (
     DEFAULT_SEQUENCE,
+    MOST,
     QUANTISED,
     add_arguments,
     check_arguments,
@@ -78,15 +79,22 @@ def plan(args: argparse.Namespace) -> dict:
             progress.side = title
             progress("building the model")
             step = build_step(settings, args, patched)
+            if args.keep_layers == MOST and patched:
+                kept = most_kept_layers(step, args, result["usable"], progress)
+                step = build_step(settings, _with(args, keep_layers=kept), patched)
             result["sides"][side] = measure(step, args, result["usable"], max_positions, progress)
+            result["sides"][side]["kept_layers"] = step.kept_layers
     if args.strategy == "tp":  # the parameters of all GPUs
-        one_gpu = argparse.Namespace(**vars(args) | {"strategy": "ddp"})
-        step = build_step(settings, one_gpu, patched=False)
+        step = build_step(settings, _with(args, strategy="ddp"), patched=False)
     parameters = [p for unit in step.units for p in unit]
     result["parameters"] = sum(p.numel() for p in parameters)
     result["trained"] = sum(p.numel() for p in parameters if p.requires_grad)
     result["positions"] = max_positions
     return result
+
+
+def _with(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | changes)
 
 
 REPORTED_ARGUMENTS = (
@@ -102,6 +110,7 @@ REPORTED_ARGUMENTS = (
     "mixed_precision",
     "checkpointing",
     "offload",
+    "keep_layers",
 )
 
 
@@ -193,6 +202,32 @@ def measure(step, args, usable: int, max_positions: int | None, progress) -> dic
     }
 
 
+def most_kept_layers(step, args, usable: int, progress) -> int:
+    """Return how many of the last layers can be kept, and leave the step with some number of them.
+
+    0 if none can, or if the model cannot run without data: `measure` says which."""
+    from liger_kernel.cli.memory import Unplannable
+    from liger_kernel.transformers import apply_liger_kernel
+
+    def peak(kept):
+        progress(f"{kept} layers kept")
+        apply_liger_kernel(step.model, long_context=args.offload, keep_layers=kept)
+        return sum(step.peak(args.batch, args.sequence).values())
+
+    most = _num_layers(step.model)
+    try:
+        return largest_that_fits(peak, usable, guess=most, most=most) if most else 0
+    except Unplannable:
+        return 0
+
+
+def _num_layers(model) -> int:
+    """Return the number of layers of the model's longest stack."""
+    from liger_kernel.patch.layers.kept_layers import stacks
+
+    return max(map(len, stacks(model)), default=0)
+
+
 def largest_that_fits(
     need, limit: int, guess: int = 1, tolerance: float = 0.0, most: int = 2**14
 ) -> int:
@@ -256,11 +291,16 @@ def build_step(settings, args, patched: bool):
     # FSDP2 gathers fp32 weights in bf16
     in_bf16 = args.weights != "fp32" or args.mixed_precision and not in_autocast
     dtype = torch.bfloat16 if in_bf16 else torch.float32
+    if args.lora and args.strategy in ("none", "ddp"):
+        in_autocast = True  # PEFT's adapters are in fp32
     model, quantised_weights = _build_model(settings, args, dtype, patched)
+    kept = 0
     if patched:
         from liger_kernel.transformers import apply_liger_kernel
 
-        apply_liger_kernel(model, long_context=args.offload)
+        if args.keep_layers != MOST:
+            kept = min(args.keep_layers, _num_layers(model))
+        apply_liger_kernel(model, long_context=args.offload, keep_layers=kept)
     step = memory.Step(
         model,
         units_of(model),
@@ -270,6 +310,7 @@ def build_step(settings, args, patched: bool):
         accumulates=args.accumulation > 1,
         autocast=in_autocast,
         offload=args.offload and patched,
+        kept_layers=kept,
     )
     set_held_memory(step, args)
     return step
@@ -279,6 +320,8 @@ def _build_model(settings, args, dtype, patched):
     """Return the model on the meta device, and its quantised weights."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from liger_kernel.cli.meta import recompute_contexts
 
     share = None
     if args.strategy == "tp":
@@ -295,7 +338,9 @@ def _build_model(settings, args, dtype, patched):
             if args.lora:
                 model = add_adapters(model, args.lora)
             if args.checkpointing:
-                model.gradient_checkpointing_enable()
+                model.gradient_checkpointing_enable(
+                    {"use_reentrant": False, "context_fn": recompute_contexts}
+                )
     except Exception as problem:  # anything can be wrong with a config
         reason = one_line(problem) + build.remedy(args.model)
         raise BadInput(f"{args.model or args.config}: {reason}") from problem
@@ -437,6 +482,8 @@ def table(result: dict) -> str:
         if not is_optional or any(side["parts"][part_name] for side in sides.values()):
             add_row(title, lambda side, name=part_name: _gb(side["parts"][name]))
     add_row("peak of one GPU", lambda side: _gb(side["peak"]))
+    if arguments["keep_layers"]:
+        add_row("layers not recomputed", lambda side: _count(side["kept_layers"]))
     add_row("fits", lambda side: "yes" if side["fits"] else "no")
     add_row("largest micro-batch", lambda side: _count(side["largest_batch"]))
     add_row("longest sequence", lambda side: _count(side["longest_sequence"]))

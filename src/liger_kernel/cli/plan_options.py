@@ -17,6 +17,7 @@ STRATEGIES = "none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "tp"
 WEIGHTS = "bf16", "fp32", "4bit", "8bit"
 OPTIMIZERS = "adamw", "adamw8bit", "sgd"
 QUANTISED = "4bit", "8bit"
+MOST = "most"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +125,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     add(
+        "--keep-layers",
+        help="with the patch and --checkpointing, do not recompute the last N layers; "
+        f"'{MOST}': as many as fit in the GPU's memory",
+        type=_parse_layers,
+        metavar="N",
+        default=0,
+    )
+    add(
         "--patch",
         help="only with the patch, or only without it (default: both)",
         action=argparse.BooleanOptionalAction,
@@ -145,6 +154,10 @@ def _parse_bytes(text: str) -> int:
             f"give a number and {', '.join(UNITS)}, such as 80GB, not {text}"
         )
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def _parse_layers(text: str) -> int | str:
+    return text if text == MOST else whole_number(1)(text)
 
 
 def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
@@ -170,7 +183,9 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise BadInput("--lora makes the adapters with PEFT, which is missing: pip install peft")
     if args.offload and args.patch is False:
         raise BadInput("--offload is the patch's, and --no-patch leaves that out")
-    if args.offload:
+    if args.keep_layers and args.patch is False:
+        raise BadInput("--keep-layers is the patch's, and --no-patch leaves that out")
+    if args.offload or args.keep_layers:
         args.checkpointing = True
     return args
 

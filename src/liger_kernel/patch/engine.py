@@ -31,10 +31,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from liger_kernel._version import OLDEST_TRANSFORMERS
-from liger_kernel.patch.layers import offloading
+from liger_kernel.patch.layers import adapters, offloading
+from liger_kernel.patch.layers.adapters import LoRALayers
 from liger_kernel.patch.layers.balancing import LoadBalancing
 from liger_kernel.patch.layers.experts import StackedExperts
 from liger_kernel.patch.layers.gated_norm import GatedNorms
+from liger_kernel.patch.layers.kept_layers import KeptLayers
 from liger_kernel.patch.layers.mask import CausalMasks
 from liger_kernel.patch.layers.mlp import GatedMLPs
 from liger_kernel.patch.layers.norm import Norms
@@ -63,7 +65,9 @@ STAGES = (
     # before GatedMLPs
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (TiledMLPs(),),  # MLPs in tiles, replaced before or not
-    (OffloadedCheckpoints(),),
+    (LoRALayers(),),  # also tells attentions and MLPs to look for later ones
+    (KeptLayers(),),
+    (OffloadedCheckpoints(),),  # all other layers
     (LossInHead(),),
     (LossOnLogits(),),  # one call asks for at most one of the two losses
     (LoadBalancing(),),  # after LossInHead, whose replacement it extends
@@ -81,8 +85,8 @@ def patch(
     """Replace, in place, whatever in the model is found equal to one of our operators.
 
     Args:
-        switches: those of `apply_liger_kernel` with their values: on or off, or for tiled MLPs the
-            tokens of a tile.
+        switches: those of `apply_liger_kernel` with their values: on or off, for tiled MLPs also
+            the tokens of a tile, for layers that are kept their number.
         trusted: classes that the user vouches for. `purity` does not inspect their code; their
             modules are tried like others.
 
@@ -247,6 +251,7 @@ def revert_model(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
         head.uninstall_forward(module)
         offloading.revert(module)
+        adapters.revert(module)
         _revert_module(module)
 
 

@@ -380,7 +380,7 @@ def test_an_unusual_layout_of_the_angles_is_left_alone(monkeypatch):
 # ---- the public functions ----
 
 
-LONG = "tiled_mlp", "offloaded_checkpoints", "long_context"
+LONG = "tiled_mlp", "offloaded_checkpoints", "long_context", "keep_layers"
 
 
 @FAMILY
@@ -399,9 +399,10 @@ def test_signatures(family):
         "model": None,
         **dict.fromkeys(LONG),
         **router,
+        "lora": True,
     }
     switches = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", glu]
-    assert list(parameters) == [*switches, "model", *LONG, *router]
+    assert list(parameters) == [*switches, "model", *LONG, *router, "lora"]
     assert (
         fn.__name__ == f"apply_liger_kernel_to_{family}"
         and fn is getattr(families, fn.__name__)

@@ -18,6 +18,7 @@ from liger_kernel.patch.families.table import (
     ALL_SWITCHES,
     FAMILIES,
     FUNCTION_NAMES,
+    KEEP_LAYERS,
     KEYWORD_ONLY_SWITCHES,
     LONG_CONTEXT_SWITCHES,
     SWITCH_AFTER_MODEL,
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
 TILED_MLP = "tiled_mlp"
 LONG_CONTEXT = "long_context"
+# the switches that take a number, and their types
+NUMBERS = {TILED_MLP: "bool | int | None", KEEP_LAYERS: "int | None"}
 
 
 # ---- of any model ----
@@ -44,8 +47,9 @@ def apply_liger_kernel(
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
         **switches: as in `apply_liger_kernel_to_llama`. On by default: rope, rms_norm, layer_norm,
             swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²), router (a
-            mixture's, and its load-balancing loss) and fused_linear_cross_entropy. Off by default:
-            cross_entropy, tiled_mlp, offloaded_checkpoints and long_context.
+            mixture's, and its load-balancing loss), lora (PEFT's LoRA layers, whether they are
+            there or come later) and fused_linear_cross_entropy. Off by default:
+            cross_entropy, tiled_mlp, offloaded_checkpoints, long_context and keep_layers.
         trust: classes of modules, not from a known package, whose forward depends on nothing but
             the module and its arguments, changes nothing else, and does the same for every size.
             They are tried like any other. Without it, code that is neither from a known package
@@ -56,8 +60,8 @@ def apply_liger_kernel(
         done. Also logged. `revert(model)` undoes it.
 
     Raises:
-        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None;
-            ``trust`` has no classes.
+        TypeError: ``model`` is no module, a switch is unknown, or neither a bool nor None (and no
+            number where one is taken); ``trust`` has no classes.
         ValueError: both losses were asked for.
         ImportError: transformers is too old.
     """
@@ -127,9 +131,15 @@ def _check_switch(function_name: str, switch: str, value) -> None:
         raise TypeError(
             f"{function_name}: {switch} is {_describe(value)}, give a model as model=..."
         )
-    if value is None or isinstance(value, int) and value in (0, 1):
+    if switch == KEEP_LAYERS:
+        if value is None or value is False:
+            return
+        if isinstance(value, int) and value is not True and value >= 0:
+            return
+        allowed = "the number of layers"
+    elif value is None or isinstance(value, int) and value in (0, 1):
         return
-    if switch == TILED_MLP:
+    elif switch == TILED_MLP:
         if isinstance(value, int) and value > 1:
             return
         allowed = "True, False or the number of tokens in a tile"
@@ -225,13 +235,17 @@ Replace what Hugging Face runs in a {name} model by faster kernels that compute 
             in pinned host memory. Gradient checkpointing is switched on if it is not; whatever it
             is set to later is kept to.
         long_context: both of these, except what is given as False.
+        keep_layers: with gradient checkpointing, so many of the last layers of each stack (of the
+            encoder, of the decoder) are not computed again in backward. `liger-kernel plan` counts
+            the memory, and how many layers fit.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert`
         undoes all of it, except in models that were built meanwhile.
 
     Raises:
-        TypeError: a switch is neither a bool nor None, or ``model`` is no model.
+        TypeError: a switch is neither a bool nor None (nor a number where one is taken), or
+            ``model`` is no model.
         ValueError: cross_entropy and fused_linear_cross_entropy were both asked for.
         ImportError: transformers is too old; or, without a model, has no {name}.
     """
@@ -276,9 +290,8 @@ def _family_signature(model_type: str) -> inspect.Signature:
     parameters = [*by_place.values(), _parameter("model", None, "torch.nn.Module | None")]
     if after_model is not None:
         parameters.append(after_model)
-    for name in (*LONG_CONTEXT_SWITCHES, LONG_CONTEXT):
-        annotation = "bool | int | None" if name == TILED_MLP else "bool | None"
-        parameter = _parameter(name, None, annotation)
+    for name in (*LONG_CONTEXT_SWITCHES, LONG_CONTEXT, KEEP_LAYERS):
+        parameter = _parameter(name, None, NUMBERS.get(name, "bool | None"))
         parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     for parameter in keyword_only:
         parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))

@@ -11,149 +11,149 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Report]]
 FAMILY_FUNCTIONS: dict[str, Callable[..., Report]]
 
 def apply_liger_kernel(
-    model: torch.nn.Module, *, trust: Iterable[type] = (), rope: bool | int | None = None, cross_entropy: bool | int | None = None, fused_linear_cross_entropy: bool | int | None = None, rms_norm: bool | int | None = None, swiglu: bool | int | None = None, layer_norm: bool | int | None = None, geglu: bool | int | None = None, relu_squared: bool | int | None = None, router: bool | int | None = None, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | int | None = None, long_context: bool | int | None = None
+    model: torch.nn.Module, *, trust: Iterable[type] = (), rope: bool | int | None = None, cross_entropy: bool | int | None = None, fused_linear_cross_entropy: bool | int | None = None, rms_norm: bool | int | None = None, swiglu: bool | int | None = None, layer_norm: bool | int | None = None, geglu: bool | int | None = None, relu_squared: bool | int | None = None, router: bool | int | None = None, lora: bool | int | None = None, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | int | None = None, long_context: bool | int | None = None, keep_layers: bool | int | None = None
 ) -> Report: ...
 def revert(target: torch.nn.Module | str) -> None: ...
 def _apply_liger_kernel(model_type: str, **kwargs: object) -> Report | None: ...
 def _apply_liger_kernel_to_instance(model: torch.nn.Module, **kwargs: object) -> Report: ...
 def apply_liger_kernel_to_deepseek_v2(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_deepseek_v3(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_deepseek_v4(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_exaone4(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_falcon_h1(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma2(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma3(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma3_text(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma4(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = False, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = False, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gemma4_text(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_glm4(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_glm4v(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_glm4v_moe(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_gpt_oss(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_granite(
-    rope: bool | None = True, cross_entropy: bool | None = True, fused_linear_cross_entropy: bool | None = False, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = True, fused_linear_cross_entropy: bool | None = False, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_hunyuan_v1_dense(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_hunyuan_v1_moe(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_internvl(
-    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, **kwargs: object
+    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True, **kwargs: object
 ) -> Report: ...
 def apply_liger_kernel_to_llama(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_llama4(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, layer_norm: bool | None = True, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, layer_norm: bool | None = True, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_llava(
-    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, **kwargs: object
+    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True, **kwargs: object
 ) -> Report: ...
 def apply_liger_kernel_to_ministral(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_mistral(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_mixtral(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_mllama(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_muse_glimmer(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_nemotron(
-    relu_squared: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, **kwargs: object
+    relu_squared: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True, **kwargs: object
 ) -> Report: ...
 def apply_liger_kernel_to_olmo2(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_olmo3(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_paligemma(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_phi3(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_pixtral(
-    rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen2(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen2_5_vl(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen2_vl(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_5(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_5_moe(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_5_moe_text(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_5_text(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_moe(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_next(
-    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_vl(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_qwen3_vl_moe(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, router: bool | None = True
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, router: bool | None = True, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_smollm3(
-    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None
+    rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True
 ) -> Report: ...
 def apply_liger_kernel_to_smolvlm(
-    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, **kwargs: object
+    cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: torch.nn.Module | None = None, *, tiled_mlp: bool | int | None = None, offloaded_checkpoints: bool | None = None, long_context: bool | None = None, keep_layers: int | None = None, lora: bool | None = True, **kwargs: object
 ) -> Report: ...

@@ -77,6 +77,7 @@ FAMILIES = {
     "smollm3": _row(),
     "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
 }
+FAMILIES = {name: {**row, "lora": True} for name, row in FAMILIES.items()}
 # The model type of a family's language model -> the family.
 TEXT_MODEL_TYPES = {
     "llama4_text": "llama4",
@@ -88,7 +89,7 @@ TEXT_MODEL_TYPES = {
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
 }
-KEYWORD_ONLY_SWITCHES = ("router",)
+KEYWORD_ONLY_SWITCHES = ("router", "lora")
 # A switch that comes after ``model`` in the signature.
 SWITCH_AFTER_MODEL = {"llama4": "layer_norm"}
 # Functions that take any keyword, and do not use it.
@@ -99,6 +100,8 @@ FUNCTION_NAMES = [
 ]
 # The switches that ``long_context`` turns on. Every function has them, as keywords alone.
 LONG_CONTEXT_SWITCHES = {"tiled_mlp": False, "offloaded_checkpoints": False}
+# The switch that every function has beside them, also as a keyword alone: a number of layers.
+KEEP_LAYERS = "keep_layers"
 # The switches of `apply_liger_kernel`, with their defaults.
 ALL_SWITCHES = {
     **_row(),
@@ -106,6 +109,8 @@ ALL_SWITCHES = {
     "geglu": True,
     "relu_squared": True,
     "router": True,
+    "lora": True,
     **LONG_CONTEXT_SWITCHES,
     "long_context": False,
+    KEEP_LAYERS: False,
 }

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.ops.mlp import activation_linear, swiglu_mlp
+from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.activations import ClampedSwiGLU, glu_candidates, split_gate_up
 from liger_kernel.patch.layers.fan_out import FanOut, can_fan_out
 from liger_kernel.patch.layers.mlp_trial import (
@@ -79,6 +80,7 @@ class GatedMLP(GatedActivation):
     up: str
     down: str
     fusible = True
+    adopts_adapters = True
 
     def class_members(self, cls):
         mlp = self
@@ -87,6 +89,7 @@ class GatedMLP(GatedActivation):
         def forward(self, x):
             if left_to_compiler(x):
                 return cls.forward(self, x)
+            adapters.adopt(self)
             modules = self._modules
             for name, module in modules.items():
                 is_activation = name not in projections and module is not None
@@ -96,6 +99,10 @@ class GatedMLP(GatedActivation):
             if mlp.gate == mlp.up:
                 a, b = gate(x).chunk(2, dim=-1)
             else:
+                if not isinstance(mlp.act, ClampedSwiGLU):
+                    output = adapters.gated_mlp_with_adapters(x, gate, up, down, mlp.act)
+                    if output is not None:
+                        return output
                 if not isinstance(mlp.act, ClampedSwiGLU) and not is_large(x):
                     # one autograd node for the whole MLP: what it saves is the host's time
                     output = swiglu_mlp.gated_mlp_of_layers(x, gate, up, down, mlp.act)

@@ -52,9 +52,7 @@ class OffloadedLayer(Replacement):
     guarded = False
 
     def class_members(self, cls):
-        return {
-            CHECKPOINT_ATTRIBUTE: property(_get_checkpoint, _set_checkpoint, _delete_checkpoint)
-        }
+        return {CHECKPOINT_ATTRIBUTE: property(_get_checkpoint, set_checkpoint, delete_checkpoint)}
 
 
 def _get_checkpoint(layer):
@@ -71,11 +69,11 @@ def _get_checkpoint(layer):
     return offload_inputs(function, functools.partial(_context_of_calls, layer))
 
 
-def _set_checkpoint(layer, function):
+def set_checkpoint(layer, function):
     layer.__dict__[CHECKPOINT_ATTRIBUTE] = layer.__dict__[TRACED_ATTRIBUTE] = function
 
 
-def _delete_checkpoint(layer):
+def delete_checkpoint(layer):
     for name in (CHECKPOINT_ATTRIBUTE, TRACED_ATTRIBUTE):
         layer.__dict__.pop(name, None)
 
@@ -153,14 +151,20 @@ class OffloadedCheckpoints(Rewrite):
         if not all(getattr(owner, "supports_gradient_checkpointing", True) for owner in owners):
             return self.leave_alone(walk, module, "its model cannot be checkpointed")
         walk.convert(module, OffloadedLayer(), (), self.name(module))
-        if not module.gradient_checkpointing:
-            # a model's own switch tells it to leave its cache out
-            for switched in (module, *owners):
-                if getattr(switched, "gradient_checkpointing", None) is False:
-                    switched.gradient_checkpointing = True
-                    switched.__dict__[CHECKPOINT_ATTRIBUTE] = default_checkpoint
+        switch_on(walk, module)
         if CHECKPOINT_ATTRIBUTE in module.__dict__:
-            _set_checkpoint(module, module.__dict__[CHECKPOINT_ATTRIBUTE])
+            set_checkpoint(module, module.__dict__[CHECKPOINT_ATTRIBUTE])
+
+
+def switch_on(walk, module) -> None:
+    """Switch a layer's checkpoint on, and those of the modules that it is part of, if it is off."""
+    if module.gradient_checkpointing:
+        return
+    # a model's own switch tells it to leave its cache out
+    for switched in (module, *_owners(walk, module)):
+        if getattr(switched, "gradient_checkpointing", None) is False:
+            switched.gradient_checkpointing = True
+            switched.__dict__[CHECKPOINT_ATTRIBUTE] = default_checkpoint
 
 
 def _owners(walk, module) -> list:

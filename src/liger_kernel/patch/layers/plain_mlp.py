@@ -24,6 +24,7 @@ from liger_kernel.core import devices
 from liger_kernel.ops.mlp import activation_linear, xielu_linear
 from liger_kernel.patch.layers import mlp
 from liger_kernel.patch.layers.activations import ACTIVATION_LABELS, UNGATED_ACTIVATIONS
+from liger_kernel.patch.layers.adapters import adopt
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.layers.mlp_trial import (
     find_matching_formula,
@@ -82,6 +83,7 @@ class PlainMLP(Replacement):
     down: str
     column = "MLPs"
     fusible = True
+    adopts_adapters = True
 
     @property
     def flag(self):
@@ -103,6 +105,7 @@ class PlainMLP(Replacement):
             )
             if left_to_compiler(x) or has_hooks(*other_children, still_called=False):
                 return cls.forward(self, x)
+            adopt(self)
             return replacement.activation_and_down(self, getattr(self, replacement.up)(x))
 
         return {"forward": forward}

@@ -30,6 +30,7 @@ import torch
 from liger_kernel.core import devices, recompute
 from liger_kernel.ops import functional
 from liger_kernel.ops.rotary import llama4_rope
+from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.layers.fan_out import share_input
 from liger_kernel.patch.layers.norm import RMSNorm
@@ -86,6 +87,7 @@ class RotaryReplacement(Replacement):
     column = "RoPE"
     takes_one_argument = False
     fusible = True
+    adopts_adapters = True
 
     def rotate(self, **inputs):
         """Return what the function gives for these, or None where the family's function must run.
@@ -128,6 +130,10 @@ class RotaryReplacement(Replacement):
         may_share_input = purity.is_released_code(cls.forward)
 
         def forward(self, *args, **kwargs):
+            group = adapters.input_group(self)
+            if group is not None:
+                with group:
+                    return with_operator(self, *args, **kwargs)
             if may_share_input and recompute.in_recompute_scope():
                 readers = (
                     child

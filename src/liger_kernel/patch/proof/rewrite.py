@@ -35,6 +35,8 @@ class Replacement:
     takes_one_argument = True
     # True if, for a small first argument, a compiler does better with the family's own code.
     fusible = False
+    # True if its forward calls `layers.adapters.adopt`, and so finds LoRA layers that come later.
+    adopts_adapters = False
     # A function of the first argument that returns True if our operator is worth while. If it
     # returns False, nothing else is checked. None: always worth while.
     worthwhile = None

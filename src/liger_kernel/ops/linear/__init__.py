@@ -1,0 +1,1 @@
+"""Linear layers: several of one input, and with low-rank adapters (LoRA)."""

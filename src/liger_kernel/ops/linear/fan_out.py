@@ -1,0 +1,349 @@
+r"""Several linear layers of one input x, with or without low-rank adapters (LoRA).
+
+Layer i has a weight W_i and maybe a bias b_i. An adapter of it has two matrices, A (r, K) and
+B (N, r), and a scaling s:
+
+    t = s·x·Aᵀ                          for all adapters of all layers, by one product
+    y_i = x·W_iᵀ + b_i + t·Bᵀ           plus t·Bᵀ of each further adapter
+
+    u = s·(dy_i·B),   dB = dy_iᵀ·t,   dA = uᵀ·x
+    dx = Σ_i dy_i·W_i + u·A,   dW_i = dy_iᵀ·x,   db_i = Σ_rows dy_i
+
+Autograd computes every dy_i·W_i and adds them up: for each layer but the first, it reads two
+tensors of x's size and writes one, beside what the products do. Here each product is added to the
+sum of those before it, which costs one reading. The sum is rounded after every layer, as autograd's
+is. With ``create_graph=True`` autograd does it.
+
+x is saved once, for dA and for the dW_i of weights that train. If x can be recomputed
+(`core.recompute`), that is saved from which it is made. Beside x, an adapter saves t, which is as
+narrow as its rank. No copy of A or B in another dtype is kept, and none is made from one step for
+the next: optimizers write to parameters without a new version.
+
+`FanOut(x, adapters)` is made once for an input. Its layers add their gradients of x to a sum
+outside the graph. The node behind x, which autograd runs when all layers have run, takes the sum.
+
+Sources: LoRA, arXiv:2106.09685; PEFT's rounding is looser than this, which adds t·Bᵀ in fp32 and
+rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.devices import in_func_transform
+from liger_kernel.core.op import F, cast_if_needed, flatten_to_2d
+from liger_kernel.core.recompute import get_recompute
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter of a linear layer: ``scaling·(dropout(x)·aᵀ)·bᵀ + bias``.
+
+    Attributes:
+        a: (r, K).
+        b: (N, r).
+        scaling: a number.
+        bias: (N,), which is not scaled, or None.
+        dropout: a function of x, or None.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    bias: torch.Tensor | None = None
+    dropout: Callable | None = None
+
+
+class FanOut:
+    """An input of several linear layers.
+
+    ``linear(weight, bias, adapters)`` computes one of them. Everything else that needs the input
+    must read ``x``. Weights and biases have x's dtype, and autocast is off; adapters may have
+    another dtype, in which their gradients are then computed.
+
+    Args:
+        x: (..., K).
+        adapters: those of all layers. Their products with x are computed at once, except those with
+            dropout.
+    """
+
+    def __init__(self, x, adapters=()):
+        self.x = x
+        self.input_gradient = None
+        self.recompute = get_recompute(x)
+        self.products = {}  # (id of an adapter's A, scaling) -> t
+        if in_func_transform():
+            return
+        self.input_gradient = _InputGradient(x.shape)
+        adapters = [adapter for adapter in adapters if adapter.dropout is None]
+        scalings = [float(adapter.scaling) for adapter in adapters]
+        matrices = [adapter.a for adapter in adapters]
+        output, *products = _Input.apply(
+            x, self.input_gradient, self.recompute, scalings, *matrices
+        )
+        if x.requires_grad:
+            self.x = output
+        keys = zip(map(id, matrices), scalings, strict=True)
+        self.products = dict(zip(keys, products, strict=True))
+
+    def linear(self, weight, bias=None, adapters=(), dequantize=None):
+        """Compute ``x·weightᵀ + bias``, and what the adapters add.
+
+        ``dequantize``: a function that makes the weight (N, K) of what is given as ``weight``, or
+        None. Such a weight does not train."""
+        if self.input_gradient is None:
+            weight = weight if dequantize is None else dequantize(weight)
+            return linear_reference(self.x, weight, bias, adapters)
+        low_rank = self._low_rank(adapters)
+        return _Linear.apply(
+            self.x, weight, bias, self.input_gradient, self.recompute, dequantize, *low_rank
+        )
+
+    def add_to(self, y, adapters):
+        """Return y, an output of a layer that was computed elsewhere, plus what the adapters add.
+        y has x's dtype."""
+        if self.input_gradient is None:
+            return add_adapters_reference(y, self.x, adapters)
+        return _AddLowRank.apply(y, *self._low_rank(adapters))
+
+    def _low_rank(self, adapters):
+        """Return t, b and bias of each adapter, one after the other."""
+        low_rank = []
+        for adapter in adapters:
+            low_rank += self.product(adapter), adapter.b, adapter.bias
+        return low_rank
+
+    def product(self, adapter):
+        """Return ``t = scaling·dropout(x)·Aᵀ`` of an adapter, (M, r)."""
+        key = id(adapter.a), float(adapter.scaling)
+        product = self.products.get(key)
+        if product is None:
+            dropped = self.x if adapter.dropout is None else adapter.dropout(self.x)
+            alone = FanOut(dropped, [adapter._replace(dropout=None)])
+            product = alone.products[key]
+        return product
+
+
+def linear_reference(x, weight, bias=None, adapters=()):
+    """Compute a linear layer with its adapters by PyTorch's own operations."""
+    return add_adapters_reference(F.linear(x, weight, bias), x, adapters)
+
+
+def add_adapters_reference(y, x, adapters):
+    """Return y plus what the adapters add, by PyTorch's own operations."""
+    for adapter in adapters:
+        dropped = x if adapter.dropout is None else adapter.dropout(x)
+        t = F.linear(dropped, cast_if_needed(adapter.a, x.dtype)) * adapter.scaling
+        bias = None if adapter.bias is None else cast_if_needed(adapter.bias, x.dtype)
+        y = y + F.linear(t, cast_if_needed(adapter.b, x.dtype), bias)
+    return y
+
+
+# ---- the autograd Functions ----
+
+
+class _InputGradient:
+    """The sum of the layers' gradients of x, as far as they have run in this run of the graph.
+
+    What another run of the graph has left is dropped. ``shape`` is that of x.
+    """
+
+    def __init__(self, shape):
+        self.shape = shape
+        self.graph_task, self.sum = None, None
+
+    def add(self, dy, weight):
+        graph_task = torch._C._current_graph_task_id()
+        if self.graph_task != graph_task:
+            self.graph_task, self.sum = graph_task, None
+        self.sum = dy @ weight if self.sum is None else self.sum.addmm_(dy, weight)
+
+    def take(self):
+        """Return the sum and forget it; None if no layer has run in this run of the graph."""
+        is_current = self.graph_task == torch._C._current_graph_task_id()
+        total = self.sum if is_current else None
+        self.graph_task, self.sum = None, None
+        return total
+
+
+class _Input(torch.autograd.Function):
+    """x, and its product with each adapter's A.
+
+    Backward adds the layers' sum, and what comes back through the products, to the gradient from
+    everything else that reads x."""
+
+    @staticmethod
+    def forward(ctx, x, input_gradient, recompute, scalings, *matrices):
+        ctx.input_gradient = input_gradient
+        ctx.scalings = scalings
+        ctx.recompute = recompute and recompute.without_tensors()
+        ctx.set_materialize_grads(False)
+        if not matrices:
+            ctx.save_for_backward()
+            return (x,)
+        inputs = ()
+        if any(ctx.needs_input_grad[4:]):
+            inputs = (x,) if recompute is None else recompute.tensors
+        ctx.save_for_backward(*inputs, *matrices)
+        products = flatten_to_2d(x) @ _stack(matrices, x.dtype).t()
+        products = products.split([len(a) for a in matrices], dim=1)
+        _scale_(products, scalings)
+        return x, *products
+
+    @staticmethod
+    def backward(ctx, dx, *d_products):
+        total = ctx.input_gradient.take()  # None with create_graph=True
+        used = [i for i, dt in enumerate(d_products) if dt is not None]
+        d_matrices = [None] * len(d_products)
+        if used:
+            saved = ctx.saved_tensors
+            num_inputs = len(saved) - len(d_products)
+            inputs, matrices = saved[:num_inputs], saved[num_inputs:]
+            need_x, _, _, _, *need_matrices = ctx.needs_input_grad
+            with devices.without_autocast(d_products[used[0]]):
+                # the scaled gradients of the products that were used
+                u = torch.cat([d_products[i] * ctx.scalings[i] for i in used], dim=1)
+                if need_x:
+                    total = _add_product(total, u, _stack([matrices[i] for i in used], u.dtype))
+                if any(need_matrices):
+                    x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
+                    d_stack = product_in(matrices[used[0]].dtype, u.t(), flatten_to_2d(x))
+                    parts = d_stack.split([len(matrices[i]) for i in used])
+                    for i, part in zip(used, parts, strict=True):
+                        if need_matrices[i]:
+                            # a parameter's gradient owns its memory
+                            part = part.clone() if len(used) > 1 else part
+                            d_matrices[i] = cast_if_needed(part, matrices[i].dtype)
+        if total is not None:
+            total = total.view(ctx.input_gradient.shape)
+            dx = total if dx is None else total + dx
+        return dx, None, None, None, *d_matrices
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer of x, to which ``t·bᵀ + bias`` of each adapter is added.
+
+    Its gradient of x goes to ``input_gradient``. ``low_rank``: t, b and bias of each adapter."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, input_gradient, recompute, dequantize, *low_rank):
+        ctx.input_gradient = input_gradient
+        ctx.recompute = recompute and recompute.without_tensors()
+        ctx.dequantize = dequantize
+        ctx.adapters = len(low_rank) // 3
+        inputs = ()
+        if ctx.needs_input_grad[1]:
+            inputs = (x,) if recompute is None else recompute.tensors
+        ctx.save_for_backward(*inputs, weight, *low_rank_to_save(low_rank))
+        dense = weight if dequantize is None else dequantize(weight)
+        y = F.linear(flatten_to_2d(x), dense, bias)
+        add_low_rank_(y, low_rank)
+        # a view, to which autograd would not let the caller write
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    def backward(ctx, dy):
+        saved = ctx.saved_tensors
+        first = len(saved) - 2 * ctx.adapters - 1
+        inputs, weight, pairs = saved[:first], saved[first], saved[first + 1 :]
+        need_x, need_w, need_bias, _, _, _, *need_low_rank = ctx.needs_input_grad
+        shape = ctx.input_gradient.shape
+        dy = flatten_to_2d(dy)
+        dx, dw = None, None
+        with devices.without_autocast(dy):
+            if need_x:
+                dense = weight if ctx.dequantize is None else ctx.dequantize(weight)
+                if torch.is_grad_enabled():  # create_graph=True
+                    dx = (dy @ dense).view(shape)
+                else:
+                    ctx.input_gradient.add(dy, dense)
+            if need_w:
+                x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
+                dw = dy.t() @ flatten_to_2d(x)
+            d_bias = dy.sum(0) if need_bias else None
+            d_low_rank = low_rank_gradients(dy, pairs, need_low_rank)
+        return dx, dw, d_bias, None, None, None, *d_low_rank
+
+
+class _AddLowRank(torch.autograd.Function):
+    """y, to which ``t·bᵀ + bias`` of each adapter is added."""
+
+    @staticmethod
+    def forward(ctx, y, *low_rank):
+        ctx.save_for_backward(*low_rank_to_save(low_rank))
+        output = flatten_to_2d(y).clone()
+        add_low_rank_(output, low_rank)
+        return torch.ops.aten._unsafe_view(output, y.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows = flatten_to_2d(dy)
+        with devices.without_autocast(dy):
+            return dy, *low_rank_gradients(rows, ctx.saved_tensors, ctx.needs_input_grad[1:])
+
+
+# ---- products with the narrow matrices ----
+
+
+def _stack(matrices, dtype):
+    """Return the A of several adapters as one matrix, in the dtype of x."""
+    return (
+        torch.cat([cast_if_needed(a, dtype) for a in matrices])
+        if len(matrices) > 1
+        else (cast_if_needed(matrices[0], dtype))
+    )
+
+
+def _scale_(products, scalings):
+    for product, scaling in zip(products, scalings, strict=True):
+        if scaling != 1:
+            product.mul_(scaling)
+
+
+def _add_product(total, a, b):
+    """Return ``total + a @ b``; without ``create_graph`` in the memory of ``total``, which may be
+    None."""
+    if total is None:
+        return a @ b
+    return total + a @ b if torch.is_grad_enabled() else total.addmm_(a, b)
+
+
+def product_in(dtype, a, b):
+    """Return ``a @ b`` in this dtype; in fp32 without rounding before, where the device can."""
+    if dtype == torch.float32 != a.dtype and not torch.is_grad_enabled():
+        if devices.supports_fp32_output(a):
+            return torch.mm(a, b, out_dtype=dtype)
+    return cast_if_needed(a @ b, dtype)
+
+
+def add_low_rank_(y, low_rank):
+    """Add ``t·bᵀ + bias`` of each adapter to y, in place. ``low_rank``: t, b, bias, t, b, ..."""
+    for t, b, bias in zip(low_rank[::3], low_rank[1::3], low_rank[2::3], strict=True):
+        y.addmm_(t, cast_if_needed(b, y.dtype).t())
+        if bias is not None:
+            y.add_(cast_if_needed(bias, y.dtype))
+
+
+def low_rank_to_save(low_rank):
+    """Return what `low_rank_gradients` needs of ``low_rank``: t, b, t, b, ..."""
+    return [tensor for i, tensor in enumerate(low_rank) if i % 3 < 2]
+
+
+def low_rank_gradients(dy, pairs, needs):
+    """Return the gradients of t, b and bias of each adapter.
+
+    Args:
+        dy: (M, N).
+        pairs: as `low_rank_to_save` returns them.
+        needs: which of t, b, bias, t, b, ... need a gradient.
+    """
+    grads = []
+    for i, (t, b) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
+        need_t, need_b, need_bias = needs[3 * i : 3 * i + 3]
+        grads.append(dy @ cast_if_needed(b, dy.dtype) if need_t else None)
+        grads.append(product_in(b.dtype, dy.t(), t) if need_b else None)
+        grads.append(dy.sum(0, dtype=b.dtype) if need_bias else None)
+    return grads

@@ -1,0 +1,266 @@
+r"""The second half of a gated MLP whose linear layer is frozen, with or without LoRA adapters.
+
+    h = act(a)·b        t = s·h·Aᵀ,  one for each adapter        out = h·Wᵀ + bias + Σ t·Bᵀ
+
+    u = s·(dout·B),   dh = dout·W + Σ u·A,   dB = doutᵀ·t,   dA = uᵀ·h,   dbias = Σ_rows dout
+    da and db from dh as in `pointwise`
+
+W is frozen, so only dA needs h. Saved are a, b and t, which is as narrow as the rank. In backward,
+the kernel that computes da and db from dh also computes h, and writes it over dh.
+
+Nothing in backward needs out. So a checkpoint (``use_reentrant=False``) need not recompute the
+product h·Wᵀ: it stops once it has recomputed the last tensor that was saved. But what a node saves
+is only handed over when its forward has run. Hence three nodes, of which that with the product
+saves nothing:
+
+    _GatedProduct    a, b, A -> h, t       saves a, b and A
+    _Save            h, t -> h, t          saves t
+    _OutputLayer     h, t -> out           refers to W and B; gets t from _Save
+
+t is saved by a node of its own, because a checkpoint lets each node read what it saved only once,
+and _GatedProduct does so itself.
+
+Sources: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; Hu et al., LoRA,
+arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.op import CASES, Case, F, Function, cast_if_needed, flatten_to_2d
+from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.ops.linear.fan_out import (
+    Adapter,
+    FanOut,
+    _scale_,
+    _stack,
+    add_low_rank_,
+    linear_reference,
+    low_rank_gradients,
+    product_in,
+)
+from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
+from liger_kernel.ops.mlp.glu import (
+    geglu_reference,
+    glu_inputs,
+    liger_geglu,
+    liger_swiglu,
+    swiglu_reference,
+)
+from liger_kernel.ops.mlp.pointwise import glu_bwd_over, glu_fwd
+
+
+def gated_down_reference(a, b, act, weight, bias=None, adapters=()):
+    return linear_reference(_glu_reference(a, b, act), weight, bias, adapters)
+
+
+def _glu_reference(a, b, act):
+    return swiglu_reference(a, b) if act == "silu" else geglu_reference(a, b, act)
+
+
+class _GatedProduct(Function):
+    """h as (M, F), and its product t (M, r) with each A. ``scalings``: those of the adapters."""
+
+    @staticmethod
+    def reference(a, b, act, scalings, *matrices):
+        h = flatten_to_2d(_glu_reference(a, b, act))
+        products = [F.linear(h, cast_if_needed(matrix, h.dtype)) for matrix in matrices]
+        return h, *(t * scaling for t, scaling in zip(products, scalings, strict=True))
+
+    @staticmethod
+    def forward(ctx, a, b, act, scalings, *matrices):
+        ctx.save_for_backward(a, b, *matrices)
+        ctx.options = act, scalings
+        h = flatten_to_2d(glu_fwd(a, b, act))
+        if not matrices:
+            return (h,)
+        products = (h @ _stack(matrices, h.dtype).t()).split([len(m) for m in matrices], dim=1)
+        _scale_(products, scalings)
+        return h, *products
+
+    @staticmethod
+    def arguments(ctx):
+        a, b, *matrices = ctx.saved_tensors
+        return a, b, *ctx.options, *matrices
+
+    @classmethod
+    def differentiable_backward(cls, ctx, dh, *d_products):
+        with devices.without_autocast(dh):
+            return super().differentiable_backward(ctx, dh, *d_products)
+
+    @staticmethod
+    def backward(ctx, dh, *d_products):
+        a, b, *matrices = ctx.saved_tensors
+        act, scalings = ctx.options
+        need_da, need_db, _, _, *needs = ctx.needs_input_grad
+        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
+        with devices.without_autocast(dh):
+            if matrices:
+                u = torch.cat([dt * s for dt, s in zip(d_products, scalings, strict=True)], dim=1)
+                dh.addmm_(u, _stack(matrices, dh.dtype))  # only `_OutputLayer` has made dh
+            h = dh if any(needs) else None
+            da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
+            d_matrices = [None] * len(matrices)
+            if any(needs):
+                d_stack = product_in(matrices[0].dtype, u.t(), h)
+                parts = d_stack.split([len(matrix) for matrix in matrices])
+                for i, matrix in enumerate(matrices):
+                    if needs[i]:
+                        # a parameter's gradient owns its memory
+                        part = parts[i].clone() if len(matrices) > 1 else d_stack
+                        d_matrices[i] = cast_if_needed(part, matrix.dtype)
+        return da, db, None, None, *d_matrices
+
+
+class _Save(torch.autograd.Function):
+    """h and the products t, of which it saves t: see above."""
+
+    @staticmethod
+    def forward(ctx, h, *products):
+        # without a product something else: `_OutputLayer` starts a checkpoint's recomputation by it
+        ctx.save_for_backward(*(products or (h.new_empty(0),)))
+        return tuple(tensor.view_as(tensor) for tensor in (h, *products))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads
+
+
+class _OutputLayer(torch.autograd.Function):
+    """``h·weightᵀ + bias``, to which ``t·bᵀ + bias`` of each adapter is added.
+
+    ``save_node``: that of `_Save`. ``shape``: that of the output, but for its columns.
+    ``low_rank``: t, b and bias of each adapter."""
+
+    @staticmethod
+    def forward(ctx, h, weight, bias, dequantize, save_node, shape, *low_rank):
+        ctx.dequantize, ctx.save_node = dequantize, save_node
+        ctx.weights = weight, *low_rank[1::3]
+        ctx.versions = [w._version for w in ctx.weights]
+        out = F.linear(h, weight if dequantize is None else dequantize(weight), bias)
+        add_low_rank_(out, low_rank)
+        # a view, to which autograd would not let the caller write
+        return torch.ops.aten._unsafe_view(out, (*shape, out.shape[1]))
+
+    @staticmethod
+    def backward(ctx, dout):
+        weight, *matrices = ctx.weights
+        for i, (tensor, version) in enumerate(zip(ctx.weights, ctx.versions, strict=True)):
+            if tensor._version != version:
+                name = "the weight" if i == 0 else f"b of adapter {i - 1}"
+                raise RuntimeError(
+                    f"gated_down: {name} has been modified by an inplace operation between "
+                    f"forward and backward: it is at version {tensor._version}, not {version}"
+                )
+        # Within a checkpoint this recomputes the layer, beside which dh should not be in memory.
+        products = ctx.save_node.saved_tensors
+        need_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
+        dout = flatten_to_2d(dout)
+        with devices.without_autocast(dout):
+            dh = dout @ (weight if ctx.dequantize is None else ctx.dequantize(weight))
+            pairs = [tensor for pair in zip(products, matrices, strict=False) for tensor in pair]
+            d_bias = dout.sum(0) if need_bias else None
+            d_low_rank = low_rank_gradients(dout, pairs, needs)
+        return dh, None, d_bias, None, None, None, *d_low_rank
+
+
+def _can_use_nodes(a, b, weight, bias, adapters, dequantize):
+    """Return True if the kernels run, a or b needs a gradient and the weight does not, and all are
+    plain tensors of the dtypes that `gated_down` asks for."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    if devices.in_func_transform() or not devices.has_kernels(a) or a.shape != b.shape:
+        return False
+    if not (a.requires_grad or b.requires_grad) or weight.requires_grad:
+        return False
+    tensors = [a, b] if dequantize else [a, b, weight]
+    tensors += [] if bias is None else [bias]
+    if any(tensor.dtype != a.dtype for tensor in tensors):
+        return False
+    for adapter in adapters:
+        if adapter.dropout is not None:
+            return False
+        tensors += [t for t in (adapter.a, adapter.b, adapter.bias) if t is not None]
+    return all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
+
+
+def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None):
+    """Compute the second half of a gated MLP, ``linear(act(a)·b)`` with adapters.
+
+    A checkpoint with early stop does not compute the linear layer again. That needs kernels and a
+    frozen weight; elsewhere the operators run one after the other, with the same result. Autocast
+    must be off; backward may run within it.
+
+    Args:
+        a, b: (..., F), gate and up projection, of one floating dtype, which is that of the
+            computation. Their memory may be overwritten in backward if only the graph has it.
+        act: one of `GATED_ACTIVATIONS`: "silu", "tanh" (GELU) or "none" (exact GELU).
+        weight, bias: (H, F) and (H,) of the linear layer, of a's dtype.
+        adapters: each a `fan_out.Adapter` with a (r, F), b (H, r) and bias (H,), of any floating
+            dtype. Their gradients have that dtype.
+        dequantize: a function that makes the weight in a's dtype of what is given as ``weight``, or
+            None.
+
+    Returns:
+        (..., H), in a's dtype.
+
+    Raises:
+        RuntimeError: in backward, if the weight or an adapter's b was written to since forward.
+
+    Sources: arXiv:2002.05202, arXiv:2106.09685.
+    """
+    if not _can_use_nodes(a, b, weight, bias, adapters, dequantize):
+        return _one_by_one(a, b, act, weight, bias, adapters, dequantize)
+    scalings = [float(adapter.scaling) for adapter in adapters]
+    h, *products = _GatedProduct.apply(a, b, act, scalings, *(adapter.a for adapter in adapters))
+    h, *products = _Save.apply(h, *products)
+    low_rank = []
+    for t, adapter in zip(products, adapters, strict=True):
+        low_rank += t, adapter.b, adapter.bias
+    return _OutputLayer.apply(h, weight, bias, dequantize, h.grad_fn, a.shape[:-1], *low_rank)
+
+
+def _one_by_one(a, b, act, weight, bias, adapters, dequantize):
+    if type(a) not in PLAIN_TENSORS or type(b) not in PLAIN_TENSORS or a.dtype != b.dtype:
+        h = _glu_reference(a, b, act)
+    else:
+        h = liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act)
+    if torch.compiler.is_compiling():
+        weight = weight if dequantize is None else dequantize(weight)
+        return linear_reference(h, weight, bias, adapters)
+    return FanOut(h, adapters).linear(weight, bias, adapters, dequantize)
+
+
+def _with_one_adapter(gated_down):
+    """Return ``gated_down``, or its reference, as a function of tensors."""
+
+    def fn(a, b, weight, lora_a, lora_b, bias, lora_bias, act="silu", scaling=1.0):
+        adapter = Adapter(lora_a, lora_b, scaling, lora_bias)
+        return gated_down(a, b, act, weight, bias, (adapter,))
+
+    return fn
+
+
+def _inputs(M, F, H, r):
+    shapes = dict(weight=(H, F), lora_a=(r, F), lora_b=(H, r), bias=(H,), lora_bias=(H,))
+    inputs = glu_inputs(M, F)
+    for name, shape in shapes.items():
+        inputs[name] = (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_(name != "weight")
+    return inputs
+
+
+CASES.append(
+    Case(
+        "lora_mlp",
+        fn=_with_one_adapter(gated_down),
+        reference=_with_one_adapter(gated_down_reference),
+        inputs=_inputs,
+        shapes=((1, 8, 8, 4), (5, 123, 9, 3), (70, 40, 33, 16)),
+        options=(dict(), dict(act="tanh", scaling=2.5, bias=None, lora_bias=None)),
+        bench=((8192, 14336, 4096, 16),),
+        flops=lambda inputs: 4 * inputs["a"].numel() * inputs["weight"].shape[0],
+    )
+)

@@ -1,0 +1,527 @@
+"""PEFT's LoRA layers, by the operators of `ops.linear`.
+
+Recognised are modules with the children and attributes of PEFT's LoRA layers that compute
+
+    base_layer(x) + Σ_adapters scaling·lora_B(lora_A(dropout(x)))
+
+A class is tried once, with small layers (`prove_class`). What a layer computes at a call is read
+anew each time, from plain attributes (`read_call`), since adapters are switched, merged, disabled
+and rescaled while a model trains. No tensor is kept from one call to the next.
+
+Layers of one input that are called within one attention share it (`InputGroup`): its products with
+all their A are one, and their gradients of it are added up in the products. Gated MLPs do the same
+for gate and up, and their down product is not computed again by a checkpoint
+(`gated_mlp_with_adapters`).
+
+`get_peft_model` may come after the patch. So an attention or an MLP that was patched looks for LoRA
+layers among its children, and converts them, at its first call and whenever it has other children
+(`adopt`).
+
+PEFT's own code runs, at each call, for merged or disabled adapters, variants such as DoRA, weights
+that are shards or in another dtype than the computation, under torch.compile and torch.func, in a
+user's mode, and if the layer is called with further arguments. A base layer that is not a plain,
+frozen linear layer, such as one with int8 weights, is called, and the adapters are added to what it
+returns."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.core.op import cast_if_needed
+from liger_kernel.ops.linear.fan_out import Adapter, FanOut
+from liger_kernel.ops.mlp.activation_linear import is_plain_linear
+from liger_kernel.ops.mlp.lora_mlp import gated_down
+from liger_kernel.patch.proof import private, purity
+from liger_kernel.patch.proof.conditions import are_plain_tensors
+from liger_kernel.patch.proof.hooks import HOOK_ATTRIBUTES, has_hooks
+from liger_kernel.patch.proof.probe import close, error_summary, isolated, noise, probe_copy
+from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
+
+FLAG = "lora"
+CHILDREN = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+ATTRIBUTES = {
+    "_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant",
+    "in_features", "out_features",
+}  # fmt: skip
+# An attribute of patched attentions and MLPs which look for LoRA layers among their children: None,
+# or (ids of the children when they last looked, those layers that read the input).
+ADOPTS = "_liger_adopts"
+# What attentions call the layers that read their input. For others only speed would change.
+INPUT_PROJECTIONS = {
+    "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "to_q", "to_k", "to_v",
+    "wq", "wk", "wv", "q_a_proj", "kv_a_proj_with_mqa",
+}  # fmt: skip
+
+
+# ---- what a layer computes at a call ----
+
+
+class LinearCall(NamedTuple):
+    """What a linear layer, with or without adapters, computes at a call.
+
+    Attributes:
+        dtype: that of the computation.
+        weight: (N, K), frozen; or what ``dequantize`` makes it of. None: ``base`` is called.
+        bias: (N,) or None.
+        dequantize: as in `FanOut.linear`.
+        adapters: those that are active.
+        base: the base layer, or None if ``weight`` is used.
+    """
+
+    dtype: torch.dtype
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    dequantize: Callable | None = None
+    adapters: tuple[Adapter, ...] = ()
+    base: torch.nn.Module | None = None
+
+
+def could_be_lora(module) -> bool:
+    """Return True if the module has the children and attributes of PEFT's LoRA layers. Wrappers of
+    single parameters have them, too, but are no layers."""
+    attributes = module.__dict__
+    if "lora_A" not in module._modules or "parameter_name" in attributes:
+        return False
+    return module._modules.keys() >= CHILDREN and attributes.keys() >= ATTRIBUTES
+
+
+def read_call(layer, x, width=None) -> LinearCall | None:
+    """Return what a LoRA layer computes for x at this call, or None where PEFT's code must run.
+
+    ``width``: for an input of other columns than x, and else like x."""
+    state = layer.__dict__
+    if state["_disable_adapters"] or state["merged_adapters"] or not _is_eager_tensor(x):
+        return None
+    dtype = compute_dtype(x)
+    if dtype is None or (width or x.shape[-1]) != state["in_features"]:
+        return None
+    adapters = _active_adapters(layer, None if devices.in_autocast(x) else dtype)
+    if not adapters:
+        return None
+    base = layer._modules["base_layer"]
+    call = _read_weight(base, x, dtype, (state["out_features"], state["in_features"]))
+    if call is None:
+        return LinearCall(dtype, adapters=adapters, base=base)
+    return call._replace(adapters=adapters)
+
+
+def compute_dtype(x) -> torch.dtype | None:
+    """Return the dtype in which a linear layer computes for x; None for fp64 under autocast."""
+    dtype = devices.autocast_dtype(x)
+    if dtype is None:
+        return x.dtype
+    return None if x.dtype == torch.float64 else dtype
+
+
+def _is_eager_tensor(x) -> bool:
+    return (
+        are_plain_tensors(x)
+        and x is not None
+        and x.dim() > 0
+        and x.is_floating_point()
+        and not torch.compiler.is_compiling()
+        and not devices.in_func_transform()
+    )
+
+
+def _active_adapters(layer, dtype) -> tuple[Adapter, ...] | None:
+    """Return the adapters that are active, or None if one of them is more than two plain matrices.
+
+    ``dtype``: that of their matrices; None: any, since autocast casts them."""
+    state, modules = layer.__dict__, layer._modules
+    active = state["_active_adapter"]
+    adapters = []
+    for name in (active,) if isinstance(active, str) else active:
+        a_layer = modules["lora_A"]._modules.get(name)
+        if a_layer is None:  # the adapter is not in this layer
+            continue
+        b_layer = modules["lora_B"]._modules.get(name)
+        if name in state["lora_variant"] or b_layer is None:
+            return None
+        if not is_plain_linear(a_layer) or not is_plain_linear(b_layer):
+            return None  # a unit of FSDP, of tensor parallelism, with hooks
+        a, b = a_layer.weight, b_layer.weight
+        bias = b_layer.bias
+        if not are_plain_tensors(a, b, bias) or a_layer.bias is not None:
+            return None
+        shapes_fit = a.shape == (len(a), state["in_features"]) and b.shape == (
+            state["out_features"],
+            len(a),
+        )
+        if not shapes_fit or a.dtype != b.dtype or (dtype is not None and a.dtype != dtype):
+            return None  # a shard; or PEFT computes in the adapters' dtype
+        scaling = state["scaling"][name]
+        dropout = modules["lora_dropout"]._modules.get(name)
+        if getattr(dropout, "inplace", False):
+            return None
+        if bias is not None:
+            bias = bias * scaling
+        adapters.append(Adapter(a, b, float(scaling), bias, _dropout_or_none(dropout)))
+    return tuple(adapters)
+
+
+def _dropout_or_none(dropout):
+    """Return the layer of dropout, or None if calling it changes nothing."""
+    if dropout is None or has_hooks(dropout) or "forward" in dropout.__dict__:
+        return dropout
+    if type(dropout) is torch.nn.Identity:
+        return None
+    is_off = type(dropout) is torch.nn.Dropout and (not dropout.training or dropout.p == 0)
+    return None if is_off else dropout
+
+
+def _read_weight(linear, x, dtype, shape) -> LinearCall | None:
+    """Return the call of a frozen linear layer without adapters, by its weight; None if it does
+    more than multiply, or in another dtype."""
+    weight = getattr(linear, "weight", None)
+    bias = getattr(linear, "bias", None)
+    if not isinstance(weight, torch.Tensor) or weight.requires_grad or not are_plain_tensors(bias):
+        return None
+    if bias is not None and (bias.requires_grad or bias.dtype != dtype):
+        return None
+    if is_plain_linear(linear):
+        if not are_plain_tensors(weight) or weight.shape != shape or weight.dtype != dtype:
+            return None
+        return LinearCall(dtype, weight, bias)
+    dequantize = _dequantizer_4bit(linear, weight, x, dtype, shape)
+    return None if dequantize is None else LinearCall(dtype, weight, bias, dequantize)
+
+
+def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
+    """Return a function that makes the dense weight of bitsandbytes' `Linear4bit`, or None."""
+    if type(weight).__name__ != "Params4bit" or has_hooks(linear) or "forward" in linear.__dict__:
+        return None
+    if not type(linear).forward.__module__.startswith("bitsandbytes."):
+        return None
+    quant_state = getattr(weight, "quant_state", None) or getattr(linear, "quant_state", None)
+    if quant_state is None or tuple(quant_state.shape) != shape:
+        return None
+    # without gradients bitsandbytes has faster kernels for a few rows
+    if linear.compute_dtype != dtype or x.dtype != dtype or not torch.is_grad_enabled():
+        return None
+    return functools.partial(_dequantize_4bit, quant_state=quant_state, dtype=dtype)
+
+
+def _dequantize_4bit(weight, quant_state, dtype):
+    from bitsandbytes.functional import dequantize_4bit
+
+    return cast_if_needed(dequantize_4bit(weight.detach().view(-1, 1), quant_state), dtype)
+
+
+# ---- running it ----
+
+
+def run_call(layer, call: LinearCall, x) -> torch.Tensor:
+    """Compute a LoRA layer of x. Within an `InputGroup` it may share x with its neighbours."""
+    if call.base is not None:
+        y = call.base(x)  # before dropout draws its random numbers, as PEFT does
+    fan_out = _group_fan_out(layer, call, x) or _make_fan_out(x, call.dtype, call.adapters)
+    with devices.without_autocast(x):
+        if call.base is None:
+            return fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
+        if y.dtype == call.dtype:
+            return fan_out.add_to(y, call.adapters)
+        zeros = torch.zeros_like(y, dtype=call.dtype)
+        return (y + fan_out.add_to(zeros, call.adapters)).to(y.dtype)
+
+
+def _make_fan_out(x, dtype, adapters) -> FanOut:
+    with devices.without_autocast(x):
+        return FanOut(cast_if_needed(x, dtype), adapters)
+
+
+_thread = threading.local()  # .group: the innermost `InputGroup` of this thread
+
+
+class InputGroup:
+    """A context in which LoRA layers that read one tensor share its `FanOut`.
+
+    The first of them that is called makes it, of the tensor that it gets. The others use it if they
+    get the same tensor, not written to since, in the same modes.
+    """
+
+    def __init__(self, layers):
+        self.layers = layers
+        self.x = self.modes = self.fan_out = None
+
+    def __enter__(self):
+        self.outer = getattr(_thread, "group", None)
+        self.hooks = _saved_tensor_hooks()
+        _thread.group = self
+
+    def __exit__(self, *exception):
+        _thread.group = self.outer
+        self.x = self.fan_out = None
+
+    def fan_out_for(self, layer, call, x) -> FanOut | None:
+        # An inference tensor has no version. A checkpoint around one layer calls it alone again.
+        if x.is_inference() or _saved_tensor_hooks() != self.hooks:
+            return None
+        modes = x._version, call.dtype, torch.is_grad_enabled()
+        if self.x is None:
+            adapters = []
+            for each in self.layers:
+                each_call = call if each is layer else read_call(each, x)
+                if each_call is not None:
+                    adapters += each_call.adapters
+            self.x, self.modes = x, modes
+            self.fan_out = _make_fan_out(x, call.dtype, adapters)
+        return self.fan_out if self.x is x and self.modes == modes else None
+
+
+def _saved_tensor_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _group_fan_out(layer, call, x) -> FanOut | None:
+    """Return the `FanOut` that the layer shares with its neighbours, or None."""
+    group = getattr(_thread, "group", None)
+    if group is None or not any(layer is each for each in group.layers):
+        return None
+    return group.fan_out_for(layer, call, x)
+
+
+def input_group(parent) -> InputGroup | None:
+    """Return the group of the parent's LoRA layers that read its input, which it adopts first; None
+    if there are not several."""
+    layers = adopt(parent)
+    return InputGroup(layers) if len(layers) > 1 else None
+
+
+def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
+    """Compute a gated MLP of frozen layers, with adapters or without, as `ops.mlp.lora_mlp` does.
+
+    Returns None if a layer has hooks or does more, or if no gradient would be needed."""
+    if type(gate) is torch.nn.Linear and gate.weight.requires_grad:
+        return None  # asked first, for it is what full fine-tunes have
+    if not _is_eager_tensor(x) or not devices.has_kernels(x) or not torch.is_grad_enabled():
+        return None
+    gate_call = _read_projection(gate, x)
+    up_call = _read_projection(up, x)
+    if gate_call is None or up_call is None:
+        return None
+    down_call = _read_projection(down, x, gate.out_features)
+    if down_call is None or any(adapter.dropout for adapter in down_call.adapters):
+        return None
+    adapters = gate_call.adapters + up_call.adapters
+    if not (x.requires_grad or adapters or down_call.adapters):
+        return None
+    fan_out = _make_fan_out(x, gate_call.dtype, adapters)
+    with devices.without_autocast(x):
+        a, b = (
+            fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
+            for call in (gate_call, up_call)
+        )
+        return gated_down(
+            a,
+            b,
+            act,
+            down_call.weight,
+            down_call.bias,
+            down_call.adapters,
+            down_call.dequantize,
+        )
+
+
+def _read_projection(layer, x, width=None) -> LinearCall | None:
+    """Return what a projection of an MLP computes, or None if it has to be called."""
+    dtype = compute_dtype(x)
+    if isinstance(replacement_of(layer), LoRALinear):
+        if has_hooks(layer) or "forward" in layer.__dict__:
+            return None
+        call = read_call(layer, x, width)
+        return None if call is None or call.base is not None else call
+    if dtype is None or not is_plain_linear(layer) or layer.in_features != (width or x.shape[-1]):
+        return None
+    return _read_weight(layer, x, dtype, (layer.out_features, layer.in_features))
+
+
+# ---- recognising it ----
+
+
+@dataclass(frozen=True)
+class LoRALinear(Replacement):
+    """A linear layer with low-rank adapters, as PEFT computes it."""
+
+    flag = FLAG
+    column = "LoRA"
+    kernel = "liger_lora_linear"
+    takes_one_argument = False
+
+    def class_members(self, cls):
+        def forward(self, x, *args, **kwargs):
+            call = None if args or kwargs else read_call(self, x)
+            if call is None:
+                return cls.forward(self, x, *args, **kwargs)
+            return run_call(self, call, x)
+
+        return {"forward": forward}
+
+    @staticmethod
+    def worthwhile(x):
+        return not torch.compiler.is_compiling()
+
+
+def prove_layer(module) -> LoRALinear | str:
+    """Return that the module is a LoRA layer, or the reason why it is left alone."""
+    cls = type(module)
+    if private.has_instance_forward(module):
+        return "its forward was replaced on the instance"
+    if not purity.is_released_code(cls.forward):
+        return f"{cls.__name__} is code of the user's own"
+    known = _proofs.get((cls, cls.forward))
+    if known is None:
+        known = _proofs[cls, cls.forward] = _try_class(module)
+    return known
+
+
+_proofs: dict[tuple, LoRALinear | str] = {}
+
+
+def _try_class(module) -> LoRALinear | str:
+    """Run the class's forward with two small adapters, and compare it with ours: in fp32, and under
+    autocast as most models train, with and without dropout."""
+    # an attention may adopt its layers within a checkpoint, which must not see what is saved here
+    with isolated(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+        try:
+            for dtype, autocast in ((torch.float32, False), (torch.bfloat16, True)):
+                for dropout in (0.0, 0.4):
+                    layer = _small_layer(module, dtype, dropout)
+                    expected = _outputs(type(layer).forward, layer, dtype, autocast)
+                    outputs = _outputs(_run_ours, layer, dtype, autocast)
+                    if not all(
+                        _near(a, b, autocast) for a, b in zip(outputs, expected, strict=True)
+                    ):
+                        return "it does not compute base_layer(x) + scaling·lora_B(lora_A(x))"
+        except Exception as error:
+            return f"it could not be tried: {error_summary(error)}"
+    return LoRALinear()
+
+
+def _unchanged(tensor):
+    return tensor
+
+
+def _run_ours(layer, x):
+    return run_call(layer, read_call(layer, x), x)
+
+
+def _small_layer(module, dtype, dropout):
+    """Return a copy of the layer with a base layer and two adapters of ours."""
+    in_features, out_features = 12, 7
+    ranks = dict(one=3, two=5)
+
+    def linears(shape_of, dtype):
+        layers = {}
+        for seed, (name, rank) in enumerate(ranks.items()):
+            rows, columns = shape_of(rank)
+            layers[name] = torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
+            layers[name].weight.copy_(noise(rows, columns, seed=seed))
+        return torch.nn.ModuleDict(layers)
+
+    base = torch.nn.Linear(in_features, out_features, dtype=dtype).requires_grad_(False)
+    base.weight.copy_(noise(out_features, in_features, seed=5))
+    drop = dict(one=torch.nn.Dropout(dropout), two=torch.nn.Identity())
+    children = module._modules | dict(
+        base_layer=base,
+        lora_A=linears(lambda rank: (rank, in_features), torch.float32),
+        lora_B=linears(lambda rank: (out_features, rank), torch.float32),
+        lora_dropout=torch.nn.ModuleDict(drop),
+    )
+    return probe_copy(
+        module,
+        children=children,
+        _active_adapter=list(ranks),
+        _disable_adapters=False,
+        merged_adapters=[],
+        scaling=dict(one=1.75, two=0.5),
+        lora_variant={},
+        in_features=in_features,
+        out_features=out_features,
+        training=True,
+        **{name: {} for name in HOOK_ATTRIBUTES},
+    )
+
+
+def _outputs(run, layer, dtype, autocast):
+    """Return the output, and the gradients of the input and of all A and B."""
+    torch.manual_seed(0)  # of dropout; `isolated` puts the user's random state back
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = noise(2, 4, layer.in_features, seed=9).to(dtype).requires_grad_()
+        y = run(layer, x)
+    inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    dy = noise(*y.shape, seed=10).to(y.dtype)
+    return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+
+def _near(output, expected, rounds_to_bf16) -> bool:
+    if not rounds_to_bf16:
+        return close(output, expected)
+    difference = (output.float() - expected.float()).abs().max()
+    return output.dtype == expected.dtype and difference <= 2**-6 * expected.float().abs().max()
+
+
+def adopt(parent) -> tuple:
+    """Convert those of a patched module's children that have become LoRA layers since the patch.
+
+    Returns those of its LoRA layers that are called as one of `INPUT_PROJECTIONS`. It does nothing
+    within a graph, and if the switch `FLAG` was off."""
+    if torch.compiler.is_compiling() or ADOPTS not in parent.__dict__:
+        return ()
+    children = parent._modules
+    ids = tuple(map(id, children.values()))
+    last_look = parent.__dict__[ADOPTS]
+    if last_look is not None and last_look[0] == ids:
+        return last_look[1]
+    if devices.in_user_mode() or devices.in_func_transform():
+        return ()
+    layers = []
+    for name, child in children.items():
+        if child is None:
+            continue
+        if replacement_of(child) is None and could_be_lora(child):
+            result = prove_layer(child)
+            if isinstance(result, LoRALinear):
+                private.convert_module(child, result)
+        if name in INPUT_PROJECTIONS and isinstance(replacement_of(child), LoRALinear):
+            layers.append(child)
+    parent.__dict__[ADOPTS] = ids, tuple(layers)
+    return tuple(layers)
+
+
+class LoRALayers(Rewrite):
+    """PEFT's LoRA layers, and the attentions and MLPs that may get some."""
+
+    flags = (FLAG,)
+    applies_to = type(None), Replacement
+
+    def could_apply(self, module):
+        replacement = replacement_of(module)
+        if replacement is not None:
+            return replacement.adopts_adapters
+        return could_be_lora(module)
+
+    def name(self, module):
+        return f"lora.{type(module).__name__}"
+
+    def prove_once(self, walk, module):
+        return prove_layer(module), ()
+
+    def apply(self, walk, module):
+        if replacement_of(module) is None:
+            super().apply(walk, module)
+        else:
+            module.__dict__.setdefault(ADOPTS, None)
+            walk.flags_done.add(FLAG)
+
+
+def revert(module) -> None:
+    """Undo what `LoRALayers` has set on a module that was patched for itself."""
+    module.__dict__.pop(ADOPTS, None)
