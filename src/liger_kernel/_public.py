@@ -137,6 +137,7 @@ OPERATORS = {
         ops="LigerLoadBalancingFunction",
         functional="liger_load_balancing_loss",
     ),
+    "moe.lora_experts": Operator(),
     "moe.router": Operator(
         ops="LigerRouterFunction",
         functional="liger_router",

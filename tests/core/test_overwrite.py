@@ -46,7 +46,8 @@ def test_overwrites_what_only_the_graph_holds(leaf, answers):
 
 PROGRAM_WITH_A_DYNAMO_ERROR = """
 import torch
-from memory import Square, backward
+from memory import Square
+from memory import backward_of_sum as backward
 
 def step():
     leaf = torch.ones(4, 6, requires_grad=True)

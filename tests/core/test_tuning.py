@@ -218,17 +218,18 @@ PROGRAM = """
     for case in portability.CASES:
         if case.name in ("rms_norm", "experts"):
             for dtype in (torch.bfloat16, torch.float32)[: 2 if case.name == "rms_norm" else 1]:
-                portability._Launched.now = case.name, True, True
+                current_run = portability._CurrentRun(case.name, True, True)
+                portability._Launched.current_run = current_run
                 portability.run(case, case.bench[0], {}, dtype, all)
     most = {}
     for launched in launches.values():
         name = launched.src.fn.__name__
-        if name == "_bwd" or name == "_product" and name not in most:
-            found = portability.compiled(portability.TARGETS["sm_89"][0], launched)
+        if name == "_bwd" or name == "_grouped_matmul" and name not in most:
+            found = portability.compile_launched(portability.TARGETS["sm_89"][0], launched)
             assert "error" not in found, found
             assert found["shared"] <= limit and found["spilled"] == 0, found
             most[name] = max(found["shared"], most.get(name, 0))
-    assert set(most) == {"_bwd", "_product"} and min(most.values()) > limit // 2, most
+    assert set(most) == {"_bwd", "_grouped_matmul"} and min(most.values()) > limit // 2, most
 """
 
 

@@ -80,6 +80,19 @@ def in_user_mode() -> bool:
     )
 
 
+def in_selective_checkpoint() -> bool:
+    """Return True within a checkpoint that keeps the outputs that a policy selects.
+
+    They must not be written over."""
+    if is_compiling():
+        return False
+    for i in range(torch._C._len_torch_dispatch_stack()):
+        mode = torch._C._get_dispatch_stack_at(i)
+        if any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__):
+            return True
+    return False
+
+
 # ---- memory ----
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from dataclasses import asdict
 
 import torch
@@ -29,6 +30,8 @@ from liger_kernel.metrics.meter import Meter, Totals
 from liger_kernel.metrics.prometheus import Endpoint, values_of
 
 logger = logging.getLogger("liger_kernel")
+# id of a Trainer's arguments -> the Trainer that a `LigerMetrics` was made with
+_trainers = weakref.WeakValueDictionary()
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,10 +87,26 @@ class LigerMetrics(TrainerCallback, ExportableState):
         self._interval = Totals()  # since the last log
         self._session = Totals()  # since training began in this process
 
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer that the callback is added to."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None):
+        self._trainer = trainer
+        if trainer is not None:
+            _trainers[id(trainer.args)] = trainer
+
     # ---- the Trainer's events ----
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._detach()
+        if self.trainer is None:
+            # ``restore_callback_states_from_checkpoint`` makes a new callback in place of this one,
+            # without a Trainer
+            trainer = _trainers.get(id(args))
+            self.trainer = trainer if trainer is not None and trainer.args is args else None
         trainer = self.trainer
         if trainer is None:
             raise RuntimeError(

@@ -37,6 +37,7 @@ from liger_kernel.patch.layers.balancing import LoadBalancing
 from liger_kernel.patch.layers.experts import StackedExperts
 from liger_kernel.patch.layers.gated_norm import GatedNorms
 from liger_kernel.patch.layers.kept_layers import KeptLayers
+from liger_kernel.patch.layers.lora_experts import LoRAExperts
 from liger_kernel.patch.layers.mask import CausalMasks
 from liger_kernel.patch.layers.mlp import GatedMLPs
 from liger_kernel.patch.layers.norm import Norms
@@ -65,7 +66,8 @@ STAGES = (
     # before GatedMLPs
     (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
     (TiledMLPs(),),  # MLPs in tiles, replaced before or not
-    (LoRALayers(),),  # also tells attentions and MLPs to look for later ones
+    # those of tables, whose experts are replaced by now, and of layers; also of later ones
+    (LoRAExperts(), LoRALayers()),
     (KeptLayers(),),
     (OffloadedCheckpoints(),),  # all other layers
     (LossInHead(),),

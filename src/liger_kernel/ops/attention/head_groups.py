@@ -25,8 +25,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from liger_kernel.core import devices
 from liger_kernel.core.host_memory import offload_to_host
 from liger_kernel.core.op import Function, in_func_transform
 
@@ -101,7 +101,7 @@ class HeadGroups(TorchFunctionMode):
         return (
             all(map(_is_transparent_mode, modes))
             and _saved_tensors_hooks() == self.hooks
-            and not any(map(_is_selective_checkpoint, _get_current_dispatch_mode_stack()))
+            and not devices.in_selective_checkpoint()
         )
 
     def _next_call(self):
@@ -191,11 +191,6 @@ def _is_dense_fp32(t) -> bool:
 def _saved_tensors_hooks():
     """Return the hooks through which tensors are saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _is_selective_checkpoint(mode) -> bool:
-    """Return True for a mode of a checkpoint that saves what a policy selects."""
-    return any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__)
 
 
 def _is_transparent_mode(mode) -> bool:

@@ -119,12 +119,10 @@ class FanOut:
     def product(self, adapter):
         """Return ``t = scaling·dropout(x)·Aᵀ`` of an adapter, (M, r)."""
         key = id(adapter.a), float(adapter.scaling)
-        product = self.products.get(key)
-        if product is None:
-            dropped = self.x if adapter.dropout is None else adapter.dropout(self.x)
-            alone = FanOut(dropped, [adapter._replace(dropout=None)])
-            product = alone.products[key]
-        return product
+        if adapter.dropout is None and key in self.products:
+            return self.products[key]
+        dropped = self.x if adapter.dropout is None else adapter.dropout(self.x)
+        return FanOut(dropped, [adapter._replace(dropout=None)]).products[key]
 
 
 def linear_reference(x, weight, bias=None, adapters=()):
@@ -188,10 +186,7 @@ class _Input(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]):
             inputs = (x,) if recompute is None else recompute.tensors
         ctx.save_for_backward(*inputs, *matrices)
-        products = flatten_to_2d(x) @ _stack(matrices, x.dtype).t()
-        products = products.split([len(a) for a in matrices], dim=1)
-        _scale_(products, scalings)
-        return x, *products
+        return x, *low_rank_products(flatten_to_2d(x), matrices, scalings)
 
     @staticmethod
     def backward(ctx, dx, *d_products):
@@ -206,17 +201,15 @@ class _Input(torch.autograd.Function):
             with devices.without_autocast(d_products[used[0]]):
                 # the scaled gradients of the products that were used
                 u = torch.cat([d_products[i] * ctx.scalings[i] for i in used], dim=1)
+                used_matrices = [matrices[i] for i in used]
                 if need_x:
-                    total = _add_product(total, u, _stack([matrices[i] for i in used], u.dtype))
+                    total = _add_product(total, u, stack_matrices(used_matrices, u.dtype))
                 if any(need_matrices):
                     x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
-                    d_stack = product_in(matrices[used[0]].dtype, u.t(), flatten_to_2d(x))
-                    parts = d_stack.split([len(matrices[i]) for i in used])
-                    for i, part in zip(used, parts, strict=True):
-                        if need_matrices[i]:
-                            # a parameter's gradient owns its memory
-                            part = part.clone() if len(used) > 1 else part
-                            d_matrices[i] = cast_if_needed(part, matrices[i].dtype)
+                    needs = [need_matrices[i] for i in used]
+                    grads = matrix_gradients(u, flatten_to_2d(x), used_matrices, needs)
+                    for i, grad in zip(used, grads, strict=True):
+                        d_matrices[i] = grad
         if total is not None:
             total = total.view(ctx.input_gradient.shape)
             dx = total if dx is None else total + dx
@@ -240,7 +233,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*inputs, weight, *low_rank_to_save(low_rank))
         dense = weight if dequantize is None else dequantize(weight)
         y = F.linear(flatten_to_2d(x), dense, bias)
-        add_low_rank_(y, low_rank)
+        y = add_low_rank(y, low_rank)
         # a view, to which autograd would not let the caller write
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
@@ -274,8 +267,7 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, *low_rank):
         ctx.save_for_backward(*low_rank_to_save(low_rank))
-        output = flatten_to_2d(y).clone()
-        add_low_rank_(output, low_rank)
+        output = add_low_rank(flatten_to_2d(y).clone(), low_rank)
         return torch.ops.aten._unsafe_view(output, y.shape)
 
     @staticmethod
@@ -288,19 +280,35 @@ class _AddLowRank(torch.autograd.Function):
 # ---- products with the narrow matrices ----
 
 
-def _stack(matrices, dtype):
+def stack_matrices(matrices, dtype):
     """Return the A of several adapters as one matrix, in the dtype of x."""
-    return (
-        torch.cat([cast_if_needed(a, dtype) for a in matrices])
-        if len(matrices) > 1
-        else (cast_if_needed(matrices[0], dtype))
-    )
+    matrices = [cast_if_needed(a, dtype) for a in matrices]
+    return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
 
-def _scale_(products, scalings):
-    for product, scaling in zip(products, scalings, strict=True):
-        if scaling != 1:
-            product.mul_(scaling)
+def low_rank_products(x, matrices, scalings):
+    """Return ``t = scaling·x·Aᵀ`` of each adapter for x (M, K)."""
+    products = (x @ stack_matrices(matrices, x.dtype).t()).split([len(a) for a in matrices], dim=1)
+    return [t if s == 1 else t * s for t, s in zip(products, scalings, strict=True)]
+
+
+def matrix_gradients(u, x, matrices, needs):
+    """Return the gradients of the A of several adapters, None where not needed.
+
+    Args:
+        u: (M, Σr), the scaled gradients of their products, side by side.
+        x: (M, K).
+    """
+    widest = max((a.dtype for a in matrices), key=lambda dtype: dtype.itemsize)
+    d_stack = product_in(widest, u.t(), x)
+    grads = []
+    for a, part, need in zip(
+        matrices, d_stack.split([len(a) for a in matrices]), needs, strict=True
+    ):
+        if len(matrices) > 1 and need:
+            part = part.clone()  # a parameter's gradient owns its memory
+        grads.append(cast_if_needed(part, a.dtype) if need else None)
+    return grads
 
 
 def _add_product(total, a, b):
@@ -319,12 +327,18 @@ def product_in(dtype, a, b):
     return cast_if_needed(a @ b, dtype)
 
 
-def add_low_rank_(y, low_rank):
-    """Add ``t·bᵀ + bias`` of each adapter to y, in place. ``low_rank``: t, b, bias, t, b, ..."""
+def add_low_rank(y, low_rank):
+    """Return y plus ``t·bᵀ + bias`` of each adapter. ``low_rank``: t, b, bias, t, b, ...
+
+    It is written over y, except within a selective checkpoint, which may keep y."""
+    in_place = not devices.in_selective_checkpoint()
     for t, b, bias in zip(low_rank[::3], low_rank[1::3], low_rank[2::3], strict=True):
-        y.addmm_(t, cast_if_needed(b, y.dtype).t())
+        b = cast_if_needed(b, y.dtype).t()
+        y = y.addmm_(t, b) if in_place else torch.addmm(y, t, b)
         if bias is not None:
-            y.add_(cast_if_needed(bias, y.dtype))
+            bias = cast_if_needed(bias, y.dtype)
+            y = y.add_(bias) if in_place else y + bias
+    return y
 
 
 def low_rank_to_save(low_rank):

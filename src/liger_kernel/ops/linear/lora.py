@@ -46,14 +46,14 @@ def liger_lora_linear(
         a, b: (r, K) and (N, r), of any floating dtype.
         scaling: a number, in PEFT alpha / r.
         lora_bias: (N,).
-        dropout: the probability with which an entry of x is dropped, in [0, 1). For evaluation
+        dropout: the probability with which an entry of x is dropped, from 0 to 1. For evaluation
             give 0.
 
     Returns:
         (..., N), in x's dtype or autocast's.
 
     Raises:
-        ValueError: shapes do not fit; dropout is not in [0, 1).
+        ValueError: shapes do not fit; dropout is not from 0 to 1.
         TypeError: not floating point; the weight has another dtype than x.
 
     Source: arXiv:2106.09685.
@@ -74,7 +74,9 @@ def liger_lora_linear(
     scaling = check.finite(name, "scaling", scaling)
     dropout = check.fraction(name, "dropout", dropout)
     dtype = devices.autocast_dtype(x) or x.dtype
-    if weight.dtype != dtype and not devices.in_autocast(x):
+    if x.dtype == torch.float64:  # which autocast leaves as it is
+        dtype = x.dtype
+    if weight.dtype != dtype and (x.dtype == torch.float64 or not devices.in_autocast(x)):
         raise TypeError(f"{name}: x is {x.dtype}, weight {weight.dtype}, cast one of them")
     with devices.without_autocast(x):
         x, weight = cast_if_needed(x, dtype), cast_if_needed(weight, dtype)

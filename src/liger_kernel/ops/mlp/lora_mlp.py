@@ -34,12 +34,12 @@ from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.ops.linear.fan_out import (
     Adapter,
     FanOut,
-    _scale_,
-    _stack,
-    add_low_rank_,
+    add_low_rank,
     linear_reference,
     low_rank_gradients,
-    product_in,
+    low_rank_products,
+    matrix_gradients,
+    stack_matrices,
 )
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
@@ -76,9 +76,7 @@ class _GatedProduct(Function):
         h = flatten_to_2d(glu_fwd(a, b, act))
         if not matrices:
             return (h,)
-        products = (h @ _stack(matrices, h.dtype).t()).split([len(m) for m in matrices], dim=1)
-        _scale_(products, scalings)
-        return h, *products
+        return h, *low_rank_products(h, matrices, scalings)
 
     @staticmethod
     def arguments(ctx):
@@ -100,27 +98,23 @@ class _GatedProduct(Function):
         with devices.without_autocast(dh):
             if matrices:
                 u = torch.cat([dt * s for dt, s in zip(d_products, scalings, strict=True)], dim=1)
-                dh.addmm_(u, _stack(matrices, dh.dtype))  # only `_OutputLayer` has made dh
+                dh.addmm_(
+                    u, stack_matrices(matrices, dh.dtype)
+                )  # `_OutputLayer` made it for this node
             h = dh if any(needs) else None
             da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
             d_matrices = [None] * len(matrices)
             if any(needs):
-                d_stack = product_in(matrices[0].dtype, u.t(), h)
-                parts = d_stack.split([len(matrix) for matrix in matrices])
-                for i, matrix in enumerate(matrices):
-                    if needs[i]:
-                        # a parameter's gradient owns its memory
-                        part = parts[i].clone() if len(matrices) > 1 else d_stack
-                        d_matrices[i] = cast_if_needed(part, matrix.dtype)
+                d_matrices = matrix_gradients(u, h, matrices, needs)
         return da, db, None, None, *d_matrices
 
 
 class _Save(torch.autograd.Function):
-    """h and the products t, of which it saves t: see above."""
+    """h and the products t. Saves t, for `_OutputLayer`."""
 
     @staticmethod
     def forward(ctx, h, *products):
-        # without a product something else: `_OutputLayer` starts a checkpoint's recomputation by it
+        # without adapters an empty tensor: `_OutputLayer` starts a checkpoint's recomputation by it
         ctx.save_for_backward(*(products or (h.new_empty(0),)))
         return tuple(tensor.view_as(tensor) for tensor in (h, *products))
 
@@ -141,7 +135,7 @@ class _OutputLayer(torch.autograd.Function):
         ctx.weights = weight, *low_rank[1::3]
         ctx.versions = [w._version for w in ctx.weights]
         out = F.linear(h, weight if dequantize is None else dequantize(weight), bias)
-        add_low_rank_(out, low_rank)
+        out = add_low_rank(out, low_rank)
         # a view, to which autograd would not let the caller write
         return torch.ops.aten._unsafe_view(out, (*shape, out.shape[1]))
 

@@ -216,6 +216,55 @@ def sum_by_token(y, weights, index, out, E, position=None):
     )
 
 
+def gate_backward(
+    q,
+    pre,
+    weights,
+    dpre,
+    z,
+    dweights,
+    dout,
+    down_bias,
+    index,
+    order,
+    act,
+    limit,
+    alpha,
+    shift,
+    interleaved,
+):
+    """Write dpre, w·z and dw; see `_gate_bwd`. z may be in the memory of q, dpre in that of pre."""
+    S, columns = pre.shape
+    F = columns // 2
+    # no entry in two threads: z and dpre lie over q and pre
+    block = min(next_power_of_2(max(F, 1)), 1024)
+    _gate_bwd[(S,)](
+        q,
+        pre,
+        weights,
+        dpre,
+        z,
+        dweights,
+        dout,
+        _contiguous(down_bias),
+        index,
+        order,
+        dout.stride(0),
+        index.shape[1],
+        dout.shape[1],
+        F,
+        limit,
+        round_number(limit, pre.dtype),
+        None if alpha == 1 else alpha,
+        shift,
+        ACT=ACTIVATION_FUNCTIONS[act],
+        AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
+        INTERLEAVED=interleaved,
+        BLOCK=block,
+        num_warps=devices.limit_warps(min(block // 32, 4), pre),
+    )
+
+
 def _launch_sum_by_expert(a, weights, c, top_k, order, offsets):
     E, N = c.shape
     _sum_by_expert[(cdiv(N, 64), E)](
@@ -223,7 +272,7 @@ def _launch_sum_by_expert(a, weights, c, top_k, order, offsets):
     )
 
 
-def _linear_layout(w, transposed):
+def linear_layout(w, transposed):
     """Return a view of the weights as (E, out_features, in_features), like `torch.nn.Linear`'s."""
     return w.mT if transposed else w
 
@@ -269,8 +318,8 @@ def experts_fwd(
     x = flatten_rows(x)
     index = index.contiguous()
     weights = weights.contiguous()
-    gate_up = _linear_layout(gate_up, transposed)
-    down = _linear_layout(down, transposed)
+    gate_up = linear_layout(gate_up, transposed)
+    down = linear_layout(down, transposed)
     E, H, F = down.shape
     S = index.numel()
     top_k = index.shape[1]
@@ -402,8 +451,8 @@ def compute_gradients(
     x = flatten_rows(x)
     index = index.contiguous()
     weights = weights.contiguous()
-    w = _linear_layout(gate_up, transposed)
-    d = _linear_layout(down, transposed)
+    w = linear_layout(gate_up, transposed)
+    d = linear_layout(down, transposed)
     E, H, F = d.shape
     S = index.numel()
     top_k = index.shape[1]
@@ -420,9 +469,7 @@ def compute_gradients(
     if need_ddown:
         z = pre.new_empty((S, F)) if q is None else q
     if q is not None or z is not None:
-        # no entry in two threads: z and dpre lie over q and pre
-        block = min(next_power_of_2(max(F, 1)), 1024)
-        _gate_bwd[(S,)](
+        gate_backward(
             q,
             pre,
             weights,
@@ -430,27 +477,19 @@ def compute_gradients(
             z,
             dweights,
             dout,
-            _contiguous(down_bias),
+            down_bias,
             index,
             order,
-            dout.stride(0),
-            top_k,
-            H,
-            F,
+            act,
             limit,
-            round_number(limit, pre.dtype),
-            None if alpha == 1 else alpha,
+            alpha,
             shift,
-            ACT=ACTIVATION_FUNCTIONS[act],
-            AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
-            INTERLEAVED=interleaved,
-            BLOCK=block,
-            num_warps=devices.limit_warps(min(block // 32, 4), x),
+            interleaved,
         )
     if need_ddown:
         ddown = down.new_empty(down.shape)
         grouped_outer_products(
-            dout, z, _linear_layout(ddown, transposed), "a", top_k, order, offsets
+            dout, z, linear_layout(ddown, transposed), "a", top_k, order, offsets
         )
     del q, z
     if need_dx:
@@ -462,7 +501,7 @@ def compute_gradients(
     if need_dgate_up:
         dgate_up = gate_up.new_empty(gate_up.shape)
         grouped_outer_products(
-            dpre, x, _linear_layout(dgate_up, transposed), "b", top_k, order, offsets
+            dpre, x, linear_layout(dgate_up, transposed), "b", top_k, order, offsets
         )
     if need_dgate_up_bias:
         dgate_up_bias = gate_up_bias.new_empty(gate_up_bias.shape)

@@ -52,11 +52,16 @@ def experts_reference(
     shift=0.0,
     transposed=False,
     interleaved=False,
+    gate_up_lora=None,
+    down_lora=None,
 ):
-    """Compute `liger_experts` in plain PyTorch, expert by expert.
+    """Compute `liger_experts` in plain PyTorch, expert by expert; with adapters of the tables
+    `liger_lora_experts`.
 
     A token's experts are added in fp32, or in fp64, in the experts' order."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    gate_up_lora = _cast_by_expert(gate_up_lora, x.dtype)
+    down_lora = _cast_by_expert(down_lora, x.dtype)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for e in range(gate_up_proj.shape[0]):
         t, k = torch.where(top_k_index == e)
@@ -64,11 +69,27 @@ def experts_reference(
         if transposed:
             w, d = w.mT, d.mT
         pre = F.linear(x[t], w, None if gate_up_bias is None else gate_up_bias[e])
+        if gate_up_lora is not None:
+            a, b = gate_up_lora[e]
+            pre = pre + F.linear(F.linear(x[t], a), b)
         g, u = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, -1)
         z = _gated_activation(g, u, act, limit, alpha, shift)
         y = F.linear(z, d, None if down_bias is None else down_bias[e])
+        if down_lora is not None:
+            a, b = down_lora[e]
+            y = y + F.linear(F.linear(z, a), b)
         out = out.index_add(0, t, y.to(dtype) * top_k_weights[t, k, None].to(dtype))
     return out.to(x.dtype)
+
+
+def _cast_by_expert(lora, dtype):
+    """Return (a_e, scaling·b_e) of each expert in this dtype, or None. ``lora``: a, b, scaling."""
+    if lora is None:
+        return None
+    a, b, scaling = lora
+    b = cast_if_needed(b, torch.promote_types(b.dtype, dtype)) * scaling
+    matrices = (cast_if_needed(a, dtype).unbind(), cast_if_needed(b, dtype).unbind())
+    return list(zip(*matrices, strict=True))
 
 
 def _gated_activation(g, u, act, limit, alpha, shift):
@@ -142,7 +163,7 @@ class LigerFusedMoEFunction(Function):
         # a call may leave out the arguments from act on
         needs_input_grad = [*ctx.needs_input_grad, *[False] * 3][:8]
         needs = [needs_input_grad[i] for i in (0, 1, 2, 4, 6, 7)]
-        if not torch.compiler.is_compiling() and _may_overwrite_saved(ctx):
+        if not torch.compiler.is_compiling() and may_overwrite_saved(ctx):
             pre = saved[7]
             grads = compute_gradients(dout, *saved, *ctx.kernel_options, *needs, dpre=pre)
             torch.autograd.graph.increment_version(pre)
@@ -154,7 +175,7 @@ class LigerFusedMoEFunction(Function):
         return dx, dgate_up, ddown, None, dweights, None, *dbiases, *[None] * 5
 
 
-def _may_overwrite_saved(ctx):
+def may_overwrite_saved(ctx):
     """Return True if only the graph holds the saved pre-activation, and is freed after backward.
 
     Forward gives the pre-activation to nothing but a saved-tensor hook, which may keep it; a
@@ -168,7 +189,7 @@ def _may_overwrite_saved(ctx):
     )
 
 
-def _check_tensors(
+def check_tensors(
     name,
     x,
     gate_up_proj,
@@ -208,7 +229,7 @@ def _check_tensors(
     return tensors | biases
 
 
-def _check_options(name, act, limit, alpha, shift, transposed, interleaved):
+def check_options(name, act, limit, alpha, shift, transposed, interleaved):
     """Check the options of `liger_experts`. Returns act, limit, alpha and shift."""
     act = "silu" if act == "swish" else act
     if act not in ACTIVATIONS:
@@ -222,6 +243,24 @@ def _check_options(name, act, limit, alpha, shift, transposed, interleaved):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: {argument} is {value!r}, give True or False")
     return act, limit, alpha, shift
+
+
+def cast_in_autocast(name, tensors):
+    """Return the tensors of `check_tensors` in autocast's dtype where it is on.
+
+    Raises TypeError if they are not of one dtype then."""
+    x = tensors["x"]
+    if devices.in_autocast(x) and x.dtype != torch.float64:
+        dtype = devices.autocast_dtype(x)
+        tensors = {
+            argument: None if t is None else cast_if_needed(t, dtype)
+            for argument, t in tensors.items()
+        }
+    x = tensors["x"]
+    for argument, t in tensors.items():
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{name}: x is {x.dtype}, {argument} {t.dtype}, cast one of them")
+    return tensors.values()
 
 
 def liger_experts(
@@ -268,10 +307,10 @@ def liger_experts(
     Source: arXiv:1701.06538, arXiv:2401.04088, arXiv:2508.10925.
     """
     name = "liger_experts"
-    act, limit, alpha, shift = _check_options(
+    act, limit, alpha, shift = check_options(
         name, act, limit, alpha, shift, transposed, interleaved
     )
-    tensors = _check_tensors(
+    tensors = check_tensors(
         name,
         x,
         gate_up_proj,
@@ -283,16 +322,7 @@ def liger_experts(
         transposed,
     )
     dtype = x.dtype
-    if devices.in_autocast(x) and dtype != torch.float64:
-        autocast_dtype = devices.autocast_dtype(x)
-        tensors = {
-            argument: None if t is None else cast_if_needed(t, autocast_dtype)
-            for argument, t in tensors.items()
-        }
-    x, gate_up_proj, down_proj, gate_up_bias, down_bias = tensors.values()
-    for argument, t in tensors.items():
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{name}: x is {x.dtype}, {argument} {t.dtype}, cast one of them")
+    x, gate_up_proj, down_proj, gate_up_bias, down_bias = cast_in_autocast(name, tensors)
     run = LigerFusedMoEFunction.call if devices.has_kernels(x) else experts_reference
     out = run(
         x,

@@ -1,7 +1,8 @@
 """Grouped matrix products: rows that are sorted by expert, each times its own expert's matrix.
 
 `grouped_matmul` multiplies rows with the experts' matrices. `grouped_outer_products` sums the outer
-products of each expert's rows, for the gradients of the matrices.
+products of each expert's rows, for the gradients of the matrices, and `narrow_outer_products` does
+so for those of low-rank adapters.
 
 Where the device has TMA, a product reads the matrices by descriptors, and also rows that lie in the
 experts' order. Rows of tokens are read where they lie: for rows of a product that costs nothing.
@@ -18,6 +19,7 @@ from liger_kernel.ops.mlp.pointwise import ACTIVATION_FUNCTIONS
 
 # the interpreter's products of bf16 are wrong, those of fp32 are not
 UPCAST = tl.constexpr(devices.INTERPRETED)
+RANK_MULTIPLE = 16  # of low-rank terms: a matrix unit sums at least so many products
 GATHER_BYTES = 3 * 2**26  # of rows that are gathered at a time, or 256 of their columns
 # tiles of rows whose programs are neighbours: they share the weights in the cache
 GROUP_M = tl.constexpr(8)
@@ -70,6 +72,8 @@ def _grouped_matmul(
     bias_ptr,
     c_ptr,
     z_ptr,
+    t_ptr,
+    v_ptr,
     order_ptr,
     offset_ptr,
     tile_ptr,
@@ -93,6 +97,8 @@ def _grouped_matmul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -103,6 +109,9 @@ def _grouped_matmul(
 
     With an activation ACT, the columns are half of g and half of u, and z = act(g)·u is written as
     well; c only where there is a c_ptr.
+
+    With t_ptr, t·v_e is added to c. t (S, RANK) has a row for each r, v is (E, RANK, N), and both
+    are contiguous. RANK is a multiple of BLOCK_R.
 
     USE_TMA: b_ptr is a descriptor, and so is a_ptr unless its rows are gathered. K_CONTIGUOUS: b
     lies in memory as (E, N, K). EVEN_K: K is a multiple of BLOCK_K."""
@@ -139,6 +148,17 @@ def _grouped_matmul(
     c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if bias_ptr is not None:  # added at the end, it would need more registers
         c += load_fp32(bias_ptr, e * N + n, col_mask)[None, :]
+    if t_ptr is not None:
+        # t (BLOCK_M, BLOCK_R), v (BLOCK_R, BLOCK_N)
+        rank = tl.arange(0, BLOCK_R)
+        t_ptrs = t_ptr + row * RANK + i[:, None] * RANK + rank[None, :]
+        v_ptrs = v_ptr + e * RANK * N + rank.to(tl.int64)[:, None] * N + n[None, :]
+        for _ in tl.range(0, RANK, BLOCK_R, num_stages=1):
+            t = tl.load(t_ptrs, mask=row_mask[:, None], other=0.0)
+            v = tl.load(v_ptrs, mask=col_mask[None, :], other=0.0)
+            c = _dot(t, v, c, PRECISION)
+            t_ptrs += BLOCK_R
+            v_ptrs += BLOCK_R * N
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if USE_TMA and not GATHER:
             a = a_ptr.load([row.to(tl.int32), start])
@@ -367,12 +387,16 @@ def grouped_matmul(
     alpha=None,
     shift=None,
     interleaved=False,
+    low_rank=None,
 ):
     """Write c = a·b_e + bias_e, with b (E, K, N) of any strides. ``gather``: see `_grouped_matmul`.
 
     order, offsets and tiles are from `routing`, for tiles of ``tile_rows`` rows. With an activation
     act, z = act(g)·u is written as well. g and u are the halves of a row of c, or with
-    ``interleaved`` its even and odd entries; for limit, alpha and shift see `gate`."""
+    ``interleaved`` its even and odd entries; for limit, alpha and shift see `gate`.
+
+    ``low_rank``: t (S, R), which has a row for each r, and v (E, R, N), both contiguous and in a's
+    dtype, R a multiple of `RANK_MULTIPLE`. t·v_e is added to c."""
     _, K, N = b.shape
     num_tiles = tiles.shape[0]
     block_n, blocks = _choose_launch(tile_rows, N, K, a, num_tiles)
@@ -389,12 +413,16 @@ def grouped_matmul(
     a_source = a if gather else tma_descriptor(a, (tile_rows, block_k))
     b_source = tma_block and tma_descriptor(tma_tensor, (1, *tma_block))
     use_tma = a_source is not None and b_source is not None
+    t, v = low_rank or (None, None)
+    rank = 0 if t is None else t.shape[1]
     _grouped_matmul[(num_tiles * cdiv(N, block_n),)](
         a_source if use_tma else a,
         b_source if use_tma else b,
         bias,
         c,
         z,
+        t,
+        v,
         order,
         offsets,
         tiles,
@@ -414,6 +442,9 @@ def grouped_matmul(
         K_CONTIGUOUS=k_contiguous,
         BLOCK_N=block_n,
         EVEN_K=K % block_k == 0,
+        RANK=rank,
+        # a power of two that divides the rank; 32 take up to 24 KiB of shared memory
+        BLOCK_R=min(rank & -rank, 32),
         **blocks,
     )
 
@@ -450,29 +481,43 @@ def grouped_outer_products(a, b, c, token_rows, top_k, order, offsets):
         block_n, blocks = _choose_launch(block_m, N, 64, a, num_tiles)
         strips = [(a, b, c)]
     for a, b, c in strips:
-        E, M, N = c.shape
-        if use_tma:
-            a_source = tma_descriptor(a, (block_k, block_m))
-            b_source = tma_descriptor(b, (block_k, block_n))
-        else:
-            a_source, b_source = a, b
-        _outer_products[(cdiv(M, block_m) * cdiv(N, block_n), E)](
-            a_source,
-            b_source,
-            c,
-            order,
-            offsets,
-            a.stride(0),
-            b.stride(0),
-            *c.stride(),
-            M,
-            N,
-            top_k,
-            TOKEN_ROWS=token_rows,
-            USE_TMA=use_tma,
-            BLOCK_N=block_n,
-            **blocks,
-        )
+        _launch_outer_products(a, b, c, token_rows, top_k, order, offsets, use_tma, block_n, blocks)
+
+
+def narrow_outer_products(a, b, c, top_k, order, offsets):
+    """Write c (E, M, N) = Σ_r a_r ⊗ b_r over each expert's rows, for a small M.
+
+    a has a row for each r, and at least M columns. Of b, row order[r] // top_k is read where it
+    lies. To gather its rows first, as `grouped_outer_products` does, would cost more memory traffic
+    than the sums."""
+    E, M, N = c.shape
+    block_m = min(64, max(next_power_of_2(M), 16))
+    block_n, blocks = _choose_launch(block_m, N, 64, a, E * cdiv(M, block_m))
+    _launch_outer_products(a, b, c, "b", top_k, order, offsets, False, block_n, blocks)
+
+
+def _launch_outer_products(a, b, c, token_rows, top_k, order, offsets, use_tma, block_n, blocks):
+    """Launch `_outer_products`. ``block_n``, ``blocks``: as `_choose_launch` returns them."""
+    E, M, N = c.shape
+    block_m = blocks["BLOCK_M"]
+    block_k = blocks["BLOCK_K"]
+    _outer_products[(cdiv(M, block_m) * cdiv(N, block_n), E)](
+        tma_descriptor(a, (block_k, block_m)) if use_tma else a,
+        tma_descriptor(b, (block_k, block_n)) if use_tma else b,
+        c,
+        order,
+        offsets,
+        a.stride(0),
+        b.stride(0),
+        *c.stride(),
+        M,
+        N,
+        top_k,
+        TOKEN_ROWS=token_rows,
+        USE_TMA=use_tma,
+        BLOCK_N=block_n,
+        **blocks,
+    )
 
 
 def _gather_strips(tokens, sorted_rows, c, token_rows, top_k, order):

@@ -299,8 +299,10 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     """Compute a gated MLP of frozen layers, with adapters or without, as `ops.mlp.lora_mlp` does.
 
     Returns None if a layer has hooks or does more, or if no gradient would be needed."""
-    if type(gate) is torch.nn.Linear and gate.weight.requires_grad:
-        return None  # asked first, for it is what full fine-tunes have
+    # Asked first, for it is what full fine-tunes have. ZeRO-3 gathers a weight that is got by name.
+    weight = gate._parameters.get("weight")
+    if weight is not None and weight.requires_grad:
+        return None
     if not _is_eager_tensor(x) or not devices.has_kernels(x) or not torch.is_grad_enabled():
         return None
     gate_call = _read_projection(gate, x)

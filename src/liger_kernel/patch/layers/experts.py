@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.devices import in_func_transform
 from liger_kernel.ops import functional
 from liger_kernel.ops.moe.experts import ACTIVATIONS
+from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 from liger_kernel.patch.layers.activations import (
     ACTIVATION_LABELS,
     ClampedSwiGLU,
@@ -135,6 +137,8 @@ class Experts(GatedActivation):
             globals_unchanged = functions.globals_unchanged(functions.globals_used(proved))
 
         def forward(self, *args, **kwargs):
+            call = _adapted_call(self)
+            adapters = () if call is None else call.adapters
             arguments = dict(zip(argument_names, args, strict=False), **kwargs)
             if (
                 len(args) + len(kwargs) == len(argument_names)
@@ -143,16 +147,23 @@ class Experts(GatedActivation):
                 and (globals_unchanged is None or globals_unchanged())
             ):
                 inputs = (arguments[name] for name in argument_names)
-                output = experts.forward_or_none(self, *inputs)
+                output = experts.forward_or_none(self, *inputs, *adapters)
+                if call is not None:
+                    call.is_computed = output is not None
                 if output is not None:
                     return output
-            return cls.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs) if call is None else None
 
         return {"forward": forward}
 
-    def forward_or_none(self, module, x, index, weights):
+    def forward_or_none(self, module, x, index, weights, gate_up_lora=None, down_lora=None):
         """Return what the module computes, or None where the operator would compute something else
-        with these tensors, or not run."""
+        with these tensors, or not run.
+
+        With adapters of its tables, it returns what the module would compute with the sums of
+        tables and adapters."""
+        if torch.compiler.is_compiling() and "parametrizations" in module._modules:
+            return None  # PEFT makes the tables; Dynamo's guards fail if we read them
         names = (*TABLES, *BIASES) if self.has_biases else TABLES
         tables = [getattr(module, name, None) for name in names]  # once: they may be computed
         inputs = x, index, weights, *tables
@@ -174,16 +185,23 @@ class Experts(GatedActivation):
         num_experts = getattr(module, "num_experts", None)
         if not _can_run(self.transposed, num_experts, *inputs):
             return None
+        operator = functional.liger_experts
+        if gate_up_lora is not None or down_lora is not None:
+            if not _can_adapt(self.transposed, tables, gate_up_lora, down_lora):
+                return None
+            operator = functools.partial(
+                liger_lora_experts, gate_up_lora=gate_up_lora, down_lora=down_lora
+            )
         if in_autocast and self.autocast is None:
             return None
         if in_autocast and self.autocast:
-            return self.run(functional.liger_experts, *inputs)
+            return self.run(operator, *inputs)
         if any(t.dtype != x.dtype for t in tables):
             return None
         if in_autocast:
             with devices.without_autocast(x):
-                return self.run(functional.liger_experts, *inputs)
-        return self.run(functional.liger_experts, *inputs)
+                return self.run(operator, *inputs)
+        return self.run(operator, *inputs)
 
 
 def _can_run(transposed, num_experts, x, index, weights, gate_up, down, *biases) -> bool:
@@ -205,6 +223,70 @@ def _can_run(transposed, num_experts, x, index, weights, gate_up, down, *biases)
         and index.shape == weights.shape
         and index.shape[0] == x.shape[0]
     )
+
+
+def _can_adapt(transposed, tables, *adapters: TableAdapter | None) -> bool:
+    """Return True if the adapters have matrices for each expert, and tables and biases are frozen:
+    `liger_lora_experts` gives them no gradient."""
+    if any(t.requires_grad for t in tables):
+        return False
+    for table, adapter in zip(tables, adapters, strict=False):
+        if adapter is None:
+            continue
+        E, out_features, in_features = (table.mT if transposed else table).shape
+        a, b, _ = adapter
+        rank = a.shape[1]
+        if a.shape != (E, rank, in_features) or b.shape != (E, out_features, rank):
+            return False
+        if any(t.dtype not in KERNEL_DTYPES or t.device != table.device for t in (a, b)):
+            return False
+    return True
+
+
+# ---- adapters of the tables: see the file lora_experts ----
+
+
+@dataclass(eq=False)
+class _AdaptedCall:
+    """A call by `call_with_adapters`.
+
+    ``is_computed``: the operator has run, with the adapters."""
+
+    module: torch.nn.Module
+    adapters: tuple[TableAdapter | None, TableAdapter | None]
+    is_computed: bool = False
+
+
+class _ThreadState(threading.local):
+    """Holds each thread's call with adapters, while it runs."""
+
+    call = None
+
+
+_thread = _ThreadState()
+
+
+def call_with_adapters(module, args, kwargs, gate_up_lora, down_lora) -> torch.Tensor | None:
+    """Call the forward of patched experts with adapters of their tables.
+
+    Returns None if the operator did not run. Then the family's forward may have run without the
+    adapters, and what it returned is dropped."""
+    call = _AdaptedCall(module, (gate_up_lora, down_lora))
+    outer_call = _thread.call
+    _thread.call = call
+    try:
+        output = type(module).forward(module, *args, **kwargs)
+    finally:
+        _thread.call = outer_call
+    return output if call.is_computed else None
+
+
+def _adapted_call(module) -> _AdaptedCall | None:
+    """Return the call of these experts with adapters, or None if they are called without."""
+    if torch.compiler.is_compiling():
+        return None
+    call = _thread.call
+    return call if call is not None and call.module is module else None
 
 
 @dataclass(frozen=True)

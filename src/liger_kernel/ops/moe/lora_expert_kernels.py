@@ -1,0 +1,395 @@
+"""The whole of forward and backward of experts whose tables have low-rank adapters.
+
+The formulas are in the file lora_experts, whose names are used here. The kernels are those of
+experts: a narrow product gives the rows that are multiplied with an adapter's second matrix, and
+the wide product beside it adds that to its sum (`grouped_matmul`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from liger_kernel.core.op import cast_if_needed, custom_op, flatten_rows
+from liger_kernel.core.tile import cdiv
+from liger_kernel.ops.moe.expert_kernels import gate_backward, linear_layout, sum_by_token
+from liger_kernel.ops.moe.grouped_matmul import (
+    RANK_MULTIPLE,
+    grouped_matmul,
+    narrow_outer_products,
+)
+
+# ---- products of sorted rows ----
+
+
+class _Factors(NamedTuple):
+    """An adapter as the kernels read it: contiguous, in x's dtype, and of a rank R that is a
+    multiple of `RANK_MULTIPLE`; what is beyond the adapter's own rank is 0.
+
+    Attributes:
+        a: (E, R, in).
+        b: (E, R, out), times the scaling.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def _pad_factors(a, b, scaling, dtype) -> _Factors | None:
+    if a is None:
+        return None
+    b = cast_if_needed(b, torch.promote_types(b.dtype, dtype))
+    return _Factors(_pad_rank(a, dtype), _pad_rank(b.mT * scaling, dtype))
+
+
+def _padded(rank):
+    return cdiv(rank, RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+def _pad_rank(factor, dtype):
+    E, rank, features = factor.shape
+    padded = factor.new_empty((E, _padded(rank), features), dtype=dtype)
+    padded[:, :rank].copy_(factor)
+    padded[:, rank:].zero_()
+    return padded
+
+
+class _SortedRows:
+    """The assignments of tokens to experts in the experts' order, and the products of their rows.
+
+    A row r of a product is of expert e, and is one of S."""
+
+    def __init__(self, index, E, order, offsets, tiles, tile_rows):
+        self.E = E
+        self.index = index.contiguous()
+        self.order = order
+        self.offsets = offsets
+        self.tiles = tiles
+        self.tile_rows = tile_rows
+        S = self.order.numel()
+        self.in_order = torch.arange(S, dtype=torch.int32, device=index.device)
+
+    def gated_product(
+        self, x, matrices, bias, low_rank, pre, z, act, limit, alpha, shift, interleaved
+    ):
+        """Write pre (S, 2·I), if it is not None, and z (S, I) for the tokens' rows of x."""
+        self._multiply(
+            x,
+            matrices,
+            bias,
+            pre,
+            True,
+            self.order,
+            low_rank,
+            z=z,
+            act=act,
+            limit=limit,
+            alpha=None if alpha == 1 else alpha,
+            shift=shift,
+            interleaved=interleaved,
+        )
+
+    def multiply_tokens(self, x, matrices, low_rank=None):
+        """Return c (S, N): the row of each r's token in x (T, K), times matrices_e (E, K, N)."""
+        c = self._empty(x, matrices)
+        self._multiply(x, matrices, None, c, True, self.order, low_rank)
+        return c
+
+    def multiply(self, a, matrices):
+        """Return c (S, N): row r of a (S, K) times matrices_e."""
+        c = self._empty(a, matrices)
+        self._multiply(a, matrices, None, c, False, self.in_order, None)
+        return c
+
+    def multiply_to_assignments(self, a, matrices, bias=None, low_rank=None):
+        """Return c (S, N) as `multiply`, with a row for each assignment in place of each r."""
+        c = self._empty(a, matrices)
+        self._multiply(a, matrices, bias, c, False, self.order, low_rank)
+        return c
+
+    def _multiply(self, a, matrices, bias, c, gather, order, low_rank, **activation):
+        bias = None if bias is None else bias.contiguous()
+        top_k = self.index.shape[1]
+        routed = top_k, order, self.offsets, self.tiles, self.tile_rows
+        grouped_matmul(a, matrices, bias, c, gather, *routed, low_rank=low_rank, **activation)
+
+    def _empty(self, a, matrices):
+        return a.new_empty((self.order.numel(), matrices.shape[2]))
+
+    def outer_products(self, a, b, c):
+        """Write c (E, r, N): Σ_r a_r ⊗ b_r for each expert, with b (S, N)."""
+        narrow_outer_products(a, b, c, 1, self.in_order, self.offsets)
+
+    def outer_products_of_tokens(self, a, x, c):
+        """Write c (E, r, N): Σ_r a_r ⊗ x_t for each expert, with x (T, N)."""
+        narrow_outer_products(a, x, c, self.index.shape[1], self.order, self.offsets)
+
+    def weights(self, top_k_weights):
+        """Return the routing weight of each r, (S, 1). A row of no expert gets any."""
+        return top_k_weights.reshape(-1)[self.order.clamp(min=0)][:, None]
+
+
+# ---- forward ----
+
+
+def _empty_outputs(x, gate_up, down, index, *others):
+    gate_up_a, down_a = others[3], others[5]
+    transposed, keep_pre = others[-3], others[-1]
+    S = index.numel()
+    columns = gate_up.shape[2 if transposed else 1]
+    pre = x.new_empty((S, columns)) if keep_pre else None
+    a, p = (
+        x.new_empty((S, _padded(factor.shape[1]))) if keep_pre and factor is not None else None
+        for factor in (gate_up_a, down_a)
+    )
+    return x.new_empty(x.shape), pre, a, p
+
+
+@custom_op("lora_experts", _empty_outputs)
+def lora_experts_fwd(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    gate_up_a: torch.Tensor | None,
+    gate_up_b: torch.Tensor | None,
+    down_a: torch.Tensor | None,
+    down_b: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    gate_up_scaling: float,
+    down_scaling: float,
+    act: str,
+    limit: float | None,
+    alpha: float,
+    shift: float,
+    transposed: bool,
+    interleaved: bool,
+    keep_pre: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return out (T, H) and, with ``keep_pre``, pre (S, 2I), a and p; else None in their place.
+
+    Of a table without an adapter a or p is None, too. Arguments: as of `experts_fwd`."""
+    E = gate_up.shape[0]
+    rows = _SortedRows(index, E, order, offsets, tiles, tile_rows)
+    x = flatten_rows(x)
+    gate_up = linear_layout(gate_up, transposed)
+    down = linear_layout(down, transposed)
+    gate_up_factors = _pad_factors(gate_up_a, gate_up_b, gate_up_scaling, x.dtype)
+    down_factors = _pad_factors(down_a, down_b, down_scaling, x.dtype)
+    S = index.numel()
+
+    z = x.new_empty((S, down.shape[2]))
+    pre = x.new_empty((S, gate_up.shape[1])) if keep_pre else None
+    a = low_rank = None
+    if gate_up_factors is not None:
+        a = rows.multiply_tokens(x, gate_up_factors.a.mT)
+        low_rank = a, gate_up_factors.b
+    activation = act, limit, alpha, shift, interleaved
+    rows.gated_product(x, gate_up.mT, gate_up_bias, low_rank, pre, z, *activation)
+    p = low_rank = None
+    if down_factors is not None:
+        p = rows.multiply(z, down_factors.a.mT)
+        low_rank = p, down_factors.b
+    y = rows.multiply_to_assignments(z, down.mT, down_bias, low_rank)
+    out = x.new_empty(x.shape)
+    sum_by_token(y, weights.contiguous(), rows.index, out, E)
+    return (out, pre, a, p) if keep_pre else (out, None, None, None)
+
+
+# ---- backward ----
+
+
+def _empty_gradients(dout, x, gate_up, down, index, weights, *others):
+    inputs = x, weights, *others[2:6]
+    return tuple(
+        t.new_empty(t.shape) if need else None for t, need in zip(inputs, others[-6:], strict=True)
+    )
+
+
+@custom_op("lora_experts_backward", _empty_gradients)
+def lora_experts_bwd(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    gate_up_a: torch.Tensor | None,
+    gate_up_b: torch.Tensor | None,
+    down_a: torch.Tensor | None,
+    down_b: torch.Tensor | None,
+    pre: torch.Tensor,
+    a: torch.Tensor | None,
+    p: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    gate_up_scaling: float,
+    down_scaling: float,
+    act: str,
+    limit: float | None,
+    alpha: float,
+    shift: float,
+    transposed: bool,
+    interleaved: bool,
+    need_x: bool,
+    need_weights: bool,
+    need_gate_up_a: bool,
+    need_gate_up_b: bool,
+    need_down_a: bool,
+    need_down_b: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, weights and the adapters' matrices.
+
+    A gradient that is not needed is None."""
+    return compute_lora_gradients(
+        dout,
+        x,
+        gate_up,
+        down,
+        index,
+        weights,
+        gate_up_bias,
+        down_bias,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
+        pre,
+        a,
+        p,
+        order,
+        offsets,
+        tiles,
+        tile_rows,
+        gate_up_scaling,
+        down_scaling,
+        act,
+        limit,
+        alpha,
+        shift,
+        transposed,
+        interleaved,
+        need_x,
+        need_weights,
+        need_gate_up_a,
+        need_gate_up_b,
+        need_down_a,
+        need_down_b,
+        dpre=None,
+    )
+
+
+def compute_lora_gradients(
+    dout,
+    x,
+    gate_up,
+    down,
+    index,
+    weights,
+    gate_up_bias,
+    down_bias,
+    gate_up_a,
+    gate_up_b,
+    down_a,
+    down_b,
+    pre,
+    a,
+    p,
+    order,
+    offsets,
+    tiles,
+    tile_rows,
+    gate_up_scaling,
+    down_scaling,
+    act,
+    limit,
+    alpha,
+    shift,
+    transposed,
+    interleaved,
+    need_x,
+    need_weights,
+    need_gate_up_a,
+    need_gate_up_b,
+    need_down_a,
+    need_down_b,
+    dpre,
+):
+    """Compute `lora_experts_bwd`, with dpre in the memory that is given; it may be that of pre."""
+    rows = _SortedRows(index, gate_up.shape[0], order, offsets, tiles, tile_rows)
+    dout = flatten_rows(dout)
+    x = flatten_rows(x)
+    gate_up = linear_layout(gate_up, transposed)
+    down = linear_layout(down, transposed)
+    gate_up_factors = _pad_factors(gate_up_a, gate_up_b, gate_up_scaling, x.dtype)
+    down_factors = _pad_factors(down_a, down_b, down_scaling, x.dtype)
+    dx = dweights = d_gate_up_a = d_gate_up_b = d_down_a = d_down_b = None
+
+    v = c = q = z = low_rank = None
+    if down_factors is not None:
+        v = rows.multiply_tokens(dout, down_factors.b.mT)
+        low_rank = v, down_factors.a
+    if not (need_x or need_gate_up_a or need_gate_up_b):
+        dpre = None
+    elif dpre is None:
+        dpre = pre.new_empty(pre.shape)
+    if need_weights:
+        dweights = weights.new_zeros(weights.shape)
+    if dpre is not None or need_weights:
+        q = rows.multiply_tokens(dout, down, low_rank)
+    if need_down_a:
+        z = pre.new_empty((pre.shape[0], down.shape[2])) if q is None else q
+    if q is not None or z is not None:
+        gate_backward(
+            q,
+            pre,
+            weights.contiguous(),
+            dpre,
+            z,
+            dweights,
+            dout,
+            down_bias,
+            rows.index,
+            order,
+            act,
+            limit,
+            alpha,
+            shift,
+            interleaved,
+        )
+    if need_down_a:
+        d_down_a = down_a.new_empty(down_a.shape)
+        rows.outer_products(v, z, d_down_a)
+    if need_down_b:
+        weighted_p = (p * rows.weights(weights)).to(p.dtype)
+        d_down_b = down_b.new_empty(down_b.shape)
+        rows.outer_products_of_tokens(weighted_p, dout, d_down_b.mT)
+        d_down_b.mul_(down_scaling)
+    del q, z, v
+
+    low_rank = None
+    if gate_up_factors is not None and (need_x or need_gate_up_a):
+        c = rows.multiply(dpre, gate_up_factors.b.mT)
+        low_rank = c, gate_up_factors.a
+    if need_gate_up_a:
+        d_gate_up_a = gate_up_a.new_empty(gate_up_a.shape)
+        rows.outer_products_of_tokens(c, x, d_gate_up_a)
+    if need_gate_up_b:
+        d_gate_up_b = gate_up_b.new_empty(gate_up_b.shape)
+        rows.outer_products(a, dpre, d_gate_up_b.mT)
+        d_gate_up_b.mul_(gate_up_scaling)
+    if need_x:
+        dx = x.new_empty(x.shape)
+        dx_parts = rows.multiply_to_assignments(dpre, gate_up, low_rank=low_rank)
+        sum_by_token(dx_parts, None, rows.index, dx, rows.E)
+    return dx, dweights, d_gate_up_a, d_gate_up_b, d_down_a, d_down_b
