@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import zero
 from hardware import DEVICE
-from lora import add_adapters, lora_layers, recording
+from lora import add_adapters, recording
 from patched import count_calls, expected_calls
 from ranks import SIZE
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,22 +171,26 @@ WHOLE_LAYERS = dict(leaf=True)
 KEPT_ADAPTERS = dict(stage3_param_persistence_threshold=1000)  # of more elements than an adapter
 
 
-def train_adapters(rank, when, leaf=False, reentrant=None, dtype=torch.float32, **options):
+def train_adapters(rank, when, leaf=False, reentrant=None, dtypes=(torch.float32,), **options):
     """Return what `train` returns, and which LoRA layers ran by our code.
 
     ``when`` the model is patched: "before" or "after" it gets adapters, None never. ``leaf``:
     ZeRO-3 gathers the weights of a decoder layer at once. ``reentrant``: of the checkpoints, if
-    there are any.
+    there are any. ``dtypes``: those that the model is cast to, one after the other.
     """
-    model = tiny.model("llama", dtype).to(DEVICE)
+    model = tiny.model("llama").to(DEVICE)
     if when == "before":
         liger.apply_liger_kernel(model)
-    model = add_adapters(model).to(dtype)
+    model = add_adapters(model)
+    for dtype in dtypes:
+        model.to(dtype)
     if when == "after":
         liger.apply_liger_kernel(model)
     if reentrant is not None:
-        model.enable_input_require_grads()
         model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    if leaf or reentrant is not None:
+        # ZeRO-3 does not gather a leaf's weights for a backward without a gradient of its input
+        model.enable_input_require_grads()
     if leaf:
         from deepspeed.utils import set_z3_leaf_modules
 
@@ -217,6 +221,23 @@ def check_adapters(rank, when, ours, kernels=False, **options):
         torch.testing.assert_close(weights[name], w, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def check_adapters_bf16(rank, when, **options):
+    """Check that the patched model is as far from fp32 as the unpatched one in the same engine."""
+    devices.INTERPRETED = KERNELS
+    low = (torch.bfloat16,)
+    exact_steps, *_ = train_adapters(rank, None, dtypes=(*low, torch.float32), **options)
+    distances = []
+    for patched in when, None:
+        steps, _, ran = train_adapters(rank, patched, dtypes=low, **options)
+        assert bool(ran.mlps) == (patched is not None)
+        errors = []
+        for (_, grads), (_, exact_grads) in zip(steps, exact_steps, strict=True):
+            for name, grad in exact_grads.items():
+                errors.append((grads[name].float() - grad).norm() / grad.norm())
+        distances.append(torch.stack(errors).square().mean().sqrt())
+    assert distances[0] <= 1.25 * distances[1], distances
+
+
 # ---- collectives and operators ----
 
 
@@ -245,12 +266,14 @@ REDUCE = "_reduce_scatter_base_"
 
 
 @cache
-def collectives(family, when, **switches):
+def collectives(family, when, adapters=False, **switches):
     """Return the collectives of two steps. In the first one ZeRO-3 learns the modules' order."""
     devices.INTERPRETED = False
     model = tiny.model(family).to(DEVICE)
     if when == "before":
         liger.apply_liger_kernel(model, **switches)
+    if adapters:
+        model = add_adapters(model)
     zero_engine = engine(model, accumulated=1)
     if when == "after":
         liger.apply_liger_kernel(zero_engine.module, **switches)
@@ -265,15 +288,15 @@ def collectives(family, when, **switches):
     return steps
 
 
-def check_collectives(rank, family, whens):
+def check_collectives(rank, family, whens, adapters=False):
     """Check that the patch adds no collective, and no elements to any.
 
     The list of modules, which is broadcast, has grown shorter.
     """
-    reference = collectives(family, None)
+    reference = collectives(family, None, adapters)
     assert all(step.calls[GATHER] and step.calls[REDUCE] for step in reference), reference[0].calls
     for when in whens:
-        for counts, expected in zip(collectives(family, when), reference, strict=True):
+        for counts, expected in zip(collectives(family, when, adapters), reference, strict=True):
             details = when, counts.calls, expected.calls
             assert counts.calls <= expected.calls, details
             assert counts.elements <= expected.elements, details
@@ -393,13 +416,27 @@ CHECKS += [
     partial(check_adapters, stage=3, when="before", ours=False, **KEPT_ADAPTERS),
     partial(check_adapters, stage=3, when="after", ours=False, offload=["optimizer", "param"]),
     partial(check_adapters, stage=3, when="before", ours=True, **WHOLE_LAYERS, kernels=True),
-    partial(check_adapters, stage=3, when="after", ours=True, **WHOLE_LAYERS, reentrant=False),
     partial(check_adapters, stage=3, when="before", ours=True, **WHOLE_LAYERS, reentrant=True),
     partial(check_adapters, stage=3, when="after", ours=True, **WHOLE_LAYERS, **KEPT_ADAPTERS),
+    partial(check_adapters_bf16, stage=2, when="before"),
+    partial(check_adapters_bf16, stage=3, when="after", **WHOLE_LAYERS),
+]
+CHECKS += [
+    partial(
+        check_adapters,
+        stage=3,
+        when=when,
+        ours=True,
+        **WHOLE_LAYERS,
+        reentrant=False,
+        kernels=kernels,
+    )
+    for when, kernels in (("before", False), ("after", True))
 ]
 CHECKS += [
     partial(check_collectives, family="llama", whens=("before", "after")),
     partial(check_collectives, family="mixtral", whens=("before",)),
+    partial(check_collectives, family="llama", whens=("before", "after"), adapters=True),
     partial(check_collectives_of_tiles),
     partial(check_tiles),
 ]

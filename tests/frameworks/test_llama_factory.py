@@ -20,11 +20,22 @@ CASES = {
     "sft_lora": dict(
         stage="sft", finetuning_type="lora", lora_target="q_proj,down_proj", dataset="questions"
     ),
+    "sft_lora_all": dict(
+        stage="sft",
+        finetuning_type="lora",
+        lora_target="all",
+        lora_dropout=0.1,
+        use_rslora=True,
+        dataset="questions",
+    ),
     "pt": dict(stage="pt", finetuning_type="full", dataset="texts"),
     "dpo": dict(stage="dpo", finetuning_type="full", dataset="ranked", pref_loss="sigmoid"),
+    "dpo_lora": dict(stage="dpo", finetuning_type="lora", lora_target="all", dataset="ranked"),
 }
 # LLaMA-Factory asks for the logits in the other stages
-LOSS_IN_HEAD = {"sft", "sft_packed", "sft_lora", "pt"}
+LOSS_IN_HEAD = {"sft", "sft_packed", "sft_lora", "sft_lora_all", "pt"}
+# LoRA layers of the model
+ADAPTED = dict(sft_lora=4, sft_lora_all=14, dpo_lora=14)
 
 
 def write_data(folder):
@@ -96,6 +107,8 @@ def test_trains_as_before(case, runs):
     reference, patched = runs[case], runs[f"{case}_liger"]
     framework_runs.assert_same_losses(patched, reference, STEPS)
     in_head = {"liger_fused_linear_cross_entropy"} if case in LOSS_IN_HEAD else set()
+    assert patched.lora_calls >= 2 * STEPS * ADAPTED.get(case, 0)
+    assert bool(patched.lora_calls) == (case in ADAPTED) and not reference.lora_calls
     assert set(patched.calls) == LAYERS | in_head and not reference.calls
     assert patched.calls["liger_fused_linear_cross_entropy"] == (2 * STEPS if in_head else 0)
     assert "Liger kernel has been applied to the model." in patched.output
@@ -103,10 +116,11 @@ def test_trains_as_before(case, runs):
 
 def test_the_guide(runs):
     assert set(runs["guide"].calls) == {*LAYERS, "liger_fused_linear_cross_entropy"}
+    assert runs["guide"].lora_calls
     assert len(runs["guide"].logged()) == STEPS
 
 
 def test_learns(runs):
-    for case in LOSS_IN_HEAD - {"sft_lora"}:
+    for case in LOSS_IN_HEAD - ADAPTED.keys():
         losses = runs[f"{case}_liger"].logged()
         assert losses[-1] < losses[0] - 0.3, (case, losses)

@@ -9,6 +9,7 @@ import tiny
 import torch
 from hardware import DEVICE
 from logged import LossRecorder
+from lora import lora_layers, recording
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_kernel.transformers as liger
@@ -280,24 +281,63 @@ def test_resuming(tmp_path, fused):
         assert_same(first.losses + second.losses, unbroken)
 
 
-@pytest.mark.parametrize("case", ["body", "head", "modules_to_save"])
+PEFT_CASES = {
+    "body": dict(target_modules=["q_proj", "down_proj"]),
+    "head": dict(target_modules=["q_proj", "lm_head"]),
+    "modules_to_save": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "all": dict(target_modules="all-linear", lora_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("when", ["patch before", "patch after"])
+@pytest.mark.parametrize("case", PEFT_CASES)
 @pytest.mark.thorough
-def test_peft(case, tmp_path, fused):
-    config = {
-        "body": dict(target_modules=["q_proj", "down_proj"]),
-        "head": dict(target_modules=["q_proj", "lm_head"]),
-        "modules_to_save": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    }[case]
+def test_peft(case, when, tmp_path, fused):
+    """The Trainer patches after the adapters are there; a user may do so before."""
+
+    def make(patched):
+        model = byte_model()
+        if patched:
+            liger.apply_liger_kernel(model)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, **PEFT_CASES[case])
+        return peft.get_peft_model(model, config)
+
+    # each is trained where it is made, which sets the seed
+    reference = trainer(tmp_path / "theirs", make(False), False, steps=4)
+    reference.train()
+    before = when == "patch before"
+    patched = trainer(tmp_path / "mine", make(before), not before, steps=4)
+    with recording(patched.model) as ran:
+        patched.train()
+    layers = {name for name in lora_layers(patched.model) if not name.endswith("lm_head")}
+    assert layers <= ran.layers
+    assert_same(patched.losses, reference.losses)
+    assert patched.losses[-1] < patched.losses[0]
+    assert len(fused) == (0 if case == "head" else 8)
+
+
+@pytest.mark.thorough
+def test_peft_bf16_and_checkpoints(tmp_path):
+    """As close to the fp32 run as the unpatched one, with adapters in fp32."""
 
     def make():
         model = byte_model()
         torch.manual_seed(0)
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
+        config = peft.LoraConfig(r=4, init_lora_weights=False, **PEFT_CASES["all"])
+        return peft.get_peft_model(model, config)
 
-    losses, reference_losses, _ = both(tmp_path, make, steps=4)
-    assert_same(losses, reference_losses)
-    assert losses[-1] < losses[0]
-    assert len(fused) == (0 if case == "head" else 8)
+    exact = trainer(tmp_path / "exact", make(), False, steps=6)
+    exact.train()
+    low = dict(bf16=True, gradient_checkpointing=True)
+    far = []
+    for patched in False, True:
+        run = trainer(tmp_path / str(patched), make(), patched, steps=6, **low)
+        with recording(run.model) as ran:
+            run.train()
+        assert bool(ran.layers) == patched
+        far.append((torch.tensor(run.losses) - torch.tensor(exact.losses)).abs().max())
+    assert far[1] <= 2 * far[0] + torch.finfo(torch.bfloat16).eps, far
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import trl
 import trl_tiny
 from hardware import DEVICE
 from logged import assert_same_logs, logged_steps
+from lora import lora_layers, recording
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -99,8 +100,12 @@ def trained(policy, tmp_path):
         if hasattr(trainer, "liger_loss"):
             assert type(trainer.liger_loss).__module__.startswith("liger_kernel.")
             trainer.liger_loss.register_forward_hook(lambda *_: trainer.calls.append(1))
-        trainer.train()
+        with recording(trainer.model) as ran:
+            trainer.train()
         assert replaced(trainer) == {liger}
+        # a LoRA layer of the head is the loss's
+        layers = {name for name in lora_layers(trainer.model) if not name.endswith("lm_head")}
+        assert ran.layers - {"base_model.model.lm_head"} == (layers if liger else set())
         return trainer
 
     return run
@@ -136,7 +141,12 @@ def both(trained):
 # ---- SFT ----
 
 
-@pytest.mark.parametrize("case", ["nll", "dft", "completion", "packing", "mixtral"])
+def peft_config():
+    torch.manual_seed(0)  # of the adapters
+    return peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize("case", ["nll", "dft", "completion", "packing", "mixtral", "lora"])
 def test_sft(case, both, tmp_path):
     further = None
     options = dict(
@@ -150,6 +160,9 @@ def test_sft(case, both, tmp_path):
     if case == "mixtral":
         path = trl_tiny.save_model(tmp_path / "mixtral", family="mixtral")
         further = lambda: dict(model=path)  # noqa: E731
+    if case == "lora":
+        further = lambda: dict(peft_config=peft_config())  # noqa: E731
+        options["gradient_checkpointing"] = True  # as by default
     except_ = {"entropy"} if CHUNKED else ()  # from logits, which there are none of
     both(
         trl.SFTTrainer,
@@ -304,6 +317,21 @@ def test_grpo(case, both):
         renamed={"clip_ratio": clipped},
         further=lambda: dict(reward_funcs=reward),
         **options,
+    )
+
+
+def test_grpo_with_adapters(both):
+    """The reference is the policy without its adapters."""
+    both(
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        trl_tiny.prompts(),
+        CLIPS | {"entropy"} if CHUNKED else (),
+        calls=3 * CHUNKED,
+        renamed={"clip_ratio": "clip_ratio/region_mean"},
+        further=lambda: dict(reward_funcs=reward, peft_config=peft_config()),
+        beta=0.1,
+        **GENERATE,
     )
 
 

@@ -31,8 +31,15 @@ ENVIRONMENT = dict(
 )
 
 
+# What computes a LoRA layer, and the second half of an MLP with adapters.
+LORA = "adapters.run_call", "lora_mlp.gated_down"
+
+
 class Run:
-    """The output of a finished run, and its calls of this package. Fails if the run failed."""
+    """The output of a finished run, and its calls of this package. Fails if the run failed.
+
+    ``calls`` are those of operators and losses by name; ``lora_calls`` is the number of LoRA's.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -43,6 +50,7 @@ class Run:
         result = json.loads(result.read_text())
         assert result["error"] is None, f"{folder.name}: {result['error']}\n{self.output[-6000:]}"
         self.calls = collections.Counter(result["calls"])
+        self.lora_calls = sum(self.calls.pop(name, 0) for name in LORA)
 
     def logged(self, name="loss"):
         """Return what the framework's Trainer logged, step by step.
@@ -108,7 +116,8 @@ def assert_same_losses(patched, reference, steps, cancelled=False):
 
 
 def call_counter(calls):
-    """Return a profiler that counts the calls of this package's operators and losses, by name."""
+    """Return a profiler that counts the calls of this package's operators and losses, by name, and
+    of `LORA`."""
     package = os.sep + "liger_kernel" + os.sep
     names = {}
 
@@ -116,7 +125,8 @@ def call_counter(calls):
         if package not in code.co_filename:
             return ""
         path = Path(code.co_filename)
-        return f"{path.stem}.{code.co_name}" if path.parent.name == "losses" else code.co_name
+        name = f"{path.stem}.{code.co_name}"
+        return name if path.parent.name == "losses" or name in LORA else code.co_name
 
     def profile(frame, event, _):
         if event == "call":
