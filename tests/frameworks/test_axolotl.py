@@ -10,11 +10,19 @@ import pytest
 pytest.importorskip("axolotl", reason="Axolotl is not installed: make test-axolotl installs it")
 
 import framework_runs
+import tiny
 import torch
 import trl_tiny
 import yaml
 import zoo_vision
+from companions import WHEN
+from hardware import DEVICE
+from lora import LINEAR, add_adapters, recording
+from patched import assert_same_step
+from patched import step as model_step
 from programs import guide_file
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import liger_kernel.transformers as liger
 
@@ -45,16 +53,19 @@ SWITCHES = {
     "glu": dict(liger_glu_activation=True),
     "loss": dict(liger_fused_linear_cross_entropy=True),
 }
+AXOLOTLS_KERNELS = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"  # on by default, for CUDA
+LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0)
+ALL_LORA = dict(LORA, lora_target_modules=LINEAR, **dict.fromkeys(AXOLOTLS_KERNELS, False))
 TRAINING_OPTIONS = dict(
-    lora=dict(
-        adapter="lora",
-        lora_r=4,
-        lora_alpha=8,
-        lora_target_modules=["q_proj", "down_proj"],
-        lora_dropout=0.0,
-    ),
+    lora=dict(LORA, lora_target_modules=["q_proj", "down_proj"]),
+    lora_all=ALL_LORA,
+    # the kernel of its MLPs does not run on a CPU
+    lora_kernels=dict(ALL_LORA, lora_qkv_kernel=True, lora_o_kernel=True),
     packed=dict(sample_packing=True, pad_to_sequence_len=True),
 )
+
+# The LoRA layers that our code computes. Axolotl's own kernels take the others' weights.
+OUR_LORA_LAYERS = dict(lora=4, lora_all=14, lora_kernels=6)
 
 # The settings of the guide's yaml that a tiny run on a CPU replaces.
 REPLACED_SETTINGS = (
@@ -62,7 +73,6 @@ REPLACED_SETTINGS = (
     "optimizer logging_steps save_strategy save_steps bf16 fp16 tf32 attn_implementation "
     "dataset_num_proc use_tensorboard".split()
 )
-AXOLOTLS_KERNELS = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"  # on by default, for CUDA
 CPU_SETTINGS = dict(adapter="lora", load_in_4bit=False, num_epochs=1)
 CPU_SETTINGS |= dict.fromkeys(AXOLOTLS_KERNELS, False)
 
@@ -189,6 +199,11 @@ def test_trains_as_before(job, runs):
     if job == "ministral3":  # there Axolotl leaves the fused head out, and warns
         batches = 0
     assert patched.calls[FUSED_HEAD] == batches
+    layers = OUR_LORA_LAYERS.get(job, 0)
+    assert bool(patched.lora_calls) == bool(layers) and not reference.lora_calls
+    if DEVICE == "cpu":  # with kernels an MLP is one call
+        trials = patched.lora_calls - 2 * STEPS * layers
+        assert 0 <= trials < 2 * STEPS
 
 
 def test_the_scaled_loss_is_smaller(runs):
@@ -210,7 +225,53 @@ def test_switches(name, runs):
 def test_the_guide(runs):
     guide = runs["guide"]
     assert {*LAYER_OPERATORS.values(), FUSED_HEAD} <= set(guide.calls)
-    assert len(guide.logged()) == STEPS
+    assert guide.lora_calls and len(guide.logged()) == STEPS
+
+
+def swiglu_backward(grad, gate, up):
+    """Return what Axolotl's kernel computes: the product, and the gradients of gate and up."""
+    product = F.silu(gate) * up
+    sigmoid = gate.sigmoid()
+    grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    grad_up = grad * F.silu(gate)
+    # it writes them over its arguments
+    return grad.copy_(product), gate.copy_(grad_gate), up.copy_(grad_up)
+
+
+@WHEN
+@pytest.mark.parametrize("kernels", [["lora_mlp_kernel"], AXOLOTLS_KERNELS])
+def test_axolotls_own_lora_kernels(kernels, when, monkeypatch):
+    """They call no LoRA layer, and they write the gradient of x over x. Their product of the MLP is
+    computed by PyTorch here, since their kernel asks for CUDA."""
+    from axolotl.kernels import lora
+    from axolotl.monkeypatch import lora_kernels
+    from axolotl.utils.dict import DictDefault
+
+    monkeypatch.setattr(lora, "swiglu_forward", lambda gate, up: F.silu(gate) * up)
+    monkeypatch.setattr(lora, "swiglu_backward", swiglu_backward)
+    if "lora_qkv_kernel" in kernels:
+        monkeypatch.setattr(LlamaAttention, "forward", LlamaAttention.forward)
+        monkeypatch.setattr(LlamaAttention, "_original_forward", None, raising=False)
+        monkeypatch.delattr(LlamaAttention, "_original_forward")
+        monkeypatch.setattr(lora_kernels, "get_attention_cls_from_config", lambda _: LlamaAttention)
+        lora_kernels.patch_self_attn_lora(DictDefault())
+
+    def run(patched):
+        model = tiny.model("llama").to(DEVICE)
+        if patched and when == "patch before":
+            liger.apply_liger_kernel(model)
+        model = add_adapters(model, task_type="CAUSAL_LM")
+        if patched and when == "patch after":
+            liger.apply_liger_kernel(model)
+        lora_kernels.apply_lora_kernel_patches(model, DictDefault(dict.fromkeys(kernels, True)))
+        with recording(model) as ran:
+            return model_step(model), ran
+
+    result, ran = run(True)
+    expected, _ = run(False)
+    assert_same_step(result, expected, rtol=1e-4)
+    names = {name.rpartition(".")[2] for name in ran.layers}
+    assert names == (set() if len(kernels) > 1 else {"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
 def test_layer_norm(reference_only):

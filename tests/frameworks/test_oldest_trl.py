@@ -11,10 +11,13 @@ import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: make test-trl-oldest installs it")
 
+import peft
+import torch
 import trl
 import trl_tiny
 from hardware import DEVICE
 from logged import assert_same_logs, logged_steps
+from lora import lora_layers, recording
 from packaging.version import Version
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
@@ -83,7 +86,10 @@ def compare_training(policy, tmp_path):
         for attribute in vars(trainer).values():
             if type(attribute).__module__.startswith("liger_kernel."):
                 attribute.register_forward_hook(lambda *_: calls.append(1))
-        trainer.train()
+        with recording(trainer.model) as ran:
+            trainer.train()
+        patches = "use_liger_kernel" in switches
+        assert ran.layers == (lora_layers(trainer.model).keys() if patches else set())
         model_class = type(trainer.accelerator.unwrap_model(trainer.model))
         return logged_steps(trainer), len(calls), model_class
 
@@ -105,7 +111,9 @@ def compare_training(policy, tmp_path):
             cls, config, data, dict.fromkeys(switches, True), make_kwargs, **arguments
         )
         assert (reference_calls, num_calls) == (0, calls)
-        assert (model is not reference_model) == ("use_liger_kernel" in switches)
+        # with adapters both are PEFT's
+        has_adapters = model is peft.PeftModelForCausalLM
+        assert (model is not reference_model) == ("use_liger_kernel" in switches) or has_adapters
         assert_same_logs(logs, reference_logs, except_)
 
     return run
@@ -117,9 +125,18 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("case", ["nll", "completion", "packing"])
+def peft_config():
+    torch.manual_seed(0)  # of the adapters
+    return peft.LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+
+
+@pytest.mark.parametrize("case", ["nll", "completion", "packing", "lora"])
 def test_sft(case, compare_training):
     options = dict(packing=case == "packing", max_length=12)
+    if case == "lora":
+        options["make_kwargs"] = lambda: dict(peft_config=peft_config())
     data = trl_tiny.chats()
     if case == "completion":
         data = trl_tiny.pairs().rename_column("chosen", "completion").remove_columns("rejected")

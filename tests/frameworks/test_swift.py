@@ -15,6 +15,10 @@ CASES = {
     "sft": ("sft", dict(dataset="chats", tuner_type="full")),
     "sft_lora": ("sft", dict(dataset="chats", tuner_type="lora", target_modules="all-linear")),
     "dpo": ("rlhf", dict(dataset="ranked", tuner_type="full", rlhf_type="dpo")),
+    "dpo_lora": (
+        "rlhf",
+        dict(dataset="ranked", tuner_type="lora", target_modules="all-linear", rlhf_type="dpo"),
+    ),
     "gkd": ("rlhf", dict(dataset="chats", tuner_type="full", rlhf_type="gkd", lmbda=0, beta=0.5)),
     # of the student's own answers
     "gkd_own": (
@@ -135,6 +139,10 @@ def test_trains_as_before(case, runs):
     # a group's advantages cancel
     framework_runs.assert_same_losses(patched, reference, STEPS, cancelled=case == "grpo")
     assert LAYERS <= set(patched.calls) and not reference.calls
+    # LoRA layers of two layers; with kernels an MLP with adapters is one call
+    lora_calls = 10 if case.endswith("lora") else 0
+    assert patched.lora_calls >= 2 * STEPS * lora_calls
+    assert bool(patched.lora_calls) == bool(lora_calls) and not reference.lora_calls
     loss = LOSSES.get(case.partition("_")[0])
     if loss:
         assert patched.calls[loss] == 2 * STEPS

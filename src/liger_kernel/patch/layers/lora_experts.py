@@ -29,7 +29,7 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.ops.moe.lora_experts import TableAdapter
-from liger_kernel.patch.layers.adapters import FLAG
+from liger_kernel.patch.layers.adapters import CHILDREN, FLAG
 from liger_kernel.patch.layers.experts import Experts, StackedExperts, call_with_adapters
 from liger_kernel.patch.layers.experts_names import TABLES
 from liger_kernel.patch.proof import functions, private, purity
@@ -39,7 +39,6 @@ from liger_kernel.patch.proof.parts import unchanged
 from liger_kernel.patch.proof.probe import close, error_summary, isolated, noise, probe_copy
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
 
-CHILDREN = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
 ATTRIBUTES = {
     "parameter_name", "num_experts", "_did_swap_in_out_features", "_active_adapter",
     "_disable_adapters", "merged_adapters", "scaling", "lora_variant",
@@ -53,7 +52,8 @@ METHODS = "_activate_lora", "get_delta_factors", "get_param", "get_base_layer"
 
 def is_wrapper(module) -> bool:
     """Return True if the module has the children and attributes of PEFT's wrapper of a table."""
-    return module._modules.keys() >= CHILDREN and module.__dict__.keys() >= ATTRIBUTES
+    # a TorchScript module has a list of children, but none of the attributes
+    return module.__dict__.keys() >= ATTRIBUTES and module._modules.keys() >= CHILDREN
 
 
 def wrappers_and_experts(wrapper) -> tuple[list, torch.nn.Module]:
