@@ -139,10 +139,8 @@ def test_trains_as_before(case, runs):
     # a group's advantages cancel
     framework_runs.assert_same_losses(patched, reference, STEPS, cancelled=case == "grpo")
     assert LAYERS <= set(patched.calls) and not reference.calls
-    # LoRA layers of two layers; with kernels an MLP with adapters is one call
-    lora_calls = 10 if case.endswith("lora") else 0
-    assert patched.lora_calls >= 2 * STEPS * lora_calls
-    assert bool(patched.lora_calls) == bool(lora_calls) and not reference.lora_calls
+    # ms-swift replaces the forward of every adapter's matrices, which PEFT's code then calls
+    assert not patched.lora_calls
     loss = LOSSES.get(case.partition("_")[0])
     if loss:
         assert patched.calls[loss] == 2 * STEPS

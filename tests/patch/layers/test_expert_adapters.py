@@ -589,6 +589,7 @@ def test_another_code_than_pefts(monkeypatch, sums):
     assert_same(outcome(patched), outcome(reference))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, True])
 def test_compiled(lora):
     reference, patched = pair(block(dtype=torch.float32), lora=lora)

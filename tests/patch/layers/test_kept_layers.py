@@ -193,6 +193,7 @@ def test_no_cache_in_training():
     assert lengths == {0}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 3])
 def test_compiled(count):
     """The graph has a checkpoint for each other layer, and none for a kept one."""
@@ -353,6 +354,7 @@ def test_another_number_and_revert():
     assert calls == [a + b for a, b in zip(recomputed(1), recomputed(0), strict=True)]
 
 
+@pytest.mark.thorough
 def test_every_way_in():
     models = [build() for _ in range(2)]
     liger._apply_liger_kernel_to_instance(model=models[0], keep_layers=2)
