@@ -6,16 +6,20 @@ pytest.importorskip(
     "bitsandbytes", reason="bitsandbytes is not installed: make test-bitsandbytes installs it"
 )
 
+import functools
+
 import bitsandbytes as bnb
 import peft
 import tiny
 import torch
 from companions import WHEN, model_pair
 from hardware import DEVICE
+from lora import add_adapters, lora_layers, recording
 from patched import assert_same_step, step
 from rounded import STEPS, assert_reverted, close_to_rounding, copy_weights, train_and_compare
 
 import liger_kernel.transformers as liger
+from liger_kernel.core import devices
 from liger_kernel.patch import engine
 from liger_kernel.patch.loss import head
 
@@ -29,16 +33,16 @@ def few_rows(reference_only, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_ROWS", 7)  # of 26
 
 
-def four_bits(linear, quant_type):
+def four_bits(linear, quant_type, compute_dtype=torch.float32, **options):
     quantised = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
         bias=False,
         quant_type=quant_type,
-        compute_dtype=torch.float32,
+        compute_dtype=compute_dtype,
     )
     quantised.weight = bnb.nn.Params4bit(
-        linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type
+        linear.weight.detach().clone(), requires_grad=False, quant_type=quant_type, **options
     )
     return quantised
 
@@ -63,6 +67,11 @@ KINDS = {
     "int8": lambda linear: eight_bits(linear, 0.0),
     "int8 with outliers": lambda linear: eight_bits(linear, 1.0),
 }
+FURTHER_KINDS = {
+    "nf4, scales not quantised": lambda linear: four_bits(linear, "nf4", compress_statistics=False),
+    "nf4 in bf16": lambda linear: four_bits(linear, "nf4", quant_storage=torch.bfloat16),
+    "nf4, computed in bf16": lambda linear: four_bits(linear, "nf4", torch.bfloat16),
+}
 
 
 def quantise(kind, with_head=False):
@@ -70,7 +79,8 @@ def quantise(kind, with_head=False):
         for path, linear in list(model.named_modules()):
             if isinstance(linear, torch.nn.Linear) and (with_head or path != "lm_head"):
                 parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, KINDS[kind](linear))
+                make = (KINDS | FURTHER_KINDS)[kind]
+                setattr(model.get_submodule(parent), name, make(linear))
         return model.requires_grad_(False).to(DEVICE)  # which quantises
 
     return change
@@ -80,6 +90,11 @@ def with_lora(change, on_head=False):
     targets = [*LINEAR, "lm_head"] if on_head else LINEAR
     lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return lambda model: peft.get_peft_model(change(model), lora).to(DEVICE)
+
+
+def assert_same_lora_step(patched_step, reference_step):
+    """A gradient of an adapter passes through two more products than one of a weight."""
+    assert_same_step(patched_step, reference_step, rtol=1e-4)
 
 
 @WHEN
@@ -99,7 +114,7 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
         copy_weights(reference, exact)
         return step(exact)
 
-    assert_same = assert_same_step
+    assert_same = assert_same_lora_step
     if "int8" in kind:
         assert_same = close_to_rounding(0.1, exact_step)
     train_and_compare(reference, patched, assert_same)
@@ -107,6 +122,133 @@ def test_lora_on_a_frozen_base(kind, of_head, when):
     mixes_rows = with_head and kind == "int8 with outliers"
     assert head.mixes_rows(model.get_output_embeddings()) == mixes_rows
     assert_reverted(reference, patched)
+
+
+# ---- PEFT's layers for such weights ----
+
+
+def qlora(kind, checkpoints=None):
+    """Return a function that makes a model ready, and adds PEFT's layers, as QLoRA does.
+
+    ``checkpoints``: the arguments of gradient checkpointing, or None for none.
+    """
+
+    def change(model):
+        model = quantise(kind)(model)
+        setattr(model, "is_loaded_in_8bit" if "int8" in kind else "is_loaded_in_4bit", True)
+        model = peft.prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpoints is not None,
+            gradient_checkpointing_kwargs=checkpoints,
+        )
+        return add_adapters(model)
+
+    return change
+
+
+@pytest.fixture
+def base_calls(monkeypatch):
+    """The layers of bitsandbytes that are called."""
+    calls = []
+    for cls in bnb.nn.Linear4bit, bnb.nn.Linear8bitLt:
+
+        def recording_forward(self, x, forward=cls.forward):
+            calls.append(self)
+            return forward(self, x)
+
+        monkeypatch.setattr(cls, "forward", functools.wraps(cls.forward)(recording_forward))
+    return calls
+
+
+@WHEN
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "nf4, scales not quantised", "nf4 in bf16"])
+def test_lora_layers_run_by_our_code(kind, when, base_calls):
+    """Our code dequantises weights of 4 bits. It calls a layer of 8 bits."""
+    reference, patched = model_pair("llama", qlora(kind), when, **LAYERS)
+    layer = patched.base_model.model.model.layers[0].mlp.down_proj
+    if "int8" not in kind:
+        assert type(layer.base_layer) is bnb.nn.Linear4bit
+        assert layer.base_layer.weight.quant_state.nested == ("not quantised" not in kind)
+    expected = step(reference)
+    base_calls.clear()
+    with recording(patched) as ran:
+        result = step(patched)
+    assert ran.layers == lora_layers(patched).keys()
+    assert len(base_calls) == (14 if "int8" in kind else 0)
+    assert_same_lora_step(result, expected)
+    train_and_compare(reference, patched, assert_same_lora_step)
+
+
+@WHEN
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("checkpoints", [None, dict(use_reentrant=False), dict(use_reentrant=True)])
+def test_qlora(checkpoints, with_kernels, when, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "INTERPRETED", with_kernels)
+    reference, patched = model_pair("llama", qlora("nf4", checkpoints), when, **LAYERS)
+    for _ in range(2):
+        with recording(patched) as ran:
+            result = step(patched)
+        assert ran.layers == lora_layers(patched).keys()
+        assert bool(ran.mlps) == (with_kernels or DEVICE != "cpu")
+        assert_same_lora_step(result, step(reference))
+
+
+@WHEN
+def test_qlora_under_autocast(when, monkeypatch):
+    """No further from fp32 than PEFT's code, which rounds more often."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "INTERPRETED", True)
+    low = model_pair("llama", qlora("nf4, computed in bf16"), when, **LAYERS)
+    exact, _ = model_pair("llama", qlora("nf4"), **LAYERS)
+    exact_out, exact_grads = step(exact)
+    errors = []
+    for model in low:
+        with recording(model) as ran, torch.autocast(DEVICE, torch.bfloat16):
+            out, grads = step(model)
+        assert bool(ran.layers) == (model is low[1])
+        relative = [(grads[name] - grad).norm() / grad.norm() for name, grad in exact_grads.items()]
+        errors.append(torch.stack(relative).square().mean().sqrt())
+        assert (out.loss - exact_out.loss).abs() <= 2**-7 * exact_out.loss
+    assert errors[1] <= 1.25 * errors[0], errors
+
+
+def evaluate(model):
+    with torch.no_grad():
+        loss = model.eval()(**{name: t.to(DEVICE) for name, t in tiny.batch().items()}).loss
+    model.train()
+    return loss
+
+
+@WHEN
+def test_after_an_evaluation(when):
+    """On some CPUs bitsandbytes lays a weight out anew in an evaluation, and computes in bf16 from
+    then on."""
+    reference, patched = model_pair("llama", qlora("nf4"), when, **LAYERS)
+    results = []
+    for model in reference, patched:
+        step(model)
+        evaluate(model)
+        results.append(step(model))
+    (expected, expected_grads), (out, grads) = results
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out.loss, expected.loss, rtol=eps, atol=0)
+    for name, grad in expected_grads.items():
+        assert (grads[name] - grad).norm() <= 4 * eps * grad.norm(), name
+
+
+@pytest.mark.skipif(
+    DEVICE != "cpu" or not bnb.functional.has_avx512bf16(), reason="no weight is laid out anew"
+)
+def test_an_evaluation_between_forward_and_backward():
+    _, patched = model_pair("llama", qlora("nf4"), **LAYERS)
+    loss = patched(**tiny.batch()).loss
+    evaluate(patched)
+    with pytest.raises(RuntimeError, match="repacked a 4-bit weight between forward and backward"):
+        loss.backward()
+
+
+# ---- optimizers ----
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])

@@ -11,6 +11,7 @@ import tiny
 import torch
 from companions import WHEN, model_pair
 from hardware import DEVICE
+from lora import lora_layers, recording
 from patched import assert_same_step, step
 from rounded import assert_reverted, close_to_rounding, train_and_compare
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -107,7 +108,10 @@ def test_lora_on_a_frozen_base(quantise, with_head, when):
     down = patched.base_model.model.model.layers[0].mlp.down_proj
     weight = getattr(down, "base_layer", down).weight
     assert type(weight.data) is not torch.Tensor  # it is torchao's
-    train_and_compare(reference, patched, assert_same_step)
+    with recording(patched) as ran:
+        train_and_compare(reference, patched, assert_same_step)
+    layers = {name for name in lora_layers(patched) if not name.endswith("lm_head")}
+    assert layers <= ran.layers and len(layers) == 14  # their base layers are called
     report = liger.apply_liger_kernel(patched)
     assert not report.replaced and not report.left_alone  # all of it is patched already
     assert_reverted(reference, patched)

@@ -32,7 +32,6 @@ ALLOWED_PACKAGES = {
     "triton": ("core", "triton", "cli"),
     "megatron": ("megatron",),
     "transformers": ("patch", "metrics", "transformers", "cli"),
-    "bitsandbytes": ("patch",),
     "peft": ("patch", "transformers", "cli"),
     "trl": ("transformers",),
     "lightning": ("metrics",),

@@ -9,6 +9,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from companions import FAMILY, WHEN, assert_same_training, model_pair, train_briefly
+from lora import add_adapters, lora_layers, recording
 from patched import ONE_LAYER, assert_same_step, step
 
 from liger_kernel.core import devices
@@ -276,6 +277,61 @@ def test_offloaded_layers(family, when, tmp_path):
     new = dict(max_new_tokens=4, do_sample=False)
     ids = tiny.batch()["input_ids"]
     assert torch.equal(patched_model.generate(ids, **new), reference.generate(ids, **new))
+
+
+def dispatched(model, folder):
+    """Offload the second layer to a folder. Its adapters are not: they learn."""
+    from accelerate import dispatch_model
+
+    places = {}
+    for name, _ in model.named_parameters():
+        offloaded = ".layers.1." in name and "lora_" not in name
+        places[name.rpartition(".")[0]] = "disk" if offloaded else "cpu"
+    return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+def offloaded_leaves(model, folder):
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_layers(model, folder):
+    """Offload decoder layers, each of which gets all its weights at once."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for layer in model.get_base_model().model.layers:
+        weights = dict(layer.state_dict())
+        hook = AlignDevicesHook("cpu", offload=True, weights_map=weights, place_submodules=True)
+        add_hook_to_module(layer, hook)
+    return model
+
+
+@WHEN
+@pytest.mark.parametrize("offload", [dispatched, offloaded_leaves, offloaded_layers])
+def test_adapters_of_offloaded_layers(offload, when, tmp_path):
+    """PEFT's code runs where accelerate's hooks bring a weight for the length of its layer's call.
+
+    Where they bring those of a whole decoder layer, ours runs. Offloaded adapters do not learn.
+    """
+    number = itertools.count()
+
+    def change(model):
+        return offload(add_adapters(model), tmp_path / str(next(number)))
+
+    reference, patched_model = model_pair("llama", change, when)
+    base = patched_model.get_base_model().model.layers[1].mlp.down_proj.base_layer
+    assert base.weight.is_meta
+    with recording(patched_model) as ran:
+        if offload is dispatched:
+            assert_same_training(reference, patched_model)
+        inputs = dict(input_ids=tiny.batch()["input_ids"])
+        with torch.no_grad():
+            output, expected = patched_model(**inputs), reference(**inputs)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    assert base.weight.is_meta
+    whole = offload is offloaded_layers
+    assert ran.layers == (lora_layers(patched_model).keys() if whole else set())
 
 
 @pytest.mark.parametrize("companion", ["lora", "quantised", "checkpointing"])

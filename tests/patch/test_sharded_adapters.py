@@ -400,7 +400,13 @@ def assert_as_near(steps, expected_steps, exact_steps):
 
 # Each layout with the patch before the adapters or after them, and some after the wrapper.
 CHECKS = {name: [partial(check, name=name, when=WHENS[i % 2])] for i, name in enumerate(LAYOUTS)}
-for name in "DDP", "FSDP1, kernels", "FSDP2, kernels", "FSDP2, PEFT's policy":
+for name in (
+    "DDP",
+    "FSDP1, kernels",
+    "FSDP2, kernels",
+    "FSDP2, PEFT's policy",
+    "FSDP2, each LoRA layer a unit",
+):
     CHECKS[name] = [partial(check, name=name, when=when) for when in WHENS]
 FEW = "DDP, checkpoints, kernels", "FSDP2, checkpoints, kernels", "FSDP2, PEFT's policy"
 

@@ -86,6 +86,25 @@ def test_runs_of_one_graph_do_not_mix():
     assert torch.equal(dx, first[0]) and all(map(torch.equal, first, second))
 
 
+def test_runs_of_one_graph_may_overlap():
+    """As in threads, or where a hook differentiates within a backward."""
+    t = drawn(torch.float64)
+    ys = outputs(t, True)
+    extra = []
+
+    def differentiate(dy):
+        extra.append(
+            torch.autograd.grad(ys[0], t["x"], torch.ones_like(ys[0]), retain_graph=True)[0]
+        )
+
+    ys[1].register_hook(differentiate)
+    (dx,) = torch.autograd.grad(loss(ys), t["x"])
+    expected = outputs(t, False)
+    (expected_extra,) = torch.autograd.grad(expected[0].sum(), t["x"], retain_graph=True)
+    torch.testing.assert_close(extra[0], expected_extra)
+    torch.testing.assert_close(dx, torch.autograd.grad(loss(expected), t["x"])[0])
+
+
 @pytest.mark.parametrize("frozen", [(), ("x",), ("w0", "b")], ids=str)
 def test_gradients_of_gradients(frozen):
     """The graph of the gradients is whole: what the layers give the input meets in it, and not in a

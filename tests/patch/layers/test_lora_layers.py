@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import pickle
+import weakref
 
 import peft
 import pytest
@@ -14,12 +16,15 @@ from patched import step
 from torch.utils.checkpoint import checkpoint
 
 import liger_kernel.transformers as liger
+from liger_kernel.core import devices
 from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.adapters import LoRALinear
 from liger_kernel.patch.proof.rewrite import replacement_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu_and_clean")
 
+# whether the kernels run, and so the MLP's nodes
+KERNELS = pytest.mark.parametrize("kernels", [False, True])
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -579,8 +584,10 @@ def test_a_users_own_layer_is_left_alone(ran):
     assert not ran
 
 
-def test_another_forward_on_the_class(ran, monkeypatch):
-    reference, patched = model_pair("llama", with_lora())
+@KERNELS
+def test_another_forward_on_the_class(kernels, ran, monkeypatch):
+    monkeypatch.setattr(devices, "INTERPRETED", kernels)
+    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
     step(patched)
     ran.clear()
     forward = peft.tuners.lora.layer.Linear.forward
@@ -589,3 +596,94 @@ def test_another_forward_on_the_class(ran, monkeypatch):
     )
     assert_same_step(step(patched), step(reference))
     assert not ran
+
+
+@KERNELS
+def test_a_class_derived_from_a_patched_one(kernels, monkeypatch):
+    monkeypatch.setattr(devices, "INTERPRETED", kernels)
+    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    step(patched)
+    for model in reference, patched:
+        for layer in lora_layers(model):
+            cls = type(layer)
+
+            def forward(self, x, cls=cls):
+                return cls.forward(self, x) * 0.5
+
+            layer.__class__ = type("Halved", (cls,), dict(forward=forward))
+    assert_same_step(step(patched), step(reference))
+
+
+def halve_a(layer, args):
+    layer.lora_A["default"].weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", ["k_proj", "every layer"])
+def test_a_hook_that_changes_what_its_layer_computes(name):
+    """The layer's neighbours do not read its A before."""
+    reference, patched = model_pair("llama", with_lora())
+    for model in reference, patched:
+        for path, layer in model.named_modules():
+            if hasattr(layer, "lora_A") and (name == "every layer" or path.endswith(name)):
+                layer.register_forward_pre_hook(halve_a)
+    assert_same_step(step(patched), step(reference))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_scaling_that_is_a_tensor(learns):
+    reference, patched = model_pair("llama", with_lora(["q_proj", "up_proj"]))
+    grads = []
+    for model in reference, patched:
+        scalings = []
+        for layer in lora_layers(model):
+            value = torch.tensor(1.5) if learns else torch.full((layer.out_features,), 1.5)
+            layer.scaling["default"] = value.requires_grad_(learns)
+            scalings.append(value)
+        step(model)
+        grads.append([scaling.grad for scaling in scalings])
+    assert_close_each(*grads[::-1])
+    assert_same_step(step(patched), step(reference))
+
+
+def test_a_global_hook_at_the_first_call(ran):
+    """The class is tried when nobody watches."""
+    adapters._proofs.clear()
+    _, patched = model_pair("llama", with_lora())
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    step(patched)
+    assert not ran
+    hook.remove()
+    step(patched)
+    assert set(ran) >= set(lora_layers(patched))
+
+
+def test_an_unloaded_adapter_is_freed():
+    _, patched = model_pair("llama", with_lora())
+    step(patched)
+    layers = [weakref.ref(layer) for layer in lora_layers(patched)]
+    model = patched.merge_and_unload()
+    del patched
+    gc.collect()
+    assert model is not None and not any(layer() for layer in layers)
+
+
+def test_layers_that_are_not_linear():
+    """The report says why they are left alone."""
+    model = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+    report = liger.apply_liger_kernel(model)
+    assert report.left_alone["lora.Conv1d", "its adapters are no linear layers"] == 1
+
+
+def test_compiled_autograd(monkeypatch):
+    monkeypatch.setattr(devices, "INTERPRETED", True)
+    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    expected = step(reference)
+    patched.zero_grad()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        out = patched(**tiny.batch())
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
+        out.loss.backward()
+    named = patched.named_parameters()
+    grads = {name: p.grad for name, p in named if p.grad is not None}
+    assert_same_step((out, grads), expected)

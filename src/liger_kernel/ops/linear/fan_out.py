@@ -144,27 +144,23 @@ def add_adapters_reference(y, x, adapters):
 
 
 class _InputGradient:
-    """The sum of the layers' gradients of x, as far as they have run in this run of the graph.
+    """The sums of the layers' gradients of x, as far as they have run, of each run of the graph.
 
-    What another run of the graph has left is dropped. ``shape`` is that of x.
-    """
+    Runs may overlap: in threads, or where a hook differentiates within a backward. A run that does
+    not reach x adds nothing. ``shape`` is that of x."""
 
     def __init__(self, shape):
         self.shape = shape
-        self.graph_task, self.sum = None, None
+        self.sums = {}  # id of the graph task -> sum
 
     def add(self, dy, weight):
         graph_task = torch._C._current_graph_task_id()
-        if self.graph_task != graph_task:
-            self.graph_task, self.sum = graph_task, None
-        self.sum = dy @ weight if self.sum is None else self.sum.addmm_(dy, weight)
+        total = self.sums.get(graph_task)
+        self.sums[graph_task] = dy @ weight if total is None else total.addmm_(dy, weight)
 
     def take(self):
-        """Return the sum and forget it; None if no layer has run in this run of the graph."""
-        is_current = self.graph_task == torch._C._current_graph_task_id()
-        total = self.sum if is_current else None
-        self.graph_task, self.sum = None, None
-        return total
+        """Return the sum of this run and forget it; None if no layer has run in it."""
+        return self.sums.pop(torch._C._current_graph_task_id(), None)
 
 
 class _Input(torch.autograd.Function):

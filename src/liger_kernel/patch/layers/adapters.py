@@ -14,8 +14,7 @@ for gate and up, and their down product is not computed again by a checkpoint
 (`gated_mlp_with_adapters`).
 
 `get_peft_model` may come after the patch. So an attention or an MLP that was patched looks for LoRA
-layers among its children, and converts them, at its first call and whenever it has other children
-(`adopt`).
+layers among its children at each call, and converts them (`adopt`).
 
 PEFT's own code runs, at each call, for merged or disabled adapters, variants such as DoRA, weights
 that are shards or in another dtype than the computation, under torch.compile and torch.func, in a
@@ -26,6 +25,7 @@ returns."""
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,8 +50,7 @@ ATTRIBUTES = {
     "_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant",
     "in_features", "out_features",
 }  # fmt: skip
-# An attribute of patched attentions and MLPs which look for LoRA layers among their children: None,
-# or (ids of the children when they last looked, those layers that read the input).
+# An attribute of patched attentions and MLPs: True if they look for LoRA layers in themselves.
 ADOPTS = "_liger_adopts"
 # What attentions call the layers that read their input. For others only speed would change.
 INPUT_PROJECTIONS = {
@@ -158,6 +157,8 @@ def _active_adapters(layer, dtype) -> tuple[Adapter, ...] | None:
         if not shapes_fit or a.dtype != b.dtype or (dtype is not None and a.dtype != dtype):
             return None  # a shard; or PEFT computes in the adapters' dtype
         scaling = state["scaling"][name]
+        if not isinstance(scaling, (int, float)):  # a tensor, which may learn
+            return None
         dropout = modules["lora_dropout"]._modules.get(name)
         if getattr(dropout, "inplace", False):
             return None
@@ -201,7 +202,7 @@ def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
     if not type(linear).forward.__module__.startswith("bitsandbytes."):
         return None
     quant_state = getattr(weight, "quant_state", None) or getattr(linear, "quant_state", None)
-    if quant_state is None or tuple(quant_state.shape) != shape:
+    if quant_state is None or tuple(quant_state.shape) != shape or _is_repacked(quant_state):
         return None
     # without gradients bitsandbytes has faster kernels for a few rows
     if linear.compute_dtype != dtype or x.dtype != dtype or not torch.is_grad_enabled():
@@ -209,10 +210,17 @@ def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
     return functools.partial(_dequantize_4bit, quant_state=quant_state, dtype=dtype)
 
 
-def _dequantize_4bit(weight, quant_state, dtype):
-    from bitsandbytes.functional import dequantize_4bit
+def _is_repacked(quant_state) -> bool:
+    """Return True if an evaluation on a CPU has laid the weight out anew, for inference alone."""
+    return getattr(quant_state, "packing_format_for_cpu", False)
 
-    return cast_if_needed(dequantize_4bit(weight.detach().view(-1, 1), quant_state), dtype)
+
+def _dequantize_4bit(weight, quant_state, dtype):
+    if _is_repacked(quant_state):
+        raise RuntimeError("bitsandbytes has repacked a 4-bit weight between forward and backward")
+    bitsandbytes = sys.modules["bitsandbytes.functional"]  # it has made the weight
+    dense = bitsandbytes.dequantize_4bit(weight.detach().view(-1, 1), quant_state)
+    return cast_if_needed(dense, dtype)
 
 
 # ---- running it ----
@@ -268,7 +276,10 @@ class InputGroup:
         if self.x is None:
             adapters = []
             for each in self.layers:
-                each_call = call if each is layer else read_call(each, x)
+                each_call = call
+                if each is not layer:
+                    # a hook at its own call may change what it computes
+                    each_call = None if _must_be_called(each) else read_call(each, x)
                 if each_call is not None:
                     adapters += each_call.adapters
             self.x, self.modes = x, modes
@@ -310,6 +321,8 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     if gate_call is None or up_call is None:
         return None
     down_call = _read_projection(down, x, gate.out_features)
+    if _uses_compiled_autograd():
+        return None
     if down_call is None or any(adapter.dropout for adapter in down_call.adapters):
         return None
     adapters = gate_call.adapters + up_call.adapters
@@ -336,13 +349,29 @@ def _read_projection(layer, x, width=None) -> LinearCall | None:
     """Return what a projection of an MLP computes, or None if it has to be called."""
     dtype = compute_dtype(x)
     if isinstance(replacement_of(layer), LoRALinear):
-        if has_hooks(layer) or "forward" in layer.__dict__:
+        if _must_be_called(layer):
             return None
         call = read_call(layer, x, width)
         return None if call is None or call.base is not None else call
     if dtype is None or not is_plain_linear(layer) or layer.in_features != (width or x.shape[-1]):
         return None
     return _read_weight(layer, x, dtype, (layer.out_features, layer.in_features))
+
+
+def _must_be_called(layer) -> bool:
+    """Return True if a LoRA layer has hooks, or another forward than the one that was proved."""
+    members = vars(type(layer))
+    if "_liger" not in members or has_hooks(layer) or "forward" in layer.__dict__:
+        return True
+    proved_class, _ = members["_liger"]
+    return proved_class.forward is not members["_liger_read"][0]
+
+
+def _uses_compiled_autograd() -> bool:
+    """Return True if torch.compile runs the backward of eager code, too. It cannot start the
+    recomputation of a checkpoint as `lora_mlp` does."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and dynamo.config.compiled_autograd
 
 
 # ---- recognising it ----
@@ -373,37 +402,40 @@ class LoRALinear(Replacement):
 
 def prove_layer(module) -> LoRALinear | str:
     """Return that the module is a LoRA layer, or the reason why it is left alone."""
-    cls = type(module)
     if private.has_instance_forward(module):
         return "its forward was replaced on the instance"
-    if not purity.is_released_code(cls.forward):
-        return f"{cls.__name__} is code of the user's own"
-    known = _proofs.get((cls, cls.forward))
-    if known is None:
-        known = _proofs[cls, cls.forward] = _try_class(module)
-    return known
+    if not all(isinstance(a, torch.nn.Linear) for a in module._modules["lora_A"].values()):
+        return "its adapters are no linear layers"
+    cls = type(module)
+    with _proofs_lock:
+        result = _proofs.get((cls, cls.forward))
+        if result is None:
+            if not purity.is_released_code(cls.forward):
+                result = f"{cls.__name__} is code of the user's own"
+            else:
+                try:
+                    result = _try_class(module)
+                except Exception as error:  # not kept: another try may go well
+                    return f"it could not be tried: {error_summary(error)}"
+            _proofs[cls, cls.forward] = result
+    return result
 
 
-_proofs: dict[tuple, LoRALinear | str] = {}
+_proofs: dict[tuple, LoRALinear | str] = {}  # (class, its forward) -> result
+_proofs_lock = threading.Lock()
 
 
 def _try_class(module) -> LoRALinear | str:
     """Run the class's forward with two small adapters, and compare it with ours: in fp32, and under
-    autocast as most models train, with and without dropout."""
+    autocast as most models train."""
     # an attention may adopt its layers within a checkpoint, which must not see what is saved here
     with isolated(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-        try:
-            for dtype, autocast in ((torch.float32, False), (torch.bfloat16, True)):
-                for dropout in (0.0, 0.4):
-                    layer = _small_layer(module, dtype, dropout)
-                    expected = _outputs(type(layer).forward, layer, dtype, autocast)
-                    outputs = _outputs(_run_ours, layer, dtype, autocast)
-                    if not all(
-                        _near(a, b, autocast) for a, b in zip(outputs, expected, strict=True)
-                    ):
-                        return "it does not compute base_layer(x) + scaling·lora_B(lora_A(x))"
-        except Exception as error:
-            return f"it could not be tried: {error_summary(error)}"
+        for dtype, autocast in ((torch.float32, False), (torch.bfloat16, True)):
+            layer = _small_layer(module, dtype)
+            expected = _outputs(type(layer).forward, layer, dtype, autocast)
+            outputs = _outputs(_run_ours, layer, dtype, autocast)
+            if not all(_near(a, b, autocast) for a, b in zip(outputs, expected, strict=True)):
+                return "it does not compute base_layer(x) + scaling·lora_B(lora_A(dropout(x)))"
     return LoRALinear()
 
 
@@ -411,11 +443,18 @@ def _unchanged(tensor):
     return tensor
 
 
+class _EverySecond(torch.nn.Module):
+    """Stands for dropout: drops every second column."""
+
+    def forward(self, x):
+        return x * (2.0 * (torch.arange(x.shape[-1]) % 2)).to(x.dtype)
+
+
 def _run_ours(layer, x):
     return run_call(layer, read_call(layer, x), x)
 
 
-def _small_layer(module, dtype, dropout):
+def _small_layer(module, dtype):
     """Return a copy of the layer with a base layer and two adapters of ours."""
     in_features, out_features = 12, 7
     ranks = dict(one=3, two=5)
@@ -430,7 +469,7 @@ def _small_layer(module, dtype, dropout):
 
     base = torch.nn.Linear(in_features, out_features, dtype=dtype).requires_grad_(False)
     base.weight.copy_(noise(out_features, in_features, seed=5))
-    drop = dict(one=torch.nn.Dropout(dropout), two=torch.nn.Identity())
+    drop = dict(one=_EverySecond(), two=torch.nn.Identity())
     children = module._modules | dict(
         base_layer=base,
         lora_A=linears(lambda rank: (rank, in_features), torch.float32),
@@ -454,7 +493,6 @@ def _small_layer(module, dtype, dropout):
 
 def _outputs(run, layer, dtype, autocast):
     """Return the output, and the gradients of the input and of all A and B."""
-    torch.manual_seed(0)  # of dropout; `isolated` puts the user's random state back
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         x = noise(2, 4, layer.in_features, seed=9).to(dtype).requires_grad_()
         y = run(layer, x)
@@ -470,32 +508,31 @@ def _near(output, expected, rounds_to_bf16) -> bool:
     return output.dtype == expected.dtype and difference <= 2**-6 * expected.float().abs().max()
 
 
-def adopt(parent) -> tuple:
+def adopt(parent) -> list:
     """Convert those of a patched module's children that have become LoRA layers since the patch.
 
     Returns those of its LoRA layers that are called as one of `INPUT_PROJECTIONS`. It does nothing
     within a graph, and if the switch `FLAG` was off."""
     if torch.compiler.is_compiling() or ADOPTS not in parent.__dict__:
-        return ()
-    children = parent._modules
-    ids = tuple(map(id, children.values()))
-    last_look = parent.__dict__[ADOPTS]
-    if last_look is not None and last_look[0] == ids:
-        return last_look[1]
-    if devices.in_user_mode() or devices.in_func_transform():
-        return ()
+        return []
     layers = []
-    for name, child in children.items():
-        if child is None:
+    for name, child in parent._modules.items():
+        if child is None or "lora_A" not in child._modules:
             continue
-        if replacement_of(child) is None and could_be_lora(child):
+        if replacement_of(child) is None and could_be_lora(child) and _may_try():
             result = prove_layer(child)
             if isinstance(result, LoRALinear):
                 private.convert_module(child, result)
         if name in INPUT_PROJECTIONS and isinstance(replacement_of(child), LoRALinear):
             layers.append(child)
-    parent.__dict__[ADOPTS] = ids, tuple(layers)
-    return tuple(layers)
+    return layers
+
+
+def _may_try() -> bool:
+    """Return True if nobody watches what runs now, as a trial would."""
+    if devices.in_user_mode() or devices.in_func_transform():
+        return False
+    return not has_hooks()  # global ones
 
 
 class LoRALayers(Rewrite):
@@ -508,7 +545,7 @@ class LoRALayers(Rewrite):
         replacement = replacement_of(module)
         if replacement is not None:
             return replacement.adopts_adapters
-        return could_be_lora(module)
+        return could_be_lora(module) and not _is_head(module)
 
     def name(self, module):
         return f"lora.{type(module).__name__}"
@@ -520,8 +557,15 @@ class LoRALayers(Rewrite):
         if replacement_of(module) is None:
             super().apply(walk, module)
         else:
-            module.__dict__.setdefault(ADOPTS, None)
+            module.__dict__[ADOPTS] = True
             walk.flags_done.add(FLAG)
+
+
+def _is_head(module) -> bool:
+    """Return True if an earlier call has put a forward of `loss.head` on the module."""
+    called = module.__dict__.get("_old_forward") or module.__dict__.get("forward")
+    function = getattr(called, "__func__", None)
+    return getattr(function, "__module__", "").startswith(__name__.partition(".")[0] + ".")
 
 
 def revert(module) -> None:
