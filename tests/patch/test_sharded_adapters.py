@@ -398,7 +398,7 @@ PATCHED_AFTER_WRAPPING = (
     "FSDP2, PEFT's policy",
     "FSDP2, each LoRA layer a unit",
 )
-FEW = "DDP, checkpoints, kernels", "FSDP2, checkpoints, kernels", "FSDP2, PEFT's policy"
+FEW = "FSDP2, checkpoints, kernels", "FSDP2, PEFT's policy"
 CHECKS = [partial(check, name=name, when=when) for name in LAYOUTS for when in ("before", "after")]
 CHECKS += [partial(check, name=name, when="wrapped") for name in PATCHED_AFTER_WRAPPING]
 
