@@ -10,6 +10,7 @@ import functools
 
 import bitsandbytes as bnb
 import peft
+import ranks
 import tiny
 import torch
 from companions import WHEN, model_pair
@@ -70,6 +71,7 @@ KINDS = {
 FURTHER_KINDS = {
     "nf4, scales not quantised": lambda linear: four_bits(linear, "nf4", compress_statistics=False),
     "nf4 in bf16": lambda linear: four_bits(linear, "nf4", quant_storage=torch.bfloat16),
+    "nf4 in fp32": lambda linear: four_bits(linear, "nf4", quant_storage=torch.float32),
     "nf4, computed in bf16": lambda linear: four_bits(linear, "nf4", torch.bfloat16),
 }
 
@@ -246,6 +248,92 @@ def test_an_evaluation_between_forward_and_backward():
     evaluate(patched)
     with pytest.raises(RuntimeError, match="repacked a 4-bit weight between forward and backward"):
         loss.backward()
+
+
+# ---- two ranks ----
+
+
+def wrap_in_ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def wrap_in_fsdp1(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    layer_class = type(model.get_base_model().model.layers[0])
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({layer_class}),
+        use_orig_params=True,
+        device_id=next(model.parameters()).device,
+    )
+
+
+def shard_by_fsdp2(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE, (ranks.SIZE,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_on_a_rank(rank, wrap, kind, when):
+    """Return loss and this rank's part of the gradients of two steps, and what ran."""
+    model = tiny.model("llama", **LAYERS)
+    if when == "patch before":
+        liger.apply_liger_kernel(model)
+    model = qlora(kind, dict(use_reentrant=False))(model)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):  # a shard of its weight has none
+            module.quant_state = module.weight.quant_state
+    if when == "patch after":
+        liger.apply_liger_kernel(model)
+    model = wrap(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    steps = []
+    with recording(model) as ran:
+        for seed in range(2):
+            batch = tiny.batch(seed=2 * seed + rank)
+            loss = model(**{name: t.to(DEVICE) for name, t in batch.items()}).loss
+            loss.backward()
+            grads = [p.grad for p in model.parameters()]
+            grads = [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
+            steps.append((loss.detach(), [grad.clone() for grad in grads]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return steps, ran
+
+
+def check_on_ranks(rank, wrap, kind, when):
+    steps, ran = train_on_a_rank(rank, wrap, kind, when)
+    expected_steps, _ = train_on_a_rank(rank, wrap, kind, None)
+    assert len(ran.layers) == 14
+    assert bool(ran.mlps) == (wrap is wrap_in_ddp)  # FSDP gathers weights without their type
+    for (loss, grads), (expected, expected_grads) in zip(steps, expected_steps, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            assert (grad - expected_grad).norm() <= 1e-4 * expected_grad.norm()
+
+
+ON_RANKS = {
+    wrap_in_ddp: "nf4",
+    wrap_in_fsdp1: "nf4 in fp32",  # it flattens no integers
+    shard_by_fsdp2: "nf4",
+}
+
+
+@pytest.mark.thorough
+def test_on_two_ranks(tmp_path):
+    ranks.run(
+        [
+            functools.partial(check_on_ranks, wrap=wrap, kind=kind, when=when)
+            for wrap, kind in ON_RANKS.items()
+            for when in ("patch before", "patch after")
+        ],
+        tmp_path,
+    )
 
 
 # ---- optimizers ----
