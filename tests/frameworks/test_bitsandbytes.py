@@ -95,8 +95,9 @@ def with_lora(change, on_head=False):
 
 
 def assert_same_lora_step(patched_step, reference_step):
-    """A gradient of an adapter passes through two more products than one of a weight."""
-    assert_same_step(patched_step, reference_step, rtol=1e-4)
+    """A gradient of an adapter passes through two more products than one of a weight, each with the
+    rounding of its sums: twice the bound."""
+    assert_same_step(patched_step, reference_step, rtol=2e-5)
 
 
 @WHEN

@@ -80,8 +80,8 @@ def plan(args: argparse.Namespace) -> dict:
             progress("building the model")
             step = build_step(settings, args, patched)
             if args.keep_layers == MOST and patched:
-                kept = most_kept_layers(step, args, result["usable"], progress)
-                step = build_step(settings, _with(args, keep_layers=kept), patched)
+                num_kept = most_kept_layers(step, args, result["usable"], progress)
+                step = build_step(settings, _with(args, keep_layers=num_kept), patched)
             result["sides"][side] = measure(step, args, result["usable"], max_positions, progress)
             result["sides"][side]["kept_layers"] = step.kept_layers
     if args.strategy == "tp":  # the parameters of all GPUs
@@ -209,9 +209,9 @@ def most_kept_layers(step, args, usable: int, progress) -> int:
     from liger_kernel.cli.memory import Unplannable
     from liger_kernel.transformers import apply_liger_kernel
 
-    def peak(kept):
-        progress(f"{kept} layers kept")
-        apply_liger_kernel(step.model, long_context=args.offload, keep_layers=kept)
+    def peak(num_kept):
+        progress(f"{num_kept} layers kept")
+        apply_liger_kernel(step.model, long_context=args.offload, keep_layers=num_kept)
         return sum(step.peak(args.batch, args.sequence).values())
 
     most = _num_layers(step.model)
@@ -294,13 +294,13 @@ def build_step(settings, args, patched: bool):
     if args.lora and args.strategy in ("none", "ddp"):
         in_autocast = True  # PEFT's adapters are in fp32
     model, quantised_weights = _build_model(settings, args, dtype, patched)
-    kept = 0
+    num_kept = 0
     if patched:
         from liger_kernel.transformers import apply_liger_kernel
 
         if args.keep_layers != MOST:
-            kept = min(args.keep_layers, _num_layers(model))
-        apply_liger_kernel(model, long_context=args.offload, keep_layers=kept)
+            num_kept = min(args.keep_layers, _num_layers(model))
+        apply_liger_kernel(model, long_context=args.offload, keep_layers=num_kept)
     step = memory.Step(
         model,
         units_of(model),
@@ -310,7 +310,7 @@ def build_step(settings, args, patched: bool):
         accumulates=args.accumulation > 1,
         autocast=in_autocast,
         offload=args.offload and patched,
-        kept_layers=kept,
+        kept_layers=num_kept,
     )
     set_held_memory(step, args)
     return step

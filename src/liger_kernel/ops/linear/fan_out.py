@@ -296,14 +296,13 @@ def matrix_gradients(u, x, matrices, needs):
         x: (M, K).
     """
     widest = max((a.dtype for a in matrices), key=lambda dtype: dtype.itemsize)
-    d_stack = product_in(widest, u.t(), x)
+    ranks = [len(a) for a in matrices]
+    stacked_grads = product_in(widest, u.t(), x).split(ranks)
     grads = []
-    for a, part, need in zip(
-        matrices, d_stack.split([len(a) for a in matrices]), needs, strict=True
-    ):
+    for a, grad, need in zip(matrices, stacked_grads, needs, strict=True):
         if len(matrices) > 1 and need:
-            part = part.clone()  # a parameter's gradient owns its memory
-        grads.append(cast_if_needed(part, a.dtype) if need else None)
+            grad = grad.clone()  # a parameter's gradient owns its memory
+        grads.append(cast_if_needed(grad, a.dtype) if need else None)
     return grads
 
 

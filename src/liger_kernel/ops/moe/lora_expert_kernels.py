@@ -132,9 +132,9 @@ class _SortedRows:
 # ---- forward ----
 
 
-def _empty_outputs(x, gate_up, down, index, *others):
-    gate_up_a, down_a = others[3], others[5]
-    transposed, keep_pre = others[-3], others[-1]
+def _empty_outputs(x, gate_up, down, index, *arguments):
+    gate_up_a, down_a = arguments[3], arguments[5]
+    transposed, keep_pre = arguments[-3], arguments[-1]
     S = index.numel()
     columns = gate_up.shape[2 if transposed else 1]
     pre = x.new_empty((S, columns)) if keep_pre else None
@@ -205,10 +205,11 @@ def lora_experts_fwd(
 # ---- backward ----
 
 
-def _empty_gradients(dout, x, gate_up, down, index, weights, *others):
-    inputs = x, weights, *others[2:6]
+def _empty_gradients(dout, x, gate_up, down, index, weights, *arguments):
+    inputs = x, weights, *arguments[2:6]
     return tuple(
-        t.new_empty(t.shape) if need else None for t, need in zip(inputs, others[-6:], strict=True)
+        t.new_empty(t.shape) if need else None
+        for t, need in zip(inputs, arguments[-6:], strict=True)
     )
 
 

@@ -97,7 +97,7 @@ def lora_experts_reference(
     options,
 ):
     """Compute `LigerLoRAExpertsFunction` in plain PyTorch."""
-    act, *others = options
+    act, *act_options = options
     gate_up_scaling, down_scaling = scalings
     return experts_reference(
         x,
@@ -108,7 +108,7 @@ def lora_experts_reference(
         act,
         gate_up_bias,
         down_bias,
-        *others,
+        *act_options,
         gate_up_lora=None if gate_up_a is None else (gate_up_a, gate_up_b, gate_up_scaling),
         down_lora=None if down_a is None else (down_a, down_b, down_scaling),
     )
@@ -154,9 +154,9 @@ class LigerLoRAExpertsFunction(Function):
         tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
         tensors = *tensors, gate_up_a, gate_up_b, down_a, down_b
         metadata = routing(top_k_index, E, tile_rows)
-        out, *kept = lora_experts_fwd(*tensors, *metadata, *kernel_options, keep_pre)
+        out, *intermediates = lora_experts_fwd(*tensors, *metadata, *kernel_options, keep_pre)
         if keep_pre:
-            ctx.save_for_backward(*tensors, *kept, *metadata)
+            ctx.save_for_backward(*tensors, *intermediates, *metadata)
             ctx.kernel_options = kernel_options
             ctx.options = scalings, options
         return out
@@ -237,8 +237,8 @@ def liger_lora_experts(
     Source: arXiv:2106.09685.
     """
     name = "liger_lora_experts"
-    act, *others = check_options(name, act, limit, alpha, shift, transposed, interleaved)
-    options = _Options(act, *others, transposed, interleaved)
+    act, *numbers = check_options(name, act, limit, alpha, shift, transposed, interleaved)
+    options = _Options(act, *numbers, transposed, interleaved)
     tensors = check_tensors(
         name,
         x,

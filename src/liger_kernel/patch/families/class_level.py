@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _FamilyPatch(NamedTuple):
-    """How a family's base class was patched, and what a revert gives back."""
+    """The patch of a family's base class, and what a revert gives back."""
 
     flags: dict[str, bool]
     # The post_init that the class itself had, or None.

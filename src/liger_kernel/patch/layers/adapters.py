@@ -63,7 +63,7 @@ INPUT_PROJECTIONS = {
 
 
 class LinearCall(NamedTuple):
-    """What a linear layer, with or without adapters, computes at a call.
+    """The computation of a linear layer, with or without adapters, at a call.
 
     Attributes:
         dtype: that of the computation.

@@ -80,10 +80,10 @@ def active_adapters(wrapper, transposed) -> list[TableAdapter] | None:
     names = [name for name in names if name in modules["lora_A"]._modules]
     if not names:
         return []
-    name, *others = names
+    name = names[0]
     layers = [modules[child]._modules.get(name) for child in ("lora_A", "lora_B")]
     scaling = state["scaling"].get(name)
-    if others or name in state["lora_variant"] or type(scaling) not in (int, float):
+    if len(names) > 1 or name in state["lora_variant"] or type(scaling) not in (int, float):
         return None
     if type(modules["lora_dropout"]._modules.get(name)) is not torch.nn.Identity:
         return None
