@@ -212,6 +212,7 @@ class Training:
         if kept:
             options = options | {kept: spec["keep"]}
         self.model, report = make(spec, options)
+        self.model.train()  # models that were read from a disk do not recompute until then
         draw_adapters(self.model)
         self.trained = trained_parameters(self.model)
         self.optimizer = OPTIMIZERS[spec["optimizer"]](self.trained, lr=spec["lr"])

@@ -45,7 +45,9 @@ class Block(torch.nn.Module):
 def block(family="mixtral", dtype=F64, implementation="eager"):
     """Return the experts of one layer of a family's model."""
     model = zoo.build(family, dtype)
-    experts = next(m for m in model.modules() if "down_proj" in m._parameters)
+    experts = next((m for m in model.modules() if "down_proj" in m._parameters), None)
+    if experts is None:
+        pytest.skip(f"in this version of transformers the experts of {family} are no such tables")
     experts.config._experts_implementation = implementation
     return Block(experts)
 
@@ -60,7 +62,8 @@ def with_lora(model, targets=TABLES, adapter_dtype=None, name="default", **confi
     generator = torch.Generator().manual_seed(1)
     for parameter_name, p in model.named_parameters():
         if f".{name}.weight" in parameter_name:
-            p.data = (torch.randn(p.shape, generator=generator) / 8).to(adapter_dtype or p.dtype)
+            drawn = torch.randn(p.shape, generator=generator) / 8
+            p.data = drawn.to(p.device, adapter_dtype or p.dtype)
     return model
 
 

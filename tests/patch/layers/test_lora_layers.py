@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from companions import WHEN, assert_same_training, model_pair
+from hardware import DEVICE
 from patched import assert_same_step as assert_same_step_within
 from patched import step
 from torch.utils.checkpoint import checkpoint
@@ -584,10 +585,16 @@ def test_a_users_own_layer_is_left_alone(ran):
     assert not ran
 
 
+def small_pair(kernels, monkeypatch):
+    """Return an unpatched model of one layer and a patched one, where kernels run if asked for."""
+    monkeypatch.setattr(devices, "INTERPRETED", kernels and DEVICE == "cpu")
+    models = model_pair("llama", with_lora(), num_hidden_layers=1)
+    return [model.to(DEVICE if kernels else "cpu") for model in models]
+
+
 @KERNELS
 def test_another_forward_on_the_class(kernels, ran, monkeypatch):
-    monkeypatch.setattr(devices, "INTERPRETED", kernels)
-    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    reference, patched = small_pair(kernels, monkeypatch)
     step(patched)
     ran.clear()
     forward = peft.tuners.lora.layer.Linear.forward
@@ -600,8 +607,7 @@ def test_another_forward_on_the_class(kernels, ran, monkeypatch):
 
 @KERNELS
 def test_a_class_derived_from_a_patched_one(kernels, monkeypatch):
-    monkeypatch.setattr(devices, "INTERPRETED", kernels)
-    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    reference, patched = small_pair(kernels, monkeypatch)
     step(patched)
     for model in reference, patched:
         for layer in lora_layers(model):
@@ -612,6 +618,24 @@ def test_a_class_derived_from_a_patched_one(kernels, monkeypatch):
 
             layer.__class__ = type("Halved", (cls,), dict(forward=forward))
     assert_same_step(step(patched), step(reference))
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_what_dropout_gets(casts):
+    """On a GPU the dtype decides which entries are dropped."""
+    reference, patched = model_pair("llama", with_lora(lora_dropout=0.2), num_hidden_layers=1)
+    dtypes = []
+    for model in reference, patched:
+        seen = []
+        for layer in lora_layers(model):
+            layer.cast_input_dtype_enabled = casts
+            layer.lora_dropout["default"].register_forward_pre_hook(
+                lambda drop, args, seen=seen: seen.append(args[0].dtype)
+            )
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**tiny.batch())
+        dtypes.append(seen)
+    assert dtypes[0] == dtypes[1] and set(dtypes[0]) >= {torch.float32}
 
 
 def halve_a(layer, args):
@@ -676,12 +700,11 @@ def test_layers_that_are_not_linear():
 
 
 def test_compiled_autograd(monkeypatch):
-    monkeypatch.setattr(devices, "INTERPRETED", True)
-    reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    reference, patched = small_pair(True, monkeypatch)
     expected = step(reference)
     patched.zero_grad()
     with torch._dynamo.config.patch(compiled_autograd=True):
-        out = patched(**tiny.batch())
+        out = patched(**{name: tensor.to(DEVICE) for name, tensor in tiny.batch().items()})
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
         out.loss.backward()
     named = patched.named_parameters()

@@ -37,7 +37,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
 from liger_kernel.ops.linear.fan_out import Adapter, FanOut
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
-from liger_kernel.ops.mlp.lora_mlp import gated_down
+from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down
 from liger_kernel.patch.proof import private, purity
 from liger_kernel.patch.proof.conditions import are_plain_tensors
 from liger_kernel.patch.proof.hooks import HOOK_ATTRIBUTES, has_hooks
@@ -101,7 +101,7 @@ def read_call(layer, x, width=None) -> LinearCall | None:
     dtype = compute_dtype(x)
     if dtype is None or (width or x.shape[-1]) != state["in_features"]:
         return None
-    adapters = _active_adapters(layer, None if devices.in_autocast(x) else dtype)
+    adapters = _active_adapters(layer, x, None if devices.in_autocast(x) else dtype)
     if not adapters:
         return None
     base = layer._modules["base_layer"]
@@ -130,7 +130,7 @@ def _is_eager_tensor(x) -> bool:
     )
 
 
-def _active_adapters(layer, dtype) -> tuple[Adapter, ...] | None:
+def _active_adapters(layer, x, dtype) -> tuple[Adapter, ...] | None:
     """Return the adapters that are active, or None if one of them is more than two plain matrices.
 
     ``dtype``: that of their matrices; None: any, since autocast casts them."""
@@ -164,18 +164,40 @@ def _active_adapters(layer, dtype) -> tuple[Adapter, ...] | None:
             return None
         if bias is not None:
             bias = bias * scaling
-        adapters.append(Adapter(a, b, float(scaling), bias, _dropout_or_none(dropout)))
+        if _changes_nothing(dropout):
+            dropout = None
+        else:
+            dropped_dtype = a.dtype if _casts_input(layer) else x.dtype
+            dropout = functools.partial(_drop, dropout, dropped_dtype)
+        adapters.append(Adapter(a, b, float(scaling), bias, dropout))
     return tuple(adapters)
 
 
-def _dropout_or_none(dropout):
-    """Return the layer of dropout, or None if calling it changes nothing."""
-    if dropout is None or has_hooks(dropout) or "forward" in dropout.__dict__:
-        return dropout
-    if type(dropout) is torch.nn.Identity:
-        return None
-    is_off = type(dropout) is torch.nn.Dropout and (not dropout.training or dropout.p == 0)
-    return None if is_off else dropout
+def _changes_nothing(dropout) -> bool:
+    """Return True if the layer of dropout need not be called."""
+    if dropout is None:
+        return True
+    if has_hooks(dropout) or "forward" in dropout.__dict__:
+        return False
+    if type(dropout) is torch.nn.Dropout:
+        return not dropout.training or dropout.p == 0
+    return type(dropout) is torch.nn.Identity
+
+
+def _casts_input(layer) -> bool:
+    """Return True if PEFT casts the input to the adapters' dtype before dropout.
+
+    Some of its classes ask whether autocast is on, of CUDA wherever the input is."""
+    if not layer.__dict__.get("cast_input_dtype_enabled", True):
+        return False
+    forward = private.original_class(type(layer)).forward
+    asks = "is_autocast_enabled" in forward.__code__.co_names
+    return not (asks and torch.is_autocast_enabled())
+
+
+def _drop(dropout, dtype, x):
+    """Drop entries of x in this dtype: it decides on a GPU which of them are dropped."""
+    return dropout(x.to(dtype)).to(x.dtype)
 
 
 def _read_weight(linear, x, dtype, shape) -> LinearCall | None:
@@ -329,10 +351,15 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     if not (x.requires_grad or adapters or down_call.adapters):
         return None
     fan_out = _make_fan_out(x, gate_call.dtype, adapters)
+    calls = gate_call, up_call
+    low_rank = []
     with devices.without_autocast(x):
+        if adds_low_rank(fan_out.x.dtype, *(call.adapters for call in (*calls, down_call))):
+            for adapter in adapters:
+                low_rank += fan_out.product(adapter), adapter.b
+            calls = [call._replace(adapters=()) for call in calls]
         a, b = (
-            fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
-            for call in (gate_call, up_call)
+            fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize) for call in calls
         )
         return gated_down(
             a,
@@ -342,6 +369,7 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
             down_call.bias,
             down_call.adapters,
             down_call.dequantize,
+            low_rank,
         )
 
 
