@@ -448,13 +448,16 @@ def saved_shapes(fn):
 
 
 def test_what_is_saved():
-    """x once for all layers, the narrow products, and the matrices."""
+    """x once for all layers, the narrow products, the matrices, and these as the products take them:
+    the A as one matrix, times the scaling."""
     module = projections()
     x = randn(*LEAD, WIDTH)
     shapes = saved_shapes(lambda: our_projections(module, x))
     assert shapes.count((*LEAD, WIDTH)) == 1 and shapes.count((6, 3)) == 3
     matrices = [tuple(p.shape) for p in module.parameters()]
-    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], *matrices])
+    copies = [tuple(p.shape) for name, p in module.named_parameters() if "lora_B" in name]
+    copies.append((3 * 3, WIDTH))
+    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], *matrices, *copies])
 
 
 def test_an_input_that_can_be_recomputed():

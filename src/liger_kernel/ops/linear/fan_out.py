@@ -3,11 +3,11 @@ r"""Several linear layers of one input x, with or without low-rank adapters (LoR
 Layer i has a weight W_i and maybe a bias b_i. An adapter of it has two matrices, A (r, K) and
 B (N, r), and a scaling s:
 
-    t = s·x·Aᵀ                          for all adapters of all layers, by one product
+    t = x·(s·A)ᵀ                        for all adapters of all layers, by one product
     y_i = x·W_iᵀ + b_i + t·Bᵀ           plus t·Bᵀ of each further adapter
 
-    u = s·(dy_i·B),   dB = dy_iᵀ·t,   dA = uᵀ·x
-    dx = Σ_i dy_i·W_i + u·A,   dW_i = dy_iᵀ·x,   db_i = Σ_rows dy_i
+    u = dy_i·B,   dB = dy_iᵀ·t,   dA = s·uᵀ·x
+    dx = Σ_i dy_i·W_i + u·(s·A),   dW_i = dy_iᵀ·x,   db_i = Σ_rows dy_i
 
 Autograd computes every dy_i·W_i and adds them up: for each layer but the first, it reads two
 tensors of x's size and writes one, beside what the products do. Here each product is added to the
@@ -16,8 +16,8 @@ is. With ``create_graph=True`` autograd does it.
 
 x is saved once, for dA and for the dW_i of weights that train. If x can be recomputed
 (`core.recompute`), that is saved from which it is made. Beside x, an adapter saves t, which is as
-narrow as its rank. No copy of A or B in another dtype is kept, and none is made from one step for
-the next: optimizers write to parameters without a new version.
+narrow as its rank, and s·A and B in x's dtype. These are made anew at each call: optimizers write
+to parameters without a new version. With ``create_graph=True`` the parameters themselves are read.
 
 `FanOut(x, adapters)` is made once for an input. Its layers add their gradients of x to a sum
 outside the graph. The node behind x, which autograd runs when all layers have run, takes the sum.
@@ -181,8 +181,12 @@ class _Input(torch.autograd.Function):
         inputs = ()
         if any(ctx.needs_input_grad[4:]):
             inputs = (x,) if recompute is None else recompute.tensors
-        ctx.save_for_backward(*inputs, *matrices)
-        return x, *low_rank_products(flatten_to_2d(x), matrices, scalings)
+        stacked = scaled_matrices(matrices, scalings, x.dtype)
+        ctx.save_for_backward(*inputs, stacked, *matrices)
+        products = flatten_to_2d(x) @ stacked.t()
+        if len(matrices) == 1:
+            return x, products
+        return x, *products.split([len(a) for a in matrices], dim=1)
 
     @staticmethod
     def backward(ctx, dx, *d_products):
@@ -191,19 +195,28 @@ class _Input(torch.autograd.Function):
         d_matrices = [None] * len(d_products)
         if used:
             saved = ctx.saved_tensors
-            num_inputs = len(saved) - len(d_products)
-            inputs, matrices = saved[:num_inputs], saved[num_inputs:]
+            num_inputs = len(saved) - len(d_products) - 1
+            inputs, stacked, matrices = (
+                saved[:num_inputs],
+                saved[num_inputs],
+                saved[-len(d_products) :],
+            )
             need_x, _, _, _, *need_matrices = ctx.needs_input_grad
             with devices.without_autocast(d_products[used[0]]):
-                # the scaled gradients of the products that were used
-                u = torch.cat([d_products[i] * ctx.scalings[i] for i in used], dim=1)
+                u = d_products[used[0]]
+                if len(used) > 1:
+                    u = torch.cat([d_products[i] for i in used], dim=1)
                 used_matrices = [matrices[i] for i in used]
+                scalings = [ctx.scalings[i] for i in used]
                 if need_x:
-                    total = _add_product(total, u, stack_matrices(used_matrices, u.dtype))
+                    if torch.is_grad_enabled() or len(used) < len(matrices):
+                        stacked = scaled_matrices(used_matrices, scalings, u.dtype)
+                    total = _add_product(total, u, stacked)
                 if any(need_matrices):
                     x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
                     needs = [need_matrices[i] for i in used]
-                    grads = matrix_gradients(u, flatten_to_2d(x), used_matrices, needs)
+                    x = flatten_to_2d(x)
+                    grads = matrix_gradients(u, x, used_matrices, needs, scalings)
                     for i, grad in zip(used, grads, strict=True):
                         d_matrices[i] = grad
         if total is not None:
@@ -226,18 +239,20 @@ class _Linear(torch.autograd.Function):
         inputs = ()
         if ctx.needs_input_grad[1]:
             inputs = (x,) if recompute is None else recompute.tensors
-        ctx.save_for_backward(*inputs, weight, *low_rank_to_save(low_rank))
+        copies = [cast_if_needed(b, x.dtype) for b in low_rank[1::3]]
+        ctx.save_for_backward(*inputs, weight, *low_rank_to_save(low_rank), *copies)
         dense = weight if dequantize is None else dequantize(weight)
         y = F.linear(flatten_to_2d(x), dense, bias)
-        y = add_low_rank(y, low_rank)
+        y = add_low_rank(y, low_rank, copies)
         # a view, to which autograd would not let the caller write
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, dy):
         saved = ctx.saved_tensors
-        first = len(saved) - 2 * ctx.adapters - 1
-        inputs, weight, pairs = saved[:first], saved[first], saved[first + 1 :]
+        first = len(saved) - 3 * ctx.adapters - 1
+        inputs, weight, low_rank = saved[:first], saved[first], saved[first + 1 :]
+        pairs, copies = low_rank[: 2 * ctx.adapters], low_rank[2 * ctx.adapters :]
         need_x, need_w, need_bias, _, _, _, *need_low_rank = ctx.needs_input_grad
         shape = ctx.input_gradient.shape
         dy = flatten_to_2d(dy)
@@ -253,7 +268,7 @@ class _Linear(torch.autograd.Function):
                 x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
                 dw = dy.t() @ flatten_to_2d(x)
             d_bias = dy.sum(0) if need_bias else None
-            d_low_rank = low_rank_gradients(dy, pairs, need_low_rank)
+            d_low_rank = low_rank_gradients(dy, pairs, need_low_rank, copies)
         return dx, dw, d_bias, None, None, None, *d_low_rank
 
 
@@ -262,15 +277,19 @@ class _AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, *low_rank):
-        ctx.save_for_backward(*low_rank_to_save(low_rank))
-        output = add_low_rank(flatten_to_2d(y).clone(), low_rank)
+        copies = [cast_if_needed(b, y.dtype) for b in low_rank[1::3]]
+        ctx.save_for_backward(*low_rank_to_save(low_rank), *copies)
+        output = add_low_rank(flatten_to_2d(y).clone(), low_rank, copies)
         return torch.ops.aten._unsafe_view(output, y.shape)
 
     @staticmethod
     def backward(ctx, dy):
         rows = flatten_to_2d(dy)
+        saved = ctx.saved_tensors
+        adapters = len(saved) // 3
+        pairs, copies = saved[: 2 * adapters], saved[2 * adapters :]
         with devices.without_autocast(dy):
-            return dy, *low_rank_gradients(rows, ctx.saved_tensors, ctx.needs_input_grad[1:])
+            return dy, *low_rank_gradients(rows, pairs, ctx.needs_input_grad[1:], copies)
 
 
 # ---- products with the narrow matrices ----
@@ -282,27 +301,48 @@ def stack_matrices(matrices, dtype):
     return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
 
+def scaled_matrices(matrices, scalings, dtype):
+    """Return the ``scaling·A`` of several adapters as one matrix, in the dtype of x."""
+    if torch.is_grad_enabled():  # create_graph=True
+        return torch.cat(
+            [cast_if_needed(a * s, dtype) for a, s in zip(matrices, scalings, strict=True)]
+        )
+    if len(matrices) == 1 and scalings[0] == 1:
+        return cast_if_needed(matrices[0], dtype)
+    ranks = [len(a) for a in matrices]
+    stacked = matrices[0].new_empty((sum(ranks), matrices[0].shape[1]), dtype=dtype)
+    for a, s, rows in zip(matrices, scalings, stacked.split(ranks), strict=True):
+        if a.dtype.itemsize < dtype.itemsize:
+            a = a.to(dtype)
+        torch.mul(a, s, out=rows)  # casts as it writes
+    return stacked
+
+
 def low_rank_products(x, matrices, scalings):
     """Return ``t = scaling·x·Aᵀ`` of each adapter for x (M, K)."""
     products = (x @ stack_matrices(matrices, x.dtype).t()).split([len(a) for a in matrices], dim=1)
     return [t if s == 1 else t * s for t, s in zip(products, scalings, strict=True)]
 
 
-def matrix_gradients(u, x, matrices, needs):
+def matrix_gradients(u, x, matrices, needs, scalings=None):
     """Return the gradients of the A of several adapters, None where not needed.
 
     Args:
-        u: (M, Σr), the scaled gradients of their products, side by side.
+        u: (M, Σr), the gradients of their products, side by side; scaled without ``scalings``.
         x: (M, K).
     """
+    scalings = scalings or [1] * len(matrices)
     widest = max((a.dtype for a in matrices), key=lambda dtype: dtype.itemsize)
     ranks = [len(a) for a in matrices]
     stacked_grads = product_in(widest, u.t(), x).split(ranks)
     grads = []
-    for a, grad, need in zip(matrices, stacked_grads, needs, strict=True):
-        if len(matrices) > 1 and need:
-            grad = grad.clone()  # a parameter's gradient owns its memory
-        grads.append(cast_if_needed(grad, a.dtype) if need else None)
+    for a, s, grad, need in zip(matrices, scalings, stacked_grads, needs, strict=True):
+        if not need:
+            grads.append(None)
+            continue
+        if len(matrices) > 1 or s != 1:
+            grad = grad * s  # a parameter's gradient owns its memory
+        grads.append(cast_if_needed(grad, a.dtype))
     return grads
 
 
@@ -322,12 +362,14 @@ def product_in(dtype, a, b):
     return cast_if_needed(a @ b, dtype)
 
 
-def add_low_rank(y, low_rank):
-    """Return y plus ``t·bᵀ + bias`` of each adapter. ``low_rank``: t, b, bias, t, b, ...
+def add_low_rank(y, low_rank, copies=None):
+    """Return y plus ``t·bᵀ + bias`` of each adapter. ``low_rank``: t, b, bias, t, b, ...;
+    ``copies``: the b in y's dtype.
 
     It is written over y, except within a selective checkpoint, which may keep y."""
     in_place = not devices.in_selective_checkpoint()
-    for t, b, bias in zip(low_rank[::3], low_rank[1::3], low_rank[2::3], strict=True):
+    copies = copies or low_rank[1::3]
+    for t, b, bias in zip(low_rank[::3], copies, low_rank[2::3], strict=True):
         b = cast_if_needed(b, y.dtype).t()
         y = y.addmm_(t, b) if in_place else torch.addmm(y, t, b)
         if bias is not None:
@@ -341,18 +383,21 @@ def low_rank_to_save(low_rank):
     return [tensor for i, tensor in enumerate(low_rank) if i % 3 < 2]
 
 
-def low_rank_gradients(dy, pairs, needs):
+def low_rank_gradients(dy, pairs, needs, copies=None):
     """Return the gradients of t, b and bias of each adapter.
 
     Args:
         dy: (M, N).
         pairs: as `low_rank_to_save` returns them.
         needs: which of t, b, bias, t, b, ... need a gradient.
+        copies: the b in dy's dtype. With ``create_graph=True`` they are not read.
     """
+    if copies is None or torch.is_grad_enabled():
+        copies = pairs[1::2]
     grads = []
-    for i, (t, b) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
+    for i, (t, b, copy) in enumerate(zip(pairs[::2], pairs[1::2], copies, strict=True)):
         need_t, need_b, need_bias = needs[3 * i : 3 * i + 3]
-        grads.append(dy @ cast_if_needed(b, dy.dtype) if need_t else None)
+        grads.append(dy @ cast_if_needed(copy, dy.dtype) if need_t else None)
         grads.append(product_in(b.dtype, dy.t(), t) if need_b else None)
         grads.append(dy.sum(0, dtype=b.dtype) if need_bias else None)
     return grads
