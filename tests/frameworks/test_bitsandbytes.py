@@ -21,6 +21,7 @@ from rounded import STEPS, assert_reverted, close_to_rounding, copy_weights, tra
 
 import liger_kernel.transformers as liger
 from liger_kernel.core import devices
+from liger_kernel.ops.linear.four_bit import dequantize_4bit
 from liger_kernel.patch import engine
 from liger_kernel.patch.loss import head
 
@@ -180,6 +181,37 @@ def test_lora_layers_run_by_our_code(kind, when, base_calls):
     assert len(base_calls) == (14 if "int8" in kind else 0)
     assert_same_lora_step(result, expected)
     train_and_compare(reference, patched, assert_same_lora_step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("compress_statistics", [True, False])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_our_kernel_makes_the_weight_of_bitsandbytes(
+    quant_type, compress_statistics, dtype, monkeypatch
+):
+    """Bit for bit, in the quantised dtype and in another one.
+
+    No block is longer than a row: on a CPU with AVX-512, bitsandbytes 0.50.2 is then wrong."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "INTERPRETED", True)
+    torch.manual_seed(0)
+    dense = torch.randn(72, 256).to(DEVICE, dtype)
+    for blocksize in 32, 64, 256:
+        for storage in torch.uint8, torch.bfloat16, torch.float32:
+            weight = bnb.nn.Params4bit(
+                dense.clone(),
+                requires_grad=False,
+                quant_type=quant_type,
+                compress_statistics=compress_statistics,
+                blocksize=blocksize,
+                quant_storage=storage,
+            ).to(DEVICE)
+            assert weight.dtype is storage and weight.quant_state.nested == compress_statistics
+            expected = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+            for result_dtype in dtype, torch.bfloat16:
+                result = dequantize_4bit(weight, weight.quant_state, result_dtype)
+                assert result.dtype is result_dtype
+                assert torch.equal(result, expected.to(result_dtype))
 
 
 @WHEN

@@ -73,6 +73,7 @@ SHARED = {
     "ops.norm.group_norm_kernels", "ops.norm.group_norm_launch", "ops.head.hopper",
     "ops.head.hopper_kernels", "ops.rotary.arguments", "ops.rotary.rope_kernels",
     "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients", "ops.linear.fan_out",
+    "ops.linear.four_bit", "ops.mlp.glu_low_rank",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
 ONE_ARCHITECTURE = {"ops.head.hopper_kernels"}

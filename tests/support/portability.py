@@ -12,10 +12,12 @@ time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import portability_xpu  # before the package, which needs what this adds
@@ -31,6 +33,7 @@ from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import hopper
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs
+from liger_kernel.ops.linear.four_bit import dequantize_4bit
 
 # (Triton's target, multiprocessors, bytes of shared memory that one program may have)
 TARGETS = {
@@ -201,6 +204,29 @@ def run_log_probs():
         (log_probs + entropy).sum().backward()
 
 
+def run_four_bit():
+    """Make the dense weight of one in 4 bits, which has no gradient."""
+    empty = functools.partial(torch.empty, device="meta")
+    blocks = 14336 * 4096 // 64
+    state = types.SimpleNamespace(
+        shape=torch.Size((14336, 4096)),
+        dtype=torch.bfloat16,
+        quant_type="nf4",
+        blocksize=64,
+        code=empty(16),
+        absmax=empty(blocks),
+        state2=None,
+    )
+    weight = empty(14336 * 2048, 1, dtype=torch.uint8)
+    assert dequantize_4bit(weight, state, state.dtype) is not None
+    state.absmax = empty(blocks, dtype=torch.uint8)
+    state.offset = empty(())
+    state.state2 = types.SimpleNamespace(
+        code=empty(256), absmax=empty(blocks // 256), blocksize=256, dtype=torch.float32
+    )
+    assert dequantize_4bit(weight, state, state.dtype) is not None
+
+
 def describe(case, shape, option, dtype, gradients):
     description = f"{case.name} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
     for name, value in option.items():
@@ -330,6 +356,8 @@ def main(name, path):
     run_grouped_loss()
     _Launched.current_run = _CurrentRun("token_log_probs", is_real_shape=True, compile_fully=True)
     run_log_probs()
+    _Launched.current_run = _CurrentRun("four_bit", is_real_shape=True, compile_fully=True)
+    run_four_bit()
     choose_what_to_compile(launches.values(), variants)
     target = TARGETS[name][0]
     results = [compile_launched(target, launched) for launched in launches.values()]

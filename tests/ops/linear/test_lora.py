@@ -448,7 +448,7 @@ def saved_shapes(fn):
 
 
 def test_what_is_saved():
-    """x once for all layers, the narrow products, the matrices, and these as the products take them:
+    """x once for all layers, the narrow products, the matrices, and what is multiplied: these, with
     the A as one matrix, times the scaling."""
     module = projections()
     x = randn(*LEAD, WIDTH)

@@ -19,11 +19,9 @@ from lora_layers import (
     our_mlp,
     peft_mlp,
     randn,
-    run_layers_twice,
     same,
 )
 from memory import AddressRecorder, collect_garbage, reuses_memory
-from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops.linear.fan_out import Adapter
 from liger_kernel.ops.mlp.activation_linear import GATED_ACTIVATIONS
@@ -117,19 +115,6 @@ def test_activations(act, name):
     run = functools.partial(our_mlp, act=act)
     mlp = peft_mlp(act=name)
     assert_as_exact_as_peft(mlp, run, (*LEAD, HIDDEN_SIZE), roundings=EXP_ROUNDINGS)
-
-
-def checkpointed_mlp(mlp, x):
-    return checkpoint(lambda x: our_mlp(mlp, x), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("run", [our_mlp, checkpointed_mlp])
-@pytest.mark.parametrize("configuration", ["plain", "lora_bias", "two adapters", "gate and up"])
-def test_gradients_of_gradients(configuration, run):
-    mlp = peft_mlp(**CONFIGURATIONS[configuration])
-    # each is a sum of terms that hold three factors, which were rounded before
-    options = dict(measure=run_layers_twice, roundings=3 * EXP_ROUNDINGS)
-    assert_as_exact_as_peft(mlp, run, (*LEAD, HIDDEN_SIZE), **options)
 
 
 def test_fp32_adapters_of_a_bf16_layer():

@@ -186,7 +186,7 @@ class _Input(torch.autograd.Function):
         products = flatten_to_2d(x) @ stacked.t()
         if len(matrices) == 1:
             return x, products
-        return x, *products.split([len(a) for a in matrices], dim=1)
+        return x, *products.split_with_sizes([a.shape[0] for a in matrices], dim=1)
 
     @staticmethod
     def backward(ctx, dx, *d_products):
@@ -295,12 +295,6 @@ class _AddLowRank(torch.autograd.Function):
 # ---- products with the narrow matrices ----
 
 
-def stack_matrices(matrices, dtype):
-    """Return the A of several adapters as one matrix, in the dtype of x."""
-    matrices = [cast_if_needed(a, dtype) for a in matrices]
-    return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-
-
 def scaled_matrices(matrices, scalings, dtype):
     """Return the ``scaling·A`` of several adapters as one matrix, in the dtype of x."""
     if torch.is_grad_enabled():  # create_graph=True
@@ -309,32 +303,25 @@ def scaled_matrices(matrices, scalings, dtype):
         )
     if len(matrices) == 1 and scalings[0] == 1:
         return cast_if_needed(matrices[0], dtype)
-    ranks = [len(a) for a in matrices]
+    ranks = [a.shape[0] for a in matrices]
     stacked = matrices[0].new_empty((sum(ranks), matrices[0].shape[1]), dtype=dtype)
-    for a, s, rows in zip(matrices, scalings, stacked.split(ranks), strict=True):
+    for a, s, rows in zip(matrices, scalings, stacked.split_with_sizes(ranks), strict=True):
         if a.dtype.itemsize < dtype.itemsize:
             a = a.to(dtype)
         torch.mul(a, s, out=rows)  # casts as it writes
     return stacked
 
 
-def low_rank_products(x, matrices, scalings):
-    """Return ``t = scaling·x·Aᵀ`` of each adapter for x (M, K)."""
-    products = (x @ stack_matrices(matrices, x.dtype).t()).split([len(a) for a in matrices], dim=1)
-    return [t if s == 1 else t * s for t, s in zip(products, scalings, strict=True)]
-
-
-def matrix_gradients(u, x, matrices, needs, scalings=None):
+def matrix_gradients(u, x, matrices, needs, scalings):
     """Return the gradients of the A of several adapters, None where not needed.
 
     Args:
-        u: (M, Σr), the gradients of their products, side by side; scaled without ``scalings``.
+        u: (M, Σr), the gradients of their products, side by side.
         x: (M, K).
     """
-    scalings = scalings or [1] * len(matrices)
     widest = max((a.dtype for a in matrices), key=lambda dtype: dtype.itemsize)
-    ranks = [len(a) for a in matrices]
-    stacked_grads = product_in(widest, u.t(), x).split(ranks)
+    ranks = [a.shape[0] for a in matrices]
+    stacked_grads = product_in(widest, u.t(), x).split_with_sizes(ranks)
     grads = []
     for a, s, grad, need in zip(matrices, scalings, stacked_grads, needs, strict=True):
         if not need:

@@ -1,19 +1,25 @@
 r"""The second half of a gated MLP whose linear layer is frozen, with or without LoRA adapters.
 
-    h = act(a)·b        t = s·h·Aᵀ,  one for each adapter        out = h·Wᵀ + bias + Σ t·Bᵀ
+    h = act(a)·b        t = h·(s·A)ᵀ,  one for each adapter        out = h·Wᵀ + bias + Σ t·Bᵀ
 
-    u = s·(dout·B),   dh = dout·W + Σ u·A,   dB = doutᵀ·t,   dA = uᵀ·h,   dbias = Σ_rows dout
+    u = dout·B,   dh = dout·W + Σ u·(s·A),   dB = doutᵀ·t,   dA = s·uᵀ·h,   dbias = Σ_rows dout
     da and db from dh as in `pointwise`
 
 W is frozen, so only dA needs h. Saved are a, b and t, which is as narrow as the rank. In backward,
 the kernel that computes da and db from dh also computes h, and writes it over dh.
+
+If gate and up have adapters, a and b are sums, a = a0 + t_g·B_gᵀ and b = b0 + t_u·B_uᵀ. The kernels
+of `glu_low_rank` make them where they read a0 and b0, which are then saved instead. They also
+compute all of dB_g, dB_u and dA, so that no h is written. What is left is
+
+    dt_g = da·B_g,   dt_u = db·B_u
 
 Nothing in backward needs out. So a checkpoint (``use_reentrant=False``) need not recompute the
 product h·Wᵀ: it stops once it has recomputed the last tensor that was saved. But what a node saves
 is only handed over when its forward has run. Hence three nodes, of which that with the product
 saves nothing:
 
-    _GatedProduct    a, b, A -> h, t       saves a, b and A
+    _GatedProduct    a, b, A -> h, t       saves a, b and A; for sums _GatedProductOfSums
     _Save            h, t -> h, t          saves t
     _OutputLayer     h, t -> out           refers to W and B; gets t from _Save
 
@@ -29,7 +35,15 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.op import CASES, Case, F, Function, cast_if_needed, flatten_to_2d
+from liger_kernel.core.op import (
+    CASES,
+    Case,
+    F,
+    Function,
+    cast_if_needed,
+    flatten_rows,
+    flatten_to_2d,
+)
 from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.ops.linear.fan_out import (
     Adapter,
@@ -37,9 +51,8 @@ from liger_kernel.ops.linear.fan_out import (
     add_low_rank,
     linear_reference,
     low_rank_gradients,
-    low_rank_products,
     matrix_gradients,
-    stack_matrices,
+    scaled_matrices,
 )
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
@@ -49,15 +62,27 @@ from liger_kernel.ops.mlp.glu import (
     liger_swiglu,
     swiglu_reference,
 )
+from liger_kernel.ops.mlp.glu_low_rank import glu_low_rank_bwd, glu_low_rank_fwd, kernels_fit
 from liger_kernel.ops.mlp.pointwise import glu_bwd_over, glu_fwd
 
 
-def gated_down_reference(a, b, act, weight, bias=None, adapters=()):
+def gated_down_reference(a, b, act, weight, bias=None, adapters=(), low_rank=()):
+    a, b = _sums(a, b, low_rank)
     return linear_reference(_glu_reference(a, b, act), weight, bias, adapters)
 
 
 def _glu_reference(a, b, act):
     return swiglu_reference(a, b) if act == "silu" else geglu_reference(a, b, act)
+
+
+def _sums(a, b, low_rank):
+    """Return a and b plus their low-rank products, each rounded once. ``low_rank``: as that of
+    `gated_down`."""
+    sums = []
+    for x, t, matrix in zip((a, b), low_rank[::2], low_rank[1::2], strict=False):
+        y = torch.addmm(flatten_to_2d(x), t, cast_if_needed(matrix, x.dtype).t())
+        sums.append(y.view(x.shape))
+    return sums or (a, b)
 
 
 class _GatedProduct(Function):
@@ -76,7 +101,8 @@ class _GatedProduct(Function):
         h = flatten_to_2d(glu_fwd(a, b, act))
         if not matrices:
             return (h,)
-        return h, *low_rank_products(h, matrices, scalings)
+        products = h @ scaled_matrices(matrices, scalings, h.dtype).t()
+        return h, *products.split_with_sizes([matrix.shape[0] for matrix in matrices], dim=1)
 
     @staticmethod
     def arguments(ctx):
@@ -97,16 +123,67 @@ class _GatedProduct(Function):
         over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         with devices.without_autocast(dh):
             if matrices:
-                u = torch.cat([dt * s for dt, s in zip(d_products, scalings, strict=True)], dim=1)
-                dh.addmm_(
-                    u, stack_matrices(matrices, dh.dtype)
-                )  # `_OutputLayer` made it for this node
+                u = torch.cat(d_products, dim=1) if len(matrices) > 1 else d_products[0]
+                # `_OutputLayer` made dh for this node
+                dh.addmm_(u, scaled_matrices(matrices, scalings, dh.dtype))
             h = dh if any(needs) else None
             da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
             d_matrices = [None] * len(matrices)
             if any(needs):
-                d_matrices = matrix_gradients(u, h, matrices, needs)
+                d_matrices = matrix_gradients(u, h, matrices, needs, scalings)
         return da, db, None, None, *d_matrices
+
+
+class _GatedProductOfSums(Function):
+    """As `_GatedProduct` with one adapter, where t_g·B_gᵀ is to be added to a, and t_u·B_uᵀ to b.
+
+    ``matrix`` and ``scaling`` are those of the adapter."""
+
+    @staticmethod
+    def reference(a, b, t_g, b_g, t_u, b_u, matrix, act, scaling):
+        a, b = _sums(a, b, (t_g, b_g, t_u, b_u))
+        return _GatedProduct.reference(a, b, act, (scaling,), matrix)
+
+    @staticmethod
+    def forward(ctx, a, b, t_g, b_g, t_u, b_u, matrix, act, scaling):
+        ctx.save_for_backward(a, b, t_g, b_g, t_u, b_u, matrix)
+        ctx.options = act, scaling
+        h = glu_low_rank_fwd(*map(flatten_rows, (a, b, t_g, b_g, t_u, b_u)), act)
+        return h, h @ scaled_matrices((matrix,), (scaling,), h.dtype).t()
+
+    @staticmethod
+    def arguments(ctx):
+        return *ctx.saved_tensors, *ctx.options
+
+    @classmethod
+    def differentiable_backward(cls, ctx, dh, dt):
+        with devices.without_autocast(dh):
+            return super().differentiable_backward(ctx, dh, dt)
+
+    @staticmethod
+    def backward(ctx, dh, dt):
+        a, b, t_g, b_g, t_u, b_u, matrix = ctx.saved_tensors
+        act, scaling = ctx.options
+        need_da, need_db, *needs, _, _ = ctx.needs_input_grad
+        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
+        da = a.detach() if over_a else a.new_empty(a.shape)
+        db = b.detach() if over_b else b.new_empty(b.shape)
+        inputs = map(flatten_rows, (dh, a, b, t_g, b_g, t_u, b_u, dt, matrix))
+        rows_da, rows_db = flatten_to_2d(da), flatten_to_2d(db)
+        d_b_g, d_b_u, d_matrix = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, act)
+        torch.autograd.graph.increment_version(
+            [t for t, over in ((a, over_a), (b, over_b)) if over]
+        )
+        dt_g = dt_u = None
+        with devices.without_autocast(dh):
+            if needs[0]:
+                dt_g = rows_da @ cast_if_needed(b_g, da.dtype)
+            if needs[2]:
+                dt_u = rows_db @ cast_if_needed(b_u, db.dtype)
+        grads = dt_g, d_b_g, dt_u, d_b_u, d_matrix
+        grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        return da if need_da else None, db if need_db else None, *grads, None, None
 
 
 class _Save(torch.autograd.Function):
@@ -161,19 +238,21 @@ class _OutputLayer(torch.autograd.Function):
         return dh, None, d_bias, None, None, None, *d_low_rank
 
 
-def _can_use_nodes(a, b, weight, bias, adapters, dequantize):
-    """Return True if the kernels run, a or b needs a gradient and the weight does not, and all are
-    plain tensors of the dtypes that `gated_down` asks for."""
+def _can_use_nodes(a, b, weight, bias, adapters, dequantize, low_rank):
+    """Return True if the kernels run, a, b or what is added to them needs a gradient and the weight
+    does not, and all are plain tensors of the dtypes that `gated_down` asks for."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     if devices.in_func_transform() or not devices.has_kernels(a) or a.shape != b.shape:
         return False
-    if not (a.requires_grad or b.requires_grad) or weight.requires_grad:
+    if weight.requires_grad or not any(tensor.requires_grad for tensor in (a, b, *low_rank)):
         return False
-    tensors = [a, b] if dequantize else [a, b, weight]
+    tensors = [a, b, *low_rank[::2]]
+    tensors += [] if dequantize else [weight]
     tensors += [] if bias is None else [bias]
     if any(tensor.dtype != a.dtype for tensor in tensors):
         return False
+    tensors += low_rank[1::2]
     for adapter in adapters:
         if adapter.dropout is not None:
             return False
@@ -181,7 +260,19 @@ def _can_use_nodes(a, b, weight, bias, adapters, dequantize):
     return all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
 
 
-def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None):
+def adds_low_rank(dtype, gate, up, down) -> bool:
+    """Return True if `gated_down` adds what the adapters of gate and up add in the kernels that
+    read a and b.
+
+    ``gate``, ``up``, ``down``: the adapters of each layer."""
+    if not len(gate) == len(up) == len(down) == 1:
+        return False
+    if any(adapter.bias is not None for adapter in (*gate, *up, *down)):
+        return False
+    return kernels_fit(dtype, gate[0].b, up[0].b, down[0].a)
+
+
+def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None, low_rank=()):
     """Compute the second half of a gated MLP, ``linear(act(a)·b)`` with adapters.
 
     A checkpoint with early stop does not compute the linear layer again. That needs kernels and a
@@ -197,6 +288,9 @@ def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None):
             dtype. Their gradients have that dtype.
         dequantize: a function that makes the weight in a's dtype of what is given as ``weight``, or
             None.
+        low_rank: t_g, B_g, t_u and B_u, or nothing: t_g·B_gᵀ is added to a, and t_u·B_uᵀ to b. t is
+            (M, r) for the M rows of a, in a's dtype; B is (F, r), of any floating dtype. See
+            `adds_low_rank`.
 
     Returns:
         (..., H), in a's dtype.
@@ -206,15 +300,33 @@ def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None):
 
     Sources: arXiv:2002.05202, arXiv:2106.09685.
     """
-    if not _can_use_nodes(a, b, weight, bias, adapters, dequantize):
+    if not _can_use_nodes(a, b, weight, bias, adapters, dequantize, low_rank):
+        a, b = _sums(a, b, low_rank)
         return _one_by_one(a, b, act, weight, bias, adapters, dequantize)
+    shape = a.shape[:-1]
     scalings = [float(adapter.scaling) for adapter in adapters]
-    h, *products = _GatedProduct.apply(a, b, act, scalings, *(adapter.a for adapter in adapters))
+    matrices = [adapter.a for adapter in adapters]
+    if _kernels_add(a, low_rank, matrices):
+        h, *products = _GatedProductOfSums.apply(a, b, *low_rank, *matrices, act, *scalings)
+    else:
+        a, b = _sums(a, b, low_rank)
+        h, *products = _GatedProduct.apply(a, b, act, scalings, *matrices)
     h, *products = _Save.apply(h, *products)
-    low_rank = []
+    terms = []
     for t, adapter in zip(products, adapters, strict=True):
-        low_rank += t, adapter.b, adapter.bias
-    return _OutputLayer.apply(h, weight, bias, dequantize, h.grad_fn, a.shape[:-1], *low_rank)
+        terms += t, adapter.b, adapter.bias
+    return _OutputLayer.apply(h, weight, bias, dequantize, h.grad_fn, shape, *terms)
+
+
+def _kernels_add(a, low_rank, matrices):
+    """Return True if `_GatedProductOfSums` can be used. ``matrices``: A of each adapter."""
+    if not low_rank or len(matrices) != 1 or not a.numel():
+        return False
+    rows, columns = a.numel() // a.shape[-1], a.shape[-1]
+    for t, matrix in zip(low_rank[::2], low_rank[1::2], strict=True):
+        if matrix.shape[0] != columns or t.shape != (rows, matrix.shape[1]):
+            return False  # PyTorch raises
+    return kernels_fit(a.dtype, low_rank[1], low_rank[3], matrices[0])
 
 
 def _one_by_one(a, b, act, weight, bias, adapters, dequantize):
@@ -238,15 +350,36 @@ def _with_one_adapter(gated_down):
     return fn
 
 
+def _with_low_rank(gated_down):
+    """Return ``gated_down``, or its reference, with adapters of all layers."""
+
+    def fn(a, b, t_g, b_g, t_u, b_u, weight, lora_a, lora_b, act="silu", scaling=1.0):
+        adapter = Adapter(lora_a, lora_b, scaling)
+        low_rank = t_g, b_g, t_u, b_u
+        return gated_down(a, b, act, weight, None, (adapter,), low_rank=low_rank)
+
+    return fn
+
+
 def _inputs(M, F, H, r):
     shapes = dict(weight=(H, F), lora_a=(r, F), lora_b=(H, r), bias=(H,), lora_bias=(H,))
-    inputs = glu_inputs(M, F)
+    return glu_inputs(M, F) | _random_inputs(shapes)
+
+
+def _low_rank_inputs(M, F, H, r):
+    shapes = dict(t_g=(M, r), b_g=(F, r), t_u=(M, r), b_u=(F, r))
+    shapes |= dict(weight=(H, F), lora_a=(r, F), lora_b=(H, r))
+    return glu_inputs(M, F) | _random_inputs(shapes)
+
+
+def _random_inputs(shapes):
+    inputs = {}
     for name, shape in shapes.items():
         inputs[name] = (torch.randn(shape) / shape[-1] ** 0.5).requires_grad_(name != "weight")
     return inputs
 
 
-CASES.append(
+CASES += [
     Case(
         "lora_mlp",
         fn=_with_one_adapter(gated_down),
@@ -256,5 +389,15 @@ CASES.append(
         options=(dict(), dict(act="tanh", scaling=2.5, bias=None, lora_bias=None)),
         bench=((8192, 14336, 4096, 16),),
         flops=lambda inputs: 4 * inputs["a"].numel() * inputs["weight"].shape[0],
-    )
-)
+    ),
+    Case(
+        "lora_mlp_low_rank",
+        fn=_with_low_rank(gated_down),
+        reference=_with_low_rank(gated_down_reference),
+        inputs=_low_rank_inputs,
+        shapes=((1, 16, 8, 4), (5, 112, 9, 3), (70, 48, 33, 16)),
+        options=(dict(), dict(act="tanh", scaling=2.5)),
+        bench=((8192, 14336, 4096, 16),),
+        flops=lambda inputs: 4 * inputs["a"].numel() * inputs["weight"].shape[0],
+    ),
+]

@@ -24,6 +24,7 @@ returns."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -36,6 +37,7 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
 from liger_kernel.ops.linear.fan_out import Adapter, FanOut
+from liger_kernel.ops.linear.four_bit import dequantize_4bit
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down
 from liger_kernel.patch.proof import private, purity
@@ -67,6 +69,7 @@ class LinearCall(NamedTuple):
 
     Attributes:
         dtype: that of the computation.
+        in_autocast: True if autocast made that the dtype.
         weight: (N, K), frozen; or what ``dequantize`` makes it of. None: ``base`` is called.
         bias: (N,) or None.
         dequantize: as in `FanOut.linear`.
@@ -75,6 +78,7 @@ class LinearCall(NamedTuple):
     """
 
     dtype: torch.dtype
+    in_autocast: bool
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dequantize: Callable | None = None
@@ -91,49 +95,52 @@ def could_be_lora(module) -> bool:
     return module._modules.keys() >= CHILDREN and attributes.keys() >= ATTRIBUTES
 
 
-def read_call(layer, x, width=None) -> LinearCall | None:
-    """Return what a LoRA layer computes for x at this call, or None where PEFT's code must run.
+def read_call(layer, x) -> LinearCall | None:
+    """Return what a LoRA layer computes for x at this call, or None where PEFT's code must run."""
+    kind = _read_input(x)
+    return None if kind is None else _read_layer(layer, x, kind, x.shape[-1])
 
-    ``width``: for an input of other columns than x, and else like x."""
+
+class _InputKind(NamedTuple):
+    """What `LinearCall` has of an input."""
+
+    dtype: torch.dtype
+    in_autocast: bool
+
+
+def _read_input(x) -> _InputKind | None:
+    """Return the dtype in which a linear layer computes for x, or None where PEFT's code must
+    run."""
+    if x is None or not are_plain_tensors(x) or x.dim() == 0 or not x.is_floating_point():
+        return None
+    if torch.compiler.is_compiling() or devices.in_func_transform():
+        return None
+    dtype = devices.autocast_dtype(x)
+    if dtype is None:
+        return _InputKind(x.dtype, False)
+    return None if x.dtype == torch.float64 else _InputKind(dtype, True)
+
+
+def _read_layer(layer, x, kind, in_features) -> LinearCall | None:
+    """Return what a LoRA layer computes for x, or for an input of other columns and else like x."""
     state = layer.__dict__
-    if state["_disable_adapters"] or state["merged_adapters"] or not _is_eager_tensor(x):
+    if state["_disable_adapters"] or state["merged_adapters"]:
         return None
-    dtype = compute_dtype(x)
-    if dtype is None or (width or x.shape[-1]) != state["in_features"]:
+    if state["in_features"] != in_features:
         return None
-    adapters = _active_adapters(layer, x, None if devices.in_autocast(x) else dtype)
+    adapters = _active_adapters(layer, x, kind)
     if not adapters:
         return None
     base = layer._modules["base_layer"]
-    call = _read_weight(base, x, dtype, (state["out_features"], state["in_features"]))
+    call = _read_weight(base, x, kind, (state["out_features"], in_features))
     if call is None:
-        return LinearCall(dtype, adapters=adapters, base=base)
+        return LinearCall(*kind, adapters=adapters, base=base)
     return call._replace(adapters=adapters)
 
 
-def compute_dtype(x) -> torch.dtype | None:
-    """Return the dtype in which a linear layer computes for x; None for fp64 under autocast."""
-    dtype = devices.autocast_dtype(x)
-    if dtype is None:
-        return x.dtype
-    return None if x.dtype == torch.float64 else dtype
-
-
-def _is_eager_tensor(x) -> bool:
-    return (
-        are_plain_tensors(x)
-        and x is not None
-        and x.dim() > 0
-        and x.is_floating_point()
-        and not torch.compiler.is_compiling()
-        and not devices.in_func_transform()
-    )
-
-
-def _active_adapters(layer, x, dtype) -> tuple[Adapter, ...] | None:
-    """Return the adapters that are active, or None if one of them is more than two plain matrices.
-
-    ``dtype``: that of their matrices; None: any, since autocast casts them."""
+def _active_adapters(layer, x, kind) -> tuple[Adapter, ...] | None:
+    """Return the adapters that are active, or None if one of them is more than two plain matrices,
+    or has another dtype than x outside of autocast."""
     state, modules = layer.__dict__, layer._modules
     active = state["_active_adapter"]
     adapters = []
@@ -150,12 +157,11 @@ def _active_adapters(layer, x, dtype) -> tuple[Adapter, ...] | None:
         bias = b_layer.bias
         if not are_plain_tensors(a, b, bias) or a_layer.bias is not None:
             return None
-        shapes_fit = a.shape == (len(a), state["in_features"]) and b.shape == (
-            state["out_features"],
-            len(a),
-        )
-        if not shapes_fit or a.dtype != b.dtype or (dtype is not None and a.dtype != dtype):
-            return None  # a shard; or PEFT computes in the adapters' dtype
+        in_features, out_features = state["in_features"], state["out_features"]
+        if a.shape[1:] != (in_features,) or b.shape != (out_features, a.shape[0]):
+            return None  # a shard
+        if a.dtype != b.dtype or not (kind.in_autocast or a.dtype == kind.dtype):
+            return None  # PEFT computes in the adapters' dtype
         scaling = state["scaling"][name]
         if not isinstance(scaling, (int, float)):  # a tensor, which may learn
             return None
@@ -200,21 +206,21 @@ def _drop(dropout, dtype, x):
     return dropout(x.to(dtype)).to(x.dtype)
 
 
-def _read_weight(linear, x, dtype, shape) -> LinearCall | None:
+def _read_weight(linear, x, kind, shape) -> LinearCall | None:
     """Return the call of a frozen linear layer without adapters, by its weight; None if it does
     more than multiply, or in another dtype."""
     weight = getattr(linear, "weight", None)
     bias = getattr(linear, "bias", None)
     if not isinstance(weight, torch.Tensor) or weight.requires_grad or not are_plain_tensors(bias):
         return None
-    if bias is not None and (bias.requires_grad or bias.dtype != dtype):
+    if bias is not None and (bias.requires_grad or bias.dtype != kind.dtype):
         return None
     if is_plain_linear(linear):
-        if not are_plain_tensors(weight) or weight.shape != shape or weight.dtype != dtype:
+        if not are_plain_tensors(weight) or weight.shape != shape or weight.dtype != kind.dtype:
             return None
-        return LinearCall(dtype, weight, bias)
-    dequantize = _dequantizer_4bit(linear, weight, x, dtype, shape)
-    return None if dequantize is None else LinearCall(dtype, weight, bias, dequantize)
+        return LinearCall(*kind, weight, bias)
+    dequantize = _dequantizer_4bit(linear, weight, x, kind.dtype, shape)
+    return None if dequantize is None else LinearCall(*kind, weight, bias, dequantize)
 
 
 def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
@@ -229,7 +235,7 @@ def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
     # without gradients bitsandbytes has faster kernels for a few rows
     if linear.compute_dtype != dtype or x.dtype != dtype or not torch.is_grad_enabled():
         return None
-    return functools.partial(_dequantize_4bit, quant_state=quant_state, dtype=dtype)
+    return functools.partial(_dense_weight, quant_state=quant_state, dtype=dtype)
 
 
 def _is_repacked(quant_state) -> bool:
@@ -237,11 +243,13 @@ def _is_repacked(quant_state) -> bool:
     return getattr(quant_state, "packing_format_for_cpu", False)
 
 
-def _dequantize_4bit(weight, quant_state, dtype):
+def _dense_weight(weight, quant_state, dtype):
     if _is_repacked(quant_state):
         raise RuntimeError("bitsandbytes has repacked a 4-bit weight between forward and backward")
-    bitsandbytes = sys.modules["bitsandbytes.functional"]  # it has made the weight
-    dense = bitsandbytes.dequantize_4bit(weight.detach().view(-1, 1), quant_state)
+    dense = dequantize_4bit(weight, quant_state, dtype)
+    if dense is None:
+        bitsandbytes = sys.modules["bitsandbytes.functional"]  # it has made the weight
+        dense = bitsandbytes.dequantize_4bit(weight.detach().view(-1, 1), quant_state)
     return cast_if_needed(dense, dtype)
 
 
@@ -252,8 +260,8 @@ def run_call(layer, call: LinearCall, x) -> torch.Tensor:
     """Compute a LoRA layer of x. Within an `InputGroup` it may share x with its neighbours."""
     if call.base is not None:
         y = call.base(x)  # before dropout draws its random numbers, as PEFT does
-    fan_out = _group_fan_out(layer, call, x) or _make_fan_out(x, call.dtype, call.adapters)
-    with devices.without_autocast(x):
+    with _without_autocast(x, call):
+        fan_out = _group_fan_out(layer, call, x) or _make_fan_out(x, call.dtype, call.adapters)
         if call.base is None:
             return fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
         if y.dtype == call.dtype:
@@ -262,9 +270,12 @@ def run_call(layer, call: LinearCall, x) -> torch.Tensor:
         return (y + fan_out.add_to(zeros, call.adapters)).to(y.dtype)
 
 
+def _without_autocast(x, kind):
+    return devices.without_autocast(x) if kind.in_autocast else contextlib.nullcontext()
+
+
 def _make_fan_out(x, dtype, adapters) -> FanOut:
-    with devices.without_autocast(x):
-        return FanOut(cast_if_needed(x, dtype), adapters)
+    return FanOut(cast_if_needed(x, dtype), adapters)
 
 
 _thread = threading.local()  # .group: the innermost `InputGroup` of this thread
@@ -301,7 +312,9 @@ class InputGroup:
                 each_call = call
                 if each is not layer:
                     # a hook at its own call may change what it computes
-                    each_call = None if _must_be_called(each) else read_call(each, x)
+                    kind = _InputKind(call.dtype, call.in_autocast)
+                    must_be_called = _must_be_called(each)
+                    each_call = None if must_be_called else _read_layer(each, x, kind, x.shape[-1])
                 if each_call is not None:
                     adapters += each_call.adapters
             self.x, self.modes = x, modes
@@ -336,13 +349,14 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     weight = gate._parameters.get("weight")
     if weight is not None and weight.requires_grad:
         return None
-    if not _is_eager_tensor(x) or not devices.has_kernels(x) or not torch.is_grad_enabled():
+    kind = _read_input(x)
+    if kind is None or not devices.has_kernels(x) or not torch.is_grad_enabled():
         return None
-    gate_call = _read_projection(gate, x)
-    up_call = _read_projection(up, x)
+    gate_call = _read_projection(gate, x, kind, x.shape[-1])
+    up_call = _read_projection(up, x, kind, x.shape[-1])
     if gate_call is None or up_call is None:
         return None
-    down_call = _read_projection(down, x, gate.out_features)
+    down_call = _read_projection(down, x, kind, gate.out_features)
     if _uses_compiled_autograd():
         return None
     if down_call is None or any(adapter.dropout for adapter in down_call.adapters):
@@ -350,11 +364,11 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     adapters = gate_call.adapters + up_call.adapters
     if not (x.requires_grad or adapters or down_call.adapters):
         return None
-    fan_out = _make_fan_out(x, gate_call.dtype, adapters)
     calls = gate_call, up_call
     low_rank = []
-    with devices.without_autocast(x):
-        if adds_low_rank(fan_out.x.dtype, *(call.adapters for call in (*calls, down_call))):
+    with _without_autocast(x, kind):
+        fan_out = _make_fan_out(x, kind.dtype, adapters)
+        if adds_low_rank(kind.dtype, *(call.adapters for call in (*calls, down_call))):
             for adapter in adapters:
                 low_rank += fan_out.product(adapter), adapter.b
             calls = [call._replace(adapters=()) for call in calls]
@@ -373,17 +387,16 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
         )
 
 
-def _read_projection(layer, x, width=None) -> LinearCall | None:
+def _read_projection(layer, x, kind, in_features) -> LinearCall | None:
     """Return what a projection of an MLP computes, or None if it has to be called."""
-    dtype = compute_dtype(x)
     if isinstance(replacement_of(layer), LoRALinear):
         if _must_be_called(layer):
             return None
-        call = read_call(layer, x, width)
+        call = _read_layer(layer, x, kind, in_features)
         return None if call is None or call.base is not None else call
-    if dtype is None or not is_plain_linear(layer) or layer.in_features != (width or x.shape[-1]):
+    if not is_plain_linear(layer) or layer.in_features != in_features:
         return None
-    return _read_weight(layer, x, dtype, (layer.out_features, layer.in_features))
+    return _read_weight(layer, x, kind, (layer.out_features, in_features))
 
 
 def _must_be_called(layer) -> bool:
