@@ -448,16 +448,33 @@ def saved_shapes(fn):
 
 
 def test_what_is_saved():
-    """x once for all layers, the narrow products, the matrices, and what is multiplied: these, with
-    the A as one matrix, times the scaling."""
+    """x once for all layers, the narrow products, and the matrices as they are multiplied: B, and
+    the A as one, times the scaling. Parameters are kept without hooks."""
     module = projections()
     x = randn(*LEAD, WIDTH)
     shapes = saved_shapes(lambda: our_projections(module, x))
     assert shapes.count((*LEAD, WIDTH)) == 1 and shapes.count((6, 3)) == 3
-    matrices = [tuple(p.shape) for p in module.parameters()]
+    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH)])
+
+
+def test_what_is_saved_in_16_bits():
+    module = projections().bfloat16()
+    for name, parameter in module.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    shapes = saved_shapes(lambda: our_projections(module, randn(*LEAD, WIDTH).bfloat16()))
     copies = [tuple(p.shape) for name, p in module.named_parameters() if "lora_B" in name]
-    copies.append((3 * 3, WIDTH))
-    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], *matrices, *copies])
+    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *copies])
+
+
+def test_a_changed_matrix_is_noticed():
+    module = projections()
+    for name, parameter in module.named_parameters():
+        out = sum(y.sum() for y in our_projections(module, randn(*LEAD, WIDTH)))
+        with torch.no_grad():
+            parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
 
 
 def test_an_input_that_can_be_recomputed():

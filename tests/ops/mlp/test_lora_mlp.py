@@ -263,10 +263,7 @@ def test_a_changed_weight_is_noticed(name, create_graph):
     }[name]
     with torch.no_grad():
         changed.mul_(2)
-    message = "modified by an inplace operation"  # torch's own, which knows no names
-    if not name.startswith("a "):
-        message = f"gated_down: {name} has been {message}"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), inputs["a"], create_graph=create_graph)
 
 
@@ -289,7 +286,7 @@ def test_a_quantised_weight():
     assert inputs["weight"].shape not in saved
     with torch.no_grad():
         quantised.add_(1)
-    with pytest.raises(RuntimeError, match="the weight has been modified"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 

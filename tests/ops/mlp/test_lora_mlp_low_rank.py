@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import liger_kernel.transformers as liger
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut
+from liger_kernel.ops.linear.fan_out import Adapter, frozen_layers
 from liger_kernel.ops.mlp import glu_low_rank
 from liger_kernel.ops.mlp.activation_linear import GATED_ACTIVATIONS
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down, gated_down_reference
@@ -77,12 +77,12 @@ def our_mlp(mlp, x, act="silu"):
     up, up_bias, up_adapters = read_layer(mlp.up_proj)
     down = read_layer(mlp.down_proj)
     assert adds_low_rank(x.dtype, gate_adapters, up_adapters, down[2])
-    fan_out = FanOut(x, [*gate_adapters, *up_adapters])
-    a = fan_out.linear(gate, gate_bias)
-    b = fan_out.linear(up, up_bias)
+    adapters = *gate_adapters, *up_adapters
+    layers = (gate, gate_bias, None), (up, up_bias, None)
+    (a, b), products = frozen_layers(x, layers, adapters)
     low_rank = []
-    for adapter in (*gate_adapters, *up_adapters):
-        low_rank += fan_out.product(adapter), adapter.b
+    for t, adapter in zip(products, adapters, strict=True):
+        low_rank += t, adapter.b
     out = gated_down(a, b, act, *down, low_rank=low_rank)
     assert is_of_sums(out)
     return out

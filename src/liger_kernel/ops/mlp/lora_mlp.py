@@ -45,6 +45,7 @@ from liger_kernel.core.op import (
     flatten_to_2d,
 )
 from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.core.saved import save_for_backward, saved_tensors, unchanged
 from liger_kernel.ops.linear.fan_out import (
     Adapter,
     FanOut,
@@ -96,7 +97,7 @@ class _GatedProduct(Function):
 
     @staticmethod
     def forward(ctx, a, b, act, scalings, *matrices):
-        ctx.save_for_backward(a, b, *matrices)
+        save_for_backward(ctx, a, b, *matrices)
         ctx.options = act, scalings
         h = flatten_to_2d(glu_fwd(a, b, act))
         if not matrices:
@@ -106,7 +107,7 @@ class _GatedProduct(Function):
 
     @staticmethod
     def arguments(ctx):
-        a, b, *matrices = ctx.saved_tensors
+        a, b, *matrices = saved_tensors(ctx)
         return a, b, *ctx.options, *matrices
 
     @classmethod
@@ -116,7 +117,7 @@ class _GatedProduct(Function):
 
     @staticmethod
     def backward(ctx, dh, *d_products):
-        a, b, *matrices = ctx.saved_tensors
+        a, b, *matrices = saved_tensors(ctx)
         act, scalings = ctx.options
         need_da, need_db, _, _, *needs = ctx.needs_input_grad
         over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
@@ -146,14 +147,14 @@ class _GatedProductOfSums(Function):
 
     @staticmethod
     def forward(ctx, a, b, t_g, b_g, t_u, b_u, matrix, act, scaling):
-        ctx.save_for_backward(a, b, t_g, b_g, t_u, b_u, matrix)
+        save_for_backward(ctx, a, b, t_g, b_g, t_u, b_u, matrix)
         ctx.options = act, scaling
         h = glu_low_rank_fwd(*map(flatten_rows, (a, b, t_g, b_g, t_u, b_u)), act)
         return h, h @ scaled_matrices((matrix,), (scaling,), h.dtype).t()
 
     @staticmethod
     def arguments(ctx):
-        return *ctx.saved_tensors, *ctx.options
+        return *saved_tensors(ctx), *ctx.options
 
     @classmethod
     def differentiable_backward(cls, ctx, dh, dt):
@@ -162,7 +163,7 @@ class _GatedProductOfSums(Function):
 
     @staticmethod
     def backward(ctx, dh, dt):
-        a, b, t_g, b_g, t_u, b_u, matrix = ctx.saved_tensors
+        a, b, t_g, b_g, t_u, b_u, matrix = saved_tensors(ctx)
         act, scaling = ctx.options
         need_da, need_db, *needs, _, _ = ctx.needs_input_grad
         over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
@@ -209,8 +210,7 @@ class _OutputLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, dequantize, save_node, shape, *low_rank):
         ctx.dequantize, ctx.save_node = dequantize, save_node
-        ctx.weights = weight, *low_rank[1::3]
-        ctx.versions = [w._version for w in ctx.weights]
+        ctx.held = [(tensor, tensor._version) for tensor in (weight, *low_rank[1::3])]
         out = F.linear(h, weight if dequantize is None else dequantize(weight), bias)
         out = add_low_rank(out, low_rank)
         # a view, to which autograd would not let the caller write
@@ -218,14 +218,7 @@ class _OutputLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        weight, *matrices = ctx.weights
-        for i, (tensor, version) in enumerate(zip(ctx.weights, ctx.versions, strict=True)):
-            if tensor._version != version:
-                name = "the weight" if i == 0 else f"b of adapter {i - 1}"
-                raise RuntimeError(
-                    f"gated_down: {name} has been modified by an inplace operation between "
-                    f"forward and backward: it is at version {tensor._version}, not {version}"
-                )
+        weight, *matrices = (unchanged(*held) for held in ctx.held)
         # Within a checkpoint this recomputes the layer, beside which dh should not be in memory.
         products = ctx.save_node.saved_tensors
         need_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[6:]

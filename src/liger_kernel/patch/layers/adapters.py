@@ -36,7 +36,7 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut
+from liger_kernel.ops.linear.fan_out import Adapter, FanOut, frozen_layers
 from liger_kernel.ops.linear.four_bit import dequantize_4bit
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down
@@ -367,14 +367,17 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     calls = gate_call, up_call
     low_rank = []
     with _without_autocast(x, kind):
-        fan_out = _make_fan_out(x, kind.dtype, adapters)
         if adds_low_rank(kind.dtype, *(call.adapters for call in (*calls, down_call))):
-            for adapter in adapters:
-                low_rank += fan_out.product(adapter), adapter.b
-            calls = [call._replace(adapters=()) for call in calls]
-        a, b = (
-            fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize) for call in calls
-        )
+            layers = [(call.weight, call.bias, call.dequantize) for call in calls]
+            (a, b), products = frozen_layers(cast_if_needed(x, kind.dtype), layers, adapters)
+            for t, adapter in zip(products, adapters, strict=True):
+                low_rank += t, adapter.b
+        else:
+            fan_out = _make_fan_out(x, kind.dtype, adapters)
+            a, b = (
+                fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
+                for call in calls
+            )
         return gated_down(
             a,
             b,
