@@ -4,7 +4,7 @@ Recognised are modules with the children and attributes of PEFT's LoRA layers th
 
     base_layer(x) + Σ_adapters scaling·lora_B(lora_A(dropout(x)))
 
-A class is tried once, with small layers (`prove_class`). What a layer computes at a call is read
+A class is tried once, with small layers (`prove_layer`). What a layer computes at a call is read
 anew each time, from plain attributes (`read_call`), since adapters are switched, merged, disabled
 and rescaled while a model trains. No tensor is kept from one call to the next.
 
@@ -25,23 +25,26 @@ returns."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut, frozen_layers
-from liger_kernel.ops.linear.four_bit import dequantize_4bit
+from liger_kernel.ops.linear.fan_out import FanOut, frozen_layers
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down
+from liger_kernel.patch.layers.linear_call import (
+    InputKind,
+    LinearCall,
+    read_call,
+    read_input,
+    read_layer,
+    read_weight,
+)
 from liger_kernel.patch.proof import private, purity
-from liger_kernel.patch.proof.conditions import are_plain_tensors
 from liger_kernel.patch.proof.hooks import HOOK_ATTRIBUTES, has_hooks
 from liger_kernel.patch.proof.probe import close, error_summary, isolated, noise, probe_copy
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite, replacement_of
@@ -59,198 +62,6 @@ INPUT_PROJECTIONS = {
     "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "to_q", "to_k", "to_v",
     "wq", "wk", "wv", "q_a_proj", "kv_a_proj_with_mqa",
 }  # fmt: skip
-
-
-# ---- what a layer computes at a call ----
-
-
-class LinearCall(NamedTuple):
-    """The computation of a linear layer, with or without adapters, at a call.
-
-    Attributes:
-        dtype: that of the computation.
-        in_autocast: True if autocast made that the dtype.
-        weight: (N, K), frozen; or what ``dequantize`` makes it of. None: ``base`` is called.
-        bias: (N,) or None.
-        dequantize: as in `FanOut.linear`.
-        adapters: those that are active.
-        base: the base layer, or None if ``weight`` is used.
-    """
-
-    dtype: torch.dtype
-    in_autocast: bool
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    dequantize: Callable | None = None
-    adapters: tuple[Adapter, ...] = ()
-    base: torch.nn.Module | None = None
-
-
-def could_be_lora(module) -> bool:
-    """Return True if the module has the children and attributes of PEFT's LoRA layers. Wrappers of
-    single parameters have them, too, but are no layers."""
-    attributes = module.__dict__
-    if "lora_A" not in module._modules or "parameter_name" in attributes:
-        return False
-    return module._modules.keys() >= CHILDREN and attributes.keys() >= ATTRIBUTES
-
-
-def read_call(layer, x) -> LinearCall | None:
-    """Return what a LoRA layer computes for x at this call, or None where PEFT's code must run."""
-    kind = _read_input(x)
-    return None if kind is None else _read_layer(layer, x, kind, x.shape[-1])
-
-
-class _InputKind(NamedTuple):
-    """What `LinearCall` has of an input."""
-
-    dtype: torch.dtype
-    in_autocast: bool
-
-
-def _read_input(x) -> _InputKind | None:
-    """Return the dtype in which a linear layer computes for x, or None where PEFT's code must
-    run."""
-    if x is None or not are_plain_tensors(x) or x.dim() == 0 or not x.is_floating_point():
-        return None
-    if torch.compiler.is_compiling() or devices.in_func_transform():
-        return None
-    dtype = devices.autocast_dtype(x)
-    if dtype is None:
-        return _InputKind(x.dtype, False)
-    return None if x.dtype == torch.float64 else _InputKind(dtype, True)
-
-
-def _read_layer(layer, x, kind, in_features) -> LinearCall | None:
-    """Return what a LoRA layer computes for x, or for an input of other columns and else like x."""
-    state = layer.__dict__
-    if state["_disable_adapters"] or state["merged_adapters"]:
-        return None
-    if state["in_features"] != in_features:
-        return None
-    adapters = _active_adapters(layer, x, kind)
-    if not adapters:
-        return None
-    base = layer._modules["base_layer"]
-    call = _read_weight(base, x, kind, (state["out_features"], in_features))
-    if call is None:
-        return LinearCall(*kind, adapters=adapters, base=base)
-    return call._replace(adapters=adapters)
-
-
-def _active_adapters(layer, x, kind) -> tuple[Adapter, ...] | None:
-    """Return the adapters that are active, or None if one of them is more than two plain matrices,
-    or has another dtype than x outside of autocast."""
-    state, modules = layer.__dict__, layer._modules
-    active = state["_active_adapter"]
-    adapters = []
-    for name in (active,) if isinstance(active, str) else active:
-        a_layer = modules["lora_A"]._modules.get(name)
-        if a_layer is None:  # the adapter is not in this layer
-            continue
-        b_layer = modules["lora_B"]._modules.get(name)
-        if name in state["lora_variant"] or b_layer is None:
-            return None
-        if not is_plain_linear(a_layer) or not is_plain_linear(b_layer):
-            return None  # a unit of FSDP, of tensor parallelism, with hooks
-        a, b = a_layer.weight, b_layer.weight
-        bias = b_layer.bias
-        if not are_plain_tensors(a, b, bias) or a_layer.bias is not None:
-            return None
-        in_features, out_features = state["in_features"], state["out_features"]
-        if a.shape[1:] != (in_features,) or b.shape != (out_features, a.shape[0]):
-            return None  # a shard
-        if a.dtype != b.dtype or not (kind.in_autocast or a.dtype == kind.dtype):
-            return None  # PEFT computes in the adapters' dtype
-        scaling = state["scaling"][name]
-        if not isinstance(scaling, (int, float)):  # a tensor, which may learn
-            return None
-        dropout = modules["lora_dropout"]._modules.get(name)
-        if getattr(dropout, "inplace", False):
-            return None
-        if bias is not None:
-            bias = bias * scaling
-        if _changes_nothing(dropout):
-            dropout = None
-        else:
-            dropped_dtype = a.dtype if _casts_input(layer) else x.dtype
-            dropout = functools.partial(_drop, dropout, dropped_dtype)
-        adapters.append(Adapter(a, b, float(scaling), bias, dropout))
-    return tuple(adapters)
-
-
-def _changes_nothing(dropout) -> bool:
-    """Return True if the layer of dropout need not be called."""
-    if dropout is None:
-        return True
-    if has_hooks(dropout) or "forward" in dropout.__dict__:
-        return False
-    if type(dropout) is torch.nn.Dropout:
-        return not dropout.training or dropout.p == 0
-    return type(dropout) is torch.nn.Identity
-
-
-def _casts_input(layer) -> bool:
-    """Return True if PEFT casts the input to the adapters' dtype before dropout.
-
-    Some of its classes ask whether autocast is on, of CUDA wherever the input is."""
-    if not layer.__dict__.get("cast_input_dtype_enabled", True):
-        return False
-    forward = private.original_class(type(layer)).forward
-    asks = "is_autocast_enabled" in forward.__code__.co_names
-    return not (asks and torch.is_autocast_enabled())
-
-
-def _drop(dropout, dtype, x):
-    """Drop entries of x in this dtype: it decides on a GPU which of them are dropped."""
-    return dropout(x.to(dtype)).to(x.dtype)
-
-
-def _read_weight(linear, x, kind, shape) -> LinearCall | None:
-    """Return the call of a frozen linear layer without adapters, by its weight; None if it does
-    more than multiply, or in another dtype."""
-    weight = getattr(linear, "weight", None)
-    bias = getattr(linear, "bias", None)
-    if not isinstance(weight, torch.Tensor) or weight.requires_grad or not are_plain_tensors(bias):
-        return None
-    if bias is not None and (bias.requires_grad or bias.dtype != kind.dtype):
-        return None
-    if is_plain_linear(linear):
-        if not are_plain_tensors(weight) or weight.shape != shape or weight.dtype != kind.dtype:
-            return None
-        return LinearCall(*kind, weight, bias)
-    dequantize = _dequantizer_4bit(linear, weight, x, kind.dtype, shape)
-    return None if dequantize is None else LinearCall(*kind, weight, bias, dequantize)
-
-
-def _dequantizer_4bit(linear, weight, x, dtype, shape) -> Callable | None:
-    """Return a function that makes the dense weight of bitsandbytes' `Linear4bit`, or None."""
-    if type(weight).__name__ != "Params4bit" or has_hooks(linear) or "forward" in linear.__dict__:
-        return None
-    if not type(linear).forward.__module__.startswith("bitsandbytes."):
-        return None
-    quant_state = getattr(weight, "quant_state", None) or getattr(linear, "quant_state", None)
-    if quant_state is None or tuple(quant_state.shape) != shape or _is_repacked(quant_state):
-        return None
-    # without gradients bitsandbytes has faster kernels for a few rows
-    if linear.compute_dtype != dtype or x.dtype != dtype or not torch.is_grad_enabled():
-        return None
-    return functools.partial(_dense_weight, quant_state=quant_state, dtype=dtype)
-
-
-def _is_repacked(quant_state) -> bool:
-    """Return True if an evaluation on a CPU has laid the weight out anew, for inference alone."""
-    return getattr(quant_state, "packing_format_for_cpu", False)
-
-
-def _dense_weight(weight, quant_state, dtype):
-    if _is_repacked(quant_state):
-        raise RuntimeError("bitsandbytes has repacked a 4-bit weight between forward and backward")
-    dense = dequantize_4bit(weight, quant_state, dtype)
-    if dense is None:
-        bitsandbytes = sys.modules["bitsandbytes.functional"]  # it has made the weight
-        dense = bitsandbytes.dequantize_4bit(weight.detach().view(-1, 1), quant_state)
-    return cast_if_needed(dense, dtype)
 
 
 # ---- running it ----
@@ -312,9 +123,9 @@ class InputGroup:
                 each_call = call
                 if each is not layer:
                     # a hook at its own call may change what it computes
-                    kind = _InputKind(call.dtype, call.in_autocast)
+                    kind = InputKind(call.dtype, call.in_autocast)
                     must_be_called = _must_be_called(each)
-                    each_call = None if must_be_called else _read_layer(each, x, kind, x.shape[-1])
+                    each_call = None if must_be_called else read_layer(each, x, kind, x.shape[-1])
                 if each_call is not None:
                     adapters += each_call.adapters
             self.x, self.modes = x, modes
@@ -349,7 +160,7 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     weight = gate._parameters.get("weight")
     if weight is not None and weight.requires_grad:
         return None
-    kind = _read_input(x)
+    kind = read_input(x)
     if kind is None or not devices.has_kernels(x) or not torch.is_grad_enabled():
         return None
     gate_call = _read_projection(gate, x, kind, x.shape[-1])
@@ -395,11 +206,11 @@ def _read_projection(layer, x, kind, in_features) -> LinearCall | None:
     if isinstance(replacement_of(layer), LoRALinear):
         if _must_be_called(layer):
             return None
-        call = _read_layer(layer, x, kind, in_features)
+        call = read_layer(layer, x, kind, in_features)
         return None if call is None or call.base is not None else call
     if not is_plain_linear(layer) or layer.in_features != in_features:
         return None
-    return _read_weight(layer, x, kind, (layer.out_features, in_features))
+    return read_weight(layer, x, kind, (layer.out_features, in_features))
 
 
 def _must_be_called(layer) -> bool:
@@ -419,6 +230,15 @@ def _uses_compiled_autograd() -> bool:
 
 
 # ---- recognising it ----
+
+
+def could_be_lora(module) -> bool:
+    """Return True if the module has the children and attributes of PEFT's LoRA layers. Wrappers of
+    single parameters have them, too, but are no layers."""
+    attributes = module.__dict__
+    if "lora_A" not in module._modules or "parameter_name" in attributes:
+        return False
+    return module._modules.keys() >= CHILDREN and attributes.keys() >= ATTRIBUTES
 
 
 @dataclass(frozen=True)
