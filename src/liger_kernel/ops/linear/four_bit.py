@@ -62,6 +62,9 @@ def _dequantize(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
+# Measured on an H200, 2026-11-25, nf4, nested, 14336x4096 to bf16: 43 µs, as with 2 warps and 128
+# rows, or 8 and 512; 75 µs with a row for each thread; bitsandbytes takes 78. The host takes 18 µs
+# for a call, and 58 for bitsandbytes'.
 ROWS = 256  # of a program
 ROW_BYTES = 16  # the most that a thread stores at once
 NUM_WARPS = 4
