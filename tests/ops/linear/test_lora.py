@@ -469,7 +469,7 @@ def test_what_is_saved_in_16_bits():
 
 def test_a_changed_matrix_is_noticed():
     module = projections()
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         out = sum(y.sum() for y in our_projections(module, randn(*LEAD, WIDTH)))
         with torch.no_grad():
             parameter.mul_(2)
