@@ -20,6 +20,7 @@ from . import machine, models, runs, text
 from .runs import CONTESTANTS
 
 ACCUMULATED = 4  # micro-batches of the last step
+LEARNING_RATE = 2e-5  # at 1e-4 an 8B with random weights diverges, and losses say nothing
 
 
 class Marks:
@@ -46,7 +47,7 @@ class Marks:
         return [start.elapsed_time(end) for start, end in pairs]
 
 
-def stepping(model, forward, lr: float = 1e-4):
+def stepping(model, forward, lr: float = LEARNING_RATE):
     """Return a function that trains ``model`` by one step, calling ``forward`` on each batch, and
     returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
@@ -74,7 +75,9 @@ def clocked(step, data: torch.Tensor) -> tuple[list[float], list[float]]:
     return torch.stack(losses).tolist(), gaps
 
 
-def steps(model, forward, data: torch.Tensor, lr: float = 1e-4) -> tuple[list[float], list[float]]:
+def steps(
+    model, forward, data: torch.Tensor, lr: float = LEARNING_RATE
+) -> tuple[list[float], list[float]]:
     """Train ``model`` from the start. Returns losses, and milliseconds of each step."""
     return clocked(stepping(model, forward, lr), data)
 
