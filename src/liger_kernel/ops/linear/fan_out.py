@@ -165,7 +165,7 @@ def add_adapters_reference(y, x, adapters):
     """Return y plus what the adapters add, by PyTorch's own operations."""
     for adapter in adapters:
         dropped = x if adapter.dropout is None else adapter.dropout(x)
-        t = F.linear(dropped, cast_if_needed(adapter.a, x.dtype)) * adapter.scaling
+        t = F.linear(dropped, scaled_matrix(adapter.a, adapter.scaling, x.dtype))
         bias = None if adapter.bias is None else cast_if_needed(adapter.bias, x.dtype)
         y = y + F.linear(t, cast_if_needed(adapter.b, x.dtype), bias)
     return y
@@ -370,12 +370,18 @@ class _AddLowRank(torch.autograd.Function):
 # ---- products with the narrow matrices ----
 
 
+def scaled_matrix(a, scaling, dtype):
+    """Return ``scaling·A`` in the dtype of x, so that autograd differentiates it."""
+    if a.dtype.itemsize < dtype.itemsize:
+        a = a.to(dtype)
+    return cast_if_needed(a * scaling, dtype)
+
+
 def scaled_matrices(matrices, scalings, dtype):
     """Return the ``scaling·A`` of several adapters as one matrix, in the dtype of x."""
     if torch.is_grad_enabled():  # create_graph=True
-        return torch.cat(
-            [cast_if_needed(a * s, dtype) for a, s in zip(matrices, scalings, strict=True)]
-        )
+        pairs = zip(matrices, scalings, strict=True)
+        return torch.cat([scaled_matrix(a, s, dtype) for a, s in pairs])
     if len(matrices) == 1 and scalings[0] == 1:
         return cast_if_needed(matrices[0], dtype)
     ranks = [a.shape[0] for a in matrices]

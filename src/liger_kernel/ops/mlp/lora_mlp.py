@@ -54,6 +54,7 @@ from liger_kernel.ops.linear.fan_out import (
     low_rank_gradients,
     matrix_gradients,
     scaled_matrices,
+    scaled_matrix,
 )
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
@@ -92,8 +93,8 @@ class _GatedProduct(Function):
     @staticmethod
     def reference(a, b, act, scalings, *matrices):
         h = flatten_to_2d(_glu_reference(a, b, act))
-        products = [F.linear(h, cast_if_needed(matrix, h.dtype)) for matrix in matrices]
-        return h, *(t * scaling for t, scaling in zip(products, scalings, strict=True))
+        pairs = zip(matrices, scalings, strict=True)
+        return h, *(F.linear(h, scaled_matrix(a, s, h.dtype)) for a, s in pairs)
 
     @staticmethod
     def forward(ctx, a, b, act, scalings, *matrices):
