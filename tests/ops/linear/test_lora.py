@@ -448,13 +448,19 @@ def saved_shapes(fn):
 
 
 def test_what_is_saved():
-    """x once for all layers, the narrow products, and the matrices as they are multiplied: B, and
-    the A as one, times the scaling. Parameters are kept without hooks."""
+    """x once for all layers, the narrow products, the frozen weights, and the matrices as they are
+    multiplied: B, and the A as one, times the scaling. Those that learn are kept without hooks."""
     module = projections()
     x = randn(*LEAD, WIDTH)
     shapes = saved_shapes(lambda: our_projections(module, x))
     assert shapes.count((*LEAD, WIDTH)) == 1 and shapes.count((6, 3)) == 3
-    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH)])
+    assert sorted(shapes) == sorted(
+        [(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *frozen_shapes(module)]
+    )
+
+
+def frozen_shapes(module):
+    return [tuple(p.shape) for p in module.parameters() if not p.requires_grad]
 
 
 def test_what_is_saved_in_16_bits():
@@ -464,7 +470,9 @@ def test_what_is_saved_in_16_bits():
             parameter.data = parameter.data.float()
     shapes = saved_shapes(lambda: our_projections(module, randn(*LEAD, WIDTH).bfloat16()))
     copies = [tuple(p.shape) for name, p in module.named_parameters() if "lora_B" in name]
-    assert sorted(shapes) == sorted([(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *copies])
+    assert sorted(shapes) == sorted(
+        [(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *copies, *frozen_shapes(module)]
+    )
 
 
 def test_a_changed_matrix_is_noticed():
@@ -505,6 +513,40 @@ def test_a_checkpoint_that_keeps_products():
 
     results, expected = (run_layers(fn, module, x) for fn in (selective, module))
     assert_close(results.values(), expected.values(), bound=1e-11)
+
+
+def test_a_checkpoint_that_keeps_scaled_matrices():
+    """An operation whose result is kept does not run again, nor write what it wrote."""
+    module = projections(lora_alpha=5)
+    x = randn(*LEAD, WIDTH)
+
+    def selective(x):
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts,
+            [torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar, torch.ops.aten.mul.out],
+        )
+        run = functools.partial(our_projections, module)
+        return checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+    results, expected = (run_layers(fn, module, x) for fn in (selective, module))
+    assert_close(results.values(), expected.values())
+
+
+@pytest.mark.parametrize("scaling", [0.125, 1000.0])
+def test_scalings_in_fp16(scaling):
+    """A scaled A may be too small for fp16, its gradient before the scaling too large."""
+    x = randn(64, 1024, dtype=torch.float16)
+    weight = torch.zeros(16, 1024, device=DEVICE, dtype=torch.float16)
+    a, b = (randn(*shape) / 32 for shape in ((8, 1024), (16, 8)))
+    grads = []
+    for dtype in (torch.float16, F64):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, a, b)]
+        y = liger_lora_linear(leaves[0], weight.to(dtype), *leaves[1:], scaling=scaling)
+        dy = torch.full_like(y, 1 / scaling)
+        grads.append([grad.double() for grad in torch.autograd.grad(y, leaves, dy)])
+    for grad, expected in zip(*grads, strict=True):
+        # each of three products of the chain is rounded to 11 bits
+        assert (grad - expected).norm() <= 3 * 2**-11 * expected.norm()
 
 
 @pytest.mark.parametrize("fused", [False, True])

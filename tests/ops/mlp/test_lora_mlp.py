@@ -280,10 +280,11 @@ def test_a_quantised_weight():
     expected = output_and_gradients(gated_down, inputs | dict(weight=dequantize(quantised)))
     options = dict(weight=quantised, dequantize=dequantize)
     calls.clear()
-    saved, out = saved_tensors(inputs | options)
+    saved, _ = saved_tensors(inputs | options)
     assert same(output_and_gradients(gated_down, inputs | options), expected)
     assert len(calls) == 3 and all(weight is quantised for weight in calls)
-    assert inputs["weight"].shape not in saved
+    assert len(saved) == 6  # a, b, A, the quantised weight, t and B
+    out = gated_down(**inputs | options)
     with torch.no_grad():
         quantised.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -308,11 +309,13 @@ def saved_tensors(inputs):
 
 @pytest.mark.parametrize("ranks", [(3,), (1, 5), ()], ids=str)
 def test_what_is_saved(ranks):
-    """a, b, A and t; not h, nor a weight or a copy of one."""
+    """a, b, A, the weight, t and B; not h, nor a copy of a weight."""
     inputs = make_inputs(ranks=ranks)
     expected = 2 * [(*LEAD, INTERMEDIATE_SIZE)]
     expected += [(rank, INTERMEDIATE_SIZE) for rank in ranks]
-    expected += [(6, rank) for rank in ranks] or [(0,)]
+    expected += [(HIDDEN_SIZE, INTERMEDIATE_SIZE)]
+    expected += [(6, rank) for rank in ranks]
+    expected += [(HIDDEN_SIZE, rank) for rank in ranks]
     assert saved_tensors(inputs)[0] == expected
 
 

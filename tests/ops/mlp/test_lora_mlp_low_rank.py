@@ -361,7 +361,7 @@ def test_a_changed_weight_is_noticed(name, create_graph):
 
 
 def test_what_is_saved():
-    """a0, b0, the narrow matrices and products; each is unpacked once."""
+    """a0, b0, the narrow matrices and products, and the weight; each is unpacked once."""
     inputs = make_inputs()
     expected = output_and_gradients(gated_down, inputs)
     shapes, unpacked = [], []
@@ -385,11 +385,13 @@ def test_what_is_saved():
         (6, 16),
         (COLUMNS, 16),
         (5, COLUMNS),
+        (HIDDEN_SIZE, COLUMNS),
         (6, 5),
+        (HIDDEN_SIZE, 5),
     ]
     grads = torch.autograd.grad(out, [inputs[name] for name in NAMES], grad_output(out))
     assert same(grads, expected[1:])
-    assert sorted(unpacked) == list(range(8))
+    assert sorted(unpacked) == list(range(10))
 
 
 def test_without_kernels(reference_only):

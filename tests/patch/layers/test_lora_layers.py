@@ -620,6 +620,16 @@ def test_a_class_derived_from_a_patched_one(kernels, monkeypatch):
     assert_same_step(step(patched), step(reference))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_made_in_inference_mode(mode):
+    """Its parameters have no version."""
+    with torch.inference_mode():
+        reference, patched = model_pair("llama", with_lora(), num_hidden_layers=1)
+    with mode():
+        logits, expected = (model.eval()(**tiny.batch()).logits for model in (patched, reference))
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("casts", [True, False])
 def test_what_dropout_gets(casts):
     """On a GPU the dtype decides which entries are dropped."""

@@ -161,11 +161,18 @@ def linear_reference(x, weight, bias=None, adapters=()):
     return add_adapters_reference(F.linear(x, weight, bias), x, adapters)
 
 
+def low_rank_product_reference(x, a, scaling):
+    """Return ``t = x·(scaling·A)ᵀ`` by PyTorch's own operations."""
+    (inside,), (outside,) = _split_scalings((scaling,), x.dtype)
+    t = F.linear(x, _scaled_matrix(a, inside, x.dtype))
+    return t if outside == 1 else t * outside
+
+
 def add_adapters_reference(y, x, adapters):
     """Return y plus what the adapters add, by PyTorch's own operations."""
     for adapter in adapters:
         dropped = x if adapter.dropout is None else adapter.dropout(x)
-        t = F.linear(dropped, scaled_matrix(adapter.a, adapter.scaling, x.dtype))
+        t = low_rank_product_reference(dropped, adapter.a, adapter.scaling)
         bias = None if adapter.bias is None else cast_if_needed(adapter.bias, x.dtype)
         y = y + F.linear(t, cast_if_needed(adapter.b, x.dtype), bias)
     return y
@@ -264,12 +271,9 @@ def _multiply_by_matrices(ctx, x, recompute, scalings, matrices, *others):
     if not matrices:
         save_for_backward(ctx, *others)
         return []
-    stacked = scaled_matrices(matrices, scalings, x.dtype)
+    stacked, products = low_rank_products(flatten_to_2d(x), matrices, scalings)
     save_for_backward(ctx, *inputs, stacked, *matrices, *others)
-    products = flatten_to_2d(x) @ stacked.t()
-    if len(matrices) == 1:
-        return [products]
-    return products.split_with_sizes([a.shape[0] for a in matrices], dim=1)
+    return products
 
 
 def _gradients_of_multiplying(ctx, saved, total, d_products):
@@ -284,9 +288,7 @@ def _gradients_of_multiplying(ctx, saved, total, d_products):
     scalings = [ctx.scalings[i] for i in used]
     need_x, _, _, _, *need_matrices = ctx.needs_input_grad
     with devices.without_autocast(d_products[used[0]]):
-        u = d_products[used[0]]
-        if len(used) > 1:
-            u = torch.cat([d_products[i] for i in used], dim=1)
+        u, scalings = stack_gradients([d_products[i] for i in used], scalings)
         if need_x:
             if torch.is_grad_enabled() or len(used) < len(d_products):
                 stacked = scaled_matrices(matrices, scalings, u.dtype)
@@ -370,7 +372,33 @@ class _AddLowRank(torch.autograd.Function):
 # ---- products with the narrow matrices ----
 
 
-def scaled_matrix(a, scaling, dtype):
+def _split_scalings(scalings, dtype):
+    """Return what is multiplied with A, and what with t.
+
+    It is A, which is smaller. In fp16 a scaled A may be too small for the dtype."""
+    ones = [1.0] * len(scalings)
+    return (ones, scalings) if dtype == torch.float16 else (scalings, ones)
+
+
+def low_rank_products(x, matrices, scalings):
+    """Return the matrix by which x (M, K) is multiplied, the A of all adapters, and the products
+    ``t = x·(scaling·A)ᵀ``."""
+    inside, outside = _split_scalings(scalings, x.dtype)
+    stacked = scaled_matrices(matrices, inside, x.dtype)
+    products = [x @ stacked.t()]
+    if len(matrices) > 1:
+        products = products[0].split_with_sizes([a.shape[0] for a in matrices], dim=1)
+    return stacked, [t if s == 1 else t * s for t, s in zip(products, outside, strict=True)]
+
+
+def stack_gradients(d_products, scalings):
+    """Return the gradients of the products as one matrix, and the scalings that A still needs."""
+    inside, outside = _split_scalings(scalings, d_products[0].dtype)
+    grads = [dt if s == 1 else dt * s for dt, s in zip(d_products, outside, strict=True)]
+    return torch.cat(grads, dim=1) if len(grads) > 1 else grads[0], inside
+
+
+def _scaled_matrix(a, scaling, dtype):
     """Return ``scaling·A`` in the dtype of x, so that autograd differentiates it."""
     if a.dtype.itemsize < dtype.itemsize:
         a = a.to(dtype)
@@ -379,9 +407,10 @@ def scaled_matrix(a, scaling, dtype):
 
 def scaled_matrices(matrices, scalings, dtype):
     """Return the ``scaling·A`` of several adapters as one matrix, in the dtype of x."""
-    if torch.is_grad_enabled():  # create_graph=True
+    # with create_graph=True; or where an operation may return what it returned before
+    if torch.is_grad_enabled() or devices.in_selective_checkpoint():
         pairs = zip(matrices, scalings, strict=True)
-        return torch.cat([scaled_matrix(a, s, dtype) for a, s in pairs])
+        return torch.cat([_scaled_matrix(a, s, dtype) for a, s in pairs])
     if len(matrices) == 1 and scalings[0] == 1:
         return cast_if_needed(matrices[0], dtype)
     ranks = [a.shape[0] for a in matrices]

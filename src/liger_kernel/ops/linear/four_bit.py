@@ -99,18 +99,18 @@ def dequantize_4bit(weight, quant_state, dtype) -> torch.Tensor | None:
                 return None
         tensors = weight, absmax, code, code2, absmax2, offset
         key = (
-            quant_state.shape,
+            tuple(quant_state.shape),
             dtype,
             quant_state.dtype,
             quant_state.quant_type,
             quant_state.blocksize,
             blocksize2,
             dtype2,
-            *[None if t is None else (t.dtype, t.numel(), t.get_device()) for t in tensors],
+            *[_describe(t) for t in tensors],
         )
         prepared = _launches.get(key) or _launches.store(key, _prepare(weight, *key))
         output_dtype, launch = prepared
-        if launch is None or not (weight.is_contiguous() and absmax.is_contiguous()):
+        if launch is None:
             return None
         if weight.dtype is not torch.uint8:
             weight = weight.view(torch.uint8)
@@ -122,6 +122,13 @@ def dequantize_4bit(weight, quant_state, dtype) -> torch.Tensor | None:
 _launches = LaunchCache()
 
 
+def _describe(tensor):
+    """Return (dtype, number of entries, device) of a contiguous tensor, and None of another."""
+    if tensor is None or not tensor.is_contiguous():
+        return None
+    return tensor.dtype, tensor.numel(), tensor.get_device()
+
+
 def _prepare(weight, shape, dtype, output_dtype, quant_type, blocksize, blocksize2, dtype2, *sizes):
     """Return the dtype of what the kernel writes, and the launch, or None in its place.
 
@@ -129,13 +136,15 @@ def _prepare(weight, shape, dtype, output_dtype, quant_type, blocksize, blocksiz
     if output_dtype == torch.float32:
         output_dtype = dtype
     N = math.prod(shape)
+    if output_dtype not in DTYPES:
+        return output_dtype, None
     columns = ROW_BYTES // output_dtype.itemsize
     is_known = (
         N > 0
-        and output_dtype in DTYPES
         and quant_type in ("nf4", "fp4")
         and dtype2 in (None, torch.float32)
         and blocksize % columns == 0
+        and sizes[0] is not None
         and weight.nbytes == cdiv(N, 2)
         and list(sizes[1:]) == _sizes(N, blocksize, blocksize2, weight.get_device())
     )

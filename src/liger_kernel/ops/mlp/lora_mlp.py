@@ -20,11 +20,11 @@ is only handed over when its forward has run. Hence three nodes, of which that w
 saves nothing:
 
     _GatedProduct    a, b, A -> h, t       saves a, b and A; for sums _GatedProductOfSums
-    _Save            h, t -> h, t          saves t
-    _OutputLayer     h, t -> out           refers to W and B; gets t from _Save
+    _Save            h, t -> h, t          saves t, W and B
+    _OutputLayer     h, t -> out           gets them from _Save
 
-t is saved by a node of its own, because a checkpoint lets each node read what it saved only once,
-and _GatedProduct does so itself.
+They are saved by a node of its own, because a checkpoint lets each node read what it saved only
+once, and _GatedProduct does so itself.
 
 Sources: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; Hu et al., LoRA,
 arXiv:2106.09685.
@@ -45,16 +45,18 @@ from liger_kernel.core.op import (
     flatten_to_2d,
 )
 from liger_kernel.core.overwrite import may_overwrite
-from liger_kernel.core.saved import save_for_backward, saved_tensors, unchanged
+from liger_kernel.core.saved import save_for_backward, saved_tensors
 from liger_kernel.ops.linear.fan_out import (
     Adapter,
     FanOut,
     add_low_rank,
     linear_reference,
     low_rank_gradients,
+    low_rank_product_reference,
+    low_rank_products,
     matrix_gradients,
     scaled_matrices,
-    scaled_matrix,
+    stack_gradients,
 )
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
@@ -94,7 +96,7 @@ class _GatedProduct(Function):
     def reference(a, b, act, scalings, *matrices):
         h = flatten_to_2d(_glu_reference(a, b, act))
         pairs = zip(matrices, scalings, strict=True)
-        return h, *(F.linear(h, scaled_matrix(a, s, h.dtype)) for a, s in pairs)
+        return h, *(low_rank_product_reference(h, a, s) for a, s in pairs)
 
     @staticmethod
     def forward(ctx, a, b, act, scalings, *matrices):
@@ -103,8 +105,8 @@ class _GatedProduct(Function):
         h = flatten_to_2d(glu_fwd(a, b, act))
         if not matrices:
             return (h,)
-        products = h @ scaled_matrices(matrices, scalings, h.dtype).t()
-        return h, *products.split_with_sizes([matrix.shape[0] for matrix in matrices], dim=1)
+        _, products = low_rank_products(h, matrices, scalings)
+        return h, *products
 
     @staticmethod
     def arguments(ctx):
@@ -125,7 +127,7 @@ class _GatedProduct(Function):
         over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         with devices.without_autocast(dh):
             if matrices:
-                u = torch.cat(d_products, dim=1) if len(matrices) > 1 else d_products[0]
+                u, scalings = stack_gradients(d_products, scalings)
                 # `_OutputLayer` made dh for this node
                 dh.addmm_(u, scaled_matrices(matrices, scalings, dh.dtype))
             h = dh if any(needs) else None
@@ -151,7 +153,8 @@ class _GatedProductOfSums(Function):
         save_for_backward(ctx, a, b, t_g, b_g, t_u, b_u, matrix)
         ctx.options = act, scaling
         h = glu_low_rank_fwd(*map(flatten_rows, (a, b, t_g, b_g, t_u, b_u)), act)
-        return h, h @ scaled_matrices((matrix,), (scaling,), h.dtype).t()
+        _, products = low_rank_products(h, (matrix,), (scaling,))
+        return h, *products
 
     @staticmethod
     def arguments(ctx):
@@ -189,17 +192,16 @@ class _GatedProductOfSums(Function):
 
 
 class _Save(torch.autograd.Function):
-    """h and the products t. Saves t, for `_OutputLayer`."""
+    """h and the products t. Saves t for `_OutputLayer`, and its weight and B."""
 
     @staticmethod
-    def forward(ctx, h, *products):
-        # without adapters an empty tensor: `_OutputLayer` starts a checkpoint's recomputation by it
-        ctx.save_for_backward(*(products or (h.new_empty(0),)))
+    def forward(ctx, h, weight, matrices, *products):
+        save_for_backward(ctx, weight, *products, *matrices)
         return tuple(tensor.view_as(tensor) for tensor in (h, *products))
 
     @staticmethod
-    def backward(ctx, *grads):
-        return grads
+    def backward(ctx, dh, *d_products):
+        return dh, None, None, *d_products
 
 
 class _OutputLayer(torch.autograd.Function):
@@ -211,7 +213,6 @@ class _OutputLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, dequantize, save_node, shape, *low_rank):
         ctx.dequantize, ctx.save_node = dequantize, save_node
-        ctx.held = [(tensor, tensor._version) for tensor in (weight, *low_rank[1::3])]
         out = F.linear(h, weight if dequantize is None else dequantize(weight), bias)
         out = add_low_rank(out, low_rank)
         # a view, to which autograd would not let the caller write
@@ -219,14 +220,14 @@ class _OutputLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        weight, *matrices = (unchanged(*held) for held in ctx.held)
         # Within a checkpoint this recomputes the layer, beside which dh should not be in memory.
-        products = ctx.save_node.saved_tensors
+        weight, *saved = saved_tensors(ctx.save_node)
+        products, matrices = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         need_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
             dh = dout @ (weight if ctx.dequantize is None else ctx.dequantize(weight))
-            pairs = [tensor for pair in zip(products, matrices, strict=False) for tensor in pair]
+            pairs = [tensor for pair in zip(products, matrices, strict=True) for tensor in pair]
             d_bias = dout.sum(0) if need_bias else None
             d_low_rank = low_rank_gradients(dout, pairs, needs)
         return dh, None, d_bias, None, None, None, *d_low_rank
@@ -305,7 +306,7 @@ def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None, low_r
     else:
         a, b = _sums(a, b, low_rank)
         h, *products = _GatedProduct.apply(a, b, act, scalings, *matrices)
-    h, *products = _Save.apply(h, *products)
+    h, *products = _Save.apply(h, weight, [adapter.b for adapter in adapters], *products)
     terms = []
     for t, adapter in zip(products, adapters, strict=True):
         terms += t, adapter.b, adapter.bias
