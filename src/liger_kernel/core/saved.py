@@ -1,10 +1,9 @@
-"""What an autograd Function keeps for backward, where parameters that learn need not pass through
-hooks.
+"""Saving tensors for backward, trainable parameters without saved-tensor hooks.
 
 A checkpoint has hooks on every saved tensor, which run twice in forward and once in backward, and
-take the host longer than many a small kernel. A parameter that learns is held by its own node of
-the graph, so that a reference to it costs no memory, and nobody can put another tensor in its
-place. Neither is true of a frozen one, which may be brought to the device for a call.
+take the host longer than many a small kernel. A trainable parameter is held by its own node of the
+graph, so that a reference to it costs no memory, and nobody can put another tensor in its place.
+Neither is true of a frozen one, which may be brought to the device for a call.
 """
 
 from __future__ import annotations
@@ -13,37 +12,40 @@ import torch
 
 
 def save_for_backward(ctx, *tensors) -> None:
-    """Save tensors for `saved_tensors`. Parameters that learn do not pass through hooks."""
+    """Save tensors for `saved_tensors`. Trainable parameters do not pass through hooks."""
     # autograd does not compare versions of what hooks have packed
-    compares = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    others = []
-    held = []
+    compare_versions = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    # for each tensor: a parameter and its version; None if autograd saves it
+    ctx.parameters = []
+    saved_by_autograd = []
     for tensor in tensors:
-        if _learns(tensor):
-            held.append((tensor, tensor._version if compares else None))
+        if _is_trainable_parameter(tensor):
+            ctx.parameters.append((tensor, tensor._version if compare_versions else None))
         else:
-            held.append(None)
-            others.append(tensor)
-    ctx.held = held
-    ctx.save_for_backward(*others)
+            ctx.parameters.append(None)
+            saved_by_autograd.append(tensor)
+    ctx.save_for_backward(*saved_by_autograd)
 
 
-def _learns(tensor) -> bool:
+def _is_trainable_parameter(tensor) -> bool:
     is_parameter = issubclass(type(tensor), torch.nn.Parameter)
     return is_parameter and tensor.requires_grad and not tensor.is_inference()
 
 
 def saved_tensors(ctx) -> list[torch.Tensor]:
-    """Return what `save_for_backward` has saved.
+    """Return what `save_for_backward` has saved. Call it once: a checkpoint allows no second time.
 
     Raises:
         RuntimeError: one of them was written to since.
     """
-    others = iter(ctx.saved_tensors)
-    return [next(others) if held is None else _unchanged(*held) for held in ctx.held]
+    saved_by_autograd = iter(ctx.saved_tensors)
+    return [
+        next(saved_by_autograd) if parameter is None else _check_version(*parameter)
+        for parameter in ctx.parameters
+    ]
 
 
-def _unchanged(tensor, version: int | None) -> torch.Tensor:
+def _check_version(tensor, version: int | None) -> torch.Tensor:
     if version is not None and tensor._version != version:
         raise RuntimeError(
             f"a parameter of shape {tuple(tensor.shape)} has been modified by an inplace operation "

@@ -193,8 +193,7 @@ class _InputGradient:
 
     def add(self, dy, weight):
         graph_task = torch._C._current_graph_task_id()
-        total = self.sums.get(graph_task)
-        self.sums[graph_task] = dy @ weight if total is None else total.addmm_(dy, weight)
+        self.sums[graph_task] = _add_product(self.sums.get(graph_task), dy, weight)
 
     def take(self):
         """Return the sum of this run and forget it; None if no layer has run in it."""
@@ -258,8 +257,9 @@ class _FrozenLayers(torch.autograd.Function):
         return dx, None, None, None, *d_matrices
 
 
-def _multiply_by_matrices(ctx, x, recompute, scalings, matrices, *others):
-    """Return x's product with each A, and save what `_gradients_of_multiplying` needs, and others.
+def _multiply_by_matrices(ctx, x, recompute, scalings, matrices, *weights):
+    """Return x's product with each A, and save what `_gradients_of_multiplying` needs, then the
+    weights.
 
     The A are the node's arguments from the fifth on."""
     ctx.scalings = scalings
@@ -269,10 +269,10 @@ def _multiply_by_matrices(ctx, x, recompute, scalings, matrices, *others):
         inputs = (x,) if recompute is None else recompute.tensors
     ctx.num_inputs = len(inputs)
     if not matrices:
-        save_for_backward(ctx, *others)
+        save_for_backward(ctx, *weights)
         return []
     stacked, products = low_rank_products(flatten_to_2d(x), matrices, scalings)
-    save_for_backward(ctx, *inputs, stacked, *matrices, *others)
+    save_for_backward(ctx, *inputs, stacked, *matrices, *weights)
     return products
 
 
@@ -317,7 +317,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs = (x,) if recompute is None else recompute.tensors
         copies = [cast_if_needed(b, x.dtype) for b in low_rank[1::3]]
-        save_for_backward(ctx, *inputs, weight, *low_rank_to_save(low_rank), *copies)
+        save_for_backward(ctx, *inputs, weight, *_low_rank_to_save(low_rank, copies))
         dense = weight if dequantize is None else dequantize(weight)
         y = F.linear(flatten_to_2d(x), dense, bias)
         y = add_low_rank(y, low_rank, copies)
@@ -329,7 +329,6 @@ class _Linear(torch.autograd.Function):
         saved = saved_tensors(ctx)
         first = len(saved) - 3 * ctx.adapters - 1
         inputs, weight, low_rank = saved[:first], saved[first], saved[first + 1 :]
-        pairs, copies = low_rank[: 2 * ctx.adapters], low_rank[2 * ctx.adapters :]
         need_x, need_w, need_bias, _, _, _, *need_low_rank = ctx.needs_input_grad
         shape = ctx.input_gradient.shape
         dy = flatten_to_2d(dy)
@@ -345,7 +344,7 @@ class _Linear(torch.autograd.Function):
                 x = ctx.recompute(*inputs) if ctx.recompute else inputs[0]
                 dw = dy.t() @ flatten_to_2d(x)
             d_bias = dy.sum(0) if need_bias else None
-            d_low_rank = low_rank_gradients(dy, pairs, need_low_rank, copies)
+            d_low_rank = low_rank_gradients(dy, low_rank, need_low_rank)
         return dx, dw, d_bias, None, None, None, *d_low_rank
 
 
@@ -355,18 +354,15 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, *low_rank):
         copies = [cast_if_needed(b, y.dtype) for b in low_rank[1::3]]
-        save_for_backward(ctx, *low_rank_to_save(low_rank), *copies)
+        save_for_backward(ctx, *_low_rank_to_save(low_rank, copies))
         output = add_low_rank(flatten_to_2d(y).clone(), low_rank, copies)
         return torch.ops.aten._unsafe_view(output, y.shape)
 
     @staticmethod
     def backward(ctx, dy):
         rows = flatten_to_2d(dy)
-        saved = saved_tensors(ctx)
-        adapters = len(saved) // 3
-        pairs, copies = saved[: 2 * adapters], saved[2 * adapters :]
         with devices.without_autocast(dy):
-            return dy, *low_rank_gradients(rows, pairs, ctx.needs_input_grad[1:], copies)
+            return dy, *low_rank_gradients(rows, saved_tensors(ctx), ctx.needs_input_grad[1:])
 
 
 # ---- products with the narrow matrices ----
@@ -475,25 +471,28 @@ def add_low_rank(y, low_rank, copies=None):
     return y
 
 
-def low_rank_to_save(low_rank):
-    """Return what `low_rank_gradients` needs of ``low_rank``: t, b, t, b, ..."""
-    return [tensor for i, tensor in enumerate(low_rank) if i % 3 < 2]
+def _low_rank_to_save(low_rank, copies):
+    """Return what `low_rank_gradients` needs of ``low_rank``; arguments as of `add_low_rank`."""
+    triples = zip(low_rank[::3], low_rank[1::3], copies, strict=True)
+    return [tensor for triple in triples for tensor in triple]
 
 
-def low_rank_gradients(dy, pairs, needs, copies=None):
+def low_rank_gradients(dy, low_rank, needs):
     """Return the gradients of t, b and bias of each adapter.
 
     Args:
         dy: (M, N).
-        pairs: as `low_rank_to_save` returns them.
+        low_rank: t, b and a copy of b, t, b, ... The copy may be in dy's dtype, and is not read
+            with ``create_graph=True``; it may be b itself.
         needs: which of t, b, bias, t, b, ... need a gradient.
-        copies: the b in dy's dtype. With ``create_graph=True`` they are not read.
     """
-    if copies is None or torch.is_grad_enabled():
-        copies = pairs[1::2]
     grads = []
-    for i, (t, b, copy) in enumerate(zip(pairs[::2], pairs[1::2], copies, strict=True)):
+    for i, (t, b, copy) in enumerate(
+        zip(low_rank[::3], low_rank[1::3], low_rank[2::3], strict=True)
+    ):
         need_t, need_b, need_bias = needs[3 * i : 3 * i + 3]
+        if torch.is_grad_enabled():
+            copy = b
         grads.append(dy @ cast_if_needed(copy, dy.dtype) if need_t else None)
         grads.append(product_in(b.dtype, dy.t(), t) if need_b else None)
         grads.append(dy.sum(0, dtype=b.dtype) if need_bias else None)

@@ -227,9 +227,11 @@ class _OutputLayer(torch.autograd.Function):
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
             dh = dout @ (weight if ctx.dequantize is None else ctx.dequantize(weight))
-            pairs = [tensor for pair in zip(products, matrices, strict=True) for tensor in pair]
             d_bias = dout.sum(0) if need_bias else None
-            d_low_rank = low_rank_gradients(dout, pairs, needs)
+            low_rank = []
+            for t, b in zip(products, matrices, strict=True):
+                low_rank += t, b, b
+            d_low_rank = low_rank_gradients(dout, low_rank, needs)
         return dh, None, d_bias, None, None, None, *d_low_rank
 
 

@@ -1,7 +1,7 @@
-"""What a PEFT LoRA layer computes at a call, from plain attributes.
+"""Reading what a PEFT LoRA layer computes at a call.
 
-They are read anew each time: adapters are switched, merged, disabled and rescaled while a model
-trains."""
+Its plain attributes are read anew each time: adapters are switched, merged, disabled and rescaled
+while a model trains."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def read_call(layer, x) -> LinearCall | None:
 
 
 class InputKind(NamedTuple):
-    """What `LinearCall` has of an input."""
+    """The dtype in which a linear layer computes for an input, and whether autocast made it that:
+    the first two attributes of `LinearCall`."""
 
     dtype: torch.dtype
     in_autocast: bool
 
 
 def read_input(x) -> InputKind | None:
-    """Return the dtype in which a linear layer computes for x, or None where PEFT's code must
-    run."""
+    """Return the kind of x, or None where PEFT's code must run."""
     if x is None or not are_plain_tensors(x) or x.dim() == 0 or not x.is_floating_point():
         return None
     if torch.compiler.is_compiling() or devices.in_func_transform():
