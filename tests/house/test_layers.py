@@ -73,7 +73,7 @@ SHARED = {
     "ops.norm.group_norm_kernels", "ops.norm.group_norm_launch", "ops.head.hopper",
     "ops.head.hopper_kernels", "ops.rotary.arguments", "ops.rotary.rope_kernels",
     "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients", "ops.linear.fan_out",
-    "ops.linear.four_bit", "ops.mlp.glu_low_rank",
+    "ops.linear.frozen_layers", "ops.linear.four_bit", "ops.mlp.glu_low_rank",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
 ONE_ARCHITECTURE = {"ops.head.hopper_kernels"}
@@ -206,7 +206,7 @@ ALLOWED_SYNCHRONIZING = {
 UNPUBLISHED_FUNCTIONS = "linear_token_loss", "token_log_probs", "linear_distillation"
 # How the names of a Function begin.
 FUNCTION_PREFIXES = "Liger", "LinearTokenLoss"
-# Their Functions are in `forward_gradients` and in `fan_out`.
+# Their Functions are in `forward_gradients` and in `frozen_layers`.
 WITHOUT_FUNCTION = {"ops.head.distillation", "ops.linear.lora"}
 # They call other operators and have no kernels of their own.
 COMPOSED = {

@@ -12,7 +12,7 @@ from cases import (
 )
 from hardware import DEVICE
 
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut
+from liger_kernel.ops.linear.frozen_layers import Adapter, FrozenLayer, frozen_layers
 from liger_kernel.ops.mlp.lora_mlp import gated_down
 
 
@@ -58,9 +58,9 @@ def trainable(module):
 
 
 def read_layer(layer):
-    """Return weight, bias and adapters of PEFT's layer, or of a linear one."""
+    """Return PEFT's layer, or a linear one, as a `FrozenLayer`."""
     if not hasattr(layer, "lora_A"):
-        return layer.weight, layer.bias, ()
+        return FrozenLayer(layer.weight, layer.bias)
     adapters = []
     for name in layer.active_adapters:
         b_layer = layer.lora_B[name]
@@ -70,7 +70,7 @@ def read_layer(layer):
         if type(dropout) is torch.nn.Identity:
             dropout = None
         adapters.append(Adapter(layer.lora_A[name].weight, b_layer.weight, scaling, bias, dropout))
-    return layer.base_layer.weight, layer.base_layer.bias, adapters
+    return FrozenLayer(layer.base_layer.weight, layer.base_layer.bias, adapters)
 
 
 def run_layers(run, module, x):
@@ -188,10 +188,6 @@ def peft_mlp(targets=PROJECTIONS, act="silu", mlp_bias=False, **options):
 
 
 def our_mlp(mlp, x, act="silu"):
-    """Compute a `LlamaMLP` by `FanOut` and `gated_down`."""
-    gate, gate_bias, gate_adapters = read_layer(mlp.gate_proj)
-    up, up_bias, up_adapters = read_layer(mlp.up_proj)
-    fan_out = FanOut(x, [*gate_adapters, *up_adapters])
-    a = fan_out.linear(gate, gate_bias, gate_adapters)
-    b = fan_out.linear(up, up_bias, up_adapters)
+    """Compute a `LlamaMLP` by `frozen_layers` and `gated_down`."""
+    a, b = frozen_layers(x, [read_layer(mlp.gate_proj), read_layer(mlp.up_proj)])
     return gated_down(a, b, act, *read_layer(mlp.down_proj))

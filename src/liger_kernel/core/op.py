@@ -133,8 +133,7 @@ class Function(torch.autograd.Function):
             return cls.reference(*args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        # super(Function) skips what only functorch's transforms need
-        return super(torch.autograd.Function, cls).apply(*args)
+        return apply_function(cls, *args)
 
     @classmethod
     def differentiable_backward(cls, ctx, *grad_outputs):
@@ -164,6 +163,14 @@ def run_eagerly(fn):
 
 
 run_eagerly(Function.apply.__func__)  # __init_subclass__ does it for a subclass's own ``apply``
+
+
+def apply_function(function_class, *args):
+    """Apply an autograd Function where torch.func is off: without what only its transforms need."""
+    return super(torch.autograd.Function, function_class).apply(*args)
+
+
+run_eagerly(apply_function)
 
 
 def alias_repeated(args):

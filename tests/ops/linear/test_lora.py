@@ -22,7 +22,13 @@ from lora_layers import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_kernel.core.recompute import mark_recomputable, recompute_scope
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut, linear_reference
+from liger_kernel.ops.linear.frozen_layers import (
+    Adapter,
+    FrozenLayer,
+    add_adapters_to,
+    frozen_layer_reference,
+    frozen_layers,
+)
 from liger_kernel.ops.linear.lora import liger_lora_linear, lora_linear_reference
 
 F64 = torch.float64
@@ -48,10 +54,8 @@ def projections(targets=("q", "k", "v"), bias=False, **options):
 
 
 def our_projections(module, x):
-    """Compute the three layers by one `FanOut`."""
-    layers = [read_layer(layer) for layer in (module.q, module.k, module.v)]
-    fan_out = FanOut(x, [adapter for *_, adapters in layers for adapter in adapters])
-    return tuple(fan_out.linear(*layer) for layer in layers)
+    """Compute the three layers by one node."""
+    return tuple(frozen_layers(x, [read_layer(each) for each in (module.q, module.k, module.v)]))
 
 
 def projections_one_by_one(module, x):
@@ -265,7 +269,7 @@ def test_errors():
 # ---- an input of several layers ----
 
 
-def fan_out_and_reference(module):
+def ours_and_reference(module):
     return functools.partial(our_projections, module), module
 
 
@@ -275,7 +279,7 @@ def test_a_layer_that_is_not_used(used):
     module = projections(dtype=F64)
     x = randn(*LEAD, WIDTH, dtype=F64)
     results = []
-    for fn in fan_out_and_reference(module):
+    for fn in ours_and_reference(module):
         outputs = fn(x)
         loss = sum(outputs[i].sin().sum() for i in used)
         results.append(torch.autograd.grad(loss, [x, *trainable(module)], allow_unused=True))
@@ -283,17 +287,6 @@ def test_a_layer_that_is_not_used(used):
         assert (result is None) == (expected is None)
         if result is not None:
             assert_close([result], [expected], bound=1e-11)
-
-
-def test_a_layer_that_is_not_called():
-    """Nor is its A's product with x used."""
-    module = projections(dtype=F64)
-    x = randn(*LEAD, WIDTH, dtype=F64)
-    layers = [read_layer(layer) for layer in (module.q, module.k, module.v)]
-    fan_out = FanOut(x, [adapter for *_, adapters in layers for adapter in adapters])
-    tensors = [x, layers[1][2][0].a, layers[1][2][0].b]
-    results = torch.autograd.grad(fan_out.linear(*layers[1]).sin().sum(), tensors)
-    assert_close(results, torch.autograd.grad(module.k(x).sin().sum(), tensors), bound=1e-11)
 
 
 @pytest.mark.parametrize("needed", ["x", "adapters", "one A", "one B"])
@@ -309,7 +302,7 @@ def test_some_gradients_alone(needed):
     tensors = [x] if needed == "x" else trainable(module)
     results, expected = (
         torch.autograd.grad(sum(y.sin().sum() for y in fn(x)), tensors)
-        for fn in fan_out_and_reference(module)
+        for fn in ours_and_reference(module)
     )
     assert_close(results, expected, bound=1e-11)
 
@@ -332,7 +325,7 @@ def test_two_losses():
     module = projections(dtype=F64)
     x = randn(*LEAD, WIDTH, dtype=F64)
     results = []
-    for fn in fan_out_and_reference(module):
+    for fn in ours_and_reference(module):
         q, k, v = fn(x)
         q.sin().sum().backward(retain_graph=True)
         (k.sin().sum() + v.square().sum()).backward()
@@ -342,25 +335,12 @@ def test_two_losses():
     assert_close(*results, bound=1e-11)
 
 
-def test_something_else_that_reads_x():
-    module = projections(dtype=F64)
-    x = randn(*LEAD, WIDTH, dtype=F64)
-    adapters = read_layer(module.q)[2]
-    fan_out = FanOut(x, adapters)
-    output = fan_out.linear(*read_layer(module.q)).sin().sum() + fan_out.x.square().sum()
-    expected = module.q(x).sin().sum() + x.square().sum()
-    tensors = [x, adapters[0].a, adapters[0].b]
-    assert_close(
-        torch.autograd.grad(output, tensors), torch.autograd.grad(expected, tensors), bound=1e-11
-    )
-
-
 def test_hooks():
     """Of x: they get the whole gradient, once, and may change it."""
     module = projections(dtype=F64)
     leaf = randn(*LEAD, WIDTH, dtype=F64)
     results = []
-    for fn in fan_out_and_reference(module):
+    for fn in ours_and_reference(module):
         x = leaf * 1
         seen = []
         x.register_hook(lambda grad, seen=seen: seen.append(grad) or 2 * grad)
@@ -382,30 +362,26 @@ def test_gradients_own_their_memory():
 def test_a_shared_a():
     """Two adapters may have one A, and different scalings."""
     a, b, weight = randn(3, WIDTH, dtype=F64), randn(5, 3, dtype=F64), randn(5, WIDTH, dtype=F64)
-    adapters = Adapter(a, b, 1.0), Adapter(a, b, 3.0)
+    layers = [FrozenLayer(weight, None, [Adapter(a, b, scaling)]) for scaling in (1.0, 3.0)]
     x = randn(*LEAD, WIDTH, dtype=F64)
-    fan_out = FanOut(x, adapters)
-    outputs = [fan_out.linear(weight, None, [adapter]) for adapter in adapters]
-    references = [linear_reference(x, weight, None, [adapter]) for adapter in adapters]
+    outputs = frozen_layers(x, layers)
+    references = [frozen_layer_reference(x, layer) for layer in layers]
     assert_close(outputs, references, bound=1e-12)
     results, expected = (
-        torch.autograd.grad(sum(y.sin().sum() for y in ys), [x, a, b, weight])
+        torch.autograd.grad(sum(y.sin().sum() for y in ys), [x, a, b])
         for ys in (outputs, references)
     )
     assert_close(results, expected, bound=1e-11)
 
 
 def test_a_base_layer_that_is_called():
-    """`FanOut.add_to` adds the adapters to what any other layer has computed."""
+    """`add_adapters_to` adds them to what any other layer has computed."""
     module = projections(dtype=F64, ranks=(3, 4), bias=True, lora_bias=True)
 
     def run(x):
         layers = module.q, module.k, module.v
-        adapters = [read_layer(layer)[2] for layer in layers]
-        fan_out = FanOut(x, sum(adapters, []))
         return tuple(
-            fan_out.add_to(layer.base_layer(fan_out.x), each)
-            for layer, each in zip(layers, adapters, strict=True)
+            add_adapters_to(layer.base_layer(x), x, read_layer(layer).adapters) for layer in layers
         )
 
     x = randn(*LEAD, WIDTH, dtype=F64)
@@ -423,8 +399,8 @@ def test_a_quantised_weight():
     def dequantize(weight):
         return weight.float() / 50
 
-    out = FanOut(x, [adapter]).linear(quantised, None, [adapter], dequantize)
-    expected = FanOut(x, [adapter]).linear(dequantize(quantised), None, [adapter])
+    (out,) = frozen_layers(x, [FrozenLayer(quantised, None, [adapter], dequantize)])
+    (expected,) = frozen_layers(x, [FrozenLayer(dequantize(quantised), None, [adapter])])
     assert torch.equal(out, expected)
     assert same(
         torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), tensors)

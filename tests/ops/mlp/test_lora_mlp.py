@@ -23,7 +23,7 @@ from lora_layers import (
 )
 from memory import AddressRecorder, collect_garbage, reuses_memory
 
-from liger_kernel.ops.linear.fan_out import Adapter
+from liger_kernel.ops.linear.frozen_layers import Adapter
 from liger_kernel.ops.mlp.activation_linear import GATED_ACTIVATIONS
 from liger_kernel.ops.mlp.lora_mlp import gated_down, gated_down_reference
 

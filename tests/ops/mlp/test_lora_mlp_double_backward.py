@@ -14,7 +14,7 @@ from lora_layers import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.ops.linear.fan_out import FanOut
+from liger_kernel.ops.linear.frozen_layers import frozen_layers_and_products
 from liger_kernel.ops.mlp import glu_low_rank
 from liger_kernel.ops.mlp.lora_mlp import gated_down
 
@@ -26,13 +26,11 @@ EXP_ROUNDINGS = 4
 
 def mlp_of_sums(mlp, x):
     """Compute a `LlamaMLP` as `our_mlp`, where the activation adds gate's and up's adapters."""
-    gate, gate_bias, (gate_adapter,) = read_layer(mlp.gate_proj)
-    up, up_bias, (up_adapter,) = read_layer(mlp.up_proj)
-    fan_out = FanOut(x, [gate_adapter, up_adapter])
+    layers = read_layer(mlp.gate_proj), read_layer(mlp.up_proj)
+    (a, b), products = frozen_layers_and_products(x, layers)
     low_rank = []
-    for adapter in (gate_adapter, up_adapter):
-        low_rank += fan_out.product(adapter), adapter.b
-    a, b = fan_out.linear(gate, gate_bias), fan_out.linear(up, up_bias)
+    for t, layer in zip(products, layers, strict=True):
+        low_rank += t, layer.adapters[0].b
     return gated_down(a, b, "silu", *read_layer(mlp.down_proj), low_rank=low_rank)
 
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import liger_kernel.transformers as liger
-from liger_kernel.ops.linear.fan_out import Adapter, frozen_layers
+from liger_kernel.ops.linear.frozen_layers import Adapter, frozen_layers_and_products
 from liger_kernel.ops.mlp import glu_low_rank
 from liger_kernel.ops.mlp.activation_linear import GATED_ACTIVATIONS
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down, gated_down_reference
@@ -73,15 +73,11 @@ def is_of_sums(out):
 
 def our_mlp(mlp, x, act="silu"):
     """Compute a `LlamaMLP` as the patch does."""
-    gate, gate_bias, gate_adapters = read_layer(mlp.gate_proj)
-    up, up_bias, up_adapters = read_layer(mlp.up_proj)
-    down = read_layer(mlp.down_proj)
-    assert adds_low_rank(x.dtype, gate_adapters, up_adapters, down[2])
-    adapters = *gate_adapters, *up_adapters
-    layers = (gate, gate_bias, None), (up, up_bias, None)
-    (a, b), products = frozen_layers(x, layers, adapters)
+    gate, up, down = map(read_layer, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    assert adds_low_rank(x.dtype, gate.adapters, up.adapters, down.adapters)
+    (a, b), products = frozen_layers_and_products(x, [gate, up])
     low_rank = []
-    for t, adapter in zip(products, adapters, strict=True):
+    for t, adapter in zip(products, [*gate.adapters, *up.adapters], strict=True):
         low_rank += t, adapter.b
     out = gated_down(a, b, act, *down, low_rank=low_rank)
     assert is_of_sums(out)
@@ -435,7 +431,7 @@ def test_shapes_that_do_not_fit(name):
 @ALSO_IN_FP32
 @pytest.mark.parametrize("stops_early", [True, False])
 def test_what_a_checkpoint_computes_again(stops_early):
-    """Gate's and up's products, and t of all layers; not down's own product."""
+    """Gate's and up's products, not down's."""
     mlp = peft_mlp(ranks=(1,))
     x = randn(ROWS, HIDDEN_SIZE).requires_grad_()
 
@@ -449,9 +445,8 @@ def test_what_a_checkpoint_computes_again(stops_early):
     with set_checkpoint_early_stop(stops_early):
         flops, grads = flops_and_gradients(checkpointed_mlp)
     assert same(grads, expected)
-    recomputed = (2 if stops_early else 3) * 2 * ROWS * HIDDEN_SIZE * COLUMNS
-    recomputed += 2 * ROWS * (2 * HIDDEN_SIZE + COLUMNS)
-    assert flops - plain == recomputed
+    # torch does not count addmm_, by which the narrow products are made
+    assert flops - plain == (2 if stops_early else 3) * 2 * ROWS * HIDDEN_SIZE * COLUMNS
 
 
 @pytest.mark.parametrize(

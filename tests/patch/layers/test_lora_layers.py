@@ -355,12 +355,14 @@ def test_with_offloaded_checkpoints():
 
 
 def test_q_k_and_v_share_their_input(monkeypatch):
-    made = []
-    fan_out = adapters.FanOut
-    monkeypatch.setattr(adapters, "FanOut", lambda *args: made.append(args) or fan_out(*args))
+    nodes = []
+    compute = adapters.frozen_layers
+    monkeypatch.setattr(
+        adapters, "frozen_layers", lambda *args: nodes.append(args) or compute(*args)
+    )
     _, patched = model_pair("llama", with_lora(["q_proj", "k_proj", "v_proj"]), num_hidden_layers=1)
     step(patched)
-    assert len(made) == 1 and len(made[0][1]) == 3
+    assert [len(layers) for _, layers in nodes] == [3]
 
 
 class Attention(torch.nn.Module):

@@ -2,8 +2,8 @@ r"""A linear layer with a low-rank adapter (LoRA).
 
     y = x·Wᵀ + bias + scaling·(dropout(x)·Aᵀ)·Bᵀ + scaling·lora_bias
 
-`fan_out` has the formulas of the gradients. Saved are x for dA, x·Aᵀ, which is as narrow as the
-rank, and the weights themselves.
+`frozen_layers` has the formulas of the gradients. Saved are x for dA, x·Aᵀ, which is as narrow as
+the rank, and the weights themselves.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
 """
@@ -16,7 +16,14 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, cast_if_needed
-from liger_kernel.ops.linear.fan_out import Adapter, FanOut, linear_reference
+from liger_kernel.ops.linear.fan_out import FanOut
+from liger_kernel.ops.linear.frozen_layers import (
+    Adapter,
+    FrozenLayer,
+    add_adapters_to,
+    frozen_layers,
+    linear_reference,
+)
 
 
 def lora_linear_reference(x, weight, a, b, scaling=1.0, bias=None, lora_bias=None, dropout=0.0):
@@ -86,7 +93,11 @@ def liger_lora_linear(
         adapter = Adapter(a, b, scaling, lora_bias, drop)
         if torch.compiler.is_compiling():
             return linear_reference(x, weight, bias, (adapter,))
-        return FanOut(x, (adapter,)).linear(weight, bias, (adapter,))
+        if weight.requires_grad or bias is not None and bias.requires_grad:
+            fan_out = FanOut(x)  # its backward may run within autocast
+            return add_adapters_to(fan_out.linear(weight, bias), fan_out.x, (adapter,))
+        (y,) = frozen_layers(x, [FrozenLayer(weight, bias, (adapter,))])
+        return y
 
 
 def _inputs(M, N, K, r):

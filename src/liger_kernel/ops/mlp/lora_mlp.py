@@ -1,8 +1,8 @@
 r"""The second half of a gated MLP whose linear layer is frozen, with or without LoRA adapters.
 
-    h = act(a)·b        t = h·(s·A)ᵀ,  one for each adapter        out = h·Wᵀ + bias + Σ t·Bᵀ
+    h = act(a)·b        t = s·h·Aᵀ,  one for each adapter        out = h·Wᵀ + bias + Σ t·Bᵀ
 
-    u = dout·B,   dh = dout·W + Σ u·(s·A),   dB = doutᵀ·t,   dA = s·uᵀ·h,   dbias = Σ_rows dout
+    u = s·dout·B,   dh = dout·W + Σ u·A,   dB = doutᵀ·t,   dA = uᵀ·h,   dbias = Σ_rows dout
     da and db from dh as in `pointwise`
 
 W is frozen, so only dA needs h. Saved are a, b and t, which is as narrow as the rank. In backward,
@@ -46,17 +46,18 @@ from liger_kernel.core.op import (
 )
 from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.core.saved import save_for_backward, saved_tensors
-from liger_kernel.ops.linear.fan_out import (
+from liger_kernel.ops.linear.fan_out import FanOut
+from liger_kernel.ops.linear.frozen_layers import (
     Adapter,
-    FanOut,
+    FrozenLayer,
+    add_adapters_to,
     add_low_rank,
+    frozen_layers,
     linear_reference,
     low_rank_gradients,
     low_rank_product_reference,
     low_rank_products,
-    matrix_gradients,
-    scaled_matrices,
-    stack_gradients,
+    product_in,
 )
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
@@ -105,7 +106,7 @@ class _GatedProduct(Function):
         h = flatten_to_2d(glu_fwd(a, b, act))
         if not matrices:
             return (h,)
-        _, products = low_rank_products(h, matrices, scalings)
+        products, _ = low_rank_products(h, matrices, scalings)
         return h, *products
 
     @staticmethod
@@ -126,15 +127,16 @@ class _GatedProduct(Function):
         over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
         over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
         with devices.without_autocast(dh):
-            if matrices:
-                u, scalings = stack_gradients(d_products, scalings)
+            u = [dt * scaling for dt, scaling in zip(d_products, scalings, strict=True)]
+            for u_i, matrix in zip(u, matrices, strict=True):
                 # `_OutputLayer` made dh for this node
-                dh.addmm_(u, scaled_matrices(matrices, scalings, dh.dtype))
+                dh.addmm_(u_i, cast_if_needed(matrix, dh.dtype))
             h = dh if any(needs) else None
             da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
-            d_matrices = [None] * len(matrices)
-            if any(needs):
-                d_matrices = matrix_gradients(u, h, matrices, needs, scalings)
+            d_matrices = [
+                product_in(matrix.dtype, u_i.t(), h) if need else None
+                for u_i, matrix, need in zip(u, matrices, needs, strict=True)
+            ]
         return da, db, None, None, *d_matrices
 
 
@@ -153,7 +155,7 @@ class _GatedProductOfSums(Function):
         save_for_backward(ctx, a, b, t_g, b_g, t_u, b_u, matrix)
         ctx.options = act, scaling
         h = glu_low_rank_fwd(*map(flatten_rows, (a, b, t_g, b_g, t_u, b_u)), act)
-        _, products = low_rank_products(h, (matrix,), (scaling,))
+        products, _ = low_rank_products(h, (matrix,), (scaling,))
         return h, *products
 
     @staticmethod
@@ -281,7 +283,7 @@ def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None, low_r
             computation. Their memory may be overwritten in backward if only the graph has it.
         act: one of `GATED_ACTIVATIONS`: "silu", "tanh" (GELU) or "none" (exact GELU).
         weight, bias: (H, F) and (H,) of the linear layer, of a's dtype.
-        adapters: each a `fan_out.Adapter` with a (r, F), b (H, r) and bias (H,), of any floating
+        adapters: each an `Adapter` with a (r, F), b (H, r) and bias (H,), of any floating
             dtype. Their gradients have that dtype.
         dequantize: a function that makes the weight in a's dtype of what is given as ``weight``, or
             None.
@@ -334,7 +336,11 @@ def _one_by_one(a, b, act, weight, bias, adapters, dequantize):
     if torch.compiler.is_compiling():
         weight = weight if dequantize is None else dequantize(weight)
         return linear_reference(h, weight, bias, adapters)
-    return FanOut(h, adapters).linear(weight, bias, adapters, dequantize)
+    if weight.requires_grad or bias is not None and bias.requires_grad:
+        fan_out = FanOut(h)
+        return add_adapters_to(fan_out.linear(weight, bias), fan_out.x, adapters)
+    (y,) = frozen_layers(h, [FrozenLayer(weight, bias, adapters, dequantize)])
+    return y
 
 
 def _with_one_adapter(gated_down):

@@ -8,9 +8,8 @@ A class is tried once, with small layers (`prove_layer`). What a layer computes 
 anew each time, from plain attributes (`read_call`), since adapters are switched, merged, disabled
 and rescaled while a model trains. No tensor is kept from one call to the next.
 
-Layers of one input that are called within one attention share it (`InputGroup`): its products with
-all their A are one, and their gradients of it are added up in the products. Gated MLPs do the same
-for gate and up, and their down product is not computed again by a checkpoint
+Layers of one input that are called within one attention are computed by one node (`InputGroup`).
+So are gate and up of gated MLPs, whose down product a checkpoint does not compute again
 (`gated_mlp_with_adapters`).
 
 `get_peft_model` may come after the patch. So an attention or an MLP that was patched looks for LoRA
@@ -33,7 +32,11 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
-from liger_kernel.ops.linear.fan_out import FanOut, frozen_layers
+from liger_kernel.ops.linear.frozen_layers import (
+    add_adapters_to,
+    frozen_layers,
+    frozen_layers_and_products,
+)
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
 from liger_kernel.ops.mlp.lora_mlp import adds_low_rank, gated_down
 from liger_kernel.patch.layers.linear_call import (
@@ -68,40 +71,45 @@ INPUT_PROJECTIONS = {
 
 
 def run_call(layer, call: LinearCall, x) -> torch.Tensor:
-    """Compute a LoRA layer of x. Within an `InputGroup` it may share x with its neighbours."""
+    """Compute a LoRA layer of x; within an `InputGroup` maybe with its neighbours."""
+    y = None
     if call.base is not None:
         y = call.base(x)  # before dropout draws its random numbers, as PEFT does
     with _without_autocast(x, call):
-        fan_out = _group_fan_out(layer, call, x) or _make_fan_out(x, call.dtype, call.adapters)
-        if call.base is None:
-            return fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
+        if y is None:
+            y = _grouped_output(layer, call, x)
+            return _compute(x, [call])[0] if y is None else y
+        x = cast_if_needed(x, call.dtype)
         if y.dtype == call.dtype:
-            return fan_out.add_to(y, call.adapters)
+            return add_adapters_to(y, x, call.adapters)
         zeros = torch.zeros_like(y, dtype=call.dtype)
-        return (y + fan_out.add_to(zeros, call.adapters)).to(y.dtype)
+        return (y + add_adapters_to(zeros, x, call.adapters)).to(y.dtype)
 
 
 def _without_autocast(x, kind):
     return devices.without_autocast(x) if kind.in_autocast else contextlib.nullcontext()
 
 
-def _make_fan_out(x, dtype, adapters) -> FanOut:
-    return FanOut(cast_if_needed(x, dtype), adapters)
+def _compute(x, calls) -> list[torch.Tensor]:
+    """Compute calls of one x and dtype, by one node."""
+    return frozen_layers(cast_if_needed(x, calls[0].dtype), [call.layer() for call in calls])
 
 
 _thread = threading.local()  # .group: the innermost `InputGroup` of this thread
 
 
 class InputGroup:
-    """A context in which LoRA layers that read one tensor share its `FanOut`.
+    """A context in which LoRA layers that read one tensor are computed together.
 
-    The first of them that is called makes it, of the tensor that it gets. The others use it if they
-    get the same tensor, not written to since, in the same modes.
+    The first of them that is called has all computed, of the tensor that it gets. Each of the
+    others then returns its output if it gets the same tensor in the same modes, and neither that
+    nor the layer has changed since; else it is computed at its call.
     """
 
     def __init__(self, layers):
         self.layers = layers
-        self.x = self.modes = self.fan_out = None
+        self.x = self.modes = None
+        self.outputs = {}  # id of a layer -> its call, what that depends on, its output
 
     def __enter__(self):
         self.outer = getattr(_thread, "group", None)
@@ -110,39 +118,50 @@ class InputGroup:
 
     def __exit__(self, *exception):
         _thread.group = self.outer
-        self.x = self.fan_out = None
+        self.x = None
+        self.outputs.clear()
 
-    def fan_out_for(self, layer, call, x) -> FanOut | None:
+    def output(self, layer, call, x) -> torch.Tensor | None:
+        """Return the layer's output of x, or None if it has to be computed alone."""
         # An inference tensor has no version. A checkpoint around one layer calls it alone again.
         if x.is_inference() or _saved_tensor_hooks() != self.hooks:
             return None
-        modes = x._version, call.dtype, torch.is_grad_enabled()
+        modes = x._version, torch.is_grad_enabled()
         if self.x is None:
-            adapters = []
-            for each in self.layers:
-                each_call = call
-                if each is not layer:
-                    # a hook at its own call may change what it computes
-                    kind = InputKind(call.dtype, call.in_autocast)
-                    must_be_called = _must_be_called(each)
-                    each_call = None if must_be_called else read_layer(each, x, kind, x.shape[-1])
-                if each_call is not None:
-                    adapters += each_call.adapters
             self.x, self.modes = x, modes
-            self.fan_out = _make_fan_out(x, call.dtype, adapters)
-        return self.fan_out if self.x is x and self.modes == modes else None
+            self._compute_all(layer, call, x)
+        if self.x is not x or self.modes != modes or id(layer) not in self.outputs:
+            return None
+        _, state, output = self.outputs.pop(id(layer))
+        return output if state == call.state() else None
+
+    def _compute_all(self, layer, call, x):
+        kind = InputKind(call.dtype, call.in_autocast)
+        calls = {}
+        for each in self.layers:
+            if each is layer:
+                calls[id(each)] = call
+            elif not _must_be_called(each):  # a hook at its own call may change what it computes
+                calls[id(each)] = read_layer(each, x, kind, x.shape[-1])
+        states = {key: each and each.state() for key, each in calls.items()}
+        calls = {key: each for key, each in calls.items() if states[key] is not None}
+        if id(layer) not in calls or len(calls) == 1:
+            return
+        outputs = _compute(x, [*calls.values()])
+        for (key, each), output in zip(calls.items(), outputs, strict=True):
+            self.outputs[key] = each, states[key], output
 
 
 def _saved_tensor_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _group_fan_out(layer, call, x) -> FanOut | None:
-    """Return the `FanOut` that the layer shares with its neighbours, or None."""
+def _grouped_output(layer, call, x) -> torch.Tensor | None:
+    """Return the output of a layer that is computed with its neighbours, or None."""
     group = getattr(_thread, "group", None)
     if group is None or not any(layer is each for each in group.layers):
         return None
-    return group.fan_out_for(layer, call, x)
+    return group.output(layer, call, x)
 
 
 def input_group(parent) -> InputGroup | None:
@@ -175,30 +194,17 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     adapters = gate_call.adapters + up_call.adapters
     if not (x.requires_grad or adapters or down_call.adapters):
         return None
-    calls = gate_call, up_call
     low_rank = []
     with _without_autocast(x, kind):
-        if adds_low_rank(kind.dtype, *(call.adapters for call in (*calls, down_call))):
-            layers = [(call.weight, call.bias, call.dequantize) for call in calls]
-            (a, b), products = frozen_layers(cast_if_needed(x, kind.dtype), layers, adapters)
+        if adds_low_rank(kind.dtype, *(call.adapters for call in (gate_call, up_call, down_call))):
+            layers = gate_call.layer(), up_call.layer()
+            x = cast_if_needed(x, kind.dtype)
+            (a, b), products = frozen_layers_and_products(x, layers)
             for t, adapter in zip(products, adapters, strict=True):
                 low_rank += t, adapter.b
         else:
-            fan_out = _make_fan_out(x, kind.dtype, adapters)
-            a, b = (
-                fan_out.linear(call.weight, call.bias, call.adapters, call.dequantize)
-                for call in calls
-            )
-        return gated_down(
-            a,
-            b,
-            act,
-            down_call.weight,
-            down_call.bias,
-            down_call.adapters,
-            down_call.dequantize,
-            low_rank,
-        )
+            a, b = _compute(x, [gate_call, up_call])
+        return gated_down(a, b, act, *down_call.layer(), low_rank)
 
 
 def _read_projection(layer, x, kind, in_features) -> LinearCall | None:

@@ -14,8 +14,8 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
-from liger_kernel.ops.linear.fan_out import Adapter
 from liger_kernel.ops.linear.four_bit import dequantize_4bit
+from liger_kernel.ops.linear.frozen_layers import Adapter, FrozenLayer
 from liger_kernel.ops.mlp.activation_linear import is_plain_linear
 from liger_kernel.patch.proof import private
 from liger_kernel.patch.proof.conditions import are_plain_tensors
@@ -30,8 +30,8 @@ class LinearCall(NamedTuple):
         in_autocast: True if autocast made that the dtype.
         weight: (N, K), frozen; or what ``dequantize`` makes it of. None: ``base`` is called.
         bias: (N,) or None.
-        dequantize: as in `FanOut.linear`.
         adapters: those that are active.
+        dequantize: as in `FrozenLayer`.
         base: the base layer, or None if ``weight`` is used.
     """
 
@@ -42,6 +42,30 @@ class LinearCall(NamedTuple):
     dequantize: Callable | None = None
     adapters: tuple[Adapter, ...] = ()
     base: torch.nn.Module | None = None
+
+    def layer(self) -> FrozenLayer:
+        """Return the layer for `ops.linear.frozen_layers`, where there is no ``base``."""
+        return FrozenLayer(self.weight, self.bias, self.adapters, self.dequantize)
+
+    def state(self) -> tuple | None:
+        """Return what the output depends on beside x: numbers, and tensors by identity and version.
+
+        If a later call has the same state while this one is kept, it computes the same. None if
+        that cannot be said: with dropout, a bias of an adapter, ``base``, inference tensors."""
+        if self.base is not None:
+            return None
+        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+        numbers = [self.dtype, self.in_autocast]
+        if self.dequantize is not None:
+            numbers.append(id(self.dequantize.keywords["quant_state"]))
+        for adapter in self.adapters:
+            if adapter.dropout is not None or adapter.bias is not None:
+                return None
+            tensors += adapter.a, adapter.b
+            numbers.append(adapter.scaling)
+        if any(tensor.is_inference() for tensor in tensors):
+            return None
+        return *numbers, *((id(tensor), tensor._version) for tensor in tensors)
 
 
 def read_call(layer, x) -> LinearCall | None:
