@@ -1,4 +1,7 @@
-"""The models of `bench.longest` and `bench.scale`: sharded, in 4 bits, with adapters, patched."""
+"""The models of `bench.longest` and `bench.scale`: sharded, in 4 bits, with adapters, patched.
+
+In a ``spec``, ``parallel`` is "experts" or "sequence" where these are spread over the ranks
+(`bench.spread`). Without it each rank has sequences of its own, and a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 
 import torch
 
-from . import models
+from . import models, spread
 
 
 def prepare_model(spec: dict, device: str) -> tuple[torch.nn.Module, str | None]:
@@ -16,18 +19,27 @@ def prepare_model(spec: dict, device: str) -> tuple[torch.nn.Module, str | None]
     report = None
     model = build(spec)
     if side == "peer":  # before the rest: its MLPs are modules of their own
-        patch(model, side, spec["checkpointing"])
+        patch(model, spec)
     if spec.get("weights", "bf16") != "bf16":
         if sharded:
             raise ValueError("4-bit weights are not sharded here: --gpus 1")
         quantize(model, spec["weights"], device)
     if spec.get("lora"):
         model = add_adapters(model, spec["lora"])
+    parallel = spec.get("parallel")
+    if parallel and not sharded:
+        raise ValueError(f"one rank has nothing to spread: parallel is {parallel}")
+    if parallel == "experts":
+        spread.spread_experts(model)
+    if parallel == "sequence":
+        spread.spread_sequences(model)
     if sharded:
         shard(model)
     fill(model, device, sharded)
+    if parallel == "experts":
+        spread.average_expert_gradients(model)
     if side != "peer":
-        report = patch(model, side, spec["checkpointing"])
+        report = patch(model, spec)
     return model, report
 
 
@@ -121,9 +133,10 @@ def layers_of(model):
 def shard(model) -> None:
     from torch.distributed.fsdp import fully_shard
 
+    whole = dict(ignored_params=spread.expert_parameters(model))
     for layer in layers_of(model):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **whole)
+    fully_shard(model, **whole)
 
 
 def fill(model, device: str, sharded: bool) -> None:
@@ -168,26 +181,27 @@ def allocate(model, device: str) -> list[tuple[str, torch.nn.Parameter]]:
 OPTIONS = {"patched": {}, "tiled": dict(tiled_mlp=True), "long": dict(long_context=True)}
 
 
-def patch(model, side: str, checkpointing: bool) -> str | None:
+def patch(model, spec: dict) -> str | None:
     """Patch the model as a side has it. Returns the report of our patch."""
-    if checkpointing and side != "long":
+    side = spec["side"]
+    if spec["checkpointing"] and side != "long":
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     if side == "huggingface":
         return None
     if side == "peer":
-        patch_by_peer(model)
+        patch_by_peer(model, tiled=spec["case"] != "scale")
         return None
     from liger_kernel.transformers import apply_liger_kernel
 
     return str(apply_liger_kernel(model, **OPTIONS[side]))
 
 
-def patch_by_peer(model) -> None:
-    """Apply the published package's patch, and put its tiled MLP in the place of each MLP."""
+def patch_by_peer(model, tiled: bool) -> None:
+    """Apply the published package's patch, and its tiled MLP in the place of each MLP."""
     from liger_kernel.transformers import LigerTiledSwiGLUMLP, _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
-    for layer in layers_of(model):
+    for layer in layers_of(model) if tiled else ():
         tiled = LigerTiledSwiGLUMLP(model.config).to(layer.mlp.up_proj.weight)
         tiled.load_state_dict(layer.mlp.state_dict(), assign=True)
         layer.mlp = tiled

@@ -5,6 +5,8 @@
     PYTHONPATH=src python -m bench.longest --case attention [--sequence 65536 262144]
     PYTHONPATH=src python -m bench.longest --case full --gpus 2 [--peer DIR] [--start 16384]
         [--most 262144]
+    PYTHONPATH=src python -m bench.longest --case full --gpus 8 --sides long --sequence-parallel
+        --start 1310720 --most 1310720 [--host-memory 45]
 
 Random weights and tokens, one sequence a GPU, AdamW with its states in the weights' dtype. A GPU's
 memory is capped at ``--memory`` (GB = 10⁹ bytes): the allocator's, so the CUDA context comes on
@@ -16,7 +18,9 @@ of the host. attention: 8 layers, all weights trained. Beside a step: what causa
 takes, forward twice and backward once for each layer, as checkpoints have it. full: FSDP2, all
 weights trained, gradient checkpointing. The longest sequence: doubling from ``--start``, then
 bisection to an eighth; a try is a step with the optimizer's states there. The published
-liger-kernel has a module for tiled MLPs and no switch: it takes the place of each MLP.
+liger-kernel has a module for tiled MLPs and no switch: it takes the place of each MLP. With
+``--sequence-parallel`` one sequence is spread over all GPUs, and its length is that of the whole.
+``--host-memory`` is of each process.
 
 Each measurement is a process of its own (one for each GPU); results are saved after each, and
 ``--resume`` goes on with what the file lacks. A process that ends by its limit says how far it
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -36,7 +41,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import contest, machine, models, processes, runs
+from . import contest, machine, models, processes, runs, spread
 from .finetune_table import OUT_OF_MEMORY
 from .long_models import prepare_model
 from .longest_table import NAMES, longest, run_line
@@ -117,9 +122,19 @@ def cap_memory(spec: dict) -> None:
     torch.cuda.set_per_process_memory_fraction(spec["memory"] * 1e9 / total)
 
 
-def make_optimizer(parameters: list) -> torch.optim.Optimizer:
-    """Return an AdamW that has its states from the first step on."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+def make_optimizer(parameters: list, name: str = "adamw") -> torch.optim.Optimizer:
+    """Return an AdamW that has its states from the first step on, torchao's if in 8 bits."""
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        optimizer = optimize_local_parts(parameters, functools.partial(AdamW8bit, lr=1e-5))
+    else:
+        # a fused step takes no DTensors beside other tensors
+        kinds = {}
+        for parameter in parameters:
+            kinds.setdefault(hasattr(parameter, "full_tensor"), []).append(parameter)
+        groups = [dict(params=params) for params in kinds.values()]
+        optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=True)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -127,9 +142,37 @@ def make_optimizer(parameters: list) -> torch.optim.Optimizer:
     return optimizer
 
 
+def optimize_local_parts(parameters: list, make: Callable) -> torch.optim.Optimizer:
+    """Return ``make(parts)``, an optimizer of this rank's parts of the parameters.
+
+    torchao 0.18 fails on DTensors in PyTorch 2.13. A step takes the gradients, and leaves none."""
+
+    def local(tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    parts = [torch.nn.Parameter(local(parameter.detach())) for parameter in parameters]
+
+    def take_gradients(*_):
+        for part, parameter in zip(parts, parameters, strict=True):
+            part.data = local(parameter.detach())  # FSDP may have moved it
+            part.grad = local(parameter.grad)
+
+    def drop_gradients(*_):
+        for tensor in (*parts, *parameters):
+            tensor.grad = None
+
+    optimizer = make(parts)
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(drop_gradients)
+    return optimizer
+
+
 def random_ids(spec: dict) -> torch.Tensor:
-    """Return token ids of shape (steps, batch, sequence), other ones for each rank."""
-    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", 0)))
+    """Return token ids of shape (steps, batch, sequence), other ones for each rank but where it has
+    a part of each sequence."""
+    is_shared = spec.get("parallel") == "sequence"
+    rank = 0 if is_shared else int(os.environ.get("RANK", 0))
+    generator = torch.Generator().manual_seed(1 + rank)
     shape = spec["steps"], spec.get("batch", 1), spec["sequence"]
     vocab_size = models.SIZES[spec["model"]]["vocab_size"]
     return torch.randint(vocab_size, shape, generator=generator).to(spec["device"])
@@ -145,7 +188,7 @@ def train(spec: dict, progress: Progress) -> dict:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     progress.trained = trained
     progress.enter("optimizer")
-    optimizer = make_optimizer(trained)
+    optimizer = make_optimizer(trained, spec.get("optimizer", "adamw"))
     data = random_ids(spec)
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -155,7 +198,10 @@ def train(spec: dict, progress: Progress) -> dict:
     for step, ids in enumerate(data, 1):
         progress.enter(f"forward {step}")
         start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        if spec.get("parallel") == "sequence":
+            loss = model(**spread.part_of_sequence(ids)).loss * spec["gpus"]
+        else:
+            loss = model(input_ids=ids, labels=ids).loss
         progress.enter(f"backward {step}")
         loss.backward()
         optimizer.step()
@@ -163,19 +209,33 @@ def train(spec: dict, progress: Progress) -> dict:
         seconds.append(time.perf_counter() - start)
         optimizer.zero_grad()
         losses.append(loss.item())
-    if sharded and not all(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise RuntimeError("the model is not sharded")
+    if sharded:
+        check_shards(model)
     return {
         "losses": losses,
         "seconds": seconds,
         "parts_s": progress.seconds,
         "patched": report,
         **memory(device),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": count_elements(model, model.parameters()),
         "attention": model.config._attn_implementation,
-        "trained": sum(parameter.numel() for parameter in trained),
+        "trained": count_elements(model, trained),
         "host_bytes": host_bytes(spec["side"]),
     }
+
+
+def check_shards(model) -> None:
+    """Raise if a rank has more than its part of the model."""
+    for parameter in {*model.parameters()} - spread.expert_parameters(model):
+        if not hasattr(parameter, "full_tensor"):
+            raise RuntimeError("the model is not sharded")
+
+
+def count_elements(model, parameters) -> int:
+    """Return how many elements the parameters have on all ranks together."""
+    experts = spread.expert_parameters(model)
+    num_ranks = torch.distributed.get_world_size() if experts else 1
+    return sum(p.numel() * (num_ranks if p in experts else 1) for p in parameters)
 
 
 def host_bytes(side: str) -> int:
@@ -376,6 +436,8 @@ def run_plan(args: argparse.Namespace, measure: Callable[..., dict]) -> None:
                 if side == "long" or sequence == min(args.sequence):
                     measure(**spec, side=side, sequence=sequence)
     else:
+        if args.sequence_parallel:
+            spec |= dict(parallel="sequence")
         for side in args.sides:
             search(measure, spec | dict(side=side), args.start, args.most)
 
@@ -410,6 +472,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32, help="of lora4's adapters (32)")
     parser.add_argument("--gpus", type=int, help="of full (2)")
     parser.add_argument(
+        "--sequence-parallel", action="store_true", help="of full: one sequence over all GPUs"
+    )
+    parser.add_argument(
         "--sides",
         nargs="+",
         choices=NAMES,
@@ -436,6 +501,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.sides = [side for side in args.sides if side != "peer"]
     if args.case != "full" and args.gpus != 1:
         parser.error(f"--case {args.case} runs on one GPU")
+    if args.sequence_parallel and (args.case != "full" or args.gpus == 1):
+        parser.error("--sequence-parallel needs --case full and several GPUs")
     if args.layers is None:
         args.layers = models.SIZES[args.model]["num_hidden_layers"]
     if args.weights is None:

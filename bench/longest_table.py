@@ -19,6 +19,8 @@ def label(spec: dict) -> str:
         parts.append(spec["weights"])
     if spec["gpus"] > 1:
         parts.append(f"{spec['gpus']} GPUs")
+    if spec.get("parallel") == "sequence":
+        parts.append("a sequence over all")
     if spec.get("memory"):
         parts.append(f"{spec['memory']:g} GB")
     return ", ".join([*parts, f"{spec['sequence']:,} tokens"])
@@ -31,7 +33,11 @@ def step_s(figures: dict) -> float:
 
 def tokens_per_s(run: dict) -> float:
     """Return the tokens per second of one GPU."""
-    return run["spec"].get("batch", 1) * run["spec"]["sequence"] / step_s(run["figures"])
+    spec = run["spec"]
+    tokens = spec.get("batch", 1) * spec["sequence"]
+    if spec.get("parallel") == "sequence":
+        tokens /= spec["gpus"]
+    return tokens / step_s(run["figures"])
 
 
 def failed(run: dict) -> str:
@@ -158,9 +164,12 @@ def full(data: dict) -> list[str]:
     runs = runs_of(data, "full")
     rows = []
     for side in NAMES:
-        runs_of_side = [run for run in runs if run["spec"]["side"] == side]
-        if runs_of_side:
-            rows.append(full_row(side, runs_of_side))
+        searches = {}
+        for run in runs:
+            spec = run["spec"]
+            if spec["side"] == side:
+                searches.setdefault((spec["gpus"], spec.get("parallel")), []).append(run)
+        rows += [full_row(side, runs_of_search) for runs_of_search in searches.values()]
     if not rows:
         return []
     columns = [

@@ -53,6 +53,12 @@ SIZES = {
         num_key_value_heads=4, head_dim=64, intermediate_size=2048, vocab_size=32000,
         tie_word_embeddings=True,
     ),
+    "tiny-moe": dict(
+        model_type="qwen3_moe", hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, intermediate_size=128, moe_intermediate_size=32,
+        num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, vocab_size=256,
+        tie_word_embeddings=False,
+    ),
     "tiny": dict(
         model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, intermediate_size=128, vocab_size=256,

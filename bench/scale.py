@@ -1,16 +1,23 @@
 """Do the same training on 1, 2, ... GPUs: Hugging Face, the published liger-kernel, ours, by FSDP2.
 
-    PYTHONPATH=src python -m bench.scale [--model llama-3-8b] [--gpus 1 2] [--batch 2]
-        [--peer DIR] [--resume]
+    PYTHONPATH=src python -m bench.scale [--trainings 8b 70b-lora] [--gpus 1 2 4 8] [--peer DIR]
+        [--resume]
     PYTHONPATH=src python -m bench.scale --model llama-3-70b --lora 16 --checkpointing --gpus 2
         [--layers 40] [--resume]
     PYTHONPATH=src python -m bench.scale --plan 8 16 64
+    PYTHONPATH=src python -m bench.scale --device cpu --sequence 64 --gpus 1 2 4
 
-Random weights and tokens in bf16, AdamW with its states in the weights' dtype, the same batch for
-each GPU however many there are; gradient checkpointing with ``--checkpointing``. One GPU's model is
-not wrapped. ``--lora RANK`` trains PEFT's adapters alone, in bf16. Each measurement is a process
-group of its own (`bench.longest`); results are saved after each, and ``--resume`` goes on with what
-the file lacks.
+Without ``--model`` it does all of `TRAININGS`, on 1, 2, 4 and 8 GPUs as far as the machine has
+them. Random weights and tokens in bf16, AdamW with its states in the weights' dtype (or torchao's
+in 8 bits), the same batch for each GPU however many there are; gradient checkpointing with
+``--checkpointing``. One GPU's model is not wrapped. ``--lora RANK`` trains PEFT's adapters alone,
+in bf16. ``--expert-parallel`` spreads experts over the GPUs, for our side alone (`bench.spread`).
+
+Each measurement is a process group of its own (`bench.longest`), which is ended after
+``--run-limit``; none begins after ``--limit``. Results are saved after each, and ``--resume`` goes
+on with what the file lacks: first with what was never tried.
+
+``--device cpu`` trains small models of the same families in gloo ranks, to try the program.
 
 ``--plan`` measures nothing, and needs no GPU: to what the file has it adds what `liger-kernel plan`
 counts for other numbers of GPUs."""
@@ -19,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -27,7 +33,19 @@ import torch
 from . import machine, models, processes
 from .long_models import add_adapters
 from .longest import Measurements, environment
-from .scale_table import NAMES, run_line, scale
+from .scale_table import NAMES, place, run_line, scale
+
+GPU_COUNTS = 1, 2, 4, 8
+TRAININGS = {  # name -> model, numbers of GPUs, what differs from the options' defaults
+    "8b": dict(model="Llama-3-8B", gpus=GPU_COUNTS),
+    "70b-lora": dict(model="Llama-3-70B", gpus=(2, 4, 8), lora=16, checkpointing=True),
+    "70b": dict(model="Llama-3-70B", gpus=(8,), optimizer="adamw8bit", checkpointing=True, batch=1),
+    "30b-a3b": dict(model="Qwen3-30B-A3B", gpus=(4, 8), checkpointing=True),
+    "30b-a3b-experts": dict(
+        model="Qwen3-30B-A3B", gpus=(4, 8), checkpointing=True, parallel="experts"
+    ),
+}
+TINY = {"llama": "tiny", "qwen3_moe": "tiny-moe"}  # of a CPU, by model type
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -35,22 +53,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model",
-        type=processes.model_name,
-        default="Llama-3-8B",
-        help="one of bench.models (llama-3-8b)",
+        "--trainings", nargs="+", choices=TRAININGS, default=[*TRAININGS], help="which (all)"
+    )
+    parser.add_argument(
+        "--model", type=processes.model_name, help="one of bench.models, in place of --trainings"
     )
     parser.add_argument("--layers", type=int, help="of them, if not all")
     parser.add_argument(
         "--lora", type=int, default=0, help="train adapters of this rank (all weights)"
     )
     parser.add_argument(
-        "--gpus", nargs="+", type=int, default=[1, 2], help="how many, in turn (1 2)"
+        "--optimizer", choices=("adamw", "adamw8bit"), default="adamw", help="(adamw)"
+    )
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="of --model, and our side alone"
+    )
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, help="how many, in turn (1 2 4 8, if there are so many)"
     )
     parser.add_argument(
         "--plan", nargs="+", type=int, help="count memory for so many GPUs, and measure nothing"
     )
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a GPU (2)")
+    parser.add_argument("--batch", type=int, help="sequences of a GPU (2; 70b: 1)")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens (4096)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     parser.add_argument(
@@ -62,10 +86,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     processes.add_options(parser, "scale", run_limit=150, limit=420)
     args = parser.parse_args(argv)
     args.sides = args.sides or [side for side in NAMES if side != "peer" or args.peer]
-    processes.check(parser, args, positive=("batch", "sequence"))
+    processes.check(parser, args, positive=("sequence",))
     if args.steps < 3:
         parser.error("--steps must be 3 or more: two are not timed")
-    args.layers = args.layers or models.SIZES[args.model]["num_hidden_layers"]
+    if args.expert_parallel and args.model is None:
+        parser.error("--expert-parallel needs --model")
     return args
 
 
@@ -98,6 +123,7 @@ def planned(spec: dict) -> dict[str, int]:
         argv += [option, str(value)]
     if spec["checkpointing"]:
         argv.append("--checkpointing")
+    argv += ["--optimizer", spec.get("optimizer", "adamw")]
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
     args = plan.check_arguments(parser.parse_args(argv))
@@ -136,25 +162,66 @@ def plan_main(args: argparse.Namespace) -> None:
 # ---- measurements ----
 
 
-def run_plan(args: argparse.Namespace, measure: Callable[..., dict]) -> None:
-    """Measure every side on every number of GPUs."""
+def trainings(args: argparse.Namespace) -> list[dict]:
+    """Return the entries of `TRAININGS` that are asked for, or one for ``--model``."""
+    if args.model is None:
+        return [TRAININGS[name] for name in args.trainings]
+    training = dict(
+        model=args.model,
+        gpus=GPU_COUNTS,
+        lora=args.lora,
+        checkpointing=args.checkpointing,
+        optimizer=args.optimizer,
+    )
+    return [training | (dict(parallel="experts") if args.expert_parallel else {})]
+
+
+def training_spec(training: dict, args: argparse.Namespace) -> dict:
+    """Return the spec of a training's runs, without the number of GPUs and the side.
+
+    What most trainings do not have is left out, so that runs of older files are found."""
+    model = training["model"]
+    if args.device == "cpu":
+        model = TINY[models.SIZES[model]["model_type"]]
     spec = dict(
         case="scale",
-        model=args.model,
-        layers=args.layers,
-        lora=args.lora,
-        batch=args.batch,
+        model=model,
+        layers=args.layers or models.SIZES[model]["num_hidden_layers"],
+        lora=training.get("lora", 0),
+        batch=args.batch or training.get("batch", 2),
         sequence=args.sequence,
-        checkpointing=args.checkpointing,
+        checkpointing=training.get("checkpointing", False),
         steps=args.steps,
         memory=None,
     )
-    for gpus in args.gpus:
-        if args.device == "cuda" and gpus > torch.cuda.device_count():
-            print(f"{gpus} GPUs: there are {torch.cuda.device_count()}", flush=True)
-            continue
-        for side in args.sides:
-            measure(**spec, gpus=gpus, side=side)
+    for name, usual in (("optimizer", "adamw"), ("parallel", None)):
+        if training.get(name, usual) != usual:
+            spec[name] = training[name]
+    return spec
+
+
+def planned_runs(args: argparse.Namespace, num_gpus: int) -> list[dict]:
+    """Return the spec of every run on a machine with so many GPUs."""
+    specs = []
+    for training in trainings(args):
+        spec = training_spec(training, args)
+        is_spread = spec.get("parallel") == "experts"
+        for gpus in args.gpus or training["gpus"]:
+            if gpus > num_gpus or (is_spread and gpus == 1):
+                print(f"{place(spec)}: not on {gpus} GPUs, there are {num_gpus}", flush=True)
+                continue
+            sides = [side for side in args.sides if side == "patched" or not is_spread]
+            specs += [spec | dict(gpus=gpus, side=side) for side in sides]
+    return specs
+
+
+def run_plan(args: argparse.Namespace, measure: Measurements) -> None:
+    """Measure all runs: first those that were never tried, so that one that fails again and again
+    does not take the others' time."""
+    num_gpus = torch.cuda.device_count() if args.device == "cuda" else max(GPU_COUNTS)
+    specs = planned_runs(args, num_gpus)
+    for spec in sorted(specs, key=lambda spec: measure.find(spec) is not None):
+        measure(**spec)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,9 +11,12 @@ WARMUP = 2  # steps that are not timed
 def place(spec: dict) -> str:
     """Return the model and the batch of a run, for whatever number of GPUs."""
     adapters = f", LoRA of rank {spec['lora']}" if spec["lora"] else ""
+    optimizer = ", AdamW in 8 bits" if spec.get("optimizer") == "adamw8bit" else ""
+    spread = ", experts spread over the GPUs" if spec.get("parallel") == "experts" else ""
     recomputed = ", layers recomputed" if spec["checkpointing"] else ""
     batch = f"{spec['batch']} × {spec['sequence']:,} a GPU"
-    return f"{spec['model']}, {spec['layers']} layers{adapters}, {batch}{recomputed}"
+    name = f"{spec['model']}, {spec['layers']} layers{adapters}{optimizer}{spread}"
+    return f"{name}, {batch}{recomputed}"
 
 
 def tokens_per_s(run: dict) -> float:
@@ -49,9 +52,14 @@ def cell(run: dict | None, first: dict | None) -> str:
     return f"{tokens_per_s(run):,.0f}{share}{memory(run)}"
 
 
-def planned_cell(plan: dict, side: str) -> str:
-    peaks = plan["peak_bytes"]
-    return f"{peaks[side] / 1e9:.1f} GB" if side in peaks else MISSING
+def planned_cell(plan: dict, side: str, run: dict | None) -> str:
+    """Return the planned memory, and how far that is from a run's, if there is one."""
+    if side not in plan["peak_bytes"]:
+        return MISSING
+    planned = plan["peak_bytes"][side]
+    peak = run["figures"]["peak_bytes"] if run is not None and "figures" in run else 0
+    off = f" ({planned / peak - 1:+.0%})" if peak else ""
+    return f"{planned / 1e9:.1f} GB{off}"
 
 
 def scale(data: dict) -> str:
@@ -72,14 +80,15 @@ def scale(data: dict) -> str:
             rows.append([name, str(gpus), *cells])
         for plan in data.get("plans", []):
             if place(plan["spec"]) == name:
-                cells = [planned_cell(plan, side) for side in sides]
-                rows.append([name, f"{plan['spec']['gpus']}, planned", *cells])
+                gpus = plan["spec"]["gpus"]
+                cells = [planned_cell(plan, side, runs.get((gpus, side))) for side in sides]
+                rows.append([name, f"{gpus}, planned", *cells])
     return "\n\n".join(
         [
             heading(data),
             "Tokens per second of one GPU (as a share of that on the fewest GPUs), and a GPU's "
-            "peak memory (GB = 10⁹ bytes); beyond what was measured, the memory that "
-            "`liger-kernel plan` counts:",
+            "peak memory (GB = 10⁹ bytes); the memory that `liger-kernel plan` counts, and how far "
+            "that is from what was measured:",
             table(["model, batch", "GPUs", *(NAMES[side] for side in sides)], rows),
         ]
     )

@@ -180,6 +180,11 @@ def test_the_tables_of_longest():
         if "| none |" in line or line.startswith("|  | longest")
     }
     assert widths == {9}
+    spread = spec | dict(side="long", case="full", gpus=8, parallel="sequence", sequence=4000)
+    runs.append(dict(spec=spread, figures=figures(5.0, host_bytes=0)))
+    text = report.KINDS["longest"](dict(machine=dict(gpu="GPU X", date="today"), runs=runs))
+    assert "8 GPUs, a sequence over all, 40 GB, 4,000 tokens | 5.0 s | 100 |" in text
+    assert "2,000 tokens | 5.0 s | 400 |" in text
     assert "Nothing was measured" in longest_table.longest(dict(machine={"error": "no"}, runs=[]))
 
 
@@ -204,6 +209,65 @@ def test_the_table_of_scale():
     assert "a GPU | 1 | – | 200, 30.0 GB |" in text
     assert "a GPU | 2 | out of memory | 160 (80%), 30.0 GB |" in text
     assert "a GPU | 8, planned | 2.0 GB | 1.0 GB |" in text
+    plans.append(dict(spec=spec | dict(gpus=2), peak_bytes=dict(patched=33 * 10**9)))
+    text = scale_table.scale(dict(machine=dict(gpu="GPU X", date="today"), runs=runs, plans=plans))
+    assert "a GPU | 2, planned | – | 33.0 GB (+10%) |" in text
+
+
+def scale_runs(*argv, num_gpus=8):
+    """Return (training, GPUs, side) of each run."""
+    args = scale.parse([*argv])
+    runs = scale.planned_runs(args, num_gpus)
+    return [(scale_table.place(run), run["gpus"], run["side"]) for run in runs]
+
+
+def test_runs_follow_the_machine():
+    """Every training runs on the numbers of GPUs that it is for; spread experts are ours alone."""
+    runs = scale_runs()
+    assert {(gpus, side) for name, gpus, side in runs if "8B" in name} == {
+        (gpus, side) for gpus in (1, 2, 4, 8) for side in ("huggingface", "patched")
+    }
+    of_spread_experts = [run[1:] for run in runs if "experts spread" in run[0]]
+    assert of_spread_experts == [(4, "patched"), (8, "patched")]
+    assert {gpus for name, gpus, _ in runs if "AdamW in 8 bits" in name} == {8}
+    assert {gpus for _, gpus, _ in scale_runs(num_gpus=2)} == {1, 2}
+    expert_parallel = "--model", "qwen3-30b-a3b", "--expert-parallel", "--gpus", "1", "2"
+    assert [run[1:] for run in scale_runs(*expert_parallel)] == [(2, "patched")]
+    small = scale_runs("--device", "cpu", "--gpus", "1", "4")
+    assert {name.partition(",")[0] for name, *_ in small} == {"tiny", "tiny-moe"}
+    assert {gpus for _, gpus, _ in small} == {1, 4}
+
+
+def test_runs_of_older_files_are_found():
+    args = scale.parse(["--trainings", "8b"])
+    assert scale.planned_runs(args, 1)[0] == dict(
+        case="scale",
+        model="Llama-3-8B",
+        layers=32,
+        lora=0,
+        batch=2,
+        sequence=4096,
+        checkpointing=False,
+        steps=10,
+        memory=None,
+        gpus=1,
+        side="huggingface",
+    )
+
+
+def test_what_was_never_tried_is_first():
+    class Recorder(list):
+        def find(self, spec):
+            return dict(error="no result") if spec["gpus"] == 1 else None
+
+        def __call__(self, **spec):
+            self.append(spec["gpus"])
+
+    measured = Recorder()
+    scale.run_plan(
+        scale.parse(["--device", "cpu", "--model", "tiny", "--gpus", "1", "2"]), measured
+    )
+    assert measured == [2, 2, 1, 1]
 
 
 def test_what_is_planned(monkeypatch, tmp_path):

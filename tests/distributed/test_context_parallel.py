@@ -1,8 +1,8 @@
 """PyTorch's context parallelism: patched models train as one unpatched process.
 
-Each of two ranks has two quarters of every sequence, the first rank the outer ones. PyTorch's ring
-of attentions has kernels for GPUs alone (on a CPU PyTorch says that there is "no sharding
-strategy"). On a CPU the keys and values of both ranks are gathered instead; all else is as on a
+Each rank has two parts of every sequence, the first rank the outer ones. PyTorch's ring of
+attentions has kernels for GPUs alone (on a CPU PyTorch says that there is "no sharding strategy").
+On a CPU the keys and values of all ranks are gathered instead; all else is as on a
 GPU: the order of the tokens, the hooks of accelerate that drop the mask, `shift_labels`, and a loss
 over the tokens of all ranks.
 """
@@ -28,16 +28,17 @@ from liger_kernel.core import devices
 from liger_kernel.patch import engine
 
 STEPS = 3
-# Quarters of 32 tokens: attention on a GPU pads its log-sum-exp to that, and PyTorch's ring keeps
-# the padding.
-LENGTH = 128
+PARTS = 2 * SIZE
+# Of 32 tokens each: attention on a GPU pads its log-sum-exp to that, and PyTorch's ring keeps the
+# padding.
+LENGTH = 32 * PARTS
 
 
 def batch(step):
     """Return a step's batch. In the last one only the first rank's tokens have labels."""
     inputs = tiny.batch(tokens=LENGTH, seed=step)
     if step == STEPS - 1:
-        inputs["labels"][:, LENGTH // 4 + 1 : 3 * LENGTH // 4 + 1] = -100
+        inputs["labels"][:, 32 + 1 : LENGTH - 32 + 1] = -100
     inputs["position_ids"] = torch.arange(LENGTH).repeat(2, 1)
     inputs["shift_labels"] = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     return {name: t.to(DEVICE) for name, t in inputs.items()}
@@ -107,10 +108,10 @@ def check(rank, family, **switches):
                 no_restore_buffers={*buffers},
             )
             with ring(), sharded:
-                quarters = inputs["position_ids"][0].view(2, -1)[:, 0] // (LENGTH // 4)
-                assert quarters.tolist() == [rank, 3 - rank]
+                parts = inputs["position_ids"][0].view(2, -1)[:, 0] // 32
+                assert parts.tolist() == [rank, PARTS - 1 - rank]
                 has_labels = (inputs["shift_labels"] != -100).any().item()
-                assert has_labels or (rank == 1 and step == STEPS - 1)
+                assert has_labels == (rank == 0 or step < STEPS - 1)
                 out = model(**inputs, num_items_in_batch=n)
                 out.loss.backward()
             loss = out.loss.detach().clone()

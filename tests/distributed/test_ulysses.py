@@ -1,6 +1,6 @@
 """DeepSpeed's sequence parallelism (Ulysses, ALST): patched models train as one unpatched process.
 
-By the real Trainer, accelerate and DeepSpeed, on two ranks, each with half of every sequence.
+By the real Trainer, accelerate and DeepSpeed. Each rank has an equal part of every sequence.
 
 `make test-deepspeed` installs DeepSpeed and runs this. Without it these tests skip.
 """
@@ -24,9 +24,9 @@ from liger_kernel.core import devices
 from liger_kernel.patch import engine
 
 STEPS = 3
-LENGTH = 24
+LENGTH = 12 * SIZE
 LR = 0.1
-# Ignored tokens at the start; of 13 and more, all that rank 0 has.
+# Ignored tokens at the start; of 13 and more, all that rank 0 has. A rank has 12.
 PROMPTS = 4, 13, 0, 18, 23, 9
 
 
@@ -38,6 +38,10 @@ def texts():
         labels[:prompt] = -100
         items.append(dict(input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)))
     return items
+
+
+def build():
+    return tiny.model("llama", attn_implementation="sdpa", **ranks.HEADS).to(DEVICE)
 
 
 class InOrder(Trainer):
@@ -83,7 +87,7 @@ def train_with_trainer(folder, switches, stage, accumulated):
     zero.prepare()
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    model = tiny.model("llama", attn_implementation="sdpa").to(DEVICE)
+    model = build()
     report = None if switches is None else liger.apply_liger_kernel(model, **switches)
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     try:
@@ -100,7 +104,7 @@ def train_with_trainer(folder, switches, stage, accumulated):
 
 def train_in_one_process(accumulated, lr):
     """Train on whole sequences, by the Trainer's loss: the mean of a sequence's, then of these."""
-    model = tiny.model("llama", attn_implementation="sdpa").to(DEVICE)
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     items = iter(texts())
     losses = []
@@ -124,7 +128,7 @@ def check(rank, folder, stage=3, accumulated=1, **switches):
     take the sum of a sequence's ranks, where stage 3 takes their mean.
     """
     expected, expected_weights = train_in_one_process(accumulated, LR if stage == 3 else LR * SIZE)
-    start = dict(tiny.model("llama").to(DEVICE).named_parameters())
+    start = dict(build().named_parameters())
     for patch in (None, switches):
         losses, weights = train_with_trainer(folder, patch, stage, accumulated)
         assert len(losses) == STEPS

@@ -36,7 +36,7 @@ def batches(step):
     step_batches = [tiny.batch(2 * SIZE, seed=10 * step + i) for i in range(ACCUMULATED)]
     for i, batch in enumerate(step_batches):
         for row, labels in enumerate(batch["labels"]):
-            labels[: 2 * row + i] = -100
+            labels[: (2 * row + i) % 12] = -100
     if step == 1:
         step_batches[1]["labels"][-2:] = -100
     return [{name: t.to(DEVICE) for name, t in batch.items()} for batch in step_batches]

@@ -1,4 +1,4 @@
-"""DeepSpeed's loss of a vocabulary that is spread over two ranks.
+"""DeepSpeed's loss of a vocabulary that is spread over ranks.
 
 ``vocab_parallel_ce_backend: liger`` gives the same as one process with all classes, by DeepSpeed's
 own modules and by its engine.
@@ -23,7 +23,7 @@ import liger_kernel.transformers as liger
 from liger_kernel.ops.head import vocab_parallel
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-S, B, V = 5, 2, 14
+S, B, V = 5, 2, 7 * SIZE
 STEPS, LR = 3, 0.1
 
 
@@ -103,7 +103,7 @@ def batches():
 
 
 def train_in_one_process():
-    model = tiny.model("llama").to(DEVICE)
+    model = tiny.model("llama", **ranks.HEADS).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for batch in batches():
@@ -120,7 +120,7 @@ def check_training(rank, backend, patched):
 
     Compared with one process, up to fp32 sums in another order.
     """
-    model = tiny.model("llama").to(DEVICE)
+    model = tiny.model("llama", **ranks.HEADS).to(DEVICE)
     start = {name: w.detach().clone() for name, w in model.named_parameters()}
     expected, trained = train_in_one_process()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT, cut over two ranks by tensor parallelism: with its own operators and with
+"""Megatron-Core's GPT, cut over ranks by tensor parallelism: with its own operators and with
 ours.
 
 `make test-megatron` installs Megatron-Core and runs this. Without it these tests skip.
@@ -169,7 +169,7 @@ def trained(fused):
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
-        num_attention_heads=4,
+        num_attention_heads=max(4, ranks.SIZE),
         ffn_hidden_size=48,
         use_cpu_initialization=True,
         normalization="RMSNorm",

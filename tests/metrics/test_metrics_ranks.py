@@ -1,4 +1,4 @@
-"""`LigerMetrics` on two ranks: sums over both, and models that are spread over them."""
+"""`LigerMetrics` on several ranks: sums over all, and models that are spread over them."""
 
 import functools
 import os
@@ -20,16 +20,18 @@ pytestmark = pytest.mark.thorough
 
 
 def sums(rank):
-    """Of the Trainer: both ranks' tokens, in both ranks' logs, though one rank logs more than the
-    other."""
+    """Of the Trainer: all ranks' tokens, in all ranks' logs, though one rank logs more than the
+    others."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
+        WORLD_SIZE=str(ranks.SIZE),
         MASTER_ADDR="localhost",
         MASTER_PORT="0",
     )
-    data, seen, metrics = rows(24), Seen(), LigerMetrics(peak_flops=1e12, prometheus_port=0)
+    data = rows(12 * ranks.SIZE)
+    seen = Seen()
+    metrics = LigerMetrics(peak_flops=1e12, prometheus_port=0)
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=3,
@@ -66,11 +68,11 @@ def sums(rank):
         n * (n + 1) // 2 for n in lengths
     )
     assert metrics.totals["model_flops"] == pytest.approx(expected)
-    shared = [None, None]
+    shared = [None] * ranks.SIZE
     torch.distributed.all_gather_object(
         shared, {k: v for k, v in logs[-1].items() if "loss" not in k}
     )
-    assert shared[0] == shared[1]
+    assert all(logged == shared[0] for logged in shared)
 
 
 def large_sums(rank):
@@ -79,7 +81,7 @@ def large_sums(rank):
     meter.active_seconds, meter.last_time = 1.0, float("inf")
     meter.tick = lambda: None
     found = meter.take()
-    assert found.capacity == 2e22 and found.devices == 2 and found.rated
+    assert found.capacity == ranks.SIZE * 1e22 and found.devices == ranks.SIZE and found.rated
     meter = Meter(DEVICE, ranks=True, peak=1e12 if rank else None)
     meter.count(
         dict(
@@ -88,8 +90,8 @@ def large_sums(rank):
         )
     )
     found = meter.take()
-    assert not found.rated and not found.labelled and found.tokens == 8
-    doubled = Meter(DEVICE, ranks=True, replicas=2)  # both have the same batch
+    assert not found.rated and not found.labelled and found.tokens == 4 * ranks.SIZE
+    doubled = Meter(DEVICE, ranks=True, replicas=ranks.SIZE)  # all have the same batch
     doubled.count(dict(input_ids=torch.zeros(1, 4, dtype=torch.long)))
     assert doubled.take().tokens == 4
 
@@ -100,11 +102,11 @@ def spread(rank, name):
     assert flops_of(ranks.WRAPPERS[name](model)) == expected
 
 
-def test_on_two_ranks(tmp_path):
+def test_on_several_ranks(tmp_path):
     """On a CPU the processes are forked: importing all of this again would take most of the
     time."""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks.SIZE:
-        pytest.skip("not two GPUs, but one")
+        pytest.skip(f"not {ranks.SIZE} GPUs")
     checks = [
         sums,
         large_sums,

@@ -1,4 +1,4 @@
-"""Data-parallel layouts of a model over two ranks, as training frameworks make them."""
+"""Data-parallel layouts of a model over all ranks, as training frameworks make them."""
 
 import os
 import tempfile

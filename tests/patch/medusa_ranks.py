@@ -1,4 +1,4 @@
-"""Checks of Medusa's heads under DDP and FSDP2 on two ranks, which `test_layouts` runs."""
+"""Checks of Medusa's heads under DDP and FSDP2, which `test_layouts` runs."""
 
 from functools import partial
 
@@ -38,8 +38,8 @@ class MedusaModel(torch.nn.Module):
 
 def check_wrapped(rank, kind, frozen):
     """Compare two accumulated steps on each rank's rows with one process's step on all rows."""
-    ids = torch.randint(V, (4, T), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    items = 24
+    ids = torch.randint(V, (2 * SIZE, T), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    items = ids.numel()
     model = MedusaModel(frozen).to(DEVICE)
     reference = MedusaModel(frozen).to(DEVICE)
     reference(ids, items).backward()

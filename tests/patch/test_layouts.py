@@ -186,7 +186,6 @@ def strategy(name):
 
 TAIL = ["model.norm", "lm_head"]
 TIED = ["model.embed_tokens", "model.norm", "lm_head"]
-HALVES = dict(fsdp_size=SIZE)
 LAYOUTS = {
     "FSDP2, root alone": Layout(fsdp2(layers=False)),
     "FSDP2, head alone": Layout(fsdp2(["lm_head"]), "qwen3", kernels=True),
@@ -202,22 +201,26 @@ LAYOUTS = {
     "FSDP2, frozen head": Layout(fsdp2(["lm_head"]), "frozen head", accumulated=True),
     "FSDP2, LoRA": Layout(fsdp2(TAIL), "lora"),
     "FSDP2, LoRA of the head": Layout(fsdp2(["lm_head"]), "lora of the head", kernels=True),
-    "HSDP, 2 × 1": Layout(fsdp2(["lm_head"], shape=(2, 1)), accumulated=True),
-    "HSDP, 1 × 2": Layout(fsdp2(shape=(1, 2))),
+    "HSDP, 2 × N/2": Layout(fsdp2(["lm_head"], shape=(2, SIZE // 2)), accumulated=True),
+    "HSDP, N/2 × 2": Layout(fsdp2(shape=(SIZE // 2, 2))),
     "torchtitan": Layout(torchtitan, low=True, kernels=True),
     "accelerate": Layout(accelerate()),
     "accelerate, tied": Layout(accelerate(reshard_after_forward=False), "gemma2", kernels=True),
     "accelerate, loaded by one rank": Layout(accelerate(cpu_ram_efficient_loading=True)),
     "accelerate, bf16": Layout(accelerate(low=True), "qwen3", low=True, when="patch after"),
-    "transformers": Layout(transformers_sharding(**HALVES), when="patch after"),
-    "transformers, tied": Layout(transformers_sharding(**HALVES), "tied", when="patch after"),
+    "transformers": Layout(transformers_sharding(fsdp_size=SIZE), when="patch after"),
+    "transformers, tied": Layout(transformers_sharding(fsdp_size=SIZE), "tied", when="patch after"),
     "transformers, bf16": Layout(
-        transformers_sharding(**HALVES, fsdp_mixed_precision=True), low=True, when="patch after"
+        transformers_sharding(fsdp_size=SIZE, fsdp_mixed_precision=True),
+        low=True,
+        when="patch after",
     ),
     "FSDP1, original parameters": Layout(fsdp1(), accumulated=True, kernels=True),
     "FSDP1, flat parameters": Layout(fsdp1(use_orig_params=False), accumulated=True),
     "FSDP1, gradients sharded": Layout(fsdp1(sharding_strategy=strategy("SHARD_GRAD_OP")), "tied"),
-    "FSDP1, hybrid": Layout(fsdp1(shape=(1, 2), sharding_strategy=strategy("HYBRID_SHARD"))),
+    "FSDP1, hybrid": Layout(
+        fsdp1(shape=(SIZE // 2, 2), sharding_strategy=strategy("HYBRID_SHARD"))
+    ),
     "FSDP1, bf16": Layout(fsdp1(low=True), low=True),
     "FSDP1, frozen body": Layout(fsdp1(), "frozen body"),
     "FSDP1, LoRA": Layout(fsdp1(), "lora of the head"),
@@ -480,7 +483,7 @@ def _pipelined(rank, schedule, way, family, first):
 
 def hugging_faces_pipeline(rank):
     """transformers' own pipeline generates and does not train: it gives logits, and no loss."""
-    expected = layered("llama", 2)
+    expected = layered("llama", SIZE)
     patched_model = transformers_sharding(pp_size=SIZE)(expected)
     inputs, _ = of_pipeline(0, 1, False)
     report = apply_liger_kernel(patched_model)

@@ -1,4 +1,4 @@
-"""Patched models spread over two processes: loss and gradients of one process, over two steps and
+"""Patched models spread over processes: loss and gradients of one process, over two steps and
 an evaluation.
 
 DeepSpeed's ZeRO-3 takes part where DeepSpeed is installed.

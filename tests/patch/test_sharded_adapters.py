@@ -1,4 +1,5 @@
-"""PEFT's LoRA layers on two ranks: in each layout the losses and gradients of the unpatched model.
+"""PEFT's LoRA layers on several ranks: in each layout the losses and gradients of the unpatched
+model.
 
 Our code runs where the adapters' weights are whole at the call: with DDP, and where FSDP has whole
 decoder layers as its units. PEFT's runs where they are shards."""
@@ -48,10 +49,10 @@ def unused_adapter(model):
 
 
 def adapter_of_the_rank(model):
-    """Make another adapter active on each rank. Those of the other learn nothing from its rows."""
+    """Make another adapter active on every second rank. The default one learns nothing there."""
     model = unused_adapter(model)
     for layer in lora_layers(model).values():
-        layer._active_adapter = [("default", "unused")[dist.get_rank()]]
+        layer._active_adapter = [("default", "unused")[dist.get_rank() % 2]]
     return model
 
 
@@ -268,7 +269,8 @@ def built(layout, when, low):
 
     ``when`` it is patched: "before" `get_peft_model`, "after" it, once it is "wrapped", or None.
     """
-    model = tiny.model("llama", attention_bias=layout.shard_base is None).to(DEVICE)
+    has_bias = layout.shard_base is None
+    model = tiny.model("llama", attention_bias=has_bias, **ranks.HEADS).to(DEVICE)
     if layout.shard_base is not None:
         model = layout.shard_base(model)
     if when == "before":

@@ -1,5 +1,5 @@
-"""Tensor parallelism on two ranks: patched models train as one process does, with the loss over the
-head's shards.
+"""Tensor parallelism: patched models train as one process does, with the loss over the head's
+shards.
 
 By transformers' own plans (and its expert parallelism), and by PyTorch's `parallelize_module`.
 """
@@ -24,24 +24,22 @@ from transformers.distributed import DistributedConfig
 
 from liger_kernel.core import devices, parallel
 from liger_kernel.ops import functional
+from liger_kernel.ops.head import linear_head_reference
 from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_llama, revert
 
 RECENT = TorchVersion(torch.__version__) >= (
     2,
     13,
 )  # older ones have fewer ways from shards to shards
-ROWS, TOKENS, STEPS = 4, 31 if RECENT else 32, 3  # 31: shards of a sequence are uneven
-WHOLE = ROWS * TOKENS * tiny.VOCABULARY  # logits
-ROUNDING = (
-    tiny.VOCABULARY * torch.finfo(torch.float32).eps
-)  # of the longest sum, relative to its largest term
+ROWS, TOKENS, STEPS = 2 * ranks.SIZE, 31 if RECENT else 32, 3  # 31: uneven shards of a sequence
+VOCABULARY = 48 * ranks.SIZE  # a rank's logits are larger than hidden states and weights
+WHOLE = ROWS * TOKENS * VOCABULARY  # logits
+ROUNDING = VOCABULARY * torch.finfo(torch.float32).eps  # of the longest sum, of its largest term
 
 
 def batch(seed=0, **options):
-    inputs = {name: t.to(DEVICE) for name, t in tiny.batch(ROWS, TOKENS, seed=seed).items()}
-    return inputs | {
-        name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in options.items()
-    }
+    inputs = tiny.batch(ROWS, TOKENS, seed=seed, vocab_size=VOCABULARY) | options
+    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
 
 
 def whole(t):
@@ -54,16 +52,20 @@ def mesh():
 
 # ---- models ----
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[])
+NUM_EXPERTS = max(4, ranks.SIZE)
+EXPERTS = dict(
+    num_experts=NUM_EXPERTS, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[]
+)
+SIZES = ranks.HEADS | dict(vocab_size=VOCABULARY)
 OVER = {
     "gemma2": dict(attn_implementation="eager"),
     "qwen3_moe": EXPERTS | dict(output_router_logits=True),
-    "mixtral": dict(output_router_logits=True),
+    "mixtral": dict(num_local_experts=NUM_EXPERTS, output_router_logits=True),
 }
 
 
 def config_of(family, **over):
-    return dict(attn_implementation="sdpa") | OVER.get(family, {}) | over
+    return SIZES | dict(attn_implementation="sdpa") | OVER.get(family, {}) | over
 
 
 def loaded(path, by_expert=False, **plan):
@@ -168,10 +170,10 @@ def with_fsdp(model, _, shape):
 def make_model(family, shard=None, bias=False, **over):
     model = tiny.model(family, **config_of(family, **over))
     if bias:
-        head = torch.nn.Linear(model.lm_head.in_features, tiny.VOCABULARY)
+        head = torch.nn.Linear(model.lm_head.in_features, VOCABULARY)
         head.weight = model.lm_head.weight
         with torch.no_grad():
-            head.bias.copy_(torch.linspace(-1, 1, tiny.VOCABULARY))
+            head.bias.copy_(torch.linspace(-1, 1, VOCABULARY))
         model.lm_head = head
     model = model.to(DEVICE)
     return model if shard is None else shard(model, mesh())
@@ -282,6 +284,7 @@ def check(
     than logits."""
     before = devices.INTERPRETED
     devices.INTERPRETED = kernels
+    linear_head_reference.ROWS_WITHOUT_KERNELS = ROWS * TOKENS  # each chunk has its collectives
     try:
         unsharded = make(False)
         unpatched = make(True)
@@ -356,8 +359,8 @@ SHARDED = (  # by PyTorch
     ("colwise", "llama", colwise, dict(bias=True)),
     ("tied", "llama", tied, dict(tie_word_embeddings=True)),
     ("by sequence", "qwen3", by_sequence, {}),
-    ("with FSDP2 2 x 1", "llama", with_fsdp, dict(shape=(2, 1))),
-    ("with FSDP2 1 x 2", "llama", with_fsdp, dict(shape=(1, 2))),
+    ("with FSDP2 2 x N/2", "llama", with_fsdp, dict(shape=(2, ranks.SIZE // 2))),
+    ("with FSDP2 N/2 x 2", "llama", with_fsdp, dict(shape=(ranks.SIZE // 2, 2))),
 )
 
 
@@ -391,8 +394,8 @@ def check_left_alone(rank):
         (rowwise, {}, "sharded over its input"),
         (
             gathered,
-            dict(vocab_size=tiny.VOCABULARY + 1),
-            "97 classes make no equal shards for 2 ranks",
+            dict(vocab_size=VOCABULARY + 1),
+            f"{VOCABULARY + 1} classes make no equal shards for {ranks.SIZE} ranks",
         ),
         (left_sharded, {}, "stay sharded"),
     ):
@@ -419,8 +422,7 @@ def check_later(rank):
     hooked.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
     out = hooked(**batch())
     assert (
-        shapes == [(ROWS, TOKENS, tiny.VOCABULARY)]
-        and "it has others" in hooked._liger_logits_warnings
+        shapes == [(ROWS, TOKENS, VOCABULARY)] and "it has others" in hooked._liger_logits_warnings
     )
     torch.testing.assert_close(out.loss.detach(), expected[0][0], rtol=ROUNDING, atol=0)
 
@@ -430,7 +432,7 @@ def check_later(rank):
     for devices.INTERPRETED in (False, before):
         for label in (5, -100):  # on one rank
             inputs = batch()
-            inputs["labels"][1, 5] = label if rank else 6
+            inputs["labels"][1, 5] = label if rank == 1 else 6
             labelled.zero_grad()
             loss = labelled(**inputs).loss
             loss.backward()
@@ -463,9 +465,10 @@ def check_rows(rank):
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     torch.manual_seed(0)
+    even = 2 * ranks.SIZE  # of which all ranks have as many
+    shape = (2, even + 1, 8)
     x, w, b, g = (
-        torch.randn(shape, device=DEVICE, dtype=torch.float64)
-        for shape in ((2, 5, 8), 8, 8, (2, 5, 8))
+        torch.randn(shape, device=DEVICE, dtype=torch.float64) for shape in (shape, 8, 8, shape)
     )
 
     def gradients(x, w, b, g, norm):
@@ -486,11 +489,11 @@ def check_rows(rank):
         torch.testing.assert_close(gradients(shards[0], *parameters, shards[1], by_rows), expected)
         assert by_rows(shards[0], *parameters).placements == (place,)
     swapped = (
-        by_rows(placed(x[:, :4], placements=[Shard(1)]).transpose(0, 1), *parameters)
+        by_rows(placed(x[:, :even], placements=[Shard(1)]).transpose(0, 1), *parameters)
         .contiguous()
         .view(-1, 8)
     )
-    torch.testing.assert_close(whole(swapped), expected[0][:, :4].transpose(0, 1).reshape(-1, 8))
+    torch.testing.assert_close(whole(swapped), expected[0][:, :even].transpose(0, 1).reshape(-1, 8))
     assert by_rows(placed(x, placements=[Shard(2)]), *parameters) is None
     assert by_rows(DTensor.from_local(x, mesh(), [Partial()]), *parameters) is None
     assert by_rows(placed(x, placements=[Shard(0)]), w, b) is None

@@ -1,6 +1,7 @@
-"""Run checks in a group of two processes: gloo on a CPU, NCCL on two GPUs."""
+"""Run checks in a group of processes: two by gloo on a CPU, one for each GPU by NCCL."""
 
 import gc
+import os
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -13,7 +14,26 @@ import zero
 from hardware import DEVICE
 from torch import multiprocessing
 
-SIZE = 2
+
+def num_ranks() -> int:
+    """Return the number of processes: LIGER_TEST_RANKS, a power of two.
+
+    Without it there are two on a CPU, and of n GPUs the largest power of two up to 8 is used.
+    """
+    if "LIGER_TEST_RANKS" in os.environ:
+        return int(os.environ["LIGER_TEST_RANKS"])
+    if DEVICE == "cpu":
+        return 2
+    num_gpus = min(torch.cuda.device_count(), 8)
+    return max(2, 1 << num_gpus.bit_length() - 1)
+
+
+SIZE = num_ranks()
+HEADS = dict(  # of a model each of whose ranks has whole heads
+    num_attention_heads=max(4, SIZE),
+    num_key_value_heads=SIZE,
+    head_dim=32 // max(4, SIZE),  # together as wide as the hidden states
+)
 
 
 def run_process(rank, store, checks, reached):
@@ -71,7 +91,7 @@ def run(checks, folder):
             multiprocessing.ProcessExitedException,
         ) as error:
             failures.append(str(error))
-            del checks[: min(reached) + 1]  # the other rank may be ahead, in one that did not fail
+            del checks[: min(reached) + 1]  # other ranks may be ahead, in one that did not fail
             seconds_of_failures += time.monotonic() - start
     if checks:
         failures.append(f"{len(checks)} checks were not tried")

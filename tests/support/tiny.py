@@ -62,10 +62,10 @@ def model(family, dtype=torch.float32, seed=0, **overrides):
     return model
 
 
-def batch(rows=2, tokens=13, seed=1):
+def batch(rows=2, tokens=13, seed=1, vocab_size=VOCABULARY):
     """Return token ids and labels. Some tokens are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
+    ids = torch.randint(3, vocab_size, (rows, tokens), generator=generator)
     labels = ids.clone()
     labels[0, : tokens // 3] = -100
     return dict(input_ids=ids, labels=labels)

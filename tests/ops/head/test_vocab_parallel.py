@@ -1,5 +1,5 @@
-"""Cross entropy of logits whose classes are spread over ranks: on one rank, and on two against all
-logits on one."""
+"""Cross entropy of logits whose classes are spread over ranks: on one rank, and on several against
+all logits on one."""
 
 from functools import partial
 
@@ -26,8 +26,7 @@ S, B, V = 3, 2, 14
 
 
 def drawn(dtype=torch.float32, V=V):
-    """The same on all ranks: a confident row, classes that are masked on the second rank, ignored
-    tokens."""
+    """The same on all ranks: a confident row, ignored tokens."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(S, B, V, generator=g, dtype=torch.float64) * 3
     y = torch.randint(V, (S, B), generator=g)
@@ -181,16 +180,18 @@ def test_what_does_not_fit():
             liger_vocab_parallel_cross_entropy(x, y.fill_(14))
 
 
-# ---- two ranks ----
+# ---- several ranks ----
+
+ALL_CLASSES = 7 * SIZE
 
 
 def shard(rank, dtype, option):
     """This rank's classes of logits, losses and gradients of all logits on one rank."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     epsilon, formula, mode = option
-    x, y = drawn(dtype)
-    x[2, :, V // 2 :] = -60
-    own = slice(rank * V // 2, (rank + 1) * V // 2)
+    x, y = drawn(dtype, ALL_CLASSES)
+    x[2, :, 7:] = -60  # masked on all ranks but the first
+    own = slice(7 * rank, 7 * rank + 7)
     mine, full = x[..., own].clone().requires_grad_(), x.double().requires_grad_()
     assert not x[..., own].is_contiguous()
     expected = by_definition(full, y, epsilon, formula, own if mode == "partition" else slice(None))
@@ -210,8 +211,8 @@ def shard(rank, dtype, option):
 
 
 def module(rank, compiled):
-    """With the group given, of both ranks or of one."""
-    x, y = drawn()
+    """With the group given, of all ranks or of one."""
+    x, y = drawn(V=ALL_CLASSES)
     loss = LigerVocabParallelCrossEntropy(label_smoothing=0.1, label_smoothing_formula="megatron")
     call = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     mine = x.chunk(SIZE, -1)[rank].clone().requires_grad_()

@@ -1,5 +1,5 @@
-"""Experts on two ranks: what each rank gets is what one rank with all experts gets for all tokens,
-or its part."""
+"""Experts on several ranks: what each rank gets is what one rank with all experts gets for all
+tokens, or its part."""
 
 from functools import partial
 
@@ -16,8 +16,9 @@ from liger_kernel.ops.functional import liger_experts
 from liger_kernel.ops.moe.expert_parallel import liger_expert_parallel
 from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
 
-H, I, E, K = 12, 10, 4, 3  # noqa: E741
+H, I, E, K = 12, 10, 2 * SIZE, 3  # noqa: E741
 TOKENS, TABLES = ("x", "top_k_weights"), ("gate_up_proj", "down_proj")
+UNEVEN = (4, 3) * (SIZE // 2)  # tokens of each rank
 ROUTINGS = {
     "any": lambda i: i,
     "all to one rank": lambda i: i % 2 + 2,
@@ -67,7 +68,7 @@ def local_part(tensors, rank, sizes):
     }
 
 
-def matches_one_device(rank, routing="any", sizes=(4, 3), dtype=torch.float32, integers=False):
+def matches_one_device(rank, routing="any", sizes=UNEVEN, dtype=torch.float32, integers=False):
     """Against `liger_experts`: bit for bit if all is integers."""
     tensors = random_inputs(sum(sizes), dtype, integers)
     tensors["top_k_index"] = ROUTINGS[routing](tensors["top_k_index"])
@@ -96,7 +97,7 @@ def matches_one_device(rank, routing="any", sizes=(4, 3), dtype=torch.float32, i
 
 def second_order(rank):
     """A loss of the gradients: it goes through every all-to-all three times."""
-    sizes = (3, 4)
+    sizes = UNEVEN[::-1]
     tensors = random_inputs(sum(sizes), torch.float64)
 
     def penalised(fn, inputs, **options):
@@ -117,11 +118,10 @@ def second_order(rank):
 
 
 def autocast(rank):
-    sizes = (4, 3)
-    tensors = random_inputs(sum(sizes))
+    tensors = random_inputs(sum(UNEVEN))
     with torch.autocast(DEVICE, torch.bfloat16):
-        expected = local_part(output_and_grads(liger_experts, tensors, tensors["x"]), rank, sizes)
-        local_inputs = local_part(tensors, rank, sizes)
+        expected = local_part(output_and_grads(liger_experts, tensors, tensors["x"]), rank, UNEVEN)
+        local_inputs = local_part(tensors, rank, UNEVEN)
         actual = output_and_grads(
             liger_expert_parallel, local_inputs, local_inputs["x"], group=dist.group.WORLD
         )
@@ -149,15 +149,16 @@ def module(rank):
     torch.testing.assert_close(
         LigerExpertParallelFusedMoe(alone)(*local_inputs, *projections, E), expected[rank]
     )
-    with pytest.raises(ValueError, match="num_experts is 4, 2 ranks hold 4 each"):
+    with pytest.raises(ValueError, match=f"num_experts is {E}, {SIZE} ranks hold {E} each"):
         LigerExpertParallelFusedMoe()(*local_inputs, *projections, E)
 
 
 @pytest.mark.thorough
-def test_two_ranks(tmp_path):
+def test_several_ranks(tmp_path):
     checks = [partial(matches_one_device, routing=routing, integers=True) for routing in ROUTINGS]
     checks += [
-        partial(matches_one_device, integers=True, sizes=sizes) for sizes in ((5, 0), (0, 0))
+        partial(matches_one_device, integers=True, sizes=sizes * (SIZE // 2))
+        for sizes in ((5, 0), (0, 0))
     ]
     checks += [
         partial(matches_one_device, dtype=torch.bfloat16),
@@ -223,8 +224,7 @@ def test_errors(change, error, words):
 def test_a_transposed_table():
     t = random_inputs(5)
     gate, up = t["gate_up_proj"].chunk(2, 1)
-    with pytest.raises(
-        ValueError, match=r"all_B \(4, 12, 10\).*give \(experts, I, H\) twice and \(experts, H, I\)"
-    ):
+    shapes = rf"all_B \({E}, 12, 10\).*give \(experts, I, H\) twice and \(experts, H, I\)"
+    with pytest.raises(ValueError, match=shapes):
         tables = gate.mT, up.mT, t["down_proj"].mT
         LigerExpertParallelFusedMoe()(t["x"], t["top_k_index"], t["top_k_weights"], *tables, E)
