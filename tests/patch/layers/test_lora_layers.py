@@ -355,12 +355,13 @@ def test_with_offloaded_checkpoints():
 
 
 def test_q_k_and_v_share_their_input(monkeypatch):
+    _, patched = model_pair("llama", with_lora(["q_proj", "k_proj", "v_proj"]), num_hidden_layers=1)
+    step(patched)  # adopts and tries the layers
     nodes = []
     compute = adapters.frozen_layers
     monkeypatch.setattr(
         adapters, "frozen_layers", lambda *args: nodes.append(args) or compute(*args)
     )
-    _, patched = model_pair("llama", with_lora(["q_proj", "k_proj", "v_proj"]), num_hidden_layers=1)
     step(patched)
     assert [len(layers) for _, layers in nodes] == [3]
 
@@ -414,6 +415,53 @@ def test_an_input_that_changes_on_the_way(change):
         assert (output is None) == (expected is None)
         if output is not None:
             torch.testing.assert_close(output, expected)
+
+
+CHANGES_OF_A_LAYER = {
+    "scaling": lambda layer: layer.scaling.update(default=5.0),
+    "disabled": lambda layer: layer.enable_adapters(False),
+    "weight": lambda layer: layer.base_layer.weight.mul_(2),
+    "A": lambda layer: layer.lora_A["default"].weight.mul_(2),
+    "frozen A": lambda layer: layer.lora_A["default"].weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_A_LAYER)
+def test_a_layer_that_changes_after_its_neighbour_was_called(name):
+    """What was computed for it then is not used; backward raises if a tensor was written to."""
+
+    def run(shared):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"])
+        module = away_from_zero(peft.get_peft_model(Attention(), config))
+        attention = module.base_model.model
+
+        @torch.no_grad()
+        def change(x):
+            CHANGES_OF_A_LAYER[name](attention.v_proj)
+            return x
+
+        attention.change = change
+        group = contextlib.nullcontext()
+        if shared:
+            liger.apply_liger_kernel(module)
+            group = adapters.InputGroup((attention.q_proj, attention.k_proj, attention.v_proj))
+        x = torch.randn(4, 8, requires_grad=True)
+        with group:
+            y = attention(x * 1)
+        learns = [p for p in module.parameters() if p.requires_grad]
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *learns], allow_unused=True)]
+
+    if name in ("weight", "A"):  # the node that computed it saved what it was
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(True)
+        return
+    results, expected = run(True), run(False)
+    assert len(results) == len(expected)
+    for output, reference in zip(results, expected, strict=True):
+        assert (output is None) == (reference is None)
+        if output is not None:
+            torch.testing.assert_close(output, reference)
 
 
 # ---- other ways to run ----

@@ -126,7 +126,7 @@ class InputGroup:
         # An inference tensor has no version. A checkpoint around one layer calls it alone again.
         if x.is_inference() or _saved_tensor_hooks() != self.hooks:
             return None
-        modes = x._version, torch.is_grad_enabled()
+        modes = x._version, x.requires_grad, torch.is_grad_enabled()
         if self.x is None:
             self.x, self.modes = x, modes
             self._compute_all(layer, call, x)

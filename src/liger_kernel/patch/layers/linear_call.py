@@ -48,7 +48,8 @@ class LinearCall(NamedTuple):
         return FrozenLayer(self.weight, self.bias, self.adapters, self.dequantize)
 
     def state(self) -> tuple | None:
-        """Return what the output depends on beside x: numbers, and tensors by identity and version.
+        """Return what the output and its graph depend on beside x: numbers, and tensors by identity
+        and version.
 
         If a later call has the same state while this one is kept, it computes the same. None if
         that cannot be said: with dropout, a bias of an adapter, ``base``, inference tensors."""
@@ -65,7 +66,8 @@ class LinearCall(NamedTuple):
             numbers.append(adapter.scaling)
         if any(tensor.is_inference() for tensor in tensors):
             return None
-        return *numbers, *((id(tensor), tensor._version) for tensor in tensors)
+        states = ((id(tensor), tensor._version, tensor.requires_grad) for tensor in tensors)
+        return *numbers, *states
 
 
 def read_call(layer, x) -> LinearCall | None:
