@@ -307,6 +307,17 @@ def test_some_gradients_alone(needed):
     assert_close(results, expected, bound=1e-11)
 
 
+def test_gradients_of_gradients_where_b_trains_alone():
+    """x is not saved then, on which they depend."""
+    module = projections(dtype=F64)
+    for parameter in module.q.lora_A.parameters():
+        parameter.requires_grad_(False)
+    x = randn(*LEAD, WIDTH, dtype=F64)
+    (y,) = frozen_layers(x, [read_layer(module.q)])
+    with pytest.raises(RuntimeError, match="whose A does not train and whose B does"):
+        torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+
+
 def test_second_backward():
     module = projections(dtype=F64, ranks=(3, 4))
     x = randn(*LEAD, WIDTH, dtype=F64)
@@ -491,7 +502,7 @@ def test_a_checkpoint_that_keeps_products():
     assert_close(results.values(), expected.values(), bound=1e-11)
 
 
-def test_a_checkpoint_that_keeps_scaled_matrices():
+def test_a_checkpoint_that_keeps_stacked_matrices():
     """An operation whose result is kept does not run again, nor write what it wrote."""
     module = projections(lora_alpha=5)
     x = randn(*LEAD, WIDTH)
@@ -499,7 +510,7 @@ def test_a_checkpoint_that_keeps_scaled_matrices():
     def selective(x):
         contexts = functools.partial(
             create_selective_checkpoint_contexts,
-            [torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar, torch.ops.aten.mul.out],
+            [torch.ops.aten.cat.default, torch.ops.aten.addmm.default],
         )
         run = functools.partial(our_projections, module)
         return checkpoint(run, x, use_reentrant=False, context_fn=contexts)

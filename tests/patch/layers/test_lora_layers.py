@@ -382,39 +382,47 @@ class Attention(torch.nn.Module):
         return q + k + self.v_proj(x)
 
 
-def write(x):
+def run_attention(change, shared):
+    """Return the output of an `Attention` and all gradients, in an `InputGroup` or by PEFT's code.
+
+    ``change``: a function of the attention and of x, run after the first layer."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"])
+    module = away_from_zero(peft.get_peft_model(Attention(), config))
+    attention = module.base_model.model
+    attention.change = lambda x: change(attention, x)
+    group = contextlib.nullcontext()
+    if shared:
+        liger.apply_liger_kernel(module)
+        group = adapters.InputGroup((attention.q_proj, attention.k_proj, attention.v_proj))
+    x = torch.randn(4, 8, requires_grad=True)
+    with group:
+        y = attention(x * 1)
+    learns = [p for p in module.parameters() if p.requires_grad]
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *learns], allow_unused=True)]
+
+
+def assert_attentions_agree(change):
+    results, expected = (run_attention(change, shared) for shared in (True, False))
+    for output, reference in zip(results, expected, strict=True):
+        assert (output is None) == (reference is None)
+        if output is not None:
+            torch.testing.assert_close(output, reference)
+
+
+def write(_, x):
     x.detach().mul_(2)
     return x
 
 
-@pytest.mark.parametrize("change", [lambda x: x, lambda x: x * 2, write])
+@pytest.mark.parametrize("change", [lambda _, x: x, lambda _, x: x * 2, write])
 def test_an_input_that_changes_on_the_way(change):
-    def run(shared):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"])
-        module = away_from_zero(peft.get_peft_model(Attention(), config))
-        attention = module.base_model.model
-        attention.change = change
-        group = contextlib.nullcontext()
-        if shared:
-            liger.apply_liger_kernel(module)
-            layers = attention.q_proj, attention.k_proj, attention.v_proj
-            group = adapters.InputGroup(layers)
-        x = torch.randn(4, 8, requires_grad=True)
-        with group:
-            y = attention(x * 1)
-        learns = [p for p in module.parameters() if p.requires_grad]
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *learns], allow_unused=True)]
-
-    if change is write:  # a plain model raises in backward, since A needs what x was
-        for shared in True, False:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                run(shared)
+    if change is not write:
+        assert_attentions_agree(change)
         return
-    for output, expected in zip(run(True), run(False), strict=True):
-        assert (output is None) == (expected is None)
-        if output is not None:
-            torch.testing.assert_close(output, expected)
+    for shared in True, False:  # a plain model raises in backward, since A needs what x was
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run_attention(change, shared)
 
 
 CHANGES_OF_A_LAYER = {
@@ -430,38 +438,16 @@ CHANGES_OF_A_LAYER = {
 def test_a_layer_that_changes_after_its_neighbour_was_called(name):
     """What was computed for it then is not used; backward raises if a tensor was written to."""
 
-    def run(shared):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"])
-        module = away_from_zero(peft.get_peft_model(Attention(), config))
-        attention = module.base_model.model
+    @torch.no_grad()
+    def change(attention, x):
+        CHANGES_OF_A_LAYER[name](attention.v_proj)
+        return x
 
-        @torch.no_grad()
-        def change(x):
-            CHANGES_OF_A_LAYER[name](attention.v_proj)
-            return x
-
-        attention.change = change
-        group = contextlib.nullcontext()
-        if shared:
-            liger.apply_liger_kernel(module)
-            group = adapters.InputGroup((attention.q_proj, attention.k_proj, attention.v_proj))
-        x = torch.randn(4, 8, requires_grad=True)
-        with group:
-            y = attention(x * 1)
-        learns = [p for p in module.parameters() if p.requires_grad]
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *learns], allow_unused=True)]
-
-    if name in ("weight", "A"):  # the node that computed it saved what it was
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            run(True)
+    if name not in ("weight", "A"):
+        assert_attentions_agree(change)
         return
-    results, expected = run(True), run(False)
-    assert len(results) == len(expected)
-    for output, reference in zip(results, expected, strict=True):
-        assert (output is None) == (reference is None)
-        if output is not None:
-            torch.testing.assert_close(output, reference)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_attention(change, shared=True)  # the node that computed it saved what it was
 
 
 # ---- other ways to run ----

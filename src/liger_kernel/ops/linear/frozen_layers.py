@@ -87,12 +87,15 @@ def frozen_layers(x, layers) -> list[torch.Tensor]:
         return [frozen_layer_reference(x, layer) for layer in layers]
     owners = [i for i, layer in enumerate(layers) for _ in layer.adapters]
     adapters = [adapter for layer in layers for adapter in layer.adapters]
-    dropped = [adapter.dropout is not None for adapter in adapters]
-    scalings = [1.0 if adapter.dropout else float(adapter.scaling) for adapter in adapters]
-    first = [low_rank_product(x, each) if each.dropout else each.a for each in adapters]
-    second = [adapter.b for adapter in adapters]
-    terms = _Terms(owners, scalings, dropped)
-    outputs = [*apply_function(_FrozenLayers, x, get_recompute(x), layers, terms, *first, *second)]
+    terms = _Terms(owners, [], [])
+    a_or_t = []
+    for adapter in adapters:
+        has_dropout = adapter.dropout is not None
+        terms.has_product.append(has_dropout)
+        terms.scalings.append(1.0 if has_dropout else float(adapter.scaling))
+        a_or_t.append(low_rank_product(x, adapter) if has_dropout else adapter.a)
+    tensors = *a_or_t, *(adapter.b for adapter in adapters)
+    outputs = [*apply_function(_FrozenLayers, x, get_recompute(x), layers, terms, *tensors)]
     for owner, adapter in zip(owners, adapters, strict=True):
         if adapter.bias is not None:
             outputs[owner] = outputs[owner] + cast_if_needed(adapter.bias, x.dtype)
@@ -116,7 +119,8 @@ def frozen_layers_and_products(x, layers):
     outputs = [next(tensors) for _ in layers]
     products = []
     for adapter in adapters:
-        products.append(low_rank_product(x, adapter) if adapter.dropout else next(tensors))
+        is_plain = adapter.dropout is None
+        products.append(next(tensors) if is_plain else low_rank_product(x, adapter))
     return outputs, products
 
 
@@ -145,7 +149,8 @@ def add_adapters_to(y, x, adapters) -> torch.Tensor:
 
 def frozen_layer_reference(x, layer) -> torch.Tensor:
     """Compute a `FrozenLayer` by PyTorch's own operations."""
-    return linear_reference(x, dense_weight(layer), layer.bias, layer.adapters)
+    weight = dense_weight(layer.weight, layer.dequantize)
+    return linear_reference(x, weight, layer.bias, layer.adapters)
 
 
 def linear_reference(x, weight, bias=None, adapters=()):
@@ -168,9 +173,9 @@ def add_adapters_reference(y, x, adapters):
     return y
 
 
-def dense_weight(layer) -> torch.Tensor:
-    """Return the weight (N, K) of a `FrozenLayer`."""
-    return layer.weight if layer.dequantize is None else layer.dequantize(layer.weight)
+def dense_weight(weight, dequantize) -> torch.Tensor:
+    """Return the weight (N, K) of a layer. Arguments as in `FrozenLayer`."""
+    return weight if dequantize is None else dequantize(weight)
 
 
 # ---- the autograd Functions ----
@@ -193,29 +198,29 @@ class _Terms(NamedTuple):
         """Return the node's A or t, and its B."""
         return tensors[: len(self.scalings)], tensors[len(self.scalings) :]
 
-    def made(self) -> list[int]:
-        """Return the indices of the terms whose t the node makes."""
+    def computed(self) -> list[int]:
+        """Return the indices of the terms whose t the node computes."""
         return [i for i, has_product in enumerate(self.has_product) if not has_product]
 
-    def products(self, x, first):
+    def products(self, x, a_or_t):
         """Return the A as one matrix, in a list that is empty if there are none; and every t."""
-        made = self.made()
-        products = [*first]
-        if not made:
+        computed = self.computed()
+        products = [*a_or_t]
+        if not computed:
             return [], products
-        matrices, scalings = [first[i] for i in made], [self.scalings[i] for i in made]
+        matrices, scalings = [a_or_t[i] for i in computed], [self.scalings[i] for i in computed]
         new, stacked = low_rank_products(x, matrices, scalings)
-        for i, product in zip(made, new, strict=True):
+        for i, product in zip(computed, new, strict=True):
             products[i] = product
         return [stacked], products
 
     def need_x(self, needs) -> bool:
         """Return True if one of the node's A needs a gradient. ``needs``: those of its tensors."""
-        return any(needs[i] for i in self.made())
+        return any(needs[i] for i in self.computed())
 
 
 class _Saved(NamedTuple):
-    """What `_FrozenLayers` saves, each a list.
+    """The tensors that `_FrozenLayers` saves, in lists.
 
     Attributes:
         inputs: x, or from what it is recomputed; empty if no A needs a gradient.
@@ -246,10 +251,13 @@ class _FrozenLayers(torch.autograd.Function):
         ctx.terms = terms
         ctx.dequantizers = [layer.dequantize for layer in layers]
         ctx.recompute = recompute and recompute.without_tensors()
-        first, second = terms.split(tensors)
-        stacked, products = terms.products(flatten_to_2d(x), first)
-        outputs = [F.linear(x, dense_weight(layer), layer.bias) for layer in layers]
-        copies = [cast_if_needed(b, x.dtype) for b in second]
+        a_or_t, matrices_b = terms.split(tensors)
+        stacked, products = terms.products(flatten_to_2d(x), a_or_t)
+        outputs = []
+        for layer in layers:
+            weight = dense_weight(layer.weight, layer.dequantize)
+            outputs.append(F.linear(x, weight, layer.bias))
+        copies = [cast_if_needed(b, x.dtype) for b in matrices_b]
         if terms.owners is not None:
             for owner, t, b in zip(terms.owners, products, copies, strict=True):
                 outputs[owner] = add_product(outputs[owner], t, b)
@@ -272,10 +280,10 @@ class _FrozenLayers(torch.autograd.Function):
     def backward(ctx, *grads):
         tensors = iter(saved_tensors(ctx))
         saved = _Saved(*([*itertools.islice(tensors, size)] for size in ctx.sizes))
-        given = [grad for grad in grads if grad is not None]
-        if not given:
+        first_grad = next((grad for grad in grads if grad is not None), None)
+        if first_grad is None:
             return None, None, None, None, *(None for _ in saved.tensors)
-        with devices.without_autocast(given[0]):
+        with devices.without_autocast(first_grad):
             if torch.is_grad_enabled():  # create_graph=True
                 return _differentiable_gradients(ctx, saved, grads)
             grads = [None if grad is None else flatten_to_2d(grad) for grad in grads]
@@ -290,17 +298,16 @@ def _gradients(ctx, saved, grads):
     if need_x:
         for dy, weight, dequantize in zip(grads, saved.weights, ctx.dequantizers, strict=False):
             if dy is not None:
-                dense = weight if dequantize is None else dequantize(weight)
-                dx = add_matmul(dx, dy, dense)
-    first, second = ctx.terms.split(saved.tensors)
-    made = ctx.terms.made()
+                dx = add_matmul(dx, dy, dense_weight(weight, dequantize))
+    a_or_t, matrices_b = ctx.terms.split(saved.tensors)
+    computed = ctx.terms.computed()
     d_tensors = [None] * len(saved.tensors)
     u_of = {}  # index of a term -> its u
-    if made:
+    if computed:
         rows = next(grad for grad in grads if grad is not None)
         u = rows.new_empty((rows.shape[0], saved.stacked[0].shape[0]))
-        columns = u.split_with_sizes([first[i].shape[0] for i in made], dim=1)
-        u_of = dict(zip(made, columns, strict=True))
+        columns = u.split_with_sizes([a_or_t[i].shape[0] for i in computed], dim=1)
+        u_of = dict(zip(computed, columns, strict=True))
     for i in range(num_terms):
         owner = num_layers + i if ctx.terms.owners is None else ctx.terms.owners[i]
         dy = grads[owner]
@@ -316,14 +323,14 @@ def _gradients(ctx, saved, grads):
         elif needs[i]:
             d_tensors[i] = dy @ saved.copies[i]
         if needs[num_terms + i]:
-            d_tensors[num_terms + i] = product_in(second[i].dtype, dy.t(), saved.products[i])
+            d_tensors[num_terms + i] = product_in(matrices_b[i].dtype, dy.t(), saved.products[i])
     if need_x and u_of:
         dx = add_matmul(dx, u, saved.stacked[0])
     if saved.inputs:
         x = ctx.recompute(*saved.inputs) if ctx.recompute else saved.inputs[0]
         for i, u_i in u_of.items():
             if needs[i]:
-                d_tensors[i] = product_in(first[i].dtype, u_i.t(), flatten_to_2d(x))
+                d_tensors[i] = product_in(a_or_t[i].dtype, u_i.t(), flatten_to_2d(x))
     return None if dx is None else dx.view(ctx.shape), None, None, None, *d_tensors
 
 
@@ -333,7 +340,7 @@ def _differentiable_gradients(ctx, saved, grads):
     need_x, _, _, _, *needs = ctx.needs_input_grad
     if saved.inputs:
         x = ctx.recompute(*saved.inputs) if ctx.recompute else saved.inputs[0]
-    elif terms.made() and any(needs):
+    elif terms.computed() and any(needs):
         raise RuntimeError(
             "create_graph=True through a LoRA layer whose A does not train and whose B does: "
             "let both train, or neither"
@@ -342,22 +349,22 @@ def _differentiable_gradients(ctx, saved, grads):
         x = next(grad for grad in grads if grad is not None).new_zeros(ctx.shape).requires_grad_()
 
     def run(x, *tensors):
-        first, second = terms.split(tensors)
+        a_or_t, matrices_b = terms.split(tensors)
         products = []
         for tensor, scaling, has_product in zip(
-            first, terms.scalings, terms.has_product, strict=True
+            a_or_t, terms.scalings, terms.has_product, strict=True
         ):
             rows = flatten_to_2d(x)
             products.append(
                 tensor if has_product else low_rank_product_reference(rows, tensor, scaling)
             )
         outputs = [
-            F.linear(x, weight if dequantize is None else dequantize(weight))
+            F.linear(x, dense_weight(weight, dequantize))
             for weight, dequantize in zip(saved.weights, ctx.dequantizers, strict=True)
         ]
         if terms.owners is None:
             return *outputs, *products
-        for owner, t, b in zip(terms.owners, products, second, strict=True):
+        for owner, t, b in zip(terms.owners, products, matrices_b, strict=True):
             y = outputs[owner]
             outputs[owner] = y + F.linear(t, cast_if_needed(b, t.dtype)).view(y.shape)
         return tuple(outputs)

@@ -21,6 +21,7 @@ from liger_kernel.ops.linear.frozen_layers import (
     Adapter,
     FrozenLayer,
     add_adapters_to,
+    dense_weight,
     frozen_layers,
     linear_reference,
 )
@@ -91,13 +92,19 @@ def liger_lora_linear(
         lora_bias = None if lora_bias is None else lora_bias * scaling
         drop = functools.partial(F.dropout, p=dropout) if dropout else None
         adapter = Adapter(a, b, scaling, lora_bias, drop)
-        if torch.compiler.is_compiling():
-            return linear_reference(x, weight, bias, (adapter,))
-        if weight.requires_grad or bias is not None and bias.requires_grad:
-            fan_out = FanOut(x)  # its backward may run within autocast
-            return add_adapters_to(fan_out.linear(weight, bias), fan_out.x, (adapter,))
-        (y,) = frozen_layers(x, [FrozenLayer(weight, bias, (adapter,))])
-        return y
+        return linear_with_adapters(x, weight, bias, (adapter,))
+
+
+def linear_with_adapters(x, weight, bias=None, adapters=(), dequantize=None):
+    """Compute a linear layer with adapters, whether it trains or not. Autocast is off; backward may
+    run within it. Arguments as in `FrozenLayer`."""
+    if torch.compiler.is_compiling():
+        return linear_reference(x, dense_weight(weight, dequantize), bias, adapters)
+    if weight.requires_grad or bias is not None and bias.requires_grad:
+        fan_out = FanOut(x)
+        return add_adapters_to(fan_out.linear(weight, bias), fan_out.x, adapters)
+    (y,) = frozen_layers(x, [FrozenLayer(weight, bias, adapters, dequantize)])
+    return y
 
 
 def _inputs(M, N, K, r):

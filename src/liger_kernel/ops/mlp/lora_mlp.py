@@ -46,19 +46,17 @@ from liger_kernel.core.op import (
 )
 from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.core.saved import save_for_backward, saved_tensors
-from liger_kernel.ops.linear.fan_out import FanOut
 from liger_kernel.ops.linear.frozen_layers import (
     Adapter,
-    FrozenLayer,
-    add_adapters_to,
     add_low_rank,
-    frozen_layers,
+    dense_weight,
     linear_reference,
     low_rank_gradients,
     low_rank_product_reference,
     low_rank_products,
     product_in,
 )
+from liger_kernel.ops.linear.lora import linear_with_adapters
 from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.glu import (
     geglu_reference,
@@ -215,7 +213,7 @@ class _OutputLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, dequantize, save_node, shape, *low_rank):
         ctx.dequantize, ctx.save_node = dequantize, save_node
-        out = F.linear(h, weight if dequantize is None else dequantize(weight), bias)
+        out = F.linear(h, dense_weight(weight, dequantize), bias)
         out = add_low_rank(out, low_rank)
         # a view, to which autograd would not let the caller write
         return torch.ops.aten._unsafe_view(out, (*shape, out.shape[1]))
@@ -228,7 +226,7 @@ class _OutputLayer(torch.autograd.Function):
         need_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
-            dh = dout @ (weight if ctx.dequantize is None else ctx.dequantize(weight))
+            dh = dout @ dense_weight(weight, ctx.dequantize)
             d_bias = dout.sum(0) if need_bias else None
             low_rank = []
             for t, b in zip(products, matrices, strict=True):
@@ -333,14 +331,7 @@ def _one_by_one(a, b, act, weight, bias, adapters, dequantize):
         h = _glu_reference(a, b, act)
     else:
         h = liger_swiglu(a, b) if act == "silu" else liger_geglu(a, b, act)
-    if torch.compiler.is_compiling():
-        weight = weight if dequantize is None else dequantize(weight)
-        return linear_reference(h, weight, bias, adapters)
-    if weight.requires_grad or bias is not None and bias.requires_grad:
-        fan_out = FanOut(h)
-        return add_adapters_to(fan_out.linear(weight, bias), fan_out.x, adapters)
-    (y,) = frozen_layers(h, [FrozenLayer(weight, bias, adapters, dequantize)])
-    return y
+    return linear_with_adapters(h, weight, bias, adapters, dequantize)
 
 
 def _with_one_adapter(gated_down):
