@@ -41,7 +41,7 @@ FAMILY_TESTS ?= $(filter-out %_gpu.py,$(wildcard tests/patch/families/test_*.py)
 	tests/patch/layers/test_mask.py tests/patch/proof/test_proofs.py
 NEWEST_TESTS ?= tests/core tests/ops tests/losses $(FAMILY_TESTS)
 COMPILE_TESTS ?= -k compil tests/ops/test_ops.py tests/ops/test_double_backward.py tests/patch
-TRL_TESTS ?= $(wildcard tests/*/test_trl*.py)
+TRL_TESTS ?= $(wildcard tests/*/test_trl*.py tests/patch/loss/test_trl*.py)
 PRODUCT_TESTS ?= $(wildcard tests/ops/test_ops.py tests/ops/head/test_linear_*.py tests/ops/mlp/test_glu_linear.py)
 
 # oneDNN's limits that are below this processor: a flag of /proc/cpuinfo and the limit up to which it is used.
@@ -117,7 +117,7 @@ $(VENV)/transformers-%/.ready: $(READY)
 	$(INSTALL) --upgrade --target $(@D) transformers==$*
 	touch $@
 
-# TRL's trainers with this package's losses (1.12, the last that calls them) and with its layers alone.
+# TRL's trainers with this package's losses (1.12, the last that calls them) and with our head in the place of theirs.
 test-trl: $(addprefix test-trl-,$(TRL))
 
 test-trl-%: $(VENV)/trl-%/.ready
@@ -137,9 +137,11 @@ $(VENV)/megatron-%/.ready: $(READY)
 	touch $@
 
 # DeepSpeed's ZeRO, sequence parallelism and vocabulary-parallel loss on two ranks. Nothing of it is compiled.
-test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready
+test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/trl-$(lastword $(TRL))/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py \
 		tests/frameworks/test_deepspeed_loss.py
+	PYTHONPATH=$(abspath $(<D)):$(abspath $(VENV)/trl-$(lastword $(TRL))/site-packages):$$PYTHONPATH $(PYTEST) \
+		tests/patch/loss/test_trl_head_ranks.py
 
 $(VENV)/deepspeed-%/.ready: $(READY)
 	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*

@@ -245,17 +245,19 @@ def run_requests(
     ways: dict[str, Way],
     args: argparse.Namespace,
     line: Callable[[dict], str],
+    versions: dict[str, str] | None = None,
 ) -> dict:
     """Measure a row for each request, here and by the peers. Every row is saved, and printed by
-    ``line``, when it is there. Returns the data of the results file."""
+    ``line``, when it is there. ``versions``: of `tables.VERSIONS`, beside the peers'. Returns the
+    data of the results file."""
     end = time.monotonic() + args.limit
 
     def time_left() -> float:
         return end - time.monotonic()
 
-    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []}
-    peer_workers, versions = ops.start_peers(args, time_left)
-    data |= versions
+    data = {"machine": machine.describe(), "dtype": "bfloat16", "rows": []} | (versions or {})
+    peer_workers, peer_versions = ops.start_peers(args, time_left)
+    data |= peer_versions
     ceilings = machine.Ceilings(machine.Stopwatch())
     workers = {"ours": LocalWorker(ceilings, ways=ways)} | peer_workers
     try:

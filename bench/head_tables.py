@@ -1,4 +1,4 @@
-"""The tables of `bench.head`, `bench.losses` and `bench.experts`."""
+"""The tables of `bench.head`, `bench.trl_head`, `bench.losses` and `bench.experts`."""
 
 from __future__ import annotations
 
@@ -225,6 +225,47 @@ def losses(data: dict) -> str:
         table(["loss, shape", "ceiling, TFLOP/s", *map(title, names)], lines),
     ]
     return join_parts(parts, rows, losses_label)
+
+
+# ---- TRL's head ----
+
+
+def trl_head_label(row: dict) -> str:
+    return f"{row['way']} {shape_label(row)}"
+
+
+def trl_head_cell(entry: dict) -> str:
+    """Return time and peak memory."""
+    if "error" in entry:
+        return error_type(entry)
+    (ms,) = map(mean, entry["ms"].values())
+    return f"{ms:.3g} ms, {entry['peak_bytes'] / 1e9:.2f} GB"
+
+
+def trl_head_line(row: dict) -> str:
+    """Return one row as printed while the measurement runs."""
+    cells = (f"{name}: {trl_head_cell(entry)}" for name, entry in row["contestants"].items())
+    return f"{trl_head_label(row)}: " + "; ".join(cells)
+
+
+def trl_head(data: dict) -> str:
+    rows = data["rows"]
+    lines = []
+    for row in rows:
+        cells = [contestant_cell(row, name, trl_head_cell) for name in ("TRL", "ours")]
+        theirs, ours = (row["contestants"][name] for name in ("TRL", "ours"))
+        against = MISSING
+        if "ms" in theirs and "ms" in ours:
+            (kind,) = row["kinds"]
+            against = f"{mean(ours['ms'][kind]) / mean(theirs['ms'][kind]):.2f}"
+        lines.append([trl_head_label(row), *cells, against])
+    parts = [
+        heading(data),
+        "Loss and gradients (scoring: the log-probabilities alone) of tokens × channels × classes: "
+        "time, and peak memory beyond the inputs:",
+        table(["use and shape", "TRL's head", "ours", "our time / TRL's"], lines),
+    ]
+    return join_parts(parts, rows, trl_head_label)
 
 
 # ---- a layer of experts ----

@@ -40,6 +40,7 @@ KINDS = {  # kind of a results file -> the function that makes its table
     "longest": longest_table.longest,
     "scale": scale_table.scale,
     "head": head_tables.head,
+    "trl_head": head_tables.trl_head,
     "losses": head_tables.losses,
     "experts": head_tables.experts,
     "medusa": training_tables.medusa,

@@ -13,6 +13,7 @@ VERSIONS = {
     "peer": "liger-kernel {}",
     "cute": "CuTe: liger-kernel {}",
     "torch": "linear_cross_entropy of torch {}",
+    "trl": "TRL {}",
 }
 FURTHER = {  # contestants that few rows have
     "torch-lce": "linear_cross_entropy",

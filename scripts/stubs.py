@@ -75,7 +75,12 @@ def functions() -> str:
         "",
     ]
     lines.append(stub("apply_liger_kernel", with_switches(families.apply_liger_kernel)))
-    for name in ("revert", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"):
+    for name in (
+        "apply_liger_kernel_to_trl",
+        "revert",
+        "_apply_liger_kernel",
+        "_apply_liger_kernel_to_instance",
+    ):
         lines.append(stub(name, inspect.signature(getattr(families, name))))
     for name, function in sorted(families.FAMILY_FUNCTIONS.items()):
         lines.append(stub(name, inspect.signature(function)))

@@ -91,6 +91,7 @@ def test_every_public_name_is_in_the_list(scope):
 # No framework knows these; test_families and test_norm_rope test them.
 OURS = {
     "transformers.apply_liger_kernel",
+    "transformers.apply_liger_kernel_to_trl",
     "transformers.functional.liger_norm_rope",
     "transformers.functional.liger_fused_ce_tvd",
     "transformers.functional.liger_gated_rms_norm",

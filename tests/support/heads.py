@@ -22,7 +22,7 @@ CASE = next(case for case in CASES if case.name == "fused_linear_cross_entropy")
 F64, F32, B16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = F32, B16, F16
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-OUTPUT_NAMES = "loss", "logsumexp", "entropy", "z_loss", "mean_logit"
+OUTPUT_NAMES = "loss", "logsumexp", "entropy", "z_loss", "mean_logit", "log_sum_sq_probs"
 OUTPUT_FLAGS = {f"return_{name}": True for name in OUTPUT_NAMES if name != "loss"}
 ACCURACY_FLAGS = dict(return_accuracy=True, return_predicted=True)
 ALL_OPTIONS = dict(
@@ -90,6 +90,7 @@ def textbook_from_logits(
         entropy=-(log_p.exp() * log_p).sum(-1),
         z_loss=z_loss.detach(),
         mean_logit=z.detach().mean(-1),
+        log_sum_sq_probs=(2 * log_p.detach()).logsumexp(-1),
         correct=(predicted == target).float(),
         predicted=predicted,
     )

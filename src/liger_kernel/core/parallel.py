@@ -301,8 +301,8 @@ def token_loss_reference_parallel(
         class_weight: (V,), of all classes.
 
     Returns:
-        (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit), each (M,). The first
-        three have gradients.
+        (loss, logsumexp, entropy, z_loss, correct, predicted, mean_logit, log_sum_sq_probs), each
+        (M,). The first three have gradients.
     """
     num_ranks, rank = size_and_rank(group)
     shard_size = z.shape[1]
@@ -328,11 +328,11 @@ def token_loss_reference_parallel(
     d_target = d.gather(-1, local_target[:, None]).squeeze(-1).where(is_in_shard, 0)
     # exp(-1e4) is 0, and unlike 0·-inf, 0·-1e4 is no NaN
     sum_e_d = (e * d.clamp(min=-1e4)).sum(-1)
-    sums = [e.sum(-1), sum_e_d, d_target, z.detach().sum(-1)]
+    sums = [e.sum(-1), sum_e_d, d_target, z.detach().sum(-1), e.detach().square().sum(-1)]
     if label_smoothing:
         d_of_classes = d if w is None else d * w[first_class : first_class + shard_size]
         sums.append(d_of_classes.sum(-1))
-    sum_e, sum_e_d, d_target, sum_z, *sum_d = sum_over_group(torch.stack(sums), group)
+    sum_e, sum_e_d, d_target, sum_z, sum_squares, *sum_d = sum_over_group(torch.stack(sums), group)
 
     log_sum = sum_e.log()
     lse = z_max + log_sum
@@ -347,9 +347,13 @@ def token_loss_reference_parallel(
     z_loss = lse_square_scale * lse * lse
     mean_logit = sum_z.detach() / V
     correct = (predicted == target).float()
+    log_squares = sum_squares.detach().log() - 2 * log_sum.detach()
 
-    outputs = ce + z_loss, lse, entropy, z_loss.detach(), correct, mean_logit
-    loss, lse, entropy, z_loss, correct, mean_logit = (x.where(is_valid, 0) for x in outputs)
+    outputs = ce + z_loss, lse, entropy, z_loss.detach(), correct, mean_logit, log_squares
+    loss, lse, entropy, z_loss, correct, mean_logit, log_squares = (
+        x.where(is_valid, 0) for x in outputs
+    )
     # NaN in the loss and, by this product, in its gradient
     loss = loss * torch.where(same_target_on_ranks, 1.0, torch.nan).to(loss.dtype)
-    return loss, lse, entropy, z_loss, correct, predicted.where(is_valid, -1), mean_logit
+    predicted = predicted.where(is_valid, -1)
+    return loss, lse, entropy, z_loss, correct, predicted, mean_logit, log_squares

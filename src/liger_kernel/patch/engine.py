@@ -46,10 +46,11 @@ from liger_kernel.patch.layers.plain_mlp import PlainMLPs
 from liger_kernel.patch.layers.rope import Ropes
 from liger_kernel.patch.layers.router import Routers
 from liger_kernel.patch.layers.tiled_mlp import TiledMLPs
-from liger_kernel.patch.loss import head
+from liger_kernel.patch.loss import head, trl_head
 from liger_kernel.patch.loss.rewrites import (
     LossInHead,
     LossOnLogits,
+    TRLHeads,
     causal_lms,
     revert_loss_on_logits,
 )
@@ -72,6 +73,7 @@ STAGES = (
     (OffloadedCheckpoints(),),  # all other layers
     (LossInHead(),),
     (LossOnLogits(),),  # one call asks for at most one of the two losses
+    (TRLHeads(),),
     (LoadBalancing(),),  # after LossInHead, whose replacement it extends
     (CausalMasks(),),
 )
@@ -255,6 +257,7 @@ def revert_model(model: torch.nn.Module) -> None:
         offloading.revert(module)
         adapters.revert(module)
         _revert_module(module)
+    trl_head.uninstall(model.modules())
 
 
 def _revert_module(module: torch.nn.Module) -> None:

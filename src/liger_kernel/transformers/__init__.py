@@ -20,6 +20,7 @@ _NEED_TRANSFORMERS = {
             "_apply_liger_kernel",
             "_apply_liger_kernel_to_instance",
             "apply_liger_kernel",
+            "apply_liger_kernel_to_trl",
             "revert",
             *FUNCTION_NAMES,
         ),

@@ -96,6 +96,7 @@ from liger_kernel.patch.families.published import apply_liger_kernel_to_qwen3_vl
 from liger_kernel.patch.families.published import apply_liger_kernel_to_qwen3_vl_moe as apply_liger_kernel_to_qwen3_vl_moe
 from liger_kernel.patch.families.published import apply_liger_kernel_to_smollm3 as apply_liger_kernel_to_smollm3
 from liger_kernel.patch.families.published import apply_liger_kernel_to_smolvlm as apply_liger_kernel_to_smolvlm
+from liger_kernel.patch.families.published import apply_liger_kernel_to_trl as apply_liger_kernel_to_trl
 from liger_kernel.ops.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
 from liger_kernel.ops.rotary.llama4_rope import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
 from liger_kernel.ops.rotary.rope import liger_rotary_pos_emb as liger_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""A head whose classes are spread over two processes: what each of them gets is what one process
+"""A head whose classes are spread over processes: what each of them gets is what one process
 gets, or its slice."""
 
 from functools import partial
@@ -27,7 +27,16 @@ OPTIONS = (
     dict(label_smoothing=0.3, class_weight=True, lse_square_scale=1e-2),
     dict(ignore_index=3, lse_square_scale=1e-2),
 )
-NAMES = "loss", "logsumexp", "entropy", "z_loss", "correct", "predicted", "mean_logit"
+NAMES = (
+    "loss",
+    "logsumexp",
+    "entropy",
+    "z_loss",
+    "correct",
+    "predicted",
+    "mean_logit",
+    "log_sum_sq_probs",
+)
 
 
 def whole(
@@ -46,10 +55,15 @@ def whole(
     z_loss, best = lse_square_scale * lse.square(), z.argmax(-1)
     outputs = loss + z_loss, lse, -(log_p.exp() * log_p).sum(-1), z_loss, (best == target).float()
     outputs = [x.where(valid, 0) for x in outputs]
-    return *outputs, best.where(valid, -1), z.mean(-1).where(valid, 0)
+    log_squares = (2 * log_p.detach()).logsumexp(-1)
+    means = [x.where(valid, 0) for x in (z.mean(-1), log_squares)]
+    return *outputs, best.where(valid, -1), *means
 
 
-def drawn(M=11, V=14, dtype=torch.float64, H=None):
+V = 7 * SIZE
+
+
+def drawn(M=11, V=V, dtype=torch.float64, H=None):
     """(logits, or the hidden states and weight of some; targets), the same on all ranks."""
     g = torch.Generator().manual_seed(0)
     target = torch.randint(V, (M,), generator=g).where(torch.arange(M) % 4 != 1, -100)
@@ -58,7 +72,7 @@ def drawn(M=11, V=14, dtype=torch.float64, H=None):
         z[0, [2, V - 2]] = z.max() + 1  # a tie between the shards
         z[2, [V - 3, V - 1]] = z.max() + 1  # within one
         z[4, target[4]] += 40  # a confident row
-        z[6, V // 2 :] -= 60  # all of it on rank 0
+        z[6, V // SIZE :] -= 60  # all of it on rank 0
         return z.to(DEVICE, dtype), target.to(DEVICE)
     h = torch.randn(M, H, generator=g, dtype=torch.float64)
     w = torch.randn(V, H, generator=g, dtype=torch.float64) * 2 / H**0.5
@@ -141,8 +155,8 @@ def reference_of_a_head(rank, group, _):
 
 
 def masked_classes(rank, group, _):
-    """A padded vocabulary: -inf on some classes, on rank 1 on all of them. No NaN, and the rest is
-    untouched."""
+    """A padded vocabulary: -inf on some classes, and on all of rank 1 and later ones. No NaN, and
+    the rest is untouched."""
     z, target = drawn()
     z[:, 6:] = -torch.inf
     target = target.clamp(max=5)
@@ -153,23 +167,13 @@ def masked_classes(rank, group, _):
         same(a, b, name, 1e-12)
     (of_mine,) = torch.autograd.grad(actual, shard, incoming(actual))
     (of_all,) = torch.autograd.grad(expected, full, incoming(expected))
-    same(of_mine, F.pad(of_all, (0, 8)).chunk(SIZE, 1)[rank], "dz", 1e-12)
+    same(of_mine, F.pad(of_all, (0, V - 6)).chunk(SIZE, 1)[rank], "dz", 1e-12)
 
 
 def of_head(h, w, b, target, **option):
-    wanted = {f"return_{name}": True for name in ("z_loss", "accuracy", "predicted", "mean_logit")}
-    out = linear_token_loss(
-        h, w, target, b, return_logsumexp=True, return_entropy=True, **wanted, **option
-    )
-    return (
-        out.loss,
-        out.logsumexp,
-        out.entropy,
-        out.z_loss,
-        out.correct,
-        out.predicted,
-        out.mean_logit,
-    )
+    wanted = {f"return_{name.replace('correct', 'accuracy')}": True for name in NAMES[1:]}
+    out = linear_token_loss(h, w, target, b, **wanted, **option)
+    return tuple(getattr(out, name) for name in NAMES)
 
 
 def by_definition(
@@ -204,7 +208,7 @@ def equal_everywhere(tensors, group):
         assert all(torch.equal(x, other) for other in others), f"{name} differs between the ranks"
 
 
-def head(rank, group, option, dtype, shape=(11, 6, 14), needs=(True, True, True), kernels=True):
+def head(rank, group, option, dtype, shape=(11, 6, V), needs=(True, True, True), kernels=True):
     """Outputs and gradients of a sharded head, against those of the whole one, without kernels in
     fp64."""
     M, H, V = shape
@@ -266,13 +270,13 @@ def scaled(rank, group, dtype, given):
     )
     same(ds[0], of_whole[0], "dh", tolerance)
     same(ds[1], of_whole[1].chunk(SIZE)[rank], "dw", tolerance)
-    with pytest.raises(ValueError, match="give a class from 0 to 13" if DEVICE == "cpu" else ""):
+    said = f"give a class from 0 to {V - 1}" if DEVICE == "cpu" else ""
+    with pytest.raises(ValueError, match=said):
         liger_fused_linear_scaled_cross_entropy_tp(
-            *local, target[:2] if DEVICE != "cpu" else target + 14, group
+            *local, target[:2] if DEVICE != "cpu" else target + V, group
         )
-    liger_fused_linear_scaled_cross_entropy_tp(
-        *local, target.clamp(min=13, max=13), group
-    )  # known only to rank 1
+    known_to_one_rank = torch.full_like(target, V - 1)
+    liger_fused_linear_scaled_cross_entropy_tp(*local, known_to_one_rank, group)
 
 
 def compiled(rank, group, given):
@@ -429,10 +433,12 @@ def pairs(rank, group, dtype, memory):
 def tokens_of_all_ranks(rank, group, loss_type):
     """DAPO and its like divide by all ranks' tokens: the mean over ranks of losses and gradients is
     one process's."""
-    h, w, _, ids = drawn(M=16, H=6)
-    h, ids = h.view(4, 4, 6), ids.clamp(min=0).view(4, 4)
-    mask = (torch.arange(4) < torch.tensor([[4], [3], [1], [2]])).long().to(ids.device)
+    h, w, _, ids = drawn(M=8 * SIZE, H=6)
+    h, ids = h.view(-1, 4, 6), ids.clamp(min=0).view(-1, 4)
+    lengths = torch.tensor([4, 3, 1, 2]).repeat(SIZE // 2)
+    mask = (torch.arange(4) < lengths[:, None]).long().to(ids.device)
     advantages = torch.tensor([0.5, -1.0, 2.0, -0.3], dtype=h.dtype, device=h.device)
+    advantages = advantages.repeat(SIZE // 2)
     full, local = w.clone().requires_grad_(), w.clone().requires_grad_()
     some = slice(rank * 2, rank * 2 + 2)
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type=loss_type)
@@ -474,8 +480,9 @@ CHECKS = [
     *(partial(head, option=option, dtype=dtype) for dtype in BOTH for option in HEAD_OPTIONS),
     *(partial(head, option={}, dtype=dtype, needs=needs) for dtype in BOTH for needs in NEEDS),
     *(
-        partial(head, option=HEAD_OPTIONS[2] | dict(memory=0), dtype=dtype, shape=(300, 8, 6))
+        partial(head, option=option | dict(memory=0), dtype=dtype, shape=(300, 8, 3 * SIZE))
         for dtype in BOTH
+        for option in HEAD_OPTIONS[2:3]
     ),
     *(partial(head, option=HEAD_OPTIONS[2], dtype=torch.float32, kernels=False) for _ in CPU),
     partial(head, option=HEAD_OPTIONS[1], dtype=torch.bfloat16),

@@ -95,6 +95,8 @@ def taken(monkeypatch):
     return plain.seen
 
 
+# outputs that the kernels do not have
+WITHOUT_LOGITS = dict(return_mean_logit=False, return_log_sum_sq_probs=False)
 PLACES = {  # name: (M, V, memory, accum_dtype, the classes of each gradient where forward is taken)
     "one chunk": (70, 777, "auto", None, [(0, 777)]),
     "whole tiles": (64, 512, "auto", None, [(0, 512)]),
@@ -116,7 +118,7 @@ OPTIONS = {
 def test_as_exact_as_pytorch(place, option, bias, taken, small):
     M, V, memory, accum_dtype, parts = PLACES[place]
     option, draws = OPTIONS[option], []
-    given = dict(memory=memory, accum_dtype=accum_dtype, return_mean_logit=False)
+    given = dict(memory=memory, accum_dtype=accum_dtype, **WITHOUT_LOGITS)
     for seed in range(3):
         tensors, rest = make_tensors(M, 192 if M == 70 else 64, V, seed, bias, **option)
         taken.clear()
@@ -138,7 +140,7 @@ def test_only_the_gradients_that_are_needed(lacking, taken, small):
     tensors[lacking].requires_grad_(False)
     names = ("loss", "entropy")
     draw = measure_head_errors(
-        tokens_of({}, names, return_mean_logit=False),
+        tokens_of({}, names, **WITHOUT_LOGITS),
         textbook_token_outputs({}, names),
         tensors,
         B16,
@@ -184,6 +186,7 @@ def test_a_confident_row_keeps_its_digits(taken):
     w[target, torch.arange(len(h)) % 64] = 32.0
     z = h.double() @ w.double().t()
     h.requires_grad_()
+    w.requires_grad_()  # a frozen head has its gradient in forward, from logits
     loss = linear_token_loss(h, w, target).loss
     expected = -z.log_softmax(1).gather(1, target[:, None])[:, 0]
     assert expected.max() < 1e-6
@@ -262,7 +265,10 @@ def test_what_is_not_finite_stays(taken):
     )
 
 
-@pytest.mark.parametrize("wanted", ["return_accuracy", "return_predicted", "return_mean_logit"])
+WANTED = "return_accuracy", "return_predicted", "return_mean_logit", "return_log_sum_sq_probs"
+
+
+@pytest.mark.parametrize("wanted", WANTED)
 def test_what_only_logits_give(wanted, taken, monkeypatch):
     """Forward has logits then, and so has backward: of the same rounding."""
     monkeypatch.setattr(hopper, "token_loss", None)

@@ -400,9 +400,10 @@ def test_signatures(family):
         **dict.fromkeys(LONG),
         **router,
         "lora": True,
+        "trl_head": True,
     }
     switches = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", glu]
-    assert list(parameters) == [*switches, "model", *LONG, *router, "lora"]
+    assert list(parameters) == [*switches, "model", *LONG, *router, "lora", "trl_head"]
     assert (
         fn.__name__ == f"apply_liger_kernel_to_{family}"
         and fn is getattr(families, fn.__name__)

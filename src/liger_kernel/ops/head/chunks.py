@@ -56,6 +56,15 @@ def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, aut
     )
 
 
+def planned_bytes(h, w, dtype, plan):
+    """Return the bytes beyond dh and dW that `run_chunks` takes for dh and dW by this plan.
+
+    Not counted are copies of the weight and of a chunk of h in another dtype.
+    """
+    buffers = HeadBuffers(h.to("meta"), w.shape[0], dtype, plan, True)
+    return buffers.nbytes(w.dtype) - w.numel() * w.dtype.itemsize
+
+
 def empty_gradients(h, w, dtype, accum_dtype, needs):
     """Return dh, dW and db as `run_chunks` returns them, not filled in.
 

@@ -180,6 +180,7 @@ def token_loss(x, target, norm, options, loss, stats, *, z_loss=None, entropy=No
         entropy,
         None,  # mean_logit_ptr
         None,  # predicted_ptr
+        None,  # log_sum_sq_probs_ptr
         T,  # stride_n
         N * T,  # stride_slot
         1,  # stride_t
@@ -194,6 +195,7 @@ def token_loss(x, target, norm, options, loss, stats, *, z_loss=None, entropy=No
         ENTROPY=entropy is not None,
         MEAN=False,
         BEST=False,
+        SQUARES=False,
         TOKEN_SCALING=False,
         BLOCK_N=block,
         BLOCK_T=16,

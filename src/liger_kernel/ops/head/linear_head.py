@@ -59,6 +59,7 @@ class RequestedOutputs(NamedTuple):
     entropy: bool = False
     mean_logit: bool = False
     predicted: bool = False
+    log_sum_sq_probs: bool = False
 
 
 class HeadOptions(NamedTuple):
@@ -97,6 +98,7 @@ class HeadOutputs(NamedTuple):
     entropy: torch.Tensor
     mean_logit: torch.Tensor
     predicted: torch.Tensor  # int64
+    log_sum_sq_probs: torch.Tensor
 
 
 class Statistics(NamedTuple):
@@ -199,7 +201,7 @@ def head_fwd(
     token_scaling: bool,
     requested: list[bool],
     needs: list[bool],
-) -> tuple[(torch.Tensor,) * 11]:
+) -> tuple[(torch.Tensor,) * 12]:
     """Run `run_forward` with flat arguments. Returns the fields of `HeadOutputs`, dh, dW and db."""
     inputs = HeadInputs(hidden, weight, bias, target, class_weight)
     options = _unflatten(
@@ -233,6 +235,7 @@ def reads_logits(options) -> bool:
         or requested.target_prob
         or requested.mean_logit
         or requested.predicted
+        or requested.log_sum_sq_probs
     )
 
 
@@ -332,6 +335,7 @@ def _allocate_outputs(inputs, requested, norm):
         entropy=per_token(requested.entropy),
         mean_logit=per_token(requested.mean_logit),
         predicted=inputs.target.new_empty(M if requested.predicted else 0, dtype=torch.int64),
+        log_sum_sq_probs=per_token(requested.log_sum_sq_probs),
     )
 
 
@@ -360,7 +364,7 @@ def head_fwd_kept(
     mean: bool,
     token_scaling: bool,
     requested: list[bool],
-) -> tuple[(torch.Tensor,) * 9]:
+) -> tuple[(torch.Tensor,) * 10]:
     """Run `run_forward_keeping_logits` with flat arguments."""
     inputs = HeadInputs(hidden, weight, bias, target, class_weight)
     options = _unflatten(

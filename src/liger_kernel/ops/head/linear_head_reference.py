@@ -34,14 +34,18 @@ def scale_and_cap(logits, token_options):
     return logits
 
 
-def token_reference(hidden, weight, bias, target, class_weight, token_options, group=None):
+def token_reference(
+    hidden, weight, bias, target, class_weight, token_options, group=None, dtype=None
+):
     """Compute each token's outputs in PyTorch, from all logits at once.
 
+    ``dtype``: of the logits; None: `compute_dtype`.
+
     Returns:
-        loss, logsumexp, entropy, z_loss, correct, predicted and mean logit, (M,) each. The first
-        three have gradients.
+        loss, logsumexp, entropy, z_loss, correct, predicted, mean logit and log_sum_sq_probs, (M,)
+        each. The first three have gradients.
     """
-    dtype = compute_dtype(hidden, weight)
+    dtype = dtype or compute_dtype(hidden, weight)
     hidden = copy_to_group(hidden.to(dtype), group)
     logits = F.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
     logits = scale_and_cap(logits, token_options)
@@ -187,7 +191,7 @@ def fused_linear_cross_entropy_in_chunks(
     nll_options = TokenOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
 
     def reference_chunk(hidden, target):
-        ce, lse, _, _, _, predicted, _ = token_reference(
+        ce, lse, _, _, _, predicted, *_ = token_reference(
             hidden, weight, bias, target, ce_weight, ce_options, group
         )
         nll = ce

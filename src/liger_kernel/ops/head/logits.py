@@ -8,6 +8,7 @@ For a row x with target y, class weights w (1 if not given), smoothing ε and λ
     Z   = λ·lse²
     loss = (CE/n₀ + Z/n₁)·t
     entropy = -Σ_v p_v·log p_v,   p = exp(z - lse)
+    log_sum_sq_probs = log Σ_v p_v²
 
     dz_v = a·(p_v - 1[v=y]) + b·p_v - c·w_v - gₑ·p_v·(log p_v + entropy)
     a = (1-ε)·w_y·g·t/n₀,   b = ε·W/V·g·t/n₀ + 2λ·lse·g·t/n₁ + gₛ,   c = ε/V·g·t/n₀
@@ -218,6 +219,7 @@ def token_loss(
     entropy=None,
     mean_logit=None,
     predicted=None,
+    log_sum_sq_probs=None,
     token_scaling=False,
     group=None,
     bias=None,
@@ -230,7 +232,8 @@ def token_loss(
         target: (T,) class indices. weight: (V,) class weights or None. norm: `normalisers`.
         options: `TokenOptions`.
         loss, stats: (T,) and (T, 2), to be filled: the loss, and lse in its two parts.
-        z_loss, target_prob, entropy, mean_logit, predicted: (T,) each, to be filled, or None.
+        z_loss, target_prob, entropy, mean_logit, predicted, log_sum_sq_probs: (T,) each, to be
+            filled, or None.
         token_scaling: multiply each loss by the probability of its target.
         group: the process group whose ranks each have a shard of the classes in x and bias. One
             small tensor is gathered. A token's loss, and its gradient, are NaN if its target is
@@ -244,7 +247,10 @@ def token_loss(
     constants = options.kernel_constants
     fusion = _fusion_option(x, **constants)
     constants |= dict(
-        ENTROPY=entropy is not None, MEAN=mean_logit is not None, BEST=predicted is not None
+        ENTROPY=entropy is not None,
+        MEAN=mean_logit is not None,
+        BEST=predicted is not None,
+        SQUARES=log_sum_sq_probs is not None,
     )
     tokens, lanes, per_lane, warps = _launch(x, *_layout(x), _is_plain(x, *constants.values()))
     contiguous_classes = x.stride(1) == 1
@@ -296,6 +302,7 @@ def token_loss(
             entropy,
             mean_logit,
             predicted,
+            log_sum_sq_probs,
             *strides,
             *((0, 0) if x is None else x.stride()),
             n,
@@ -327,6 +334,8 @@ def token_loss(
 
 def _num_stored_partials(constants):
     """Return how many of `NUM_PARTIALS` the kernel stores: up to the last one that is needed."""
+    if constants["SQUARES"]:
+        return 7
     if constants["BEST"]:
         return 6
     if constants["MEAN"]:

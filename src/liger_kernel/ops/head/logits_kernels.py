@@ -22,8 +22,8 @@ from liger_kernel.core.tile import (
 )
 
 # Partial results of a token over some classes, in the order in which the kernels store them: max z,
-# Σp, Σp·(z - max z), Σw·z, Σz, index of the max, z of the target, with p = exp(z - max z)
-NUM_PARTIALS = 7
+# Σp, Σp·(z - max z), Σw·z, Σz, index of the max, Σp², z of the target, with p = exp(z - max z)
+NUM_PARTIALS = 8
 
 
 @kernel
@@ -121,6 +121,7 @@ def partials_kernel(
     SMOOTH: tl.constexpr,
     MEAN: tl.constexpr,
     BEST: tl.constexpr,
+    SQUARES: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -156,6 +157,7 @@ def partials_kernel(
     sum_pz = total
     sum_wz = total
     sum_z = total
+    sum_squares = total
     best = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, left, PER_LANE * LANES // BLOCK_T):
         mask = (start + i < left) & in_range
@@ -184,6 +186,8 @@ def partials_kernel(
         if ENTROPY:
             rescaled = times(keep, sum_pz + (finite_or_zero(top) - shift) * total)
             sum_pz = rescaled + tl.sum(times(p, z), axis=0)
+        if SQUARES:
+            sum_squares = sum_squares * keep * keep + tl.sum(p * p, axis=0)
         total = total * keep + tl.sum(p, axis=0)
         top = new
         if SMOOTH or MEAN:
@@ -220,6 +224,9 @@ def partials_kernel(
         best = tl.reshape(best, (LANES // BLOCK_T, BLOCK_T))
         index = tl.min(tl.where(top == highest[None, :], best, 2147483647), axis=0)
         tl.store(partials + 5 * slot, (first + index).to(tl.float32, bitcast=True), mask=mask)
+    if SQUARES:
+        sum_squares = tl.reshape(sum_squares, (LANES // BLOCK_T, BLOCK_T)) * keep * keep
+        tl.store(partials + 6 * slot, tl.sum(sum_squares, axis=0), mask=mask)
 
 
 @triton.jit
@@ -255,6 +262,7 @@ def merge_kernel(
     entropy_ptr,
     mean_logit_ptr,
     predicted_ptr,
+    log_sum_sq_probs_ptr,
     stride_n,
     stride_slot,
     stride_t,
@@ -273,6 +281,7 @@ def merge_kernel(
     SMOOTH: tl.constexpr,
     MEAN: tl.constexpr,
     BEST: tl.constexpr,
+    SQUARES: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TOKEN_SCALING: tl.constexpr,
@@ -299,6 +308,7 @@ def merge_kernel(
     sum_pz = total
     sum_wz = total
     sum_z = total
+    sum_squares = total
     best = tl.zeros((BLOCK_T,), dtype=tl.int32)
     if ENTROPY:
         sums_pz = tl.load(partials + 2 * stride_slot, mask=mask, other=0.0)
@@ -311,6 +321,9 @@ def merge_kernel(
     if BEST:
         index = tl.load(partials + 5 * stride_slot, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         best = tl.min(tl.where((tops == top[None, :]) & mask, index, 2147483647), axis=0)
+    if SQUARES:
+        squares = tl.load(partials + 6 * stride_slot, mask=mask, other=0.0)
+        sum_squares = tl.sum(squares * keep * keep, axis=0)
 
     y = tl.load(target_ptr + t, mask=in_range, other=ignore_index)
     valid = y != ignore_index
@@ -324,7 +337,7 @@ def merge_kernel(
         zy = transform_logits(x, softcap, logit_scale, SCALED, SOFTCAP)
         zy = tl.where(in_shard, zy, tl.where(inside, 0.0, float("nan")))
     else:
-        zy = tl.sum(tl.load(partials + 6 * stride_slot, mask=mask, other=0.0), axis=0)
+        zy = tl.sum(tl.load(partials + 7 * stride_slot, mask=mask, other=0.0), axis=0)
     if merged_ptr is not None:
         tl.store(merged_ptr + t, top, mask=in_range)
         tl.store(merged_ptr + T + t, total, mask=in_range)
@@ -332,7 +345,8 @@ def merge_kernel(
         tl.store(merged_ptr + 3 * T + t, sum_wz, mask=in_range)
         tl.store(merged_ptr + 4 * T + t, sum_z, mask=in_range)
         tl.store(merged_ptr + 5 * T + t, best.to(tl.float32, bitcast=True), mask=in_range)
-        tl.store(merged_ptr + 6 * T + t, zy, mask=in_range)
+        tl.store(merged_ptr + 6 * T + t, sum_squares, mask=in_range)
+        tl.store(merged_ptr + 7 * T + t, zy, mask=in_range)
         return
 
     log_sum = log(total)
@@ -363,6 +377,9 @@ def merge_kernel(
         tl.store(mean_logit_ptr + t, tl.where(valid, sum_z / V, 0.0), mask=in_range)
     if predicted_ptr is not None:
         tl.store(predicted_ptr + t, tl.where(valid, best, -1).to(tl.int64), mask=in_range)
+    if log_sum_sq_probs_ptr is not None:
+        log_squares = log(sum_squares) - 2.0 * log_sum
+        tl.store(log_sum_sq_probs_ptr + t, tl.where(valid, log_squares, 0.0), mask=in_range)
 
 
 @kernel

@@ -12,12 +12,15 @@ logits h·Wᵀ + b: the module `logits` has the formulas. The steps of a call:
 4. In forward the gradients cannot be computed, because each token will have an incoming gradient of
    its own. So backward computes each chunk's logits again, overwrites them with their gradient, and
    adds up dh, dW and db (`linear_head.run_backward`). If the caller gives a number as ``memory``
-   and all logits fit into it, forward keeps them for backward.
+   and all logits fit into it, forward keeps them for backward. A frozen head, as LoRA has it, needs
+   dh alone: forward computes it for incoming gradients of 1, and backward scales its rows
+   (`unit_gradients`).
 5. On a device without kernels, `linear_head_reference` does all this in PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +48,7 @@ from liger_kernel.ops.head.cross_entropy import (
     random_labels,
 )
 from liger_kernel.ops.head.linear_head import (
+    NO_GRADIENTS,
     HeadInputs,
     HeadOptions,
     RequestedOutputs,
@@ -64,6 +68,11 @@ from liger_kernel.ops.head.linear_head_reference import (
 )
 from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.planning import parse_memory
+from liger_kernel.ops.head.unit_gradients import (
+    early_needs,
+    history_of,
+    scale_unit_gradients,
+)
 
 # ---- the arguments ----
 
@@ -143,7 +152,7 @@ def linear_token_loss_reference(
         softcap=softcap / temperature, logit_scale=logit_scale / temperature, **options
     )
     class_weight = make_class_weights(weight, class_weights)
-    loss, logsumexp, entropy, z_loss, _correct, _predicted, mean_logit = token_reference(
+    loss, logsumexp, entropy, z_loss, _correct, _predicted, mean_logit, _ = token_reference(
         hidden, weight, bias, target, class_weight, token_options
     )
     return loss, logsumexp, entropy, z_loss, mean_logit
@@ -163,49 +172,63 @@ def head_inputs(M, H, V, names=("hidden", "weight", "bias")):
 class LinearTokenLossFunction(Function):
     """Autograd Function of `linear_token_loss`.
 
-    ``apply(hidden, weight, bias, target, class_weight, options)`` returns loss, logsumexp, entropy,
-    z_loss, predicted and mean_logit. The first three are differentiable. ``options`` are
-    `HeadOptions`. An output that they do not request has no elements.
+    ``apply(hidden, weight, bias, target, class_weight, options, history=None)`` returns loss,
+    logsumexp, entropy, z_loss, predicted, mean_logit and log_sum_sq_probs. The first three are
+    differentiable. ``options`` are `HeadOptions`. An output that they do not request has no
+    elements. With a `GradientHistory` forward may compute unit gradients.
     """
 
     @staticmethod
-    def reference(hidden, weight, bias, target, class_weight, options):
+    def reference(hidden, weight, bias, target, class_weight, options, history=None):
         def reference_chunk(hidden, target):
             return token_reference(
-                hidden, weight, bias, target, class_weight, options.token, options.group
+                hidden,
+                weight,
+                bias,
+                target,
+                class_weight,
+                options.token,
+                options.group,
+                options.dtype,
             )
 
-        loss, logsumexp, entropy, z_loss, _correct, predicted, mean_logit = run_reference_in_chunks(
+        loss, logsumexp, entropy, z_loss, _correct, *others = run_reference_in_chunks(
             reference_chunk, hidden, target
         )
-        return loss, logsumexp, entropy, z_loss, predicted, mean_logit
+        return loss, logsumexp, entropy, z_loss, *others
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, class_weight, options):
+    def forward(ctx, hidden, weight, bias, target, class_weight, options, history=None):
         target = target.contiguous()
         class_weight = None if class_weight is None else class_weight.contiguous()
         inputs = HeadInputs(hidden, weight, bias, target, class_weight)
-        logits = None
+        ctx.needs = list(ctx.needs_input_grad[:3])
+        early = NO_GRADIENTS
         if (
             options.keep_logits
-            and any(ctx.needs_input_grad[:3])
+            and any(ctx.needs)
             and options.group is None
             and no_saved_tensor_hooks()  # False also in a checkpoint and under torch.compile
             and options.memory >= all_logits_bytes(hidden, weight, options.dtype)
         ):
-            outputs, logits = run_forward_keeping_logits(inputs, options)
+            outputs, ctx.forward_grads = run_forward_keeping_logits(inputs, options)
         else:
-            outputs, _ = run_forward(inputs, options)
-        # in the place of gradients: backward takes the logits by `saved_grads`, and overwrites them
-        ctx.forward_grads = logits
+            early = early_needs(history, ctx.needs, options)
+            outputs, unit_grads = run_forward(inputs, options, early)
+            ctx.forward_grads = unit_grads if any(early) else None
+        # The unit gradients, or the logits in the place of gradients: backward takes them by
+        # `saved_grads`, and overwrites them.
+        ctx.has_unit_grads = any(early)
         # if forward used stored logits, backward must, too (`hopper`)
-        ctx.forward_read_logits = logits is not None or reads_logits(options)
+        ctx.forward_read_logits = ctx.forward_grads is not None or reads_logits(options)
         ctx.options = options
-        ctx.needs = list(ctx.needs_input_grad[:3])
+        ctx.history = history
         entropy = outputs.entropy if options.requested.entropy else None
         # norm: the four numbers of `logits.normalisers`
         ctx.save_for_backward(*inputs, outputs.norm, outputs.stats, entropy)
-        ctx.mark_non_differentiable(outputs.z_loss, outputs.predicted, outputs.mean_logit)
+        ctx.mark_non_differentiable(
+            outputs.z_loss, outputs.predicted, outputs.mean_logit, outputs.log_sum_sq_probs
+        )
         ctx.set_materialize_grads(False)
         return (
             outputs.loss,
@@ -214,7 +237,13 @@ class LinearTokenLossFunction(Function):
             outputs.z_loss,
             outputs.predicted,
             outputs.mean_logit,
+            outputs.log_sum_sq_probs,
         )
+
+    @staticmethod
+    def weight_in_backward(weight, bias):
+        """Return a context in which weight and bias are whole. A subclass may gather them."""
+        return contextlib.nullcontext()
 
     @staticmethod
     def arguments(ctx):  # of `reference`, which is differentiated with create_graph=True
@@ -225,8 +254,6 @@ class LinearTokenLossFunction(Function):
         hidden, weight, bias, target, class_weight, norm, stats, entropy = ctx.saved_tensors
         inputs = HeadInputs(hidden, weight, bias, target, class_weight)
         statistics = Statistics(norm, stats, entropy)
-        if grad_loss is None:  # which would mean 1 to the kernels
-            grad_loss = stats.new_zeros(stats.shape[0])
         if entropy is None or grad_entropy is None:
             grad_entropy = None  # an entropy that was not requested has no elements
         else:
@@ -234,28 +261,54 @@ class LinearTokenLossFunction(Function):
         if grad_logsumexp is not None:
             grad_logsumexp = grad_logsumexp.contiguous()
         token_grads = TokenGradients(grad_loss, grad_entropy, grad_logsumexp)
+        if all(grad is None for grad in token_grads):
+            return (None,) * 7
+        # also around gradients that do not need the weight: all ranks take part in a gather
+        whole_weight = contextlib.nullcontext()
+        if not torch.compiler.is_compiling():
+            whole_weight = ctx._forward_cls.weight_in_backward(weight, bias)
+        with whole_weight:
+            grads = _scale_or_run_backward(ctx, token_grads, inputs, statistics)
+        return *grads, None, None, None, None
 
-        logits = None
-        if ctx.forward_grads is not None:
-            logits, can_overwrite = saved_grads(ctx, 1)
-            if not can_overwrite:
-                # The graph is kept for another backward, so the logits must stay as they are. A
-                # copy of them would not fit into ``memory``: drop them, and compute them again.
-                ctx.forward_grads = logits = None
-        if logits is not None:
-            grads = run_backward_from_logits(
-                token_grads, logits, inputs, statistics, ctx.options, ctx.needs, in_place=True
-            )
-        else:
-            grads = run_backward(
-                token_grads,
-                inputs,
-                statistics,
-                ctx.options,
-                ctx.needs,
-                forward_read_logits=ctx.forward_read_logits,
-            )
-        return *cast_gradients(grads, inputs, ctx.needs), None, None, None
+
+def _scale_or_run_backward(ctx, token_grads, inputs, statistics):
+    """Return dh, dW and db, None where not needed."""
+    grad_loss = token_grads.loss
+    has_others = token_grads.entropy is not None or token_grads.logsumexp is not None
+    is_one_number = False
+    if ctx.history is not None:
+        is_one_number = ctx.history.record(grad_loss, has_others, ctx.needs)
+    if ctx.has_unit_grads and ctx.forward_grads is not None:
+        grads = None if has_others else scale_unit_gradients(ctx, grad_loss, is_one_number, inputs)
+        if grads is not None:
+            return grads
+        ctx.forward_grads = None  # not for these incoming gradients: make room
+    if grad_loss is None:  # which would mean 1 to the kernels
+        zeros = statistics.stats.new_zeros(statistics.stats.shape[0])
+        token_grads = token_grads._replace(loss=zeros)
+
+    logits = None
+    if ctx.forward_grads is not None:
+        logits, can_overwrite = saved_grads(ctx, 1)
+        if not can_overwrite:
+            # The graph is kept for another backward, so the logits must stay as they are. A copy of
+            # them would not fit into ``memory``: drop them, and compute them again.
+            ctx.forward_grads = logits = None
+    if logits is not None:
+        grads = run_backward_from_logits(
+            token_grads, logits, inputs, statistics, ctx.options, ctx.needs, in_place=True
+        )
+    else:
+        grads = run_backward(
+            token_grads,
+            inputs,
+            statistics,
+            ctx.options,
+            ctx.needs,
+            forward_read_logits=ctx.forward_read_logits,
+        )
+    return cast_gradients(grads, inputs, ctx.needs)
 
 
 # ---- the public functions ----
@@ -272,6 +325,7 @@ class TokenOutputs:
     correct: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
 
 
 def linear_token_loss(
@@ -293,6 +347,7 @@ def linear_token_loss(
     return_accuracy: bool = False,
     return_predicted: bool = False,
     return_mean_logit: bool = False,
+    return_log_sum_sq_probs: bool = False,
     accum_dtype: torch.dtype | None = None,
     memory: int | str = "auto",
     drop_ignored: bool | None = None,
@@ -316,7 +371,8 @@ def linear_token_loss(
         class_weight: (V,), by which each class's part of a loss is multiplied.
         lse_square_scale: the loss has the z-loss lse_square_scale·logsumexp² added to it.
         return_logsumexp, return_entropy, return_z_loss, return_accuracy, return_predicted,
-            return_mean_logit: the outputs beside the loss; ``return_accuracy`` is for `correct`.
+            return_mean_logit, return_log_sum_sq_probs: the outputs beside the loss;
+            ``return_accuracy`` is for `correct`; log_sum_sq_probs is log Σ p² over the classes.
         accum_dtype: dtype in which dW is added up over the chunks of tokens. With torch.float32 dW
             is rounded once. None: fp32 if there are more than two chunks and ``memory`` has room,
             and always in fp16; otherwise weight's dtype.
@@ -372,10 +428,14 @@ def linear_token_loss(
             entropy=return_entropy,
             mean_logit=return_mean_logit,
             predicted=return_accuracy or return_predicted,
+            log_sum_sq_probs=return_log_sum_sq_probs,
         ),
         # for a number given here alone: the environment variable's holds for each call of a model
         keep_logits=memory != "auto",
     )
+    history = None
+    if not torch.compiler.is_compiling():
+        history = history_of(name, tuple(weight.shape), options.requested)
     # torch.compile bypasses Function.apply, which would choose the reference or detach the inputs
     token_loss = LinearTokenLossFunction.call
     if not devices.has_kernels(hidden):
@@ -385,8 +445,8 @@ def linear_token_loss(
         hidden = hidden.detach()
         weight = weight.detach()
         bias = None if bias is None else bias.detach()
-    loss, logsumexp, entropy, z_loss, predicted, mean_logit = token_loss(
-        hidden, weight, bias, target, class_weight, options
+    loss, logsumexp, entropy, z_loss, predicted, mean_logit, log_sum_sq_probs = token_loss(
+        hidden, weight, bias, target, class_weight, options, history
     )
     correct = None
     if return_accuracy:
@@ -403,6 +463,7 @@ def linear_token_loss(
         correct=output(correct, return_accuracy),
         predicted=output(predicted, return_predicted, ignored_value=-1),
         mean_logit=output(mean_logit, return_mean_logit),
+        log_sum_sq_probs=output(log_sum_sq_probs, return_log_sum_sq_probs),
     )
 
 

@@ -5,6 +5,8 @@ They check and complete the switches. What can be replaced in a model is found i
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import inspect
 import logging
 from collections.abc import Iterable
@@ -24,12 +26,14 @@ from liger_kernel.patch.families.table import (
     SWITCH_AFTER_MODEL,
     TEXT_MODEL_TYPES,
 )
+from liger_kernel.patch.loss import trl_head
 from liger_kernel.patch.proof.report import Report
 
 logger = logging.getLogger(__name__)
 
 LOSSES = "cross_entropy", "fused_linear_cross_entropy"
 TILED_MLP = "tiled_mlp"
+TRL = "trl"
 LONG_CONTEXT = "long_context"
 # the switches that take a number, and their types
 NUMBERS = {TILED_MLP: "bool | int | None", KEEP_LAYERS: "int | None"}
@@ -48,7 +52,8 @@ def apply_liger_kernel(
         **switches: as in `apply_liger_kernel_to_llama`. On by default: rope, rms_norm, layer_norm,
             swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²), router (a
             mixture's, and its load-balancing loss), lora (PEFT's LoRA layers, whether they are
-            there or come later) and fused_linear_cross_entropy. Off by default:
+            there or come later), trl_head (that of TRL's trainers, see
+            `apply_liger_kernel_to_trl`) and fused_linear_cross_entropy. Off by default:
             cross_entropy, tiled_mlp, offloaded_checkpoints, long_context and keep_layers.
         trust: classes of modules, not from a known package, whose forward depends on nothing but
             the module and its arguments, changes nothing else, and does the same for every size.
@@ -76,19 +81,54 @@ def apply_liger_kernel(
 
 
 def revert(target: torch.nn.Module | str) -> None:
-    """Undo the patch of a model, or of a family: ``revert(model)``, ``revert("llama")``.
+    """Undo the patch of a model, of a family, or of TRL: ``revert(model)``, ``revert("llama")``,
+    ``revert("trl")``.
 
-    The latter gives back the models which existed when the family was patched, and leaves those
-    that were built since."""
-    if isinstance(target, str):
+    A family's gives back the models which existed when the family was patched, and leaves those
+    that were built since. TRL gets its head back as soon as no model needs ours, or by its name."""
+    if target == TRL:
+        trl_head.uninstall()
+    elif isinstance(target, str):
         if target not in FAMILIES and not class_level.is_known_model_type(target):
-            raise ValueError(f"revert: {target!r} is not one of {', '.join(FAMILIES)}")
+            raise ValueError(f"revert: {target!r} is not one of {', '.join((*FAMILIES, TRL))}")
         class_level.revert_family(target)
+        trl_head.uninstall(())
     elif isinstance(target, torch.nn.Module):
         revert_model(target)
         class_level.detach_from_family(target)
     else:
         raise TypeError(f"revert: give a model or a family's name, not {_describe(target)}")
+
+
+def apply_liger_kernel_to_trl() -> Report:
+    """Have TRL's trainers compute their losses by our head: SFT, DPO, KTO, GRPO and RLOO.
+
+    For scripts that give a trainer the name of a model. ``use_liger_kernel=True`` and
+    `apply_liger_kernel` do it, too, unless the switch ``trl_head`` is off. It holds for this
+    process, also for trainers that exist.
+
+    Returns:
+        A `Report`: what was replaced, or why TRL's head was left alone. ``revert("trl")`` undoes
+        it.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    try:
+        importlib.import_module(trl_head.MODULE)
+        version = importlib.metadata.version("trl")
+    except ImportError as error:
+        raise ImportError(
+            f"apply_liger_kernel_to_trl: TRL cannot be imported ({error}): pip install trl"
+        ) from error
+    report = Report(f"TRL {version}")
+    reason = trl_head.install()
+    if reason is None:
+        report.add(trl_head.NAME, trl_head.KERNEL, trl_head.COLUMN)
+    else:
+        report.left_alone[trl_head.NAME, reason] += 1
+        report.warnings.append(f"TRL's trainers compute their losses as before: {reason}")
+    return _log(report)
 
 
 def resolve_switches(

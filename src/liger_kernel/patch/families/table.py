@@ -77,7 +77,7 @@ FAMILIES = {
     "smollm3": _row(),
     "smolvlm": _loss_only(rms_norm=True, layer_norm=True),
 }
-FAMILIES = {name: {**row, "lora": True} for name, row in FAMILIES.items()}
+FAMILIES = {name: {**row, "lora": True, "trl_head": True} for name, row in FAMILIES.items()}
 # The model type of a family's language model -> the family.
 TEXT_MODEL_TYPES = {
     "llama4_text": "llama4",
@@ -89,7 +89,7 @@ TEXT_MODEL_TYPES = {
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
 }
-KEYWORD_ONLY_SWITCHES = ("router", "lora")
+KEYWORD_ONLY_SWITCHES = ("router", "lora", "trl_head")
 # A switch that comes after ``model`` in the signature.
 SWITCH_AFTER_MODEL = {"llama4": "layer_norm"}
 # Functions that take any keyword, and do not use it.
@@ -110,6 +110,7 @@ ALL_SWITCHES = {
     "relu_squared": True,
     "router": True,
     "lora": True,
+    "trl_head": True,
     **LONG_CONTEXT_SWITCHES,
     "long_context": False,
     KEEP_LAYERS: False,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.patch.layers import balancing
-from liger_kernel.patch.loss import causal_lm, head, loss_in_head
+from liger_kernel.patch.loss import causal_lm, head, loss_in_head, trl_head
 from liger_kernel.patch.loss.active_request import current_request
 from liger_kernel.patch.loss.parallel_head import ShardingPlan, sharding_plan
 from liger_kernel.patch.proof.functions import uses_name
@@ -131,6 +131,8 @@ class LossInHead(_LossRewrite):
         reason = super().obstacle(model)
         if reason is not None:
             return reason
+        if trl_head.has_trl_head(model):
+            return "TRL has given the model a head of its own"
         if has_instance_forward(model):
             return "the model's forward was replaced on the instance"
         if replacement_of(model) is not None and "_liger" not in vars(type(model)):
@@ -163,6 +165,34 @@ class LossOnLogits(_LossRewrite):
         model.__dict__[LOSS_BEFORE] = model.__dict__.get("_loss_function")
         model.loss_function = causal_lm.liger_causal_lm_loss
         return "liger_cross_entropy, on logits"
+
+
+class TRLHeads(_LossRewrite):
+    """Puts our head in the place of TRL's, for models that TRL trains or may train."""
+
+    flags = ("trl_head",)
+
+    def could_apply(self, module):
+        return trl_head.is_loaded() and super().could_apply(module)
+
+    def name(self, model):
+        return trl_head.NAME
+
+    def is_applied(self, model):
+        return trl_head.is_installed(model)
+
+    def apply(self, walk, model):
+        if not any(model is outermost for outermost in walk.causal_lms):
+            return
+        if self.is_applied(model):
+            walk.flags_done.add(self.flags[0])
+            return
+        reason = trl_head.install(model)
+        if reason is None:
+            walk.report.add(self.name(model), trl_head.KERNEL, COLUMN)
+            walk.flags_done.add(self.flags[0])
+        elif trl_head.has_trl_head(model):
+            self.leave_alone(walk, model, reason)
 
 
 def has_loss_on_logits(module) -> bool:

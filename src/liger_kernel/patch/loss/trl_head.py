@@ -1,0 +1,366 @@
+"""TRL's head, computed by ours: SFT, DPO, KTO, GRPO and RLOO of TRL 1.15 and 1.16.
+
+TRL gives a model a forward of its own (``add_fused_lm_head``). It runs the backbone, selects the
+tokens that have a label, gathers a sharded weight, and calls the ``apply`` of one global of
+``trl.trainer.utils``, `FUNCTION`: an autograd Function from hidden states and weight to each
+token's log-probability, entropy and more. All the trainers of one process read that global at each
+call. So `install` puts a `TRLHead` there, once it is proved (`reason_left_alone`):
+
+1. The Function has the arguments that are known, those of `HeadCall`.
+2. It is run beside ours on a few tokens, on the device that trains, with all outputs and gradients.
+
+`TRLHead.apply` computes a call by `LinearTokenLossFunction` or, where `can_compute` says no, hands
+it to TRL's own Function. A call of ours costs two products for a frozen head, and three for a loss
+that is a sum or a mean of the log-probabilities (`ops.head.unit_gradients`). To see that it is one,
+the incoming gradients are compared. The host waits for the device then, as it has just done in the
+backward of TRL's ``masked_scatter``.
+
+The global is TRL's for the whole process: a model that was not patched gets TRL's own results, to
+rounding. `uninstall` puts TRL's Function back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from liger_kernel.core import devices
+from liger_kernel.ops.head.chunks import plan_for, planned_bytes
+from liger_kernel.ops.head.linear_head import HeadOptions, RequestedOutputs
+from liger_kernel.ops.head.logits import TokenOptions
+from liger_kernel.ops.head.planning import CHUNK_TOKENS, FREE_BYTES, parse_memory
+from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction
+from liger_kernel.ops.head.unit_gradients import history_of
+from liger_kernel.patch.proof.probe import error_summary, isolated, noise
+
+MODULE = "trl.trainer.utils"
+FUNCTION = "_ChunkedLogProbFunction"
+FORWARD_SWITCH = "fused_lm_head"  # the argument by which TRL's forward is told
+OUTPUTS = "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"  # beside the log-probabilities
+TILE_TOKENS, TILE_CLASSES = 4096, 32768  # of TRL's logits
+# in the words of a report
+NAME = "TRL's ChunkedLogProbFunction"
+KERNEL = "linear_token_loss"
+COLUMN = "loss"
+
+
+class HeadCall(NamedTuple):
+    """The arguments of TRL's Function, by its own names."""
+
+    hidden: torch.Tensor  # (N, H)
+    weight: torch.Tensor  # (V, H)
+    bias: torch.Tensor | None  # (V,)
+    targets: torch.Tensor  # (N,)
+    temperature: float
+    chunk_size: int
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    outputs: tuple[str, ...] = OUTPUTS
+
+    @property
+    def dtype(self):
+        """The dtype of TRL's logits: autocast's where it is on, otherwise that of hidden."""
+        return devices.autocast_dtype(self.hidden) or self.hidden.dtype
+
+
+# ---- a call ----
+
+
+class _TokenLoss(LinearTokenLossFunction):
+    """Gathers a weight that ZeRO-3 has sharded in every backward, as TRL does.
+
+    A rank without a labelled token runs TRL's own backward, so ours gathers even where it could do
+    without: all ranks must take part.
+    """
+
+    @staticmethod
+    def weight_in_backward(weight, bias):
+        gather = getattr(sys.modules.get(MODULE), "maybe_gather_lm_head_ctx", None)
+        return contextlib.nullcontext() if gather is None else gather(weight, bias)
+
+
+def can_compute(call: HeadCall) -> bool:
+    """Return True if our head gives what TRL's Function gives for this call.
+
+    No, among others, for no token at all, of which TRL makes a result that is connected to the
+    model; for fp32 logits of a 16-bit weight, for which our head would copy the weight; and for a
+    softcap of 0, which TRL reads as 1.
+    """
+    hidden, weight, bias, targets = call[:4]
+    tensors = [x for x in (hidden, weight, bias, targets) if x is not None]
+    softcap = call.final_logit_softcapping
+    return (
+        all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        and all(x.device == hidden.device and x.layout == torch.strided for x in tensors)
+        and devices.has_kernels(hidden)
+        and not devices.in_func_transform()
+        and not devices.in_user_mode()
+        and hidden.dim() == weight.dim() == 2
+        and hidden.shape[1] == weight.shape[1] > 0
+        and hidden.shape[0] > 0
+        and targets.shape == hidden.shape[:1]
+        and targets.dtype == torch.int64
+        and (bias is None or bias.shape == weight.shape[:1])
+        and all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors[:-1])
+        and call.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and weight.dtype.itemsize >= call.dtype.itemsize
+        and call.temperature > 0
+        and (softcap is None or softcap > 0)
+        and math.isfinite(call.logit_scale)
+        and set(call.outputs) <= {"log_probs", *OUTPUTS}
+        and not (torch.compiler.is_compiling() and hasattr(weight, "ds_status"))
+    )
+
+
+def memory_for(call: HeadCall) -> int:
+    """Return the bytes that our head may take beyond the gradients, or -1 for "auto".
+
+    No more than TRL's, whose memory is known: tiles of 4096 tokens and 32768 classes, and gradients
+    in fp32 that are copied in the end. "auto" takes more where there are many times more classes
+    than channels. Two things may take more all the same: the logits of `MIN_CHUNK_TOKENS` tokens,
+    and a copy of the weight in the dtype of the logits.
+    """
+    memory = parse_memory("auto")
+    hidden, weight, bias = call[:3]
+    if memory >= 0 or torch.compiler.is_compiling():
+        return memory
+    limit = min(len(hidden), TILE_TOKENS) * TILE_CLASSES * call.dtype.itemsize
+    trains = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    if torch.is_grad_enabled() and any(trains):
+        limit += 4 * hidden.numel()
+    if not torch.is_grad_enabled() or not weight.requires_grad:
+        return min(limit, CHUNK_TOKENS * len(weight) * call.dtype.itemsize)
+    if weight.dtype.itemsize < 4:
+        limit += 4 * weight.numel()
+    if weight.dtype != call.dtype:  # our copy of it
+        limit = max(limit - weight.numel() * call.dtype.itemsize, FREE_BYTES)
+    plan = plan_for(hidden, weight, call.dtype, None, memory, True)
+    return memory if planned_bytes(hidden, weight, call.dtype, plan) <= limit else limit
+
+
+def compute(call: HeadCall, history=None) -> tuple:
+    """Return log_probs and `OUTPUTS`, (N,) each, None where not asked for.
+
+    Gradients go to hidden, weight and bias from log_probs and entropy, as in TRL. ``history``: a
+    `GradientHistory`.
+    """
+    softcap = call.final_logit_softcapping
+    options = HeadOptions(
+        # TRL's tokens all have a target: none is ignored
+        TokenOptions(
+            softcap=(softcap or 0.0) / call.temperature,
+            logit_scale=call.logit_scale / call.temperature,
+        ),
+        call.dtype,
+        memory=memory_for(call),
+        requested=RequestedOutputs(
+            entropy="entropy" in call.outputs,
+            mean_logit="mean_logits" in call.outputs,
+            predicted="is_top1" in call.outputs,
+            log_sum_sq_probs="log_sum_sq_probs" in call.outputs,
+        ),
+    )
+    loss, _, entropy, _, predicted, mean_logit, log_sum_sq_probs = _TokenLoss.call(
+        call.hidden, call.weight, call.bias, call.targets, None, options, history
+    )
+    outputs = dict(
+        entropy=entropy,
+        log_sum_sq_probs=log_sum_sq_probs,
+        mean_logits=mean_logit,
+        is_top1=predicted == call.targets if "is_top1" in call.outputs else None,
+    )
+    return -loss, *(outputs[name] if name in call.outputs else None for name in OUTPUTS)
+
+
+class TRLHead:
+    """Stands for TRL's Function, of which TRL calls ``apply``. All else is the Function's."""
+
+    def __init__(self, original):
+        self.original = original
+
+    def apply(self, *args):
+        call = HeadCall(*args)
+        if not can_compute(call):
+            return self.original.apply(*args)
+        if torch.compiler.is_compiling():
+            return compute(call)
+        key = FUNCTION, tuple(call.weight.shape), tuple(call.outputs)
+        return compute(call, history_of(*key, of_sums=True))
+
+    def __getattr__(self, name):
+        if name == "original":  # of a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+
+# ---- the proof ----
+
+TRIED_SIZES = 7, 8, 40  # tokens, hidden channels, classes
+# softcap, scale, temperature, with a bias
+TRIED_OPTIONS = (None, 1.0, 1.0, False), (5.0, 0.5, 0.7, True)
+OUTPUT_ERROR = 1e-4  # of logits up to 10 in size, which are exact
+GRADIENT_ERROR = 5e-3  # of the largest: products may be in TF32
+
+_proved = set()  # Functions that `compute` was found to equal
+
+
+def reason_left_alone(function) -> str | None:
+    """Return why TRL's Function is left alone, or None where `compute` gives what it gives."""
+    if function in _proved:
+        return None
+    if function is None:
+        return "this TRL has none"
+    try:
+        parameters = list(inspect.signature(function.forward).parameters)[1:]
+        if parameters != list(HeadCall._fields):
+            return f"its arguments are not those of TRL 1.15 and 1.16, but {', '.join(parameters)}"
+        device = _training_device()
+        if device is None:
+            return "there is no device with kernels"
+        reason = _try(function, device)
+    except Exception as error:
+        return f"it could not be tried: {error_summary(error)}"
+    if reason is None:
+        _proved.add(function)
+    return reason
+
+
+def _training_device():
+    """Return the current accelerator if it has kernels, the CPU if that has, or None."""
+    candidates = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator().type
+        candidates.insert(0, torch.device(accelerator, torch.accelerator.current_device_index()))
+    for device in candidates:
+        if devices.has_kernels(torch.empty(0, device=device)):
+            return device
+    return None
+
+
+@isolated()
+def _try(function, device) -> str | None:
+    """Run both on a few tokens. Returns how they differ, or None."""
+    N, H, V = TRIED_SIZES
+    # multiples of 1/8, so that logits are the same in any precision and order
+    shapes = (N, H), (V, H), (V,), (2, N)
+    hidden, weight, bias, grads = (
+        (noise(*shape, seed=seed) * 8).round().clamp(-16, 16) / 8
+        for seed, shape in enumerate(shapes)
+    )
+    weight[V // 2] = weight[1]  # of equal logits the first is the likeliest
+    targets = torch.arange(N) * 6 % V
+    targets[:2] = torch.tensor([1, V // 2])
+    hidden[:2] = weight[1]
+    for softcap, scale, temperature, with_bias in TRIED_OPTIONS:
+        results = []
+        for apply in (function.apply, lambda *args: compute(HeadCall(*args))):
+            leaves = [
+                _as_gathered(x.clone().to(device).requires_grad_())
+                for x in (hidden, weight, bias if with_bias else None)
+                if x is not None
+            ]
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                outputs = apply(
+                    *leaves[:2],
+                    leaves[2] if with_bias else None,
+                    targets.to(device),
+                    temperature,
+                    16,
+                    softcap,
+                    scale,
+                    OUTPUTS,
+                )
+                torch.autograd.backward(outputs[:2], [*grads.to(device)])
+            results.append(([x.detach() for x in outputs], [x.grad for x in leaves]))
+        (theirs, their_grads), (ours, our_grads) = results
+        for name, expected, output in zip(("log_probs", *OUTPUTS), theirs, ours, strict=True):
+            difference = (output.float() - expected.float()).abs().max()
+            if not difference <= OUTPUT_ERROR:
+                return f"its {name} differ by {difference:.2g}"
+        names = HeadCall._fields[: len(our_grads)]
+        for name, expected, grad in zip(names, their_grads, our_grads, strict=True):
+            difference = (grad - expected).abs().max() / expected.abs().max()
+            if not difference <= GRADIENT_ERROR:
+                return f"its gradient of {name} differs by {difference:.2g} of the largest"
+    return None
+
+
+def _as_gathered(parameter):
+    """Mark a weight that is tried as whole, for the gather of TRL's backward under ZeRO-3."""
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is not None:
+        parameter.ds_status = zero.ZeroParamStatus.AVAILABLE
+    return parameter
+
+
+# ---- putting it in, and out ----
+
+_lock = threading.RLock()  # a finaliser may call `uninstall` meanwhile
+_owners = weakref.WeakSet()  # the models for which it was put in
+_asked_for = False  # by `apply_liger_kernel_to_trl`, for the process
+
+
+def has_trl_head(model) -> bool:
+    """Return True if TRL has given the model a forward of its own."""
+    forward = vars(model).get("forward")
+    function = getattr(forward, "__func__", None)
+    code = getattr(function, "__code__", None)
+    if code is None or function.__globals__.get("__name__") != MODULE:
+        return False
+    return FORWARD_SWITCH in code.co_varnames
+
+
+def is_loaded() -> bool:
+    """Return True if TRL's trainers are imported."""
+    return MODULE in sys.modules
+
+
+def is_installed(model) -> bool:
+    """Return True if our head was put in for the model, and is still there."""
+    return model in _owners and isinstance(getattr(sys.modules[MODULE], FUNCTION, None), TRLHead)
+
+
+def install(model=None) -> str | None:
+    """Put our head in the place of TRL's Function. Returns why not, or None.
+
+    ``model``: for which it is done, until `uninstall` of it; None: for the process.
+    """
+    global _asked_for
+    with _lock:
+        trl = sys.modules[MODULE]
+        function = getattr(trl, FUNCTION, None)
+        if not isinstance(function, TRLHead):
+            reason = reason_left_alone(function)
+            if reason is not None:
+                return reason
+            setattr(trl, FUNCTION, TRLHead(function))
+        if model is None:
+            _asked_for = True
+        else:
+            _owners.add(model)
+    return None
+
+
+def uninstall(modules=None) -> None:
+    """Put TRL's Function back where no other model needs ours.
+
+    ``modules``: those of a model that no longer needs it; None: none does, nor the process.
+    """
+    global _asked_for
+    with _lock:
+        if modules is None:
+            _owners.clear()
+            _asked_for = False
+        for module in modules or ():
+            _owners.discard(module)
+        trl = sys.modules.get(MODULE)
+        head = getattr(trl, FUNCTION, None)
+        if isinstance(head, TRLHead) and not _owners and not _asked_for:
+            setattr(trl, FUNCTION, head.original)
