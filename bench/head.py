@@ -105,15 +105,18 @@ def training(*shape: int) -> dict[str, Callable]:
     return fns
 
 
+def no_grad(fn: Callable) -> Callable:
+    """Return a function that computes the loss without gradients, and adds ``tag`` to it."""
+
+    def call(tag, **inputs):
+        with torch.no_grad():
+            loss = fn(**inputs)
+        return loss + tag
+
+    return call
+
+
 def loss_alone(*shape: int) -> dict[str, Callable]:
-    def no_grad(fn):
-        def call(tag, **inputs):
-            with torch.no_grad():
-                loss = fn(**inputs)
-            return loss + tag
-
-        return call
-
     fns = pytorch(calls.PLAIN[CASE]) | {"ours": functional.liger_fused_linear_cross_entropy}
     return {name: no_grad(fn) for name, fn in fns.items()}
 

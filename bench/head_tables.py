@@ -230,10 +230,6 @@ def losses(data: dict) -> str:
 # ---- TRL's head ----
 
 
-def trl_head_label(row: dict) -> str:
-    return f"{row['way']} {shape_label(row)}"
-
-
 def trl_head_cell(entry: dict) -> str:
     """Return time and peak memory."""
     if "error" in entry:
@@ -245,7 +241,7 @@ def trl_head_cell(entry: dict) -> str:
 def trl_head_line(row: dict) -> str:
     """Return one row as printed while the measurement runs."""
     cells = (f"{name}: {trl_head_cell(entry)}" for name, entry in row["contestants"].items())
-    return f"{trl_head_label(row)}: " + "; ".join(cells)
+    return f"{head_label(row)}: " + "; ".join(cells)
 
 
 def trl_head(data: dict) -> str:
@@ -258,14 +254,14 @@ def trl_head(data: dict) -> str:
         if "ms" in theirs and "ms" in ours:
             (kind,) = row["kinds"]
             against = f"{mean(ours['ms'][kind]) / mean(theirs['ms'][kind]):.2f}"
-        lines.append([trl_head_label(row), *cells, against])
+        lines.append([head_label(row), *cells, against])
     parts = [
         heading(data),
         "Loss and gradients (scoring: the log-probabilities alone) of tokens × channels × classes: "
         "time, and peak memory beyond the inputs:",
         table(["use and shape", "TRL's head", "ours", "our time / TRL's"], lines),
     ]
-    return join_parts(parts, rows, trl_head_label)
+    return join_parts(parts, rows, head_label)
 
 
 # ---- a layer of experts ----

@@ -82,17 +82,8 @@ def without_gradients(log_probs, entropy):
 
 def scoring(*shape: int) -> dict[str, Callable]:
     """Return the heads of a reference model."""
-
-    def no_grad(fn):
-        def call(tag, **inputs):
-            with torch.no_grad():
-                loss = fn(**inputs)
-            return loss + tag
-
-        return call
-
     fns = contestants(without_gradients, ("log_probs",))
-    return {name: no_grad(fn) for name, fn in fns.items()}
+    return {name: head.no_grad(fn) for name, fn in fns.items()}
 
 
 # LoRA's head is frozen

@@ -61,17 +61,7 @@ def compare_training(policy, tmp_path):
         args = config(
             output_dir=str(tmp_path / str(len(switches))),
             max_steps=STEPS,
-            logging_steps=1,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            use_cpu=DEVICE == "cpu",
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=4,
+            **trl_tiny.CONFIG,
             **switches,
             **arguments,
         )

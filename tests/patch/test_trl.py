@@ -71,21 +71,8 @@ def trained(policy, tmp_path):
         args = config(
             output_dir=str(tmp_path / str(liger)),
             max_steps=steps,
-            logging_steps=1,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            use_cpu=DEVICE == "cpu",
             use_liger_kernel=liger,
-            **{
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "per_device_train_batch_size": 4,
-                **arguments,
-            },
+            **(trl_tiny.CONFIG | arguments),
         )
         further = further() if further is not None else {}
         model = further.pop("model", policy)

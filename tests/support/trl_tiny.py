@@ -3,6 +3,7 @@
 import tiny
 import tokenizers
 from datasets import Dataset
+from hardware import DEVICE
 from transformers import PreTrainedTokenizerFast
 
 WORDS = """
@@ -14,6 +15,21 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
 CHAT = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+# of a trainer's config: few steps, logged one by one, the same ones each time
+CONFIG = dict(
+    logging_steps=1,
+    learning_rate=1e-2,
+    lr_scheduler_type="constant",
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    seed=0,
+    use_cpu=DEVICE == "cpu",
+    bf16=False,
+    gradient_checkpointing=False,
+    per_device_train_batch_size=4,
 )
 
 

@@ -58,24 +58,7 @@ def policy(tmp_path_factory):
 
 
 def train(cls, config, data, model, tmp_path, steps=3, reward=None, **arguments):
-    arguments = (
-        dict(
-            output_dir=str(tmp_path),
-            max_steps=steps,
-            logging_steps=1,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            use_cpu=DEVICE == "cpu",
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=4,
-        )
-        | arguments
-    )
+    arguments = trl_tiny.CONFIG | dict(output_dir=str(tmp_path), max_steps=steps) | arguments
     further = {} if reward is None else dict(reward_funcs=reward)
     trainer = cls(
         model=model() if callable(model) else model,

@@ -36,37 +36,37 @@ class GradientHistory:
         tokens where that is what came before. If False, only a frozen head has unit gradients.
     one_number: all of them were one number. None: there was none. A wrong guess costs two products
         and the memory of dW, so once it is False it stays so, and nothing is compared any more.
-    others: the last one came with a gradient of the entropy or of the log-sum-exp, too, for which
-        logits are needed in any case.
+    had_other_grads: the last one came with a gradient of the entropy or of the log-sum-exp, too,
+        for which logits are needed in any case.
     """
 
-    __slots__ = ("of_sums", "one_number", "others")
+    __slots__ = ("of_sums", "one_number", "had_other_grads")
 
     def __init__(self, of_sums=False):
         self.of_sums = of_sums
         self.one_number = None
-        self.others = False
+        self.had_other_grads = False
 
     def expected(self, needs):
         """Return which of dh, dW and db forward should compute, of those that are needed."""
-        if self.others or not (_is_frozen(needs) or self.of_sums and self.one_number):
+        if self.had_other_grads or not (_is_frozen(needs) or self.of_sums and self.one_number):
             return NO_GRADIENTS
         return needs
 
-    def record(self, grad_loss, others, needs):
+    def record(self, grad_loss, has_other_grads, needs):
         """Note what came into a backward.
 
         Args:
             grad_loss: (M,) in fp32, or None.
-            others: gradients of other outputs came, too.
+            has_other_grads: gradients of other outputs came, too.
 
         Returns:
             True if ``grad_loss`` is known to be one number for all tokens.
         """
-        self.others = others
+        self.had_other_grads = has_other_grads
         if _is_frozen(needs) or not self.of_sums or self.one_number is False:
             return False
-        if grad_loss is None or others:
+        if grad_loss is None or has_other_grads:
             self.one_number = False
             return False
         bits = grad_loss.view(torch.int32)  # of NaN, too, which equals nothing
