@@ -1,7 +1,8 @@
 """The models of `bench.longest` and `bench.scale`: sharded, in 4 bits, with adapters, patched.
 
-In a ``spec``, ``parallel`` is "experts" or "sequence" where these are spread over the ranks
-(`bench.spread`). Without it each rank has sequences of its own, and a shard of every parameter."""
+In a ``spec``, ``parallel`` is "experts", "gathered experts" or "sequence" where these are spread
+over the ranks (`bench.spread`); with "gathered experts" tokens are sent by all-gather. Without it
+each rank has sequences of its own, and a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ def prepare_model(spec: dict, device: str) -> tuple[torch.nn.Module, str | None]
         raise ValueError(f"one rank has nothing to spread: parallel is {parallel}")
     if parallel == "experts":
         spread.spread_experts(model)
+    if parallel == "gathered experts":
+        spread.spread_experts(model, max_tokens=spec["batch"] * spec["sequence"])
     if parallel == "sequence":
         spread.spread_sequences(model)
     if sharded:
         shard(model)
     fill(model, device, sharded)
-    if parallel == "experts":
+    if parallel in ("experts", "gathered experts"):
         spread.average_expert_gradients(model)
     if side != "peer":
         report = patch(model, spec)

@@ -11,7 +11,8 @@ Without ``--model`` it does all of `TRAININGS`, on 1, 2, 4 and 8 GPUs as far as 
 them. Random weights and tokens in bf16, AdamW with its states in the weights' dtype (or torchao's
 in 8 bits), the same batch for each GPU however many there are; gradient checkpointing with
 ``--checkpointing``. One GPU's model is not wrapped. ``--lora RANK`` trains PEFT's adapters alone,
-in bf16. ``--expert-parallel`` spreads experts over the GPUs, for our side alone (`bench.spread`).
+in bf16. ``--expert-parallel`` spreads experts over the GPUs, for our side alone (`bench.spread`);
+with ``--expert-parallel all-gather`` each of up to 4 GPUs gets the tokens of all.
 
 Each measurement is a process group of its own (`bench.longest`), which is ended after
 ``--run-limit``; none begins after ``--limit``. Results are saved after each, and ``--resume`` goes
@@ -44,7 +45,11 @@ TRAININGS = {  # name -> model, numbers of GPUs, what differs from the options' 
     "30b-a3b-experts": dict(
         model="Qwen3-30B-A3B", gpus=(4, 8), checkpointing=True, parallel="experts"
     ),
+    "30b-a3b-gathered": dict(
+        model="Qwen3-30B-A3B", gpus=(4,), checkpointing=True, parallel="gathered experts"
+    ),
 }
+EXPERT_PARALLEL = {"all-to-all": "experts", "all-gather": "gathered experts"}
 TINY = {"llama": "tiny", "qwen3_moe": "tiny-moe"}  # of a CPU, by model type
 
 
@@ -66,7 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--optimizer", choices=("adamw", "adamw8bit"), default="adamw", help="(adamw)"
     )
     parser.add_argument(
-        "--expert-parallel", action="store_true", help="of --model, and our side alone"
+        "--expert-parallel",
+        nargs="?",
+        const="all-to-all",
+        choices=EXPERT_PARALLEL,
+        help="of --model, and our side alone; how tokens are sent (all-to-all)",
     )
     parser.add_argument(
         "--gpus", nargs="+", type=int, help="how many, in turn (1 2 4 8, if there are so many)"
@@ -173,7 +182,9 @@ def trainings(args: argparse.Namespace) -> list[dict]:
         checkpointing=args.checkpointing,
         optimizer=args.optimizer,
     )
-    return [training | (dict(parallel="experts") if args.expert_parallel else {})]
+    if args.expert_parallel:
+        training["parallel"] = EXPERT_PARALLEL[args.expert_parallel]
+    return [training]
 
 
 def training_spec(training: dict, args: argparse.Namespace) -> dict:
@@ -205,9 +216,10 @@ def planned_runs(args: argparse.Namespace, num_gpus: int) -> list[dict]:
     specs = []
     for training in trainings(args):
         spec = training_spec(training, args)
-        is_spread = spec.get("parallel") == "experts"
+        is_spread = spec.get("parallel") in EXPERT_PARALLEL.values()
+        most = min(num_gpus, 4) if spec.get("parallel") == "gathered experts" else num_gpus
         for gpus in args.gpus or training["gpus"]:
-            if gpus > num_gpus or (is_spread and gpus == 1):
+            if gpus > most or (is_spread and gpus == 1):
                 print(f"{place(spec)}: not on {gpus} GPUs, there are {num_gpus}", flush=True)
                 continue
             sides = [side for side in args.sides if side == "patched" or not is_spread]

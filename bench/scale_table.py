@@ -6,13 +6,17 @@ from .tables import MISSING, error_type, heading, table
 
 NAMES = {"huggingface": "Hugging Face", "peer": "liger-kernel", "patched": "ours"}
 WARMUP = 2  # steps that are not timed
+SPREAD = {  # `parallel` of a run -> its words
+    "experts": ", experts spread over the GPUs",
+    "gathered experts": ", experts spread over the GPUs, tokens by all-gather",
+}
 
 
 def place(spec: dict) -> str:
     """Return the model and the batch of a run, for whatever number of GPUs."""
     adapters = f", LoRA of rank {spec['lora']}" if spec["lora"] else ""
     optimizer = ", AdamW in 8 bits" if spec.get("optimizer") == "adamw8bit" else ""
-    spread = ", experts spread over the GPUs" if spec.get("parallel") == "experts" else ""
+    spread = SPREAD.get(spec.get("parallel"), "")
     recomputed = ", layers recomputed" if spec["checkpointing"] else ""
     batch = f"{spec['batch']} × {spec['sequence']:,} a GPU"
     name = f"{spec['model']}, {spec['layers']} layers{adapters}{optimizer}{spread}"

@@ -1,7 +1,8 @@
 """Experts and sequences that are spread over the ranks, for the models of `bench.long_models`.
 
 Experts: each rank has an equal part of every layer's, and tokens of its own, which travel to the
-rank of their expert (`liger_kernel.ops.moe.expert_parallel`). FSDP2 shards all else.
+rank of their expert, or to all ranks (`liger_kernel.ops.moe.expert_parallel`). FSDP2 shards all
+else.
 
 Sequences: each rank has an equal part of every sequence. Attention runs on whole sequences and a
 part of the heads (Ulysses: Jacobs et al., arXiv:2309.14509)."""
@@ -18,10 +19,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 class RankExperts(torch.nn.Module):
-    """This rank's part of a layer's experts, called as transformers calls all of them."""
+    """This rank's part of a layer's experts, called as transformers calls all of them.
 
-    def __init__(self, experts: torch.nn.Module):
+    ``max_tokens``: of any rank, to send them by all-gather; None: by all-to-all."""
+
+    def __init__(self, experts: torch.nn.Module, max_tokens: int | None = None):
         super().__init__()
+        self.max_tokens = max_tokens
         self.gate_up_proj = self._part_of(experts.gate_up_proj)
         self.down_proj = self._part_of(experts.down_proj)
 
@@ -38,15 +42,15 @@ class RankExperts(torch.nn.Module):
 
         tables = self.gate_up_proj, self.down_proj
         return liger_expert_parallel(
-            hidden_states, *tables, top_k_index, top_k_weights, dist.group.WORLD
+            hidden_states, *tables, top_k_index, top_k_weights, dist.group.WORLD, self.max_tokens
         )
 
 
-def spread_experts(model) -> None:
+def spread_experts(model, max_tokens: int | None = None) -> None:
     """Leave each rank its part of the experts of a model on the meta device. The rest is there on
     every rank."""
     for layer in model.model.layers:
-        layer.mlp.experts = RankExperts(layer.mlp.experts)
+        layer.mlp.experts = RankExperts(layer.mlp.experts, max_tokens)
 
 
 def expert_parameters(model) -> set[torch.nn.Parameter]:

@@ -228,11 +228,15 @@ def test_runs_follow_the_machine():
         (gpus, side) for gpus in (1, 2, 4, 8) for side in ("huggingface", "patched")
     }
     of_spread_experts = [run[1:] for run in runs if "experts spread" in run[0]]
-    assert of_spread_experts == [(4, "patched"), (8, "patched")]
+    assert of_spread_experts == [(4, "patched"), (8, "patched"), (4, "patched")]
+    assert {gpus for name, gpus, _ in runs if "tokens by all-gather" in name} == {4}
     assert {gpus for name, gpus, _ in runs if "AdamW in 8 bits" in name} == {8}
     assert {gpus for _, gpus, _ in scale_runs(num_gpus=2)} == {1, 2}
     expert_parallel = "--model", "qwen3-30b-a3b", "--expert-parallel", "--gpus", "1", "2"
     assert [run[1:] for run in scale_runs(*expert_parallel)] == [(2, "patched")]
+    gathered = scale_runs("--model", "qwen3-30b-a3b", "--expert-parallel", "all-gather")
+    assert [run[1:] for run in gathered] == [(2, "patched"), (4, "patched")]
+    assert all("tokens by all-gather" in name for name, *_ in gathered)
     small = scale_runs("--device", "cpu", "--gpus", "1", "4")
     assert {name.partition(",")[0] for name, *_ in small} == {"tiny", "tiny-moe"}
     assert {gpus for _, gpus, _ in small} == {1, 4}

@@ -50,11 +50,11 @@ def check_steps(reference, model, whole_batch, loss_of_rank, part_of_gradient):
             optimizer.zero_grad()
 
 
-def check_experts(rank):
+def check_experts(rank, max_tokens):
     devices.INTERPRETED = False
     reference = tiny.model("qwen3_moe", **EXPERTS).to(DEVICE)
     model = tiny.model("qwen3_moe", **EXPERTS).to(DEVICE)
-    spread.spread_experts(model)
+    spread.spread_experts(model, max_tokens)
     with torch.no_grad():
         for layer, whole in zip(model.model.layers, reference.model.layers, strict=True):
             for name, part in layer.mlp.experts.named_parameters():
@@ -124,6 +124,7 @@ def check_local_parts(rank):
 @pytest.mark.thorough
 def test_spread(tmp_path):
     options = None, {}, dict(long_context=True)
-    checks = [partial(check_experts), partial(check_local_parts)]
+    checks = [partial(check_experts, max_tokens=n) for n in (None, 2 * 13)]
+    checks.append(partial(check_local_parts))
     checks += [partial(check_sequences, options=each) for each in options]
     ranks.run(checks, tmp_path)

@@ -76,8 +76,8 @@ NUMBERS = {  # an argument's name: values that are out of its range
 }
 INTS = {
     "chunk_mem_const", "dilation", "dim", "group_size", "groups", "ignore_index", "kernel_size",
-    "num_channels", "num_experts", "num_groups", "padding", "padding_idx", "rotary_dim", "stride",
-    "tmax", "top_groups", "top_k", "unsqueeze_dim",
+    "max_tokens", "num_channels", "num_experts", "num_groups", "padding", "padding_idx",
+    "rotary_dim", "stride", "tmax", "top_groups", "top_k", "unsqueeze_dim",
 }  # fmt: skip
 DTYPES = {"accum_dtype", "loss_dtype"}
 

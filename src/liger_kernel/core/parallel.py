@@ -1,4 +1,5 @@
-r"""Communication of ranks that each hold a shard: of the experts (`all_to_all`), or of the classes.
+r"""Communication of ranks that each hold a shard: of the experts (`all_to_all`; `gather_rows` and
+`reduce_scatter`), or of the classes.
 
 Vocabulary parallelism: rank r holds V_local classes from r·V_local on. Everything else is
 replicated: hidden states, targets, outputs and the incoming gradients. Two operations connect
@@ -20,12 +21,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from liger_kernel.core.op import custom_op
+from liger_kernel.core.op import F, custom_op
 
 # ---- groups ----
 
 
-def _resolve(group):
+def resolve_group(group):
     """Return the process group itself for a group or its name."""
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)
@@ -57,7 +58,7 @@ def size_and_rank(group) -> tuple[int, int]:
 
 
 def _size_and_rank_by_name(name):
-    return size_and_rank(_resolve(name))
+    return size_and_rank(resolve_group(name))
 
 
 # `torch.compiler.assume_constant_result`, without importing Dynamo
@@ -190,14 +191,14 @@ def apply_by_rows(function, x, *parameters):
 def all_gather(x: torch.Tensor, group) -> torch.Tensor:
     """Return x of every rank, (ranks, *x.shape)."""
     out = x.new_empty((size_and_rank(group)[0], *x.shape))
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=_resolve(group))
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=resolve_group(group))
     return out
 
 
 def all_reduce_sum(x: torch.Tensor, group) -> torch.Tensor:
     """Sum x over the ranks, in place, and return it."""
     if size_and_rank(group)[0] > 1:
-        dist.all_reduce(x, group=_resolve(group))
+        dist.all_reduce(x, group=resolve_group(group))
     return x
 
 
@@ -205,7 +206,7 @@ def all_reduce_sum(x: torch.Tensor, group) -> torch.Tensor:
 def _all_reduce(x: torch.Tensor, op_name: str, group: str) -> torch.Tensor:
     """All-reduce into memory of its own. ``op_name``: "SUM" or "MAX"."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, getattr(dist.ReduceOp, op_name), _resolve(group))
+    dist.all_reduce(x, getattr(dist.ReduceOp, op_name), resolve_group(group))
     return x
 
 
@@ -259,7 +260,9 @@ class _AllToAll(torch.autograd.Function):
         ctx.splits_and_group = input_splits, output_splits, group
         num_rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty((num_rows, *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, _resolve(group))
+        dist.all_to_all_single(
+            out, x.contiguous(), output_splits, input_splits, resolve_group(group)
+        )
         return out
 
     @staticmethod
@@ -274,6 +277,66 @@ def all_to_all(x, input_splits, output_splits, group):
     Where these lists are None, the ranks get equal numbers. The backward sends the gradients back.
     """
     return _AllToAll.apply(x, input_splits, output_splits, group)
+
+
+class _GatherRows(torch.autograd.Function):
+    """One Function of several tensors: their gradients are sent in the same order on every rank."""
+
+    @staticmethod
+    def forward(ctx, group, num_rows, *tensors):
+        ctx.group = group
+        ctx.own_rows = tensors[0].shape[0]
+        gathered = []
+        for x in tensors:
+            if ctx.own_rows < num_rows:
+                x = F.pad(x, [0, 0] * (x.dim() - 1) + [0, num_rows - ctx.own_rows])
+            gathered.append(all_gather(x, group).flatten(0, 1))
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        needs_grad = ctx.needs_input_grad[2:]
+        sums = [
+            reduce_scatter(dy, ctx.group, ctx.own_rows) if need else None
+            for dy, need in zip(grads, needs_grad, strict=True)
+        ]
+        return None, None, *sums
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, own_rows):
+        num_ranks, _ = size_and_rank(group)
+        ctx.group, ctx.num_rows = group, x.shape[0] // num_ranks
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=resolve_group(group))
+        parts = received.unflatten(0, (num_ranks, ctx.num_rows))[:, :own_rows]
+        # of 16-bit numbers torch's sum is in fp32; without a dtype autocast would return fp32
+        return parts.sum(0, dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_rows(ctx.group, ctx.num_rows, dy)[0], None, None
+
+
+def gather_rows(group, num_rows, *tensors):
+    """Return the rows of every rank, (ranks·num_rows, ...), for each tensor (T, ...).
+
+    T is at most num_rows; a rank's rows are followed by zeros. The backward is `reduce_scatter`.
+    """
+    return _GatherRows.apply(group, num_rows, *tensors)
+
+
+def reduce_scatter(x, group, own_rows):
+    """Sum x (ranks·num_rows, ...) over the ranks, and return ``own_rows`` of this rank's num_rows
+    rows of the sum.
+
+    The backward is `gather_rows`. The parts are exchanged and then added up in fp32, in the order
+    of the ranks: one rounding and one order, where a library's reduce-scatter rounds after each
+    rank, in an order that it chooses. No more is sent than by that one.
+    """
+    return _ReduceScatter.apply(x, group, own_rows)
 
 
 # ---- the loss of a vocabulary-parallel head, in plain PyTorch ----

@@ -1,6 +1,7 @@
 """Experts on several ranks: what each rank gets is what one rank with all experts gets for all
 tokens, or its part."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -10,10 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hardware import DEVICE
 from ranks import SIZE
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.core import devices
+from liger_kernel.core import devices, parallel
 from liger_kernel.ops.functional import liger_experts
-from liger_kernel.ops.moe.expert_parallel import liger_expert_parallel
+from liger_kernel.ops.moe.expert_parallel import MAX_RANKS_OF_GATHER, liger_expert_parallel
+from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
 
 H, I, E, K = 12, 10, 2 * SIZE, 3  # noqa: E741
@@ -68,7 +71,14 @@ def local_part(tensors, rank, sizes):
     }
 
 
-def matches_one_device(rank, routing="any", sizes=UNEVEN, dtype=torch.float32, integers=False):
+def new_group(max_tokens):
+    """Return all ranks; with ``max_tokens``, of which a group takes one number, in a new group."""
+    return dist.group.WORLD if max_tokens is None else dist.new_group([*range(SIZE)])
+
+
+def matches_one_device(
+    rank, routing="any", sizes=UNEVEN, dtype=torch.float32, integers=False, max_tokens=None
+):
     """Against `liger_experts`: bit for bit if all is integers."""
     tensors = random_inputs(sum(sizes), dtype, integers)
     tensors["top_k_index"] = ROUTINGS[routing](tensors["top_k_index"])
@@ -82,7 +92,11 @@ def matches_one_device(rank, routing="any", sizes=UNEVEN, dtype=torch.float32, i
     local_options = {name: t.chunk(SIZE)[rank] for name, t in options.items()}
     expected = local_part(output_and_grads(liger_experts, tensors, dout, **options), rank, sizes)
     actual = output_and_grads(
-        liger_expert_parallel, *local_inputs, group=dist.group.WORLD, **local_options
+        liger_expert_parallel,
+        *local_inputs,
+        group=new_group(max_tokens),
+        max_tokens=max_tokens,
+        **local_options,
     )
     for name, t in expected.items():
         assert actual[name].dtype == dtype
@@ -95,8 +109,8 @@ def matches_one_device(rank, routing="any", sizes=UNEVEN, dtype=torch.float32, i
             )
 
 
-def second_order(rank):
-    """A loss of the gradients: it goes through every all-to-all three times."""
+def second_order(rank, max_tokens=None):
+    """A loss of the gradients: it goes through every collective three times."""
     sizes = UNEVEN[::-1]
     tensors = random_inputs(sum(sizes), torch.float64)
 
@@ -111,23 +125,68 @@ def second_order(rank):
 
     expected = local_part(penalised(liger_experts, tensors), rank, sizes)
     actual = penalised(
-        liger_expert_parallel, local_part(tensors, rank, sizes), group=dist.group.WORLD
+        liger_expert_parallel,
+        local_part(tensors, rank, sizes),
+        group=new_group(max_tokens),
+        max_tokens=max_tokens,
     )
     for name, t in expected.items():
         torch.testing.assert_close(actual[name], t)
 
 
-def autocast(rank):
+def autocast(rank, max_tokens=None):
     tensors = random_inputs(sum(UNEVEN))
     with torch.autocast(DEVICE, torch.bfloat16):
         expected = local_part(output_and_grads(liger_experts, tensors, tensors["x"]), rank, UNEVEN)
         local_inputs = local_part(tensors, rank, UNEVEN)
         actual = output_and_grads(
-            liger_expert_parallel, local_inputs, local_inputs["x"], group=dist.group.WORLD
+            liger_expert_parallel,
+            local_inputs,
+            local_inputs["x"],
+            group=new_group(max_tokens),
+            max_tokens=max_tokens,
         )
     for name, t in expected.items():
         assert actual[name].dtype == torch.float32
         torch.testing.assert_close(actual[name], t, rtol=2e-2, atol=2e-2 * t.abs().max().item())
+
+
+def lora(rank, max_tokens=None):
+    """Adapters of frozen tables, whose gradients are those of `liger_lora_experts`."""
+    tensors = random_inputs(sum(UNEVEN), torch.float64)
+    g = torch.Generator().manual_seed(1)
+    shapes = dict(gate_up_a=(E, 2, H), gate_up_b=(E, 2 * I, 2), down_a=(E, 2, I), down_b=(E, H, 2))
+    factors = {
+        name: torch.randn(shape, generator=g).to(tensors["x"]) for name, shape in shapes.items()
+    }
+
+    def output_and_grads(fn, tensors, factors, **options):
+        trained = {name: tensors[name].detach().requires_grad_() for name in TOKENS}
+        trained |= {name: t.detach().requires_grad_() for name, t in factors.items()}
+        a, b, c, d = (trained[name] for name in shapes)
+        out = fn(
+            **tensors | {name: trained[name] for name in TOKENS},
+            gate_up_lora=TableAdapter(a, b, 1.5),
+            down_lora=TableAdapter(c, d, -0.5),
+            **options,
+        )
+        grads = torch.autograd.grad(out, [*trained.values()], tensors["x"])
+        return dict(zip(("out", *trained), (out.detach(), *grads), strict=True))
+
+    expected = output_and_grads(liger_lora_experts, tensors, factors)
+    actual = output_and_grads(
+        liger_expert_parallel,
+        local_part(tensors, rank, UNEVEN),
+        {name: t.chunk(SIZE)[rank] for name, t in factors.items()},
+        group=new_group(max_tokens),
+        max_tokens=max_tokens,
+    )
+    for name, t in expected.items():
+        part = t.chunk(SIZE)[rank] if name in shapes else t.split(UNEVEN)[rank]
+        assert part.any()
+        torch.testing.assert_close(
+            actual[name], part, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def module(rank):
@@ -145,12 +204,206 @@ def module(rank):
             *local_inputs, *(t.chunk(SIZE)[rank] for t in projections), E
         )
         torch.testing.assert_close(actual, expected[rank], rtol=1e-5, atol=1e-4)
+    gathered = LigerExpertParallelFusedMoe(new_group(7), max_tokens=7)
+    output = gathered(*local_inputs, *(t.chunk(SIZE)[rank] for t in projections), E)
+    torch.testing.assert_close(output, expected[rank], rtol=1e-5, atol=1e-4)
     alone = [dist.new_group([r]) for r in range(SIZE)][rank]
     torch.testing.assert_close(
         LigerExpertParallelFusedMoe(alone)(*local_inputs, *projections, E), expected[rank]
     )
     with pytest.raises(ValueError, match=f"num_experts is {E}, {SIZE} ranks hold {E} each"):
         LigerExpertParallelFusedMoe()(*local_inputs, *projections, E)
+
+
+# ---- tokens by all-gather ----
+
+
+def same_max_tokens(rank):
+    """The ranks of a group have one number, in all calls, or an error: never a wrong result."""
+    tensors = local_part(random_inputs(sum(UNEVEN)), rank, UNEVEN)
+    group = new_group(4)
+    with pytest.raises(ValueError, match=r"max_tokens is \[4, 3.* on the ranks of the group"):
+        liger_expert_parallel(**tensors, group=group, max_tokens=UNEVEN[rank])
+    tables = {name: tensors[name][: 1 + (rank > 0)] for name in TABLES}
+    with pytest.raises(ValueError, match=r"the ranks hold \[1, 2.* experts"):
+        liger_expert_parallel(**tensors | tables, group=group, max_tokens=4)
+    expected = liger_expert_parallel(**tensors, group=group, max_tokens=4)
+    assert torch.equal(liger_expert_parallel(**tensors, group=group, max_tokens=4), expected)
+    if rank:  # the others are not kept waiting, and the next collective is nobody's but the next
+        with pytest.raises(ValueError, match="max_tokens is 5, but was 4 in this group's first"):
+            liger_expert_parallel(**tensors, group=group, max_tokens=5)
+    by_name = liger_expert_parallel(**tensors, group=group.group_name, max_tokens=4)
+    assert torch.equal(by_name, expected)
+    liger_expert_parallel(**tensors, group=new_group(5), max_tokens=5)
+    # a rank with too many tokens sends nothing, so that no other one takes them for fewer
+    with pytest.raises(ValueError, match="x has 4 tokens, max_tokens is 3, give a number that"):
+        liger_expert_parallel(**local_part(random_inputs(4 * SIZE), rank, 4), max_tokens=3)
+
+
+class NoHostRead(TorchDispatchMode):
+    """Raises where the host reads a value, or a shape depends on one."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert torch.Tag.dynamic_output_shape not in op.tags, op
+        assert op is not torch.ops.aten._local_scalar_dense.default
+        return op(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def without_waiting():
+    if DEVICE == "cpu":
+        with NoHostRead():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def the_host_does_not_wait(rank):
+    """From the second call of a group on; by all-to-all it does wait."""
+    tensors = local_part(random_inputs(sum(UNEVEN)), rank, UNEVEN)
+    options = dict(group=new_group(5), max_tokens=5)
+    first = output_and_grads(liger_expert_parallel, tensors, tensors["x"], **options)
+    with without_waiting():
+        second = output_and_grads(liger_expert_parallel, tensors, tensors["x"], **options)
+    for name, t in first.items():  # and the same bits
+        assert torch.equal(second[name], t), name
+    with pytest.raises((AssertionError, RuntimeError)), without_waiting():
+        liger_expert_parallel(**tensors, group=dist.group.WORLD)
+
+
+def kept_memory(rank):
+    """Kept for backward are, once, the rows of all ranks and what `liger_experts` keeps of them."""
+    tensors = local_part(random_inputs(sum(UNEVEN)), rank, UNEVEN)
+    tensors = {n: t.requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
+    kept = {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = liger_expert_parallel(**tensors, group=new_group(5), max_tokens=5)
+    rows, num_experts = 5 * SIZE, E // SIZE
+    sizes = sorted(t.numel() for t in kept.values() if t.is_floating_point())
+    tables = [tensors[name].numel() for name in TABLES]
+    assert sizes == sorted([rows * H, rows * K, rows * K * 2 * I, *tables])
+    of_routing = [t for t in kept.values() if not t.is_floating_point()]
+    assert sum(t.numel() for t in of_routing) <= rows * K * 4 + 3 * num_experts + 1
+    out.sum().backward()
+    assert tensors["x"].grad.any()
+
+
+def one_rounding(rank):
+    """A sum over ranks is rounded once: 256 + 1 is 256 in bf16, and so is each 1 more."""
+    x = torch.full((2 * SIZE, 3), 1.0 if rank else 256.0, dtype=torch.bfloat16, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        total = parallel.reduce_scatter(x, dist.group.WORLD, 2)
+    expected = torch.full((2, 3), 256.0 + SIZE - 1, device=DEVICE).bfloat16()
+    assert total.dtype == torch.bfloat16 and torch.equal(total, expected)
+    x = torch.arange(2 * SIZE, device=DEVICE) * 2.0**rank
+    part = (torch.arange(2, device=DEVICE) + 2 * rank) * (2.0**SIZE - 1)
+    assert torch.equal(parallel.reduce_scatter(x, dist.group.WORLD, 2), part)
+
+
+def three_ranks_of_four(rank):
+    """A group that is a part of the ranks, and no power of two."""
+    group = dist.new_group([0, 2, 3])
+    if rank == 1:
+        return
+    index_in_group = (0, None, 1, 2)[rank]
+    sizes = 3, 0, 5
+    tensors = random_inputs(sum(sizes))
+    tensors |= {name: tensors[name][:6] for name in TABLES}
+    dout = random_inputs(sum(sizes))["x"]
+    expected = output_and_grads(liger_experts, tensors, dout)
+
+    def part(name, t):
+        return t.chunk(3)[index_in_group] if name in TABLES else t.split(sizes)[index_in_group]
+
+    local_inputs = {name: part(name, t) for name, t in tensors.items()}
+    actual = output_and_grads(
+        liger_expert_parallel, local_inputs, part("dout", dout), group=group, max_tokens=5
+    )
+    for name, t in expected.items():
+        torch.testing.assert_close(actual[name], part(name, t), rtol=1e-5, atol=1e-4)
+
+
+def captured(rank):
+    """Forward and backward in a CUDA graph, which is replayed with other tokens and choices."""
+    options = dict(group=new_group(5), max_tokens=5)
+    inputs = [random_inputs(sum(UNEVEN), torch.bfloat16) for _ in range(2)]
+    inputs[1]["x"] = inputs[1]["x"].flip(0)
+    inputs[1]["top_k_index"] = inputs[1]["top_k_index"].flip(0)
+    inputs = [local_part(tensors, rank, UNEVEN) for tensors in inputs]
+    static = {name: t.clone() for name, t in inputs[0].items()}
+
+    def step(tensors):
+        return output_and_grads(liger_expert_parallel, tensors, tensors["x"], **options)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = step(static)
+    for tensors in inputs:
+        for name, t in tensors.items():
+            static[name].copy_(t)
+        graph.replay()
+        replayed = {name: t.clone() for name, t in outputs.items()}
+        for name, t in step(tensors).items():
+            assert torch.equal(replayed[name], t), name
+    torch.cuda.synchronize()
+    graph.reset()
+
+
+def gather_checks():
+    """Return the checks of calls with ``max_tokens``, and those in which kernels run."""
+    checks = [
+        partial(matches_one_device, routing=routing, integers=True, max_tokens=5)
+        for routing in ROUTINGS
+    ]
+    checks += [
+        partial(matches_one_device, integers=True, sizes=sizes * (SIZE // 2), max_tokens=n)
+        for sizes, n in (((5, 0), 5), ((0, 0), 1), ((3, 3), 3))
+    ]
+    checks += [
+        partial(check, max_tokens=5)
+        for check in (partial(matches_one_device, dtype=torch.bfloat16), autocast, second_order)
+    ]
+    checks += [partial(lora, max_tokens=n) for n in (None, 5)]
+    checks.append(partial(one_rounding))
+    if SIZE > MAX_RANKS_OF_GATHER:
+        return checks, []
+    checks.append(partial(same_max_tokens))
+    if SIZE == 4:
+        checks.append(partial(three_ranks_of_four))
+    return checks, [
+        partial(the_host_does_not_wait),
+        partial(kept_memory),
+        partial(matches_one_device, routing="twice, and none", integers=True, max_tokens=4),
+    ]
+
+
+@pytest.mark.thorough
+def test_several_ranks_by_all_gather(tmp_path):
+    checks, with_kernels = gather_checks()
+    if DEVICE == "cpu":
+        checks = [partial(without_kernels, check) for check in checks]
+    elif SIZE <= MAX_RANKS_OF_GATHER:
+        checks.append(partial(captured))
+    ranks.run(checks + with_kernels, tmp_path)
+
+
+# ---- by all-to-all ----
 
 
 @pytest.mark.thorough
@@ -183,6 +436,7 @@ def test_alone():
     tensors = random_inputs(5)
     expected = liger_experts(**tensors)
     assert torch.equal(liger_expert_parallel(**tensors), expected)
+    assert torch.equal(liger_expert_parallel(**tensors, max_tokens=5), expected)
     gate, up = tensors["gate_up_proj"].chunk(2, 1)
     inputs = (
         tensors["x"],
@@ -203,6 +457,9 @@ def test_alone():
     "change, error, words",
     [
         (dict(group=3), TypeError, "group is 3, give a process group or None"),
+        (dict(max_tokens=4), ValueError, "x has 5 tokens, max_tokens is 4"),
+        (dict(max_tokens=0), ValueError, "max_tokens is 0, give a positive int"),
+        (dict(max_tokens=8.0), TypeError, "max_tokens is 8.0, give an int"),
         (dict(top_k_index=torch.zeros(5, K)), TypeError, "top_k_index is torch.float32"),
         (
             dict(top_k_index=torch.zeros(4, K, dtype=torch.long)),

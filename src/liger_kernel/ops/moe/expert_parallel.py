@@ -1,7 +1,9 @@
 r"""Expert parallelism: the ranks of a group hold the experts of a mixture, and tokens of their own.
 
-Of E experts rank r of R holds those from r·E/R on. Assignment s of a token t goes to the rank of
-its expert, and what that rank computes comes back:
+Of E experts rank r of R holds those from r·E/R on. There are two ways.
+
+**By all-to-all.** Assignment s of a token t goes to the rank of its expert, and what that rank
+computes comes back:
 
     rows = x[t(s)], sorted by expert
     all-to-all
@@ -20,19 +22,43 @@ added in fp32 in the order of k, so that the result does not depend on the numbe
 How many rows go to each rank is a number that the collectives need on the host: it waits for the
 device once in a forward, and never in a backward.
 
+**By all-gather**, in groups of up to 4 ranks that know M = ``max_tokens``, at least the tokens of
+any rank. x, index and w are padded to M rows, of no expert:
+
+    X, index, w = all-gather(x, index, w)
+    part_t = Σ_k w_s·expert(X_t), over this rank's experts; `routing` drops the other assignments
+    out = reduce-scatter(part)
+
+The backward is the mirror: all-gather(dout), the experts' own, reduce-scatter(dX, dw). No shape
+depends on a value, and the host waits for nothing, so that a CUDA graph can hold it. A part is
+rounded to x's dtype, and the sum of R parts, made in fp32 in the order of the ranks, once more: the
+same bits in every run.
+
+A rank receives (R - 1)·M rows in each collective, and about K·T·(R - 1)/R by all-to-all. Kept
+between forward and backward are R·M rows of x and R·M·K of W·x + b, since each assignment might be
+this rank's; by all-to-all about T·K rows of both.
+
 Source: Lepikhin et al., GShard, arXiv:2006.16668.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import torch
 import torch.distributed as dist
 
 from liger_kernel.core import check, devices, parallel
-from liger_kernel.core.op import cast_if_needed
+from liger_kernel.core.op import F, cast_if_needed
 from liger_kernel.ops.moe.expert_kernels import sum_by_token
 from liger_kernel.ops.moe.experts import liger_experts
+from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 from liger_kernel.ops.moe.routing import routing, sort_reference
+
+MAX_RANKS_OF_GATHER = 4
+# process group -> max_tokens, as its ranks have agreed on it
+_agreed_max_tokens = weakref.WeakKeyDictionary()
 
 
 class _SortedAssignments:
@@ -102,6 +128,75 @@ class _Combine(torch.autograd.Function):
         return _Dispatch.apply(dout, ctx.assignments), None
 
 
+def _by_all_to_all(x, top_k_index, top_k_weights, E, group, experts):
+    """Compute ``experts(rows, index, weights)`` with a row for each assignment to this rank."""
+    ranks, _ = parallel.size_and_rank(group)
+    assignments = _SortedAssignments(top_k_index, ranks * E)
+    counts = assignments.counts  # by this rank's tokens, of all experts
+    received_counts = parallel.all_to_all(counts, None, None, group)  # from each rank
+    by_rank = torch.stack([n.view(ranks, E).sum(1) for n in (counts, received_counts)])
+    sent, received = by_rank.tolist()
+    assignments.drop_after(sum(sent))
+
+    rows = parallel.all_to_all(_Dispatch.apply(x, assignments), sent, received, group)
+    weights = top_k_weights.reshape(-1).index_select(0, assignments.order)
+    weights = parallel.all_to_all(weights, sent, received, group)
+    index = torch.arange(E, device=x.device).repeat(ranks)
+    index = index.repeat_interleave(received_counts, output_size=sum(received))
+    y = experts(rows, top_k_index=index[:, None], top_k_weights=weights[:, None])
+    y = parallel.all_to_all(y, received, sent, group)
+    return _Combine.apply(y, assignments)
+
+
+def _by_all_gather(x, top_k_index, top_k_weights, E, group, max_tokens, experts):
+    """Compute ``experts(rows, index, weights)`` with the tokens of all ranks, each padded to
+    ``max_tokens``."""
+    T = x.shape[0]
+    _, rank = parallel.size_and_rank(group)
+    index = F.pad(top_k_index.long(), (0, 0, 0, max_tokens - T), value=-1)  # uint8 has no -1
+    index = parallel.all_gather(index, group).flatten(0, 1) - rank * E
+    rows, weights = parallel.gather_rows(group, max_tokens, x, top_k_weights)
+    part = experts(rows, top_k_index=index, top_k_weights=weights)
+    return parallel.reduce_scatter(part, group, T)
+
+
+def _check_max_tokens(name, max_tokens, T):
+    max_tokens = check.integer(name, "max_tokens", max_tokens)
+    if max_tokens < 1:
+        raise ValueError(f"{name}: max_tokens is {max_tokens}, give a positive int or None")
+    if T > max_tokens:
+        raise ValueError(
+            f"{name}: x has {T} tokens, max_tokens is {max_tokens}, "
+            "give a number that no rank's tokens exceed"
+        )
+    return max_tokens
+
+
+def _agree_on_max_tokens(name, max_tokens, E, device, group):
+    """Check that all ranks have one ``max_tokens`` now, and that this one has it in every call.
+
+    Collectives of other sizes would hang or mix up rows. Only the group's first call exchanges the
+    number, and waits for the device. A rank that comes with another number later raises before it
+    sends anything."""
+    group = parallel.resolve_group(group)
+    agreed = _agreed_max_tokens.get(group)
+    if agreed is None:
+        numbers = parallel.all_gather(torch.tensor([max_tokens, E], device=device), group)
+        of_ranks, num_experts = numbers.T.tolist()
+        if len({*of_ranks}) > 1:
+            raise ValueError(
+                f"{name}: max_tokens is {of_ranks} on the ranks of the group, give one number"
+            )
+        if len({*num_experts}) > 1:
+            raise ValueError(f"{name}: the ranks hold {num_experts} experts, give each as many")
+        _agreed_max_tokens[group] = max_tokens
+    elif max_tokens != agreed:
+        raise ValueError(
+            f"{name}: max_tokens is {max_tokens}, but was {agreed} in this group's first call: "
+            "give the largest number in all calls, or a group for each number"
+        )
+
+
 @torch._disable_dynamo  # torch.compiler.disable, which imports torch._dynamo
 def liger_expert_parallel(
     x: torch.Tensor,
@@ -110,11 +205,15 @@ def liger_expert_parallel(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     group: dist.ProcessGroup | None = None,
+    max_tokens: int | None = None,
+    gate_up_lora: TableAdapter | None = None,
+    down_lora: TableAdapter | None = None,
     **options: object,
 ) -> torch.Tensor:
     """Compute `liger_experts` with an equal part of the experts, and other tokens, on each rank.
 
-    Every rank of the group calls it, and runs its backward, whether it has tokens or none.
+    Every rank of the group calls it, and runs its backward, whether it has tokens or none. The same
+    arguments require gradients on all of them.
 
     Args:
         x: (T, H), this rank's tokens. T may differ between ranks.
@@ -123,16 +222,23 @@ def liger_expert_parallel(
         top_k_index: (T, K), integers from 0 to E. An index that is no expert's is dropped.
         top_k_weights: (T, K), any floating dtype.
         group: the process group; None computes on this rank alone.
+        max_tokens: a number that T exceeds on no rank and in no call, the same in all calls with
+            this group. With it the host waits for nothing in a group of up to 4 ranks, but in the
+            group's first call: tokens are sent by all-gather, each rank's padded to so many. None,
+            or in a larger group: by all-to-all.
+        gate_up_lora, down_lora: adapters of this rank's experts, as in `liger_lora_experts`, whose
+            tables are frozen; None for no adapter.
         options: those of `liger_experts`. Biases are of this rank's experts.
 
     Returns:
         (T, H) in x's dtype.
 
     Raises:
-        ValueError, TypeError: as `liger_experts`; group is no process group.
+        ValueError, TypeError: as `liger_experts`; group is no process group. x has more than
+            max_tokens tokens, or max_tokens is not one number on all ranks and in all calls.
 
-    The host waits for the device once in a forward: it must know how many rows go to each rank.
-    `torch.compile` leaves the call as it is."""
+    By all-to-all the host waits for the device once in a forward: it must know how many rows go to
+    each rank. `torch.compile` leaves the call as it is."""
     name = "liger_expert_parallel"
     check.floats(
         name, dict(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
@@ -144,39 +250,42 @@ def liger_expert_parallel(
         shapes = f"x has shape {tuple(x.shape)}, top_k_index {tuple(top_k_index.shape)}"
         raise ValueError(f"{name}: {shapes}, give (T, H) and (T, K)")
     check.shape(name, "top_k_weights", top_k_weights, tuple(top_k_index.shape))
+    if max_tokens is not None:
+        max_tokens = _check_max_tokens(name, max_tokens, x.shape[0])
+    operator = liger_experts
+    if gate_up_lora is not None or down_lora is not None:
+        options = options | dict(gate_up_lora=gate_up_lora, down_lora=down_lora)
+        operator = liger_lora_experts
+    experts = functools.partial(operator, gate_up_proj=gate_up_proj, down_proj=down_proj, **options)
     ranks, _ = parallel.size_and_rank(group)
     if ranks == 1:
-        return liger_experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options)
+        return experts(x, top_k_index=top_k_index, top_k_weights=top_k_weights)
     dtype = x.dtype
     if devices.in_autocast(x) and dtype != torch.float64:
         x = cast_if_needed(x, devices.autocast_dtype(x))
     E = gate_up_proj.shape[0]
-    assignments = _SortedAssignments(top_k_index, ranks * E)
-    counts = assignments.counts  # by this rank's tokens, of all experts
-    received_counts = parallel.all_to_all(counts, None, None, group)  # from each rank
-    by_rank = torch.stack([n.view(ranks, E).sum(1) for n in (counts, received_counts)])
-    sent, received = by_rank.tolist()
-    assignments.drop_after(sum(sent))
-
-    rows = parallel.all_to_all(_Dispatch.apply(x, assignments), sent, received, group)
-    weights = top_k_weights.reshape(-1).index_select(0, assignments.order)
-    weights = parallel.all_to_all(weights, sent, received, group)
-    experts = torch.arange(E, device=x.device).repeat(ranks)
-    experts = experts.repeat_interleave(received_counts, output_size=sum(received))
-    y = liger_experts(rows, gate_up_proj, down_proj, experts[:, None], weights[:, None], **options)
-    y = parallel.all_to_all(y, received, sent, group)
-    return cast_if_needed(_Combine.apply(y, assignments), dtype)
+    inputs = x, top_k_index, top_k_weights, E, group
+    if max_tokens is None or ranks > MAX_RANKS_OF_GATHER:
+        out = _by_all_to_all(*inputs, experts)
+    else:
+        _agree_on_max_tokens(name, max_tokens, E, x.device, group)
+        out = _by_all_gather(*inputs, max_tokens, experts)
+    return cast_if_needed(out, dtype)
 
 
 class LigerExpertParallelFusedMoe(torch.nn.Module):
     """`liger_expert_parallel` as a module without parameters, with a SiLU.
 
     ``process_group=None`` is the default group, or this rank alone where there is none.
+    ``max_tokens`` is that of `liger_expert_parallel`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, max_tokens: int | None = None
+    ) -> None:
         super().__init__()
         self.process_group = process_group
+        self.max_tokens = max_tokens
 
     def forward(
         self,
@@ -230,5 +339,5 @@ class LigerExpertParallelFusedMoe(torch.nn.Module):
         index = expert_indices.reshape(-1, expert_indices.shape[-1])
         weights = expert_weights.reshape(index.shape)
         gate_up = torch.cat((all_B, all_C), 1)
-        out = liger_expert_parallel(x, gate_up, all_A, index, weights, group)
+        out = liger_expert_parallel(x, gate_up, all_A, index, weights, group, self.max_tokens)
         return out.view(hidden_states.shape)
