@@ -1,5 +1,6 @@
 # make demo | test | lint | docs | test-all | test-rest | test-isa | test-newest | test-transformers-oldest | test-trl |
-#      test-megatron | test-deepspeed | test-frameworks, or one of them | test-xpu | test-hub-kernel | test-cluster | test-loggers
+#      test-megatron | test-deepspeed | test-frameworks, or one of them | test-portability | test-xpu | test-hub-kernel |
+#      test-cluster | test-loggers
 #
 # Each first makes an environment in .venv, once. With PYTHON=python3 (or a path) they take that interpreter with what
 # is installed there, and install nothing. TORCH="torch==2.11.0" installs another PyTorch than the one chosen here.
@@ -55,8 +56,8 @@ DEMO ?= llama $(if $(GPU),$(DEMO_GPU))
 
 .PHONY: demo test test-all test-rest test-isa lint format docs test-newest test-transformers-oldest test-trl \
 	test-megatron test-deepspeed test-frameworks test-lightning test-llama-factory test-axolotl test-swift test-callers \
-	test-trl-oldest test-trainer test-torchao test-bitsandbytes test-single-operators test-xpu test-hub-kernel \
-	test-cluster test-loggers environments clean
+	test-trl-oldest test-trainer test-torchao test-bitsandbytes test-single-operators test-portability test-xpu \
+	test-hub-kernel test-cluster test-loggers environments clean
 
 demo: $(READY)
 	$(PYTHON) -m liger_kernel.cli compare $(DEMO) --json out/compare.json --chart out/compare.png
@@ -147,6 +148,10 @@ $(VENV)/deepspeed-%/.ready: $(READY)
 	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*
 	$(INSTALL) --upgrade --target $(@D) hjson py-cpuinfo einops msgpack pydantic
 	touch $@
+
+# Every launch of every kernel compiled from source for every target; the suite compiles less. No GPU is needed.
+test-portability: $(READY)
+	PORTABILITY=complete $(PYTEST) tests/ops/test_portability.py
 
 # Every kernel compiled for Intel's GPUs, by a Triton that has their back end. No GPU is needed.
 test-xpu: $(VENV)/triton-xpu-$(TRITON_XPU)/.ready

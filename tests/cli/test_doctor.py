@@ -3,14 +3,13 @@
 import dataclasses
 import importlib.metadata
 import json
-import re
 
 import pytest
 import torch
-from programs import ROOT
 
 from liger_kernel.cli import _child, doctor
 from liger_kernel.cli._child import Crash
+from liger_kernel.cli.versions import TESTED, join_words
 
 
 @pytest.fixture(scope="module")
@@ -82,53 +81,124 @@ def test_doctor_names_problems_and_remedies(monkeypatch):
 @pytest.mark.xdist_group("doctor")
 @pytest.mark.thorough
 def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
-    from liger_kernel._version import TESTED
-
     monkeypatch.setattr(doctor, "examine", lambda: examined)
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = answer("doctor")
-    assert all(f"{name} {versions}" in " ".join(out.split()) for name, versions in TESTED.items())
+    text = " ".join(out.split())
+    for name, minors in TESTED.items():
+        assert f"{name} {join_words(minors)}" in text
+    assert "run on H100 and H200 with torch 2.11, triton 3.6, transformers 5.17" in text
     long = [line for line in out.splitlines() if len(line) > 40]
     assert all(len(line.split()) == 1 for line in long), "only a word can be too long"
-    makefile = (ROOT / "Makefile").read_text()
-    (oldest,) = re.findall(r"^OLDEST \?= (\d+\.\d+)", makefile, re.M)
-    (trl,) = re.findall(r"^TRL \?= (.*)", makefile, re.M)
-    assert TESTED["transformers"].startswith(oldest)
-    assert TESTED["trl"] == " and ".join(re.findall(r"(\d+\.\d+)\.\d+", trl))
 
 
-def test_doctor_marks_versions_that_were_not_tested(answer, monkeypatch):
-    """Newer, older and between; a build's own suffix and a patch release make no other version. It
-    is no problem."""
-    from liger_kernel._version import TESTED
+# versions as they are installed: the newest and the oldest that are tested
+NEWEST = {name: f"{minors[-1]}.1.post2+cpu" for name, minors in TESTED.items()}
+OLDEST = {name: f"{minors[0]}.0" for name, minors in TESTED.items()}
 
-    tested = {name: doctor.tested_minors(name) for name in TESTED}
-    fine = {name: f"{minors[-1]}.1.post2+cpu" for name, minors in tested.items()}
-    assert doctor.untested(fine | {"accelerate": "0.1"}) == []
-    assert doctor.untested({name: minors[0] for name, minors in tested.items()}) == []
-    others = {
-        "torch": "2.99.0.dev20261101+cu130",
-        "triton": "3.60.0",
-        "transformers": "5.0.1",
-        "trl": "0.1",
-    }
-    assert doctor.untested(fine | others) == list(others)
+
+@pytest.fixture
+def doctor_with(answer, monkeypatch):
+    """Return a function of versions and, with a GPU, what its check reports: (out, report)."""
     monkeypatch.setattr(doctor, "_try_imports", lambda report: None)
-    monkeypatch.setattr(doctor, "_try_out", lambda report: None)
     monkeypatch.setattr(doctor, "_problems", lambda report: [])
-    for changes, marked in ((others, list(others)), ({}, [])):
-        versions = fine | changes
+
+    def call(versions, **gpu_report):
         monkeypatch.setattr(
-            doctor, "installed", lambda *names, v=versions: {n: v[n] for n in names if n in v}
+            doctor, "installed", lambda *names: {n: versions[n] for n in names if n in versions}
         )
-        monkeypatch.setattr("platform.python_version", lambda v=versions: v["python"])
+        monkeypatch.setattr("platform.python_version", lambda: versions["python"])
+        monkeypatch.setattr(doctor, "_try_out", lambda report: report.update(gpu_report))
         code, out, _ = answer("doctor")
         assert code == 0 and "Nothing to fix." in out
-        for name in TESTED:
-            assert (f"{name} {versions[name]}, not tested" in out) == (name in marked), name
-        advice = "install a version that was tested"
-        assert ("Not tested with" in out) == (advice in " ".join(out.split())) == bool(marked)
-        assert json.loads(answer("doctor", "--json")[1])["untested"] == marked
+        return out, json.loads(answer("doctor", "--json")[1])
+
+    return call
+
+
+def on_gpu(name="NVIDIA H200", architecture="sm_90", works=True, hopper=None):
+    return dict(
+        devices=[dict(name=name, architecture=architecture, memory=1e9)],
+        triton=dict(works=True, problem=None),
+        kernels=[dict(name="rope", works=works, problem=None)],
+        hopper=hopper,
+    )
+
+
+@pytest.mark.parametrize("versions", [NEWEST, OLDEST, OLDEST | {"accelerate": "0.1"}])
+def test_doctor_has_nothing_to_say_of_tested_versions(doctor_with, versions):
+    """A build's own suffix and a patch release make no other version."""
+    out, report = doctor_with(versions)
+    assert report["untested"] == report["notes"] == [] and "not tested" not in out
+
+
+@pytest.mark.parametrize(
+    "name, version, instead",
+    [
+        ("torch", "2.99.0.dev20261101+cu130", "2.14"),
+        ("torch", "2.9.0", "2.11"),
+        ("torch", "2.12.1", "2.14"),
+        ("triton", "3.60.0", "3.9"),
+        ("transformers", "5.0.1", "5.17"),
+        ("trl", "0.1", "1.12"),
+        ("bitsandbytes", "0.60.0", "0.50"),
+    ],
+)
+def test_doctor_says_what_to_do_with_other_versions(doctor_with, name, version, instead):
+    """Newer, older and between. It is no problem."""
+    out, report = doctor_with(NEWEST | {name: version})
+    assert report["untested"] == [name]
+    (note,) = report["notes"]
+    assert note.startswith(f"{name} {version} was not tested ({join_words(TESTED[name])} w")
+    assert note.endswith(f"install {name} {instead}.") and note in out
+    assert f"{name} {version}, not tested" in out
+
+
+def test_doctor_tells_what_ran_on_gpus_from_what_did_not(doctor_with):
+    def notes(versions=OLDEST, **gpu):
+        return doctor_with(versions, **on_gpu(**gpu))[1]["notes"]
+
+    assert notes() == notes(name="NVIDIA H100 80GB HBM3") == []
+    (note,) = notes(OLDEST | {"triton": "3.9.0"})
+    assert note == (
+        "The tests pass with triton 3.9.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6 "
+        "and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing to do."
+    )
+    (note,) = notes(OLDEST | {"triton": "3.9.0", "torch": "2.13.0+cu130"}, works=False)
+    assert "with torch 2.13.0+cu130 and triton 3.9.0 on CPUs" in note
+    assert note.endswith("See above for what does not work here.")
+    # an unknown version is said to be that, and not to be tested on CPUs
+    (note,) = notes(OLDEST | {"triton": "3.99.0"})
+    assert note.startswith("triton 3.99.0 was not tested")
+
+
+@pytest.mark.parametrize(
+    "name, architecture, compiled",
+    [
+        ("NVIDIA GeForce RTX 4090", "sm_89", True),
+        ("AMD Instinct MI300X", "gfx942", True),
+        ("NVIDIA GH200 480GB", "sm_90", True),
+        ("Tesla T4", "sm_75", False),
+    ],
+)
+def test_doctor_says_that_a_gpu_is_another(doctor_with, name, architecture, compiled):
+    _, report = doctor_with(OLDEST, **on_gpu(name, architecture))
+    (note,) = report["notes"]
+    compiles = "compile every kernel" if compiled else "compile no kernel"
+    assert note == (
+        f"The tests {compiles} for {name} ({architecture}) and have not run on it: they ran on "
+        "H100 and H200. Here each kernel above gave what PyTorch gives: nothing to do."
+    )
+
+
+def test_doctor_says_whether_hoppers_own_kernels_are_on(doctor_with):
+    _, report = doctor_with(OLDEST, **on_gpu(hopper=dict(on=True, triton=["3.6"])))
+    assert report["notes"] == []
+    _, report = doctor_with(OLDEST, **on_gpu(hopper=dict(on=False, triton=["3.6"])))
+    assert report["notes"] == [
+        "The linear head's own kernels for Hopper stay off: they are for triton 3.6. The kernels "
+        "for any GPU compute the same: nothing to do."
+    ]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -64,5 +64,21 @@ def test_actions_are_pinned():
     assert {entry["package-ecosystem"] for entry in watched} == {"github-actions", "pip"}
 
 
+def test_workflows_open_nothing():
+    """No issue, no pull request: the nightly run fails, and whoever looks at it sees that."""
+    for name, text in TEXTS.items():
+        assert not re.search(r"\bgh (issue|pr|api)\b|create-(pull-request|an-issue)", text), name
+    steps = [step.get("run", "") for step in JOBS["nightly", "upstream"]["steps"]]
+    assert any("--pre" in step and "torch triton" in step for step in steps)
+
+
+def test_the_wheel_is_tried_beside_the_newest_of_everything():
+    steps = [step.get("run", "") for step in JOBS["build", "newest"]["steps"]]
+    (install,) = [step for step in steps if "pip install" in step]
+    assert "dist/*.whl" in install and "==" not in install
+    assert all(name in install for name in ("transformers", "trl", "peft", "bitsandbytes"))
+    assert steps.index(install) < steps.index("python3 scripts/try_wheel.py")
+
+
 def test_every_job_ends():
     assert all(1 <= job["timeout-minutes"] <= 120 for job in JOBS.values() if "uses" not in job)

@@ -1,7 +1,14 @@
-"""Compile every launch of every `Case` for one target, without that target's hardware.
+"""Compile the launches of every `Case` for some targets, without their hardware.
 
-Run as a program: ``portability.py sm_90 result.json``. Run it without TRITON_INTERPRET, because the
-kernels of one process are either compiled or interpreted.
+Run as a program: ``portability.py folder sm_100 sm_120`` writes a file for each target. Run it
+without TRITON_INTERPRET, because the kernels of one process are either compiled or interpreted.
+
+The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
+compiled for the head, from source to the binary. Another target of the family takes the head's
+result of a launch that both have, and compiles the others and every matrix product itself. For
+sm_90 some launches in fp32, with options and with single gradients go through the compiler's front
+half, too. With PORTABILITY=complete every launch is compiled from source for every target; spills
+are looked at in the same launches, and in one more of each kernel for sm_90.
 
 The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds
 each launch to a signature and asks its driver for the target; `_Driver` answers, and `compile_only`
@@ -13,15 +20,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import portability_targets
 import portability_xpu  # before the package, which needs what this adds
 import torch
+import torch._dynamo  # here once, and not in the process of each target
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
@@ -37,14 +49,11 @@ from liger_kernel.ops.linear.four_bit import dequantize_4bit
 
 # (Triton's target, multiprocessors, bytes of shared memory that one program may have)
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 108, 163 * 1024),
-    "sm_90": (GPUTarget("cuda", 90, 32), 132, 227 * 1024),
-    "sm_100": (GPUTarget("cuda", 100, 32), 148, 227 * 1024),
-    "gfx90a": (GPUTarget("hip", "gfx90a", 64), 104, 64 * 1024),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 304, 64 * 1024),
-    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 48, 64 * 1024),
-    "xpu": (portability_xpu.TARGET, 56, portability_xpu.SHARED_MEMORY_BYTES),
+    name: (GPUTarget(*target), multiprocessors, shared_memory)
+    for name, (target, multiprocessors, shared_memory) in portability_targets.TARGETS.items()
 }
+TARGETS["xpu"] = (portability_xpu.TARGET, 56, portability_xpu.SHARED_MEMORY_BYTES)
+COMPLETE = os.environ.get("PORTABILITY") == "complete"
 
 
 class _Driver:
@@ -76,9 +85,10 @@ class _Launched:
     function = packed_metadata = None
     current_run = _CurrentRun("", is_real_shape=False, compile_fully=True)
 
-    def __init__(self, src, options):
+    def __init__(self, src, options, key=None):
         self.src = src
         self.options = options
+        self.key = key  # Triton's: the kernel's specialization and the options of its launch
         self.grids = set()
         self.runs = {}  # description -> whether its shape is a real one
         self.compile_fully = False
@@ -113,7 +123,7 @@ def pretend(name):
 
     def compile_only(self, key, signature, device, constexprs, options, attrs, warmup):
         source = self.ASTSource(self, signature, constexprs, attrs)  # Gluon has its own class
-        launched = _Launched(source, options)
+        launched = _Launched(source, options, key)
         launches[self, key] = self.device_caches[device][0][key] = launched
         return launched
 
@@ -128,23 +138,22 @@ def pretend(name):
 
 
 def runs(case, variants):
-    """Yield (shape, option, dtype, gradients, whether to compile fully).
+    """Yield (shape, option, dtype, gradients, whether to compile fully), a real shape first.
 
     ``gradients``: `all`, None or the name of the one input that gets one.
 
     Together they meet every kernel and option. With ``variants`` they include every option in fp32
-    and every gradient alone, which go through the compiler's front half only, where those could
-    fail. Without, one launch of each kernel is compiled: the front half knows no target. `main`
-    chooses at most `MAX_FULL` and `MAX_FRONT_HALF` launches of a kernel.
+    and every gradient alone. What is to be compiled fully counts where everything is compiled: the
+    suite compiles one launch of each kernel fully, the first.
     """
     small = case.shapes
     real = case.bench or case.shapes[-1:]
     for shape in real:
-        fully = variants and shape == real[0]
+        fully = variants and COMPLETE and shape == real[0]
         yield shape, {}, torch.bfloat16, all, fully
         yield shape, {}, torch.float32, all, fully
     for option in case.options:
-        yield real[0], option, torch.bfloat16, all, variants
+        yield real[0], option, torch.bfloat16, all, variants and COMPLETE
     for shape in small:
         yield shape, {}, torch.bfloat16, all, False
     if not variants:
@@ -276,7 +285,8 @@ def compile_launched(target, launched):
     src = launched.src
     options = launched.options
     result = dict(
-        kernel=f"{src.fn.__module__.rpartition('.')[2]}.{src.fn.__name__}",
+        kernel=kernel_name(launched),
+        key=launched.key,
         signature={k: v for k, v in src.signature.items() if v != "constexpr"},
         constants={src.fn.arg_names[path[0]]: str(value) for path, value in src.constants.items()},
         by=list(launched.runs),
@@ -292,11 +302,34 @@ def compile_launched(target, launched):
         kernel = triton.compile(src, target=target, options=options.__dict__)
     except Exception as error:  # whatever it is, the test shows it beside the kernel's name
         return result | dict(error=f"{type(error).__name__}: {error}")
-    if "ttgir" in kernel.asm and mixes_rows(kernel.asm["ttgir"]):
+    ttgir = kernel.asm.get("ttgir", "")
+    if mixes_rows(ttgir):
         message = "Triton sums its rows' last axis lane by lane in an order that mixes the rows"
         return result | dict(error=message)
     registers, spilled = resources(kernel.asm)
-    return result | dict(shared=kernel.metadata.shared, registers=registers, spilled=spilled)
+    return result | dict(
+        shared=kernel.metadata.shared,
+        registers=registers,
+        spilled=spilled,
+        product="tt.dot" in kernel.asm["ttir"] if "ttir" in kernel.asm else True,
+        ir=hashlib.sha256(without_target(ttgir).encode()).hexdigest(),
+    )
+
+
+def kernel_name(launched):
+    fn = launched.src.fn
+    return f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+
+
+def without_target(ttgir):
+    """Return Triton's IR without its target, its lines in the source and its constants' order."""
+    ttgir = re.sub(r'"(cuda|hip):\w+"', "", ttgir)
+    ttgir = re.sub(r" loc\(.*|^#loc.*", "", ttgir, flags=re.M)
+    # two constants of one value are numbered
+    ttgir = re.sub(r"%(cst|c-?\d+_[a-z]+\d+)(_\d+)?\b", r"%\1", ttgir)
+    lines = ttgir.splitlines()
+    constants = sorted(line.strip() for line in lines if " arith.constant " in line)
+    return "\n".join([*constants, *(line for line in lines if " arith.constant " not in line)])
 
 
 def mixes_rows(ttgir):
@@ -323,7 +356,10 @@ def choose(launches, count):
 
 
 def choose_what_to_compile(launches, variants):
-    """Set how far each launch is compiled: of each kernel at least one fully."""
+    """Set how far each launch is compiled: of each kernel at least one fully.
+
+    That is its first one, if none was asked for.
+    """
     by_kernel = {}
     for launched in launches:
         by_kernel.setdefault(launched.src.fn, []).append(launched)
@@ -339,10 +375,9 @@ def choose_what_to_compile(launches, variants):
             launched.compile_front_half = launched in front_half
 
 
-def main(name, path):
-    launches = pretend(name)
+def launch_all(variants):
+    """Run every case, and what no case has. Returns the errors of each case that failed."""
     failed = {}
-    variants = name == "sm_90"
     for case in CASES:
         for shape, option, dtype, gradients, fully in runs(case, variants):
             description = describe(case, shape, option, dtype, gradients)
@@ -358,10 +393,62 @@ def main(name, path):
     run_log_probs()
     _Launched.current_run = _CurrentRun("four_bit", is_real_shape=True, compile_fully=True)
     run_four_bit()
+    return failed
+
+
+def read_shared_results(path):
+    """Return what was compiled for the head of a family, by kernel and key: what the other targets
+    need not compile again.
+
+    That would be wrong for a matrix product, or if Triton made other IR of the same launch.
+    `test_portability` compares the IR where everything is compiled.
+    """
+    version = tuple(triton.__version__.split(".")[:2])
+    if path is None or COMPLETE or version not in portability_targets.SAME_IR_VERSIONS:
+        return {}
+    launches = json.loads(path.read_text())["launches"]
+    return {
+        (launch["kernel"], launch["key"]): launch
+        for launch in launches
+        if launch.get("product") is False and "error" not in launch
+    }
+
+
+def compile_target(name, path, head_path):
+    """Compile for one target, and write the results."""
+    launches = pretend(name)
+    variants = name == "sm_90"
+    failed = launch_all(variants)
     choose_what_to_compile(launches.values(), variants)
-    target = TARGETS[name][0]
-    results = [compile_launched(target, launched) for launched in launches.values()]
-    Path(path).write_text(json.dumps(dict(launches=results, failed=failed)))
+    chosen = [launched for launched in launches.values() if launched.compile_fully]
+    shared_results = read_shared_results(head_path)
+    results = []
+    for launched in launches.values():
+        shared = None
+        if launched.compile_fully:
+            shared = shared_results.get((kernel_name(launched), launched.key))
+        launched.compile_fully = COMPLETE or launched.compile_fully and shared is None
+        result = compile_launched(TARGETS[name][0], launched) | dict(chosen=launched in chosen)
+        if shared is not None:
+            result |= dict(shared=shared["shared"], compiled_for=head_path.stem)
+        results.append(result)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(dict(launches=results, failed=failed)))
+    unfinished.rename(path)
+
+
+def main(folder, *names):
+    """Compile for each target in a process of its own, which has imported everything already."""
+    head_path = None
+    for name in names:
+        path = Path(folder) / f"{name}.json"
+        args = name, path, head_path
+        process = multiprocessing.get_context("fork").Process(target=compile_target, args=args)
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{name}: the compiler's process ended with {process.exitcode}")
+        head_path = head_path or path
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It runs in a process of its own.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -14,6 +15,7 @@ from liger_kernel.cli._child import one_line
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES
 from liger_kernel.core.tile import TRITON, tl, triton
+from liger_kernel.ops.head import hopper
 
 
 @triton.jit
@@ -29,11 +31,16 @@ def checkup(spec: dict, report) -> dict:
     elif torch.xpu.is_available():
         device_type = "xpu"
     count = 0 if device_type is None else getattr(torch, device_type).device_count()
-    report("devices", devices=[_describe(device_type, index) for index in range(count)])
+    gpus = [_describe(device_type, index) for index in range(count)]
+    report("devices", devices=gpus)
     report("build", cuda=torch.version.cuda, hip=torch.version.hip)
     if device_type is None:
         return {}
     report("triton", **_run_check(_triton_works, device_type))
+    has_hopper = any(gpu["architecture"] == "sm_90" for gpu in gpus)
+    if has_hopper and os.environ.get(hopper.HOPPER_VARIABLE) != "0":
+        versions = [".".join(version) for version in hopper.TRITON_VERSIONS]
+        report("hopper", on=hopper.kernels() is not None, triton=versions)
     for case in CASES:
         report("trying", name=case.name)
         report("kernel", name=case.name, **_run_check(_agrees, case, device_type))

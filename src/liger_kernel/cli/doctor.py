@@ -12,12 +12,22 @@ import shutil
 import sys
 from pathlib import Path
 
-from liger_kernel._version import OLDEST_TRANSFORMERS, TESTED, __version__
+from liger_kernel._version import OLDEST_TRANSFORMERS, __version__
 from liger_kernel.cli import _child
 from liger_kernel.cli.layout import wrapped
-from liger_kernel.cli.versions import installed
+from liger_kernel.cli.versions import (
+    COMPILED_FOR,
+    GPUS,
+    RAN_ON_GPUS,
+    TESTED,
+    installed,
+    is_older_than_tested,
+    join_words,
+    minor,
+    untested,
+)
 
-LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft")
+LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes")
 FRAMEWORKS = (
     "trl",
     "axolotl",
@@ -60,28 +70,15 @@ def examine() -> dict:
         "devices": [],
         "triton": None,
         "kernels": [],
+        "hopper": None,
         "problems": [],
     }
     _try_imports(report)
     if "torch" in versions and "torch" not in report["broken"]:
         _try_out(report)
     report["problems"] += _problems(report)
+    report["notes"] = _notes(report)
     return report
-
-
-def untested(versions: dict[str, str]) -> list[str]:
-    """Return the libraries of `TESTED` with a minor version that the suite does not run on."""
-    names = [name for name in TESTED if name in versions]
-    return [name for name in names if _minor(versions[name]) not in tested_minors(name)]
-
-
-def tested_minors(name: str) -> list[str]:
-    return re.split(", | and ", TESTED[name])
-
-
-def _minor(version: str) -> str:
-    """Return "2.15" of "2.15.0.dev20261101+cpu"."""
-    return ".".join(version.split(".")[:2])
 
 
 def _providers() -> list[str]:
@@ -107,7 +104,7 @@ def _try_imports(report: dict) -> None:
 
 
 def _try_out(report: dict) -> None:
-    """Fill in ``devices``, ``build``, ``triton`` and ``kernels``."""
+    """Fill in ``devices``, ``build``, ``triton``, ``hopper`` and ``kernels``."""
     attempts = ["the devices"]
 
     def on_event(event: dict) -> None:
@@ -209,25 +206,103 @@ def _triton_remedy(versions: dict) -> str:
     return "install the Triton that your PyTorch asks for, and Python's headers (python3-dev)."
 
 
+# ---- what differs from what was tested ----
+
+
+def _notes(report: dict) -> list[str]:
+    """Return one sentence for each difference from what was tested, with what to do."""
+    notes = _version_notes(report)
+    if report["devices"]:
+        notes += [*_versions_on_gpus_notes(report), *_hopper_notes(report), *_gpu_notes(report)]
+    return notes
+
+
+def _version_notes(report: dict) -> list[str]:
+    versions = report["versions"] | report["frameworks"]
+    notes = []
+    for name in report["untested"]:
+        tested = TESTED[name]
+        nearest = tested[0 if is_older_than_tested(name, versions[name]) else -1]
+        notes.append(
+            f"{name} {versions[name]} was not tested ({join_words(tested)} "
+            f"{'was' if len(tested) == 1 else 'were'}): compare some steps with the patch and "
+            "without it, as `liger-kernel compare llama` does for a small model. If they differ or "
+            f"fail, report it with this output, and install {name} {nearest}."
+        )
+    return notes
+
+
+def _versions_on_gpus_notes(report: dict) -> list[str]:
+    versions = report["versions"]
+    only_on_cpus = [
+        f"{name} {versions[name]}"
+        for name, ran in RAN_ON_GPUS.items()
+        if name in versions and name not in report["untested"] and minor(versions[name]) != ran
+    ]
+    if not only_on_cpus:
+        return []
+    ran = join_words([f"{name} {version}" for name, version in RAN_ON_GPUS.items()])
+    return [
+        f"The tests pass with {join_words(only_on_cpus)} on CPUs; on GPUs they ran with {ran}. "
+        f"{_what_to_do(report)}"
+    ]
+
+
+def _hopper_notes(report: dict) -> list[str]:
+    hopper = report["hopper"]
+    if hopper is None or hopper["on"]:
+        return []
+    return [
+        "The linear head's own kernels for Hopper stay off: they are for triton "
+        f"{join_words(hopper['triton'])}. The kernels for any GPU compute the same: nothing to do."
+    ]
+
+
+def _gpu_notes(report: dict) -> list[str]:
+    notes = []
+    names = {device["architecture"]: device["name"] for device in report["devices"]}
+    for architecture, name in names.items():
+        if any(re.search(rf"\b{gpu}\b", name) for gpu in GPUS.get(architecture, ())):
+            continue
+        compiles = "compile every kernel" if architecture in COMPILED_FOR else "compile no kernel"
+        notes.append(
+            f"The tests {compiles} for {name} ({architecture}) and have not run on it: they ran on "
+            f"{_gpus_run()}. {_what_to_do(report)}"
+        )
+    return notes
+
+
+def _what_to_do(report: dict) -> str:
+    if report["kernels"] and all(kernel["works"] for kernel in report["kernels"]):
+        return "Here each kernel above gave what PyTorch gives: nothing to do."
+    return "See above for what does not work here."
+
+
+def _gpus_run() -> str:
+    return join_words([gpu for names in GPUS.values() for gpu in names])
+
+
 # ---- the text ----
 
 
 def _text(report: dict) -> str:
     package = report["liger_kernel"]
     providers = ", ".join(package["provided_by"])
-    notes = dict.fromkeys(report["untested"], ", not tested")
-    notes |= dict.fromkeys(report["broken"], ", which cannot be imported")
+    remarks = dict.fromkeys(report["untested"], ", not tested")
+    remarks |= dict.fromkeys(report["broken"], ", which cannot be imported")
 
-    def with_notes(versions):
-        return [f"{name} {version}{notes.get(name, '')}" for name, version in versions.items()]
+    def with_remarks(versions):
+        return [f"{name} {version}{remarks.get(name, '')}" for name, version in versions.items()]
 
-    tested_versions = ", ".join(f"{name} {versions}" for name, versions in report["tested"].items())
-    frameworks = ", ".join(with_notes(report["frameworks"]))
+    tested = [f"{name} {join_words(versions)}" for name, versions in report["tested"].items()]
+    ran_on_gpus = [f"{name} {version}" for name, version in RAN_ON_GPUS.items()]
+    frameworks = ", ".join(with_remarks(report["frameworks"]))
     lines = [
         f"liger-kernel {package['version']} at {package['path']}",
         f"  from {providers or 'a path, no installed distribution'}",
-        *(f"  {library}" for library in with_notes(report["versions"])),
-        f"tested with {tested_versions}",
+        *(f"  {library}" for library in with_remarks(report["versions"])),
+        f"tested with {', '.join(tested)}",
+        f"run on {_gpus_run()} with {', '.join(ran_on_gpus)}",
         f"training frameworks: {frameworks or 'none'}",
     ]
     for number, device in enumerate(report["devices"]):
@@ -245,13 +320,5 @@ def _text(report: dict) -> str:
         lines.append(f"Triton: {'compiles and runs' if works else 'does not work'}")
         for kernel in report["kernels"]:
             lines.append(f"  {kernel['name']}: {'ok' if kernel['works'] else 'FAILS'}")
-    lines += ["", *(report["problems"] or ["Nothing to fix."])]
-    if report["untested"]:
-        versions = report["versions"] | report["frameworks"]
-        names = " and ".join(f"{name} {versions[name]}" for name in report["untested"])
-        lines.append(
-            f"Not tested with {names}, which may work all the same. `liger-kernel compare llama` "
-            "trains with the patch and without it, and compares. If it differs or fails, please "
-            "report it with this output, and install a version that was tested."
-        )
+    lines += ["", *(report["problems"] or ["Nothing to fix."]), *report["notes"]]
     return "\n".join(lines)
