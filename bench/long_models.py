@@ -32,9 +32,9 @@ def prepare_model(spec: dict, device: str) -> tuple[torch.nn.Module, str | None]
         raise ValueError(f"one rank has nothing to spread: parallel is {parallel}")
     if parallel == "experts":
         spread.spread_experts(model)
-    if parallel == "gathered experts":
+    elif parallel == "gathered experts":
         spread.spread_experts(model, max_tokens=spec["batch"] * spec["sequence"])
-    if parallel == "sequence":
+    elif parallel == "sequence":
         spread.spread_sequences(model)
     if sharded:
         shard(model)

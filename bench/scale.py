@@ -213,14 +213,23 @@ def training_spec(training: dict, args: argparse.Namespace) -> dict:
 
 def planned_runs(args: argparse.Namespace, num_gpus: int) -> list[dict]:
     """Return the spec of every run on a machine with so many GPUs."""
+    from liger_kernel.ops.moe.expert_parallel import MAX_RANKS_OF_GATHER
+
     specs = []
     for training in trainings(args):
         spec = training_spec(training, args)
         is_spread = spec.get("parallel") in EXPERT_PARALLEL.values()
-        most = min(num_gpus, 4) if spec.get("parallel") == "gathered experts" else num_gpus
+        is_gathered = spec.get("parallel") == "gathered experts"
         for gpus in args.gpus or training["gpus"]:
-            if gpus > most or (is_spread and gpus == 1):
-                print(f"{place(spec)}: not on {gpus} GPUs, there are {num_gpus}", flush=True)
+            reason = None
+            if gpus > num_gpus:
+                reason = f"there are {num_gpus}"
+            elif is_spread and gpus == 1:
+                reason = "experts are spread over several"
+            elif is_gathered and gpus > MAX_RANKS_OF_GATHER:
+                reason = f"tokens are gathered by up to {MAX_RANKS_OF_GATHER}"
+            if reason is not None:
+                print(f"{place(spec)}: not on {gpus} GPUs, {reason}", flush=True)
                 continue
             sides = [side for side in args.sides if side == "patched" or not is_spread]
             specs += [spec | dict(gpus=gpus, side=side) for side in sides]

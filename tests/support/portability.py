@@ -4,11 +4,11 @@ Run as a program: ``portability.py folder sm_100 sm_120`` writes a file for each
 without TRITON_INTERPRET, because the kernels of one process are either compiled or interpreted.
 
 The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
-compiled for the head, from source to the binary. Another target of the family takes the head's
-result of a launch that both have, and compiles the others and every matrix product itself. For
-sm_90 some launches in fp32, with options and with single gradients go through the compiler's front
-half, too. With PORTABILITY=complete every launch is compiled from source for every target; spills
-are looked at in the same launches, and in one more of each kernel for sm_90.
+compiled for the head, from source to the binary; for sm_90 up to two, and some launches in fp32,
+with options and with single gradients go through the compiler's front half. Another target of the
+family takes the head's result of a launch that both have, and compiles the others and every matrix
+product itself. With PORTABILITY=complete every launch is compiled from source for every target;
+spills are looked at in the same launches.
 
 The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds
 each launch to a signature and asks its driver for the target; `_Driver` answers, and `compile_only`
@@ -143,17 +143,19 @@ def runs(case, variants):
     ``gradients``: `all`, None or the name of the one input that gets one.
 
     Together they meet every kernel and option. With ``variants`` they include every option in fp32
-    and every gradient alone. What is to be compiled fully counts where everything is compiled: the
-    suite compiles one launch of each kernel fully, the first.
+    and every gradient alone, which go through the compiler's front half only, where those could
+    fail. Without, one launch of each kernel is compiled fully, the first: the front half knows no
+    target. `choose_what_to_compile` takes at most `MAX_FULL` and `MAX_FRONT_HALF` launches of a
+    kernel.
     """
     small = case.shapes
     real = case.bench or case.shapes[-1:]
     for shape in real:
-        fully = variants and COMPLETE and shape == real[0]
+        fully = variants and shape == real[0]
         yield shape, {}, torch.bfloat16, all, fully
         yield shape, {}, torch.float32, all, fully
     for option in case.options:
-        yield real[0], option, torch.bfloat16, all, variants and COMPLETE
+        yield real[0], option, torch.bfloat16, all, variants
     for shape in small:
         yield shape, {}, torch.bfloat16, all, False
     if not variants:

@@ -14,6 +14,8 @@ import zero
 from hardware import DEVICE
 from torch import multiprocessing
 
+from liger_kernel.core import devices
+
 
 def num_ranks() -> int:
     """Return the number of processes: LIGER_TEST_RANKS, a power of two.
@@ -34,6 +36,13 @@ HEADS = dict(  # of a model each of whose ranks has whole heads
     num_key_value_heads=SIZE,
     head_dim=32 // max(4, SIZE),  # together as wide as the hidden states
 )
+
+
+def without_kernels(check, rank):
+    """Run a check by the operators' references: kernels take seconds in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "INTERPRETED", False)
+        check(rank)
 
 
 def run_process(rank, store, checks, reached):

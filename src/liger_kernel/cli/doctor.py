@@ -222,12 +222,13 @@ def _version_notes(report: dict) -> list[str]:
     notes = []
     for name in report["untested"]:
         tested = TESTED[name]
-        nearest = tested[0 if is_older_than_tested(name, versions[name]) else -1]
+        was = "was" if len(tested) == 1 else "were"
+        nearest = tested[0] if is_older_than_tested(name, versions[name]) else tested[-1]
         notes.append(
-            f"{name} {versions[name]} was not tested ({join_words(tested)} "
-            f"{'was' if len(tested) == 1 else 'were'}): compare some steps with the patch and "
-            "without it, as `liger-kernel compare llama` does for a small model. If they differ or "
-            f"fail, report it with this output, and install {name} {nearest}."
+            f"{name} {versions[name]} was not tested ({join_words(tested)} {was}): compare some "
+            "steps with the patch and without it, as `liger-kernel compare llama` does for a small "
+            "model. If they differ or fail, report it with this output, and install "
+            f"{name} {nearest}."
         )
     return notes
 

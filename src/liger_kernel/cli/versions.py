@@ -1,4 +1,4 @@
-"""What this package was tested with, and what is installed here.
+"""Versions and GPUs that this package was tested with, and versions that are installed.
 
 docs/index.md, README.md, the Makefile, .github/workflows and the targets that the tests compile for
 say the same: tests/house/test_versions.py.
@@ -56,7 +56,7 @@ def is_older_than_tested(name: str, version: str) -> bool:
 
 
 def _numbers(minor_version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in minor_version.split(".") if part.isdigit())
+    return tuple(int(number) for number in minor_version.split(".") if number.isdigit())
 
 
 def join_words(words) -> str:

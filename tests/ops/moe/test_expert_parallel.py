@@ -13,7 +13,7 @@ from hardware import DEVICE
 from ranks import SIZE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.core import devices, parallel
+from liger_kernel.core import parallel
 from liger_kernel.ops.functional import liger_experts
 from liger_kernel.ops.moe.expert_parallel import MAX_RANKS_OF_GATHER, liger_expert_parallel
 from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
@@ -229,7 +229,7 @@ def same_max_tokens(rank):
         liger_expert_parallel(**tensors | tables, group=group, max_tokens=4)
     expected = liger_expert_parallel(**tensors, group=group, max_tokens=4)
     assert torch.equal(liger_expert_parallel(**tensors, group=group, max_tokens=4), expected)
-    if rank:  # the others are not kept waiting, and the next collective is nobody's but the next
+    if rank:  # raises before anything is sent, so that the ranks' next collectives still match
         with pytest.raises(ValueError, match="max_tokens is 5, but was 4 in this group's first"):
             liger_expert_parallel(**tensors, group=group, max_tokens=5)
     by_name = liger_expert_parallel(**tensors, group=group.group_name, max_tokens=4)
@@ -397,7 +397,7 @@ def gather_checks():
 def test_several_ranks_by_all_gather(tmp_path):
     checks, with_kernels = gather_checks()
     if DEVICE == "cpu":
-        checks = [partial(without_kernels, check) for check in checks]
+        checks = [partial(ranks.without_kernels, check) for check in checks]
     elif SIZE <= MAX_RANKS_OF_GATHER:
         checks.append(partial(captured))
     ranks.run(checks + with_kernels, tmp_path)
@@ -418,15 +418,9 @@ def test_several_ranks(tmp_path):
         *map(partial, (autocast, second_order, module)),
     ]
     if DEVICE == "cpu":  # the kernels take seconds in the interpreter
-        checks = [partial(without_kernels, check) for check in checks]
+        checks = [partial(ranks.without_kernels, check) for check in checks]
         checks.append(partial(matches_one_device, routing="twice, and none", integers=True))
     ranks.run(checks, tmp_path)
-
-
-def without_kernels(check, rank):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "INTERPRETED", False)
-        check(rank)
 
 
 # ---- without a group ----

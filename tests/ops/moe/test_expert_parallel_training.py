@@ -12,7 +12,6 @@ from hardware import DEVICE
 from ranks import SIZE
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.core import devices
 from liger_kernel.ops.moe.expert_parallel import liger_expert_parallel
 from liger_kernel.ops.moe.lora_experts import TableAdapter
 
@@ -198,24 +197,20 @@ def trains_as_one_process(
             optimizer.zero_grad()
 
 
-def without_kernels(check, rank):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "INTERPRETED", False)
-        check(rank)
-
-
 @pytest.mark.thorough
 def test_three_steps(tmp_path):
-    train = functools.partial(functools.partial, trains_as_one_process)
-    checks = [train(wrap=wrap) for wrap in (ddp, fsdp2, fsdp2_of_experts)]
-    checks += [train(wrap=wrap, recomputes=True) for wrap in (ddp, fsdp2, fsdp2_of_experts)]
-    checks += [train(wrap=fsdp2, trained=trained) for trained in ("adapters", "nothing")]
-    checks += [
-        train(wrap=fsdp2, trained="adapters", recomputes=True),
-        train(wrap=ddp, compiles=True),
-        train(wrap=fsdp2, max_tokens=None),
-        train(wrap=fsdp2, trained="adapters", recomputes=True, max_tokens=None),
+    trainings = []
+    for wrap in (ddp, fsdp2, fsdp2_of_experts):
+        trainings += dict(wrap=wrap), dict(wrap=wrap, recomputes=True)
+    trainings += [
+        dict(wrap=fsdp2, trained="adapters"),
+        dict(wrap=fsdp2, trained="nothing"),
+        dict(wrap=fsdp2, trained="adapters", recomputes=True),
+        dict(wrap=ddp, compiles=True),
+        dict(wrap=fsdp2, max_tokens=None),
+        dict(wrap=fsdp2, trained="adapters", recomputes=True, max_tokens=None),
     ]
-    if DEVICE == "cpu":  # the kernels take seconds in the interpreter
-        checks = [functools.partial(without_kernels, check) for check in checks]
+    checks = [functools.partial(trains_as_one_process, **training) for training in trainings]
+    if DEVICE == "cpu":
+        checks = [functools.partial(ranks.without_kernels, check) for check in checks]
     ranks.run(checks, tmp_path)

@@ -156,8 +156,8 @@ def _by_all_gather(x, top_k_index, top_k_weights, E, group, max_tokens, experts)
     index = F.pad(top_k_index.long(), (0, 0, 0, max_tokens - T), value=-1)  # uint8 has no -1
     index = parallel.all_gather(index, group).flatten(0, 1) - rank * E
     rows, weights = parallel.gather_rows(group, max_tokens, x, top_k_weights)
-    part = experts(rows, top_k_index=index, top_k_weights=weights)
-    return parallel.reduce_scatter(part, group, T)
+    partial_sums = experts(rows, top_k_index=index, top_k_weights=weights)
+    return parallel.reduce_scatter(partial_sums, group, T)
 
 
 def _check_max_tokens(name, max_tokens, T):
