@@ -15,6 +15,7 @@ NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "ours": "ours",
     "ours-kept": "ours, last layers kept",
     "ours-long": "ours, long_context",
+    "ours-graphs": "ours, cuda_graphs",
 }
 README_ROWS = "lora", "qlora", "qlora-long"
 

@@ -179,6 +179,7 @@ CONTESTANTS = {
     "ours": Contestant(ours),
     "ours-kept": Contestant(ours, kept="keep_layers"),
     "ours-long": Contestant(ours, dict(long_context=True)),
+    "ours-graphs": Contestant(ours, dict(cuda_graphs=True)),
 }
 VERSIONS = {"peer": "liger-kernel", "unsloth": "unsloth"}  # package -> its distribution
 

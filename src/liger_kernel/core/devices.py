@@ -283,3 +283,41 @@ def _try_fp32_output(tensor):
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
+
+
+# ---- CUDA graphs ----
+
+
+class GraphRecorder:
+    """Records what functions launch on a GPU, in graphs that share memory."""
+
+    def __init__(self):
+        self.home = None  # the stream that graphs are replayed on
+
+    def takes(self, x) -> bool:
+        """Return True if calls with this tensor can be recorded, or replayed."""
+        if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return False
+        stream = torch.cuda.current_stream(x.device)
+        if self.home is None:
+            self.home = stream
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(x.device)
+        return self.home == stream
+
+    def random_numbers(self, x) -> int:
+        """Return how many random numbers were drawn on the device so far."""
+        return torch.cuda.default_generators[x.device.index].get_offset()
+
+    def record(self, function):
+        """Return a graph of what the function launches; it has the method ``replay``."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(self.home)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        self.home.wait_stream(self.stream)
+        return graph

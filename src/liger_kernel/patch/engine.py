@@ -36,6 +36,7 @@ from liger_kernel.patch.layers.adapters import LoRALayers
 from liger_kernel.patch.layers.balancing import LoadBalancing
 from liger_kernel.patch.layers.experts import StackedExperts
 from liger_kernel.patch.layers.gated_norm import GatedNorms
+from liger_kernel.patch.layers.graphed_layers import GraphedLayers
 from liger_kernel.patch.layers.kept_layers import KeptLayers
 from liger_kernel.patch.layers.lora_experts import LoRAExperts
 from liger_kernel.patch.layers.mask import CausalMasks
@@ -71,6 +72,7 @@ STAGES = (
     (LoRAExperts(), LoRALayers()),
     (KeptLayers(),),
     (OffloadedCheckpoints(),),  # all other layers
+    (GraphedLayers(),),  # that are none of these
     (LossInHead(),),
     (LossOnLogits(),),  # one call asks for at most one of the two losses
     (TRLHeads(),),

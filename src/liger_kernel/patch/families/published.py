@@ -18,6 +18,7 @@ from liger_kernel.patch.families import class_level
 from liger_kernel.patch.families.table import (
     ACCEPTS_ANY_KEYWORD,
     ALL_SWITCHES,
+    CUDA_GRAPHS,
     FAMILIES,
     FUNCTION_NAMES,
     KEEP_LAYERS,
@@ -54,7 +55,8 @@ def apply_liger_kernel(
             mixture's, and its load-balancing loss), lora (PEFT's LoRA layers, whether they are
             there or come later), trl_head (that of TRL's trainers, see
             `apply_liger_kernel_to_trl`) and fused_linear_cross_entropy. Off by default:
-            cross_entropy, tiled_mlp, offloaded_checkpoints, long_context and keep_layers.
+            cross_entropy, tiled_mlp, offloaded_checkpoints, long_context, keep_layers and
+            cuda_graphs.
         trust: classes of modules, not from a known package, whose forward depends on nothing but
             the module and its arguments, changes nothing else, and does the same for every size.
             They are tried like any other. Without it, code that is neither from a known package
@@ -278,6 +280,8 @@ Replace what Hugging Face runs in a {name} model by faster kernels that compute 
         keep_layers: with gradient checkpointing, so many of the last layers of each stack (of the
             encoder, of the decoder) are not computed again in backward. `liger-kernel plan` counts
             the memory, and how many layers fit.
+        cuda_graphs: each decoder layer is recorded as a CUDA graph, for steps that the host limits.
+            docs/compile.md says what a recorded layer does not notice.
 
     Returns:
         A `Report`: what was replaced by what, what was left alone and why. Also logged. `revert`
@@ -330,7 +334,7 @@ def _family_signature(model_type: str) -> inspect.Signature:
     parameters = [*by_place.values(), _parameter("model", None, "torch.nn.Module | None")]
     if after_model is not None:
         parameters.append(after_model)
-    for name in (*LONG_CONTEXT_SWITCHES, LONG_CONTEXT, KEEP_LAYERS):
+    for name in (*LONG_CONTEXT_SWITCHES, LONG_CONTEXT, KEEP_LAYERS, CUDA_GRAPHS):
         parameter = _parameter(name, None, NUMBERS.get(name, "bool | None"))
         parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     for parameter in keyword_only:

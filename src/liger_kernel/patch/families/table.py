@@ -102,6 +102,8 @@ FUNCTION_NAMES = [
 LONG_CONTEXT_SWITCHES = {"tiled_mlp": False, "offloaded_checkpoints": False}
 # The switch that every function has beside them, also as a keyword alone: a number of layers.
 KEEP_LAYERS = "keep_layers"
+# And one more of these: decoder layers are recorded as CUDA graphs.
+CUDA_GRAPHS = "cuda_graphs"
 # The switches of `apply_liger_kernel`, with their defaults.
 ALL_SWITCHES = {
     **_row(),
@@ -114,4 +116,5 @@ ALL_SWITCHES = {
     **LONG_CONTEXT_SWITCHES,
     "long_context": False,
     KEEP_LAYERS: False,
+    CUDA_GRAPHS: False,
 }
