@@ -17,7 +17,7 @@ LLAMA_FACTORY ?= 0.9.5
 SWIFT ?= 4.6.0
 TRAINER ?= 5.0.0 5.17.0
 AXOLOTL ?= 0.19.0
-KERNELS ?= 0.16.2
+KERNELS ?= 0.16.2 0.17.2
 FLYTE ?= 1.16.31
 TORCHAO ?= 0.18.0
 BITSANDBYTES ?= 0.50.2
@@ -161,12 +161,24 @@ $(VENV)/triton-xpu-%/.ready: $(READY)
 	$(INSTALL) --upgrade --no-deps --target $(@D) triton-xpu==$*
 	touch $@
 
-# The kernel for Hugging Face's hub, by the package kernels, with the transformers that takes this version of it.
-test-hub-kernel: $(VENV)/kernels-$(KERNELS)/.ready $(OLD)/.ready
-	PYTHONPATH=$(abspath $(<D)):$(CURDIR)/$(OLD):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py tests/patch/proof/test_proofs.py tests/patch/families/test_families.py
+# The kernel for Hugging Face's hub, by the package kernels: each version with the newest transformers that takes it,
+# and the newest with the newest transformers, which takes none that there is.
+TRANSFORMERS_OF_0.16.2 := 5.17.0
+TRANSFORMERS_OF_0.17.2 := 5.22.2
+KERNELS_NEEDS_0.16.2 := kernels-data==0.16.2
+WITH_KERNELS_0.16.2 := tests/patch/proof/test_proofs.py tests/patch/families/test_families.py
+NEWEST_KERNELS := $(lastword $(KERNELS))
 
+test-hub-kernel: $(KERNELS:%=test-hub-kernel-%)
+	PYTHONPATH=$(abspath $(VENV)/kernels-$(NEWEST_KERNELS)):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py
+
+.SECONDEXPANSION:
+test-hub-kernel-%: $(VENV)/kernels-%/.ready $(VENV)/transformers-$$(TRANSFORMERS_OF_$$*)/.ready
+	PYTHONPATH=$(abspath $(<D)):$(abspath $(dir $(word 2,$^))):$$PYTHONPATH HF_HUB_OFFLINE=1 $(PYTEST) tests/frameworks/test_hub_kernel.py $(WITH_KERNELS_$*)
+
+.PRECIOUS: $(VENV)/kernels-%/.ready
 $(VENV)/kernels-%/.ready: $(READY)
-	$(INSTALL) --upgrade --no-deps --target $(@D) kernels==$* kernels-data==$* tomlkit
+	$(INSTALL) --upgrade --no-deps --target $(@D) kernels==$* tomlkit $(KERNELS_NEEDS_$*)
 	touch $@
 
 # examples/cluster: its manifests against the schemas of their kinds, its Flyte workflow, workers that are killed.
@@ -282,7 +294,8 @@ $(VENV)/own-models/.ready: $(READY)
 
 # What the targets of .ci/run install beside .venv. The first takes longest.
 environments: $(VENV)/newest/.ready $(OLD)/.ready $(TRL:%=$(VENV)/trl-%/.ready) $(VENV)/megatron-$(MEGATRON)/.ready \
-	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/kernels-$(KERNELS)/.ready $(TRAINER:%=$(VENV)/transformers-%/.ready) \
+	$(VENV)/deepspeed-$(DEEPSPEED)/.ready $(KERNELS:%=$(VENV)/kernels-%/.ready) $(TRAINER:%=$(VENV)/transformers-%/.ready) \
+	$(foreach version,$(KERNELS),$(VENV)/transformers-$(TRANSFORMERS_OF_$(version))/.ready) \
 	$(VENV)/lightning-$(LIGHTNING)/.ready $(VENV)/llamafactory-$(LLAMA_FACTORY)/.ready $(VENV)/axolotl-$(AXOLOTL)/.ready \
 	$(VENV)/callers/.ready $(VENV)/torchao-$(TORCHAO)/.ready $(VENV)/bitsandbytes-$(BITSANDBYTES)/.ready \
 	$(VENV)/own-models/.ready $(VENV)/flyte-$(FLYTE)/.ready $(VENV)/loggers/.ready

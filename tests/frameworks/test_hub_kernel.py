@@ -1,8 +1,8 @@
 """The kernel for Hugging Face's hub that `scripts/build-hub-kernel` writes, loaded by the package
 `kernels`.
 
-`make test-hub-kernel` has `kernels`, and a transformers that takes it. Without it the layers are
-bound by hand, as `kernels` does it."""
+`make test-hub-kernel` has `kernels`, with a transformers that takes it and with one that does not.
+What the layers compute is tested in tests/hub, without `kernels`."""
 
 import ast
 import collections
@@ -12,27 +12,27 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import MethodType
 
 import pytest
 import tiny
 import torch
 import transformers
+import zoo
 from hardware import DEVICE
 from patched import assert_same_step, step
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.utils import kernel_config
 
 import liger_kernel.transformers as liger
-from liger_kernel.hub import dispatch
-from liger_kernel.hub import layers as package_layers
+from liger_kernel.hub.layers import LAYERS
 from liger_kernel.ops import functional
 
 pytestmark = pytest.mark.thorough
@@ -145,190 +145,6 @@ def test_loads_where_liger_kernel_is_not_installed(repository):
     assert process.returncode == 0, process.stderr
 
 
-# ---- a layer in the place of a forward ----
-
-
-def bind(module, layer):
-    module.forward = MethodType(getattr(package_layers, f"Liger{layer}").forward, module)
-    return module
-
-
-def runs_fused(module) -> bool:
-    """Return True if the module's next call runs our kernel."""
-    (proof,) = [proofs[module] for proofs in dispatch._proof_of_module.values() if module in proofs]
-    return proof.fused_forward is not None and proof.holds_for(module)
-
-
-def gradients(module, x, second=False):
-    """Return the output, and the gradients of the input and of every parameter.
-
-    ``second``: the loss has the square of a gradient, too.
-    """
-    module.zero_grad()
-    x = x.detach().requires_grad_()
-    y = module(x)
-    weights = torch.linspace(0.5, 2, y.numel(), device=y.device)
-    loss = y.sin().flatten() @ weights  # a norm's own square is constant
-    if second:
-        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-        loss = loss + dx.square().sum()
-    loss.backward()
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-
-
-def assert_same(module, reference, x, **kwargs):
-    """Assert the same output and gradients.
-
-    They are fp32 sums of at most a hundred terms in another order.
-    """
-    outputs = gradients(module, x, **kwargs), gradients(reference, x, **kwargs)
-    for output, expected in zip(*outputs, strict=True):
-        assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def assert_as_close(output, reference_output, exact):
-    """Assert that an output is no further from fp32 than the module's own, plus one rounding."""
-    error = (output.float() - exact).abs().max()
-    reference_error = (reference_output.float() - exact).abs().max()
-    assert output.dtype == reference_output.dtype
-    assert error <= reference_error + 2**-8 * exact.abs().max()
-
-
-CONFIG = tiny.config("llama", hidden_size=16, intermediate_size=24)
-
-
-def llama_mlp(**config):
-    return LlamaMLP(tiny.config("llama", hidden_size=16, intermediate_size=24, **config))
-
-
-class Clipped(LlamaMLP):
-    def forward(self, x):
-        return super().forward(x).clamp(-0.01, 0.01)
-
-
-class Centred(LlamaRMSNorm):
-    def forward(self, hidden_states):
-        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
-
-
-def with_dropout():
-    mlp = llama_mlp()
-    mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
-    return mlp
-
-
-MODULES = {  # layer, module, True if the layer's kernel runs
-    "Llama's": ("RMSNorm", lambda: LlamaRMSNorm(16), True),
-    "an offset": ("RMSNorm", lambda: GemmaRMSNorm(16), True),
-    "PyTorch's": ("RMSNorm", lambda: nn.RMSNorm(16, eps=1e-3), True),
-    "no weight": ("RMSNorm", lambda: nn.RMSNorm(16, elementwise_affine=False), None),
-    "a centred norm": ("RMSNorm", lambda: Centred(16), False),
-    "LayerNorm": ("RMSNorm", lambda: nn.LayerNorm(16), False),
-    "SwiGLU": ("SwiGLUMLP", llama_mlp, True),
-    "biases": ("SwiGLUMLP", lambda: llama_mlp(mlp_bias=True), True),
-    "GELU": ("SwiGLUMLP", lambda: llama_mlp(hidden_act="gelu"), False),
-    "ReLU": ("SwiGLUMLP", lambda: llama_mlp(hidden_act="relu"), False),
-    "a clamp": ("SwiGLUMLP", lambda: Clipped(CONFIG), False),
-    "in tiles": ("TiledSwiGLUMLP", llama_mlp, True),
-    "a clamp, in tiles": ("TiledSwiGLUMLP", lambda: Clipped(CONFIG), False),
-    "exact GELU": ("GEGLUMLP", lambda: llama_mlp(hidden_act="gelu"), True),
-    "tanh GELU": (
-        "GEGLUMLP",
-        lambda: GemmaMLP(tiny.config("gemma", hidden_size=16, intermediate_size=24)),
-        True,
-    ),
-    "tanh GELU, in tiles": (
-        "TiledGEGLUMLP",
-        lambda: llama_mlp(hidden_act="gelu_pytorch_tanh"),
-        True,
-    ),
-    "SiLU for GELU": ("GEGLUMLP", llama_mlp, False),
-}
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_a_layer_computes_what_the_module_does(kind):
-    layer, make, is_fused = MODULES[kind]
-    torch.manual_seed(0)
-    reference = make().to(DEVICE)
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    kernelized, x = bind(copy.deepcopy(reference), layer), torch.randn(2, 19, 16, device=DEVICE)
-    assert_same(kernelized, reference, x)
-    assert is_fused is None or runs_fused(kernelized) == is_fused
-    assert_same(kernelized, reference, x, second=True)
-    outputs = [module.bfloat16()(x.bfloat16()) for module in (kernelized, reference)]
-    assert_as_close(*outputs, reference.float()(x.bfloat16().float()))
-
-
-def test_what_changes_later_counts():
-    reference = llama_mlp().to(DEVICE)
-    kernelized, x = bind(copy.deepcopy(reference), "SwiGLUMLP"), torch.randn(3, 16, device=DEVICE)
-    assert_same(kernelized, reference, x)
-    for activation, is_fused in ((nn.GELU(), False), (reference.act_fn, True)):
-        kernelized.act_fn = reference.act_fn = activation
-        assert_same(kernelized, reference, x)
-        assert runs_fused(kernelized) == is_fused
-    norm = bind(LlamaRMSNorm(16).to(DEVICE), "RMSNorm")
-    norm(x)
-    norm.variance_epsilon = 3.0
-    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3.0)
-    torch.testing.assert_close(norm(x), expected)
-    assert runs_fused(norm)
-
-
-def test_a_forward_that_is_replaced_later_runs(monkeypatch):
-    norm, x = bind(LlamaRMSNorm(16).to(DEVICE), "RMSNorm"), torch.randn(3, 16, device=DEVICE)
-    norm(x)
-    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, hidden_states: 2 * hidden_states)
-    assert torch.equal(norm(x), 2 * x)
-
-
-@pytest.mark.parametrize(
-    "where", ["no_grad", "inference_mode", "autocast", "saved_tensors_hooks", "meta"]
-)
-@pytest.mark.parametrize("layer", ["RMSNorm", "SwiGLUMLP"])
-def test_the_first_call_may_be_anywhere(layer, where):
-    reference = MODULES["Llama's" if layer == "RMSNorm" else "SwiGLU"][1]().to(DEVICE)
-    kernelized, x = bind(copy.deepcopy(reference), layer), torch.randn(3, 16, device=DEVICE)
-    sizes = set()
-    context = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
-        "saved_tensors_hooks": lambda: saved_tensors_hooks(
-            lambda t: sizes.add(t.numel()) or t, lambda t: t
-        ),
-        "meta": lambda: torch.device("meta"),
-    }[where]
-    dispatch._proofs.clear()
-    state = torch.get_rng_state()
-    with context():
-        y, expected = kernelized(x), reference(x)
-    if where == "autocast":
-        assert_as_close(y, expected, reference(x))
-    else:
-        torch.testing.assert_close(y, expected)
-    assert runs_fused(kernelized) and torch.equal(torch.get_rng_state(), state)
-    assert sizes <= {3, 3 * 16, 3 * 24, 16, 16 * 24}, "the hooks have seen the proof's tensors"
-    assert_same(kernelized, reference, x)
-
-
-def test_threads_call_it_first():
-    reference = llama_mlp().to(DEVICE)
-    kernelized = [bind(copy.deepcopy(reference), "SwiGLUMLP") for _ in range(4)]
-    x = torch.randn(3, 16, device=DEVICE)
-    dispatch._proofs.clear()
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda mlp: gradients(mlp, x), kernelized))
-    expected = gradients(reference, x)
-    for output in outputs:
-        for a, b in zip(output, expected, strict=True):
-            torch.testing.assert_close(a, b)
-    assert all(map(runs_fused, kernelized))
-
-
 # ---- by the package kernels ----
 
 
@@ -340,6 +156,9 @@ def counting(calls, name, function):
         return function(*args, **kwargs)
 
     return call
+
+
+OPERATORS = "rms_norm", "gated_rms_norm", "experts", "router", "rope"
 
 
 class Hub:
@@ -386,16 +205,29 @@ class Hub:
         model.set_use_kernels(True, transformers.KernelConfig(local, use_local_kernel=True))
         return model
 
+    @property
+    def package(self):
+        """The name of the repository's package, once it is loaded."""
+        return next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules))
+
+    def report(self, model):
+        return sys.modules[self.package].report(model)
+
+    def trains(self, model):
+        """Train a step as without layers. Returns the report."""
+        reference = tiny.model("llama").to(model.device)
+        reference.load_state_dict(model.state_dict())
+        batch = {name: t.to(model.device) for name, t in tiny.batch(tokens=40).items()}
+        assert_same_step(step(model, **batch), step(reference, **batch))
+        return self.report(model)
+
     def count(self, monkeypatch):
-        """Count how often its norms, its tiled MLPs and its losses run."""
-        package = next(filter(re.compile(r"liger_kernels_\w+").fullmatch, sys.modules))
+        """Count how often its operators run."""
         calls = collections.Counter()
-        for submodule, name in (
-            ("ops.functional", "liger_rms_norm"),
-            ("hub.layers", "apply_tiled_mlp"),
-            ("hub.loss", "liger_cross_entropy"),
-        ):
-            module = sys.modules[f"{package}.{submodule}"]
+        functions = [("ops.functional", f"liger_{name}") for name in OPERATORS]
+        functions += ("hub.layers", "apply_tiled_mlp"), ("hub.loss", "liger_cross_entropy")
+        for submodule, name in functions:
+            module = sys.modules[f"{self.package}.{submodule}"]
             monkeypatch.setattr(module, name, counting(calls, name, getattr(module, name)))
         return calls
 
@@ -464,6 +296,56 @@ def test_evaluates_and_generates_as_before(pair, hub, monkeypatch):
         assert calls["apply_tiled_mlp"] == 2
 
 
+# family -> the operators that its layers run
+FAMILIES = {
+    "llama": {"liger_rms_norm", "apply_tiled_mlp", "liger_rope"},
+    "gemma2": {"liger_rms_norm", "apply_tiled_mlp", "liger_rope"},
+    "mixtral": {"liger_rms_norm", "liger_experts", "liger_router", "liger_rope"},
+    "gpt_oss": {"liger_rms_norm", "liger_experts", "liger_router", "liger_rope"},
+    "qwen3_5_moe_text": {
+        "liger_rms_norm",
+        "liger_gated_rms_norm",
+        "apply_tiled_mlp",
+        "liger_experts",
+        "liger_router",
+    },
+}
+# what the classes' names end in -> the name that kernels knows them by
+NAMES = {
+    "RMSNorm": "RMSNorm",
+    "RMSNormGated": "RMSNormGated",
+    "MLP": "an MLP",
+    "Experts": "Experts",
+    "TopKRouter": "SoftmaxTopKRouter",
+    "RotaryEmbedding": "RotaryEmbedding",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(hub, monkeypatch, family):
+    if family not in zoo.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    # no copy: a copy of a model has a copy of its rotary function, which nothing calls
+    reference, kernelized = [zoo.build(family).to(DEVICE) for _ in range(2)]
+    inputs = zoo.batch(reference)
+    expected = step(reference, **inputs)
+    for module in kernelized.modules():
+        for ending, name in NAMES.items():
+            if type(module).__name__.endswith(ending):
+                monkeypatch.setattr(type(module), "kernel_layer_name", name, raising=False)
+        for function in getattr(module, "_kernel_funcs", {}).values():
+            monkeypatch.setitem(vars(function), "forward", function.forward)  # for other tests
+    layers = {name: name for name in ("RMSNorm", "RMSNormGated", "Experts", "RotaryEmbedding")}
+    layers |= dict(SoftmaxTopKRouter="Router", rotary_pos_emb="RotaryPosEmb")
+    layers["an MLP"] = "TiledGEGLUMLP" if family == "gemma2" else "TiledSwiGLUMLP"
+    with hub.mapped({name: (layer, layer) for name, layer in layers.items()}):
+        hub.kernelize(kernelized)
+    calls = hub.count(monkeypatch)
+    assert_same_step(step(kernelized, **inputs), expected)
+    operators = FAMILIES[family] - ({"liger_rope"} if not hub.by_name else set())
+    assert {name for name in calls if calls[name]} == operators, hub.report(kernelized)
+
+
 def test_beside_the_package(pair):
     """A model that has both, in either order, and operators of two namespaces."""
     reference, kernelized = pair
@@ -493,6 +375,8 @@ def test_on_a_patched_model(hub, tmp_path):
 
 def test_a_function_that_is_replaced_later(hub, monkeypatch):
     """As `kernelize` does it: a forward of the one module that all attentions call."""
+    if not hub.by_name:
+        pytest.skip("transformers makes no modules of functions")
     reference = tiny.model("llama").to(DEVICE)
     kernelized = copy.deepcopy(reference)
     liger.apply_liger_kernel(kernelized)
@@ -545,20 +429,41 @@ def test_stands_in_for_the_repository_of_the_default_mapping(hub, tmp_path, monk
     torch.testing.assert_close(norm(x), expected)
 
 
-def test_the_examples_of_the_page(hub, tmp_path, monkeypatch):
-    if not hub.by_name or DEVICE != "cpu":
-        pytest.skip(
-            "its example is for a CPU, and for a transformers that takes this version of kernels"
-        )
+def test_the_page(hub, tmp_path, monkeypatch, capsys):
+    """Its examples, in order, and what the first prints."""
     page = (SCRIPT.parents[1] / "docs/hub-kernel.md").read_text()
-    examples = re.findall(r"```py\n(.*?)```", page, re.S)
+    on_cpu, on_gpu, without_names = re.findall(r"```py\n(.*?)```", page, re.S)
+    (printed,) = re.findall(r"```\n(.*?)```", re.sub(r"```\w+\n.*?```", "", page, flags=re.S), re.S)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(hub.repository, "liger-kernels")
     tiny.model("llama").save_pretrained("llama")
-    on_cpu, on_gpu = [compile(code, "docs/hub-kernel.md", "exec") for code in examples]
+    # the page changes them for the whole process
+    monkeypatch.setattr(LlamaRotaryEmbedding, "kernel_layer_name", "none", raising=False)
+    if hub.by_name:
+        rope = modeling_llama.apply_rotary_pos_emb
+        monkeypatch.setitem(vars(rope), "forward", rope.forward)
+
     variables = {}
-    exec(on_cpu, variables)
-    assert "LigerRMSNorm" in repr(variables["model"].model.norm.forward) and on_gpu
+    if hub.by_name:
+        exec(compile(on_cpu, "docs/hub-kernel.md", "exec"), variables)
+        assert capsys.readouterr().out == printed
+        assert all(p.grad is not None for p in variables["model"].parameters())
+    else:
+        with pytest.raises(ValueError, match="Kernels are not available"):
+            exec(compile(on_cpu, "docs/hub-kernel.md", "exec"), variables)
+
+    supported = getattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", None)
+    if hub.by_name and (DEVICE != "cpu" or supported):
+        if DEVICE == "cpu":
+            monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", ["cpu"])
+            on_gpu = on_gpu.replace('"cuda"', '"cpu"')
+        exec(compile(on_gpu, "docs/hub-kernel.md", "exec"), variables)
+        assert hub.trains(variables["model"]) == printed.strip()
+        assert hub.trains(variables["model"].eval()) == printed.strip()
+
+    exec(compile(without_names, "docs/hub-kernel.md", "exec"), variables)
+    report = hub.trains(variables["model"]).splitlines()
+    assert set(printed.splitlines()[1:3]) <= set(report)
 
 
 def test_is_copied_and_pickled(pair):
@@ -623,18 +528,28 @@ def test_every_layer_is_taken(hub):
     class Head(nn.Linear):
         pass
 
+    def rotate(q, k, cos, sin, unsqueeze_dim=1):
+        return q, k
+
+    llama = tiny.config("llama", hidden_size=16, intermediate_size=24)
+    mixtral = tiny.config("mixtral", hidden_size=16, intermediate_size=24)
+    function = hub.kernels.use_kernel_forward_from_hub("a layer")
     modules = {
-        "Linear": Head(16, 8),
-        "TiledGEGLUMLP": GemmaMLP(tiny.config("gemma", hidden_size=16, intermediate_size=24)),
-        "GEGLUMLP": llama_mlp(hidden_act="gelu"),
         "RMSNorm": GemmaRMSNorm(16),
+        "RMSNormGated": Qwen3NextRMSNormGated(16),
+        **{f"{tiled}SwiGLUMLP": LlamaMLP(llama) for tiled in ("", "Tiled")},
+        **{f"{tiled}GEGLUMLP": GemmaMLP(llama) for tiled in ("", "Tiled")},
+        "Experts": MixtralExperts(mixtral),
+        "Router": MixtralTopKRouter(mixtral),
+        "RotaryPosEmb": function(rotate),
+        "RotaryEmbedding": LlamaRotaryEmbedding(llama),
+        "Linear": Head(16, 8),
+        "ForCausalLMLossLayer": function(ForCausalLMLoss),
     }
-    x = torch.randn(2, 19, 16, device=DEVICE)
-    for layer, reference in modules.items():
-        named = type(type(reference).__name__, (type(reference),), {"kernel_layer_name": "a layer"})
-        kernelized = copy.deepcopy(reference.to(DEVICE))
-        kernelized.__class__ = named
+    assert {f"Liger{layer}" for layer in modules} == LAYERS.keys()
+    for layer, module in modules.items():
+        cls = type(module)
+        module.__class__ = type(cls.__name__, (cls,), {"kernel_layer_name": "a layer"})
         with hub.mapped({"a layer": (layer, layer)}):
-            hub.kernelize(kernelized)
-        assert kernelized.forward.__func__.__qualname__ == f"Liger{layer}.forward"
-        assert_same(kernelized, reference, x)
+            hub.kernelize(module.to(DEVICE))
+        assert module.forward.__func__.__qualname__ == f"Liger{layer}.forward"

@@ -20,6 +20,7 @@ from liger_kernel.patch.proof.probe import (
     noise,
     probe_copy,
 )
+from liger_kernel.patch.proof.rewrite import Replacement
 
 LOGIT_DTYPES = torch.float32, torch.bfloat16, torch.float16
 PROBE_VOCAB_SIZE = 11
@@ -51,35 +52,44 @@ def next_token_labels(labels, ignore_index):
 
 
 @dataclass(frozen=True)
-class CausalLMLoss:
+class CausalLMLoss(Replacement):
     """The result of a proof: a module computes ``ForCausalLMLoss``."""
 
-    @staticmethod
-    def forward(
-        module,
-        logits,
-        labels,
-        vocab_size,
-        num_items_in_batch=None,
-        ignore_index=-100,
-        shift_labels=None,
-        **kwargs,
-    ):
-        targets = shift_labels
-        if shift_labels is None:
-            targets = next_token_labels(labels, ignore_index)
-        if _can_compute(logits, targets, vocab_size):
-            return causal_lm_loss(logits, targets, num_items_in_batch, ignore_index)
-        return type(module).forward(
-            module,
+    flag = "cross_entropy"
+    column = "loss"
+    kernel = "liger_cross_entropy"
+    takes_one_argument = False
+
+    def class_members(self, cls):
+        class_forward = cls.forward
+
+        def forward(
+            self,
             logits,
             labels,
             vocab_size,
-            num_items_in_batch,
-            ignore_index,
-            shift_labels,
+            num_items_in_batch=None,
+            ignore_index=-100,
+            shift_labels=None,
             **kwargs,
-        )
+        ):
+            targets = shift_labels
+            if shift_labels is None:
+                targets = next_token_labels(labels, ignore_index)
+            if _can_compute(logits, targets, vocab_size):
+                return causal_lm_loss(logits, targets, num_items_in_batch, ignore_index)
+            return class_forward(
+                self,
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch,
+                ignore_index,
+                shift_labels,
+                **kwargs,
+            )
+
+        return {"forward": forward}
 
 
 def _can_compute(logits, targets, vocab_size) -> bool:

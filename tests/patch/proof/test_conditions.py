@@ -1,4 +1,7 @@
-"""Which tensors our operators are for within a graph."""
+"""Which tensors our operators are for within a graph, and which modules somebody looks at."""
+
+from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -76,3 +79,31 @@ def test_small_tensors_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(conditions, "MIN_NUMEL_IN_GRAPH", 2**23)
     monkeypatch.setattr(conditions, "will_be_cuda_graph", lambda: True)
     assert not conditions.left_to_compiler(torch.empty(5, device="meta"))
+
+
+class Doubling(torch.nn.Identity):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+FORWARDS = {  # of an object, and whether it is observed
+    "its class's": (lambda m: MethodType(type(m).forward, m), False),
+    "its class's, not bound": (lambda m: partial(Doubling.forward, m), True),
+    "another class's": (lambda m: MethodType(torch.nn.Identity.forward, m), True),
+    "another module's": (lambda m: Doubling().forward, True),
+    "a function": (lambda m: lambda x: x, True),
+    "a built-in method": (lambda m: torch.ones(1).add, True),
+}
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_a_forward_on_the_object(kind):
+    """`kernels` binds the class's own where it has no kernel for a name that it knows."""
+    forward, is_observed = FORWARDS[kind]
+    module = Doubling()
+    assert not conditions.is_observed(module, None)
+    module.forward = forward(module)
+    assert conditions.is_observed(module, None) is is_observed
+    if not is_observed:
+        module.register_forward_hook(lambda *args: None)
+        assert conditions.is_observed(module)

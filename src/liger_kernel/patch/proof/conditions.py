@@ -29,9 +29,20 @@ def is_observed(*modules, still_called=True) -> bool:
     Then their inputs and outputs have to be tensors. A module may be None. ``still_called``: see
     `has_hooks`."""
     present = [m for m in modules if m is not None]
-    return has_hooks(*present, still_called=still_called) or any(
-        "forward" in m.__dict__ for m in present
-    )
+    return has_hooks(*present, still_called=still_called) or any(map(has_own_forward, present))
+
+
+def has_own_forward(module) -> bool:
+    """Return True if a forward was set on the object that is not its class's.
+
+    `kernels` binds the class's own where it knows a name and finds no kernel for it.
+    """
+    if "forward" not in module.__dict__:
+        return False
+    forward = module.__dict__["forward"]
+    if getattr(forward, "__self__", None) is not module:
+        return True
+    return getattr(forward, "__func__", None) is not type(module).forward
 
 
 def left_to_compiler(x) -> bool:

@@ -154,7 +154,7 @@ def _make_subclass(cls, replacement, parts, original_method, globals_read):
     }
     if replacement.guarded:
         name = replacement.method
-        same_code = _code_check(original_method, globals_read)
+        same_code = code_check(original_method, globals_read)
         members[name] = _guard_method(
             cls, replacement, members[name], parts, original_method, same_code
         )
@@ -169,7 +169,7 @@ def _guard_method(cls, replacement, patched, parts, original, same_code):
     """Return a method that runs ``patched`` while module, class and globals are what was proved,
     and the class's own method otherwise.
 
-    It has the signature of ``original``. ``same_code``: see `_code_check`."""
+    It has the signature of ``original``. ``same_code``: see `code_check`."""
     name = replacement.method
     fusible = replacement.fusible
     worthwhile = replacement.worthwhile
@@ -209,7 +209,7 @@ def _guard_method(cls, replacement, patched, parts, original, same_code):
     return functions.copy_metadata(original, method)
 
 
-def _code_check(original_method, globals_read):
+def code_check(original_method, globals_read):
     """Return a function that returns True while the globals, and the code of the user's functions,
     are what they are now. None if there is nothing to compare.
 
