@@ -142,7 +142,7 @@ test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/trl-$(lastword $(T
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py \
 		tests/frameworks/test_deepspeed_loss.py
 	PYTHONPATH=$(abspath $(<D)):$(abspath $(VENV)/trl-$(lastword $(TRL))/site-packages):$$PYTHONPATH $(PYTEST) \
-		tests/patch/loss/test_trl_head_ranks.py
+		tests/patch/loss/test_trl_head_ranks.py tests/patch/loss/test_trl_head_ulysses.py
 
 $(VENV)/deepspeed-%/.ready: $(READY)
 	DS_BUILD_OPS=0 $(INSTALL) --upgrade --no-deps --no-build-isolation --target $(@D) deepspeed==$*

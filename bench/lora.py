@@ -45,8 +45,8 @@ from .finetune_table import OUT_OF_MEMORY
 from .lora_worker import CONTESTANTS, MAX_POSITIONS, OPTIMIZERS
 
 # Those that matter most run together, where not all fit.
-CHECKPOINTED = "ours", "unsloth", "eager", "peer", "unsloth-offload"
-WHOLE = "ours", "unsloth", "eager", "peer"
+CHECKPOINTED = "ours", "ours-graphs", "unsloth", "eager", "peer", "unsloth-offload"
+WHOLE = "ours", "ours-graphs", "unsloth", "eager", "peer"
 PATCHES = "ours", "eager", "peer"  # Unsloth reads a model from a disk, and these are large
 UNTIMED = 1  # first steps of every turn
 MAX_SEQUENCE = MAX_POSITIONS  # the longest that is tried

@@ -26,6 +26,7 @@ from . import (
     ops_tables,
     scale_table,
     training_tables,
+    trl_steps_table,
 )
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -41,6 +42,7 @@ KINDS = {  # kind of a results file -> the function that makes its table
     "scale": scale_table.scale,
     "head": head_tables.head,
     "trl_head": head_tables.trl_head,
+    "trl_steps": trl_steps_table.trl_steps,
     "losses": head_tables.losses,
     "experts": head_tables.experts,
     "medusa": training_tables.medusa,

@@ -24,3 +24,17 @@ def batches(sequence: int, batch: int, steps: int) -> torch.Tensor:
     """Return token ids of shape (steps, batch, sequence). No two rows are the same text as long as
     the library lasts."""
     return tokens(steps * batch * sequence).view(steps, batch, sequence)
+
+
+def word_tokenizer(words: tuple[str, ...] = ()):
+    """Return a tokenizer to which each of these words is a token, and four special ones."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    ids = {word: index for index, word in enumerate((*special.values(), *words))}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -2,9 +2,10 @@
 
     PYTHONPATH=src[:DIRECTORY OF TRL] python -m bench.trl_head [--way "SFT" ...] [--shape N,H,V ...]
 
-N tokens, H channels, V classes, in bf16. Both are called as TRL's forward calls them: the head, its
-outputs scattered to all tokens, and a loss of these. They take turns in this process. The first way
-is measured at all shapes, then the next one. TRL is 1.15 or 1.16."""
+N tokens, H channels, V classes, in bf16, or in fp32 under bf16 autocast, as TRL trains by default.
+Both are called as TRL's forward calls them: the head, its outputs scattered to all tokens, and a
+loss of these. They take turns in this process. The first way is measured at all shapes, then the
+next one. TRL is 1.15 or 1.16."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ def contestants(loss: Callable, outputs: tuple[str, ...]) -> dict[str, Callable]
     def by(apply):
         def call(input, weight, target):
             mask = target != -100
-            per_token = apply(
-                input, weight, None, target, 1.0, trl_head.TILE_CLASSES, None, 1.0, outputs
-            )
+            in_autocast = weight.dtype == torch.float32
+            with torch.autocast(weight.device.type, torch.bfloat16, enabled=in_autocast):
+                per_token = apply(
+                    input, weight, None, target, 1.0, trl_head.TILE_CLASSES, None, 1.0, outputs
+                )
             log_probs, entropy = (
                 None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x)
                 for x in per_token[:2]
@@ -60,6 +63,20 @@ def contestants(loss: Callable, outputs: tuple[str, ...]) -> dict[str, Callable]
 def frozen(*shape: int, device: str = "cuda") -> dict:
     inputs = head.draw_inputs(*shape, device=device)
     return inputs | {"weight": inputs["weight"].detach()}
+
+
+def in_fp32(inputs: Callable[..., dict]) -> Callable[..., dict]:
+    """Return a function that draws the same inputs in fp32."""
+
+    def draw(*shape: int, device: str = "cuda") -> dict:
+        drawn = {}
+        for name, tensor in inputs(*shape, device=device).items():
+            if tensor.dtype == torch.bfloat16:
+                tensor = tensor.detach().float().requires_grad_(tensor.requires_grad)
+            drawn[name] = tensor
+        return drawn
+
+    return draw
 
 
 def mean(log_probs, entropy):
@@ -97,6 +114,11 @@ WAYS = {
     ),
     "scoring": head.Way(scoring, ("forward",), 2, head.without_gradients),
 }
+IN_FP32 = "SFT", "DPO", "scoring"
+WAYS |= {
+    f"{name}, fp32 weights": WAYS[name]._replace(inputs=in_fp32(WAYS[name].inputs))
+    for name in IN_FP32
+}
 
 
 def plan(ways: list[str], shapes: list[tuple[int, int, int]], seconds: float) -> list[dict]:
@@ -117,7 +139,7 @@ def plan(ways: list[str], shapes: list[tuple[int, int, int]], seconds: float) ->
                     "contestants": ["TRL", "ours"],
                     "traffic": None,
                     "flops": way.operations * M * H * V,
-                    "gradient_bytes": head.gradient_bytes(*shape),
+                    "gradient_bytes": (1 + ("fp32" in name)) * head.gradient_bytes(*shape),
                 }
             )
     return requests

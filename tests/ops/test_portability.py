@@ -216,6 +216,9 @@ KNOWN_SPILLS = {
     ("3", "8"): {
         ("load_balancing._bwd", "sm_90"): 8,
         ("norm_kernels._bwd_wide", "sm_100"): 272,
+        ("norm_kernels._bwd_wide", "sm_120"): 344,
+        ("neighborhood._bwd_query", "sm_120"): 8,
+        ("load_balancing._fwd", "sm_120"): 8,
     },
     ("3", "9"): {
         ("load_balancing._fwd", "sm_120"): 8,  # so that a thread has 64 registers

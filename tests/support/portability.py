@@ -42,9 +42,12 @@ from triton.runtime.jit import JITFunction
 import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES
-from liger_kernel.ops.head import hopper
+from liger_kernel.ops.head import class_tiles, hopper
 from liger_kernel.ops.head.grouped_loss import linear_loss
-from liger_kernel.ops.head.token_log_probs import token_log_probs
+from liger_kernel.ops.head.linear_head import HeadOptions, RequestedOutputs
+from liger_kernel.ops.head.logits import TokenOptions
+from liger_kernel.ops.head.token_divergence import DivergenceOptions, LinearTokenDivergenceFunction
+from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, token_log_probs
 from liger_kernel.ops.linear.four_bit import dequantize_4bit
 
 # (Triton's target, multiprocessors, bytes of shared memory that one program may have)
@@ -215,6 +218,36 @@ def run_log_probs():
         (log_probs + entropy).sum().backward()
 
 
+def run_token_divergence():
+    """Run the divergence of each token, whose logits are in fp32, in its three kinds."""
+    student = _leaf(8192, 2048), _leaf(151936, 2048), None
+    teacher = _leaf(8192, 4096).detach(), _leaf(151936, 4096).detach(), None
+    dtypes = torch.bfloat16, torch.bfloat16
+    for beta in 0.0, 0.5, 1.0:
+        options = DivergenceOptions(beta, 2.0, dtypes, memory=2**31)
+        divergence, _ = LinearTokenDivergenceFunction.call(*student, *teacher, options, None)
+        divergence.sum().backward()
+
+
+def run_class_tiles():
+    """Run a head whose fp32 weight is copied to bf16 a part at a time, in tiles of the classes.
+
+    It is as TRL's trainers call it: with outputs that a Case does not ask for together.
+    """
+    hidden = _leaf(8192, 2048)
+    weight = torch.empty(151936, 2048, device="meta", requires_grad=True)
+    target = torch.empty(8192, dtype=torch.long, device="meta")
+    options = HeadOptions(
+        TokenOptions(),
+        torch.bfloat16,
+        memory=2**29,
+        requested=RequestedOutputs(entropy=True, mean_logit=True, predicted=True),
+    )
+    assert class_tiles.applies(hidden, weight, options)
+    loss, *_ = LinearTokenLossFunction.call(hidden, weight, None, target, None, options)
+    loss.sum().backward()
+
+
 def run_four_bit():
     """Make the dense weight of one in 4 bits, which has no gradient."""
     empty = functools.partial(torch.empty, device="meta")
@@ -236,6 +269,16 @@ def run_four_bit():
         code=empty(256), absmax=empty(blocks // 256), blocksize=256, dtype=torch.float32
     )
     assert dequantize_4bit(weight, state, state.dtype) is not None
+
+
+# the runs of what no case has
+WITHOUT_CASE = {
+    "linear_loss": run_grouped_loss,
+    "token_log_probs": run_log_probs,
+    "token_divergence": run_token_divergence,
+    "class_tiles": run_class_tiles,
+    "four_bit": run_four_bit,
+}
 
 
 def describe(case, shape, option, dtype, gradients):
@@ -389,12 +432,10 @@ def launch_all(variants):
             except Exception as error:  # the other cases still count; the test of this one shows it
                 message = f"{description}: {type(error).__name__}: {error}"
                 failed.setdefault(case.name, []).append(message)
-    _Launched.current_run = _CurrentRun("linear_loss", is_real_shape=False, compile_fully=True)
-    run_grouped_loss()
-    _Launched.current_run = _CurrentRun("token_log_probs", is_real_shape=True, compile_fully=True)
-    run_log_probs()
-    _Launched.current_run = _CurrentRun("four_bit", is_real_shape=True, compile_fully=True)
-    run_four_bit()
+    for description, function in WITHOUT_CASE.items():
+        real = description != "linear_loss"
+        _Launched.current_run = _CurrentRun(description, is_real_shape=real, compile_fully=True)
+        function()
     return failed
 
 

@@ -28,5 +28,6 @@ FAMILIES = (
     ("gfx942", "gfx950"),
     ("gfx1100", "gfx1201"),
 )
-# the versions of Triton for which that was seen of every launch (test_portability, complete)
+# Versions of Triton for which that was seen, of one launch of each kernel. With another version
+# nothing is taken from the head. `make test-portability` compares every launch.
 SAME_IR_VERSIONS = (("3", "9"),)

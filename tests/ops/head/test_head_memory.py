@@ -243,7 +243,7 @@ def products(monkeypatch, chosen, size, dtype):
         done.append((start // H, end // H))
         needed[slice(*done[-1])] = False
 
-    monkeypatch.setattr(chunks, "_add_product", product)
+    monkeypatch.setattr(chunks, "add_product", product)
     memory.add_to_dw(parts, torch.empty(M, H, device="meta"), is_first=True)
     assert (
         all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done)))

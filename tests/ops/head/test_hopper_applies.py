@@ -33,6 +33,15 @@ def test_applies(everywhere):
     assert not hopper.applies(h, w, torch.ones(8192), FITS)
 
 
+def test_steps_aside_where_the_weight_is_not_converted_at_once(everywhere):
+    h = torch.empty(1024, 64)
+    w = torch.empty(32768, 64)
+    copy = w.numel() * 2
+    assert hopper.applies(h, w, None, FITS._replace(memory=2 * copy))
+    assert not hopper.applies(h, w, None, FITS._replace(memory=2 * copy - 1))
+    assert hopper.applies(h, w.to(B16), None, FITS._replace(memory=0))
+
+
 @pytest.mark.parametrize(
     "change",
     [

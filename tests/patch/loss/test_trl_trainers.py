@@ -7,12 +7,13 @@ import trl_tiny
 from hardware import DEVICE
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from liger_kernel.ops.head import token_log_probs, unit_gradients
+from liger_kernel.ops.head import token_divergence, token_log_probs, unit_gradients
 from liger_kernel.patch.loss import trl_head
 from liger_kernel.transformers import apply_liger_kernel_to_trl, revert
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
 utils = pytest.importorskip("trl.trainer.utils")
+distillation_trainer = pytest.importorskip("trl.trainer.distillation_trainer")
 if not hasattr(utils, "_use_triton") or not hasattr(utils, "add_fused_lm_head"):
     pytest.skip("TRL 1.16's trainers, which run on a CPU", allow_module_level=True)
 
@@ -24,6 +25,7 @@ def as_on_a_gpu(monkeypatch):
     """One device; only tokens that have a label reach the head."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", int(DEVICE == "cuda"))
     monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: True)
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     unit_gradients._histories.clear()
     apply_liger_kernel_to_trl()  # whose trial is not counted as `products`
@@ -37,6 +39,7 @@ def products(monkeypatch):
     """The products of each pass through our head, in training."""
     recorded = []
     run_forward, run_backward = token_log_probs.run_forward, token_log_probs.run_backward
+    run_divergence = token_divergence.run
 
     def forward(inputs, options, needs):
         if inputs.hidden.requires_grad:
@@ -47,8 +50,13 @@ def products(monkeypatch):
         recorded.append(1 + sum(needs[:2]))
         return run_backward(grads, inputs, statistics, options, needs, **kwargs)
 
+    def divergence(student, teacher, options, needs, g=None):
+        recorded.append(2 + sum(needs[:2]))
+        return run_divergence(student, teacher, options, needs, g)
+
     monkeypatch.setattr(token_log_probs, "run_forward", forward)
     monkeypatch.setattr(token_log_probs, "run_backward", backward)
+    monkeypatch.setattr(token_divergence, "run", divergence)
     return recorded
 
 
@@ -57,9 +65,11 @@ def policy(tmp_path_factory):
     return trl_tiny.save_model(tmp_path_factory.mktemp("trl_policy"))
 
 
-def train(cls, config, data, model, tmp_path, steps=3, reward=None, **arguments):
+def train(cls, config, data, model, tmp_path, steps=3, reward=None, teacher=None, **arguments):
     arguments = trl_tiny.CONFIG | dict(output_dir=str(tmp_path), max_steps=steps) | arguments
     further = {} if reward is None else dict(reward_funcs=reward)
+    if teacher is not None:
+        further["teacher_model"] = AutoModelForCausalLM.from_pretrained(teacher)
     trainer = cls(
         model=model() if callable(model) else model,
         args=config(**arguments),
@@ -176,6 +186,17 @@ def test_grpo_lora_with_an_entropy_bonus(both, policy):
     arguments = GRPO | dict(entropy_coef=0.01)
     products = both(trl.GRPOTrainer, trl.GRPOConfig, trl_tiny.prompts(), lora(policy), **arguments)
     assert products == [2, 2] + [1, 2] * (len(products) // 2 - 1)
+
+
+@pytest.mark.parametrize("beta, temperature", [(0.0, 0.9), (0.5, 1.0), (1.0, 1.0)])
+def test_distillation(beta, temperature, both, policy, tmp_path):
+    """Six products at the first step, four at each later one."""
+    teacher = trl_tiny.save_model(tmp_path / "teacher", seed=1, hidden_size=48)
+    arguments = dict(beta=beta, temperature=temperature, max_completion_length=6, teacher=teacher)
+    products = both(
+        trl.DistillationTrainer, trl.DistillationConfig, trl_tiny.prompts(), policy, **arguments
+    )
+    assert products == [2, 4] + (len(products) - 2) * [4]
 
 
 def test_unchanged_script(policy, tmp_path, products):

@@ -59,7 +59,8 @@ def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, aut
 def planned_bytes(h, w, dtype, plan):
     """Return the bytes beyond dh and dW that `run_chunks` takes for dh and dW by this plan.
 
-    Not counted are copies of the weight and of a chunk of h in another dtype.
+    Not counted are copies of the weight (`planning.cast_bytes`) and of a chunk of h in another
+    dtype.
     """
     buffers = HeadBuffers(h.to("meta"), w.shape[0], dtype, plan, True)
     return buffers.nbytes(w.dtype) - w.numel() * w.dtype.itemsize
@@ -135,7 +136,7 @@ def _run_chunks(
     dh_dtype = h.dtype if group is None else torch.float32
     dh = allocate(h.shape if need_h else 0, dtype=dh_dtype)
     db = h.new_zeros(V if need_b else 0, dtype=torch.float32)
-    w = w.to(dtype)
+    weight = CastWeight(w, dtype, plan.cast_classes)
     b = None if b is None else b.to(dtype)
     buffers = HeadBuffers(h, V, dtype, plan, need_w)
     for k, rows in enumerate(chunks):
@@ -145,11 +146,12 @@ def _run_chunks(
         chunk = pad_tokens(chunk)
         parts = buffers.logits_parts(chunk.shape[0], is_first)
         if stores_logits:
-            _compute_logits_parts(parts, w, b, chunk, num_tokens)
+            for x, w_rows, classes in weight.beside(parts):
+                compute_logits(x, w_rows, None if b is None else b[classes], chunk, num_tokens)
             x = tuple(part[:, :num_tokens].t() for part in parts)
             logits_to_gradient(rows, x if len(x) > 1 else x[0])
         else:
-            logits_to_gradient(rows, Product(chunk, w), parts)
+            logits_to_gradient(rows, Product(chunk, weight.whole()), parts)
         if len(chunk) > num_tokens:
             for part in parts:
                 # a bias of -inf, or an infinite weight, made the padding NaN
@@ -157,8 +159,7 @@ def _run_chunks(
         if need_h:
             direct = chunk.shape[0] == num_tokens and isinstance(rows, slice)
             chunk_dh = dh[rows] if direct else dh.new_empty(chunk.shape)
-            wave = planning.wave_classes(0, h.shape[1], devices.multiprocessors(h))
-            _compute_dh(parts, w, chunk_dh, wave)
+            _compute_dh(parts, weight, chunk_dh)
             if not direct:
                 dh[rows] = chunk_dh[:num_tokens]
         if need_b:
@@ -170,12 +171,47 @@ def _run_chunks(
     if buffers.dw is None:
         return dh, h.new_empty(0), db
     # these are the last views of the logits: now their memory is free for the finished dW
-    chunk = parts = part = x = None
+    chunk = parts = part = x = w_rows = None
     dw = buffers.finish_dw()
     return dh, dw if chunks else dw.zero_(), db
 
 
 # ---- the logits of a chunk, and dh ----
+
+
+class CastWeight:
+    """A weight (V, H) in another dtype: copied at once, or some ``classes`` of it at a time.
+
+    The parts take turns in the memory of one of them.
+    """
+
+    def __init__(self, w, dtype, classes=None):
+        self.w = w
+        self.buffer = None
+        if w.dtype == dtype or classes is None or classes >= len(w):
+            self.w = w.to(dtype)
+        else:
+            self.buffer = w.new_empty(classes, w.shape[1], dtype=dtype)
+
+    def whole(self):
+        """Return the copy of all classes, where there is one."""
+        if self.buffer is not None:
+            raise RuntimeError("this weight is copied a part at a time")
+        return self.w
+
+    def beside(self, parts):
+        """Yield the rows of each part (classes, tokens), their rows of the weight and their slice
+        of the classes."""
+        first = 0
+        for part in parts:
+            step = len(part) if self.buffer is None else len(self.buffer)
+            for x in part.split(max(step, 1)):
+                classes = slice(first, first + len(x))
+                w_rows = self.w[classes]
+                if self.buffer is not None:
+                    w_rows = self.buffer[: len(x)].copy_(w_rows)
+                yield x, w_rows, classes
+                first = classes.stop
 
 
 def padded_tokens(n):
@@ -190,15 +226,6 @@ def pad_tokens(chunk):
     """Append rows of zeros, up to `padded_tokens`."""
     padding = padded_tokens(chunk.shape[0]) - chunk.shape[0]
     return F.pad(chunk, (0, 0, 0, padding)) if padding else chunk
-
-
-def _compute_logits_parts(parts, w, b, chunk, num_tokens):
-    """Fill the parts of the logits, each (its classes, tokens)."""
-    start = 0
-    for part in parts:
-        classes = slice(start, start + len(part))
-        compute_logits(part, w[classes], None if b is None else b[classes], chunk, num_tokens)
-        start += len(part)
 
 
 def compute_logits(x, w, b, chunk, num_tokens):
@@ -223,32 +250,38 @@ def compute_logits(x, w, b, chunk, num_tokens):
         torch.mm(wide_rows, chunk.t(), out=x[start : start + rows])
 
 
-def _compute_dh(parts, w, out, rows):
+def _compute_dh(parts, weight, out):
     """Compute out = Σ xᵀ @ w over the parts x (classes, tokens).
 
-    Two parts are summed in fp32, ``rows`` rows of out at a time.
+    Two parts, and a weight that is copied in parts, are summed in fp32, some rows of out at a time.
     """
-    if len(parts) == 1:
-        return _add_product(out, parts[0].t(), w)
-    in_fp32 = parts[0].dtype == torch.float32 or devices.supports_fp32_output(parts[0])
-    sums = torch.empty_like(out[:rows], dtype=torch.float32)
+    if len(parts) == 1 and weight.buffer is None:
+        return add_product(out, parts[0].t(), weight.whole())
+    in_parts = weight.buffer is not None
+    # the fp32 copies of a large part would take as much as the logits
+    in_fp32 = in_parts or parts[0].dtype == torch.float32 or devices.supports_fp32_output(parts[0])
+    is_sum = out.dtype == torch.float32
+    if in_parts:
+        rows = max(len(out), 1) if is_sum else planning.CAST_TOKENS
+    else:
+        rows = planning.wave_classes(0, out.shape[1], devices.multiprocessors(out))
+    sums = out if is_sum else torch.empty_like(out[:rows], dtype=torch.float32)
     for start in range(0, len(out), rows):
         out_rows = out[start : start + rows]
-        total = sums[: len(out_rows)]
-        first_class = 0
-        for part in parts:
+        total = out_rows if is_sum else sums[: len(out_rows)]
+        for part, w_rows, classes in weight.beside(parts):
             x = part[:, start : start + rows].t()
-            part_weight = w[first_class : first_class + len(part)]
+            is_first = classes.start == 0
             if in_fp32:
-                _add_product(total, x, part_weight, add=first_class > 0)
-            else:  # fp32 copies would be as large as the logits
-                product = torch.mm(x, part_weight)
-                total.add_(product) if first_class else total.copy_(product)
-            first_class += len(part)
-        out_rows.copy_(total)
+                add_product(total, x, w_rows, add=not is_first)
+            else:
+                product = torch.mm(x, w_rows)
+                total.copy_(product) if is_first else total.add_(product)
+        if not is_sum:
+            out_rows.copy_(total)
 
 
-def _add_product(out, a, b, add=False):
+def add_product(out, a, b, add=False):
     """Compute out = a @ b, or out += a @ b with ``add``, whatever the dtype of out."""
     if out.dtype == a.dtype:
         out.addmm_(a, b) if add else torch.mm(a, b, out=out)
@@ -353,7 +386,7 @@ class HeadBuffers:
         x = parts[0]
         stride = x.stride(0)
         if not is_first and not self.plan.wave:
-            _add_product(self.dw, x, h, add=True)
+            add_product(self.dw, x, h, add=True)
         elif not is_first:
             self._add_in_waves(x, h, is_last)
         elif self.split:
@@ -361,15 +394,15 @@ class HeadBuffers:
             while end > self.split:
                 room = cdiv((end - self.split) * stride, self.dw_row)
                 start = max(min(end - self.strip, room), self.split)
-                _add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
+                add_product(self.dw[start:end], parts[1][start - self.split : end - self.split], h)
                 end = start
-            _add_product(self.dw[:end], x, h)
+            add_product(self.dw[:end], x, h)
         else:
             start = 0
             while start < self.V:
                 free = (len(self.dw_buffer) - (self.V - start) * stride) // self.dw_row
                 end = min(max(start + self.strip, free), self.V)
-                _add_product(self.dw[start:end], x[start:end], h)
+                add_product(self.dw[start:end], x[start:end], h)
                 start = end
 
     def _add_in_waves(self, x, h, is_last):
@@ -381,7 +414,7 @@ class HeadBuffers:
             self.scales = self.sums.new_empty(cdiv(V, wave), cdiv(wave * H, ADD_BLOCK))
         for k, start in enumerate(range(0, V, wave)):
             dw_rows = self.dw[start : start + wave]
-            _add_product(self.sums[: len(dw_rows)], x[start : start + len(dw_rows)], h)
+            add_product(self.sums[: len(dw_rows)], x[start : start + len(dw_rows)], h)
             add_kernel[(cdiv(dw_rows.numel(), ADD_BLOCK),)](
                 dw_rows,
                 dw_rows.view(torch.float16),
@@ -469,10 +502,10 @@ def gradients_from_all_logits(dx, h, w, accum_dtype, needs):
             dx[:, len(h) :] = 0  # of padding: NaN where the weight is infinite
         if needs[0]:
             dh = dh.new_empty(chunk.shape)
-            _compute_dh((dx,), w.to(dx.dtype), dh, len(dh))
+            _compute_dh((dx,), CastWeight(w, dx.dtype), dh)
             dh = dh if len(chunk) == len(h) else dh[: len(h)].clone()
         if needs[1]:
-            _add_product(dw, dx, chunk)
+            add_product(dw, dx, chunk)
         if needs[2]:
             torch.sum(dx, 1, dtype=torch.float32, out=db)
     return dh, dw, db

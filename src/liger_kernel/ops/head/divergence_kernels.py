@@ -262,6 +262,7 @@ def _compare(
     COSINE: tl.constexpr,
     KL_DIV: tl.constexpr,
     HARD: tl.constexpr,
+    ENTROPY: tl.constexpr,
     Q_IS_SOFTMAX: tl.constexpr,
     CONTIGUOUS_Y: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -270,9 +271,10 @@ def _compare(
 ):
     """Sum D, G and q over strip_size classes of BLOCK_T tokens: one program.
 
-    With GRADIENT it overwrites the student's logits with their gradient instead. With KL_DIV, ΣG is
-    known before, and it does both: the sum is ΣD but for log Σ exp((z_s - max)/T)·Σp. Q_IS_SOFTMAX:
-    softmax(z_s), which the gradient of CE needs, is q.
+    With ENTROPY also q·log q, in a fourth sum. With GRADIENT it overwrites the student's logits
+    with their gradient instead. With KL_DIV, ΣG is known before, and it does both: the sum is ΣD
+    but for log Σ exp((z_s - max)/T)·Σp. Q_IS_SOFTMAX: softmax(z_s), which the gradient of CE needs,
+    is q.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_range = tokens < T
@@ -293,7 +295,7 @@ def _compare(
                 tl.store(x + (row + start) * stride_x, zeros, mask=inside)
         if KL_DIV or not GRADIENT:
             zero_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
-            for k in range(1 if KL_DIV else 3):
+            for k in range(1 if KL_DIV else 4 if ENTROPY else 3):
                 tl.store(sum_ptr + offset + k * slot, zero_sums, mask=in_range)
         return
 
@@ -335,6 +337,7 @@ def _compare(
     total_d = tl.zeros((BLOCK_V * BLOCK_T,), dtype=tl.float32)
     total_g = total_d
     total_q = total_d
+    total_e = total_d
     for start in range(0, end - begin, PER_LANE * BLOCK_V):
         c = begin + start + i
         inside = (c < end) & (t < T)[None, :]
@@ -379,6 +382,8 @@ def _compare(
                 total_d += tl.sum(d, axis=0)
                 total_g += tl.sum(g, axis=0)
                 total_q += tl.sum(q, axis=0)
+                if ENTROPY:
+                    total_e += tl.sum(times(q, log_q), axis=0)
         if GRADIENT:
             if HARD:
                 if not Q_IS_SOFTMAX:
@@ -394,6 +399,9 @@ def _compare(
         tl.store(sum_ptr + offset + slot, tl.where(valid, sum_g, 0.0), mask=in_range)
         sum_q = sum_lanes(total_q, BLOCK_T, BLOCK_V)
         tl.store(sum_ptr + offset + 2 * slot, tl.where(valid, sum_q, 0.0), mask=in_range)
+        if ENTROPY:
+            sum_e = sum_lanes(total_e, BLOCK_T, BLOCK_V) / LOG_UNIT
+            tl.store(sum_ptr + offset + 3 * slot, tl.where(valid, sum_e, 0.0), mask=in_range)
 
 
 # ---- launches ----
@@ -430,7 +438,7 @@ def exceeds_int32_offsets(y):
     return 64 * y.stride(0) + 1024 * PER_LANE_STATISTICS * y.stride(1) >= 2**31
 
 
-def compute_divergence(x, y, target, norm, options, gradient, soft, hard):
+def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entropy=None):
     """Fill soft (T,) with D, and hard (T,), or None, with CE.
 
     Args:
@@ -440,6 +448,8 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard):
             those that `exceeds_int32_offsets` finds too large.
         norm: a tensor of one element.
         options: `DistillationOptions`.
+        entropy: (T,), to be filled with that of q; None: not asked for. cosine and kl_div have
+            none.
     """
     x, more, split, V = split_vocab(x)
     T, W = y.shape
@@ -529,6 +539,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard):
             GRADIENT=gradient,
             **kind,
             HARD=gradient and hard is not None,
+            ENTROPY=entropy is not None and not gradient,
             Q_IS_SOFTMAX=not (cosine or kl_div) and scale == 1.0 and V == y.shape[1],
             CONTIGUOUS_Y=contiguous_y,
             **launch,
@@ -538,10 +549,13 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard):
         if gradient:
             compare(None, True, V)
         return
-    sums = torch.empty((1 if kl_div else 3, strips, T), dtype=torch.float32, device=x.device)
+    num_sums = 1 if kl_div else 3 if entropy is None else 4
+    sums = torch.empty((num_sums, strips, T), dtype=torch.float32, device=x.device)
     compare(sums, kl_div and gradient, W)
     sums = sums.sum(1)
     soft.copy_(sums[0] + stats[1] * stats[2] if kl_div else sums[0])
+    if entropy is not None:
+        torch.neg(sums[3], out=entropy)
     if gradient and not kl_div:
         # Σq is 1 but for rounding; divided by it, the gradient's sum is 0
         compare(sums[1] / sums[2], True, V)

@@ -36,6 +36,7 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import TRITON, cdiv, exp, next_power_of_2, tl, triton
 from liger_kernel.ops.head.logits import round_bias
 from liger_kernel.ops.head.logits_kernels import merge_kernel, times, transform_logits
+from liger_kernel.ops.head.planning import cast_classes
 
 HOPPER_VARIABLE = "LIGER_KERNEL_HOPPER"  # 0: these kernels are not taken. Read once
 # versions of Triton. Gluon is experimental: in 3.9 it compiles, but it has not run
@@ -104,17 +105,20 @@ def applies(hidden, weight, class_weight, options) -> bool:
     """
     token = options.token
     min_tokens, min_classes = MIN_SIZES
+    V, H = weight.shape
     return (
         devices.arch(hidden) == "sm_90"
         and options.dtype == torch.bfloat16
+        # the whole weight is there in bf16
+        and cast_classes(H, V, options.dtype, weight.dtype, options.memory) is None
         and not (token.lse_square_scale or token.label_smoothing or token.softcap)
         and token.logit_scale > MIN_LOGIT_SCALE
         and class_weight is None
         and options.group is None
         and hidden.shape[0] >= min_tokens
-        and min_classes <= weight.shape[0] <= MAX_CLASSES
-        and hidden.shape[1] > 0
-        and hidden.shape[1] % 64 == 0
+        and min_classes <= V <= MAX_CLASSES
+        and H > 0
+        and H % 64 == 0
         and _is_readable_by_tma(hidden)
         and _is_readable_by_tma(weight)
         and kernels() is not None

@@ -11,6 +11,8 @@ r"""Forward and backward of a linear head: each token's loss, and dh, dW and db.
 4. `run_forward_keeping_logits` and `run_backward_from_logits` have all logits in memory at once,
    and compute them once.
 5. On Hopper, loss and gradient are a kernel each, which never stores the logits (`hopper`).
+6. A weight that must be copied to another dtype, without room for it, is taken a tile of classes at
+   a time (`class_tiles`).
 
 torch.library takes flat arguments. So each of these functions is a custom op, to which the records
 are passed through `_flatten`.
@@ -24,7 +26,7 @@ import torch
 
 from liger_kernel.core.op import cast_if_needed, custom_op
 from liger_kernel.core.parallel import size_and_rank
-from liger_kernel.ops.head import hopper
+from liger_kernel.ops.head import class_tiles, hopper
 from liger_kernel.ops.head.chunks import (
     compute_all_logits,
     empty_gradients,
@@ -34,7 +36,13 @@ from liger_kernel.ops.head.chunks import (
     run_chunks,
 )
 from liger_kernel.ops.head.hopper import Product
-from liger_kernel.ops.head.logits import TokenOptions, normalisers, token_gradient, token_loss
+from liger_kernel.ops.head.logits import (
+    TokenOptions,
+    normalisers,
+    tile_loss,
+    token_gradient,
+    token_loss,
+)
 
 NO_GRADIENTS = (False, False, False)
 
@@ -215,6 +223,9 @@ def head_fwd(
     )
 
     def for_each_chunk(logits_to_gradient):
+        if not any(needs) and class_tiles.applies(hidden, weight, options):
+            class_tiles.run_forward(hidden, weight, dtype, memory, logits_to_gradient)
+            return empty_gradients(hidden, weight, dtype, accum_dtype, needs)
         if stores_logits:
             return run_chunks(hidden, weight, None, dtype, plan, logits_to_gradient, needs, group)
         hopper.run_products(hidden, weight, dtype, plan.rows, logits_to_gradient)
@@ -284,7 +295,8 @@ def _forward(for_each_chunk, inputs, options, needs, num_items):
                 bias=bias,
             )
             return
-        token_loss(
+        compute_loss = tile_loss if isinstance(x, class_tiles.LogitTiles) else token_loss
+        compute_loss(
             x,
             chunk_target,
             class_weight,
@@ -414,12 +426,18 @@ def run_backward_from_logits(
 def _gradient_writer(token_grads, inputs, statistics, options):
     """Return ``write_gradient(rows, x, dx)``, which computes the gradient of some tokens' logits.
 
-    It overwrites the logits x if dx is None. If x is a `Product`, the gradient goes to dx.
+    It overwrites the logits x if dx is None. If x is a `Product`, the gradient goes to dx. With
+    ``classes``, a slice, x are the logits of these alone.
     """
     g, g_entropy, g_lse = token_grads
     norm, stats, entropy = statistics
 
-    def write_gradient(rows, x, dx=None):
+    def write_gradient(rows, x, dx=None, classes=None):
+        bias = inputs.bias
+        place = None
+        if classes is not None:
+            bias = None if bias is None else bias[classes]
+            place = len(inputs.weight), classes.start
         chunk_g = g[rows] if g.dim() else g
         chunk_g_entropy = None if g_entropy is None else g_entropy[rows]
         chunk_g_lse = None if g_lse is None else g_lse[rows]
@@ -436,7 +454,7 @@ def _gradient_writer(token_grads, inputs, statistics, options):
                 g_entropy=chunk_g_entropy,
                 g_lse=chunk_g_lse,
                 entropy=chunk_entropy,
-                bias=inputs.bias,
+                bias=bias,
             )
             return
         token_gradient(
@@ -452,7 +470,8 @@ def _gradient_writer(token_grads, inputs, statistics, options):
             g_lse=chunk_g_lse,
             entropy=chunk_entropy,
             group=options.group,
-            bias=inputs.bias,
+            bias=bias,
+            place=place,
         )
 
     return write_gradient
@@ -501,6 +520,10 @@ def head_bwd(
         Statistics(norm, stats, entropy),
         options,
     )
+    if class_tiles.applies(hidden, weight, options):
+        return class_tiles.run_backward(
+            hidden, weight, dtype, accum_dtype, memory, write_gradient, needs
+        )
     plan = plan_for(hidden, weight, dtype, accum_dtype, memory, needs[1])
     stores_logits = forward_read_logits or not hopper.applies(hidden, weight, class_weight, options)
     return run_chunks(
@@ -516,24 +539,9 @@ def head_bwd(
     )
 
 
-def _empty_kept_backward(
-    g,
-    g_entropy,
-    g_lse,
-    logits,
-    hidden,
-    weight,
-    bias,
-    target,
-    class_weight,
-    norm,
-    stats,
-    entropy,
-    *flat,
-):
-    *flat_options, needs, _ = flat
-    options = _unflatten(*flat_options)
-    return empty_gradients(hidden, weight, options.dtype, options.accum_dtype, needs)
+def _empty_kept_backward(g, g_entropy, g_lse, logits, *args):
+    *args, needs, in_place = args
+    return _empty_backward(g, g_entropy, g_lse, *args, None, needs)
 
 
 @custom_op("linear_head_kept_backward", _empty_kept_backward)

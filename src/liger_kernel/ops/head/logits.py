@@ -240,22 +240,98 @@ def token_loss(
             another one on another rank.
         bias: (V,), of any dtype, is added to x.
     """
-    x, more, split, shard = split_vocab(x)
-    world_size, rank = size_and_rank(group)
-    T = x.shape[0]
-    bias = round_bias(x, bias)
-    constants = options.kernel_constants
-    fusion = _fusion_option(x, **constants)
-    constants |= dict(
-        ENTROPY=entropy is not None,
-        MEAN=mean_logit is not None,
-        BEST=predicted is not None,
-        SQUARES=log_sum_sq_probs is not None,
+    outputs = TokenBuffers(
+        loss, stats, z_loss, target_prob, entropy, mean_logit, predicted, log_sum_sq_probs
     )
+    bias = round_bias(x[0] if isinstance(x, tuple) else x, bias)
+    shard = split_vocab(x)[3]
+    world_size, rank = size_and_rank(group)
+    place = world_size * shard, rank * shard
+    partials = _reduce_strips(x, target, weight, options, outputs, bias, rank * shard)
+    fusion = _fusion_option(x[0] if isinstance(x, tuple) else x, **options.kernel_constants)
+    arguments = target, weight, norm, options, outputs, token_scaling, fusion
+    if world_size == 1:
+        _merge(partials, (1, 0), place, *arguments, x=x, bias=bias)
+        return
+    T = len(target)
+    merged = torch.empty((NUM_PARTIALS + 1, T), dtype=torch.float32, device=target.device)
+    _merge(partials, (1, 0), place, *arguments, x=x, bias=bias, merged=merged)
+    merged[NUM_PARTIALS] = target
+    merged = all_gather(merged, group)
+    _merge(merged, (0, 1), place, *arguments)
+    other_target = (merged[:, NUM_PARTIALS] != merged[0, NUM_PARTIALS]).any(0)
+    loss.masked_fill_(other_target, torch.nan)
+    stats.masked_fill_(other_target[:, None], torch.nan)  # the gradient is made from these
+
+
+def tile_loss(
+    tiles,
+    target,
+    weight,
+    norm,
+    options,
+    loss,
+    stats,
+    *,
+    token_scaling=False,
+    group=None,
+    bias=None,
+    **outputs,
+):
+    """Do what `token_loss` does, for logits that are there a tile of the classes at a time.
+
+    ``tiles``: `class_tiles.LogitTiles`. A group has none. ``outputs``: those of `token_loss`.
+    """
+    outputs = TokenBuffers(loss, stats, **outputs)
+    fusion = _fusion_option(tiles.logits, **options.kernel_constants)
+    arguments = target, weight, norm, options, outputs, token_scaling, fusion
+    T = len(target)
+    num_classes = len(tiles.w)
+    size = len(tiles), NUM_PARTIALS, T
+    merged = torch.empty(size, dtype=torch.float32, device=target.device)
+    for k, (classes, _, x) in enumerate(tiles):
+        x = x[:, :T].t()
+        tile_bias = None if bias is None else round_bias(x, bias[classes])
+        partials = _reduce_strips(x, target, weight, options, outputs, tile_bias, classes.start)
+        place = num_classes, classes.start
+        _merge(partials, (1, 0), place, *arguments, x=x, bias=tile_bias, merged=merged[k])
+    _merge(merged, (0, 1), (num_classes, 0), *arguments)
+
+
+class TokenBuffers(NamedTuple):
+    """The outputs of `token_loss`, to be filled; None where not asked for."""
+
+    loss: torch.Tensor
+    stats: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    target_prob: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+
+    def kernel_constants(self, options):
+        """Return the constants that `partials_kernel` and `merge_kernel` take."""
+        return options.kernel_constants | dict(
+            ENTROPY=self.entropy is not None,
+            MEAN=self.mean_logit is not None,
+            BEST=self.predicted is not None,
+            SQUARES=self.log_sum_sq_probs is not None,
+        )
+
+
+def _reduce_strips(x, target, weight, options, outputs, bias, first):
+    """Return the partial results of each strip of classes, (slots, strips, T).
+
+    ``first``: the first class of x.
+    """
+    x, more, split, V = split_vocab(x)
+    T = x.shape[0]
+    constants = outputs.kernel_constants(options)
     tokens, lanes, per_lane, warps = _launch(x, *_layout(x), _is_plain(x, *constants.values()))
     contiguous_classes = x.stride(1) == 1
     strip = x.shape[1] if contiguous_classes else STRIP
-    strips = num_vocab_blocks(split, shard, strip)
+    strips = num_vocab_blocks(split, V, strip)
     slots = _num_stored_partials(constants)
     partials = torch.empty((slots, strips, T), dtype=torch.float32, device=x.device)
     partials_kernel[(cdiv(T, tokens), strips)](
@@ -268,9 +344,9 @@ def token_loss(
         partials,
         *x.stride(),
         T,
-        shard,
+        V,
         strip,
-        rank * shard,
+        first,
         options.ignore_index,
         options.softcap or 1.0,
         options.logit_scale,
@@ -280,56 +356,69 @@ def token_loss(
         PER_LANE=per_lane,
         CONTIGUOUS_CLASSES=contiguous_classes,
         num_warps=devices.limit_warps(warps, x),
+        **_fusion_option(x, **constants),
+    )
+    return partials
+
+
+def _merge(
+    partials,
+    axes,
+    place,
+    target,
+    weight,
+    norm,
+    options,
+    outputs,
+    token_scaling,
+    fusion,
+    x=None,
+    bias=None,
+    merged=None,
+):
+    """Combine partial results into those of all their classes, or into the outputs.
+
+    Args:
+        partials: with three axes, the last of which is the tokens.
+        axes: that of the parts and that of the slots.
+        place: the number of classes of all parts, and the first class of x.
+        fusion: `_fusion_option` of the logits.
+        x: the logits, among which the target's may be. None: it is in a slot.
+        merged: (NUM_PARTIALS, T), to be filled in place of the outputs.
+    """
+    more, split, classes = None, 0, 0
+    strides = 0, 0
+    if x is not None:
+        x, more, split, classes = split_vocab(x)
+        strides = x.stride()
+    T = len(target)
+    n = partials.shape[axes[0]]
+    rows = max(16, min(64, 2048 // next_power_of_2(n)))
+    merge_kernel[(cdiv(T, rows),)](
+        partials,
+        x,
+        more,
+        split,
+        bias,
+        target,
+        weight,
+        norm,
+        merged,
+        *outputs,
+        *[partials.stride(axis) for axis in axes],
+        *strides,
+        n,
+        T,
+        *place,
+        classes,
+        *options.kernel_scalars,
+        **outputs.kernel_constants(options),
+        TOKEN_SCALING=token_scaling,
+        BLOCK_N=next_power_of_2(n),
+        BLOCK_T=rows,
+        num_warps=4,
         **fusion,
     )
-
-    def merge(partials, n, strides, x, more, bias, merged):
-        rows = max(16, min(64, 2048 // next_power_of_2(n)))
-        merge_kernel[(cdiv(T, rows),)](
-            partials,
-            x,
-            more,
-            split,
-            bias,
-            target,
-            weight,
-            norm,
-            merged,
-            loss,
-            stats,
-            z_loss,
-            target_prob,
-            entropy,
-            mean_logit,
-            predicted,
-            log_sum_sq_probs,
-            *strides,
-            *((0, 0) if x is None else x.stride()),
-            n,
-            T,
-            world_size * shard,
-            rank * shard,
-            shard,
-            *options.kernel_scalars,
-            **constants,
-            TOKEN_SCALING=token_scaling,
-            BLOCK_N=next_power_of_2(n),
-            BLOCK_T=rows,
-            num_warps=4,
-            **fusion,
-        )
-
-    if world_size == 1:
-        merge(partials, strips, (T, strips * T), x, more, bias, None)
-        return
-    merged = torch.empty((NUM_PARTIALS + 1, T), dtype=torch.float32, device=x.device)
-    merge(partials, strips, (T, strips * T), x, more, bias, merged)
-    merged[NUM_PARTIALS] = target
-    merged = all_gather(merged, group)
-    merge(merged, world_size, ((NUM_PARTIALS + 1) * T, T), None, None, None, None)
-    other_target = (merged[:, NUM_PARTIALS] != merged[0, NUM_PARTIALS]).any(0)
-    loss.masked_fill_(other_target, torch.nan)
-    stats.masked_fill_(other_target[:, None], torch.nan)  # the gradient is made from these
 
 
 def _num_stored_partials(constants):
@@ -360,6 +449,7 @@ def token_gradient(
     entropy=None,
     group=None,
     bias=None,
+    place=None,
 ):
     """Fill dx (T, V), the gradient of the logits x.
 
@@ -370,10 +460,13 @@ def token_gradient(
         dx: may be x, and must be if x is in two parts.
         g_entropy, g_lse: incoming gradients of the entropies and of lse, (T,) or None.
         entropy: (T,), needed with g_entropy.
+        place: of logits of some classes, the number of all classes and the first of these.
     """
     x, more, split, shard = split_vocab(x)
     dx = split_vocab(dx)[0]
-    world_size, rank = size_and_rank(group)
+    if place is None:
+        world_size, rank = size_and_rank(group)
+        place = world_size * shard, rank * shard
     T = x.shape[0]
     constants = options.kernel_constants
     tokens, block, warps = _gradient_launch(x, *_layout(x))
@@ -397,8 +490,7 @@ def token_gradient(
         *x.stride(),
         *dx.stride(),
         T,
-        world_size * shard,
-        rank * shard,
+        *place,
         shard,
         *options.kernel_scalars,
         **constants,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,12 @@ CHUNK_TOKENS = 2048  # tokens of a chunk that keep the matrix units busy
 MIN_CHUNK_TOKENS = 256  # tokens of a chunk, whatever the budget
 DW_TILE = 128, 256  # of the matmuls that make dW
 FREE_BYTES = 2**29  # bytes that aren't worth a second chunk
+# of a weight that is copied to the logits' dtype a part at a time: see `cast_classes`
+CAST_CLASSES = 16384  # classes of a part
+CAST_TOKENS = 4096  # tokens whose dh is added up in fp32 over the parts
+TILE_TOKENS = 8192  # of a tile of logits: see `class_tiles`
+TILE_CLASSES = 32768
+TILE_ELEMENTS = 2**23, 2**26
 MEMORY_VARIABLE = "LIGER_KERNEL_HEAD_MEMORY"
 
 
@@ -43,6 +49,8 @@ class Plan:
     grad_dtype: torch.dtype  # of the finished dW
     # later chunks have a buffer of their own, which is used again for the finished dW
     separate_logits: bool = False
+    # classes of the weight that are copied to the logits' dtype at a time; None: all
+    cast_classes: int | None = None
 
     def chunks(self, M) -> list[slice]:
         starts = [0, *range(self.first or self.rows, M, self.rows or M)] if M else []
@@ -91,6 +99,41 @@ def weight_grad_dtype(dtype, weight_dtype, accum_dtype):
     fp16 can't hold what is not yet divided by the number of tokens.
     """
     return (torch.float32 if dtype == torch.float16 else accum_dtype) or weight_dtype
+
+
+def cast_classes(H, V, dtype, weight_dtype, memory):
+    """Return how many classes of the weight are copied to the logits' dtype at a time.
+
+    None: all, as without a budget, or where the copy is no more than half of it.
+    """
+    if memory < 0 or weight_dtype == dtype or V <= CAST_CLASSES:
+        return None
+    return None if 2 * V * H * dtype.itemsize <= memory else CAST_CLASSES
+
+
+def cast_bytes(M, H, V, dtype, weight_dtype, memory):
+    """Return the bytes of that copy, and of dh's sums in fp32 where it is of a part."""
+    if weight_dtype == dtype:
+        return 0
+    classes = cast_classes(H, V, dtype, weight_dtype, memory)
+    if classes is None:
+        return V * H * dtype.itemsize
+    return classes * H * dtype.itemsize + 4 * H * min(M, CAST_TOKENS)
+
+
+def tile_sizes(M, H, dtype, memory):
+    """Return the most tokens and classes of a tile of logits.
+
+    The tile takes half of the budget, and the copy of its classes a quarter, or that of
+    `CAST_CLASSES`. Sums in fp32 are read and written 1/tokens + 1/classes times per product's
+    element, so both are large.
+    """
+    least, most = TILE_ELEMENTS
+    elements = min(max(memory // (2 * dtype.itemsize), least), most)
+    tokens = align(min(max(M, 1), TILE_TOKENS))
+    copied = max(memory // (4 * max(H, 1) * dtype.itemsize), CAST_CLASSES)
+    classes = min(elements // tokens, copied, TILE_CLASSES)
+    return tokens, max(classes // 64 * 64, 64)
 
 
 class _HeadSizes:
@@ -284,8 +327,9 @@ def plan(
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have
     16 bits), and each byte beyond it more of them. A chunk has at least `MIN_CHUNK_TOKENS` tokens
-    and one unit, whatever the budget. ``auto_chunks``: two or three chunks, as long as "auto" does
-    not need many (`few_chunks`).
+    and one unit, whatever the budget. The budget also has the copy of a weight of another dtype
+    (`cast_bytes`). ``auto_chunks``: two or three chunks, as long as "auto" does not need many
+    (`few_chunks`).
     """
     # all else that decides
     constants = (
@@ -293,6 +337,8 @@ def plan(
         MIN_CHUNK_TOKENS,
         DW_TILE,
         FREE_BYTES,
+        CAST_CLASSES,
+        CAST_TOKENS,
         STRATEGIES,
         wave_classes,
     )
@@ -327,9 +373,13 @@ def _plan(
     auto_chunks,
     constants,
 ):
+    parts = cast_classes(H, V, dtype, weight_dtype, memory)
+    if memory >= 0:
+        memory = max(memory - cast_bytes(M, H, V, dtype, weight_dtype, memory), 0)
     if not need_w:  # the logits have memory of their own, which each chunk uses again
         rows = (CHUNK_TOKENS if memory < 0 else memory // (V * dtype.itemsize)) // unit * unit
-        return Plan(0, max(rows, MIN_CHUNK_TOKENS, unit), 0, 0, weight_dtype, weight_dtype)
+        rows = max(rows, MIN_CHUNK_TOKENS, unit)
+        return Plan(0, rows, 0, 0, weight_dtype, weight_dtype, cast_classes=parts)
     finished = weight_grad_dtype(dtype, weight_dtype, accum_dtype)
     wide_accum = torch.promote_types(weight_dtype, torch.float32)
     if dtype == torch.float16 or accum_dtype:
@@ -345,4 +395,4 @@ def _plan(
     for strategy in STRATEGIES:
         chosen = strategy(narrow, wide, memory)
         if chosen:
-            return chosen
+            return replace(chosen, cast_classes=parts)

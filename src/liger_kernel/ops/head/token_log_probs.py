@@ -69,8 +69,10 @@ from liger_kernel.ops.head.linear_head_reference import (
 from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.planning import parse_memory
 from liger_kernel.ops.head.unit_gradients import (
+    are_worthwhile,
     early_needs,
     history_of,
+    is_frozen,
     scale_unit_gradients,
 )
 
@@ -209,11 +211,13 @@ class LinearTokenLossFunction(Function):
             and any(ctx.needs)
             and options.group is None
             and no_saved_tensor_hooks()  # False also in a checkpoint and under torch.compile
-            and options.memory >= all_logits_bytes(hidden, weight, options.dtype)
+            and options.memory >= _kept_bytes(hidden, weight, options.dtype)
         ):
             outputs, ctx.forward_grads = run_forward_keeping_logits(inputs, options)
         else:
             early = early_needs(history, ctx.needs, options)
+            if any(early) and not are_worthwhile(hidden, weight, options, early):
+                early = NO_GRADIENTS
             outputs, unit_grads = run_forward(inputs, options, early)
             ctx.forward_grads = unit_grads if any(early) else None
         # The unit gradients, or the logits in the place of gradients: backward takes them by
@@ -272,6 +276,12 @@ class LinearTokenLossFunction(Function):
         return *grads, None, None, None, None
 
 
+def _kept_bytes(hidden, weight, dtype):
+    """Return the bytes of all logits, and of a copy of the weight where it has another dtype."""
+    copied = 0 if weight.dtype == dtype else weight.numel() * dtype.itemsize
+    return all_logits_bytes(hidden, weight, dtype) + copied
+
+
 def _scale_or_run_backward(ctx, token_grads, inputs, statistics):
     """Return dh, dW and db, None where not needed."""
     grad_loss = token_grads.loss
@@ -280,7 +290,12 @@ def _scale_or_run_backward(ctx, token_grads, inputs, statistics):
     if ctx.history is not None:
         is_one_number = ctx.history.record(grad_loss, has_others, ctx.needs)
     if ctx.has_unit_grads and ctx.forward_grads is not None:
-        grads = None if has_others else scale_unit_gradients(ctx, grad_loss, is_one_number, inputs)
+        grads = None
+        if not has_others:
+            row_grads = grad_loss
+            if is_frozen(ctx.needs):  # an ignored row's is 0, whatever comes in
+                row_grads = grad_loss.where(inputs.target != ctx.options.token.ignore_index, 0)
+            grads = scale_unit_gradients(ctx, row_grads, is_one_number, inputs[:3])
         if grads is not None:
             return grads
         ctx.forward_grads = None  # not for these incoming gradients: make room

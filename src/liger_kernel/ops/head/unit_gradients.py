@@ -23,10 +23,13 @@ import torch
 
 from liger_kernel.core.op import saved_grads
 from liger_kernel.core.overwrite import is_checkpoint_hook
+from liger_kernel.ops.head import class_tiles
+from liger_kernel.ops.head.chunks import plan_for
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_head import NO_GRADIENTS
 
 MAX_HISTORIES = 1000
+MIN_CHUNK_OF_PARTS = 2048  # tokens: see `are_worthwhile`
 
 
 class GradientHistory:
@@ -49,7 +52,7 @@ class GradientHistory:
 
     def expected(self, needs):
         """Return which of dh, dW and db forward should compute, of those that are needed."""
-        if self.had_other_grads or not (_is_frozen(needs) or self.of_sums and self.one_number):
+        if self.had_other_grads or not (is_frozen(needs) or self.of_sums and self.one_number):
             return NO_GRADIENTS
         return needs
 
@@ -64,19 +67,22 @@ class GradientHistory:
             True if ``grad_loss`` is known to be one number for all tokens.
         """
         self.had_other_grads = has_other_grads
-        if _is_frozen(needs) or not self.of_sums or self.one_number is False:
+        if is_frozen(needs) or not self.of_sums or self.one_number is False:
             return False
         if grad_loss is None or has_other_grads:
             self.one_number = False
             return False
-        bits = grad_loss.view(torch.int32)  # of NaN, too, which equals nothing
-        is_one_number = bool((bits == bits[0]).all())
+        # what `sum` hands on is one number in memory, of which nothing needs to be read
+        is_one_number = not any(grad_loss.stride())
+        if not is_one_number:
+            bits = grad_loss.view(torch.int32)  # of NaN, too, which equals nothing
+            is_one_number = bool((bits == bits[0]).all())
         if grad_loss.numel() > 1:  # one element says nothing about the next batch
             self.one_number = is_one_number
         return is_one_number
 
 
-def _is_frozen(needs) -> bool:
+def is_frozen(needs) -> bool:
     return not needs[1] and not needs[2]
 
 
@@ -107,22 +113,36 @@ def early_needs(history, needs, options):
     return history.expected(needs)
 
 
+def are_worthwhile(hidden, weight, options, needs):
+    """Return False if unit gradients would cost more time than the product that they save.
+
+    They need whole rows of logits. Where the weight is copied in parts, each chunk of these copies
+    all of it twice, and without unit gradients a tile copies it once (`class_tiles`). On an H200,
+    of 700 TFLOP/s and 4.2 TB/s, 12·V·H bytes of a chunk, and 8·V·H of adding to dW, take as long as
+    a product of 1,000 and 1,700 tokens.
+    """
+    dtype, accum_dtype, memory = options.dtype, options.accum_dtype, options.memory
+    if not class_tiles.applies(hidden, weight, options):
+        return True
+    M = hidden.shape[0]
+    chunks = plan_for(hidden, weight, dtype, accum_dtype, memory, needs[1]).chunks(M)
+    return len(chunks) <= 1 or M >= len(chunks) * MIN_CHUNK_OF_PARTS
+
+
 def scale_unit_gradients(ctx, grad_loss, is_one_number, inputs):
     """Return dh, dW and db for the incoming gradients of the losses, (M,).
 
-    Returns None where they are no multiple of the unit gradients: these are all of ``ctx.needs``
-    or, of a frozen head, dh.
+    ``inputs``: hidden, weight and bias. Returns None where these gradients are no multiple of the
+    unit gradients, which are all of ``ctx.needs`` or, of a frozen head, dh.
     """
-    is_frozen = _is_frozen(ctx.needs)
-    if not is_frozen and not is_one_number:
+    if not is_frozen(ctx.needs) and not is_one_number:
         return None
     unit_grads, in_place = saved_grads(ctx, 3)
-    if is_frozen:
+    if is_frozen(ctx.needs):
         dh = unit_grads[0]
-        # an ignored row's is 0, whatever comes in
-        scale = grad_loss.where(inputs.target != ctx.options.token.ignore_index, 0)[:, None]
+        scale = grad_loss[:, None]
         return (dh.mul_(scale) if in_place else (dh * scale).to(dh.dtype)), None, None
     return tuple(
         scale_gradient(grad, grad_loss[0], tensor.dtype, in_place) if need else None
-        for grad, tensor, need in zip(unit_grads, inputs[:3], ctx.needs, strict=True)
+        for grad, tensor, need in zip(unit_grads, inputs, ctx.needs, strict=True)
     )

@@ -103,11 +103,11 @@ def revert(target: torch.nn.Module | str) -> None:
 
 
 def apply_liger_kernel_to_trl() -> Report:
-    """Have TRL's trainers compute their losses by our head: SFT, DPO, KTO, GRPO and RLOO.
+    """Have TRL's trainers compute their losses by our heads.
 
-    For scripts that give a trainer the name of a model. ``use_liger_kernel=True`` and
-    `apply_liger_kernel` do it, too, unless the switch ``trl_head`` is off. It holds for this
-    process, also for trainers that exist.
+    These are SFT, DPO, KTO, GRPO, RLOO and distillation. For scripts that give a trainer the name
+    of a model. ``use_liger_kernel=True`` and `apply_liger_kernel` do it, too, unless the switch
+    ``trl_head`` is off. It holds for this process, also for trainers that exist.
 
     Returns:
         A `Report`: what was replaced, or why TRL's head was left alone. ``revert("trl")`` undoes
@@ -124,12 +124,12 @@ def apply_liger_kernel_to_trl() -> Report:
             f"apply_liger_kernel_to_trl: TRL cannot be imported ({error}): pip install trl"
         ) from error
     report = Report(f"TRL {version}")
-    reason = trl_head.install()
-    if reason is None:
-        report.add(trl_head.NAME, trl_head.KERNEL, trl_head.COLUMN)
-    else:
-        report.left_alone[trl_head.NAME, reason] += 1
-        report.warnings.append(f"TRL's trainers compute their losses as before: {reason}")
+    for seam, reason in trl_head.install().items():
+        if reason is None:
+            report.add(seam.name, seam.kernel, trl_head.COLUMN)
+        else:
+            report.left_alone[seam.name, reason] += 1
+            report.warnings.append(f"{seam.name} stays TRL's: {reason}")
     return _log(report)
 
 

@@ -187,12 +187,14 @@ class TRLHeads(_LossRewrite):
         if self.is_applied(model):
             walk.flags_done.add(self.flags[0])
             return
-        reason = trl_head.install(model)
-        if reason is None:
-            walk.report.add(self.name(model), trl_head.KERNEL, COLUMN)
-            walk.flags_done.add(self.flags[0])
-        elif trl_head.has_trl_head(model):
-            self.leave_alone(walk, model, reason)
+        for seam, reason in trl_head.install(model).items():
+            if reason is None:
+                walk.report.add(seam.name, seam.kernel, COLUMN)
+                walk.flags_done.add(self.flags[0])
+            elif seam is trl_head.HEAD and trl_head.has_trl_head(model):
+                self.leave_alone(walk, model, reason)
+            elif seam is not trl_head.HEAD and seam.is_loaded():
+                walk.leave_alone(self.flags, seam.name, reason)
 
 
 def has_loss_on_logits(module) -> bool:

@@ -4,7 +4,8 @@ TRL gives a model a forward of its own (``add_fused_lm_head``). It runs the back
 tokens that have a label, gathers a sharded weight, and calls the ``apply`` of one global of
 ``trl.trainer.utils``, `FUNCTION`: an autograd Function from hidden states and weight to each
 token's log-probability, entropy and more. All the trainers of one process read that global at each
-call. So `install` puts a `TRLHead` there, once it is proved (`reason_left_alone`):
+call. So `install` puts a `TRLHead` there, once it is proved (`reason_left_alone`), and ours in the
+place of distillation's Function (`trl_divergence`):
 
 1. The Function has the arguments that are known, those of `HeadCall`.
 2. It is run beside ours on a few tokens, on the device that trains, with all outputs and gradients.
@@ -35,12 +36,23 @@ from liger_kernel.core import devices
 from liger_kernel.ops.head.chunks import plan_for, planned_bytes
 from liger_kernel.ops.head.linear_head import HeadOptions, RequestedOutputs
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import CHUNK_TOKENS, FREE_BYTES, parse_memory
+from liger_kernel.ops.head.planning import CHUNK_TOKENS, cast_bytes, parse_memory
 from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction
 from liger_kernel.ops.head.unit_gradients import history_of
-from liger_kernel.patch.proof.probe import error_summary, isolated, noise
+from liger_kernel.patch.loss.trl_divergence import DIVERGENCE
+from liger_kernel.patch.loss.trl_functions import (
+    MODULE,
+    TRIED_SIZES,
+    Seam,
+    StandIn,
+    are_plain,
+    as_leaf,
+    compare,
+    exact_inputs,
+    training_device,
+)
+from liger_kernel.patch.proof.probe import error_summary, isolated
 
-MODULE = "trl.trainer.utils"
 FUNCTION = "_ChunkedLogProbFunction"
 FORWARD_SWITCH = "fused_lm_head"  # the argument by which TRL's forward is told
 OUTPUTS = "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"  # beside the log-probabilities
@@ -94,21 +106,17 @@ def can_compute(call: HeadCall) -> bool:
     softcap of 0, which TRL reads as 1.
     """
     hidden, weight, bias, targets = call[:4]
-    tensors = [x for x in (hidden, weight, bias, targets) if x is not None]
     softcap = call.final_logit_softcapping
     return (
-        all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        and all(x.device == hidden.device and x.layout == torch.strided for x in tensors)
-        and devices.has_kernels(hidden)
-        and not devices.in_func_transform()
-        and not devices.in_user_mode()
+        are_plain(hidden, weight, bias)
+        and type(targets) is torch.Tensor
+        and targets.device == hidden.device
         and hidden.dim() == weight.dim() == 2
         and hidden.shape[1] == weight.shape[1] > 0
         and hidden.shape[0] > 0
         and targets.shape == hidden.shape[:1]
         and targets.dtype == torch.int64
         and (bias is None or bias.shape == weight.shape[:1])
-        and all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors[:-1])
         and call.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and weight.dtype.itemsize >= call.dtype.itemsize
         and call.temperature > 0
@@ -122,27 +130,32 @@ def can_compute(call: HeadCall) -> bool:
 def memory_for(call: HeadCall) -> int:
     """Return the bytes that our head may take beyond the gradients, or -1 for "auto".
 
-    No more than TRL's, whose memory is known: tiles of 4096 tokens and 32768 classes, and gradients
-    in fp32 that are copied in the end. "auto" takes more where there are many times more classes
-    than channels. Two things may take more all the same: the logits of `MIN_CHUNK_TOKENS` tokens,
-    and a copy of the weight in the dtype of the logits.
+    No more than TRL's, whose memory is known: tiles of 4096 tokens and 32768 classes; gradients in
+    fp32, which are copied in the end if the model's have 16 bits; and of a weight in another dtype
+    than the logits a copy of a tile's classes. "auto" takes more where there are many times more
+    classes than channels. The logits of `MIN_CHUNK_TOKENS` tokens may take more all the same.
     """
     memory = parse_memory("auto")
     hidden, weight, bias = call[:3]
     if memory >= 0 or torch.compiler.is_compiling():
         return memory
-    limit = min(len(hidden), TILE_TOKENS) * TILE_CLASSES * call.dtype.itemsize
+    (N, H), V = hidden.shape, len(weight)
+    dtypes = call.dtype, weight.dtype
+    limit = min(N, TILE_TOKENS) * TILE_CLASSES * call.dtype.itemsize
+    if weight.dtype != call.dtype:
+        limit += min(V, TILE_CLASSES) * H * call.dtype.itemsize
     trains = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    if torch.is_grad_enabled() and any(trains):
+    if torch.is_grad_enabled() and any(trains) and hidden.dtype.itemsize < 4:
         limit += 4 * hidden.numel()
     if not torch.is_grad_enabled() or not weight.requires_grad:
-        return min(limit, CHUNK_TOKENS * len(weight) * call.dtype.itemsize)
+        # tokens that keep the matrix units busy
+        enough = CHUNK_TOKENS * V * call.dtype.itemsize
+        return min(limit, enough + cast_bytes(N, H, V, *dtypes, limit))
     if weight.dtype.itemsize < 4:
         limit += 4 * weight.numel()
-    if weight.dtype != call.dtype:  # our copy of it
-        limit = max(limit - weight.numel() * call.dtype.itemsize, FREE_BYTES)
     plan = plan_for(hidden, weight, call.dtype, None, memory, True)
-    return memory if planned_bytes(hidden, weight, call.dtype, plan) <= limit else limit
+    taken = planned_bytes(hidden, weight, call.dtype, plan) + cast_bytes(N, H, V, *dtypes, memory)
+    return memory if taken <= limit else limit
 
 
 def compute(call: HeadCall, history=None) -> tuple:
@@ -179,11 +192,8 @@ def compute(call: HeadCall, history=None) -> tuple:
     return -loss, *(outputs[name] if name in call.outputs else None for name in OUTPUTS)
 
 
-class TRLHead:
-    """Stands for TRL's Function, of which TRL calls ``apply``. All else is the Function's."""
-
-    def __init__(self, original):
-        self.original = original
+class TRLHead(StandIn):
+    """Stands for TRL's Function, of which TRL calls ``apply``."""
 
     def apply(self, *args):
         call = HeadCall(*args)
@@ -194,19 +204,11 @@ class TRLHead:
         key = FUNCTION, tuple(call.weight.shape), tuple(call.outputs)
         return compute(call, history_of(*key, of_sums=True))
 
-    def __getattr__(self, name):
-        if name == "original":  # of a copy that has nothing yet
-            raise AttributeError(name)
-        return getattr(self.original, name)
-
 
 # ---- the proof ----
 
-TRIED_SIZES = 7, 8, 40  # tokens, hidden channels, classes
 # softcap, scale, temperature, with a bias
 TRIED_OPTIONS = (None, 1.0, 1.0, False), (5.0, 0.5, 0.7, True)
-OUTPUT_ERROR = 1e-4  # of logits up to 10 in size, which are exact
-GRADIENT_ERROR = 5e-3  # of the largest: products may be in TF32
 
 _proved = set()  # Functions that `compute` was found to equal
 
@@ -221,7 +223,7 @@ def reason_left_alone(function) -> str | None:
         parameters = list(inspect.signature(function.forward).parameters)[1:]
         if parameters != list(HeadCall._fields):
             return f"its arguments are not those of TRL 1.15 and 1.16, but {', '.join(parameters)}"
-        device = _training_device()
+        device = training_device()
         if device is None:
             return "there is no device with kernels"
         reason = _try(function, device)
@@ -232,28 +234,11 @@ def reason_left_alone(function) -> str | None:
     return reason
 
 
-def _training_device():
-    """Return the current accelerator if it has kernels, the CPU if that has, or None."""
-    candidates = [torch.device("cpu")]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator().type
-        candidates.insert(0, torch.device(accelerator, torch.accelerator.current_device_index()))
-    for device in candidates:
-        if devices.has_kernels(torch.empty(0, device=device)):
-            return device
-    return None
-
-
 @isolated()
 def _try(function, device) -> str | None:
     """Run both on a few tokens. Returns how they differ, or None."""
     N, H, V = TRIED_SIZES
-    # multiples of 1/8, so that logits are the same in any precision and order
-    shapes = (N, H), (V, H), (V,), (2, N)
-    hidden, weight, bias, grads = (
-        (noise(*shape, seed=seed) * 8).round().clamp(-16, 16) / 8
-        for seed, shape in enumerate(shapes)
-    )
+    hidden, weight, bias, grads = exact_inputs((N, H), (V, H), (V,), (2, N))
     weight[V // 2] = weight[1]  # of equal logits the first is the likeliest
     targets = torch.arange(N) * 6 % V
     targets[:2] = torch.tensor([1, V // 2])
@@ -261,46 +246,30 @@ def _try(function, device) -> str | None:
     for softcap, scale, temperature, with_bias in TRIED_OPTIONS:
         results = []
         for apply in (function.apply, lambda *args: compute(HeadCall(*args))):
-            leaves = [
-                _as_gathered(x.clone().to(device).requires_grad_())
-                for x in (hidden, weight, bias if with_bias else None)
-                if x is not None
-            ]
+            leaves = [as_leaf(x, device) for x in (hidden, weight, bias if with_bias else None)]
+            arguments = targets.to(device), temperature, 16, softcap, scale, OUTPUTS
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                outputs = apply(
-                    *leaves[:2],
-                    leaves[2] if with_bias else None,
-                    targets.to(device),
-                    temperature,
-                    16,
-                    softcap,
-                    scale,
-                    OUTPUTS,
-                )
+                outputs = apply(*leaves, *arguments)
                 torch.autograd.backward(outputs[:2], [*grads.to(device)])
-            results.append(([x.detach() for x in outputs], [x.grad for x in leaves]))
-        (theirs, their_grads), (ours, our_grads) = results
-        for name, expected, output in zip(("log_probs", *OUTPUTS), theirs, ours, strict=True):
-            difference = (output.float() - expected.float()).abs().max()
-            if not difference <= OUTPUT_ERROR:
-                return f"its {name} differ by {difference:.2g}"
-        names = HeadCall._fields[: len(our_grads)]
-        for name, expected, grad in zip(names, their_grads, our_grads, strict=True):
-            difference = (grad - expected).abs().max() / expected.abs().max()
-            if not difference <= GRADIENT_ERROR:
-                return f"its gradient of {name} differs by {difference:.2g} of the largest"
+            results.append(dict(zip(("log_probs", *OUTPUTS), outputs, strict=True)))
+            results.append(
+                {
+                    name: leaf.grad
+                    for name, leaf in zip(HeadCall._fields, leaves, strict=False)
+                    if leaf is not None
+                }
+            )
+        theirs, their_grads, ours, our_grads = results
+        reason = compare(theirs, ours, their_grads, our_grads)
+        if reason is not None:
+            return reason
     return None
 
 
-def _as_gathered(parameter):
-    """Mark a weight that is tried as whole, for the gather of TRL's backward under ZeRO-3."""
-    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is not None:
-        parameter.ds_status = zero.ZeroParamStatus.AVAILABLE
-    return parameter
-
-
 # ---- putting it in, and out ----
+
+HEAD = Seam(NAME, KERNEL, TRLHead, ((MODULE, FUNCTION),), reason_left_alone)
+SEAMS = HEAD, DIVERGENCE
 
 _lock = threading.RLock()  # a finaliser may call `uninstall` meanwhile
 _owners = weakref.WeakSet()  # the models for which it was put in
@@ -323,35 +292,31 @@ def is_loaded() -> bool:
 
 
 def is_installed(model) -> bool:
-    """Return True if our head was put in for the model, and is still there."""
-    return model in _owners and isinstance(getattr(sys.modules[MODULE], FUNCTION, None), TRLHead)
+    """Return True if ours was put in for the model, and is still there."""
+    return model in _owners and any(seam.is_in() for seam in SEAMS)
 
 
-def install(model=None) -> str | None:
-    """Put our head in the place of TRL's Function. Returns why not, or None.
+def install(model=None) -> dict[Seam, str | None]:
+    """Put ours in the place of TRL's Functions. Returns why not, or None, for each that there is.
 
     ``model``: for which it is done, until `uninstall` of it; None: for the process.
     """
     global _asked_for
     with _lock:
-        trl = sys.modules[MODULE]
-        function = getattr(trl, FUNCTION, None)
-        if not isinstance(function, TRLHead):
-            reason = reason_left_alone(function)
-            if reason is not None:
-                return reason
-            setattr(trl, FUNCTION, TRLHead(function))
+        reasons = {seam: seam.put_in() for seam in SEAMS if seam is HEAD or seam.exists()}
+        if all(reason is not None for reason in reasons.values()):
+            return reasons
         if model is None:
             _asked_for = True
         else:
             _owners.add(model)
-    return None
+    return reasons
 
 
 def uninstall(modules=None) -> None:
-    """Put TRL's Function back where no other model needs ours.
+    """Put TRL's Functions back where no other model needs ours.
 
-    ``modules``: those of a model that no longer needs it; None: none does, nor the process.
+    ``modules``: those of a model that no longer needs them; None: none does, nor the process.
     """
     global _asked_for
     with _lock:
@@ -360,7 +325,6 @@ def uninstall(modules=None) -> None:
             _asked_for = False
         for module in modules or ():
             _owners.discard(module)
-        trl = sys.modules.get(MODULE)
-        head = getattr(trl, FUNCTION, None)
-        if isinstance(head, TRLHead) and not _owners and not _asked_for:
-            setattr(trl, FUNCTION, head.original)
+        if not _owners and not _asked_for:
+            for seam in SEAMS:
+                seam.take_out()
