@@ -94,7 +94,7 @@ def speed_lines(rows: list[dict]) -> list[str]:
     ]
     return [
         "Tokens per second (time of a step), peak memory, and the losses of the first and the last "
-        "step. Against Unsloth: its faster way, if there are two:",
+        "step. The last two columns are of the faster way of each, if there are two:",
         table(columns, lines),
     ]
 

@@ -272,7 +272,11 @@ def test_a_nudge_changes_little():
 def test_who_takes_part(tmp_path):
     args = lora.parse(["--rows", "lora,lora-short,qlora-70b", "--keep", "3", "--steps", "5"])
     rows = lora.chosen_rows(args)
-    assert {row.contestants for row in rows.values()} == {("ours", "eager")}
+    assert [row.contestants for row in rows.values()] == [
+        ("ours", "ours-graphs", "eager"),
+        ("ours", "ours-graphs", "eager"),
+        ("ours", "eager"),
+    ]
     assert {(row.keep, row.steps) for row in rows.values()} == {(3, 5)}
     args = lora.parse(["--rows", "lora", "--unsloth", str(tmp_path), "--peer", str(tmp_path)])
     assert lora.chosen_rows(args)["lora"].contestants == lora.CHECKPOINTED

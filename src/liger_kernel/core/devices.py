@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
+import warnings
 
 import torch
 from torch.autograd import forward_ad
@@ -288,6 +290,29 @@ def _try_fp32_output(tensor):
 # ---- CUDA graphs ----
 
 
+def product_settings() -> tuple:
+    """Return the process's settings that choose how matmuls and attention are computed."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the newer names
+        precision = torch.backends.fp32_precision, matmul.fp32_precision
+    return (
+        precision,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+    )
+
+
 class GraphRecorder:
     """Records what functions launch on a GPU, in graphs that share memory."""
 
@@ -309,15 +334,36 @@ class GraphRecorder:
         """Return how many random numbers were drawn on the device so far."""
         return torch.cuda.default_generators[x.device.index].get_offset()
 
+    def rehearse(self, function) -> None:
+        """Call the function.
+
+        Raises:
+            RuntimeError: it waits for the device, which a capture does not allow.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is a prototype, PyTorch says
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                function()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+
     def record(self, function):
         """Return a graph of what the function launches; it has the method ``replay``."""
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(self.home)
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                function()
-            finally:
-                graph.capture_end()
+        collects_garbage = gc.isenabled()
+        gc.disable()  # it might free what a capture may not
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects_garbage:
+                gc.enable()
         self.home.wait_stream(self.stream)
         return graph

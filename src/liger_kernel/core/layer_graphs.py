@@ -1,8 +1,9 @@
 """CUDA graphs of a layer's calls: forward and backward are recorded once and replayed, so that
 neither costs the host more than a few launches.
 
-    stack = LayerStack()                       # of layers that run one after another
-    y = stack.call(layer, run, x, kwargs)      # what run(x, **kwargs) gives
+    stack = LayerStack()                        # of layers that run one after another
+    graphs = LayerGraphs(stack)                 # of one of them
+    y = graphs.call(layer, run, x, kwargs)      # what run(x, **kwargs) gives
 
 ``run`` is the layer's own call, with its checkpoint if it has one. The first call of a kind runs as
 it is. The second one records two graphs: forward, and the backward of the same tensors, by
@@ -10,23 +11,23 @@ autograd. From then on a call copies its inputs to where the graphs read, replay
 returns a copy of the output; backward does the same with gradients. Addresses are recorded, values
 are not: weights may be written to between steps, as optimizers do.
 
-Kind of a call: what a graph fixes beside the layer itself. See `_kind`.
+Kind of a call: what a graph fixes beside the layer itself (`_kind`). A replay would be wrong, and
+the layer runs as it is, if
 
-A replay would be wrong, and the layer runs as it is, if
-
-* the layer is no longer what was recorded: `LayerState` holds everything that the modules within
-  have, by identity;
+* the layer is no longer what was recorded (`LayerState`);
 * something looks at the call or changes it: hooks, modes, torch.func, a compiler, a capture around
-  it, another thread;
-* the layer draws random numbers;
+  it, another thread or stream;
 * an argument is no plain tensor on the GPU, number, string or None;
+* the first call drew random numbers, or wrote to its arguments or to the layer's tensors;
+* what it trains is not among its parameters;
 * what it would overwrite is still needed. The graphs of a stack share memory. A graph that was
   recorded later may keep its tensors for backward where an earlier one computes. So a graph runs
   only while none that was recorded later, nor itself, waits for its backward. `LayerStack` knows
   these; in backward, which could not run as it is, such a layer is computed once more.
 
-What is not looked at: functions that are replaced in other modules, and what the objects that a
-module refers to have within them. So this is only done if it is asked for.
+What is not looked at: functions and classes, the random numbers of other libraries, and what
+objects hold that are none of the modules', their weights', their configs', or a dict or list of
+these. So this is only done if it is asked for.
 
 After ``torch.cuda.make_graphed_callables``, which records all layers beforehand for one kind of
 call, and keeps no count of what waits."""
@@ -34,85 +35,42 @@ call, and keeps no count of what waits."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
-import operator
+import random
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_modules
 
 from liger_kernel.core import devices
+from liger_kernel.core.layer_state import PLAIN_VALUES, LayerState
 
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 4  # of calls that are recorded of a layer: each kind keeps tensors of its own
+MAX_FIRST = 16  # kinds that were seen once and are remembered
 MAX_STATES = 4  # of a layer: its adapters switched off and on are two
-FIRST = "first call"
-PLAIN_VALUES = type(None), bool, int, float, str, torch.dtype, torch.device, tuple
-HOOK_ATTRIBUTES = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-CONTAINERS = dict, list
+MAX_CHANGES = 64  # a layer that has changed so often is not looked at again
 
 
-# ---- what must not change ----
+class NotRecordable(Exception):
+    """Why a layer is not recorded."""
 
 
-class LayerState:
-    """What the modules of a layer consist of: their classes, all their attributes, what the dicts
-    and lists among them hold, and where the weights lie."""
+class First(NamedTuple):
+    """What the first call of a kind returned."""
 
-    def __init__(self, layer):
-        self.modules = [*layer.modules()]
-        self.tensors = [*layer.parameters(), *layer.buffers()]
-        self.trainable = [p for p in layer.parameters() if p.requires_grad]
-        self.recorded = self._read()
-        self.kinds = {}  # of calls -> FIRST after the first call, then the graphs
-
-    def _read(self):
-        owners = [*self.modules, *self.tensors]
-        owners += {id(c): c for m in self.modules if (c := getattr(m, "config", None))}.values()
-        attributes = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
-        values, containers = [*map(type, self.modules)], []
-        for value in itertools.chain.from_iterable(map(dict.values, attributes)):
-            (containers if isinstance(value, CONTAINERS) else values).append(value)
-        dicts = [container for container in containers if isinstance(container, dict)]
-        values += itertools.chain.from_iterable(containers)
-        values += itertools.chain.from_iterable(map(dict.values, dicts))
-        numbers = [*map(len, attributes), *map(len, containers)]
-        numbers += [(p.data_ptr(), p.requires_grad) for p in self.tensors]
-        return values, numbers
-
-    def is_unchanged(self) -> bool:
-        values, numbers = self._read()
-        recorded, recorded_numbers = self.recorded
-        return numbers == recorded_numbers and (
-            all(map(operator.is_, values, recorded)) or all(map(_is_same, values, recorded))
-        )
-
-    def refusal(self, x) -> str | None:
-        """Return why this layer is not recorded, or None."""
-        if any(getattr(m, name) for m in self.modules for name in HOOK_ATTRIBUTES):
-            return "it has hooks"
-        if not all(_is_plain(p) for p in self.tensors):
-            return "its weights are not plain tensors"
-        if not all(p.device == x.device for p in self.tensors):
-            return "its weights are not all on one device"
-        if any(type(p) is not torch.nn.Parameter for p in self.trainable):
-            return "what it trains is no plain parameter"
-        return None
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-def _is_plain(tensor):
-    """Return True for tensors and parameters, those of bitsandbytes too, but not for a DTensor."""
-    cls = type(tensor)
-    return cls is torch.Tensor or issubclass(cls, torch.nn.Parameter)
-
-
-def _is_same(a, b):
-    return a is b or (type(a) is type(b) and type(a) in PLAIN_VALUES and a == b)
+# ---- kinds of calls ----
 
 
 def _flatten(kwargs, device):
@@ -122,10 +80,11 @@ def _flatten(kwargs, device):
     for name, value in kwargs.items():
         for item in value if type(value) is tuple else (value,):
             if type(item) is torch.Tensor:
-                if item.requires_grad or item.device != device:
+                if item.requires_grad or item.device != device or item.is_inference():
                     return None
                 tensors.append(item)
-                item = item.shape, item.stride(), item.dtype
+                same = next(i for i, tensor in enumerate(tensors) if tensor is item)
+                item = same, item.shape, item.stride(), item.dtype
             elif type(item) not in PLAIN_VALUES:
                 return None
             rest.append((name, type(value), item))
@@ -134,19 +93,11 @@ def _flatten(kwargs, device):
 
 def _kind(x, rest):
     return (
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.requires_grad,
+        (x.shape, x.stride(), x.dtype, x.requires_grad),
         rest,
         torch.is_grad_enabled(),
         devices.autocast_dtype(x),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        devices.product_settings(),
     )
 
 
@@ -165,18 +116,126 @@ def _is_seen():
     )
 
 
-# ---- layers ----
+# ---- a layer ----
+
+
+class LayerGraphs:
+    """The graphs of one layer. A copy, or what a pickle gives, has none yet."""
+
+    def __init__(self, stack: LayerStack):
+        self.stack = stack
+        self.states = []  # (LayerState, its kinds: kind -> First, then _Graph)
+        self.changes = 0
+        self.refusal = None  # why the layer is not recorded any more
+
+    def __deepcopy__(self, memo):
+        return LayerGraphs(copy.deepcopy(self.stack, memo))
+
+    def __reduce__(self):
+        return LayerGraphs, (self.stack,)
+
+    def call(self, layer, run, x, kwargs, run_recordable=None):
+        """Return ``run(x, **kwargs)``, by a graph where that is the same.
+
+        ``run_recordable``: computes the same in a way that can be recorded, if ``run`` can't."""
+        if type(x) is not torch.Tensor or x.is_inference() or self.refusal or _is_seen():
+            return run(x, **kwargs)
+        arguments = _flatten(kwargs, x.device)
+        if arguments is None or not self.stack.recorder.takes(x):
+            return run(x, **kwargs)
+        tensors, rest = arguments
+        state, kinds = self._state(layer, x)
+        if state is None:
+            return run(x, **kwargs)
+        kind = _kind(x, rest)
+        if kind not in kinds:
+            return self._call_first(run, x, kwargs, state, kinds, kind)
+        run_recordable = run_recordable or run
+        if type(kinds[kind]) is First and _count_recorded(kinds) < MAX_KINDS:
+            self._record(run_recordable, x, kwargs, state, kinds, kind, tensors)
+        graph = kinds.get(kind)
+        if type(graph) is not _Graph or not graph.may_replay(tensors):
+            return run(x, **kwargs)
+        if not graph.has_backward:
+            return graph.forward(x, tensors)
+        return _Replay.apply(graph, run_recordable, tensors, x, *graph.trainable)
+
+    def _state(self, layer, x) -> tuple[LayerState | None, dict | None]:
+        """Return the layer's state and its kinds of calls, or None if it is not recorded as it
+        is."""
+        for state, kinds in self.states:
+            if state.is_unchanged():
+                return state, kinds
+        state = LayerState(layer)
+        self.changes += 1
+        if self.changes > MAX_CHANGES:
+            self._refuse("it changes again and again")
+        if self.refusal or state.refusal(x) is not None:
+            return None, None
+        # graphs of other weights would keep these
+        self.states = [known for known in self.states if known[0].lies_as(state)]
+        self.states = [*self.states, (state, {})][-MAX_STATES:]
+        return self.states[-1]
+
+    def _refuse(self, reason):
+        self.refusal = reason
+        self.states = []
+        logger.info("a layer runs without CUDA graphs: %s", reason)
+
+    def _call_first(self, run, x, kwargs, state, kinds, kind):
+        tensors = [t for t in (x, *_tensors(kwargs), *state.tensors) if not t.is_inference()]
+        versions = [t._version for t in tensors]
+        drawn = self._random_numbers(x)
+        y = run(x, **kwargs)
+        if type(y) is not torch.Tensor:
+            self._refuse("it returns more than a tensor")
+        elif self._random_numbers(x) != drawn:
+            self._refuse("it draws random numbers")
+        elif [t._version for t in tensors] != versions:
+            self._refuse("it writes to its arguments, or to its own tensors")
+        else:
+            kinds[kind] = First(y.shape, y.dtype)
+            seen_once = [kind for kind, known in kinds.items() if type(known) is First]
+            for kind in seen_once[:-MAX_FIRST]:
+                del kinds[kind]
+        return y
+
+    def _random_numbers(self, x):
+        host = hash(bytes(torch.get_rng_state().untyped_storage()))
+        return self.stack.recorder.random_numbers(x), host, hash(random.getstate())
+
+    def _record(self, run, x, kwargs, state, kinds, kind, tensors):
+        places = self.stack.places_of(kind, tensors)
+        try:
+            graph = _Graph(self.stack, state, x, kwargs, places, kinds[kind])
+            graph.record(run, x, tensors)
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:
+            self._refuse(f"it can't be recorded: {type(error).__name__}: {error}")
+            return
+        kinds[kind] = graph
+
+
+def _count_recorded(kinds):
+    return sum(type(known) is _Graph for known in kinds.values())
+
+
+def _tensors(kwargs):
+    for value in kwargs.values():
+        for item in value if type(value) is tuple else (value,):
+            if type(item) is torch.Tensor:
+                yield item
+
+
+# ---- layers with memory in common ----
 
 
 class LayerStack:
-    """Layers that run one after another, with the memory that their graphs share.
-
-    A copy, or what a pickle gives, has no graphs yet."""
+    """Layers that run one after another, with the memory that their graphs share."""
 
     def __init__(self):
         self.recorder = devices.GraphRecorder()
-        self.states = weakref.WeakKeyDictionary()  # layer -> its states, the last one used first
-        self.refusals = weakref.WeakKeyDictionary()  # layer -> why it is not recorded
         self.recorded = itertools.count()
         self.waiting = []  # weak references to calls that wait for their backward, in order
         self.buffers = {}
@@ -188,74 +247,7 @@ class LayerStack:
     def __reduce__(self):
         return LayerStack, ()
 
-    def call(self, layer, run, x, kwargs, run_recordable=None):
-        """Return ``run(x, **kwargs)``, by a graph where that is the same.
-
-        ``run_recordable``: computes the same in a way that can be recorded, if ``run`` can't."""
-        if type(x) is not torch.Tensor or layer in self.refusals or _is_seen():
-            return run(x, **kwargs)
-        arguments = _flatten(kwargs, x.device)
-        if arguments is None or not self.recorder.takes(x):
-            return run(x, **kwargs)
-        tensors, rest = arguments
-        kinds = self._kinds(layer, x)
-        kind = _kind(x, rest)
-        if kinds is None or (kind not in kinds and len(kinds) == MAX_KINDS):
-            return run(x, **kwargs)
-        if kind not in kinds:
-            return self._call_first(layer, run, x, kwargs, kinds, kind)
-        if kinds[kind] is FIRST:
-            run_recordable = run_recordable or run
-            kinds[kind] = self._record(layer, run_recordable, x, kwargs, kind, tensors)
-        graph = kinds[kind]
-        if graph is None or not graph.may_replay(x, tensors):
-            return run(x, **kwargs)
-        if not graph.has_backward:
-            return graph.forward(x, tensors)
-        return _Replay.apply(graph, run_recordable or run, tensors, x, *graph.trainable)
-
-    def _kinds(self, layer, x) -> dict | None:
-        """Return the kinds of calls of the layer as it is now; None if it is not recorded."""
-        states = self.states.setdefault(layer, [])
-        for state in states:
-            if state.is_unchanged():
-                return state.kinds
-        state = LayerState(layer)
-        reason = state.refusal(x)
-        if reason is None and len(states) == MAX_STATES:
-            reason = "it changes again and again"
-        if reason is not None:
-            self._refuse(layer, reason)
-            return None
-        states.append(state)
-        return state.kinds
-
-    def _refuse(self, layer, reason):
-        self.refusals[layer] = reason
-        logger.info("%s runs without a CUDA graph: %s", type(layer).__name__, reason)
-
-    def _call_first(self, layer, run, x, kwargs, kinds, kind):
-        drawn = self.recorder.random_numbers(x)
-        y = run(x, **kwargs)
-        kinds[kind] = FIRST
-        if self.recorder.random_numbers(x) != drawn:
-            self._refuse(layer, "it draws random numbers")
-        elif type(y) is not torch.Tensor:
-            self._refuse(layer, "it returns more than a tensor")
-        return y
-
-    def _record(self, layer, run, x, kwargs, kind, tensors):
-        graph = _Graph(self, layer, x, kwargs, self._places(kind, tensors))
-        try:
-            graph.record(layer, run, x, tensors)
-        except Exception as error:
-            self._refuse(layer, f"it can't be recorded: {type(error).__name__}: {error}")
-            return None
-        return graph
-
-    # ---- memory ----
-
-    def _places(self, kind, tensors) -> list:
+    def places_of(self, kind, tensors) -> list[_Place]:
         """Return where the graphs of a kind read these arguments. Layers share a place if they get
         one and the same tensor."""
         known = self.places.setdefault(kind, [])
@@ -268,16 +260,15 @@ class LayerStack:
             places.append(place)
         return places
 
-    def buffer(self, name, like):
-        """Return memory outside the graphs for what is read as soon as it is written."""
-        key = name, like.shape, like.dtype
+    def buffer(self, name, shape, dtype, device):
+        """Return memory for what is read as soon as it is written. It is not the graphs', which
+        lose theirs with the last graph."""
+        key = name, shape, dtype
         if key not in self.buffers:
-            self.buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self.buffers[key] = torch.empty(shape, dtype=dtype, device=device)
         return self.buffers[key]
 
-    # ---- calls that wait for their backward ----
-
-    def waiting_calls(self) -> list:
+    def waiting_calls(self) -> list[_Call]:
         """Return the calls that wait for their backward, in the order of their graphs' numbers."""
         calls = [reference() for reference in self.waiting]
         calls = [call for call in calls if call is not None and not call.is_done]
@@ -299,74 +290,96 @@ class _Place:
 
     def __init__(self, tensor):
         self.tensor = torch.empty_like(tensor)
-        self.set_source(None)
         self.source = weakref.ref(tensor)
+        self.version = None  # of what was copied: nothing so far
 
     def set_source(self, tensor):
-        self.source = _nothing if tensor is None else weakref.ref(tensor)
-        self.version = None if tensor is None else tensor._version
+        self.source = weakref.ref(tensor)
+        self.version = tensor._version
 
     def holds(self, tensor) -> bool:
         return self.source() is tensor and self.version == tensor._version
 
 
-def _nothing():
-    return None
+# ---- graphs ----
 
 
 class _Graph:
     """The graphs of a layer for one kind of call."""
 
-    def __init__(self, stack, layer, x, kwargs, places):
+    def __init__(self, stack, state, x, kwargs, places, first):
         self.stack = stack
+        self.state = state
         self.number = next(stack.recorded)
-        self.trainable = [p for p in layer.parameters() if p.requires_grad]
+        self.places = places
+        self.trainable = [p for p in state.layer.parameters() if p.requires_grad]
         # What is recorded of autograd ends at these. A parameter's own node runs on the stream on
         # which the parameter was first used.
         self.aliases = [torch.nn.Parameter(p.detach()) for p in self.trainable]
-        self.places = places
         self.has_backward = torch.is_grad_enabled() and (x.requires_grad or bool(self.trainable))
         self.make_autocast = devices.snapshot_autocast(x.device)
         if self.has_backward:
             self.x = torch.empty_like(x).requires_grad_(x.requires_grad)
         else:
-            self.x = stack.buffer("x", x)
+            self.x = stack.buffer("x", x.shape, x.dtype, x.device)
         tensors = iter([place.tensor for place in places])
         self.kwargs = {name: _replaced(value, tensors) for name, value in kwargs.items()}
+        self.y = stack.buffer("y", first.shape, first.dtype, x.device)
+        self.dy = stack.buffer("dy", first.shape, first.dtype, x.device)
 
     # ---- recording ----
 
-    def record(self, layer, run, x, tensors):
+    def record(self, run, x, tensors):
+        """Record both graphs.
+
+        Raises:
+            Exception: whatever the layer does that no graph can hold.
+        """
+        recorder = self.stack.recorder
         self._copy_inputs(x, tensors, self.stack.waiting_calls())
-        parameters = self.trainable, self.aliases
-        replaced = functools.partial(_replaced_parameters, layer, *parameters)
+        self.dy.zero_()
+        recorder.rehearse(functools.partial(self._rehearse, run))
+        self.forward_graph = recorder.record(functools.partial(self._run_forward, run))
+        if not self.has_backward:
+            return
+        used = [i for i, grad in enumerate(self.grads) if grad is not None]
+        self.grads = [
+            None if grad is None else self.stack.buffer(("gradient", i), p.shape, p.dtype, p.device)
+            for i, (grad, p) in enumerate(zip(self.grads, [self.x, *self.aliases], strict=True))
+        ]
+        self.backward_graph = recorder.record(self._run_backward)
+        # a parameter that the layer does not use gets no gradient, and its hooks are not called
+        self.trainable = [self.trainable[i - 1] for i in used if i > 0]
+        self.aliases = [self.aliases[i - 1] for i in used if i > 0]
+        self.grads = [self.grads[0], *(self.grads[i] for i in used if i > 0)]
 
-        def forward():
-            with torch.set_grad_enabled(self.has_backward), self._autocast(), replaced():
-                y = run(self.x, **self.kwargs)
-            self.y = self.stack.buffer("y", y)
-            with torch.no_grad():
-                self.y.copy_(y)
-            if self.has_backward:
-                self.edge = get_gradient_edge(y)  # holds what forward saves, but not y
-
-        def backward():
-            with replaced():  # a checkpoint calls the layer again
-                options = dict(retain_graph=True)
-                grads = self._gradients(self.edge, self.x, self.aliases, self.dy, **options)
-            self.grads = [
-                grad if grad is None else self.stack.buffer(("gradient", i), grad)
-                for i, grad in enumerate(grads)
-            ]
-            torch._foreach_copy_(_present(self.grads), _present(grads))
-
-        self.forward_graph = self.stack.recorder.record(forward)
+    def _rehearse(self, run):
+        """Run forward and backward before any capture, from which PyTorch does not recover well."""
+        self._run_forward(run)
         if self.has_backward:
-            self.dy = self.stack.buffer("dy", self.y)
-            self.backward_graph = self.stack.recorder.record(backward)
+            leaves = {id(leaf) for leaf in (self.x, *self.aliases)}
+            if not _leaves(self.edge.node) <= leaves:
+                raise NotRecordable("what it trains is not among its parameters")
+            self.grads = self._gradients(self.edge, self.x, self.aliases, retain_graph=True)
+            del self.edge
 
-    def _gradients(self, y, x, parameters, dy, **options):
+    def _run_forward(self, run):
+        with torch.set_grad_enabled(self.has_backward), self._autocast(), self._with_aliases():
+            y = run(self.x, **self.kwargs)
+        with torch.no_grad():
+            self.y.copy_(y)
+        if self.has_backward:
+            self.edge = get_gradient_edge(y)  # holds what forward saves, but not y
+
+    def _run_backward(self):
+        with self._with_aliases():  # a checkpoint calls the layer again
+            grads = self._gradients(self.edge, self.x, self.aliases, retain_graph=True)
+        pairs = [(to, grad) for to, grad in zip(self.grads, grads, strict=True) if to is not None]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+    def _gradients(self, y, x, parameters, dy=None, **options):
         inputs = [x, *parameters] if x.requires_grad else parameters
+        dy = self.dy if dy is None else dy
         with devices.without_autocast(x):
             grads = torch.autograd.grad([y], inputs, [dy], allow_unused=True, **options)
         return grads if x.requires_grad else (None, *grads)
@@ -382,23 +395,39 @@ class _Graph:
             finally:
                 torch.set_autocast_cache_enabled(was_enabled)
 
+    @contextlib.contextmanager
+    def _with_aliases(self):
+        """Give the modules, for a while, the aliases in the place of the parameters."""
+        alias_of = dict(zip(map(id, self.trainable), self.aliases, strict=True))
+        replaced = [
+            (module._parameters, name, p)
+            for module in self.state.modules
+            for name, p in module._parameters.items()
+            if id(p) in alias_of
+        ]
+        try:
+            for parameters, name, p in replaced:
+                parameters[name] = alias_of[id(p)]
+            yield
+        finally:
+            for parameters, name, p in replaced:
+                parameters[name] = p
+
     # ---- replaying ----
 
-    def may_replay(self, x, tensors) -> bool:
+    def may_replay(self, tensors) -> bool:
         stack = self.stack
         if not stack.may_run(self.number):
             return False
-        if all(place.holds(t) for place, t in zip(self.places, tensors, strict=True)):
+        if all(map(_Place.holds, self.places, tensors)):
             return True
-        needed = {place for call in stack.waiting_calls() for place in call.graph.places}
-        return all(
-            place not in needed or place.holds(t)
-            for place, t in zip(self.places, tensors, strict=True)
-        )
+        needed = _needed(stack.waiting_calls())
+        pairs = zip(self.places, tensors, strict=True)
+        return all(place not in needed or place.holds(tensor) for place, tensor in pairs)
 
     def _copy_inputs(self, x, tensors, waiting):
         """Copy the arguments, but for those that waiting calls have in the same places."""
-        needed = {place for call in waiting for place in call.graph.places}
+        needed = _needed(waiting)
         targets, sources = [self.x], [x]
         for place, tensor in zip(self.places, tensors, strict=True):
             if place not in needed:
@@ -418,38 +447,29 @@ class _Graph:
         self.backward_graph.replay()
         dx, *grads = self.grads
         # of one dtype in one launch, each with its own memory
-        copies = iter(torch._foreach_mul(_present(grads), 1))
-        copied = [grad if grad is None else next(copies) for grad in grads]
-        return [dx if dx is None else dx.clone(), *copied]
+        copies = torch._foreach_mul(grads, 1) if grads else []
+        return [dx if dx is None else dx.clone(), *copies]
 
     def compute_again(self, run, dy):
-        """Return the gradients without a replay, from the inputs of the last forward."""
+        """Return the gradients without a replay, from the inputs of the last forward.
+
+        Raises:
+            RuntimeError: the layer is not what it was in forward.
+        """
+        if not self.state.is_unchanged():
+            raise RuntimeError(
+                "cuda_graphs: a layer was changed (an adapter, a mode, a hook, an attribute) "
+                "between its forward and this backward, which has to compute it again: the graph "
+                "is kept, autocast is on, or another forward came in between"
+            )
         with torch.enable_grad(), self.make_autocast():
             x = self.x.detach().requires_grad_(self.x.requires_grad)
             y = run(x, **self.kwargs)
         return self._gradients(y, x, self.trainable, dy)
 
 
-@contextlib.contextmanager
-def _replaced_parameters(layer, parameters, aliases):
-    """Give the modules of a layer, for a while, others in the place of these parameters."""
-    alias_of = dict(zip(map(id, parameters), aliases, strict=True))
-    replaced = []
-    for module in layer.modules():
-        for name, p in module._parameters.items():
-            if id(p) in alias_of:
-                replaced.append((module, name, p))
-    try:
-        for module, name, p in replaced:
-            module._parameters[name] = alias_of[id(p)]
-        yield
-    finally:
-        for module, name, p in replaced:
-            module._parameters[name] = p
-
-
-def _present(tensors):
-    return [tensor for tensor in tensors if tensor is not None]
+def _needed(calls):
+    return {place for call in calls for place in call.graph.places}
 
 
 def _replaced(value, tensors):
@@ -457,6 +477,20 @@ def _replaced(value, tensors):
     if type(value) is tuple:
         return tuple(_replaced(item, tensors) for item in value)
     return next(tensors) if type(value) is torch.Tensor else value
+
+
+def _leaves(node) -> set[int]:
+    """Return the ids of the tensors that gradients go to, from a node of autograd's on."""
+    leaves, seen, nodes = set(), set(), [node]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 class _Call:
@@ -473,7 +507,7 @@ class _Replay(torch.autograd.Function):
         ctx.run = run
         ctx.call = _Call(graph)
         # as without a graph, their versions are compared, and a second backward raises
-        ctx.save_for_backward(*trainable)
+        ctx.save_for_backward(*graph.state.weights)
         y = graph.forward(x, tensors)
         graph.stack.waiting.append(weakref.ref(ctx.call))
         return y

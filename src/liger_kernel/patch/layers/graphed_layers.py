@@ -11,15 +11,16 @@ import contextlib
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.core.layer_graphs import LayerStack
+from liger_kernel.core.layer_graphs import LayerGraphs, LayerStack
 from liger_kernel.patch.layers import kept_layers
 from liger_kernel.patch.layers.offloading import CHECKPOINT_ATTRIBUTE, OffloadedCheckpoints
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
 FLAG = "cuda_graphs"
-STACK_ATTRIBUTE = "_liger_stack"
+GRAPHS_ATTRIBUTE = "_liger_graphs"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class GraphedLayer(Replacement):
         original_call = cls.__call__
 
         def call(self, *args, **kwargs):
-            stack = self.__dict__.get(STACK_ATTRIBUTE)
-            if stack is None or len(args) != 1 or _has_other_checkpoint(self):
+            graphs = self.__dict__.get(GRAPHS_ATTRIBUTE)
+            if graphs is None or len(args) != 1 or not _can_record_checkpoint(self, *args):
                 return original_call(self, *args, **kwargs)
 
             def run_recordable(x, **kwargs):
@@ -44,26 +45,27 @@ class GraphedLayer(Replacement):
                     return original_call(self, x, **kwargs)
 
             run = functools.partial(original_call, self)
-            return stack.call(self, run, *args, kwargs, run_recordable)
+            return graphs.call(self, run, *args, kwargs, run_recordable)
 
-        return {"__call__": call, "_liger_state": {STACK_ATTRIBUTE: None}}
+        return {"__call__": call, "_liger_state": {GRAPHS_ATTRIBUTE: None}}
 
 
 def _is_checkpointed(layer):
     return layer.gradient_checkpointing and layer.training
 
 
-def _has_other_checkpoint(layer):
-    """Return True if the layer is checkpointed by another function than torch's."""
+def _can_record_checkpoint(layer, x):
+    """Return True if the layer is not checkpointed, or by torch's function and no other.
+
+    A reentrant one gives no gradients where the input needs none."""
     if not _is_checkpointed(layer):
+        return True
+    function, options = layer.__dict__.get(CHECKPOINT_ATTRIBUTE), {}
+    if isinstance(function, functools.partial) and not function.args:
+        function, options = function.func, function.keywords
+    if function is not checkpoint or not {*options} <= {"use_reentrant", "preserve_rng_state"}:
         return False
-    function = layer.__dict__.get(CHECKPOINT_ATTRIBUTE)
-    if isinstance(function, functools.partial):
-        known = {"use_reentrant", "preserve_rng_state"}
-        return function.func is not checkpoint or bool(
-            function.args or {*function.keywords} - known
-        )
-    return function is not checkpoint
+    return options.get("use_reentrant") is False or (torch.is_tensor(x) and x.requires_grad)
 
 
 @contextlib.contextmanager
@@ -102,4 +104,4 @@ class GraphedLayers(Rewrite):
         if stack is None:
             return
         walk.convert(module, GraphedLayer(), (), self.name(module))
-        module.__dict__[STACK_ATTRIBUTE] = stack
+        module.__dict__[GRAPHS_ATTRIBUTE] = LayerGraphs(stack)
