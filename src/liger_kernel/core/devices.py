@@ -318,6 +318,7 @@ class GraphRecorder:
 
     def __init__(self):
         self.home = None  # the stream that graphs are replayed on
+        self.first = None  # a graph that is never dropped, and so keeps the memory's pool
 
     def takes(self, x) -> bool:
         """Return True if calls with this tensor can be recorded, or replayed."""
@@ -335,11 +336,15 @@ class GraphRecorder:
         return torch.cuda.default_generators[x.device.index].get_offset()
 
     def rehearse(self, function) -> None:
-        """Call the function.
+        """Call the function, before `record`, since PyTorch's random numbers and memory do not
+        survive each failed capture.
 
         Raises:
             RuntimeError: it waits for the device, which a capture does not allow.
+            torch.OutOfMemoryError: there may be no room for what it allocates.
         """
+        device = self.home.device
+        before = _bytes_allocated(device)
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is a prototype, PyTorch says
@@ -348,9 +353,19 @@ class GraphRecorder:
                 function()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
+        needed = _bytes_allocated(device) - before
+        if torch.cuda.mem_get_info(device)[0] < needed:
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info(device)[0] < needed:
+                raise torch.OutOfMemoryError(f"{needed} bytes are not free for a CUDA graph")
 
     def record(self, function):
         """Return a graph of what the function launches; it has the method ``replay``."""
+        if self.first is None:
+            self.first = self._capture(lambda: torch.zeros(1, device=self.home.device))
+        return self._capture(function)
+
+    def _capture(self, function):
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(self.home)
         collects_garbage = gc.isenabled()
@@ -367,3 +382,8 @@ class GraphRecorder:
                 gc.enable()
         self.home.wait_stream(self.stream)
         return graph
+
+
+def _bytes_allocated(device) -> int:
+    """Return the bytes that were allocated on a device so far, also those that are free again."""
+    return torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"]

@@ -39,7 +39,9 @@ class LayerState:
         self.keys = [*_chained(self.filled)]
         self.values = [*self._live_values()]
         self.lengths = self._live_lengths()
-        self.tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        in_tuples = _chained(value for value in self.values if type(value) is tuple)
+        candidates = itertools.chain(self.values, in_tuples)
+        self.tensors = [value for value in candidates if isinstance(value, torch.Tensor)]
         self.places = [*map(_place, self.tensors)]
 
     def _live_values(self):
