@@ -17,7 +17,7 @@ NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "ours-long": "ours, long_context",
     "ours-graphs": "ours, cuda_graphs",
 }
-README_ROWS = "lora", "qlora", "qlora-long"
+README_ROWS = "lora", "qlora", "lora-short"
 
 
 def row_label(row: dict) -> str:
@@ -152,18 +152,19 @@ def readme(data: dict) -> str:
         "eager": "Hugging Face, PEFT",
         "peer": f"liger-kernel {data.get('peer') or ''}".strip(),
         "unsloth": f"Unsloth {data.get('unsloth') or ''}".strip(),
-        "ours": "this package",
     }
     lines = [
         [
             row_label(row),
-            *(readme_cell(row, name) for name in names if name != "ours"),
+            *(readme_cell(row, name) for name in names),
             readme_cell_of_ours(row),
+            readme_cell(row, "ours-graphs"),
         ]
         for row in data["rows"]
         if row["name"] in README_ROWS
     ]
-    columns = ["model, weights, rank, tokens × batch", *names.values()]
+    ours = "this package", "with `cuda_graphs=True`"
+    columns = ["model, weights, rank, tokens × batch", *names.values(), *ours]
     text = "LoRA and QLoRA, [in more detail](docs/lora.md#how-fast-it-is):"
     return f"{text}\n\n{table(columns, lines)}\n\n{heading(data)}"
 

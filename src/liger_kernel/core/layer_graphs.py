@@ -180,7 +180,9 @@ class LayerGraphs:
     def _refuse(self, reason):
         self.refusal = reason
         self.states = []
-        logger.info("a layer runs without CUDA graphs: %s", reason)
+        if reason not in self.stack.reasons:
+            self.stack.reasons.add(reason)
+            logger.warning("cuda_graphs: layers run without them: %s", reason)
 
     def _call_first(self, run, x, kwargs, state, kinds, kind):
         tensors = [t for t in (x, *_tensors(kwargs), *state.tensors) if not t.is_inference()]
@@ -239,6 +241,7 @@ class LayerStack:
         self.recorded = itertools.count()
         self.waiting = []  # weak references to calls that wait for their backward, in order
         self.buffers = {}
+        self.reasons = set()  # why layers of it are not recorded
         self.places = {}  # kind -> the tensor arguments of its calls, and where the graphs read
 
     def __deepcopy__(self, memo):

@@ -272,8 +272,8 @@ def test_what_changes_is_noticed(change):
         assert_same(*(step(model, seed) for model in models))
 
 
-def test_random_numbers():
-    """The same ones as without graphs: nothing is recorded."""
+def test_random_numbers(caplog):
+    """The same ones as without graphs: nothing is recorded, and a warning says so, once."""
     models = pair("llama", attention_dropout=0.5)
     for seed in range(3):
         results = []
@@ -283,6 +283,8 @@ def test_random_numbers():
         assert_same(*results)
     assert not graphs_of(models[1])
     assert refusals(models[1]) == {"it draws random numbers"}
+    warnings = [r for r in caplog.records if "it draws random numbers" in r.getMessage()]
+    assert len(warnings) == 1
 
 
 def test_copies_and_revert():
