@@ -203,6 +203,7 @@ ALLOWED_SYNCHRONIZING = {
     ("ops.head.grouped_loss", "tolist"): "the same",
     ("ops.moe.expert_parallel", "tolist"): "a collective's sizes are on the host",
     ("core.op", "item"): "a number on the host is rounded there",
+    ("core.layer_graphs", "numpy"): "the host's random numbers",
 }
 # Functions that no published package has.
 UNPUBLISHED_FUNCTIONS = "linear_token_loss", "token_log_probs", "linear_distillation"

@@ -125,6 +125,7 @@ class LayerGraphs:
     def __init__(self, stack: LayerStack):
         self.stack = stack
         self.states = []  # (LayerState, its kinds: kind -> First, then _Graph)
+        self.plain_state = None  # the last one in which it is not recorded
         self.changes = 0
         self.refusal = None  # why the layer is not recorded any more
 
@@ -166,11 +167,17 @@ class LayerGraphs:
         for state, kinds in self.states:
             if state.is_unchanged():
                 return state, kinds
+        if self.plain_state is not None and self.plain_state.is_unchanged():
+            return None, None
         state = LayerState(layer)
+        reason = state.refusal(x)
+        if reason is not None:  # it may pass
+            self.plain_state = state
+            self.stack.warn(reason)
+            return None, None
         self.changes += 1
         if self.changes > MAX_CHANGES:
             self._refuse("it changes again and again")
-        if self.refusal or state.refusal(x) is not None:
             return None, None
         # graphs of other weights would keep these
         self.states = [known for known in self.states if known[0].lies_as(state)]
@@ -180,9 +187,7 @@ class LayerGraphs:
     def _refuse(self, reason):
         self.refusal = reason
         self.states = []
-        if reason not in self.stack.reasons:
-            self.stack.reasons.add(reason)
-            logger.warning("cuda_graphs: layers run without them: %s", reason)
+        self.stack.warn(reason)
 
     def _call_first(self, run, x, kwargs, state, kinds, kind):
         tensors = [t for t in (x, *_tensors(kwargs), *state.tensors) if not t.is_inference()]
@@ -203,8 +208,8 @@ class LayerGraphs:
         return y
 
     def _random_numbers(self, x):
-        host = hash(bytes(torch.get_rng_state().untyped_storage()))
-        return self.stack.recorder.random_numbers(x), host, hash(random.getstate())
+        of_torch = torch.get_rng_state().numpy().tobytes()  # of the host's generator
+        return self.stack.recorder.random_numbers(x), of_torch, random.getstate()
 
     def _record(self, run, x, kwargs, state, kinds, kind, tensors):
         places = self.stack.places_of(kind, tensors)
@@ -249,6 +254,12 @@ class LayerStack:
 
     def __reduce__(self):
         return LayerStack, ()
+
+    def warn(self, reason):
+        """Say, once for all layers, why they are not recorded."""
+        if reason not in self.reasons:
+            self.reasons.add(reason)
+            logger.warning("cuda_graphs: layers run without them: %s", reason)
 
     def places_of(self, kind, tensors) -> list[_Place]:
         """Return where the graphs of a kind read these arguments. Layers share a place if they get
