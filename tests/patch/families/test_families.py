@@ -380,7 +380,7 @@ def test_an_unusual_layout_of_the_angles_is_left_alone(monkeypatch):
 # ---- the public functions ----
 
 
-LONG = "tiled_mlp", "offloaded_checkpoints", "long_context", "keep_layers"
+LONG = "tiled_mlp", "offloaded_checkpoints", "long_context", "keep_layers", "cuda_graphs"
 
 
 @FAMILY
