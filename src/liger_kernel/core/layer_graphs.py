@@ -60,11 +60,11 @@ MAX_CHANGES = 64  # a layer that has changed so often is not looked at again
 
 
 class NotRecordable(Exception):
-    """Why a layer is not recorded."""
+    """Raised in a rehearsal: a replay would leave out something that the layer does."""
 
 
 class First(NamedTuple):
-    """What the first call of a kind returned."""
+    """Shape and dtype of what the first call of a kind returned; the second call is recorded."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -300,7 +300,7 @@ class LayerStack:
 
 
 class _Place:
-    """Where graphs read an argument, and the tensor that was copied there last."""
+    """Memory that graphs read an argument from. It notes which tensor was copied there last."""
 
     def __init__(self, tensor):
         self.tensor = torch.empty_like(tensor)

@@ -254,10 +254,6 @@ def freeze(model):
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
 
 
-def dropout(model):
-    model.model.layers[0].self_attn.attention_dropout = 0.5
-
-
 CHANGES = put_hook, replace_weight, move_weight, set_attribute, set_config, own_forward, freeze
 
 
