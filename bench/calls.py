@@ -3,8 +3,8 @@
 ``LIGER`` runs in our process and in the published package's, whose public names are the same.
 ``PLAIN`` is PyTorch for it, where PyTorch has the operator or the case's reference computes more
 than that line asks for. A case that doesn't stand here is timed as its own ``fn`` and
-``reference``, without a peer. ``CUTE`` and ``LINEAR_CROSS_ENTROPY`` are the lines of further
-contestants."""
+``reference``, without a peer. ``CUTE``, ``LINEAR_CROSS_ENTROPY`` and ``FLA`` are the lines of
+further contestants."""
 
 from __future__ import annotations
 
@@ -207,6 +207,24 @@ LINEAR_CROSS_ENTROPY = {
 }
 
 
+def _chunk_gated_delta_rule(q, k, v, g, beta, initial_state):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, None, initial_state, True, use_qk_l2norm_in_kernel=True
+    )
+
+
+FLA = {"fla": {"gated_delta_rule": _chunk_gated_delta_rule}}
+
+
+def _gated_delta_rule(q, k, v, g, beta, initial_state):
+    """Compute it in chunks, in fp32, as Hugging Face's models do without a package."""
+    from liger_kernel.ops.recurrent.gated_delta_rule import gated_delta_rule_reference
+
+    return gated_delta_rule_reference(q, k, v, g, beta, None, initial_state, True, True)
+
+
 def _rope(q, k, cos, sin):
     """Compute RoPE as Hugging Face's models do."""
 
@@ -238,13 +256,17 @@ def _log_probs(logits, ids):
     return selected.where(ids >= 0, 0)
 
 
-OURS = {  # without a peer: the case's own function makes the logits, too
+OURS = {  # the case's own function makes the logits, too, or rounds the states
+    "gated_delta_rule": lambda q, k, v, g, beta, initial_state: _liger(
+        "gated_delta_rule", q, k, v, g, beta, None, initial_state, True, True
+    ),
     "selected_log_probs": lambda logits, ids: _liger("selected_log_probs", logits, ids),
     "vocab_parallel_cross_entropy": lambda logits, target: _liger(
         "vocab_parallel_cross_entropy", logits, target, None
     ),
 }
 PLAIN = {
+    "gated_delta_rule": _gated_delta_rule,
     "selected_log_probs": _log_probs,
     "vocab_parallel_cross_entropy": lambda logits, target: F.cross_entropy(
         logits.flatten(0, 1).float(), target.flatten(), reduction="none"

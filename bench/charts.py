@@ -121,7 +121,7 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         "compile": dict(marker="D", markerfacecolor="white", color=GREY, markersize=5.5),
         "peer": dict(marker="s", color=GREY, markersize=6),
     }
-    for name, marker in zip(FURTHER, "v<>^Pp", strict=True):
+    for name, marker in zip(FURTHER, "v<>^Pp*", strict=True):
         styles[name] = dict(marker=marker, color=GREY)
     styles["ours"] = dict(marker="o", color=BLUE, markersize=8)  # last: above the others
     points = {name: [] for name in styles}

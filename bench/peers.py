@@ -48,6 +48,12 @@ SIDES = {
         cute_version,
         environment={"LIGER_KERNEL_IMPL": "cutedsl"},
     ),
+    "fla": Side(
+        "--peer-fla",
+        "flash-linear-attention and fla-core, where this Triton runs them",
+        calls.FLA,
+        lambda: machine.version("flash-linear-attention"),
+    ),
 }
 LINES = {contestant: lines for side in SIDES.values() for contestant, lines in side.lines.items()}
 CASES = {case for lines in LINES.values() for case in lines}

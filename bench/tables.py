@@ -13,6 +13,7 @@ VERSIONS = {
     "peer": "liger-kernel {}",
     "cute": "CuTe: liger-kernel {}",
     "torch": "linear_cross_entropy of torch {}",
+    "fla": "flash-linear-attention {}",
     "trl": "TRL {}",
 }
 FURTHER = {  # contestants that few rows have
@@ -22,6 +23,7 @@ FURTHER = {  # contestants that few rows have
     "cute": "liger-kernel, CuTe",
     "cute-functional": "liger-kernel, CuTe, by functional",
     "cute-scaled": "liger-kernel, CuTe, scaled",
+    "fla": "flash-linear-attention",
 }
 NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "grouped_mm": "grouped_mm",

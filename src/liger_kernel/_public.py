@@ -223,6 +223,14 @@ OPERATORS = {
         transformers="LigerSparsemax",
         paths="ops.sparsemax transformers.sparsemax",
     ),
+    "recurrent.causal_conv": Operator(
+        ops="LigerCausalConv1dFunction",
+        functional="liger_causal_conv1d",
+    ),
+    "recurrent.gated_delta_rule": Operator(
+        ops="LigerGatedDeltaRuleFunction",
+        functional="liger_gated_delta_rule",
+    ),
     "residual.attention_residuals": Operator(
         ops="LigerAttnResFunction",
         functional="liger_attn_res",

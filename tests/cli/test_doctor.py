@@ -201,6 +201,23 @@ def test_doctor_says_whether_hoppers_own_kernels_are_on(doctor_with):
     ]
 
 
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("packages", [(), ("causal-conv1d",), doctor.LINEAR_ATTENTION])
+def test_doctor_says_where_linear_attention_would_be_slow(doctor_with, works, packages):
+    gpu = on_gpu()
+    gpu["kernels"].append(dict(name="gated_delta_rule", works=works, problem=None))
+    _, report = doctor_with(OLDEST | dict.fromkeys(packages, "1.0"), **gpu)
+    if works or packages == doctor.LINEAR_ATTENTION:
+        assert report["notes"] == []
+        return
+    (note,) = report["notes"]
+    assert note.startswith(
+        "Without the kernel gated_delta_rule, the linear attention of Qwen3-Next"
+    )
+    missing = [name for name in doctor.LINEAR_ATTENTION if name not in packages]
+    assert note.endswith(f"pip install {' '.join(missing)}.")
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_doctor_tells_broken_from_absent(tmp_path, monkeypatch, name):
     """A package that is installed and fails to load, one that ends the process, and one that is not

@@ -162,6 +162,7 @@ LARGE_TENSORS = {
         (1, 2**19 + 7, 32, 8, 128),
         {"q": 2, "k": 2, "cos": 1, "sin": 1},
     ),
+    "causal_conv1d": (BY_NAME["causal_conv1d"].fn, (5, 2**17 + 3, 4096, 4), {"x": 0}),
     "cross_entropy": (loss_of_rows, (2**31 // V + 5, V), {"x": 0, "target": 0}),
     "cross_entropy in place": (
         lambda x, target: loss_of_rows(x * 1, target),

@@ -27,6 +27,7 @@ from cases import operator_modules
 from portability_targets import FAMILIES, SAME_IR_VERSIONS, TARGETS
 from programs import run_command
 from triton.runtime.jit import KernelInterface
+from ttgir import transposed_results
 
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.head import hopper
@@ -174,6 +175,55 @@ def test_what_is_not_compiled_again_is_the_same(target, compiled):
     assert (shared > 0) == (not COMPLETE and VERSION in SAME_IR_VERSIONS)
 
 
+@pytest.mark.skipif(XPU is not None, reason="compiles for Intel's GPUs alone")
+def test_recurrent_kernels_avoid_a_fault_of_hoppers_compilers(compiled):
+    """They transpose nothing that a product has computed, and solve without products of warp
+    groups."""
+    launches = [
+        launch
+        for launch in compiled("sm_90")["launches"]
+        if launch["kernel"].partition(".")[0] in ("solve", "states", "outputs")
+        and "transposed" in launch
+    ]
+    assert {launch["kernel"] for launch in launches} == set(RECURRENT)
+    for launch in launches:
+        assert not launch["transposed"], launch
+        if launch["kernel"] == "solve._solve":
+            assert not launch["warp_group_products"]
+        elif launch["signature"]["k_ptr" if "k_ptr" in launch["signature"] else "q_ptr"] == "*bf16":
+            assert launch["warp_group_products"], "there is nothing to look for"
+
+
+RECURRENT = (
+    "solve._solve",
+    "states._states",
+    "states._transposed_scores",
+    "states._state_gradients",
+    "outputs._output",
+    "outputs._query_gradients",
+    "outputs._key_gradients",
+)
+
+
+def test_a_transposed_result_is_found():
+    """Through a cast, and through what a loop carries."""
+    product = "%p = tt.dot %a, %b, %zero : tensor<64x64xbf16> * tensor<64x64xbf16>"
+    cast = "%c = arith.truncf %p : tensor<64x64xf32> to tensor<64x64xbf16>"
+    transposed = "%t = tt.trans %c {order = array<i32: 1, 0>} : tensor<64x64xbf16>"
+    loaded = "%u = tt.trans %a {order = array<i32: 1, 0>} : tensor<64x64xbf16>"
+    assert transposed_results("\n".join((product, cast, transposed))) == [transposed]
+    assert not transposed_results("\n".join((product, cast, loaded)))
+    loop = (
+        "%r = scf.for %i = %lo to %hi step %one iter_args(%s = %zero) -> (tensor<64x64xf32>) {",
+        "%p = tt.dot %a, %b, %s : tensor<64x64xbf16> * tensor<64x64xbf16>",
+        "scf.yield %p : tensor<64x64xf32>",
+    )
+    behind = "%t = tt.trans %r {order = array<i32: 1, 0>} : tensor<64x64xf32>"
+    assert transposed_results("\n".join((*loop, behind))) == [behind]
+    inside = "%t = tt.trans %s {order = array<i32: 1, 0>} : tensor<64x64xf32>"
+    assert transposed_results("\n".join((loop[0], inside, *loop[1:]))) == [inside]
+
+
 def faults(launch, target):
     """Yield what is wrong with a launch."""
     if "error" in launch:
@@ -188,7 +238,9 @@ def faults(launch, target):
     for name, kind in launch["signature"].items():
         if "fp64" in kind:
             yield f"{name} is {kind}: a kernel computes in fp32"
-    allowed = KNOWN_SPILLS.get((launch["kernel"], target), 0 if launch["real"] else MAX_SPILLED)
+    key = launch["kernel"], target
+    allowed = KNOWN_SPILLS.get(key, 0 if launch["real"] else MAX_SPILLED)
+    allowed = max(allowed, TILES_OF_REGISTERS.get(key, 0))
     if launch["chosen"] and launch.get("spilled", 0) > allowed:
         spilled, registers = launch["spilled"], launch["registers"]
         yield f"{spilled} spilled of {registers} registers, {allowed} are allowed"
@@ -197,6 +249,37 @@ def faults(launch, target):
 MAX_SPILLED = (
     256  # bytes of a thread (AMD: registers), at shapes beyond those that the benchmark has
 )
+# Kernels of the gated delta rule, whose tiles are for Hopper: where operands of products take
+# registers, these spill with every launch that was tried. The most of Triton 3.6, 3.8 and 3.9.
+TILES_OF_REGISTERS = {
+    ("outputs._key_gradients", "sm_80"): 776,
+    ("outputs._query_gradients", "sm_80"): 80,
+    ("outputs._key_gradients", "sm_86"): 696,
+    ("outputs._query_gradients", "sm_86"): 72,
+    ("outputs._key_gradients", "sm_89"): 696,
+    ("outputs._query_gradients", "sm_89"): 72,
+    ("outputs._key_gradients", "sm_90"): 224,
+    ("outputs._key_gradients", "sm_100"): 112,
+    ("states._states", "sm_100"): 8,
+    ("states._transposed_scores", "sm_100"): 8,
+    ("outputs._key_gradients", "sm_120"): 816,
+    ("outputs._query_gradients", "sm_120"): 120,
+    ("solve._solve", "sm_120"): 32,
+    ("states._state_gradients", "sm_120"): 240,
+    ("outputs._key_gradients", "gfx90a"): 152,
+    ("outputs._key_gradients", "gfx942"): 112,
+    ("outputs._key_gradients", "gfx950"): 80,
+    ("outputs._query_gradients", "gfx950"): 8,
+    ("outputs._key_gradients", "gfx1100"): 384,
+    ("outputs._output", "gfx1100"): 200,
+    ("outputs._query_gradients", "gfx1100"): 8,
+    ("states._state_gradients", "gfx1100"): 272,
+    ("states._states", "gfx1100"): 16,
+    ("states._transposed_scores", "gfx1100"): 64,
+    ("outputs._key_gradients", "gfx1201"): 120,
+    ("outputs._output", "gfx1201"): 72,
+    ("states._state_gradients", "gfx1201"): 64,
+}
 # by version of Triton: the spills of a kernel on a target, of few bytes but for one very wide row
 KNOWN_SPILLS = {
     ("3", "6"): {

@@ -62,6 +62,8 @@ from liger_kernel.ops.probability.kl_div import liger_kl_div
 from liger_kernel.ops.probability.softmax import liger_softmax
 from liger_kernel.ops.probability.sparsemax import liger_sparsemax
 from liger_kernel.ops.probability.tvd import liger_tvd
+from liger_kernel.ops.recurrent.causal_conv import liger_causal_conv1d
+from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule
 from liger_kernel.ops.residual.attention_residuals import liger_attn_res
 from liger_kernel.ops.residual.hyper_connections import (
     liger_mhc_coeffs,
@@ -118,6 +120,18 @@ SHAPES = [
     (liger_multi_token_attention, "bias", drop_last),
     (liger_fused_neighborhood_attention, "query", lambda x: x[0]),
     (liger_fused_neighborhood_attention, "value", drop_last),
+    (liger_causal_conv1d, "x", lambda x: x[0]),
+    (liger_causal_conv1d, "weight", lambda x: x[1:]),
+    (liger_causal_conv1d, "bias", drop_last),
+    (liger_causal_conv1d, "seq_idx", drop_last),
+    (liger_gated_delta_rule, "q", lambda x: x[0]),
+    (liger_gated_delta_rule, "q", drop_last),
+    (liger_gated_delta_rule, "k", drop_last),
+    (liger_gated_delta_rule, "v", lambda x: x[:, :-1]),
+    (liger_gated_delta_rule, "g", drop_last),
+    (liger_gated_delta_rule, "beta", lambda x: x[0]),
+    (liger_gated_delta_rule, "initial_state", lambda x: x[:1]),
+    (liger_gated_delta_rule, "cu_seqlens", lambda x: x[None]),
     (liger_attn_res, "V", lambda x: x[0, 0]),
     (liger_attn_res, "w_norm", drop_last),
     (liger_mhc_coeffs, "alpha_res", lambda x: x.expand(2)),

@@ -60,6 +60,21 @@ def _add_index(patch):
     return call
 
 
+def _keep_truth(splat):
+    """Keep a truth value's dtype where it becomes a block.
+
+    The interpreter takes the result of a comparison of two numbers for a number of their dtype.
+    """
+
+    def call(self, block_type, value):
+        block = splat(self, block_type, value)
+        if value.data.dtype == bool:
+            block.data = block.data.astype(bool)
+        return block
+
+    return call
+
+
 def _call_directly(obj, name, member, builder, scope):
     """Replace a function of triton.language by one that uses the interpreter, not the compiler."""
     inner = getattr(member, "__wrapped__", member)
@@ -193,6 +208,8 @@ def repair():
     """Correct what differs from a GPU. Every process that interprets kernels needs this."""
     interpreter._convert_float = _round_like_a_gpu(interpreter._convert_float)
     interpreter._patch_lang_tensor = _add_index(interpreter._patch_lang_tensor)
+    builder = interpreter.InterpreterBuilder
+    builder.create_splat = _keep_truth(builder.create_splat)
 
 
 def speed_up():

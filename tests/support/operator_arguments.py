@@ -57,6 +57,8 @@ from liger_kernel.ops.probability.kl_div import liger_kl_div
 from liger_kernel.ops.probability.softmax import liger_softmax
 from liger_kernel.ops.probability.sparsemax import liger_sparsemax
 from liger_kernel.ops.probability.tvd import liger_tvd
+from liger_kernel.ops.recurrent.causal_conv import liger_causal_conv1d
+from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule
 from liger_kernel.ops.residual.attention_residuals import liger_attn_res
 from liger_kernel.ops.residual.hyper_connections import (
     liger_mhc_coeffs,
@@ -144,6 +146,9 @@ def valid_arguments():
         ),
         liger_fused_neighborhood_attention: dict(zip(("query", "key", "value"), heads, strict=True))
         | dict(scale=1.0),
+        liger_causal_conv1d: dict(
+            x=hidden, weight=randn(H, 4), bias=randn(H), seq_idx=torch.zeros_like(ids)
+        ),
         liger_attn_res: dict(V=streams, w_query=randn(H), w_norm=randn(H), eps=1e-6),
         liger_mhc_coeffs: dict(
             x=streams, phi=randn(2 * H, 8), b=randn(8), **alphas, allow_fp32=True, tmax=2
@@ -161,6 +166,16 @@ def valid_arguments():
             sin=sections.sin(),
             mrope_section=[2, 1, 1],
             unsqueeze_dim=1,
+        ),
+        liger_gated_delta_rule: dict(
+            q=randn(1, T, 1, H),
+            k=randn(1, T, 1, H),
+            v=randn(1, T, 2, V),
+            g=-randn(1, T, 2).abs(),
+            beta=randn(1, T, 2).sigmoid(),
+            scale=1.0,
+            initial_state=randn(2, 2, H, V),
+            cu_seqlens=torch.tensor([0, 1, T], device=DEVICE),
         ),
         liger_vocab_parallel_cross_entropy: dict(
             vocab_parallel_logits=randn(1, T, V), target=y[None]

@@ -5,7 +5,8 @@ without TRITON_INTERPRET, because the kernels of one process are either compiled
 
 The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
 compiled for the head, from source to the binary; for sm_90 up to two, and some launches in fp32,
-with options and with single gradients go through the compiler's front half. Another target of the
+with options and with single gradients go through the compiler's front half. Of some more head sizes
+of the gated delta rule only the shared memory is found, for every target. Another target of the
 family takes the head's result of a launch that both have, and compiles the others and every matrix
 product itself. With PORTABILITY=complete every launch is compiled from source for every target;
 spills are looked at in the same launches.
@@ -38,6 +39,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
+from ttgir import transposed_results
 
 import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core import devices
@@ -49,6 +51,7 @@ from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.token_divergence import DivergenceOptions, LinearTokenDivergenceFunction
 from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, token_log_probs
 from liger_kernel.ops.linear.four_bit import dequantize_4bit
+from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule
 
 # (Triton's target, multiprocessors, bytes of shared memory that one program may have)
 TARGETS = {
@@ -80,6 +83,7 @@ class _CurrentRun:
     description: str
     is_real_shape: bool  # a shape of a benchmark
     compile_fully: bool
+    measure_shared: bool = False
 
 
 class _Launched:
@@ -96,6 +100,7 @@ class _Launched:
         self.runs = {}  # description -> whether its shape is a real one
         self.compile_fully = False
         self.compile_front_half = False
+        self.measure_shared = False
 
     def launch_metadata(self, grid, stream, *args):
         return None
@@ -104,6 +109,7 @@ class _Launched:
         self.grids.add((x, y, z))
         self.runs[self.current_run.description] = self.current_run.is_real_shape
         self.compile_fully |= self.current_run.compile_fully
+        self.measure_shared |= self.current_run.measure_shared
 
 
 def pretend(name):
@@ -271,6 +277,30 @@ def run_four_bit():
     assert dequantize_4bit(weight, state, state.dtype) is not None
 
 
+# (dtype, entries of a key, of a value): the largest tiles, and so few values that loops over them
+# are none, which leaves the compiler another loop to load ahead in
+DELTA_RULE_HEADS = (
+    (torch.bfloat16, 128, 16),
+    (torch.bfloat16, 256, 256),
+    (torch.float32, 128, 128),
+    (torch.float32, 256, 256),
+)
+
+
+def run_delta_rule_heads():
+    """Run the gated delta rule with heads that no Case has. Their shared memory is looked at."""
+    for dtype, K, V in DELTA_RULE_HEADS:
+        description = f"delta_rule_heads {K}x{V} {str(dtype).removeprefix('torch.')}"
+        _Launched.current_run = _CurrentRun(
+            description, is_real_shape=False, compile_fully=False, measure_shared=True
+        )
+        leaf = functools.partial(torch.empty, device="meta", requires_grad=True)
+        inputs = [leaf(1, 256, 2, n, dtype=dtype) for n in (K, K, V)]
+        inputs += [leaf(1, 256, 2), leaf(1, 256, 2, dtype=dtype)]
+        o, _ = liger_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
+        torch.autograd.grad(o, inputs, torch.empty_like(o))
+
+
 # the runs of what no case has
 WITHOUT_CASE = {
     "linear_loss": run_grouped_loss,
@@ -278,6 +308,7 @@ WITHOUT_CASE = {
     "token_divergence": run_token_divergence,
     "class_tiles": run_class_tiles,
     "four_bit": run_four_bit,
+    "delta_rule_heads": run_delta_rule_heads,
 }
 
 
@@ -311,8 +342,11 @@ def resources(asm):
     )
 
 
-def compile_front_half(target, src, options):
-    """Compile as `triton.compile` begins: to Triton's (or Gluon's) IR, checked and simplified."""
+def compile_front_half(target, src, options, last_stage=None):
+    """Compile as `triton.compile` begins: to Triton's (or Gluon's) IR, checked and simplified.
+
+    Or go on to ``last_stage``. Returns what the stages noted: the shared memory, from "llir" on.
+    """
     backend = make_backend(target)
     context = ir.context()
     ir.load_dialects(context)
@@ -321,8 +355,12 @@ def compile_front_half(target, src, options):
     backend.add_stages(stages, options, src.language)
     codegen_fns = backend.get_codegen_implementation(options)
     module = src.make_ir(target, options, codegen_fns, backend.get_module_map(), context)
-    first_stage = next(iter(stages.values()))
-    first_stage(module, dict(options.__dict__))
+    metadata = dict(options.__dict__, target=target)
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if last_stage in (None, name):
+            break
+    return metadata
 
 
 def compile_launched(target, launched):
@@ -341,7 +379,9 @@ def compile_launched(target, launched):
     )
     try:
         if not launched.compile_fully:
-            if launched.compile_front_half:
+            if launched.measure_shared:
+                result |= dict(shared=compile_front_half(target, src, options, "llir")["shared"])
+            elif launched.compile_front_half:
                 compile_front_half(target, src, options)
             return result
         kernel = triton.compile(src, target=target, options=options.__dict__)
@@ -358,6 +398,8 @@ def compile_launched(target, launched):
         spilled=spilled,
         product="tt.dot" in kernel.asm["ttir"] if "ttir" in kernel.asm else True,
         ir=hashlib.sha256(without_target(ttgir).encode()).hexdigest(),
+        transposed=transposed_results(ttgir),
+        warp_group_products=ttgir.count("ttng.warp_group_dot "),
     )
 
 

@@ -28,6 +28,8 @@ from liger_kernel.cli.versions import (
 )
 
 LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes")
+DELTA_RULE = "gated_delta_rule"  # its kernel's name
+LINEAR_ATTENTION = "flash-linear-attention", "causal-conv1d"
 FRAMEWORKS = (
     "trl",
     "axolotl",
@@ -214,6 +216,7 @@ def _notes(report: dict) -> list[str]:
     notes = _version_notes(report)
     if report["devices"]:
         notes += [*_versions_on_gpus_notes(report), *_hopper_notes(report), *_gpu_notes(report)]
+        notes += _hybrid_notes(report)
     return notes
 
 
@@ -256,6 +259,19 @@ def _hopper_notes(report: dict) -> list[str]:
     return [
         "The linear head's own kernels for Hopper stay off: they are for triton "
         f"{join_words(hopper['triton'])}. The kernels for any GPU compute the same: nothing to do."
+    ]
+
+
+def _hybrid_notes(report: dict) -> list[str]:
+    """Say where linear attention would run as PyTorch's operations, and what to install."""
+    works = all(kernel["works"] for kernel in report["kernels"] if kernel["name"] == DELTA_RULE)
+    missing = [name for name in LINEAR_ATTENTION if not installed(name)]
+    if works or not missing:
+        return []
+    return [
+        f"Without the kernel {DELTA_RULE}, the linear attention of Qwen3-Next, Qwen3.5 and OLMo "
+        "hybrid runs as PyTorch's operations, which take several times as long: pip install "
+        f"{' '.join(missing)}."
     ]
 
 

@@ -29,10 +29,62 @@ the logits before that is seen at every training step: [patching.md](patching.md
 [routers](experts.md#routers), which experts they choose, and how they weigh them |
 | RoPE | the rotation and its gradient in fp32; where it rounds in bf16; the layout of the model's \
 own cos and sin |
+| linear attention | the convolution's formula and its gradients in fp32, where it rounds in bf16; \
+the gated delta rule with its last state and all gradients in fp32: [below](#hybrid-models) |
 | mask | what the family asks of transformers' mask functions, and that they answer with no mask |
 
 `tests/patch/families/test_zoo.py` and `tests/patch/families/test_zoo_vision.py` train a tiny model
 of each family with the patch and without it, and compare.
+
+## Hybrid models
+
+In Qwen3-Next, Qwen3.5, OLMo hybrid and their kin, three of four layers are gated delta nets: a
+short convolution, then the gated delta rule. transformers runs both as PyTorch's operations, or by
+causal-conv1d and flash-linear-attention where these are installed. A patched model runs
+`liger_causal_conv1d` and `liger_gated_delta_rule` ([operators.md](operators.md)), and needs neither
+package. The layer's own code still runs around them.
+
+```python
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+from liger_kernel.transformers import apply_liger_kernel
+
+config = Qwen3NextConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=4,
+    vocab_size=128,
+)
+model = AutoModelForCausalLM.from_config(config)
+report = apply_liger_kernel(model)
+kernels = "liger_causal_conv1d, liger_gated_delta_rule"
+assert report.replaced["Qwen3NextGatedDeltaNet", kernels] == 1
+```
+
+- The delta rule is also tried on the GPU, at the patch if the weights are there, else at its first
+  call: some versions of Triton have made wrong kernels of this rule on Hopper. Where it fails,
+  transformers' function stays, and the report or the log says why.
+- An installed package is replaced, too; the report names it. `linear_attention=False` keeps it.
+- Of packed sequences in one row, `cu_seq_lens_q` keeps states and convolutions apart, as
+  `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it. transformers raises without
+  the packages; before 5.23 it let states pass from one sequence to the next. With
+  flash-linear-attention but without causal-conv1d its convolution reaches over a border; ours does
+  not. Layers that only convolve (LFM2) take `seq_idx` as well. By `position_ids` alone states
+  pass the borders, as in transformers (its issue 46093).
+- Left to transformers: `seq_idx` alone in a delta net, single tokens after cached ones, packed
+  sequences after cached ones, heads whose size is not a multiple of 16 or is above 256, fp64 and
+  sharded tensors (DTensor).
+- In Mamba, Mamba-2, Falcon-H1, Bamba, Nemotron-H and Kimi Linear the convolution is ours, and the
+  scan behind it transformers': packed sequences are wholly transformers' there.
+- Where linear attention still runs as PyTorch's operations, the report has a note that says so, and
+  what to install.
+
+These operators have not been tried on a GPU yet.
+
+## Every type
 
 {header}
 """

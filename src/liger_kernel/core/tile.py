@@ -181,3 +181,16 @@ def silu(x):
     """silu(x) = x·σ(x), and its slope."""
     s, slope = sigmoid(x)
     return x * s, s + x * slope
+
+
+@triton.jit
+def silu_16_bit(x):
+    """silu(x), and its slope, for 16-bit tensors, whose rounding is a hundred times the error.
+
+    This takes 6 instructions on sm_90 instead of 16 of `silu`: exp2 and rsqrt are one each, exp
+    six, a division eight.
+    """
+    r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    p = r * r
+    f = x * p
+    return f, p + f * (1.0 - p)

@@ -2,6 +2,7 @@
 from liger_kernel.ops.head.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
 from liger_kernel.ops.mlp.activation_linear import liger_activation_linear as liger_activation_linear
 from liger_kernel.ops.residual.attention_residuals import liger_attn_res as liger_attn_res
+from liger_kernel.ops.recurrent.causal_conv import liger_causal_conv1d as liger_causal_conv1d
 from liger_kernel.ops.mlp.glu import liger_clamped_swiglu as liger_clamped_swiglu
 from liger_kernel.ops.head.cross_entropy import liger_cross_entropy as liger_cross_entropy
 from liger_kernel.ops.norm.dyt import liger_dyt as liger_dyt
@@ -15,6 +16,7 @@ from liger_kernel.ops.head.linear_jsd import liger_fused_linear_jsd as liger_fus
 from liger_kernel.ops.head.linear_kl_div import liger_fused_linear_kl_div as liger_fused_linear_kl_div
 from liger_kernel.ops.head.scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp as liger_fused_linear_scaled_cross_entropy_tp
 from liger_kernel.ops.attention.neighborhood import liger_fused_neighborhood_attention as liger_fused_neighborhood_attention
+from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule as liger_gated_delta_rule
 from liger_kernel.ops.norm.gated_rms_norm import liger_gated_rms_norm as liger_gated_rms_norm
 from liger_kernel.ops.mlp.glu import liger_geglu as liger_geglu
 from liger_kernel.ops.mlp.activation_linear import liger_glu_linear as liger_glu_linear
@@ -48,4 +50,4 @@ from liger_kernel.ops.mlp.xielu import liger_xielu as liger_xielu
 from liger_kernel.ops.head.token_log_probs import linear_token_loss as linear_token_loss
 from liger_kernel.ops.head.token_log_probs import token_log_probs as token_log_probs
 
-__all__ = ["CrossEntropyOutput", "liger_activation_linear", "liger_attn_res", "liger_clamped_swiglu", "liger_cross_entropy", "liger_dyt", "liger_embedding", "liger_expert_parallel", "liger_experts", "liger_fused_add_rms_norm", "liger_fused_ce_tvd", "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_gated_rms_norm", "liger_geglu", "liger_glu_linear", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_load_balancing_loss", "liger_lora_linear", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_norm_rope", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_router", "liger_selected_log_probs", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd", "liger_vocab_parallel_cross_entropy", "liger_xielu", "linear_token_loss", "token_log_probs"]
+__all__ = ["CrossEntropyOutput", "liger_activation_linear", "liger_attn_res", "liger_causal_conv1d", "liger_clamped_swiglu", "liger_cross_entropy", "liger_dyt", "liger_embedding", "liger_expert_parallel", "liger_experts", "liger_fused_add_rms_norm", "liger_fused_ce_tvd", "liger_fused_linear_cross_entropy", "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_fused_linear_scaled_cross_entropy_tp", "liger_fused_neighborhood_attention", "liger_gated_delta_rule", "liger_gated_rms_norm", "liger_geglu", "liger_glu_linear", "liger_group_norm", "liger_jsd", "liger_kl_div", "liger_layer_norm", "liger_load_balancing_loss", "liger_lora_linear", "liger_mhc_apply", "liger_mhc_coeffs", "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention", "liger_norm_rope", "liger_poly_norm", "liger_qwen2vl_mrope", "liger_relu_squared", "liger_rms_norm", "liger_rope", "liger_router", "liger_selected_log_probs", "liger_softmax", "liger_sparsemax", "liger_swiglu", "liger_tvd", "liger_vocab_parallel_cross_entropy", "liger_xielu", "linear_token_loss", "token_log_probs"]

@@ -38,6 +38,7 @@ from liger_kernel.patch.layers.experts import StackedExperts
 from liger_kernel.patch.layers.gated_norm import GatedNorms
 from liger_kernel.patch.layers.graphed_layers import GraphedLayers
 from liger_kernel.patch.layers.kept_layers import KeptLayers
+from liger_kernel.patch.layers.linear_attention import LinearAttentions
 from liger_kernel.patch.layers.lora_experts import LoRAExperts
 from liger_kernel.patch.layers.mask import CausalMasks
 from liger_kernel.patch.layers.mlp import GatedMLPs
@@ -66,7 +67,16 @@ logger = logging.getLogger(__name__)
 STAGES = (
     # the order matters where two could apply: GatedNorms before Norms; PlainMLPs and StackedExperts
     # before GatedMLPs
-    (Routers(), GatedNorms(), Norms(), PlainMLPs(), StackedExperts(), GatedMLPs(), Ropes()),
+    (
+        Routers(),
+        GatedNorms(),
+        Norms(),
+        PlainMLPs(),
+        StackedExperts(),
+        GatedMLPs(),
+        Ropes(),
+        LinearAttentions(),
+    ),
     (TiledMLPs(),),  # MLPs in tiles, replaced before or not
     # those of tables, whose experts are replaced by now, and of layers; also of later ones
     (LoRAExperts(), LoRALayers()),

@@ -52,10 +52,10 @@ def apply_liger_kernel(
         model: the model, also within PEFT, DDP or torch.compile. It alone changes, in place.
         **switches: as in `apply_liger_kernel_to_llama`. On by default: rope, rms_norm, layer_norm,
             swiglu, geglu, relu_squared (the MLPs with SiLU, with GELU, with ReLU²), router (a
-            mixture's, and its load-balancing loss), lora (PEFT's LoRA layers, whether they are
-            there or come later), trl_head (that of TRL's trainers, see
-            `apply_liger_kernel_to_trl`) and fused_linear_cross_entropy. Off by default:
-            cross_entropy, tiled_mlp, offloaded_checkpoints, long_context, keep_layers and
+            mixture's, and its load-balancing loss), linear_attention (of hybrid models), lora
+            (PEFT's LoRA layers, whether they are there or come later), trl_head (that of TRL's
+            trainers, see `apply_liger_kernel_to_trl`) and fused_linear_cross_entropy. Off by
+            default: cross_entropy, tiled_mlp, offloaded_checkpoints, long_context, keep_layers and
             cuda_graphs.
         trust: classes of modules, not from a known package, whose forward depends on nothing but
             the module and its arguments, changes nothing else, and does the same for every size.

@@ -35,7 +35,7 @@ FAMILIES = {
     "deepseek_v3": _mixture(rope=False),
     "deepseek_v4": _row(rope=False, swiglu=False),
     "exaone4": _row(),
-    "falcon_h1": _row(),
+    "falcon_h1": _row(linear_attention=True),
     "gemma": _row("geglu"),
     "gemma2": _row("geglu"),
     "gemma3": _row("geglu", layer_norm=True),
@@ -68,10 +68,10 @@ FAMILIES = {
     "qwen2_5_vl": _row(),
     "qwen2_vl": {**_row(swiglu=None), "layer_norm": True, "swiglu": True},
     "qwen3": _row(),
-    "qwen3_5": _row(rope=False),
-    "qwen3_5_moe": _mixture(rope=False),
+    "qwen3_5": _row(rope=False, linear_attention=True),
+    "qwen3_5_moe": _mixture(rope=False, linear_attention=True),
     "qwen3_moe": _mixture(),
-    "qwen3_next": _mixture(rope=False),
+    "qwen3_next": _mixture(rope=False, linear_attention=True),
     "qwen3_vl": _row(swiglu=False),
     "qwen3_vl_moe": _mixture(),
     "smollm3": _row(),
@@ -89,7 +89,7 @@ TEXT_MODEL_TYPES = {
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
 }
-KEYWORD_ONLY_SWITCHES = ("router", "lora", "trl_head")
+KEYWORD_ONLY_SWITCHES = ("router", "linear_attention", "lora", "trl_head")
 # A switch that comes after ``model`` in the signature.
 SWITCH_AFTER_MODEL = {"llama4": "layer_norm"}
 # Functions that take any keyword, and do not use it.
@@ -111,6 +111,7 @@ ALL_SWITCHES = {
     "geglu": True,
     "relu_squared": True,
     "router": True,
+    "linear_attention": True,
     "lora": True,
     "trl_head": True,
     **LONG_CONTEXT_SWITCHES,

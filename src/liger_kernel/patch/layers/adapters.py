@@ -63,7 +63,8 @@ ADOPTS = "_liger_adopts"
 # What attentions call the layers that read their input. For others only speed would change.
 INPUT_PROJECTIONS = {
     "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "to_q", "to_k", "to_v",
-    "wq", "wk", "wv", "q_a_proj", "kv_a_proj_with_mqa",
+    "wq", "wk", "wv", "q_a_proj", "kv_a_proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_b",
+    "in_proj_a", "in_proj_qkvz", "in_proj_ba",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 # The columns of a table of reports; each replacement belongs to one of them.
-COLUMNS = "loss", "norms", "MLPs", "RoPE", "mask"
+COLUMNS = "loss", "norms", "MLPs", "RoPE", "linear attention", "mask"
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Report:
         table = {column: Counter() for column in COLUMNS}
         for (_, by), count in self.replaced.items():
             kernels = table.setdefault(self._column[by], Counter())
-            kernels[by.removeprefix("liger_")] += count
+            kernels[by.replace("liger_", "")] += count
         return table
 
 

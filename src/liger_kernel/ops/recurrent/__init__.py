@@ -1,0 +1,1 @@
+"""Recurrent layers: short causal convolutions and linear attention."""
