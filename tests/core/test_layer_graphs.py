@@ -8,7 +8,7 @@ from graph_recorder import Recorder
 from hardware import DEVICE
 
 from liger_kernel.core import devices
-from liger_kernel.core.layer_graphs import LayerGraphs, LayerStack
+from liger_kernel.core.layer_graphs import MAX_RECORDINGS, LayerGraphs, LayerStack, _Graph
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,93 @@ def scaled(layer, y, a=1.0, b=1.0):
 
 def nested(layer, y, a):
     return y * a[0][0]
+
+
+def test_a_setting_that_the_first_call_of_a_process_sets(monkeypatch):
+    """As attention does with the order of its implementations. The second call is recorded."""
+    calls = []
+    monkeypatch.setattr(devices, "product_settings", lambda: min(len(calls), 1))
+
+    def attend(self, y):
+        calls.append(self)
+        return y
+
+    pair = Pair(attend)
+    pair.step(torch.randn(3, 4, device=DEVICE))
+    assert pair.count() == 0
+    pair.step(torch.randn(3, 4, device=DEVICE))
+    assert pair.count() == 1
+
+
+class Chain:
+    """Layers that share a stack, and how many replays and recordings each has had."""
+
+    def __init__(self, monkeypatch, size=3):
+        torch.manual_seed(0)
+        self.layers = [Layer() for _ in range(size)]
+        stack = LayerStack()
+        self.graphs = [LayerGraphs(stack) for _ in self.layers]
+        self.recorded = []
+        self.replayed = []
+        record, forward = _Graph.record, _Graph.forward
+
+        def note_record(graph, *args):
+            self.recorded.append(graph.state.layer)
+            return record(graph, *args)
+
+        def note_forward(graph, *args):
+            self.replayed.append(graph.state.layer)
+            return forward(graph, *args)
+
+        monkeypatch.setattr(_Graph, "record", note_record)
+        monkeypatch.setattr(_Graph, "forward", note_forward)
+
+    def step(self, order):
+        """Return how many layers were recorded, and replayed; results are those without graphs."""
+        self.recorded.clear()
+        self.replayed.clear()
+        results = []
+        for by_graphs in False, True:
+            torch.manual_seed(1)
+            x = y = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+            for i in order:
+                layer = self.layers[i]
+                layer.zero_grad()
+                y = self.graphs[i].call(layer, layer, y, {}) if by_graphs else layer(y)
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad, *(self.layers[i].w.grad for i in order)])
+        assert all(map(torch.equal, *results))
+        return len(self.recorded), len(self.replayed)
+
+
+def test_a_layer_that_was_recorded_last_and_runs_first(monkeypatch):
+    """The others are recorded once more, behind it."""
+    chain = Chain(monkeypatch)
+    chain.step([1, 2])
+    assert chain.step([0, 1, 2]) == (2, 2)
+    assert chain.step([0, 1, 2]) == (3, 3)
+    for _ in range(3):
+        assert chain.step([0, 1, 2]) == (0, 3)
+
+
+def test_layers_whose_order_changes_again_and_again(monkeypatch):
+    chain = Chain(monkeypatch)
+    orders = [0, 1, 2], [2, 1, 0]
+    recorded = sum(chain.step(orders[i % 2])[0] for i in range(12))
+    assert recorded <= len(chain.layers) * MAX_RECORDINGS
+    assert chain.step(orders[0])[0] == chain.step(orders[1])[0] == 0
+
+
+def test_without_room(monkeypatch):
+    """It is not tried at every step."""
+    chain = Chain(monkeypatch)
+
+    def fail(self, function):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(devices.GraphRecorder, "rehearse", fail)
+    recorded = sum(chain.step([0, 1, 2])[0] for _ in range(8))
+    assert recorded == len(chain.layers) * MAX_RECORDINGS
 
 
 def test_arguments():

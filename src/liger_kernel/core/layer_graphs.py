@@ -23,7 +23,8 @@ the layer runs as it is, if
 * what it would overwrite is still needed. The graphs of a stack share memory. A graph that was
   recorded later may keep its tensors for backward where an earlier one computes. So a graph runs
   only while none that was recorded later, nor itself, waits for its backward. `LayerStack` knows
-  these; in backward, which could not run as it is, such a layer is computed once more.
+  these; in backward, which could not run as it is, such a layer is computed once more. A layer that
+  waits behind one that was recorded later is recorded again, as the last one.
 
 What is not looked at: functions and classes, the random numbers of other libraries, and what
 objects hold that are none of the modules', their weights', their configs', or a dict or list of
@@ -57,6 +58,7 @@ MAX_KINDS = 4  # of calls that are recorded of a layer: each kind keeps tensors 
 MAX_FIRST = 16  # kinds that were seen once and are remembered
 MAX_STATES = 4  # of a layer: its adapters switched off and on are two
 MAX_CHANGES = 64  # a layer that has changed so often is not looked at again
+MAX_RECORDINGS = 3  # of one kind, for want of memory or since layers run in another order
 
 
 class NotRecordable(Exception):
@@ -64,10 +66,13 @@ class NotRecordable(Exception):
 
 
 class First(NamedTuple):
-    """Shape and dtype of what the first call of a kind returned; the second call is recorded."""
+    """Shape and dtype of what the first call of a kind returned; the second call is recorded.
+
+    ``recordings``: how often that was tried."""
 
     shape: torch.Size
     dtype: torch.dtype
+    recordings: int = 0
 
 
 # ---- kinds of calls ----
@@ -150,9 +155,9 @@ class LayerGraphs:
             return run(x, **kwargs)
         kind = _kind(x, rest)
         if kind not in kinds:
-            return self._call_first(run, x, kwargs, state, kinds, kind)
+            return self._call_first(run, x, kwargs, state, kinds, rest)
         run_recordable = run_recordable or run
-        if type(kinds[kind]) is First and _count_recorded(kinds) < MAX_KINDS:
+        if self._is_to_record(kinds, kind):
             self._record(run_recordable, x, kwargs, state, kinds, kind, tensors)
         graph = kinds.get(kind)
         if type(graph) is not _Graph or not graph.may_replay(tensors):
@@ -189,7 +194,16 @@ class LayerGraphs:
         self.states = []
         self.stack.warn(reason)
 
-    def _call_first(self, run, x, kwargs, state, kinds, kind):
+    def _is_to_record(self, kinds, kind) -> bool:
+        known = kinds[kind]
+        first = known if type(known) is First else known.first
+        if first.recordings >= MAX_RECORDINGS:
+            return False
+        if known is first:
+            return _count_recorded(kinds) < MAX_KINDS
+        return self.stack.is_out_of_order(known)
+
+    def _call_first(self, run, x, kwargs, state, kinds, rest):
         tensors = [t for t in (x, *_tensors(kwargs), *state.tensors) if not t.is_inference()]
         versions = [t._version for t in tensors]
         drawn = self._random_numbers(x)
@@ -201,7 +215,8 @@ class LayerGraphs:
         elif [t._version for t in tensors] != versions:
             self._refuse("it writes to its arguments, or to its own tensors")
         else:
-            kinds[kind] = First(y.shape, y.dtype)
+            # as it is now: attention's first call in a process orders its implementations
+            kinds[_kind(x, rest)] = First(y.shape, y.dtype)
             seen_once = [kind for kind, known in kinds.items() if type(known) is First]
             for kind in seen_once[:-MAX_FIRST]:
                 del kinds[kind]
@@ -213,8 +228,12 @@ class LayerGraphs:
 
     def _record(self, run, x, kwargs, state, kinds, kind, tensors):
         places = self.stack.places_of(kind, tensors)
+        known = kinds[kind]
+        first = known if type(known) is First else known.first
+        first = first._replace(recordings=first.recordings + 1)
+        kinds[kind] = first  # a graph that was there gives its memory to the new one
         try:
-            graph = _Graph(self.stack, state, x, kwargs, places, kinds[kind])
+            graph = _Graph(self.stack, state, x, kwargs, places, first)
             graph.record(run, x, tensors)
         except torch.OutOfMemoryError:
             return
@@ -298,6 +317,12 @@ class LayerStack:
             self.waiting.pop()
         return True
 
+    def is_out_of_order(self, graph) -> bool:
+        """Return True if it may not run, and not because a call of its own waits."""
+        if self.may_run(graph.number):
+            return False
+        return all(call.graph is not graph for call in self.waiting_calls())
+
 
 class _Place:
     """Memory that graphs read an argument from. It notes which tensor was copied there last."""
@@ -325,6 +350,7 @@ class _Graph:
         self.stack = stack
         self.state = state
         self.number = next(stack.recorded)
+        self.first = first
         self.places = places
         self.trainable = [p for p in state.layer.parameters() if p.requires_grad]
         # What is recorded of autograd ends at these. A parameter's own node runs on the stream on
