@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import curves as distances_of_curves
-from .tables import MISSING, contestant_cell, error_type, heading, table
+from .tables import MISSING, contestant_cell, date_suffix, error_type, heading, table
 from .training_tables import gain, gigabytes, readme_cell, readme_cell_of_ours, speed_cell
 
 NAMES = {  # contestant -> its name in a table; the order is that of the columns
@@ -17,7 +17,7 @@ NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "ours-long": "ours, long_context",
     "ours-graphs": "ours, cuda_graphs",
 }
-README_ROWS = "lora", "qlora", "lora-short"
+README_ROWS = "lora", "qlora", "qlora-long", "lora-short"
 
 
 def row_label(row: dict) -> str:
@@ -33,7 +33,7 @@ def row_label(row: dict) -> str:
         parts.append(f"the last {row['keep']} layers kept")
     if row["memory"]:
         parts.append(f"{row['memory']:g} GB")
-    return ", ".join(parts)
+    return ", ".join(parts) + date_suffix(row)
 
 
 def software(data: dict) -> str:
@@ -147,7 +147,8 @@ def lora(data: dict) -> str:
 
 
 def readme(data: dict) -> str:
-    """Return the first rows in the words of the README."""
+    """Return the usual rows in the words of the README, of each the first that was measured."""
+    rows = {row["name"]: row for row in reversed(data["rows"])}
     names = {
         "eager": "Hugging Face, PEFT",
         "peer": f"liger-kernel {data.get('peer') or ''}".strip(),
@@ -160,8 +161,7 @@ def readme(data: dict) -> str:
             readme_cell_of_ours(row),
             readme_cell(row, "ours-graphs"),
         ]
-        for row in data["rows"]
-        if row["name"] in README_ROWS
+        for row in (rows[name] for name in README_ROWS if name in rows)
     ]
     ours = "this package", "with `cuda_graphs=True`"
     columns = ["model, weights, rank, tokens × batch", *names.values(), *ours]

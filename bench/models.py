@@ -54,6 +54,13 @@ SIZES = {
         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936,
         tie_word_embeddings=False,
     ),
+    "Qwen3.5-9B-8L": dict(  # 8 of its 32 layers
+        model_type="qwen3_5_text", hidden_size=4096, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, intermediate_size=12288, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        layer_types=2 * [*3 * ["linear_attention"], "full_attention"], vocab_size=248320,
+        tie_word_embeddings=False,
+    ),
     "Llama-100M": dict(  # no published model
         model_type="llama", hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=4, head_dim=64, intermediate_size=2048, vocab_size=32000,
