@@ -10,7 +10,7 @@ import zoo_vision
 from hardware import DEVICE
 
 from liger_kernel.ops.head import unit_gradients
-from liger_kernel.patch.loss import trl_head
+from liger_kernel.patch.loss import trl_functions, trl_head
 from liger_kernel.patch.loss.trl_head import OUTPUTS
 from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_trl, revert
 
@@ -208,14 +208,14 @@ def test_without_kernels(reference_only):
     call = trl_head.HeadCall(hidden, weight, None, torch.arange(3), 1.0, 16)
     assert not trl_head.can_compute(call)
     revert("trl")
-    trl_head._proved.clear()
+    trl_functions._proved.clear()
     report = apply_liger_kernel_to_trl()
     if DEVICE == "cpu":
         assert report.left_alone[trl_head.NAME, "there is no device with kernels"] == 1
 
 
 def test_the_trial_leaves_no_trace():
-    trl_head._proved.clear()
+    trl_functions._proved.clear()
     revert("trl")
     state = torch.random.get_rng_state()
     with torch.no_grad():

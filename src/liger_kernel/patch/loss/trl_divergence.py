@@ -11,7 +11,6 @@ TRL has six or, of a JSD, eight. It hands a call to TRL's own Function where `ca
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import NamedTuple
 
@@ -26,11 +25,9 @@ from liger_kernel.patch.loss.trl_functions import (
     StandIn,
     are_plain,
     as_leaf,
-    compare,
+    differences,
     exact_inputs,
-    training_device,
 )
-from liger_kernel.patch.proof.probe import error_summary, isolated
 
 FUNCTION = "ChunkedDivergenceFunction"
 PLACES = "trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"
@@ -149,60 +146,24 @@ class TRLDivergence(StandIn):
 # beta, temperature, scale, with biases
 TRIED_OPTIONS = (0.0, 1.0, 1.0, False), (1.0, 0.7, 0.5, True), (0.3, 2.0, 1.0, True)
 
-_proved = set()  # Functions that `compute` was found to equal
 
-
-def reason_left_alone(function) -> str | None:
-    """Return why TRL's Function is left alone, or None where `compute` gives what it gives."""
-    if function in _proved:
-        return None
-    if function is None:
-        return "this TRL has none"
-    try:
-        parameters = list(inspect.signature(function.forward).parameters)[1:]
-        if parameters != list(DivergenceCall._fields):
-            return f"its arguments are not those of TRL 1.15 and 1.16, but {', '.join(parameters)}"
-        device = training_device()
-        if device is None:
-            return "there is no device with kernels"
-        reason = _try(function, device)
-    except Exception as error:
-        return f"it could not be tried: {error_summary(error)}"
-    if reason is None:
-        _proved.add(function)
-    return reason
-
-
-@isolated()
 def _try(function, device) -> str | None:
-    """Run both on a few tokens. Returns how they differ, or None."""
     N, H, V = TRIED_SIZES
     teacher_channels = H + 4
     *tensors, grad = exact_inputs(
         (N, H), (V, H), (V,), (N, teacher_channels), (V, teacher_channels), (V,), (N,)
     )
     for beta, temperature, scale, with_bias in TRIED_OPTIONS:
-        results = []
-        for apply in (function.apply, lambda *args: compute(DivergenceCall(*args))):
-            heads = [None if x.dim() == 1 and not with_bias else x for x in tensors]
-            leaves = [as_leaf(x, device) for x in heads]
-            for x in leaves[3:]:
-                if x is not None:
-                    x.requires_grad_(False)
-            arguments = beta, temperature, scale, None, scale, None
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                outputs = apply(*leaves, *arguments)
-                outputs[0].backward(grad.to(device))
-            results.append(dict(zip(OUTPUTS, outputs, strict=True)))
-            results.append(
-                {
-                    name: leaf.grad
-                    for name, leaf in zip(DivergenceCall._fields[:3], leaves, strict=False)
-                    if leaf is not None
-                }
-            )
-        theirs, their_grads, ours, our_grads = results
-        reason = compare(theirs, ours, their_grads, our_grads)
+        heads = [None if x.dim() == 1 and not with_bias else x for x in tensors]
+        teacher = [x if x is None else as_leaf(x, device).requires_grad_(False) for x in heads[3:]]
+        reason = differences(
+            function,
+            lambda *args: compute(DivergenceCall(*args)),
+            dict(zip(DivergenceCall._fields[:3], heads[:3], strict=True)),
+            (*teacher, beta, temperature, scale, None, scale, None),
+            OUTPUTS,
+            [grad.to(device)],
+        )
         if reason is not None:
             return reason
     return None
@@ -213,5 +174,6 @@ DIVERGENCE = Seam(
     "LinearTokenDivergenceFunction",
     TRLDivergence,
     tuple((module, FUNCTION) for module in PLACES),
-    reason_left_alone,
+    DivergenceCall._fields,
+    _try,
 )

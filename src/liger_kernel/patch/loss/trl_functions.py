@@ -1,12 +1,13 @@
 """TRL's autograd Functions: what stands for one of them, how it is proved, put in and taken out.
 
 TRL reads such a Function as a global of a module at each call of ``apply``. So an object with an
-``apply`` of its own is put there (`Seam`), once it has given what the Function gives (`compare`).
+``apply`` of its own is put there (`Seam`), once it has given what the Function gives.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.patch.proof.probe import noise
+from liger_kernel.patch.proof.probe import error_summary, isolated, noise
 
 MODULE = "trl.trainer.utils"  # all trainers import it
 TRIED_SIZES = 7, 8, 40  # tokens, hidden channels, classes
@@ -90,10 +91,27 @@ def as_leaf(x, device):
     return leaf
 
 
-def compare(theirs: dict, ours: dict, their_grads: dict, our_grads: dict) -> str | None:
-    """Return how our outputs and gradients differ from TRL's, by name, or None."""
+def differences(function, ours, tensors: dict, arguments, names, grads) -> str | None:
+    """Run the Function and ours; return how outputs or gradients differ, by name, or None.
+
+    Args:
+        ours: takes what the Function's ``apply`` takes.
+        tensors: the first arguments, of which gradients are compared, by name. None stays None.
+        arguments: the other ones, on the device of the trial.
+        names: of the outputs.
+        grads: of the first outputs, on the device of the trial.
+    """
+    results = []
+    for apply in (function.apply, ours):
+        leaves = {name: as_leaf(x, grads[0].device) for name, x in tensors.items()}
+        with torch.enable_grad(), torch.autocast(grads[0].device.type, enabled=False):
+            outputs = apply(*leaves.values(), *arguments)
+            torch.autograd.backward(outputs[: len(grads)], grads)
+        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
+        results.append((dict(zip(names, outputs, strict=True)), gradients))
+    (theirs, their_grads), (our_outputs, our_grads) = results
     for name, expected in theirs.items():
-        difference = (ours[name].detach().float() - expected.detach().float()).abs().max()
+        difference = (our_outputs[name].detach().float() - expected.detach().float()).abs().max()
         if not difference <= OUTPUT_ERROR:
             return f"its {name} differ by {difference:.2g}"
     for name, expected in their_grads.items():
@@ -109,6 +127,8 @@ def compare(theirs: dict, ours: dict, their_grads: dict, our_grads: dict) -> str
 
 # ---- putting it in, and out ----
 
+_proved = set()  # Functions that ours was found to equal
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -118,14 +138,16 @@ class Seam:
     stand_in: the class of what is put in.
     places: the globals that hold the Function, as (module, name). The module of the first one is
         imported if there is one. That of another is TRL's to import.
-    reason_left_alone: of a Function, why it is left alone; None where ours gives the same.
+    arguments: what TRL's Function is called with, by name.
+    try_on: runs a Function and ours on a device, on a few tokens; returns how they differ, or None.
     """
 
     name: str
     kernel: str
     stand_in: type[StandIn]
     places: tuple[tuple[str, str], ...]
-    reason_left_alone: Callable[[object], str | None]
+    arguments: tuple[str, ...]
+    try_on: Callable[[object, torch.device], str | None]
 
     def exists(self) -> bool:
         """Return True if this TRL has the module of the Function."""
@@ -146,6 +168,28 @@ class Seam:
 
     def is_in(self) -> bool:
         return isinstance(self.current(), self.stand_in)
+
+    def reason_left_alone(self, function) -> str | None:
+        """Return why TRL's Function is left alone, or None where ours gives what it gives."""
+        if function in _proved:
+            return None
+        if function is None:
+            return "this TRL has none"
+        try:
+            arguments = list(inspect.signature(function.forward).parameters)[1:]
+            if arguments != list(self.arguments):
+                known = "its arguments are not those of TRL 1.15 and 1.16, but"
+                return f"{known} {', '.join(arguments)}"
+            device = training_device()
+            if device is None:
+                return "there is no device with kernels"
+            with isolated():
+                reason = self.try_on(function, device)
+        except Exception as error:
+            return f"it could not be tried: {error_summary(error)}"
+        if reason is None:
+            _proved.add(function)
+        return reason
 
     def put_in(self) -> str | None:
         """Put ours in all places. Returns why not, or None."""

@@ -4,7 +4,7 @@ TRL gives a model a forward of its own (``add_fused_lm_head``). It runs the back
 tokens that have a label, gathers a sharded weight, and calls the ``apply`` of one global of
 ``trl.trainer.utils``, `FUNCTION`: an autograd Function from hidden states and weight to each
 token's log-probability, entropy and more. All the trainers of one process read that global at each
-call. So `install` puts a `TRLHead` there, once it is proved (`reason_left_alone`), and ours in the
+call. So `install` puts a `TRLHead` there, once it is proved (`trl_functions.Seam`), and ours in the
 place of distillation's Function (`trl_divergence`):
 
 1. The Function has the arguments that are known, those of `HeadCall`.
@@ -23,7 +23,6 @@ rounding. `uninstall` puts TRL's Function back.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import sys
 import threading
@@ -46,12 +45,9 @@ from liger_kernel.patch.loss.trl_functions import (
     Seam,
     StandIn,
     are_plain,
-    as_leaf,
-    compare,
+    differences,
     exact_inputs,
-    training_device,
 )
-from liger_kernel.patch.proof.probe import error_summary, isolated
 
 FUNCTION = "_ChunkedLogProbFunction"
 FORWARD_SWITCH = "fused_lm_head"  # the argument by which TRL's forward is told
@@ -210,33 +206,8 @@ class TRLHead(StandIn):
 # softcap, scale, temperature, with a bias
 TRIED_OPTIONS = (None, 1.0, 1.0, False), (5.0, 0.5, 0.7, True)
 
-_proved = set()  # Functions that `compute` was found to equal
 
-
-def reason_left_alone(function) -> str | None:
-    """Return why TRL's Function is left alone, or None where `compute` gives what it gives."""
-    if function in _proved:
-        return None
-    if function is None:
-        return "this TRL has none"
-    try:
-        parameters = list(inspect.signature(function.forward).parameters)[1:]
-        if parameters != list(HeadCall._fields):
-            return f"its arguments are not those of TRL 1.15 and 1.16, but {', '.join(parameters)}"
-        device = training_device()
-        if device is None:
-            return "there is no device with kernels"
-        reason = _try(function, device)
-    except Exception as error:
-        return f"it could not be tried: {error_summary(error)}"
-    if reason is None:
-        _proved.add(function)
-    return reason
-
-
-@isolated()
 def _try(function, device) -> str | None:
-    """Run both on a few tokens. Returns how they differ, or None."""
     N, H, V = TRIED_SIZES
     hidden, weight, bias, grads = exact_inputs((N, H), (V, H), (V,), (2, N))
     weight[V // 2] = weight[1]  # of equal logits the first is the likeliest
@@ -244,23 +215,14 @@ def _try(function, device) -> str | None:
     targets[:2] = torch.tensor([1, V // 2])
     hidden[:2] = weight[1]
     for softcap, scale, temperature, with_bias in TRIED_OPTIONS:
-        results = []
-        for apply in (function.apply, lambda *args: compute(HeadCall(*args))):
-            leaves = [as_leaf(x, device) for x in (hidden, weight, bias if with_bias else None)]
-            arguments = targets.to(device), temperature, 16, softcap, scale, OUTPUTS
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                outputs = apply(*leaves, *arguments)
-                torch.autograd.backward(outputs[:2], [*grads.to(device)])
-            results.append(dict(zip(("log_probs", *OUTPUTS), outputs, strict=True)))
-            results.append(
-                {
-                    name: leaf.grad
-                    for name, leaf in zip(HeadCall._fields, leaves, strict=False)
-                    if leaf is not None
-                }
-            )
-        theirs, their_grads, ours, our_grads = results
-        reason = compare(theirs, ours, their_grads, our_grads)
+        reason = differences(
+            function,
+            lambda *args: compute(HeadCall(*args)),
+            dict(hidden=hidden, weight=weight, bias=bias if with_bias else None),
+            (targets.to(device), temperature, 16, softcap, scale, OUTPUTS),
+            ("log_probs", *OUTPUTS),
+            [*grads.to(device)],
+        )
         if reason is not None:
             return reason
     return None
@@ -268,7 +230,7 @@ def _try(function, device) -> str | None:
 
 # ---- putting it in, and out ----
 
-HEAD = Seam(NAME, KERNEL, TRLHead, ((MODULE, FUNCTION),), reason_left_alone)
+HEAD = Seam(NAME, KERNEL, TRLHead, ((MODULE, FUNCTION),), HeadCall._fields, _try)
 SEAMS = HEAD, DIVERGENCE
 
 _lock = threading.RLock()  # a finaliser may call `uninstall` meanwhile
