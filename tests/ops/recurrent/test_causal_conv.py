@@ -349,6 +349,16 @@ def test_runs_fill_the_gpu(T, walks):
         assert causal_conv._choose_run(T, walks, capacity, 4) == 252
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
+def test_bounds_in_a_dtype_without_room_for_all_tokens(dtype, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "INTERPRETED", False)
+    inputs = make_tensors(1, torch.iinfo(dtype).max + 60, 2)
+    bounds = torch.tensor([0, 70, 90], device=DEVICE)
+    y = liger_causal_conv1d(*inputs, cu_seqlens=bounds.to(dtype))
+    assert torch.equal(y, liger_causal_conv1d(*inputs, cu_seqlens=bounds))
+
+
 # ---- widths, dtypes, arguments ----
 
 

@@ -27,9 +27,11 @@ from hybrids import (
 from patched import add_lora
 from proofs import is_patched
 from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 import liger_kernel.transformers as liger
+from liger_kernel.patch.families.table import ALL_SWITCHES
 from liger_kernel.patch.layers import linear_attention
 
 pytestmark = [
@@ -241,6 +243,38 @@ def test_a_function_that_changes_later(monkeypatch, calls):
     monkeypatch.setattr(modeling_file(reference), "causal_conv1d_fn", own_convolution)
     assert_same(patched, reference)
     assert not calls
+
+
+def patch_alone(mixer):
+    """Patch the mixer's functions, and not its norm, which looks its activation up as well."""
+    switches = dict.fromkeys(ALL_SWITCHES, False) | dict(linear_attention=True)
+    return liger.apply_liger_kernel(torch.nn.ModuleList([mixer]), **switches)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_an_activation_that_changes_later(in_graph, monkeypatch, calls):
+    torch._dynamo.reset()
+    reference = build_mixer()
+    patched = copy.deepcopy(reference)
+    patch_alone(patched)
+    run = torch.compile(patched, fullgraph=True, backend="eager") if in_graph else patched
+    assert_same(run, reference, exactly=False)
+    calls.clear()
+    monkeypatch.setitem(ACT2FN, "silu", torch.nn.Tanh)
+    assert_same(run, reference, exactly=False)
+    assert [name for name, _ in calls] == ["liger_gated_delta_rule"]
+
+
+@pytest.mark.parametrize("name", ["silu", "swish"])
+def test_another_activation_of_that_name(name, monkeypatch, calls):
+    monkeypatch.setitem(ACT2FN, name, torch.nn.Tanh)
+    reference = build_mixer()
+    reference.activation = name
+    patched = copy.deepcopy(reference)
+    (reason,) = reasons(patch_alone(patched))
+    assert reason == f"{CONV}: it does not compute a causal convolution"
+    assert_same(patched, reference, exactly=False)
+    assert [name for name, _ in calls] == ["liger_gated_delta_rule"]
 
 
 def test_a_kernelized_function(monkeypatch, calls):

@@ -353,6 +353,8 @@ def _number_sequences(name, x, cu_seqlens):
         raise check.InvalidArgument(
             f"{name}: x has shape {tuple(x.shape)}, with cu_seqlens give (1, T, D)"
         )
+    if cu_seqlens.element_size() < 4:  # its dtype may have no room for T
+        cu_seqlens = cu_seqlens.int()
     tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True, out_int32=True)[None]
 

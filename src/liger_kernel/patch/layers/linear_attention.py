@@ -60,6 +60,8 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 KERNELS = {CONVOLUTION: "liger_causal_conv1d", DELTA_RULE: "liger_gated_delta_rule"}
 CONVOLUTION_WIDTHS = 2, 3, 4
 ACTIVATIONS = None, "silu", "swish"
+# transformers' classes by such names, which a user may change
+ACTIVATION_TABLE = "ACT2FN"
 # of a head: a multiple of the first, at most the second
 HEAD_MULTIPLE = 16
 MAX_HEAD_SIZE = 256
@@ -93,6 +95,8 @@ class FamilyFunction(NamedTuple):
         arguments: the keywords that reach that one. Others are dropped. None: all do.
         looked_for: the package that transformers looks for. None: none.
         takes_groups: for a delta rule, whether it takes more value heads than keys' heads.
+        activation_table: the dict in which the formula looks its activation up, or None.
+        activations: what that has for `ACTIVATIONS`.
     """
 
     function: Callable
@@ -101,6 +105,14 @@ class FamilyFunction(NamedTuple):
     arguments: frozenset[str] | None = None
     looked_for: str | None = None
     takes_groups: bool = True
+    activation_table: dict | None = None
+    activations: tuple = ()
+
+    def has_activation(self, name) -> bool:
+        """Return True for None, and if the table has for this name what it had at the proof."""
+        if name is None or self.activation_table is None:
+            return True
+        return self.activation_table.get(name) is self.activations[ACTIVATIONS.index(name)]
 
     def passes_on(self, names, kwargs) -> bool:
         """Return True if one of these keyword arguments is given and not dropped."""
@@ -131,8 +143,17 @@ def read_function(forward, name) -> FamilyFunction:
                 module = getattr(implementation, "__module__", None)
                 package = (module or type(implementation).__module__).partition(".")[0]
             looked_for = cells["package"].cell_contents if "package" in cells else None
-            return FamilyFunction(function, torch_function, package, arguments, looked_for)
-    return FamilyFunction(function, called)
+            family = FamilyFunction(function, torch_function, package, arguments, looked_for)
+            return _with_activations(family)
+    return _with_activations(FamilyFunction(function, called))
+
+
+def _with_activations(family) -> FamilyFunction:
+    table = getattr(family.torch_function, "__globals__", {}).get(ACTIVATION_TABLE)
+    if not isinstance(table, dict):
+        return family
+    activations = tuple(table.get(name) for name in ACTIVATIONS)
+    return family._replace(activation_table=table, activations=activations)
 
 
 def other_functions(forward, names) -> list[str]:
@@ -250,6 +271,8 @@ def convolve(family, hidden_states, weight, bias=None, activation=None, **kwargs
     if weight.dim() != 2 or weight.shape[0] != hidden_states.shape[1]:
         return None
     if weight.shape[1] not in CONVOLUTION_WIDTHS or activation not in ACTIVATIONS:
+        return None
+    if not family.has_activation(activation):
         return None
     if not hidden_states.numel() or family.passes_on(STATE_ARGUMENTS, kwargs):
         return None

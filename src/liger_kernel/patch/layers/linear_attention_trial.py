@@ -13,7 +13,7 @@ from importlib.metadata import version
 import torch
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.recurrent.causal_conv import causal_conv1d_reference
+from liger_kernel.ops.recurrent.causal_conv import ACTIVATIONS, causal_conv1d_reference
 from liger_kernel.ops.recurrent.gated_delta_rule import gated_delta_rule_reference
 from liger_kernel.patch.proof.probe import (
     compare_outputs,
@@ -43,7 +43,7 @@ CANCELS = 1e-3
 @isolated()
 def try_convolution(function) -> str | None:
     """Try a ``causal_conv1d_fn(hidden_states (B, D, T), weight (D, W), bias, activation)``."""
-    for width, has_bias, activation in itertools.product(WIDTHS, (False, True), (None, "silu")):
+    for width, has_bias, activation in itertools.product(WIDTHS, (False, True), ACTIVATIONS):
         inputs = [noise(2, CHANNELS, 9), noise(CHANNELS, width, seed=1)]
         if has_bias:
             inputs.append(noise(CHANNELS, seed=2))
