@@ -56,14 +56,14 @@ class Problem(NamedTuple):
     def launch(self, hopper, ampere, cdna, rdna, fp32):
         """Choose a launch by the operands' dtype and the device.
 
-        Where products are of shared memory (Hopper and later), tiles can be large. Elsewhere
-        operands take registers: those launches are the ones that spill least, found by compiling
-        for these devices (Triton 3.9), not by running.
+        Where products are of shared memory (Hopper, data-centre Blackwell), tiles can be large.
+        Elsewhere, as on an RTX 5090 (sm_120), operands take registers: those launches are the ones
+        that spill least, found by compiling for these devices (Triton 3.9), not by running.
         """
         if self.operand_dtype == torch.float32:
             return fp32
         if self.nvidia:
-            return hopper if int(self.arch[3:]) >= 90 else ampere
+            return hopper if 90 <= int(self.arch[3:]) < 120 else ampere
         return rdna if self.arch.startswith("gfx1") else cdna
 
     @property
