@@ -82,7 +82,7 @@ assert report.replaced["Qwen3NextGatedDeltaNet", kernels] == 1
 - Where linear attention still runs as PyTorch's operations, the report has a note that says so, and
   what to install.
 
-These operators have not been tried on a GPU yet.
+How fast they are: [Operators](operators.md#further-operators).
 
 ## Every type
 

@@ -195,8 +195,9 @@ class LayerGraphs:
         self.stack.warn(reason)
 
     def _is_to_record(self, kinds, kind) -> bool:
+        """Return True if a call was seen once, or its graph waits behind one recorded later."""
         known = kinds[kind]
-        first = known if type(known) is First else known.first
+        first = _first_of(known)
         if first.recordings >= MAX_RECORDINGS:
             return False
         if known is first:
@@ -228,8 +229,7 @@ class LayerGraphs:
 
     def _record(self, run, x, kwargs, state, kinds, kind, tensors):
         places = self.stack.places_of(kind, tensors)
-        known = kinds[kind]
-        first = known if type(known) is First else known.first
+        first = _first_of(kinds[kind])
         first = first._replace(recordings=first.recordings + 1)
         kinds[kind] = first  # a graph that was there gives its memory to the new one
         try:
@@ -241,6 +241,10 @@ class LayerGraphs:
             self._refuse(f"it can't be recorded: {type(error).__name__}: {error}")
             return
         kinds[kind] = graph
+
+
+def _first_of(known: First | _Graph) -> First:
+    return known if type(known) is First else known.first
 
 
 def _count_recorded(kinds):
