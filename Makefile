@@ -140,7 +140,7 @@ $(VENV)/megatron-%/.ready: $(READY)
 # DeepSpeed's ZeRO, sequence parallelism and vocabulary-parallel loss on two ranks. Nothing of it is compiled.
 test-deepspeed: $(VENV)/deepspeed-$(DEEPSPEED)/.ready $(VENV)/trl-$(lastword $(TRL))/.ready
 	PYTHONPATH=$(abspath $(<D)):$$PYTHONPATH $(PYTEST) tests/distributed/test_zero.py tests/distributed/test_ulysses.py \
-		tests/frameworks/test_deepspeed_loss.py
+		tests/frameworks/test_deepspeed_loss.py tests/patch/test_sharded_hybrids.py
 	PYTHONPATH=$(abspath $(<D)):$(abspath $(VENV)/trl-$(lastword $(TRL))/site-packages):$$PYTHONPATH $(PYTEST) \
 		tests/patch/loss/test_trl_head_ranks.py tests/patch/loss/test_trl_head_ulysses.py
 

@@ -59,7 +59,7 @@ MODELS = {
 
 @pytest.mark.parametrize("family", MODELS)
 def test_trains_as_before(family, reference_only, ran):
-    """Without the rewrite of linear attention, whose sums in another order the next layers magnify."""
+    """Without the rewrite of linear attention, whose sums in another order a layer may magnify."""
     name, computation, options = MODELS[family]
     config = zoo.config(family)
     for option, value in options.items():

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 
+import draws
 import pytest
 import torch
 import zoo
@@ -31,8 +33,6 @@ pytestmark = [
 ]
 FAMILIES_APART = DELTA_NETS | SHORT_CONVOLUTIONS  # whose packed sequences are kept apart
 FAMILIES = FAMILIES_APART | IN_FRONT
-# An error may be so many times that of the unpatched model: both are draws of the same roundings.
-DRAWS = 2
 ALONE = dict.fromkeys(ALL_SWITCHES, False) | dict(linear_attention=True)
 STARTS = 0, 9, 10, 41, TOKENS  # of packed sequences, one of a single token
 
@@ -74,20 +74,14 @@ def descend(model, grads):
                 p.sub_(0.05 * grads[name].to(p.dtype))
 
 
-def assert_as_exact(patched_step, reference_step, exact_step, eps):
-    """Compare errors of a loss and of all gradients.
-
-    Beside the draw, a few roundings of the largest number are allowed."""
-    loss, grads = patched_step
-    expected_loss, expected_grads = reference_step
-    exact_loss, exact_grads = exact_step
-    bound = DRAWS * abs(expected_loss - exact_loss) + 4 * eps * abs(exact_loss)
-    assert abs(loss - exact_loss) <= bound
-    assert grads.keys() == expected_grads.keys() == exact_grads.keys()
-    for name, exact in exact_grads.items():
-        error = (grads[name].double() - exact).abs().max()
-        expected_error = (expected_grads[name].double() - exact).abs().max()
-        assert error <= DRAWS * expected_error + 4 * eps * exact.abs().max(), name
+def assert_as_near(patched, reference, inputs):
+    """Compare errors of a step's loss and of all gradients. Return the exact step."""
+    with InDouble():
+        exact_step = zoo.step(exact_copy(reference), inputs)
+    run = functools.partial(zoo.step, inputs=inputs)
+    eps = torch.finfo(reference.dtype).eps
+    draws.assert_as_near(run(patched), run, reference, exact_step, eps)
+    return exact_step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -101,10 +95,7 @@ def test_trains_as_before(family, dtype, calls):
     assert report.of(FAMILIES[family]) == report.replaced[FAMILIES[family], kernel_of(family)] > 0
     inputs = batch_of(reference)
     for _ in range(3):
-        with InDouble():
-            exact_step = zoo.step(exact_copy(reference), inputs)
-        steps = zoo.step(patched, inputs), zoo.step(reference, inputs)
-        assert_as_exact(*steps, exact_step, torch.finfo(dtype).eps)
+        exact_step = assert_as_near(patched, reference, inputs)
         # from the same weights on: those of the next step would hide a wrong gradient
         for model in (patched, reference):
             descend(model, exact_step[1])
@@ -120,12 +111,8 @@ def test_with_kernels(family, monkeypatch, calls):
 
     monkeypatch.setattr(devices, "INTERPRETED", True)
     patched, reference, _ = patched_pair(family, torch.bfloat16)
-    inputs = zoo.batch(reference, 1, 20)
-    with InDouble():
-        exact_step = zoo.step(exact_copy(reference), inputs)
-    steps = zoo.step(patched, inputs), zoo.step(reference, inputs)
+    assert_as_near(patched, reference, zoo.batch(reference, 1, 20))
     assert calls
-    assert_as_exact(*steps, exact_step, torch.finfo(torch.bfloat16).eps)
 
 
 def test_switch():
@@ -181,14 +168,14 @@ def output_and_gradients(run, mixer, hidden_states):
 def assert_packed_as_one_by_one(patched, reference, **packed):
     """The output and all gradients are as near to fp64 as those of the sequences one by one."""
     hidden_states = hidden_states_of(reference)
+
+    def run(mixer):
+        return output_and_gradients(lambda x: one_by_one(mixer, x), mixer, hidden_states)
+
     step = output_and_gradients(lambda x: patched(x, **packed), patched, hidden_states)
-    expected = output_and_gradients(lambda x: one_by_one(reference, x), reference, hidden_states)
-    exact_mixer = copy.deepcopy(reference).double()
     with InDouble():
-        exact = output_and_gradients(
-            lambda x: one_by_one(exact_mixer, x), exact_mixer, hidden_states
-        )
-    assert_as_exact(step, expected, exact, 2**-23)
+        exact_step = run(copy.deepcopy(reference).double())
+    draws.assert_as_near(step, run, reference, exact_step)
 
 
 def patched_mixer(family):
@@ -346,6 +333,4 @@ def test_masks_of_padding():
     mask[1, :17] = 0
     inputs["labels"][1, :18] = -100
     inputs["attention_mask"] = mask
-    with InDouble():
-        exact_step = zoo.step(exact_copy(reference), inputs)
-    assert_as_exact(zoo.step(patched, inputs), zoo.step(reference, inputs), exact_step, 2**-23)
+    assert_as_near(patched, reference, inputs)
