@@ -12,6 +12,7 @@ import zoo
 from patched import assert_same_step, step
 from proofs import is_patched, model_of, random_rows
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -281,6 +282,19 @@ def test_a_class_that_changes_later(monkeypatch, ran):
     monkeypatch.setattr(Qwen3NextRMSNormGated, "forward", doubled)
     inputs = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
     assert torch.equal(patched_module[0](*inputs), reference[0](*inputs)) and not ran
+
+
+@pytest.mark.skipif(not zoo.IS_CURRENT, reason="an older transformers calls SiLU")
+def test_another_activation_by_that_name(monkeypatch, ran):
+    """In transformers' table, where forward looks it up at every call."""
+    patched_module, reference, _ = model_of(Qwen3NextRMSNormGated(SIZE))
+    inputs = random_rows(2, 5, SIZE), random_rows(2, 5, SIZE, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setitem(ACT2FN, "silu", torch.nn.Tanh)
+        expected = reference[0](*inputs)
+        assert torch.equal(patched_module[0](*inputs), expected) and not ran
+    output = patched_module[0](*inputs)
+    assert ran and not torch.allclose(output, expected)
 
 
 def test_under_compile(reference_only, ran):

@@ -17,6 +17,7 @@ from liger_kernel.ops import functional
 from liger_kernel.ops.mlp.activation import quick_gelu_reference, relu_squared_reference
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference
 from liger_kernel.patch.proof.conditions import are_plain_tensors
+from liger_kernel.patch.proof.functions import resolve_global
 
 SQRT_2_OVER_PI = (2 / math.pi) ** 0.5
 ACTIVATION_LABELS = {
@@ -115,3 +116,30 @@ def _positive_number(module, *names) -> float | None:
         if type(value) in (int, float) and 0 < value < float("inf"):
             return float(value)
     return None
+
+
+# ---- a table that a user may change ----
+
+
+class ActivationTable(NamedTuple):
+    """transformers' dict ``ACT2FN``, in which some forwards look up an activation at every call.
+
+    Attributes:
+        table: the dict, or an empty one where the forward has none.
+        at_proof: what it had then for the names that the forward may look up.
+    """
+
+    table: dict
+    at_proof: dict
+
+    @classmethod
+    def of(cls, function, names) -> ActivationTable:
+        table = resolve_global(function, "ACT2FN")
+        if not isinstance(table, dict):
+            return cls({}, {})
+        return cls(table, {name: table.get(name) for name in names})
+
+    def is_unchanged(self, *names) -> bool:
+        """Return True if the table has for these names, or for all, what it had at the proof."""
+        names = names or self.at_proof
+        return all(self.table.get(name) is self.at_proof.get(name) for name in names)

@@ -11,19 +11,21 @@ of any name may hold the size of a group or the number of groups.
 
 A module is left alone if it holds more than a weight, computes another formula, or rounds in 16
 bits elsewhere than "llama" or "gemma". A patched module runs the family's forward for inputs that
-the kernel does not take (`_can_run`), and where its rows do not divide into groups."""
+the kernel does not take (`_can_run`), where its rows do not divide into groups, and where the
+activation was exchanged in transformers' table."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from liger_kernel.ops import functional
 from liger_kernel.ops.norm.gated_rms_norm import ACTIVATIONS, gated_rms_norm_reference
+from liger_kernel.patch.layers.activations import ActivationTable
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES, rows_within_float16
 from liger_kernel.patch.layers.norm import COMMON_EPSILONS
 from liger_kernel.patch.proof.conditions import are_plain_tensors
@@ -58,6 +60,7 @@ class GatedRMSNorm(Replacement):
             None: a row is one group.
         groups_are_counted: True if that attribute is the number of groups.
         activation, norm_before_gate, casting: options of `liger_gated_rms_norm`.
+        table: where forward looks its activation up.
     """
 
     argument_names: tuple[str, str]
@@ -67,6 +70,7 @@ class GatedRMSNorm(Replacement):
     activation: str
     norm_before_gate: bool
     casting: str = "gemma"
+    table: ActivationTable = field(default=ActivationTable({}, {}), compare=False)
     flag = "rms_norm"
     column = "norms"
     takes_one_argument = False
@@ -116,7 +120,8 @@ class GatedRMSNorm(Replacement):
         def forward(self, *args, **kwargs):
             arguments = dict(zip(replacement.argument_names, args, strict=False), **kwargs)
             x, gate = (arguments.get(name) for name in replacement.argument_names)
-            if len(args) + len(kwargs) == 2 and _can_run(x, gate, self.weight):
+            takes_both = len(args) + len(kwargs) == 2 and _can_run(x, gate, self.weight)
+            if takes_both and replacement.table.is_unchanged():
                 eps = replacement.eps
                 if isinstance(eps, str):
                     eps = getattr(self, eps)
@@ -173,7 +178,8 @@ def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> GatedRM
                 )
             except Exception as e:
                 return f"it could not be tried: {error_summary(e)}"
-            return candidate
+            names = [value for value in vars(module).values() if type(value) is str]
+            return replace(candidate, table=ActivationTable.of(type(module).forward, names))
     return "it rounds elsewhere than the gated RMSNorms that are known"
 
 

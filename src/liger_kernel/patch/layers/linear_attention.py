@@ -34,6 +34,7 @@ from liger_kernel.core.op import cast_if_needed
 from liger_kernel.core.tile import TRITON
 from liger_kernel.ops import functional
 from liger_kernel.patch.layers import adapters
+from liger_kernel.patch.layers.activations import ActivationTable
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.layers.linear_attention_trial import (
     reason_wrong_on_device,
@@ -60,8 +61,6 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 KERNELS = {CONVOLUTION: "liger_causal_conv1d", DELTA_RULE: "liger_gated_delta_rule"}
 CONVOLUTION_WIDTHS = 2, 3, 4
 ACTIVATIONS = None, "silu", "swish"
-# transformers' classes by such names, which a user may change
-ACTIVATION_TABLE = "ACT2FN"
 # of a head: a multiple of the first, at most the second
 HEAD_MULTIPLE = 16
 MAX_HEAD_SIZE = 256
@@ -95,8 +94,7 @@ class FamilyFunction(NamedTuple):
         arguments: the keywords that reach that one. Others are dropped. None: all do.
         looked_for: the package that transformers looks for. None: none.
         takes_groups: for a delta rule, whether it takes more value heads than keys' heads.
-        activation_table: the dict in which the formula looks its activation up, or None.
-        activations: what that has for `ACTIVATIONS`.
+        activations: where the formula looks its activation up.
     """
 
     function: Callable
@@ -105,14 +103,7 @@ class FamilyFunction(NamedTuple):
     arguments: frozenset[str] | None = None
     looked_for: str | None = None
     takes_groups: bool = True
-    activation_table: dict | None = None
-    activations: tuple = ()
-
-    def has_activation(self, name) -> bool:
-        """Return True for None, and if the table has for this name what it had at the proof."""
-        if name is None or self.activation_table is None:
-            return True
-        return self.activation_table.get(name) is self.activations[ACTIVATIONS.index(name)]
+    activations: ActivationTable = ActivationTable({}, {})
 
     def passes_on(self, names, kwargs) -> bool:
         """Return True if one of these keyword arguments is given and not dropped."""
@@ -129,6 +120,7 @@ def read_function(forward, name) -> FamilyFunction:
     function = resolve_global(forward, name)
     # where the package kernels is installed, transformers makes a module of it
     called = type(function).forward if isinstance(function, torch.nn.Module) else function
+    family = FamilyFunction(function, called)
     for layer in wrapped_functions(called):
         if not purity.is_package_code(layer):
             break  # a user's function around transformers', which may do more
@@ -144,16 +136,9 @@ def read_function(forward, name) -> FamilyFunction:
                 package = (module or type(implementation).__module__).partition(".")[0]
             looked_for = cells["package"].cell_contents if "package" in cells else None
             family = FamilyFunction(function, torch_function, package, arguments, looked_for)
-            return _with_activations(family)
-    return _with_activations(FamilyFunction(function, called))
-
-
-def _with_activations(family) -> FamilyFunction:
-    table = getattr(family.torch_function, "__globals__", {}).get(ACTIVATION_TABLE)
-    if not isinstance(table, dict):
-        return family
-    activations = tuple(table.get(name) for name in ACTIVATIONS)
-    return family._replace(activation_table=table, activations=activations)
+            break
+    table = ActivationTable.of(family.torch_function, ACTIVATIONS)
+    return family._replace(activations=table)
 
 
 def other_functions(forward, names) -> list[str]:
@@ -272,7 +257,7 @@ def convolve(family, hidden_states, weight, bias=None, activation=None, **kwargs
         return None
     if weight.shape[1] not in CONVOLUTION_WIDTHS or activation not in ACTIVATIONS:
         return None
-    if not family.has_activation(activation):
+    if not family.activations.is_unchanged(activation):
         return None
     if not hidden_states.numel() or family.passes_on(STATE_ARGUMENTS, kwargs):
         return None
