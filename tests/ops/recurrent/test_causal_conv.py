@@ -359,6 +359,15 @@ def test_bounds_in_a_dtype_without_room_for_all_tokens(dtype, monkeypatch):
     assert torch.equal(y, liger_causal_conv1d(*inputs, cu_seqlens=bounds))
 
 
+def test_the_first_sequence_begins_at_0():
+    inputs = make_tensors(1, 20, 2)
+    results = [
+        liger_causal_conv1d(*inputs, cu_seqlens=torch.tensor([first, 12, 20], device=DEVICE))
+        for first in (0, 7)
+    ]
+    assert torch.equal(*results)
+
+
 # ---- widths, dtypes, arguments ----
 
 

@@ -265,6 +265,17 @@ def test_tokens_behind_the_last_sequence():
         torch.testing.assert_close(o[:, 50:], behind, rtol=1e-5, atol=1e-5)
 
 
+def test_the_first_sequence_begins_at_0():
+    """Whatever its bound says: every token is of a sequence, with and without kernels."""
+    q, k, v, g, beta, state = cast(make_inputs(T=100, K=16, V=8, sequences=2), torch.float32)
+    cu_seqlens = pack([30, 70])
+    for fn in (liger_gated_delta_rule, gated_delta_rule_reference):
+        options = state, True, True
+        expected = fn(q, k, v, g, beta, None, *options, cu_seqlens)
+        results = fn(q, k, v, g, beta, None, *options, cu_seqlens.clamp(min=7))
+        assert all(map(torch.equal, results, expected))
+
+
 @pytest.mark.parametrize(
     "bounds", [[0, 300, 50, 150], [0, 150, 0, 150, 0, 150], [-5, 90, 1000]], ids=str
 )

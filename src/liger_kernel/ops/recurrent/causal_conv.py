@@ -356,7 +356,8 @@ def _number_sequences(name, x, cu_seqlens):
     if cu_seqlens.element_size() < 4:  # its dtype may have no room for T
         cu_seqlens = cu_seqlens.int()
     tokens = torch.arange(x.shape[1], device=x.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True, out_int32=True)[None]
+    ends = cu_seqlens[1:].contiguous()
+    return torch.searchsorted(ends, tokens, right=True, out_int32=True)[None]
 
 
 def liger_causal_conv1d(
@@ -378,7 +379,8 @@ def liger_causal_conv1d(
         weight: (D, W), any floating dtype. There are kernels for W from 1 to 8.
         bias: (D,), any floating dtype, or None.
         activation: "silu" ("swish" is another name of it), or None.
-        cu_seqlens: (N + 1,), integers: where N packed sequences begin, and T. B must be 1.
+        cu_seqlens: (N + 1,), integers: where N packed sequences begin, the first at 0 in any case,
+            and T. B must be 1.
         seq_idx: (B, T), integers, instead of cu_seqlens: each token's number of its sequence. A
             sequence begins where the number changes.
 

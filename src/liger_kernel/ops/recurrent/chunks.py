@@ -279,7 +279,7 @@ def differences(hi, lo):
 
 @kernel
 def _chunk_table(cu_ptr, table_ptr, T, N, chunks, BLOCK: tl.constexpr):
-    """Write the rows of one sequence.
+    """Write the rows of one sequence. The first begins at 0, whatever its bound says.
 
     A sequence that would overlap others, which a caller must not give, is cut where the table ends.
     """
@@ -287,10 +287,10 @@ def _chunk_table(cu_ptr, table_ptr, T, N, chunks, BLOCK: tl.constexpr):
     first = 0
     for begin in range(0, n, BLOCK):
         m = begin + tl.arange(0, BLOCK)
-        lengths = _bound(cu_ptr, m + 1, T, m < n) - _bound(cu_ptr, m, T, m < n)
+        lengths = _bound(cu_ptr, m + 1, T, m < n) - _bound(cu_ptr, m, T, (m < n) & (m > 0))
         first += tl.sum((tl.maximum(lengths, 0) + C - 1) // C)
     first = tl.minimum(first, chunks)
-    start = _bound(cu_ptr, n, T, n <= N)
+    start = _bound(cu_ptr, n, T, (n > 0) & (n <= N))
     end = tl.maximum(start, _bound(cu_ptr, n + 1, T, n < N))
     if n == N:
         end = start * 0 + T

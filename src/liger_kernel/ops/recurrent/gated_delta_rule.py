@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, custom_op, with_unit_stride
@@ -76,7 +77,7 @@ def _layout(T, cu_seqlens, device) -> _Layout:
     if cu_seqlens is None:
         index = torch.arange(-(-T // CHUNK) * CHUNK, device=device)
         return _Layout(index.clamp(max=T - 1), index < T, tokens)
-    starts = cu_seqlens.long().clamp(0, T)
+    starts = F.pad(cu_seqlens[1:].long().clamp(0, T), (1, 0))
     ends = torch.cat((starts[1:], starts.new_full((1,), T)))  # the last is of tokens behind the end
     counts = (ends - starts).clamp(min=0).add(CHUNK - 1).div(CHUNK, rounding_mode="floor")
     totals = counts.cumsum(0)
@@ -484,9 +485,10 @@ def liger_gated_delta_rule(
         use_qk_l2norm_in_kernel: whether to make unit vectors of q and k, with 1e-6 added to the sum
             of squares. Without, the keys should be of at most unit length: a longer key makes the
             state grow.
-        cu_seqlens: (N + 1,) integers on q's device, from 0 on: the first tokens of N packed
-            sequences, and the end of the last one; B is 1. Its numbers are not read by the host.
-            Tokens behind the end are a sequence of their own. None: each batch entry is one.
+        cu_seqlens: (N + 1,) integers on q's device: the first tokens of N packed sequences, and
+            the end of the last one; B is 1. Its numbers are not read by the host. The first is
+            taken for 0. Tokens behind the end are a sequence of their own. None: each batch entry
+            is one.
 
     Returns:
         o (B, T, HV, V) in q's dtype, and the last states (N, HV, K, V) in fp32 or None.
