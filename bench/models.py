@@ -61,6 +61,13 @@ SIZES = {
         layer_types=2 * [*3 * ["linear_attention"], "full_attention"], vocab_size=248320,
         tie_word_embeddings=False,
     ),
+    "Qwen3.5-0.8B-4L": dict(  # 4 of its 24 layers
+        model_type="qwen3_5_text", hidden_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, intermediate_size=3584, linear_num_key_heads=16,
+        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+        layer_types=[*3 * ["linear_attention"], "full_attention"], vocab_size=248320,
+        tie_word_embeddings=True,
+    ),
     "Llama-100M": dict(  # no published model
         model_type="llama", hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=4, head_dim=64, intermediate_size=2048, vocab_size=32000,

@@ -12,6 +12,8 @@ import liger_kernel.transformers as liger
 from liger_kernel.core import devices
 from liger_kernel.patch.layers.graphed_layers import GRAPHS_ATTRIBUTE
 
+pytestmark = pytest.mark.usefixtures("reference_only")
+
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch):
