@@ -276,6 +276,15 @@ def flatten_to_2d(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1 if N else math.prod(x.shape[:-1]), N)
 
 
+def linear_output(x, weight, bias):
+    """Return ``F.linear(x, weight, bias)`` within a Function's forward."""
+    if bias is None or x.dim() == 2:
+        return F.linear(x, weight, bias)
+    # of more dimensions F.linear returns a view, and autograd does not let the caller write to one
+    out = F.linear(flatten_to_2d(x), weight, bias)
+    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+
+
 def flatten_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x (..., N) as (M, N) in which the entries of a row are contiguous.
 

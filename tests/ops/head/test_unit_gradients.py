@@ -62,7 +62,7 @@ def unit(*needs):
 @pytest.mark.parametrize("option", [{}, dict(bias=False), ALL_OPTIONS], ids=["plain", "", "all"])
 @DTYPE
 def test_frozen_head_against_float64(option, dtype, passes):
-    """Never further off than PyTorch's code in that dtype, and one backward pass less."""
+    """Never further off than PyTorch's code in that dtype, and but in fp16 one pass less."""
     draws = []
     for seed in range(3):
         tensors, rest = make_tensors(seed=seed, **option)
@@ -78,7 +78,10 @@ def test_frozen_head_against_float64(option, dtype, passes):
             )
         )
     assert_as_exact_as_pytorch(draws)
-    assert passes == 3 * [unit()]
+    if dtype == torch.float16:
+        assert unit() not in passes and ("backward", FROZEN) in passes
+    else:
+        assert passes == 3 * [unit()]
 
 
 @pytest.mark.parametrize("name", ["entropy", "logsumexp"])
@@ -186,6 +189,21 @@ def test_without_gradients_nothing_is_made(passes):
         token_outputs({}, ("loss",))(**tensors)
     token_outputs({}, ("loss",))(**tensors | dict(hidden=tensors["hidden"].detach()))
     assert passes == 2 * [unit(False, False, False)]
+
+
+def test_small_gradients_in_fp16(passes):
+    """Those of sure tokens, of which fp16 has few digits until a `GradScaler`'s factor comes in."""
+    weight = 4 * torch.eye(16, dtype=torch.float16, device=DEVICE)
+    hidden = (3.625 / 4 * weight[:3]).requires_grad_()  # a logit of 14.5, the others are 0
+    target = torch.arange(3, device=DEVICE)
+    small = torch.tensor(14.5).double().neg().exp()
+    expected = 2.0**16 * 4 * small / (1 + 15 * small)
+    for _ in range(2):  # what the first has learnt would be used by the second
+        (loss,) = token_outputs({}, ("loss",))(hidden, weight, target)
+        (gradient,) = torch.autograd.grad(2.0**16 * loss.sum(), hidden)
+        error = (gradient[:, 3:].cpu().double() / expected - 1).abs().max()
+        assert error <= 4 * torch.finfo(torch.float16).eps
+    assert passes == 2 * [unit(False, False, False), ("backward", FROZEN)]
 
 
 def test_a_head_that_trains_is_not_frozen(passes):

@@ -434,31 +434,20 @@ def saved_shapes(fn):
     return shapes
 
 
-def test_what_is_saved():
-    """x once for all layers, the narrow products, the frozen weights, and the matrices as they are
-    multiplied: B, and the A as one, times the scaling. Those that learn are kept without hooks."""
-    module = projections()
-    x = randn(*LEAD, WIDTH)
-    shapes = saved_shapes(lambda: our_projections(module, x))
-    assert shapes.count((*LEAD, WIDTH)) == 1 and shapes.count((6, 3)) == 3
-    assert sorted(shapes) == sorted(
-        [(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *frozen_shapes(module)]
-    )
-
-
-def frozen_shapes(module):
-    return [tuple(p.shape) for p in module.parameters() if not p.requires_grad]
-
-
-def test_what_is_saved_in_16_bits():
-    module = projections().bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved(dtype):
+    """x once for all layers, the narrow products, the parameters, and the matrices as they are
+    multiplied: B in x's dtype, and the A as one, times the scaling."""
+    module = projections().to(dtype)
     for name, parameter in module.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    shapes = saved_shapes(lambda: our_projections(module, randn(*LEAD, WIDTH).bfloat16()))
-    copies = [tuple(p.shape) for name, p in module.named_parameters() if "lora_B" in name]
+    shapes = saved_shapes(lambda: our_projections(module, randn(*LEAD, WIDTH).to(dtype)))
+    assert shapes.count((*LEAD, WIDTH)) == 1 and shapes.count((6, 3)) == 3
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    multiplied = [shape for name, shape in parameters.items() if "lora_B" in name]
     assert sorted(shapes) == sorted(
-        [(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *copies, *frozen_shapes(module)]
+        [(*LEAD, WIDTH), *3 * [(6, 3)], (3 * 3, WIDTH), *multiplied, *parameters.values()]
     )
 
 

@@ -305,6 +305,51 @@ def test_no_copy_of_an_adapter_is_kept(make):
             optimizer.step()
 
 
+# ---- what is done to an output, or given as an input ----
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8), (2, 1, 4, 8)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_output_that_is_written_to(bias, shape, ran):
+    """As a hook does that steers a model."""
+    reference = with_lora(["0"])(torch.nn.Sequential(torch.nn.Linear(8, 6, bias))).to(DEVICE)
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
+    results = []
+    for model in reference, patched:
+        y = model(torch.ones(shape, device=DEVICE))
+        y.mul_(1.5)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert_close_each(*results)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_an_input_of_another_layout(kind, ran):
+    reference = with_lora(["0"])(torch.nn.Sequential(torch.nn.Linear(8, 6))).to(DEVICE)
+    patched = copy.deepcopy(reference)
+    liger.apply_liger_kernel(patched)
+    x = torch.randn(3, 8, device=DEVICE)
+    x = x.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([x, x[:2]])
+    outputs = []
+    for model in reference, patched:
+        y = model(x)
+        outputs.append(y.to_padded_tensor(0.0) if y.is_nested else y)
+    assert torch.equal(*outputs) and not ran
+
+
+def test_another_linear_function(monkeypatch, ran):
+    """As one that quantises. Layers look it up at every call."""
+    reference, patched = model_pair("llama", with_lora())
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, weight, bias=None: 1.1 * linear(x, weight, bias)
+    )
+    assert_same_step(step(patched), step(reference))
+    assert not ran
+
+
 # ---- checkpoints ----
 
 

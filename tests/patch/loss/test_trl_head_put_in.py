@@ -192,6 +192,7 @@ class Raises(OtherGradient):
 )
 def test_another_function_is_left_alone(function, reason, monkeypatch):
     revert("trl")
+    monkeypatch.setattr(trl_functions.purity, "is_released_code", lambda value: True)  # as TRL's
     monkeypatch.setattr(trl, trl_head.FUNCTION, function)
     report = apply_liger_kernel_to_trl()
     ((name, why),) = report.left_alone
@@ -200,6 +201,63 @@ def test_another_function_is_left_alone(function, reason, monkeypatch):
     assert trl._ChunkedLogProbFunction is function
     report = apply_liger_kernel(with_trl_head())
     assert (name, why) in report.left_alone
+
+
+class OfAUser(ORIGINAL):
+    """Drops classes that the trial does not have."""
+
+    @staticmethod
+    def backward(ctx, *grads):
+        dh, dw, *more = ORIGINAL.backward(ctx, *grads)
+        dw[60:] = 0
+        return dh, dw, *more
+
+
+class WithAnotherApply(ORIGINAL):
+    @classmethod
+    def apply(cls, *args):
+        return ORIGINAL.apply(*args)
+
+
+@pytest.mark.parametrize("function", [OfAUser, WithAnotherApply])
+def test_a_users_function_is_left_alone(function, monkeypatch):
+    revert("trl")
+    monkeypatch.setattr(trl, trl_head.FUNCTION, function)
+    report = apply_liger_kernel_to_trl()
+    assert report.left_alone[trl_head.NAME, "it is not TRL's own"] == 1
+    assert trl._ChunkedLogProbFunction is function
+
+
+def doubled(ctx, *args):
+    log_probs, *more = FORWARD(ctx, *args)
+    return 2 * log_probs, *more
+
+
+FORWARD = ORIGINAL.forward
+
+
+@pytest.mark.parametrize("where", ["TRL's class", "what is in its place"])
+def test_a_function_that_changes_later(where, monkeypatch):
+    """It runs, and is not tried again."""
+    stand_in = trl._ChunkedLogProbFunction
+    hidden, weight = torch.randn(3, 8, device=DEVICE), torch.randn(40, 8, device=DEVICE)
+    arguments = hidden, weight, None, torch.arange(3, device=DEVICE), 1.0, 16
+    log_probs, *_ = stand_in.apply(*arguments)
+    holder = ORIGINAL if where == "TRL's class" else stand_in
+    monkeypatch.setattr(ORIGINAL, "forward", FORWARD)  # what is put back
+    holder.forward = staticmethod(doubled)
+    changed, *_ = stand_in.apply(*arguments)
+    torch.testing.assert_close(changed, 2 * log_probs)
+    revert("trl")
+    report = apply_liger_kernel_to_trl()
+    assert report.left_alone[trl_head.NAME, "it is not TRL's own"] == 1
+
+
+def test_a_class_derived_from_what_is_put_in():
+    class Derived(trl._ChunkedLogProbFunction):
+        pass
+
+    assert Derived.__mro__[1] is ORIGINAL
 
 
 def test_without_kernels(reference_only):

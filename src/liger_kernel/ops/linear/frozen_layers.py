@@ -38,6 +38,7 @@ from liger_kernel.core.op import (
     cast_if_needed,
     differentiable_gradients,
     flatten_to_2d,
+    linear_output,
 )
 from liger_kernel.core.recompute import get_recompute
 from liger_kernel.core.saved import save_for_backward, saved_tensors
@@ -256,7 +257,7 @@ class _FrozenLayers(torch.autograd.Function):
         outputs = []
         for layer in layers:
             weight = dense_weight(layer.weight, layer.dequantize)
-            outputs.append(F.linear(x, weight, layer.bias))
+            outputs.append(linear_output(x, weight, layer.bias))
         copies = [cast_if_needed(b, x.dtype) for b in matrices_b]
         if terms.owners is not None:
             for owner, t, b in zip(terms.owners, products, copies, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from liger_kernel.core import check, devices
-from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d
+from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d, linear_output
 from liger_kernel.core.overwrite import may_overwrite
 from liger_kernel.ops.mlp.activation import ACTIVATIONS, LigerActivationFunction
 from liger_kernel.ops.mlp.glu import (
@@ -33,7 +33,7 @@ from liger_kernel.ops.mlp.pointwise import glu_bwd, glu_bwd_and_product, glu_bwd
 GATED_ACTIVATIONS = "silu", "tanh", "none"  # two GELUs by torch's names
 # classes of tensors that a kernel can read: no subclass such as DTensor
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-LINEAR_FORWARD = torch.nn.Linear.forward
+LINEAR_FORWARD, LINEAR = torch.nn.Linear.forward, torch._C._nn.linear
 MODULE_CALL = torch.nn.Module.__call__
 
 
@@ -107,15 +107,6 @@ class LigerGLULinearFunction(Function):
         dw = torch.mm(dout.t(), y) if need_dw else None
         dbias = dout.sum(0) if need_dbias else None
         return da if need_da else None, db if need_db else None, dw, dbias, None, None
-
-
-def linear_output(y, weight, bias):
-    """Apply the linear layer within a Function's forward."""
-    if bias is None or y.dim() == 2:
-        return F.linear(y, weight, bias)
-    # of more dimensions F.linear returns a view, and autograd does not let the caller write to one
-    out = F.linear(flatten_to_2d(y), weight, bias)
-    return torch.ops.aten._unsafe_view(out, (*y.shape[:-1], out.shape[-1]))
 
 
 def _activation(a, b, act, gate_multiplier):
@@ -259,6 +250,10 @@ def liger_activation_linear(
 
 def is_plain_linear(linear):
     """Return True if calling this module is the same as `F.linear` with its weight and bias."""
+    function = torch.nn.functional.linear  # as the layer looks it up
+    module = getattr(function, "__module__", None)
+    if function is not LINEAR and module != "deepspeed.runtime.zero.linear":
+        return False
     cls = type(linear)
     return (
         (

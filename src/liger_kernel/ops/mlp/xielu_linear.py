@@ -16,14 +16,9 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core import devices
-from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d
+from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d, linear_output
 from liger_kernel.core.overwrite import may_overwrite
-from liger_kernel.ops.mlp.activation_linear import (
-    can_fuse,
-    can_fuse_tensors,
-    check_layer,
-    linear_output,
-)
+from liger_kernel.ops.mlp.activation_linear import can_fuse, can_fuse_tensors, check_layer
 from liger_kernel.ops.mlp.xielu import (
     LigerXIELUFunction,
     check_arguments,

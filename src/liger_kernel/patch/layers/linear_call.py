@@ -88,6 +88,8 @@ def read_input(x) -> InputKind | None:
     """Return the kind of x, or None where PEFT's code must run."""
     if x is None or not are_plain_tensors(x) or x.dim() == 0 or not x.is_floating_point():
         return None
+    if x.layout is not torch.strided or x.is_nested:
+        return None
     if torch.compiler.is_compiling() or devices.in_func_transform():
         return None
     dtype = devices.autocast_dtype(x)

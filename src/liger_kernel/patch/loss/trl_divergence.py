@@ -131,12 +131,12 @@ def compute(call: DivergenceCall, history=None) -> tuple:
 
 
 class TRLDivergence(StandIn):
-    """Stands for TRL's Function, of which TRL calls ``apply``."""
+    """Stands for TRL's Function."""
 
-    def apply(self, *args):
-        call = DivergenceCall(*args)
+    def run(self, arguments):
+        call = DivergenceCall(*arguments)
         if not can_compute(call):
-            return self.original.apply(*args)
+            return None
         key = FUNCTION, tuple(call.student_weight.shape), tuple(call.teacher_weight.shape)
         return compute(call, history_of(*key, of_sums=True))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.core import devices
+from liger_kernel.patch.proof import purity
 from liger_kernel.patch.proof.probe import error_summary, isolated, noise
 
 MODULE = "trl.trainer.utils"  # all trainers import it
@@ -24,18 +25,42 @@ GRADIENT_ERROR = 5e-3  # of the largest: products may be in TF32
 
 
 class StandIn:
-    """Stands for a Function of TRL. A subclass has its own ``apply``; all else is the Function's.
+    """Stands for a Function of TRL, and runs ours as long as the Function is what was proved.
 
-    Copied or pickled, it is what the Function would be.
+    All else is the Function's: what it is copied or pickled as, what a subclass of it is a subclass
+    of, and what is set on it. A subclass has ``run(arguments)``, which returns None for what ours
+    does not take.
     """
 
     def __init__(self, original):
-        self.original = original
+        vars(self)["original"] = original
 
     def __getattr__(self, name):
         if name == "original":  # of a copy that has nothing yet
             raise AttributeError(name)
         return getattr(self.original, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.original, name, value)
+
+    def __delattr__(self, name):
+        delattr(self.original, name)
+
+    def __mro_entries__(self, bases):
+        return (self.original,)
+
+    def apply(self, *args):
+        is_as_proved = _proved.get(self.original) == _methods(self.original)
+        outputs = self.run(args) if is_as_proved else None
+        return self.original.apply(*args) if outputs is None else outputs
+
+
+_proved = {}  # Functions that ours was found to equal -> their methods then
+
+
+def _methods(function) -> tuple:
+    """Return what a Function computes by."""
+    return function.forward, function.backward, function.apply.__func__
 
 
 def are_plain(*tensors) -> bool:
@@ -127,8 +152,6 @@ def differences(function, ours, tensors: dict, arguments, names, grads) -> str |
 
 # ---- putting it in, and out ----
 
-_proved = set()  # Functions that ours was found to equal
-
 
 @dataclass(frozen=True)
 class Seam:
@@ -171,11 +194,14 @@ class Seam:
 
     def reason_left_alone(self, function) -> str | None:
         """Return why TRL's Function is left alone, or None where ours gives what it gives."""
-        if function in _proved:
-            return None
         if function is None:
             return "this TRL has none"
         try:
+            methods = _methods(function)
+            if _proved.get(function) == methods:
+                return None
+            if not all(map(purity.is_released_code, (*methods, function))):
+                return "it is not TRL's own"
             arguments = list(inspect.signature(function.forward).parameters)[1:]
             if arguments != list(self.arguments):
                 known = "its arguments are not those of TRL 1.15 and 1.16, but"
@@ -188,7 +214,7 @@ class Seam:
         except Exception as error:
             return f"it could not be tried: {error_summary(error)}"
         if reason is None:
-            _proved.add(function)
+            _proved[function] = methods
         return reason
 
     def put_in(self) -> str | None:

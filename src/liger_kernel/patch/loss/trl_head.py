@@ -189,12 +189,12 @@ def compute(call: HeadCall, history=None) -> tuple:
 
 
 class TRLHead(StandIn):
-    """Stands for TRL's Function, of which TRL calls ``apply``."""
+    """Stands for TRL's Function."""
 
-    def apply(self, *args):
-        call = HeadCall(*args)
+    def run(self, arguments):
+        call = HeadCall(*arguments)
         if not can_compute(call):
-            return self.original.apply(*args)
+            return None
         if torch.compiler.is_compiling():
             return compute(call)
         key = FUNCTION, tuple(call.weight.shape), tuple(call.outputs)
