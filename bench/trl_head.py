@@ -37,9 +37,17 @@ def original():
     return getattr(function, "original", function)
 
 
+def reason_left_alone() -> str | None:
+    """Return why ours does not stand for TRL's head, or None."""
+    return trl_head.HEAD.reason_left_alone(original())
+
+
 def contestants(loss: Callable, outputs: tuple[str, ...]) -> dict[str, Callable]:
     """Return TRL's head and ours, each with the loss of its log-probabilities and entropies."""
     theirs = original()
+    reason = reason_left_alone()  # proves it in this process: what is not proved runs TRL's
+    if reason is not None:
+        raise RuntimeError(reason)
 
     def by(apply):
         def call(input, weight, target):
@@ -162,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", help="JSON file (bench/results/trl_head.json)")
     args = parser.parse_args(argv)
     machine.require_gpu()
-    reason = trl_head.reason_left_alone(original())
+    reason = reason_left_alone()
     if reason is not None:
         raise SystemExit(f"bench.trl_head: TRL's head is not the one that is known: {reason}")
     requests = plan(args.way, args.shape, args.seconds)

@@ -7,9 +7,8 @@ from host_timing import HostCeilings
 pytest.importorskip("trl.trainer.utils", reason="TRL is not installed: make test-trl")
 
 from bench import head, head_tables, ops, tables, trl_head
-from liger_kernel.patch.loss.trl_head import reason_left_alone
 
-if reason_left_alone(trl_head.original()) is not None:
+if trl_head.reason_left_alone() is not None:
     pytest.skip("this TRL has no head of this kind", allow_module_level=True)
 
 
