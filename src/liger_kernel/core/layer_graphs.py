@@ -244,6 +244,7 @@ class LayerGraphs:
 
 
 def _first_of(known: First | _Graph) -> First:
+    """Return what was noted at the first call of a kind, which its graph holds, too."""
     return known if type(known) is First else known.first
 
 

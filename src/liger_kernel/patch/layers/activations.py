@@ -134,6 +134,7 @@ class ActivationTable(NamedTuple):
 
     @classmethod
     def of(cls, function, names) -> ActivationTable:
+        """Return the table that a forward, or a function, reads, with what it has for ``names``."""
         table = resolve_global(function, "ACT2FN")
         if not isinstance(table, dict):
             return cls({}, {})

@@ -131,7 +131,7 @@ def compute(call: DivergenceCall, history=None) -> tuple:
 
 
 class TRLDivergence(StandIn):
-    """Stands for TRL's Function."""
+    """Stands for the Function of TRL's distillation."""
 
     def run(self, arguments):
         call = DivergenceCall(*arguments)

@@ -189,7 +189,7 @@ def compute(call: HeadCall, history=None) -> tuple:
 
 
 class TRLHead(StandIn):
-    """Stands for TRL's Function."""
+    """Stands for the Function of TRL's head."""
 
     def run(self, arguments):
         call = HeadCall(*arguments)
