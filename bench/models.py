@@ -85,6 +85,7 @@ SIZES = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
+HYBRID = {n for n, sizes in SIZES.items() if "linear_attention" in sizes.get("layer_types", ())}
 
 # runs: model, sequence, batch
 REQUIRED = (("Llama-3.2-1B", 4096, 8), ("Llama-3-8B", 4096, 2))

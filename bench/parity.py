@@ -8,7 +8,8 @@ by seed. Ours lies within the spread if it is no farther from the Hugging Face r
 at most, than the farthest of these is from the others (`curves.within_spread`).
 
 The losses of every step of every run are in the results. More than 100 steps are a long run: its
-results are a file of their own (curves.json), of which `bench.report` makes docs/parity.md.
+results are a file of their own (curves.json; hybrid_curves.json for a hybrid model), of which
+`bench.report` makes docs/parity.md and the table in docs/models.md.
 ``--resume`` goes on with a file that lacks runs."""
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=570,
         help="seconds in which no run is begun that would not end (570)",
     )
-    parser.add_argument(
-        "--out", help="JSON file (bench/results/parity.json; curves.json for more than 100 steps)"
-    )
+    parser.add_argument("--out", help="JSON file (in bench/results, named by the kind)")
     return parser.parse_args(argv)
 
 
@@ -96,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.device == "cuda":
         machine.require_gpu()
-    kind = "curves" if args.steps > MAX_SHORT_STEPS else "parity"
+    kind = "parity"
+    if args.steps > MAX_SHORT_STEPS:
+        kind = "hybrid_curves" if args.model in models.HYBRID else "curves"
     data = {"machine": machine.describe()} | {key: getattr(args, key) for key in SETTINGS}
     earlier = machine.resumed(kind, data, args.out) if args.resume else None
     data["curves"] = earlier["curves"] if earlier else {}

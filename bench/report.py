@@ -37,6 +37,7 @@ KINDS = {  # kind of a results file -> the function that makes its table
     "breakdown": training_tables.breakdown,
     "parity": curves.spread,
     "curves": curves.page,
+    "hybrid_curves": curves.spread,
     "finetune": finetune_table.finetune,
     "longest": longest_table.longest,
     "scale": scale_table.scale,
