@@ -45,8 +45,8 @@ VERSION = tuple(triton.__version__.split(".")[:2])
 # versions of Triton that compile the kernels in Gluon; see portability.py
 GLUON = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
 HOPPER = ("sm_90",) if VERSION in GLUON else ()
-ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
-    "grouped_matmul._gather_rows": ("sm_90", "sm_100", "sm_120"),
+ONLY = {  # kernels for some of the targets: Hopper, and others that have descriptors
+    "grouped_matmul._gather_rows": ("sm_100", "sm_120"),
     "hopper.target_gradient_kernel": HOPPER,
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,

@@ -12,6 +12,7 @@ from memory import collect_garbage
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_kernel.core import devices
 from liger_kernel.ops.moe import experts, grouped_matmul
 from liger_kernel.ops.moe.experts import (
     LigerExperts,
@@ -21,6 +22,7 @@ from liger_kernel.ops.moe.experts import (
 )
 
 T, H, I, E, K = 9, 12, 10, 4, 3  # noqa: E741
+ARCH = devices.arch(torch.empty(0, device=DEVICE))
 LEAVES = "x", "gate_up_proj", "down_proj", "top_k_weights"
 BIASES = "gate_up_bias", "down_bias"
 CLAMPED = dict(limit=0.8, alpha=1.702, shift=1.0)
@@ -230,13 +232,16 @@ def test_the_same_bits_twice():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_several_tiles_and_blocks(interleaved, tma, monkeypatch):
-    """The tests' shapes have one tile, and here there are several of rows and of columns.
+OPERANDS = pytest.mark.parametrize("operands", ["pointers", "gathered", "both"])
 
-    Descriptors take 16 bits, and their rows are gathered."""
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Return a function that draws inputs of 50 tokens, which take several tiles and blocks.
+
+    Its argument says how products read their operands. Descriptors take 16 bits. An outer product
+    has rows of tokens gathered for them, or reads those by pointers and the others by a descriptor.
+    """
     launch = grouped_matmul._choose_launch
     monkeypatch.setattr(
         grouped_matmul, "_choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
@@ -244,23 +249,56 @@ def test_several_tiles_and_blocks(interleaved, tma, monkeypatch):
     monkeypatch.setattr(grouped_matmul, "GATHER_BYTES", 1)
     monkeypatch.setattr(experts, "choose_tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
-    inputs = random_inputs(50, 2, biases=True)
-    H, I = (264, 40) if tma else (50, 36)  # noqa: E741, N806
-    for name, shape in dict(
-        x=(50, H),
-        gate_up_proj=(E, 2 * I, H),
-        down_proj=(E, H, I),
-        gate_up_bias=(E, 2 * I),
-        down_bias=(E, H),
-    ).items():
-        inputs[name] = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
-    inputs["gate_up_proj"] = (inputs["gate_up_proj"].detach() / H**0.5).requires_grad_()
-    dtype, bound = (torch.bfloat16, 8 * 2**-8) if tma else (torch.float32, 3e-6)
-    inputs = cast(inputs, dtype)
+
+    def make_inputs(operands, K):
+        by_pointers = (ARCH,) if operands == "both" else ()
+        monkeypatch.setattr(grouped_matmul, "ROWS_BY_POINTERS", by_pointers)
+        H, I = (50, 36) if operands == "pointers" else (264, 40)  # noqa: E741, N806
+        dtype = torch.float32 if operands == "pointers" else torch.bfloat16
+        shapes = dict(
+            x=(50, H),
+            gate_up_proj=(E, 2 * I, H),
+            down_proj=(E, H, I),
+            gate_up_bias=(E, 2 * I),
+            down_bias=(E, H),
+        )
+        tensors = {
+            name: torch.randn(shape, generator=generator).to(DEVICE)
+            for name, shape in shapes.items()
+        }
+        tensors["gate_up_proj"] /= H**0.5
+        inputs = random_inputs(50, K) | {name: t.requires_grad_() for name, t in tensors.items()}
+        return cast(inputs, dtype)
+
+    return make_inputs
+
+
+@pytest.mark.thorough
+@OPERANDS
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_several_tiles_and_blocks(interleaved, operands, small_tiles):
+    inputs = small_tiles(operands, 2)
+    bound = 3e-6 if operands == "pointers" else 8 * 2**-8
     expected = output_and_grads(experts_reference, cast(inputs, F64), interleaved=interleaved)
     actual = output_and_grads(liger_experts, inputs, interleaved=interleaved)
     for name, e in expected.items():
         assert (actual[name].double() - e).abs().max() <= bound * e.abs().max(), name
+
+
+@pytest.mark.thorough
+@OPERANDS
+def test_what_is_not_finite_stays_with_its_expert(operands, small_tiles):
+    """The last step of an expert's sum reads rows of the next expert."""
+    inputs = small_tiles(operands, 1)
+    expected = output_and_grads(liger_experts, inputs)
+    tokens = inputs["top_k_index"][:, 0] == 1
+    assert 0 < tokens.sum() < 50
+    x = inputs["x"].detach().masked_fill(tokens[:, None], torch.inf).requires_grad_()
+    actual = output_and_grads(liger_experts, inputs | dict(x=x))
+    for name, e in expected.items():
+        of_others = torch.arange(E, device=DEVICE) != 1 if len(e) == E else ~tokens
+        assert torch.equal(actual[name][of_others], e[of_others]), name
+    assert actual["gate_up_proj"][1].isnan().any() and actual["down_proj"][1].isnan().any()
 
 
 # ---- what is kept, and what is written over ----

@@ -6,7 +6,8 @@ so for those of low-rank adapters.
 
 Where the device has TMA, a product reads the matrices by descriptors, and also rows that lie in the
 experts' order. Rows of tokens are read where they lie: for rows of a product that costs nothing.
-For the outer products, which sum over the rows, they are gathered first, some columns at a time."""
+For the outer products, which sum over the rows, they are gathered first, some columns at a time,
+unless the architecture is one of `ROWS_BY_POINTERS`."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from liger_kernel.ops.mlp.pointwise import ACTIVATION_FUNCTIONS
 UPCAST = tl.constexpr(devices.INTERPRETED)
 RANK_MULTIPLE = 16  # of low-rank terms: a matrix unit sums at least so many products
 GATHER_BYTES = 3 * 2**26  # of rows that are gathered at a time, or 256 of their columns
+# architectures with TMA whose outer products read rows of tokens by pointers, where they lie
+ROWS_BY_POINTERS = ("sm_90",)
 # tiles of rows whose programs are neighbours: they share the weights in the cache
 GROUP_M = tl.constexpr(8)
 
@@ -205,6 +208,14 @@ def _grouped_matmul(
         tl.store(z_ptrs, (act * u).to(z_ptr.dtype.element_ty), mask=z_mask)
 
 
+@triton.jit
+def _token_pointers(x_ptr, order_ptr, start, end, n, stride_x, TOP_K, BLOCK_K: tl.constexpr):
+    """Return pointers to columns n of the tokens of BLOCK_K rows; from ``end`` on, of any token."""
+    r = start + tl.arange(0, BLOCK_K)
+    t = (tl.load(order_ptr + r, mask=r < end, other=0) // TOP_K).to(tl.int64)
+    return x_ptr + t[:, None] * stride_x + n[None, :]
+
+
 @kernel
 def _outer_products(
     a_ptr,
@@ -219,7 +230,7 @@ def _outer_products(
     stride_cn,
     M,
     N,
-    TOP_K,
+    TOP_K: tl.constexpr,
     TOKEN_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -230,8 +241,9 @@ def _outer_products(
 ):
     """Compute BLOCK_M x BLOCK_N of c_e = Σ_r a_r ⊗ b_r over an expert's rows; 0 if it has none.
 
-    TOKEN_ROWS: which of "a" and "b" has a row for each token, and not for each row r. USE_TMA:
-    a_ptr and b_ptr are descriptors, of a row for each r."""
+    TOKEN_ROWS: which of "a" and "b" has a row for each token, and not for each row r, or "neither".
+    It is not "a" with USE_TMA: then a_ptr is a descriptor, and so is b_ptr if it has a row for each
+    r."""
     blocks_m = tl.cdiv(M, BLOCK_M)
     blocks_n = tl.cdiv(N, BLOCK_N)
     e = tl.program_id(1).to(tl.int64)
@@ -247,15 +259,28 @@ def _outer_products(
     end = tl.load(offset_ptr + e + 1)
     c = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if USE_TMA:
+        GATHER: tl.constexpr = TOKEN_ROWS == "b"
+        # of the copies of order, the rows and the product, each is so many steps before the next
+        STAGES: tl.constexpr = 2 * NUM_STAGES - 1 if GATHER else NUM_STAGES
         full = begin + (end - begin) // BLOCK_K * BLOCK_K
-        for start in tl.range(begin, full, BLOCK_K, num_stages=NUM_STAGES):
-            c = _dot(a_ptr.load([start, first_m]).T, b_ptr.load([start, first_n]), c, PRECISION)
+        for start in tl.range(begin, full, BLOCK_K, num_stages=STAGES):
+            a = a_ptr.load([start, first_m])
+            if GATHER:
+                b_ptrs = _token_pointers(b_ptr, order_ptr, start, full, n, stride_b, TOP_K, BLOCK_K)
+                b = tl.load(b_ptrs, mask=(n < N)[None, :], other=0.0)
+            else:
+                b = b_ptr.load([start, first_n])
+            c = _dot(a.T, b, c, PRECISION)
         if full < end:  # the rows that follow are another expert's
             row_mask = (full + tl.arange(0, BLOCK_K) < end)[:, None]
             a = a_ptr.load([full, first_m])
-            b = b_ptr.load([full, first_n])
+            if GATHER:
+                b_ptrs = _token_pointers(b_ptr, order_ptr, full, end, n, stride_b, TOP_K, BLOCK_K)
+                b = tl.load(b_ptrs, mask=row_mask & (n < N)[None, :], other=0.0)
+            else:
+                b = b_ptr.load([full, first_n])
+                b = tl.where(row_mask, b, tl.zeros_like(b))
             a = tl.where(row_mask, a, tl.zeros_like(a))
-            b = tl.where(row_mask, b, tl.zeros_like(b))
             c = _dot(a.T, b, c, PRECISION)
     else:
         for start in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):
@@ -454,32 +479,29 @@ def grouped_outer_products(a, b, c, token_rows, top_k, order, offsets):
 
     ``token_rows``: which of "a" and "b" has a row for each token; the other has one for each r.
 
-    The rows of tokens are gathered, some columns at a time, where the product of rows in order is
-    so much faster: with descriptors twice as fast (H200, 2026-11-23, Triton 3.6, (16384, 2048, 768,
-    128, 8) and three larger ones).
+    Where a product of rows in order is much faster, rows of tokens are gathered first, some columns
+    at a time: with descriptors twice as fast as both operands by pointers (H200, 2026-11-23, Triton
+    3.6, (16384, 2048, 768, 128, 8) and three larger ones). `ROWS_BY_POINTERS` has the exceptions.
 
     Of few rows, sums are short, and tiles of half the columns and warps let one program write while
     another one adds up. All of backward for 1, 128, 2,048 tokens of Mixtral-8x7B and 2,048 of
     Qwen3-30B-A3B: 1.62, 2.16, 6.04, 1.52 ms instead of 1.78, 2.39, 6.58, 1.70 (H200, 2026-11-23).
     """
-    if c.stride(2) != 1 and c.stride(1) == 1:
+    tokens, sorted_rows = (a, b) if token_rows == "a" else (b, a)
+    use_tma = tma_descriptor(sorted_rows, (16, 16)) is not None and tokens.shape[1] % 8 == 0
+    in_place = use_tma and devices.arch(tokens) in ROWS_BY_POINTERS
+    if token_rows == "a" if in_place else c.stride(2) != 1 and c.stride(1) == 1:
         a, b, c = b, a, c.mT
         token_rows = "b" if token_rows == "a" else "a"
     E, M, N = c.shape
     block_m = min(64 if a.dtype == torch.float32 else 128, max(next_power_of_2(M), 16))
     num_tiles = E * cdiv(M, block_m)
-    max_block_n = 128 if order.numel() <= 512 * E else 256
+    max_block_n = 128 if use_tma and order.numel() <= 512 * E else 256
     block_n, blocks = _choose_launch(block_m, N, 64, a, num_tiles, max_block_n)
-    block_k = blocks["BLOCK_K"]
-    tokens, sorted_rows = (a, b) if token_rows == "a" else (b, a)
-    use_tma = (
-        tma_descriptor(sorted_rows, (block_k, block_n)) is not None and tokens.shape[1] % 8 == 0
-    )
-    if use_tma:
+    strips = [(a, b, c)]
+    if use_tma and not in_place:
         strips = _gather_strips(tokens, sorted_rows, c, token_rows, top_k, order)
-    else:
-        block_n, blocks = _choose_launch(block_m, N, 64, a, num_tiles)
-        strips = [(a, b, c)]
+        token_rows = "neither"
     for a, b, c in strips:
         _launch_outer_products(a, b, c, token_rows, top_k, order, offsets, use_tma, block_n, blocks)
 
@@ -503,7 +525,7 @@ def _launch_outer_products(a, b, c, token_rows, top_k, order, offsets, use_tma, 
     block_k = blocks["BLOCK_K"]
     _outer_products[(cdiv(M, block_m) * cdiv(N, block_n), E)](
         tma_descriptor(a, (block_k, block_m)) if use_tma else a,
-        tma_descriptor(b, (block_k, block_n)) if use_tma else b,
+        tma_descriptor(b, (block_k, block_n)) if use_tma and token_rows == "neither" else b,
         c,
         order,
         offsets,
@@ -512,7 +534,7 @@ def _launch_outer_products(a, b, c, token_rows, top_k, order, offsets, use_tma, 
         *c.stride(),
         M,
         N,
-        top_k,
+        TOP_K=top_k,  # a constant: the addresses of rows of tokens would wait for divisions
         TOKEN_ROWS=token_rows,
         USE_TMA=use_tma,
         BLOCK_N=block_n,
