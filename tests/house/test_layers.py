@@ -71,7 +71,7 @@ SHARED = {
     "ops.norm.gated_norm_kernels", "ops.residual.coefficients", "ops.residual.streams",
     "ops.moe.routing", "ops.moe.expert_kernels", "ops.moe.lora_expert_kernels",
     "ops.moe.grouped_matmul",
-    "ops.moe.top_k",
+    "ops.moe.top_k", "ops.moe.hopper", "ops.moe.hopper_kernels",
     "ops.norm.group_norm_kernels", "ops.norm.group_norm_launch", "ops.head.hopper",
     "ops.head.hopper_kernels", "ops.rotary.arguments", "ops.rotary.rope_kernels",
     "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients", "ops.linear.fan_out",
@@ -80,7 +80,7 @@ SHARED = {
     "ops.recurrent.states", "ops.recurrent.outputs",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
-ONE_ARCHITECTURE = {"ops.head.hopper_kernels"}
+ONE_ARCHITECTURE = {"ops.head.hopper_kernels", "ops.moe.hopper_kernels"}
 OPERATORS = [
     n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED
 ]

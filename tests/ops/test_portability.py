@@ -50,6 +50,7 @@ ONLY = {  # kernels for some of the targets: Hopper, and others that have descri
     "hopper.target_gradient_kernel": HOPPER,
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,
+    "hopper_kernels.outer_products_kernel": HOPPER,
 }
 PRODUCTS_ALONE = {"lora_linear"}  # cases that launch no kernel
 pytestmark = pytest.mark.thorough  # minutes of compiling

@@ -63,15 +63,20 @@ class Product(NamedTuple):
 # ---- when these kernels are taken ----
 
 
+def compiles_gluon() -> bool:
+    """Return True if Triton compiles kernels in Gluon, and the environment does not forbid them."""
+    if os.environ.get(HOPPER_VARIABLE) == "0" or not TRITON or devices.INTERPRETED:
+        return False
+    return tuple(triton.__version__.split(".")[:2]) in TRITON_VERSIONS
+
+
 @functools.cache
 def kernels():
     """Return the module of the Gluon kernels, which is imported here.
 
     Returns None where they can't be compiled or the environment turns them off.
     """
-    if os.environ.get(HOPPER_VARIABLE) == "0" or not TRITON or devices.INTERPRETED:
-        return None
-    if tuple(triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
+    if not compiles_gluon():
         return None
     try:
         from liger_kernel.ops.head import hopper_kernels

@@ -7,7 +7,8 @@ so for those of low-rank adapters.
 Where the device has TMA, a product reads the matrices by descriptors, and also rows that lie in the
 experts' order. Rows of tokens are read where they lie: for rows of a product that costs nothing.
 For the outer products, which sum over the rows, they are gathered first, some columns at a time,
-unless the architecture is one of `ROWS_BY_POINTERS`."""
+unless the architecture is one of `ROWS_BY_POINTERS`. Hopper has a kernel of its own for most of
+those (`hopper`)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import kernel, tma_descriptor
 from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl, triton
 from liger_kernel.ops.mlp.pointwise import ACTIVATION_FUNCTIONS
+from liger_kernel.ops.moe import hopper
 
 # the interpreter's products of bf16 are wrong, those of fp32 are not
 UPCAST = tl.constexpr(devices.INTERPRETED)
@@ -493,6 +495,9 @@ def grouped_outer_products(a, b, c, token_rows, top_k, order, offsets):
     if token_rows == "a" if in_place else c.stride(2) != 1 and c.stride(1) == 1:
         a, b, c = b, a, c.mT
         token_rows = "b" if token_rows == "a" else "a"
+    if in_place and hopper.applies(a, b, c):
+        hopper.kernels().outer_products(a, b, c, top_k, order, offsets)
+        return
     E, M, N = c.shape
     block_m = min(64 if a.dtype == torch.float32 else 128, max(next_power_of_2(M), 16))
     num_tiles = E * cdiv(M, block_m)
