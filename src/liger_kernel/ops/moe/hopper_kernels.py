@@ -73,6 +73,19 @@ def _copy_last_rows(a_ptr, a_bufs, stage, row, end, column, stride_a, M):
 
 
 @gluon.jit
+def _load_order(order_ptr, r, end):
+    return gl.load(order_ptr + r, mask=r < end, other=0)
+
+
+@gluon.jit
+def _copy_tokens(x_ptr, x_buf, s, r, end, column, stride_x, N, TOP_K: gl.constexpr):
+    """Copy the tokens' rows of assignments s, with zeros from an expert's end on."""
+    pointers = gl.expand_dims(x_ptr + (s // TOP_K).to(gl.int64) * stride_x, 1)
+    mask = gl.expand_dims(r < end, 1) & gl.expand_dims(column < N, 0)
+    _copy(x_buf, pointers + gl.expand_dims(column, 0), mask=mask)
+
+
+@gluon.jit
 def _copy_tiles(
     a_desc,
     a_ptr,
@@ -93,20 +106,19 @@ def _copy_tiles(
     TOP_K: gl.constexpr,
 ):
     """Copy the rows of all tiles to shared memory: the producer."""
-    i = gl.arange(0, BK, layout=gl.SliceLayout(1, X_ROWS))
+    # half of a step's rows at a time: their pointers take the most registers
+    HALF_K: gl.constexpr = BK // 2
+    i = gl.arange(0, HALF_K, layout=gl.SliceLayout(1, X_ROWS))
     j = gl.arange(0, BN, layout=gl.SliceLayout(0, X_ROWS))
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), E * MT * NT, gl.num_programs(0)):
         e, m, n = _tile_position(tile, MT, NT)
         begin = gl.load(offset_ptr + e)
         end = gl.load(offset_ptr + e + 1)
-        column = n * BN + j
-        s = gl.load(order_ptr + begin + i, mask=begin + i < end, other=0)
+        x_columns = n * BN + j
+        s0 = _load_order(order_ptr, begin + i, end)
+        s1 = _load_order(order_ptr, begin + HALF_K + i, end)
         for row in range(begin, end, BK):
-            x_ptrs = gl.expand_dims(x_ptr + (s // TOP_K).to(gl.int64) * stride_x, 1)
-            mask = gl.expand_dims(row + i < end, 1) & gl.expand_dims(column < N, 0)
-            # the next step's, which arrive while this one waits for its stage
-            s = gl.load(order_ptr + row + BK + i, mask=row + BK + i < end, other=0)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             if row + BK <= end:
@@ -116,7 +128,15 @@ def _copy_tiles(
             else:
                 _copy_last_rows(a_ptr, a_bufs, stage, row, end, 2 * m * BM, stride_a, M)
                 mbarrier.arrive(bar, count=1)
-            _copy(x_bufs.index(stage), x_ptrs + gl.expand_dims(column, 0), mask=mask)
+            x_buf = x_bufs.index(stage)
+            first = x_buf.slice(0, HALF_K)
+            second = x_buf.slice(HALF_K, HALF_K)
+            r = row + i
+            _copy_tokens(x_ptr, first, s0, r, end, x_columns, stride_x, N, TOP_K)
+            _copy_tokens(x_ptr, second, s1, r + HALF_K, end, x_columns, stride_x, N, TOP_K)
+            # the next step's, which arrive while it waits for its stage
+            s0 = _load_order(order_ptr, r + BK, end)
+            s1 = _load_order(order_ptr, r + BK + HALF_K, end)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage += 1
             if stage == S:
