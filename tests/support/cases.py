@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_kernel.core
+import liger_kernel.losses
 import liger_kernel.ops  # fills CASES
 from liger_kernel.core.op import CASES
 
@@ -260,7 +261,7 @@ def assert_as_exact_as_pytorch(draws):
 
 
 def operator_modules():
-    """Import and yield every module of the operators and of `core`."""
-    for package in (liger_kernel.core, liger_kernel.ops):
+    """Import and yield every module of `core`, the operators and the losses."""
+    for package in (liger_kernel.core, liger_kernel.ops, liger_kernel.losses):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             yield importlib.import_module(info.name)

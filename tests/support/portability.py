@@ -44,6 +44,8 @@ from ttgir import transposed_results
 import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES
+from liger_kernel.losses.policy_math import GRPOOptions, TokenTensors
+from liger_kernel.losses.policy_tokens import policy_terms
 from liger_kernel.ops.head import class_tiles, hopper
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_head import HeadOptions, RequestedOutputs
@@ -277,6 +279,18 @@ def run_four_bit():
     assert dequantize_4bit(weight, state, state.dtype) is not None
 
 
+def run_policy_terms():
+    """Run a policy loss of each token, whose three functions no Case has."""
+    log_probs = torch.empty(8, 1024, device="meta", requires_grad=True)
+    rows = torch.empty(8, 1024, device="meta")
+    mask = torch.empty(8, 1024, dtype=torch.long, device="meta")
+    tokens = TokenTensors(None, None, rows[:, :1], None, rows, rows, rows)
+    for loss_type in "dapo", "cispo", "sapo":
+        options = GRPOOptions(loss_type=loss_type, use_bias_correction_kl=True)
+        loss, *_ = policy_terms(log_probs, tokens, options, mask)
+        loss.sum().backward()
+
+
 # (dtype, entries of a key, of a value): the largest tiles, and so few values that loops over them
 # are none, which leaves the compiler another loop to load ahead in
 DELTA_RULE_HEADS = (
@@ -313,6 +327,7 @@ WITHOUT_CASE = {
     "token_divergence": run_token_divergence,
     "class_tiles": run_class_tiles,
     "four_bit": run_four_bit,
+    "policy_terms": run_policy_terms,
     "delta_rule_heads": run_delta_rule_heads,
 }
 

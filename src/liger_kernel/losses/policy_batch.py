@@ -17,17 +17,17 @@ from liger_kernel.losses.policy_math import (
     REDUCTIONS,
     GRPOOptions,
     TokenTensors,
+    couples_tokens,
     fill_invalid,
     fixed_length,
-    grpo_value,
+    k3,
     leave_one_out,
     log_inference_ratio_of_sequence,
     mean_of_sequences,
     mean_of_tokens,
-    ppo_value,
-    reinforce_value,
     sum_of_tokens,
 )
+from liger_kernel.losses.policy_tokens import policy_terms
 from liger_kernel.ops.head.grouped_loss import linear_loss
 
 IGNORE_INDEX = -100
@@ -112,6 +112,53 @@ def to_rows(like, *tensors):
                 x = x[:, None]
         rows.append(x)
     return rows
+
+
+# ---- the losses' contributions of some tokens, and their metrics ----
+
+
+def grpo_value(options, entropy_coef, log_probs, entropy, tokens):
+    """Return GRPO's loss and its metrics.
+
+    The metrics: KL unless beta is 0, the entropy unless it is None, the share of clipped tokens.
+    """
+    token_loss, kl, is_clipped = policy_terms(log_probs, tokens, options)
+    loss_weights = tokens.loss_weights
+    metric_weights = tokens.metric_weights
+    loss = (loss_weights * token_loss).sum()
+    metrics = []
+    if options.beta != 0:
+        metrics.append(metric_weights.new_zeros(()) if kl is None else (metric_weights * kl).sum())
+    if entropy is not None:
+        loss = loss - entropy_coef * (loss_weights * entropy).sum()
+        metrics.append((metric_weights * entropy).sum())
+    return loss, [*metrics, (metric_weights * is_clipped).sum()]
+
+
+def ppo_value(options, entropy_coef, log_probs, entropy, tokens):
+    """Return PPO's loss (1707.06347) and its metrics.
+
+    The metrics: KL, the share of clipped tokens, the entropy unless it is None.
+    """
+    surrogate, _, is_clipped = policy_terms(log_probs, tokens, options)
+    loss = (tokens.loss_weights * surrogate).sum()
+    kl = k3(tokens.old_log_probs, log_probs.detach())
+    metric_weights = tokens.metric_weights
+    metrics = [(metric_weights * kl).sum(), (metric_weights * is_clipped).sum()]
+    return _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights)
+
+
+def reinforce_value(entropy_coef, log_probs, entropy, tokens):
+    """Return the loss of REINFORCE (Williams, 1992), and the entropy as a metric unless None."""
+    loss = -(tokens.loss_weights * tokens.advantages * log_probs).sum()
+    return _subtract_entropy(loss, [], entropy_coef, entropy, tokens.metric_weights)
+
+
+def _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights):
+    if entropy is None:
+        return loss, metrics
+    mean_entropy = (metric_weights * entropy).sum()
+    return loss - entropy_coef * mean_entropy, [*metrics, mean_entropy]
 
 
 # ---- checks ----
@@ -234,7 +281,7 @@ def grpo_batch(options, entropy_coef, like, inputs):
         vespo_weights=fill_invalid(vespo_weights, valid),
     )
     value_fn = functools.partial(grpo_value, options, entropy_coef)
-    return PolicyBatch(value_fn, tokens, valid, by_sequence or policy.couples_tokens)
+    return PolicyBatch(value_fn, tokens, valid, couples_tokens(options))
 
 
 def ppo_batch(name, like, shape, options, entropy_coef, inputs, reduction):
@@ -296,7 +343,7 @@ def rloo_batch(name, like, shape, clip, entropy_coef, inputs, samples_per_prompt
         loss_weights = sum_of_tokens(mask) if by_sequence else metric_weights
         tokens = TokenTensors(loss_weights, metric_weights, advantages)
         return PolicyBatch(functools.partial(reinforce_value, entropy_coef), tokens, valid)
-    options = GRPOOptions(0.0, *clip)
+    options = GRPOOptions(0.0, *clip, importance_sampling_level=level)
     tokens = TokenTensors(
         loss_weights=mean_of_sequences(mask, options) if by_sequence else metric_weights,
         metric_weights=metric_weights,

@@ -293,6 +293,12 @@ POLICIES = {
 }
 
 
+def couples_tokens(options):
+    """Return True if a token's loss depends on the other tokens of its sequence."""
+    by_sequence = options.importance_sampling_level == "sequence"
+    return by_sequence or POLICIES[options.loss_type].couples_tokens
+
+
 def fill_invalid(x, valid, value=0):
     """Put ``value`` at the positions of x that do not count.
 
@@ -310,7 +316,7 @@ def fill_invalid(x, valid, value=0):
     return x.where(valid, value)
 
 
-# ---- losses: the contribution of some tokens to the loss, and to the metrics ----
+# ---- losses: the terms of each token ----
 
 
 class TokenTensors(NamedTuple):
@@ -318,8 +324,9 @@ class TokenTensors(NamedTuple):
 
     Each is (B, T), (B, 1), or (tokens,); or None.
 
-    loss_weights: of the tokens in the loss.
-    metric_weights: of the tokens in a metric: the mask divided by its sum over the whole batch.
+    loss_weights: of the tokens in the loss; None where nothing is reduced.
+    metric_weights: of the tokens in a metric: the mask divided by its sum over the whole batch, or
+        None.
     sequence_weights: sum a sequence's ρ; None: each token has its own ratio.
     old_log_probs: of the policy that sampled.
     ref_log_probs: of the reference model.
@@ -327,8 +334,8 @@ class TokenTensors(NamedTuple):
     vespo_weights: see `vespo_weight`; None: not known yet.
     """
 
-    loss_weights: torch.Tensor
-    metric_weights: torch.Tensor
+    loss_weights: torch.Tensor | None
+    metric_weights: torch.Tensor | None
     advantages: torch.Tensor
     sequence_weights: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
@@ -370,56 +377,6 @@ def grpo_terms(log_probs, tokens, options):
             kl = corrected_kl(kl, log_ratio)
         loss = loss + options.beta * kl
     return loss, kl, policy.is_clipped(ratio, advantages, options)
-
-
-def grpo_value(options, entropy_coef, log_probs, entropy, tokens):
-    """Return GRPO's loss and its metrics.
-
-    The metrics: KL unless beta is 0, the entropy unless it is None, the share of clipped tokens.
-    """
-    token_loss, kl, is_clipped = grpo_terms(log_probs, tokens, options)
-    loss_weights = tokens.loss_weights
-    metric_weights = tokens.metric_weights
-    loss = (loss_weights * token_loss).sum()
-    metrics = []
-    if options.beta != 0:
-        metrics.append(metric_weights.new_zeros(()) if kl is None else (metric_weights * kl).sum())
-    if entropy is not None:
-        loss = loss - entropy_coef * (loss_weights * entropy).sum()
-        metrics.append((metric_weights * entropy).sum())
-    return loss, [*metrics, (metric_weights * is_clipped).sum()]
-
-
-def ppo_value(options, entropy_coef, log_probs, entropy, tokens):
-    """Return PPO's loss (1707.06347) and its metrics.
-
-    The metrics: KL, the share of clipped tokens, the entropy unless it is None.
-    """
-    advantages = tokens.advantages
-    log_ratio = log_probs - tokens.old_log_probs
-    if tokens.sequence_weights is not None:
-        log_ratio = (log_ratio * tokens.sequence_weights).sum(-1, keepdim=True)
-    ratio = bounded_ratio(log_ratio, advantages, clip_limits(options))
-    surrogate = clipped_surrogate(log_probs, ratio, advantages, options)
-    loss = (tokens.loss_weights * surrogate).sum()
-    kl = k3(tokens.old_log_probs, log_probs)
-    is_clipped = outside_clip(ratio, advantages, options)
-    metric_weights = tokens.metric_weights
-    metrics = [(metric_weights * kl).sum(), (metric_weights * is_clipped).sum()]
-    return _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights)
-
-
-def reinforce_value(entropy_coef, log_probs, entropy, tokens):
-    """Return the loss of REINFORCE (Williams, 1992), and the entropy as a metric unless None."""
-    loss = -(tokens.loss_weights * tokens.advantages * log_probs).sum()
-    return _subtract_entropy(loss, [], entropy_coef, entropy, tokens.metric_weights)
-
-
-def _subtract_entropy(loss, metrics, entropy_coef, entropy, metric_weights):
-    if entropy is None:
-        return loss, metrics
-    mean_entropy = (metric_weights * entropy).sum()
-    return loss - entropy_coef * mean_entropy, [*metrics, mean_entropy]
 
 
 def leave_one_out(rewards, samples_per_prompt):

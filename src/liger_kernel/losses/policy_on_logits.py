@@ -1,7 +1,7 @@
 """GRPO and its variants of logits that are in memory, under the published names.
 
 `liger_selected_log_probs` takes the tokens' log-probabilities from the logits and gives these their
-gradient, at most one tensor of their size. The rest is `policy_math`, on (B, L). A masked token
+gradient, at most one tensor of their size. The rest is `policy_tokens`, on (B, L). A masked token
 contributes nothing.
 """
 
@@ -18,14 +18,16 @@ from liger_kernel.losses.policy_batch import (
     check_grpo,
     check_rows,
     grpo_batch,
+    to_rows,
 )
 from liger_kernel.losses.policy_math import (
     POLICIES,
     GRPOOptions,
+    TokenTensors,
     clipped_surrogate,
-    fill_invalid,
-    grpo_terms,
+    couples_tokens,
 )
+from liger_kernel.losses.policy_tokens import policy_terms
 from liger_kernel.ops.head.selected_log_probs import liger_selected_log_probs
 
 
@@ -272,16 +274,31 @@ def _grpo_on_logits(name, options, logits, ids, inputs, temperature, inplace, re
             "give None"
         )
     log_probs = liger_selected_log_probs(logits, ids, inputs.attention_mask, temperature, inplace)
-    batch = grpo_batch(options, 0.0, log_probs, inputs)
     if reduce:
+        batch = grpo_batch(options, 0.0, log_probs, inputs)
         loss, metrics = batch.loss_from_log_probs(log_probs, None)
         return loss, metrics[0] if options.beta != 0 else None, metrics[-1]
-    loss, kl, is_clipped = grpo_terms(log_probs, batch.tokens, options)
+    return policy_terms(
+        log_probs, _token_tensors(options, log_probs, inputs), options, inputs.attention_mask
+    )
 
-    def mask_out(x):
-        return fill_invalid(x.expand(ids.shape), batch.valid)
 
-    loss = mask_out(loss)
-    if kl is not None:
-        kl = mask_out(kl).detach()
-    return loss, kl, mask_out(is_clipped).to(loss.dtype)
+def _token_tensors(options, log_probs, inputs):
+    """Return the `TokenTensors` of `policy_terms`, which reads the mask itself."""
+    if couples_tokens(options):
+        return grpo_batch(options, 0.0, log_probs, inputs).tokens
+    advantages, old, ref, inference_ratio = to_rows(
+        log_probs,
+        inputs.advantages,
+        inputs.old_per_token_logps,
+        inputs.ref_per_token_logps if options.beta != 0 else None,
+        inputs.vllm_is_ratio,
+    )
+    return TokenTensors(
+        loss_weights=None,
+        metric_weights=None,
+        advantages=advantages,
+        old_log_probs=old,
+        ref_log_probs=ref,
+        inference_ratio=inference_ratio,
+    )

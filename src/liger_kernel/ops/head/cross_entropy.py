@@ -327,21 +327,26 @@ def check_target_shapes(name, rows, target, weight, V):
         )
 
 
-def check_targets(name, target, V, ignore_index, otherwise=None):
-    """Check that the targets are classes or ignore_index.
-
-    They are looked at where that costs no synchronisation, and everywhere with
-    LIGER_KERNEL_DEBUG=1. ``otherwise`` ends the error message: what to do if the target is meant
-    to be no class (None: give ignore_index).
-    """
+def targets_are_checked(target):
+    """Return True where `check_targets` looks at the targets: where that costs no synchronisation,
+    and everywhere with LIGER_KERNEL_DEBUG=1."""
     if (
         torch.compiler.is_compiling()
         or in_func_transform()
         or target.is_meta
         or target.numel() == 0
     ):
-        return
-    if target.device.type != "cpu" and os.environ.get("LIGER_KERNEL_DEBUG", "0") in ("", "0"):
+        return False
+    return target.device.type == "cpu" or os.environ.get("LIGER_KERNEL_DEBUG", "0") not in ("", "0")
+
+
+def check_targets(name, target, V, ignore_index, otherwise=None):
+    """Check that the targets are classes or ignore_index, if `targets_are_checked`.
+
+    ``otherwise`` ends the error message: what to do if the target is meant to be no class (None:
+    give ignore_index).
+    """
+    if not targets_are_checked(target):
         return
     out_of_range = ((target < 0) | (target >= V)) & (target != ignore_index)
     if out_of_range.any():
