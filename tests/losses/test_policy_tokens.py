@@ -159,6 +159,18 @@ def test_values_that_are_not_finite(loss_type):
             torch.testing.assert_close(actual[name], x, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("delta", [None, 1.0, 2.0])
+@pytest.mark.parametrize("epsilons", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.2), (0.2, 0.2)], ids=str)
+def test_a_ratio_at_a_limit(epsilons, delta):
+    """Its gradient is that of the installed PyTorch, whose clamp changes there in 2.14."""
+    tokens = TokenTensors(None, None, torch.tensor([-2.0, 0.0, 3.0], device=DEVICE))
+    options = GRPOOptions(0.0, *epsilons, delta=delta)
+    log_probs = torch.full((3,), -1.0, device=DEVICE)
+    expected = outcome(reference, log_probs, tokens, options)
+    for name, x in outcome(policy_terms, log_probs, tokens, options).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=0)
+
+
 def test_kl_near_0():
     """It keeps all its digits, of which PyTorch's difference loses most."""
     x = torch.logspace(-6, 0, 200, dtype=F64).float().to(DEVICE)

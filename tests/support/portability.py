@@ -285,8 +285,8 @@ def run_policy_terms():
     rows = torch.empty(8, 1024, device="meta")
     mask = torch.empty(8, 1024, dtype=torch.long, device="meta")
     tokens = TokenTensors(None, None, rows[:, :1], None, rows, rows, rows)
-    for loss_type in "dapo", "cispo", "sapo":
-        options = GRPOOptions(loss_type=loss_type, use_bias_correction_kl=True)
+    for loss_type, delta in ("dapo", 2.0), ("dapo", None), ("cispo", None), ("sapo", None):
+        options = GRPOOptions(loss_type=loss_type, delta=delta, use_bias_correction_kl=True)
         loss, *_ = policy_terms(log_probs, tokens, options, mask)
         loss.sum().backward()
 

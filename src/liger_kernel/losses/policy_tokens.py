@@ -29,6 +29,7 @@ from liger_kernel.losses.policy_math import (
     grpo_terms,
     soft_gate,
 )
+from liger_kernel.ops.mlp.pointwise import CLAMP_HAS_GRADIENT_AT_LIMIT, clamp_has_gradient
 
 
 def policy_terms_reference(log_probs, mask, tokens, options):
@@ -43,16 +44,24 @@ def policy_terms_reference(log_probs, mask, tokens, options):
     return tuple(x if x is None else fill_invalid(x.expand(log_probs.shape), valid) for x in terms)
 
 
-# ---- the functions l: each returns l, its slope dl / dρ, and 1 where l is clipped ----
+# ---- the functions l: each returns l, its slope dl / d log π(y), and 1 where l is clipped ----
 
 
 @triton.jit
-def _clipped_surrogate(log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg):
+def _clipped_surrogate(
+    log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg, AT_LIMIT: tl.constexpr
+):
     # the comparisons keep a NaN, which tl.minimum would lose
-    bounded = tl.where(ratio > delta, delta, ratio) * A
+    bounded = ratio
+    bounded_slope = A
+    if delta is not None:
+        bounded = tl.where(ratio > delta, delta, ratio)
+        bounded_slope = tl.where(clamp_has_gradient(ratio, delta, AT_LIMIT), A, 0.0)
+    bounded *= A
     clipped = tl.where(ratio < lowest, lowest, tl.where(ratio > highest, highest, ratio)) * A
-    bounded_slope = tl.where(ratio > delta, 0.0, A)
-    clipped_slope = tl.where((ratio < lowest) | (ratio > highest), 0.0, A)
+    is_inside = clamp_has_gradient(ratio, highest, AT_LIMIT)
+    is_inside = is_inside & clamp_has_gradient(-ratio, -lowest, AT_LIMIT)
+    clipped_slope = tl.where(is_inside, A, 0.0)
     least = tl.where((bounded < clipped) | (bounded != bounded), bounded, clipped)
     # of two equal terms, torch.min has half the slope of each
     slope = tl.where(bounded > clipped, clipped_slope, 0.5 * (bounded_slope + clipped_slope))
@@ -62,13 +71,15 @@ def _clipped_surrogate(log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg
 
 
 @triton.jit
-def _clipped_weight(log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg):
+def _clipped_weight(
+    log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg, AT_LIMIT: tl.constexpr
+):
     slope = -tl.where(ratio > highest, highest, ratio) * A
     return slope * log_probs, slope, ((ratio > highest) & (A > 0)).to(tl.float32)
 
 
 @triton.jit
-def _soft_gate(log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg):
+def _soft_gate(log_probs, ratio, A, lowest, highest, delta, t_pos, t_neg, AT_LIMIT: tl.constexpr):
     temperature = tl.where(A > 0, t_pos, t_neg)
     gate, slope = sigmoid(temperature * (ratio - 1.0))
     return -(4.0 / temperature * gate) * A, -4.0 * slope * ratio * A, tl.zeros_like(ratio)
@@ -144,6 +155,7 @@ def _policy_terms(
     beta,
     SURROGATE: tl.constexpr,
     CORRECT_KL: tl.constexpr,
+    AT_LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute BLOCK of N tokens. The outputs are contiguous, and 0 where the mask is."""
@@ -164,7 +176,7 @@ def _policy_terms(
     limit = tl.where(A >= 0, log_limit_pos, log_limit_neg)
     ratio = _exp(tl.where(log_ratio > limit, limit, log_ratio))
     loss, slope, is_clipped = SURROGATE(
-        log_probs, ratio, A, lowest, highest, delta, temperature_pos, temperature_neg
+        log_probs, ratio, A, lowest, highest, delta, temperature_pos, temperature_neg, AT_LIMIT
     )
     if inference_ratio_ptr is not None:
         inference_ratio = _load(
@@ -227,12 +239,13 @@ def _launch(log_probs, mask, tokens, options, need_slope):
         *[math.log(limit) + 1 for limit in policy.limits(options)],
         lowest,
         highest,
-        math.inf if options.delta is None else options.delta,
+        options.delta,
         options.sapo_temperature_pos,
         options.sapo_temperature_neg,
         options.beta,
         SURROGATE=SURROGATES[policy.surrogate],
         CORRECT_KL=options.use_bias_correction_kl,
+        AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
         BLOCK=BLOCK,
         num_warps=4,
     )
