@@ -29,6 +29,7 @@ from liger_kernel.losses.policy_math import (
     grpo_terms,
     soft_gate,
 )
+from liger_kernel.ops.mlp.activation_linear import PLAIN_TENSORS
 from liger_kernel.ops.mlp.pointwise import CLAMP_HAS_GRADIENT_AT_LIMIT, clamp_has_gradient
 
 
@@ -303,6 +304,12 @@ def policy_terms(log_probs, tokens, options, mask=None):
         0: of the shape of ``log_probs``, in fp32 (fp64 for fp64).
     """
     # in a graph, the compiler makes one kernel of the reference
-    if couples_tokens(options) or is_compiling() or not devices.has_kernels(log_probs):
+    given = [x for x in (log_probs, mask, *tokens) if x is not None]
+    if (
+        couples_tokens(options)
+        or is_compiling()
+        or not devices.has_kernels(log_probs)
+        or any(type(x) not in PLAIN_TENSORS for x in given)  # such as DTensor
+    ):
         return policy_terms_reference(log_probs, mask, tokens, options)
     return LigerPolicyTermsFunction.apply(log_probs, mask, options, *tokens)
