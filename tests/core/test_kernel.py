@@ -102,3 +102,15 @@ def test_a_profilers_hook_sees_every_launch(run):
             hook.add(watch)
         assert launch(x, None, y, 64) == "bound"
     """)
+
+
+def test_fusing_products_and_sums_is_up_to_the_launch(run):
+    """Not to Triton's own default, which differs between its versions."""
+    run("""
+        triton.knobs.language.default_fp_fusion = False
+        constants = dict(ROUND=False, BLOCK=64, num_warps=4)
+        copy[(3,)](x, None, y, 64, 0.5, **constants)
+        copy[(3,)](x, None, y, 64, 0.5, **constants, enable_fp_fusion=False)
+        fusions = [launched.options.enable_fp_fusion for launched in launches.values()]
+        assert fusions == [True, False], fusions
+    """)

@@ -17,6 +17,11 @@ A launch ``kernel[grid](tensors and numbers, NAME=constant, num_warps=...)`` is 
 last, and every one is given, by keyword; a boolean must be one of them; one argument at least is a
 tensor. The result is not to be used: it is None where the compiled kernel was looked up.
 
+``enable_fp_fusion`` is True unless given, whatever the version of Triton: the compiler may fuse a
+product and a sum into one instruction, which rounds once. It does so where it likes, and elsewhere
+in a kernel with other options. Kernels whose results must have equal bits in all their launches are
+launched with False, and call ``tl.fma`` where they gain by it.
+
 `tma_descriptor` makes a kernel argument through which TMA loads tiles.
 """
 
@@ -115,9 +120,12 @@ def _kernel_decorator():
         return triton.jit
 
     class KernelOnItsDevice(triton.runtime.jit.JITFunction):
-        """A kernel that launches on the device of its first tensor."""
+        """A kernel that launches on the device of its first tensor, with products fused into sums
+        unless the launch says otherwise."""
 
         def run(self, *args, **kwargs):  # Triton's kernel[grid](...) calls this
+            # Triton's own default is True up to 3.9, which warns, and False from 3.10 on
+            kwargs.setdefault("enable_fp_fusion", True)
             with devices.device_guard(_first_tensor(args)):
                 return super().run(*args, **kwargs)
 

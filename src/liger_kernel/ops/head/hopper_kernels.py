@@ -515,7 +515,12 @@ def _launch(kernel, h, w, *args, **constants):
     grid = min(devices.multiprocessors(h), cdiv(len(h), 128) * cdiv(len(w), 256))
     with devices.device_guard(h):
         kernel[(grid,)](
-            _tma_descriptor(h, 64, 64), _tma_descriptor(w, 256, 64), *args, **constants, num_warps=4
+            _tma_descriptor(h, 64, 64),
+            _tma_descriptor(w, 256, 64),
+            *args,
+            **constants,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
 
 
