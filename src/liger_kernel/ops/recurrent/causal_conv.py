@@ -101,6 +101,8 @@ BWD_PROGRAMS = 8
 MAX_BLOCK_D = 256
 MAX_RUN = 256
 SCAN = next_power_of_2(MAX_RUN + 2 * MAX_WIDTH)
+# of every kernel: the compiler would fuse other products in other specialisations of one
+ROUNDING = dict(enable_fp_fusion=False)
 
 
 @functools.cache
@@ -178,12 +180,21 @@ def _prepare_fwd(x, weight, has_silu):
     if _has_contiguous_channels(x):
         run, programs, constants = _choose_walk(x, W, 1, FWD_PROGRAMS)
         scalars = x.stride(0), x.stride(1), T, D, run
-        return prepare_launch(conv_fwd, (programs,), *scalars, W=W, ACT=act, **constants)
+        return prepare_launch(
+            conv_fwd, (programs,), *scalars, W=W, ACT=act, **constants, **ROUNDING
+        )
     grid = (B * D * cdiv(T, BLOCK_T),)
     scalars = x.stride(0), x.stride(2), T, D
     num_warps = tuning.device_traits(x).num_warps(BLOCK_T // 32)
     return prepare_launch(
-        conv_fwd_by_channel, grid, *scalars, W=W, ACT=act, BLOCK_T=BLOCK_T, num_warps=num_warps
+        conv_fwd_by_channel,
+        grid,
+        *scalars,
+        W=W,
+        ACT=act,
+        BLOCK_T=BLOCK_T,
+        num_warps=num_warps,
+        **ROUNDING,
     )
 
 
@@ -240,7 +251,9 @@ def _prepare_bwd(dy, x, weight, has_silu):
     if _has_contiguous_channels(x):
         run, programs, constants = _choose_walk(x, W, 2, BWD_PROGRAMS)
         scalars = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), T, D, run
-        launch = prepare_launch(conv_bwd, (programs,), *scalars, W=W, ACT=act, **constants)
+        launch = prepare_launch(
+            conv_bwd, (programs,), *scalars, W=W, ACT=act, **constants, **ROUNDING
+        )
         return launch, B * cdiv(T, run)
     runs = cdiv(T, CHANNEL_RUN)
     scalars = dy.stride(0), dy.stride(2), x.stride(0), x.stride(2), T, D, CHANNEL_RUN
@@ -253,6 +266,7 @@ def _prepare_bwd(dy, x, weight, has_silu):
         ACT=act,
         BLOCK_T=BLOCK_T,
         num_warps=num_warps,
+        **ROUNDING,
     )
     return launch, B * runs
 

@@ -7,7 +7,9 @@ follows W - 1 tokens later. Where a channel's tokens are contiguous (``_by_chann
 a block of tokens of one channel. It reads x and dy once more for each shift, from the cache.
 
 Backward computes z from x again, and does not round it. dw and db are partial sums in fp32, one of
-each run, that `reduce.sum_rows` adds in a fixed order.
+each run, that `reduce.sum_rows` adds in a fixed order. A token's y and dx have the same bits in
+whatever run, packing and layout it stands: what is to be one fused multiply-add is a ``tl.fma``,
+and the compiler may fuse nothing else (`causal_conv.ROUNDING`).
 
 Of packed sequences, ``seq_idx`` has each token's number. Two tokens are of one sequence if they and
 all between them have one number.
@@ -114,7 +116,7 @@ def _load_history(x_ptr, w_ptr, at, begin, stride, d, mask, COUNT: tl.constexpr)
 def _convolve(xs, weights, z, AT: tl.constexpr, W: tl.constexpr):
     """Add the products of W tokens of a window, from AT on, to z."""
     for j in tl.static_range(W):
-        z += weights[j] * xs[AT + j]
+        z = tl.fma(weights[j], xs[AT + j], z)
     return z
 
 
@@ -122,7 +124,7 @@ def _convolve(xs, weights, z, AT: tl.constexpr, W: tl.constexpr):
 def _transposed(dzs, weights, dx, AT: tl.constexpr, W: tl.constexpr):
     """Add the products of W gradients dz of a window, from AT on, to dx of the token AT."""
     for k in tl.static_range(W):
-        dx += weights[W - 1 - k] * dzs[AT + k]
+        dx = tl.fma(weights[W - 1 - k], dzs[AT + k], dx)
     return dx
 
 
@@ -131,7 +133,7 @@ def _add_products(dw, dz, xs, AT: tl.constexpr, W: tl.constexpr):
     """Add dz of the token AT + W - 1 of a window, times the W tokens from AT on, to the sums dw."""
     sums = ()
     for j in tl.static_range(W):
-        sums = sums + (dw[j] + dz * xs[AT + j],)
+        sums = sums + (tl.fma(dz, xs[AT + j], dw[j]),)
     return sums
 
 
@@ -300,7 +302,7 @@ def _convolve_channel(x_ptr, w_ptr, seq_ptr, weights, z, t, T, W: tl.constexpr):
     """Add the products of each token t and the W - 1 before it to z."""
     for j in tl.static_range(W):
         x = load_fp32(x_ptr, t - (W - 1 - j), _in_sequence(seq_ptr, t, T, W - 1 - j))
-        z += weights[j] * _round(x, w_ptr)
+        z = tl.fma(weights[j], _round(x, w_ptr), z)
     return z
 
 
@@ -386,12 +388,12 @@ def conv_bwd_by_channel(
             z = _convolve_channel(x_ptr, w_ptr, seq_ptr, weights, bias, t + k, T, W)
             dz = _gradient_of_z(load_fp32(dy_ptr, t + k, inside), z, ACT)
             dz = tl.where(inside, dz, 0.0)
-            dx += weights[W - 1 - k] * dz
+            dx = tl.fma(weights[W - 1 - k], dz, dx)
             if k == 0:
                 sums = ()
                 for j in tl.static_range(W):
                     x = load_fp32(x_ptr, t - (W - 1 - j), _in_sequence(seq_ptr, t, T, W - 1 - j))
-                    sums = sums + (dw[j] + dz * _round(x, w_ptr),)
+                    sums = sums + (tl.fma(dz, _round(x, w_ptr), dw[j]),)
                 dw = sums
                 db += dz
         if dx_ptr is not None:
