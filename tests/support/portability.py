@@ -5,11 +5,11 @@ without TRITON_INTERPRET, because the kernels of one process are either compiled
 
 The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
 compiled for the head, from source to the binary; for sm_90 up to two, and some launches in fp32,
-with options and with single gradients go through the compiler's front half. Of some more head sizes
-of the gated delta rule only the shared memory is found, for `MEASURED`. Another target of the
-family takes the head's result of a launch that both have, and compiles the others and every matrix
-product itself. With PORTABILITY=complete every launch is compiled from source for every target;
-spills are looked at in the same launches.
+with options and with single gradients go through the compiler's front half. Some more head sizes of
+the gated delta rule and heads of one token go as far as LLVM, for some targets (`ONLY_FOR`). Another
+target of the family takes the head's result of a launch that both have, and compiles the others and
+every matrix product itself. With PORTABILITY=complete every launch is compiled from source for
+every target; spills are looked at in the same launches.
 
 The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds
 each launch to a signature and asks its driver for the target; `_Driver` answers, and `compile_only`
@@ -47,11 +47,16 @@ from liger_kernel.core.op import CASES
 from liger_kernel.losses.policy_math import GRPOOptions, TokenTensors
 from liger_kernel.losses.policy_tokens import policy_terms
 from liger_kernel.ops.head import class_tiles, hopper
+from liger_kernel.ops.head.distillation import linear_distillation
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_head import HeadOptions, RequestedOutputs
 from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.token_divergence import DivergenceOptions, LinearTokenDivergenceFunction
-from liger_kernel.ops.head.token_log_probs import LinearTokenLossFunction, token_log_probs
+from liger_kernel.ops.head.token_log_probs import (
+    LinearTokenLossFunction,
+    linear_token_loss,
+    token_log_probs,
+)
 from liger_kernel.ops.linear.four_bit import dequantize_4bit
 from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule
 
@@ -320,6 +325,21 @@ def run_delta_rule_heads():
         torch.autograd.grad(o, inputs, torch.empty_like(o))
 
 
+def run_one_token():
+    """Run heads of one token and of none in fp32, whose sums LLVM vectorises."""
+    _Launched.current_run = _CurrentRun(
+        "one_token", is_real_shape=False, compile_fully=False, measure_shared=True
+    )
+    empty = functools.partial(torch.empty, device="meta")
+    weight = empty(77, 24, requires_grad=True)
+    target = empty(1, dtype=torch.long)
+    teacher = dict(teacher=empty(1, 24), teacher_weight=empty(77, 24))
+    linear_distillation(empty(1, 24), weight, target, **teacher)[0].backward()
+    options = dict(label_smoothing=0.1, class_weight=empty(77), return_mean_logit=True, memory=0)
+    out = linear_token_loss(empty(0, 24), weight, target[:0], drop_ignored=False, **options)
+    out.loss.sum().backward()
+
+
 # the runs of what no case has
 WITHOUT_CASE = {
     "linear_loss": run_grouped_loss,
@@ -329,7 +349,9 @@ WITHOUT_CASE = {
     "four_bit": run_four_bit,
     "policy_terms": run_policy_terms,
     "delta_rule_heads": run_delta_rule_heads,
+    "one_token": run_one_token,
 }
+ONLY_FOR = {"delta_rule_heads": MEASURED, "one_token": ("sm_90",)}
 
 
 def describe(case, shape, option, dtype, gradients):
@@ -495,7 +517,7 @@ def launch_all(target_name, variants):
                 message = f"{description}: {type(error).__name__}: {error}"
                 failed.setdefault(case.name, []).append(message)
     for description, function in WITHOUT_CASE.items():
-        if function is run_delta_rule_heads and not (COMPLETE or target_name in MEASURED):
+        if not COMPLETE and target_name not in ONLY_FOR.get(description, TARGETS):
             continue
         real = description != "linear_loss"
         _Launched.current_run = _CurrentRun(description, is_real_shape=real, compile_fully=True)

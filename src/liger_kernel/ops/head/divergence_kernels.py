@@ -334,6 +334,8 @@ def _compare(
             top, log_sum = load_pair(stats + 4 * T, T, lane_in_range)
             log_sum *= LOG_UNIT
     scale *= LOG_UNIT
+    # as in `logits_kernels.partials_kernel`
+    tl.assume(end - begin > 0)
     total_d = tl.zeros((BLOCK_V * BLOCK_T,), dtype=tl.float32)
     total_g = total_d
     total_q = total_d

@@ -141,6 +141,8 @@ def partials_kernel(
     y = tl.load(target_ptr + tokens, mask=tokens < T, other=ignore_index)
     if tl.sum((y != ignore_index).to(tl.int32)) == 0:
         return
+    # a loop that may be none ends in sums of zeros, on which Triton 3.9's compiler crashes
+    tl.assume(left > 0)
     lane = tl.arange(0, LANES)[None, :]
     element = tl.arange(0, PER_LANE)[:, None]
     if CONTIGUOUS_CLASSES:
