@@ -75,7 +75,7 @@ def program_block(x_ptr, more_ptr, split, V, SIZE):
     return x_ptr, at.to(tl.int64), begin, tl.minimum(SIZE, end - begin)
 
 
-# ---- loads and functions of a block ----
+# ---- loads and functions of a block; with tl.fma they round the same in every kernel ----
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def exp(x):
     tl.exp rounds x·log₂e, so its error grows with |x|.
     """
     x = tl.where(x < -150.0, -150.0, x)  # tl.maximum would lose a NaN
-    k = tl.floor(x * 1.4426950408889634 + 0.5)
-    return tl.exp((x - k * 0.693359375) + k * 2.12194440e-4) * tl.exp2(k)
+    k = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
+    return tl.exp(tl.fma(k, 2.12194440e-4, tl.fma(k, -0.693359375, x))) * tl.exp2(k)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def online_max(top, highest):
 def log(x):
     """tl.log, with a Newton step for x > 8, where its error is large."""
     y = tl.log(x)
-    return tl.where((x > 8.0) & (x < float("inf")), y + (x * exp(-y) - 1.0), y)
+    return tl.where((x > 8.0) & (x < float("inf")), y + tl.fma(x, exp(-y), -1.0), y)
 
 
 @triton.jit
@@ -161,7 +161,8 @@ def tanh(x):
     ep = e * p
     far = 1.0 - 2.0 * ep
     s = x * x
-    near = x + x * s * (-0.33332966 + s * (0.13310755 - s * 0.04999447))
+    near = tl.fma(s, tl.fma(s, -0.04999447, 0.13310755), -0.33332966)
+    near = tl.fma(x * s, near, x)
     return tl.where(s < 0.1, near, tl.where(x < 0, -far, far)), 4.0 * ep * p
 
 
@@ -180,7 +181,7 @@ def sigmoid(x):
 def silu(x):
     """silu(x) = x·σ(x), and its slope."""
     s, slope = sigmoid(x)
-    return x * s, s + x * slope
+    return x * s, tl.fma(x, slope, s)
 
 
 @triton.jit
@@ -193,4 +194,4 @@ def silu_16_bit(x):
     r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     p = r * r
     f = x * p
-    return f, p + f * (1.0 - p)
+    return f, tl.fma(f, 1.0 - p, p)

@@ -169,15 +169,14 @@ def _is_plain(x, *constants):
     return x.element_size() == 2 and not any(constants)
 
 
-def _fusion_option(x, SCALED, SOFTCAP, **_):
-    """Return the launch option that rounds fp32 logits between scaling and subtracting a maximum.
+def _fusion_option(x):
+    """Return the launch option that rounds every product of fp32 logits.
 
-    All kernels must do the same: a fused multiply-add in one of them costs a confident row's
-    gradient 2e-6 (H200). A softcap's tanh is more exact with them.
+    All kernels must round the same, whatever outputs they are compiled for: a logit that is scaled
+    and subtracted from in one instruction in one of them costs a confident row's gradient 2e-6
+    (H200), and no output may depend on what else is asked for.
     """
-    if x.dtype == torch.float32 and SCALED and not SOFTCAP:
-        return dict(enable_fp_fusion=False)
-    return {}
+    return dict(enable_fp_fusion=x.dtype != torch.float32)
 
 
 # ---- the operations ----
@@ -248,7 +247,7 @@ def token_loss(
     world_size, rank = size_and_rank(group)
     place = world_size * shard, rank * shard
     partials = _reduce_strips(x, target, weight, options, outputs, bias, rank * shard)
-    fusion = _fusion_option(x[0] if isinstance(x, tuple) else x, **options.kernel_constants)
+    fusion = _fusion_option(x[0] if isinstance(x, tuple) else x)
     arguments = target, weight, norm, options, outputs, token_scaling, fusion
     if world_size == 1:
         _merge(partials, (1, 0), place, *arguments, x=x, bias=bias)
@@ -283,7 +282,7 @@ def tile_loss(
     ``tiles``: `class_tiles.LogitTiles`. A group has none. ``outputs``: those of `token_loss`.
     """
     outputs = TokenBuffers(loss, stats, **outputs)
-    fusion = _fusion_option(tiles.logits, **options.kernel_constants)
+    fusion = _fusion_option(tiles.logits)
     arguments = target, weight, norm, options, outputs, token_scaling, fusion
     T = len(target)
     num_classes = len(tiles.w)
@@ -356,7 +355,7 @@ def _reduce_strips(x, target, weight, options, outputs, bias, first):
         PER_LANE=per_lane,
         CONTIGUOUS_CLASSES=contiguous_classes,
         num_warps=devices.limit_warps(warps, x),
-        **_fusion_option(x, **constants),
+        **_fusion_option(x),
     )
     return partials
 
@@ -497,5 +496,5 @@ def token_gradient(
         BLOCK_T=tokens,
         BLOCK_V=block,
         num_warps=devices.limit_warps(warps, x),
-        **_fusion_option(x, **constants),
+        **_fusion_option(x),
     )
