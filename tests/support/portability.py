@@ -5,11 +5,11 @@ without TRITON_INTERPRET, because the kernels of one process are either compiled
 
 The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
 compiled for the head, from source to the binary; for sm_90 up to two, and some launches in fp32,
-with options and with single gradients go through the compiler's front half. Some more head sizes of
-the gated delta rule and heads of one token go as far as LLVM, for some targets (`ONLY_FOR`). Another
-target of the family takes the head's result of a launch that both have, and compiles the others and
-every matrix product itself. With PORTABILITY=complete every launch is compiled from source for
-every target; spills are looked at in the same launches.
+with options and with single gradients go through the compiler's front half. For the targets of
+`ONLY_FOR`, some more head sizes of the gated delta rule, and heads of one token, go as far as LLVM.
+Another target of the family takes the head's result of a launch that both have, and compiles the
+others and every matrix product itself. With PORTABILITY=complete every launch is compiled from
+source for every target; spills are looked at in the same launches.
 
 The operators run on meta tensors, forward and backward, as if on that target. Triton itself binds
 each launch to a signature and asks its driver for the target; `_Driver` answers, and `compile_only`
