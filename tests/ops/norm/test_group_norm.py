@@ -1,6 +1,8 @@
 """GroupNorm beyond its `Case`: shifted values, groups of every size, strides, dtypes, the module,
 errors."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,12 +48,16 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
     """Compare the largest errors over three seeds, as a share of the largest value.
 
     A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4
-    at 1e4 and 1. That times the largest weight is what y may be off by beside PyTorch's own error;
+    at 1e4 and 1. That of a group in strips is off by up to one, since the means that it is made of
+    are rounded, too (of 60 draws of "wide, both" at -1e3 and 0.1, 0.31 in the root mean square and
+    0.61 at most). That times the largest weight is what y may be off by beside PyTorch's own error;
     E[x²] - E[x]² is off by 100 and more."""
     errors = torch.zeros(4, 2, dtype=torch.float64)  # of y, dx, dw, db: ours, PyTorch's
     mean_error = 0.0
     size = torch.tensor(abs(mean))
-    half_ulp = float(size.nextafter(torch.tensor(torch.inf)) - size) / 2
+    ulp = float(size.nextafter(torch.tensor(torch.inf)) - size)
+    one_program = group_norm_launch._choose_launch(shape[1] // groups, math.prod(shape[2:]), 16)
+    mean_rounding = ulp / 2 if one_program else ulp
     for seed in range(3):
         tensors = random_inputs(shape, mean=mean, std=std, seed=seed)
 
@@ -66,7 +72,7 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
             error = torch.stack([(t.double() - e).abs().max() / e.abs().max() for t in (a, r)])
             errors[i] = torch.maximum(errors[i], error.cpu())
         largest_share = float(tensors[1].abs().max() / exact[0].abs().max())
-        mean_error = max(mean_error, half_ulp / (std**2 + 1e-6) ** 0.5 * largest_share)
+        mean_error = max(mean_error, mean_rounding / (std**2 + 1e-6) ** 0.5 * largest_share)
     allowed = roundings * torch.finfo(actual[0].dtype).eps
     for name, (a, r) in zip(("y", "dx", "dw", "db"), errors.tolist(), strict=True):
         bound = allowed + (mean_error if name == "y" else 0)
