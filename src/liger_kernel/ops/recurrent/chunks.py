@@ -14,7 +14,7 @@ import torch
 
 from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
+from liger_kernel.core.tile import cdiv, next_power_of_2, scaled_exp, tl, triton
 
 CHUNK = 64  # tokens
 C = tl.constexpr(CHUNK)
@@ -272,6 +272,16 @@ def load_gates(hi_ptr, lo_ptr, beta_ptr, rows, num_rows):
 def differences(hi, lo):
     """Return γ_t - γ_i, (t, i)."""
     return (hi[:, None] - hi[None, :]) + (lo[:, None] - lo[None, :])
+
+
+@triton.jit
+def decay_of(x, EXACT: tl.constexpr):
+    """Return exp(x) of a difference of γ, within 2 ulp if EXACT.
+
+    Without, it is a power of 2, which is 0 where fp32 has no normal numbers: on NVIDIA that is two
+    instructions of a number, and tl.exp is five.
+    """
+    return scaled_exp(x, EXACT, 1.0)
 
 
 # ---- the table of packed sequences ----

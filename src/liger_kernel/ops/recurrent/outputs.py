@@ -23,10 +23,11 @@ are registers.
 from __future__ import annotations
 
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.tile import cdiv, scaled_exp, tl, triton
+from liger_kernel.core.tile import cdiv, tl, triton
 from liger_kernel.ops.recurrent.chunks import (
     C,
     chunk_span,
+    decay_of,
     differences,
     dot,
     gate_rows,
@@ -100,14 +101,14 @@ def _output(
     rk = tl.load(rk_ptr + c, mask=c < num_rows, other=0.0)
     hi, lo, _, _, _ = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
     not_after = c[:, None] >= c[None, :]
-    between = tl.where(not_after, differences(hi, lo), -float("inf"))
     P = dot(q, tl.trans(k), PRECISION) * rq[:, None] * rk[None, :]
-    P = tl.where(not_after, P * scaled_exp(between, EXACT), 0.0)
+    # what is infinite above the diagonal is not selected
+    P = tl.where(not_after, P * decay_of(differences(hi, lo), EXACT), 0.0)
     s_ptr += (slot.to(tl.int64) * HV + hv) * (K * V)
     S = load_state(s_ptr, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
     delta_ptr += (hv.to(tl.int64) * tokens + first) * V
     delta = load_rows(delta_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-    o = (rq * scaled_exp(hi, EXACT))[:, None] * dot(q, S, PRECISION)
+    o = (rq * decay_of(hi, EXACT))[:, None] * dot(q, S, PRECISION)
     o += dot(operand(P, OPERAND), delta, PRECISION)
     o_ptr += (first * HV + hv) * V
     store_rows(o_ptr, o, HV * V, c, num_rows, v_columns, V, BLOCK_V)
@@ -205,10 +206,10 @@ def _query_gradients(
             dQS += dot(do, tl.trans(S), PRECISION)
         hi, lo, _, _, _ = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
         between = tl.where(not_after, differences(hi, lo), -float("inf"))
-        E = tl.where(not_after, scale * dP * scaled_exp(between, EXACT), 0.0)
+        E = tl.where(not_after, scale * dP * decay_of(between, EXACT), 0.0)
         # without the diagonal, which cancels in γ's gradient but for the rounding of both sums
         N = tl.where(c[:, None] > c[None, :], E * QK, 0.0)
-        dQS *= (scale * scaled_exp(hi, EXACT))[:, None]
+        dQS *= (scale * decay_of(hi, EXACT))[:, None]
         dgamma = tl.sum(N, axis=1) - tl.sum(N, axis=0)
         dgamma += rq * tl.sum(dQS * q.to(tl.float32), axis=1)
         dq += dQS
@@ -328,7 +329,7 @@ def _key_gradients(
         after = c[:, None] < c[None, :]
         # γ of the later token minus γ of the earlier one
         between = differences(hi, lo)
-        decay = scaled_exp(tl.where(before, between, -between), EXACT)
+        decay = decay_of(tl.where(before, between, -between), EXACT)
         q = operand(load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
         through_output = tl.where(c[:, None] <= c[None, :], scale * through_output * decay, 0.0)
         dk += dot(operand(through_output * rq[None, :], OPERAND), q, PRECISION)
@@ -357,15 +358,15 @@ def _key_gradients(
             S_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
         k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
         k32 = k.to(tl.float32)
-        e = scaled_exp(hi, EXACT)
+        e = decay_of(hi, EXACT)
         dr_Y = rk * tl.sum(k32 * from_start, axis=1)
         dbeta -= e * dr_Y
         dgamma -= beta * e * dr_Y
-        from_end *= scaled_exp((last_hi - hi) + (last_lo - lo), EXACT)[:, None]
+        from_end *= decay_of((last_hi - hi) + (last_lo - lo), EXACT)[:, None]
         z = rk * tl.sum(k32 * from_end, axis=1)
         dk += from_end
         dk -= (beta * e)[:, None] * from_start
-        dlast = tl.sum(z) + scaled_exp(last_hi, EXACT) * tl.sum(S_dS)
+        dlast = tl.sum(z) + decay_of(last_hi, EXACT) * tl.sum(S_dS)
         dg = tl.cumsum(dgamma - z, axis=0, reverse=True) + dlast
         gate = (first + c) * HV + hv
         tl.store(dg_ptr + gate, dg.to(dg_ptr.dtype.element_ty), mask=inside)
@@ -377,7 +378,9 @@ def _key_gradients(
 
 def _output_launch(problem):
     """Return (columns of values, warps) of a program."""
-    return problem.launch(hopper=(64, 4), ampere=(64, 4), cdna=(16, 4), rdna=(16, 16), fp32=(16, 4))
+    return problem.launch(
+        hopper=(128, 4), ampere=(64, 4), cdna=(16, 4), rdna=(16, 16), fp32=(16, 4)
+    )
 
 
 def _query_gradients_launch(problem):

@@ -15,12 +15,13 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.tile import scaled_exp, tl, triton
+from liger_kernel.core.tile import tl, triton
 from liger_kernel.ops.recurrent.chunks import (
     CHUNK,
     NORM_EPS,
     C,
     chunk_span,
+    decay_of,
     dot,
     gate_rows,
     load_rows,
@@ -110,7 +111,7 @@ def _store_tile(u_ptr, x, hi, lo, earlier_hi, earlier_lo, row, column, num_rows,
     j = column + tl.arange(0, TILE)
     between = (hi[:, None] - earlier_hi[None, :]) + (lo[:, None] - earlier_lo[None, :])
     between = tl.where(i[:, None] >= j[None, :], between, -float("inf"))
-    x = operand(x * scaled_exp(between, EXACT), OPERAND)
+    x = operand(x * decay_of(between, EXACT), OPERAND)
     pointers = u_ptr + i[:, None] * C + j[None, :]
     tl.store(pointers, x.to(u_ptr.dtype.element_ty), mask=(i < num_rows)[:, None])
 

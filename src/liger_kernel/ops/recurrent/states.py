@@ -22,11 +22,12 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.tile import cdiv, scaled_exp, tl, triton
+from liger_kernel.core.tile import cdiv, tl, triton
 from liger_kernel.ops.recurrent.chunks import (
     C,
     chain_span,
     chunk_span,
+    decay_of,
     differences,
     dot,
     gate_rows,
@@ -122,12 +123,12 @@ def _states(
         S_operand = operand(S, OPERAND)
         store_state(s_ptr, S_operand, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
         KS = dot(k, S_operand, PRECISION)
-        X = v.to(tl.float32) - (rk * scaled_exp(hi, EXACT))[:, None] * KS
+        X = v.to(tl.float32) - (rk * decay_of(hi, EXACT))[:, None] * KS
         delta = dot(u, operand(beta[:, None] * X, OPERAND), PRECISION)
         store_rows(delta_ptr, operand(delta, OPERAND), V, rows, limit, v_columns, V, BLOCK_V)
-        tail = scaled_exp((last_hi - hi) + (last_lo - lo), EXACT)
+        tail = decay_of((last_hi - hi) + (last_lo - lo), EXACT)
         added = operand((rk * tail)[:, None] * delta, OPERAND)
-        S = scaled_exp(last_hi, EXACT) * S + dot(tl.trans(k), added, PRECISION)
+        S = decay_of(last_hi, EXACT) * S + dot(tl.trans(k), added, PRECISION)
         s_ptr += tl.cast(HV, tl.int64) * (K * V)
     if final_ptr is not None:
         if n < sequences:
@@ -190,14 +191,14 @@ def _transposed_scores(
         hv = h * group + i
         hi_ptr, lo_ptr, beta_ptr = gate_rows(gates_ptr, hv, HV, tokens, first)
         hi, lo, beta, last_hi, last_lo = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
-        e = scaled_exp(hi, EXACT)
-        tail = scaled_exp((last_hi - hi) + (last_lo - lo), EXACT)
+        e = decay_of(hi, EXACT)
+        tail = decay_of((last_hi - hi) + (last_lo - lo), EXACT)
         output_ptr, tail_ptr, start_ptr = gate_rows(factors_ptr, hv, HV, tokens, first)
         tl.store(output_ptr + c, rq * e, mask=c < num_rows)
         tl.store(tail_ptr + c, rk * tail, mask=c < num_rows)
         tl.store(start_ptr + c, rk * beta * e, mask=c < num_rows)
         between = tl.where(not_before, -differences(hi, lo), -float("inf"))
-        Pt = tl.where(not_before, KQ * scaled_exp(between, EXACT), 0.0)
+        Pt = tl.where(not_before, KQ * decay_of(between, EXACT), 0.0)
         head_ptr = pt_ptr + (hv.to(tl.int64) * tokens + first) * C
         store_rows(head_ptr, operand(Pt, OPERAND), C, c, num_rows, c, C, C)
 
@@ -284,7 +285,7 @@ def _state_gradients(
         output_factor = tl.load(output_ptr + rows, mask=rows < limit, other=0.0)
         tail_factor = tl.load(tail_ptr + rows, mask=rows < limit, other=0.0)
         start_factor = tl.load(start_ptr + rows, mask=rows < limit, other=0.0)
-        decay = scaled_exp(tl.load(hi_ptr + limit - 1), EXACT)
+        decay = decay_of(tl.load(hi_ptr + limit - 1), EXACT)
         k = operand(k, OPERAND)
         do = operand(do, OPERAND)
         dS_operand = operand(dS, OPERAND)
