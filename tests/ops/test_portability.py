@@ -183,7 +183,7 @@ def test_recurrent_kernels_avoid_a_fault_of_hoppers_compilers(compiled):
     launches = [
         launch
         for launch in compiled("sm_90")["launches"]
-        if launch["kernel"].partition(".")[0] in ("solve", "states", "outputs")
+        if launch["kernel"].partition(".")[0] in ("solve", "states", "scores", "outputs")
         and "transposed" in launch
     ]
     assert {launch["kernel"] for launch in launches} == set(RECURRENT)
@@ -200,6 +200,7 @@ RECURRENT = (
     "states._states",
     "states._transposed_scores",
     "states._state_gradients",
+    "scores._score_gradients",
     "outputs._output",
     "outputs._query_gradients",
     "outputs._key_gradients",

@@ -17,7 +17,8 @@ r_q, r_k the factors that make rows of Q and K unit vectors:
     X = V - r_k·e·(K·S),   Δ = U·(β·X),   P = s·(r_q·Q)·(r_k·K)ᵀ∘D
     O = s·r_q·e·(Q·S) + P·Δ,   S' = a·S + Kᵀ·(r_k·tail·Δ)
 
-`solve` has U, `states` what goes from chunk to chunk, `outputs` the rest and the gradients.
+`solve` has U, `states` what goes from chunk to chunk, `outputs` the rest and the gradients, with
+`scores` for those of a chunk's tokens among themselves.
 Backward computes the states again. What is saved beside the inputs is U, a quarter of o's memory
 for heads of 256 entries and half for 128, and a few numbers of a token.
 

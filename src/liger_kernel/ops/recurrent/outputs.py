@@ -4,20 +4,20 @@ In the names of `gated_delta_rule` and `states`:
 
     P = s·(r_q·Q)·(r_k·K)ᵀ∘D,   O = s·r_q·e·(Q·S) + P·Δ
 
-and in backward, with ∘ elementwise and with the sums over a group's value heads in fp32:
+and in backward, with E and N as in `scores`, ∘ elementwise, Y = r_k·(K·S), and with the sums over a
+group's value heads in fp32:
 
-    E = s·lower(dO·Δᵀ)∘D,   N = -β·strict lower(dR·Δᵀ)∘D,   Y = r_k·(K·S)
     dq̂ = E·(r_k·K) + s·e·(dO·Sᵀ)
-    dk̂ = (N + Nᵀ)·(r_k·K) + Eᵀ·(r_q·Q) - β·e·(dR·Sᵀ) + tail·(Δ·dS'ᵀ)
-    dV = β·dR,   dβ = rowsum(dR∘(V - e·Y)) + rowsum(N∘M)/β,   M = (r_k·K)·(r_k·K)ᵀ
-    dγ = rows - columns of N∘M and of E∘(Q·Kᵀ) + q̂·(s·e·dO·Sᵀ) - β·e·rowsum(dR∘Y) - z,
-    z = k̂·(tail·Δ·dS'ᵀ),   dγ_last += Σ z + a·<S, dS'>,   dg = the sum of dγ to the chunk's end
+    dk̂ = Eᵀ·(r_q·Q) - (N + Nᵀ)·(r_k·K) - β·e·(dR·Sᵀ) + tail·(Δ·dS'ᵀ)
+    dβ = its part of `scores` - e·rowsum(dR∘Y),   z = k̂·(tail·Δ·dS'ᵀ)
+    dγ = its part of `scores` + q̂·(s·e·dO·Sᵀ) - β·e·rowsum(dR∘Y) - z
+    dγ_last += Σ z + a·<S, dS'>,   dg = the sum of dγ to the chunk's end
     dq = r_q·(dq̂ - q̂·<q̂, dq̂>), and the same for k
 
-K·S is not computed again: rowsum(dR∘(K·S)) = rowsum(K∘(dR·Sᵀ)). Transposes of what is computed are
-products of their own, as in `states`. Nothing is added by several programs, so the same bits come
-out every time. The gradients are made by two kernels, since one would keep more tiles than there
-are registers.
+A program sums r_q·dq̂ and r_k·dk̂, since r_q·E·r_k and r_k·N·r_k are what `scores` has stored.
+K·S is not computed again: rowsum(dR∘(K·S)) = rowsum(K∘(dR·Sᵀ)). Nothing is added by several
+programs, so the same bits come out every time. The gradients are made by several kernels, since one
+would keep more tiles than there are registers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from liger_kernel.ops.recurrent.chunks import (
     operand,
     store_rows,
 )
+from liger_kernel.ops.recurrent.scores import score_gradients
 
 
 @kernel
@@ -115,13 +116,13 @@ def _output(
 
 
 @triton.jit
-def _store_head(x_ptr, dx, x, r, stride, num_rows, K: tl.constexpr, BLOCK_K, NORM: tl.constexpr):
-    """Store the gradient of a head's queries or keys, given that of the normalised ones."""
+def _store_head(x_ptr, rdx, x, r, stride, num_rows, K: tl.constexpr, BLOCK_K, NORM: tl.constexpr):
+    """Store the gradient of a head's queries or keys, given r times that of the normalised ones."""
     rows = tl.arange(0, C)
     if NORM:
         unit = x.to(tl.float32) * r[:, None]
-        dx = r[:, None] * (dx - unit * tl.sum(unit * dx, axis=1)[:, None])
-    store_rows(x_ptr, dx, stride, rows, num_rows, tl.arange(0, BLOCK_K), K, BLOCK_K)
+        rdx -= unit * tl.sum(unit * rdx, axis=1)[:, None]
+    store_rows(x_ptr, rdx, stride, rows, num_rows, tl.arange(0, BLOCK_K), K, BLOCK_K)
 
 
 @kernel
@@ -129,13 +130,13 @@ def _query_gradients(
     q_ptr,
     k_ptr,
     do_ptr,
-    delta_ptr,
     s_ptr,
+    e_ptr,
     gates_ptr,
     norms_ptr,
+    partial_ptr,
     table_ptr,
     dq_ptr,
-    dgamma_ptr,
     stride_q_batch,
     stride_q_token,
     stride_q_head,
@@ -163,114 +164,7 @@ def _query_gradients(
     NORM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dq of a key head in one chunk, and the part of dγ that comes through the output."""
-    slot = tl.program_id(0) // H
-    h = tl.program_id(0) % H
-    b, start, end = chunk_span(table_ptr, slot, T)
-    num_rows = end - start
-    if num_rows <= 0:
-        return
-    first = b * T + start
-    at = tl.cast(start, tl.int64)
-    c = tl.arange(0, C)
-    k_columns = tl.arange(0, BLOCK_K)
-    rq_ptr, rk_ptr = norm_rows(norms_ptr, h, H, tokens, first)
-    q_ptr += b * stride_q_batch + at * stride_q_token + h.to(tl.int64) * stride_q_head
-    k_ptr += b * stride_k_batch + at * stride_k_token + h.to(tl.int64) * stride_k_head
-    q = operand(load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
-    k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
-    rq = tl.load(rq_ptr + c, mask=c < num_rows, other=0.0)
-    rk = tl.load(rk_ptr + c, mask=c < num_rows, other=0.0)
-    not_after = c[:, None] >= c[None, :]
-    QK = dot(q, tl.trans(k), PRECISION) * rq[:, None] * rk[None, :]
-    dq = tl.zeros((C, BLOCK_K), tl.float32)
-    group = HV // H
-    # what is hoisted out of the loop would not leave enough registers
-    for i in tl.range(0, group, num_stages=1, disable_licm=True):
-        hv = h * group + i
-        hi_ptr, lo_ptr, beta_ptr = gate_rows(gates_ptr, hv, HV, tokens, first)
-        do_head_ptr = (
-            do_ptr + b * stride_do_batch + at * stride_do_token + hv.to(tl.int64) * stride_do_head
-        )
-        delta_head_ptr = delta_ptr + (hv.to(tl.int64) * tokens + first) * V
-        s_head_ptr = s_ptr + (slot.to(tl.int64) * HV + hv) * (K * V)
-        dP = tl.zeros((C, C), tl.float32)
-        dQS = tl.zeros((C, BLOCK_K), tl.float32)
-        for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-            v_columns = column + tl.arange(0, BLOCK_V)
-            do = load_rows(do_head_ptr, stride_do_token, c, num_rows, v_columns, V, BLOCK_V)
-            delta = load_rows(delta_head_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-            S = load_state(s_head_ptr, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
-            do = operand(do, OPERAND)
-            dP += dot(do, tl.trans(delta), PRECISION)
-            dQS += dot(do, tl.trans(S), PRECISION)
-        hi, lo, _, _, _ = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
-        between = tl.where(not_after, differences(hi, lo), -float("inf"))
-        E = tl.where(not_after, scale * dP * decay_of(between, EXACT), 0.0)
-        # without the diagonal, which cancels in γ's gradient but for the rounding of both sums
-        N = tl.where(c[:, None] > c[None, :], E * QK, 0.0)
-        dQS *= (scale * decay_of(hi, EXACT))[:, None]
-        dgamma = tl.sum(N, axis=1) - tl.sum(N, axis=0)
-        dgamma += rq * tl.sum(dQS * q.to(tl.float32), axis=1)
-        dq += dQS
-        dq += dot(operand(E * rk[None, :], OPERAND), k, PRECISION)
-        tl.store(dgamma_ptr + hv.to(tl.int64) * tokens + first + c, dgamma, mask=c < num_rows)
-    dq_ptr += b * stride_dq_batch + at * stride_dq_token + h.to(tl.int64) * stride_dq_head
-    _store_head(dq_ptr, dq, q, rq, stride_dq_token, num_rows, K, BLOCK_K, NORM)
-
-
-@kernel
-def _key_gradients(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    delta_ptr,
-    dr_ptr,
-    s_ptr,
-    ds_ptr,
-    gates_ptr,
-    norms_ptr,
-    dgamma_ptr,
-    table_ptr,
-    dk_ptr,
-    dv_ptr,
-    dg_ptr,
-    dbeta_ptr,
-    stride_q_batch,
-    stride_q_token,
-    stride_q_head,
-    stride_k_batch,
-    stride_k_token,
-    stride_k_head,
-    stride_v_batch,
-    stride_v_token,
-    stride_v_head,
-    stride_do_batch,
-    stride_do_token,
-    stride_do_head,
-    stride_dk_batch,
-    stride_dk_token,
-    stride_dk_head,
-    stride_dv_batch,
-    stride_dv_token,
-    stride_dv_head,
-    T,
-    tokens,
-    H,
-    HV,
-    scale,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    OPERAND: tl.constexpr,
-    EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NORM: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Compute dk of a key head in one chunk, and dv, dβ and dg of its value heads."""
+    """Compute dq of a key head in one chunk, and add to dγ what comes from S through the output."""
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
     b, start, end = chunk_span(table_ptr, slot, T)
@@ -282,96 +176,154 @@ def _key_gradients(
     c = tl.arange(0, C)
     inside = c < num_rows
     k_columns = tl.arange(0, BLOCK_K)
-    rq_ptr, rk_ptr = norm_rows(norms_ptr, h, H, tokens, first)
+    rq_ptr, _ = norm_rows(norms_ptr, h, H, tokens, first)
     q_ptr += b * stride_q_batch + at * stride_q_token + h.to(tl.int64) * stride_q_head
     k_ptr += b * stride_k_batch + at * stride_k_token + h.to(tl.int64) * stride_k_head
+    e_ptr += (h.to(tl.int64) * tokens + first) * C
     rq = tl.load(rq_ptr + c, mask=inside, other=0.0)
-    rk = tl.load(rk_ptr + c, mask=inside, other=0.0)
-    dk = tl.zeros((C, BLOCK_K), tl.float32)
+    dq = tl.zeros((C, BLOCK_K), tl.float32)
     group = HV // H
-    # what is hoisted out of the loop would not leave enough registers; q and k are in the cache
+    # what is hoisted out of the loop would not leave enough registers; q is in the cache
     for i in tl.range(0, group, num_stages=1, disable_licm=True):
         hv = h * group + i
-        head = hv.to(tl.int64) * tokens + first
-        hi_ptr, lo_ptr, beta_ptr = gate_rows(gates_ptr, hv, HV, tokens, first)
-        hi, lo, beta, last_hi, last_lo = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
-        v_head_ptr = (
-            v_ptr + b * stride_v_batch + at * stride_v_token + hv.to(tl.int64) * stride_v_head
-        )
+        hi_ptr, _, _ = gate_rows(gates_ptr, hv, HV, tokens, first)
         do_head_ptr = (
             do_ptr + b * stride_do_batch + at * stride_do_token + hv.to(tl.int64) * stride_do_head
         )
-        dv_head_ptr = (
-            dv_ptr + b * stride_dv_batch + at * stride_dv_token + hv.to(tl.int64) * stride_dv_head
-        )
-        delta_head_ptr = delta_ptr + head * V
-        dr_head_ptr = dr_ptr + head * V
+        s_head_ptr = s_ptr + (slot.to(tl.int64) * HV + hv) * (K * V)
+        # before the products: what they are multiplied with takes their layout
+        q = load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K)
+        dQS = tl.zeros((C, BLOCK_K), tl.float32)
+        for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+            v_columns = column + tl.arange(0, BLOCK_V)
+            do = load_rows(do_head_ptr, stride_do_token, c, num_rows, v_columns, V, BLOCK_V)
+            S = load_state(s_head_ptr, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
+            dQS += dot(operand(do, OPERAND), tl.trans(S), PRECISION)
+        hi = tl.load(hi_ptr + c, mask=inside, other=0.0)
+        dQS *= (rq * scale * decay_of(hi, EXACT))[:, None]
+        dq += dQS
+        dgamma_ptr = partial_ptr + hv.to(tl.int64) * tokens + first + c
+        dgamma = tl.load(dgamma_ptr, mask=inside, other=0.0)
+        dgamma += tl.sum(dQS * operand(q, OPERAND).to(tl.float32), axis=1)
+        tl.store(dgamma_ptr, dgamma, mask=inside)
+    # behind the loop: a product before it would not be split among columns of warps
+    E = load_rows(e_ptr, C, c, num_rows, c, C, C)
+    k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
+    dq += dot(E, k, PRECISION)
+    q = operand(load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
+    dq_ptr += b * stride_dq_batch + at * stride_dq_token + h.to(tl.int64) * stride_dq_head
+    _store_head(dq_ptr, dq, q, rq, stride_dq_token, num_rows, K, BLOCK_K, NORM)
+
+
+@kernel
+def _key_gradients(
+    q_ptr,
+    k_ptr,
+    delta_ptr,
+    dr_ptr,
+    s_ptr,
+    ds_ptr,
+    e_ptr,
+    n_ptr,
+    gates_ptr,
+    norms_ptr,
+    partial_ptr,
+    table_ptr,
+    dk_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    stride_q_batch,
+    stride_q_token,
+    stride_q_head,
+    stride_k_batch,
+    stride_k_token,
+    stride_k_head,
+    stride_dk_batch,
+    stride_dk_token,
+    stride_dk_head,
+    T,
+    tokens,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    OPERAND: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NORM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute dk of a key head in one chunk, and dβ and dg of its value heads."""
+    slot = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    b, start, end = chunk_span(table_ptr, slot, T)
+    num_rows = end - start
+    if num_rows <= 0:
+        return
+    first = b * T + start
+    at = tl.cast(start, tl.int64)
+    c = tl.arange(0, C)
+    inside = c < num_rows
+    k_columns = tl.arange(0, BLOCK_K)
+    _, rk_ptr = norm_rows(norms_ptr, h, H, tokens, first)
+    q_ptr += b * stride_q_batch + at * stride_q_token + h.to(tl.int64) * stride_q_head
+    k_ptr += b * stride_k_batch + at * stride_k_token + h.to(tl.int64) * stride_k_head
+    tile = (h.to(tl.int64) * tokens + first) * C
+    rk = tl.load(rk_ptr + c, mask=inside, other=0.0)
+    dk = tl.zeros((C, BLOCK_K), tl.float32)
+    group = HV // H
+    # what is hoisted out of the loop would not leave enough registers; k is in the cache
+    for i in tl.range(0, group, num_stages=1, disable_licm=True):
+        hv = h * group + i
+        head = hv.to(tl.int64) * tokens + first
         state = (slot.to(tl.int64) * HV + hv) * (K * V)
-        # products within the chunk, (C, C)
-        lower = tl.zeros((C, C), tl.float32)  # dR·Δᵀ
-        upper = tl.zeros((C, C), tl.float32)  # its transpose
-        through_output = tl.zeros((C, C), tl.float32)  # Δ·dOᵀ
-        dbeta = tl.zeros((C,), tl.float32)
+        hi_ptr, lo_ptr, beta_ptr = gate_rows(gates_ptr, hv, HV, tokens, first)
+        hi, lo, beta, last_hi, last_lo = load_gates(hi_ptr, lo_ptr, beta_ptr, c, num_rows)
+        # before the products: what they are multiplied with takes their layout
+        k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
+        # one after the other, each in the same registers
+        from_start = tl.zeros((C, BLOCK_K), tl.float32)  # dR·Sᵀ
         for column in tl.range(0, V, BLOCK_V, num_stages=STAGES, disable_licm=True):
             v_columns = column + tl.arange(0, BLOCK_V)
-            dr = load_rows(dr_head_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-            delta = load_rows(delta_head_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-            do = load_rows(do_head_ptr, stride_do_token, c, num_rows, v_columns, V, BLOCK_V)
-            v = load_rows(v_head_ptr, stride_v_token, c, num_rows, v_columns, V, BLOCK_V)
-            lower += dot(dr, tl.trans(delta), PRECISION)
-            upper += dot(delta, tl.trans(dr), PRECISION)
-            through_output += dot(delta, tl.trans(operand(do, OPERAND)), PRECISION)
-            dr32 = dr.to(tl.float32)
-            dbeta += tl.sum(dr32 * v.to(tl.float32), axis=1)
-            dv = beta[:, None] * dr32
-            store_rows(dv_head_ptr, dv, stride_dv_token, c, num_rows, v_columns, V, BLOCK_V)
-        before = c[:, None] > c[None, :]
-        after = c[:, None] < c[None, :]
-        # γ of the later token minus γ of the earlier one
-        between = differences(hi, lo)
-        decay = decay_of(tl.where(before, between, -between), EXACT)
-        q = operand(load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
-        through_output = tl.where(c[:, None] <= c[None, :], scale * through_output * decay, 0.0)
-        dk += dot(operand(through_output * rq[None, :], OPERAND), q, PRECISION)
-        k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
-        lower = tl.where(before, lower * decay, 0.0)
-        upper = tl.where(after, upper * decay, 0.0)
-        both = (beta[:, None] * lower + beta[None, :] * upper) * rk[None, :]
-        dk -= dot(operand(both, OPERAND), k, PRECISION)
-        N = -lower * (dot(k, tl.trans(k), PRECISION) * rk[:, None] * rk[None, :])
-        rows = tl.sum(N, axis=1)
-        dbeta += rows
-        dgamma = tl.load(dgamma_ptr + head + c, mask=inside, other=0.0)
-        dgamma += beta * rows - tl.sum(beta[:, None] * N, axis=0)
-        # products with the states
-        from_start = tl.zeros((C, BLOCK_K), tl.float32)  # dR·Sᵀ
+            dr = load_rows(dr_ptr + head * V, V, c, num_rows, v_columns, V, BLOCK_V)
+            S = load_state(s_ptr + state, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
+            from_start += dot(dr, tl.trans(S), PRECISION)
+        from_start *= (rk * decay_of(hi, EXACT))[:, None]
+        dr_Y = tl.sum(k.to(tl.float32) * from_start, axis=1)
+        dk -= beta[:, None] * from_start
         from_end = tl.zeros((C, BLOCK_K), tl.float32)  # Δ·dS'ᵀ
         S_dS = tl.zeros((BLOCK_K,), tl.float32)
         for column in tl.range(0, V, BLOCK_V, num_stages=STAGES, disable_licm=True):
             v_columns = column + tl.arange(0, BLOCK_V)
-            dr = load_rows(dr_head_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-            delta = load_rows(delta_head_ptr, V, c, num_rows, v_columns, V, BLOCK_V)
-            S = load_state(s_ptr + state, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
+            delta = load_rows(delta_ptr + head * V, V, c, num_rows, v_columns, V, BLOCK_V)
             dS = load_state(ds_ptr + state, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
-            from_start += dot(dr, tl.trans(S), PRECISION)
+            S = load_state(s_ptr + state, k_columns, v_columns, K, V, BLOCK_K, BLOCK_V)
             from_end += dot(delta, tl.trans(dS), PRECISION)
             S_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
-        k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
-        k32 = k.to(tl.float32)
-        e = decay_of(hi, EXACT)
-        dr_Y = rk * tl.sum(k32 * from_start, axis=1)
-        dbeta -= e * dr_Y
-        dgamma -= beta * e * dr_Y
-        from_end *= decay_of((last_hi - hi) + (last_lo - lo), EXACT)[:, None]
-        z = rk * tl.sum(k32 * from_end, axis=1)
+        from_end *= (rk * decay_of((last_hi - hi) + (last_lo - lo), EXACT))[:, None]
+        z = tl.sum(k.to(tl.float32) * from_end, axis=1)
         dk += from_end
-        dk -= (beta * e)[:, None] * from_start
+        dgamma = tl.load(partial_ptr + head + c, mask=inside, other=0.0)
+        dbeta = tl.load(
+            partial_ptr + tl.cast(HV, tl.int64) * tokens + head + c, mask=inside, other=0.0
+        )
+        dbeta -= dr_Y
+        dgamma -= beta * dr_Y
         dlast = tl.sum(z) + decay_of(last_hi, EXACT) * tl.sum(S_dS)
         dg = tl.cumsum(dgamma - z, axis=0, reverse=True) + dlast
         gate = (first + c) * HV + hv
         tl.store(dg_ptr + gate, dg.to(dg_ptr.dtype.element_ty), mask=inside)
         tl.store(dbeta_ptr + gate, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
+    # behind the loop, as in `_query_gradients`
+    q = operand(load_rows(q_ptr, stride_q_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
+    E = load_rows(e_ptr + tile, C, c, num_rows, c, C, C)
+    dk += dot(tl.trans(E), q, PRECISION)
+    N = load_rows(n_ptr + tile, C, c, num_rows, c, C, C)
     k = operand(load_rows(k_ptr, stride_k_token, c, num_rows, k_columns, K, BLOCK_K), OPERAND)
+    dk -= dot(N, k, PRECISION)
+    dk -= dot(tl.trans(N), k, PRECISION)
     dk_ptr += b * stride_dk_batch + at * stride_dk_token + h.to(tl.int64) * stride_dk_head
     _store_head(dk_ptr, dk, k, rk, stride_dk_token, num_rows, K, BLOCK_K, NORM)
 
@@ -437,8 +389,8 @@ def gradients(
     ds, dr, _ = gradients_of_states
     _, gates, norms = solution
     dq, dk, dv, dg, dbeta = outs
-    dgamma = gates.new_empty((p.HV, p.B * p.T))
-    sizes = p.T, p.B * p.T, p.H, p.HV, scale
+    e, n, partial = score_gradients(p, q, k, v, do, delta, dr, gates, norms, table, scale, dv)
+    sizes = p.T, p.B * p.T, p.H, p.HV
     constants = dict(**p.constants, V=p.V, NORM=normalize)
     grid = (p.chunks * p.H,)
     block_v, warps, stages = _query_gradients_launch(p)
@@ -446,18 +398,19 @@ def gradients(
         q,
         k,
         do,
-        delta,
         s,
+        e,
         gates,
         norms,
+        partial,
         table,
         dq,
-        dgamma,
         *q.stride()[:3],
         *k.stride()[:3],
         *do.stride()[:3],
         *dq.stride()[:3],
         *sizes,
+        scale,
         BLOCK_V=block_v,
         STAGES=stages,
         **constants,
@@ -467,26 +420,22 @@ def gradients(
     _key_gradients[grid](
         q,
         k,
-        v,
-        do,
         delta,
         dr,
         s,
         ds,
+        e,
+        n,
         gates,
         norms,
-        dgamma,
+        partial,
         table,
         dk,
-        dv,
         dg,
         dbeta,
         *q.stride()[:3],
         *k.stride()[:3],
-        *v.stride()[:3],
-        *do.stride()[:3],
         *dk.stride()[:3],
-        *dv.stride()[:3],
         *sizes,
         BLOCK_V=block_v,
         STAGES=stages,

@@ -197,8 +197,8 @@ def _transposed_scores(
         tl.store(output_ptr + c, rq * e, mask=c < num_rows)
         tl.store(tail_ptr + c, rk * tail, mask=c < num_rows)
         tl.store(start_ptr + c, rk * beta * e, mask=c < num_rows)
-        between = tl.where(not_before, -differences(hi, lo), -float("inf"))
-        Pt = tl.where(not_before, KQ * decay_of(between, EXACT), 0.0)
+        # what is infinite below the diagonal is not selected
+        Pt = tl.where(not_before, KQ * decay_of(-differences(hi, lo), EXACT), 0.0)
         head_ptr = pt_ptr + (hv.to(tl.int64) * tokens + first) * C
         store_rows(head_ptr, operand(Pt, OPERAND), C, c, num_rows, c, C, C)
 
