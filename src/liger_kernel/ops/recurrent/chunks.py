@@ -90,6 +90,8 @@ class Problem(NamedTuple):
 
     @property
     def solve_precision(self) -> str:
+        if self.nvidia and self.dtype == torch.bfloat16:
+            return "bf16x3"
         return "tf32x3" if self.nvidia and self.dtype != torch.float32 else "ieee"
 
     @property

@@ -5,9 +5,10 @@ In the names of `chunks`, with r_k = 1 / |k| and the keys K as they are, not nor
     L = strict lower triangle of β·(r_k·K)·(r_k·K)ᵀ,   U = D∘(I + L)⁻¹
 
 The inverse without decay is the same for the system with decay, so no exp enters the solve. It is
-done by substitution, in tiles of 16 tokens: powers of L, the other way to invert, lose all digits
-for keys that are alike (an error of 2e10 in fp32, where substitution has 1e-7). Tiles of 16 rows
-are also what Hopper multiplies by its older instructions, whose compilers have no known fault.
+done by substitution of blocks, of 2 tokens first, in tiles of 16: powers of L, the other way to
+invert, lose all digits for keys that are alike (an error of 2e10 in fp32, where substitution has
+1e-7). Tiles of 16 rows are also what Hopper multiplies by its older instructions, whose compilers
+have no known fault.
 """
 
 from __future__ import annotations
@@ -39,15 +40,46 @@ NOT_A_NUMBER = tl.constexpr(2**56)  # stands for NaN in a sum of units
 
 
 @triton.jit
-def _invert(L):
-    """Return (I + L)⁻¹ of a strictly lower triangle, by substitution, column by column."""
+def _split(x):
+    """Return two bf16 numbers whose sum is x, but for its last bits.
+
+    The greater is rounded as an integer, so that NVIDIA converts two numbers by one instruction.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    high = ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def _matmul(a, b, PRECISION: tl.constexpr):
+    """Multiply two tiles of fp32 numbers.
+
+    In three products of bf16 it has 17 bits, where the result is rounded to bf16's 8 in the end.
+    """
+    if PRECISION == "bf16x3":
+        a_high, a_low = _split(a)
+        b_high, b_low = _split(b)
+        product = dot(a_low, b_high, "ieee")
+        product += dot(a_high, b_low, "ieee")
+        product += dot(a_high, b_high, "ieee")
+        return product
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _invert(L, PRECISION: tl.constexpr):
+    """Return (I + L)⁻¹ of a strictly lower triangle.
+
+    The inverse of blocks of 2, 4 and 8 rows on the diagonal gives that of twice as many rows: with
+    X of both blocks and M the block of L below the diagonal, the new block is -X·M·X.
+    """
     i = tl.arange(0, TILE)[:, None]
     j = tl.arange(0, TILE)[None, :]
-    X = tl.where(i == j, 1.0, 0.0)
-    for c in range(15):  # not unrolled: four tiles at once would take all registers
-        column = tl.sum(tl.where(j == c, L, 0.0), axis=1)
-        row = tl.sum(tl.where(i == c, X, 0.0), axis=0)
-        X -= column[:, None] * row[None, :]
+    X = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -L, 0.0))
+    for bits in range(1, 4):  # not unrolled: less code for the instruction cache
+        M = tl.where((i >> bits != j >> bits) & (i >> (bits + 1) == j >> (bits + 1)), L, 0.0)
+        X -= _matmul(X, _matmul(M, X, PRECISION), PRECISION)
     return X
 
 
@@ -69,9 +101,9 @@ def _reciprocal_norm(squares, NORM: tl.constexpr, eps, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _squares(x):
-    x = x.to(tl.float32)
-    return tl.sum(x * x, axis=1)
+def _diagonal(x):
+    i = tl.arange(0, TILE)
+    return tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
 
 
 @triton.jit
@@ -179,21 +211,20 @@ def _solve(
     rq_ptr, rk_ptr = norm_rows(norms_ptr, h, H, tokens, first)
     if hv % group == 0:
         q_ptr += b * stride_q_batch + at * stride_q_token + h.to(tl.int64) * stride_q_head
-        for row in range(0, num_rows, TILE):
+        for row in tl.range(0, num_rows, TILE, num_stages=1):
             squares = tl.zeros((TILE,), tl.float32)
             if NORM:
                 k = tl.arange(0, BLOCK_K)
                 q = load_rows(q_ptr, stride_q_token, row + o, num_rows, k, K, BLOCK_K)
-                squares = _squares(q)
+                q = operand(q, OPERAND)
+                squares = _diagonal(dot(q, tl.trans(q), PRECISION))
             rq = _reciprocal_norm(squares, NORM, eps, EXACT)
             tl.store(rq_ptr + row + o, rq, mask=row + o < num_rows)
 
     # products of the keys, some of their entries at a time
     zeros = tl.zeros((TILE, TILE), tl.float32)
-    zero = tl.zeros((TILE,), tl.float32)
     L00, L10, L11, L20, L21, L22 = zeros, zeros, zeros, zeros, zeros, zeros
     L30, L31, L32, L33 = zeros, zeros, zeros, zeros
-    r0, r1, r2, r3 = zero, zero, zero, zero
     k_ptr += b * stride_k_batch + at * stride_k_token + h.to(tl.int64) * stride_k_head
     for column in range(0, K, BLOCK):
         k = column + tl.arange(0, BLOCK)
@@ -201,10 +232,6 @@ def _solve(
         k1 = load_rows(k_ptr, stride_k_token, 16 + o, num_rows, k, K, BLOCK)
         k2 = load_rows(k_ptr, stride_k_token, 32 + o, num_rows, k, K, BLOCK)
         k3 = load_rows(k_ptr, stride_k_token, 48 + o, num_rows, k, K, BLOCK)
-        r0 += _squares(k0)
-        r1 += _squares(k1)
-        r2 += _squares(k2)
-        r3 += _squares(k3)
         L00 = _products(k0, k0, L00, OPERAND, PRECISION)
         L10 = _products(k1, k0, L10, OPERAND, PRECISION)
         L11 = _products(k1, k1, L11, OPERAND, PRECISION)
@@ -215,10 +242,10 @@ def _solve(
         L31 = _products(k3, k1, L31, OPERAND, PRECISION)
         L32 = _products(k3, k2, L32, OPERAND, PRECISION)
         L33 = _products(k3, k3, L33, OPERAND, PRECISION)
-    r0 = _reciprocal_norm(r0, NORM, eps, EXACT)
-    r1 = _reciprocal_norm(r1, NORM, eps, EXACT)
-    r2 = _reciprocal_norm(r2, NORM, eps, EXACT)
-    r3 = _reciprocal_norm(r3, NORM, eps, EXACT)
+    r0 = _reciprocal_norm(_diagonal(L00), NORM, eps, EXACT)
+    r1 = _reciprocal_norm(_diagonal(L11), NORM, eps, EXACT)
+    r2 = _reciprocal_norm(_diagonal(L22), NORM, eps, EXACT)
+    r3 = _reciprocal_norm(_diagonal(L33), NORM, eps, EXACT)
     if hv % group == 0:
         tl.store(rk_ptr + o, r0, mask=o < num_rows)
         tl.store(rk_ptr + 16 + o, r1, mask=16 + o < num_rows)
@@ -239,7 +266,7 @@ def _solve(
         gate_stride,
     )  # fmt: skip
     beta *= r0
-    X00 = _invert(tl.where(low, L00 * beta[:, None] * r0[None, :], 0.0))
+    X00 = _invert(tl.where(low, L00 * beta[:, None] * r0[None, :], 0.0), P)
     _store_tile(u_ptr, X00, hi0, lo0, hi0, lo0, 0, 0, num_rows, OPERAND, EXACT)
     _store_zeros(u_ptr, 0, 16, num_rows)
     _store_zeros(u_ptr, 0, 32, num_rows)
@@ -250,10 +277,10 @@ def _solve(
         gate_stride,
     )  # fmt: skip
     beta *= r1
-    X11 = _invert(tl.where(low, L11 * beta[:, None] * r1[None, :], 0.0))
+    X11 = _invert(tl.where(low, L11 * beta[:, None] * r1[None, :], 0.0), P)
     L10 *= beta[:, None] * r0[None, :]
-    LX = tl.dot(L10, X00, input_precision=P)
-    X10 = -tl.dot(X11, LX, input_precision=P)
+    LX = _matmul(L10, X00, P)
+    X10 = -_matmul(X11, LX, P)
     _store_tile(u_ptr, X10, hi1, lo1, hi0, lo0, 16, 0, num_rows, OPERAND, EXACT)
     _store_tile(u_ptr, X11, hi1, lo1, hi1, lo1, 16, 16, num_rows, OPERAND, EXACT)
     _store_zeros(u_ptr, 16, 32, num_rows)
@@ -264,14 +291,14 @@ def _solve(
         gate_stride,
     )  # fmt: skip
     beta *= r2
-    X22 = _invert(tl.where(low, L22 * beta[:, None] * r2[None, :], 0.0))
+    X22 = _invert(tl.where(low, L22 * beta[:, None] * r2[None, :], 0.0), P)
     L20 *= beta[:, None] * r0[None, :]
     L21 *= beta[:, None] * r1[None, :]
-    LX = tl.dot(L20, X00, input_precision=P)
-    LX += tl.dot(L21, X10, input_precision=P)
-    X20 = -tl.dot(X22, LX, input_precision=P)
-    LX = tl.dot(L21, X11, input_precision=P)
-    X21 = -tl.dot(X22, LX, input_precision=P)
+    LX = _matmul(L20, X00, P)
+    LX += _matmul(L21, X10, P)
+    X20 = -_matmul(X22, LX, P)
+    LX = _matmul(L21, X11, P)
+    X21 = -_matmul(X22, LX, P)
     _store_tile(u_ptr, X20, hi2, lo2, hi0, lo0, 32, 0, num_rows, OPERAND, EXACT)
     _store_tile(u_ptr, X21, hi2, lo2, hi1, lo1, 32, 16, num_rows, OPERAND, EXACT)
     _store_tile(u_ptr, X22, hi2, lo2, hi2, lo2, 32, 32, num_rows, OPERAND, EXACT)
@@ -282,19 +309,19 @@ def _solve(
         gate_stride,
     )  # fmt: skip
     beta *= r3
-    X33 = _invert(tl.where(low, L33 * beta[:, None] * r3[None, :], 0.0))
+    X33 = _invert(tl.where(low, L33 * beta[:, None] * r3[None, :], 0.0), P)
     L30 *= beta[:, None] * r0[None, :]
     L31 *= beta[:, None] * r1[None, :]
     L32 *= beta[:, None] * r2[None, :]
-    LX = tl.dot(L30, X00, input_precision=P)
-    LX += tl.dot(L31, X10, input_precision=P)
-    LX += tl.dot(L32, X20, input_precision=P)
-    X30 = -tl.dot(X33, LX, input_precision=P)
-    LX = tl.dot(L31, X11, input_precision=P)
-    LX += tl.dot(L32, X21, input_precision=P)
-    X31 = -tl.dot(X33, LX, input_precision=P)
-    LX = tl.dot(L32, X22, input_precision=P)
-    X32 = -tl.dot(X33, LX, input_precision=P)
+    LX = _matmul(L30, X00, P)
+    LX += _matmul(L31, X10, P)
+    LX += _matmul(L32, X20, P)
+    X30 = -_matmul(X33, LX, P)
+    LX = _matmul(L31, X11, P)
+    LX += _matmul(L32, X21, P)
+    X31 = -_matmul(X33, LX, P)
+    LX = _matmul(L32, X22, P)
+    X32 = -_matmul(X33, LX, P)
     _store_tile(u_ptr, X30, hi3, lo3, hi0, lo0, 48, 0, num_rows, OPERAND, EXACT)
     _store_tile(u_ptr, X31, hi3, lo3, hi1, lo1, 48, 16, num_rows, OPERAND, EXACT)
     _store_tile(u_ptr, X32, hi3, lo3, hi2, lo2, 48, 32, num_rows, OPERAND, EXACT)
