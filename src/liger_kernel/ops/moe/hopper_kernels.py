@@ -335,4 +335,5 @@ def outer_products(a, x, c, top_k, order, offsets):
             TOP_K=top_k,
             TRANSPOSED=transposed,
             num_warps=4,
+            enable_fp_fusion=True,
         )
