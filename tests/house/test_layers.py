@@ -77,7 +77,7 @@ SHARED = {
     "ops.rotary.norm_rope_kernels", "ops.mlp.tile_gradients", "ops.linear.fan_out",
     "ops.linear.frozen_layers", "ops.linear.four_bit", "ops.mlp.glu_low_rank",
     "ops.recurrent.conv_kernels", "ops.recurrent.chunks", "ops.recurrent.solve",
-    "ops.recurrent.states", "ops.recurrent.outputs",
+    "ops.recurrent.states", "ops.recurrent.scores", "ops.recurrent.outputs",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
 ONE_ARCHITECTURE = {"ops.head.hopper_kernels", "ops.moe.hopper_kernels"}

@@ -252,7 +252,7 @@ def small_tiles(monkeypatch):
 
     def make_inputs(operands, K):
         by_pointers = (ARCH,) if operands == "both" else ()
-        monkeypatch.setattr(grouped_matmul, "ROWS_BY_POINTERS", by_pointers)
+        monkeypatch.setattr(grouped_matmul, "ROWS_IN_PLACE", by_pointers)
         H, I = (50, 36) if operands == "pointers" else (264, 40)  # noqa: E741, N806
         dtype = torch.float32 if operands == "pointers" else torch.bfloat16
         shapes = dict(

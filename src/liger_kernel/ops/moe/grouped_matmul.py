@@ -7,8 +7,8 @@ so for those of low-rank adapters.
 Where the device has TMA, a product reads the matrices by descriptors, and also rows that lie in the
 experts' order. Rows of tokens are read where they lie: for rows of a product that costs nothing.
 For the outer products, which sum over the rows, they are gathered first, some columns at a time,
-unless the architecture is one of `ROWS_BY_POINTERS`. Hopper has a kernel of its own for most of
-those (`hopper`)."""
+unless these columns are few and the architecture is one of `ROWS_IN_PLACE`. Hopper has a kernel of
+its own for most of those (`hopper`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from liger_kernel.ops.moe import hopper
 UPCAST = tl.constexpr(devices.INTERPRETED)
 RANK_MULTIPLE = 16  # of low-rank terms: a matrix unit sums at least so many products
 GATHER_BYTES = 3 * 2**26  # of rows that are gathered at a time, or 256 of their columns
-# architectures with TMA whose outer products read rows of tokens by pointers, where they lie
-ROWS_BY_POINTERS = ("sm_90",)
+# architectures with TMA whose outer products read rows of tokens where they lie, if the sorted rows
+# have so many columns at most: more of them share the gathered copy of the tokens' rows
+ROWS_IN_PLACE = ("sm_90",)
+MAX_COLUMNS_IN_PLACE = 2048
 # tiles of rows whose programs are neighbours: they share the weights in the cache
 GROUP_M = tl.constexpr(8)
 
@@ -483,7 +485,7 @@ def grouped_outer_products(a, b, c, token_rows, top_k, order, offsets):
 
     Where a product of rows in order is much faster, rows of tokens are gathered first, some columns
     at a time: with descriptors twice as fast as both operands by pointers (H200, 2026-11-23, Triton
-    3.6, (16384, 2048, 768, 128, 8) and three larger ones). `ROWS_BY_POINTERS` has the exceptions.
+    3.6, (16384, 2048, 768, 128, 8) and three larger ones). `ROWS_IN_PLACE` has the exceptions.
 
     Of few rows, sums are short, and tiles of half the columns and warps let one program write while
     another one adds up. All of backward for 1, 128, 2,048 tokens of Mixtral-8x7B and 2,048 of
@@ -491,7 +493,11 @@ def grouped_outer_products(a, b, c, token_rows, top_k, order, offsets):
     """
     tokens, sorted_rows = (a, b) if token_rows == "a" else (b, a)
     use_tma = tma_descriptor(sorted_rows, (16, 16)) is not None and tokens.shape[1] % 8 == 0
-    in_place = use_tma and devices.arch(tokens) in ROWS_BY_POINTERS
+    in_place = (
+        use_tma
+        and devices.arch(tokens) in ROWS_IN_PLACE
+        and sorted_rows.shape[1] <= MAX_COLUMNS_IN_PLACE
+    )
     if token_rows == "a" if in_place else c.stride(2) != 1 and c.stride(1) == 1:
         a, b, c = b, a, c.mT
         token_rows = "b" if token_rows == "a" else "a"

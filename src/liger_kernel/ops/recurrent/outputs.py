@@ -342,6 +342,17 @@ def _query_gradients_launch(problem):
     )
 
 
+def _query_gradients_registers(problem):
+    """Limit a thread's registers such that two programs share a multiprocessor.
+
+    Nothing spills: 105 instead of 155 µs for 2 x 4,096 tokens (H200, 2026-11-28, Triton 3.6).
+    """
+    is_limited = (
+        problem.arch == "sm_90" and problem.operand_dtype.itemsize == 2 and problem.K <= 128
+    )
+    return dict(maxnreg=128) if is_limited else {}
+
+
 def _key_gradients_launch(problem):
     """Return (columns of values at a time, warps, stages of loads) of a program."""
     return problem.launch(
@@ -415,6 +426,7 @@ def gradients(
         STAGES=stages,
         **constants,
         num_warps=warps,
+        **_query_gradients_registers(p),
     )
     block_v, warps, stages = _key_gradients_launch(p)
     _key_gradients[grid](

@@ -186,7 +186,7 @@ def test_experts_take_it(transposed, monkeypatch):
     monkeypatch.setattr(hopper, "kernels", lambda: plain)
     monkeypatch.setattr(hopper, "MIN_ROWS", 1)
     monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(arch=lambda tensor: "sm_90"))
-    monkeypatch.setattr(grouped_matmul, "ROWS_BY_POINTERS", (ARCH,))
+    monkeypatch.setattr(grouped_matmul, "ROWS_IN_PLACE", (ARCH,))
     torch.manual_seed(0)
     H, I, E = 48, 32, 3  # noqa: E741, N806
     shapes = dict(x=(20, H), gate_up_proj=(E, 2 * I, H), down_proj=(E, H, I), top_k_weights=(20, 2))
