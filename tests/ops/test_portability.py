@@ -45,8 +45,8 @@ VERSION = tuple(triton.__version__.split(".")[:2])
 # versions of Triton that compile the kernels in Gluon; see portability.py
 GLUON = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
 HOPPER = ("sm_90",) if VERSION in GLUON else ()
-ONLY = {  # kernels for some of the targets: Hopper, and others that have descriptors
-    "grouped_matmul._gather_rows": ("sm_100", "sm_120"),
+ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
+    "grouped_matmul._gather_rows": ("sm_90", "sm_100", "sm_120"),
     "hopper.target_gradient_kernel": HOPPER,
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,
@@ -255,18 +255,21 @@ MAX_SPILLED = (
 # registers, these spill with every launch that was tried. The most of Triton 3.6, 3.8 and 3.9.
 TILES_OF_REGISTERS = {
     ("scores._score_gradients", "sm_80"): 392,
+    ("outputs._key_gradients", "sm_80"): 8,
     ("solve._solve", "sm_80"): 32,
     ("scores._score_gradients", "sm_86"): 312,
-    ("solve._solve", "sm_86"): 8,
+    ("solve._solve", "sm_86"): 32,
     ("scores._score_gradients", "sm_89"): 312,
-    ("solve._solve", "sm_89"): 8,
-    ("solve._solve", "sm_90"): 16,
+    ("solve._solve", "sm_89"): 32,
+    ("solve._solve", "sm_90"): 64,
+    ("outputs._query_gradients", "sm_90"): 8,  # of 128 registers
     ("states._states", "sm_100"): 8,
     ("states._transposed_scores", "sm_100"): 32,
-    ("solve._solve", "sm_100"): 24,
-    ("solve._solve", "sm_120"): 40,
+    ("solve._solve", "sm_100"): 40,
+    ("solve._solve", "sm_120"): 64,
+    ("outputs._query_gradients", "sm_120"): 16,
     ("states._state_gradients", "sm_120"): 240,
-    ("scores._score_gradients", "sm_120"): 328,
+    ("scores._score_gradients", "sm_120"): 368,
     ("outputs._output", "gfx1100"): 200,
     ("outputs._query_gradients", "gfx1100"): 10,
     ("states._state_gradients", "gfx1100"): 272,
