@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from liger_kernel.core import devices
+from liger_kernel.core.tile import tl, triton
 from liger_kernel.ops.recurrent import gated_delta_rule
 from liger_kernel.ops.recurrent.chunks import CHUNK, chunk_table, problem_of
 from liger_kernel.ops.recurrent.gated_delta_rule import (
@@ -16,6 +17,7 @@ from liger_kernel.ops.recurrent.gated_delta_rule import (
     gated_delta_rule_reference,
     liger_gated_delta_rule,
 )
+from liger_kernel.ops.recurrent.solve import _matmul
 
 INF = float("inf")
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
@@ -186,6 +188,45 @@ def test_tensor_cores_do_not_cut_operands(monkeypatch):
 
 def cut_to_tf32(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@triton.jit
+def _product(a_ptr, b_ptr, c_ptr, PRECISION: tl.constexpr):
+    i = tl.arange(0, 16)
+    at = 16 * i[:, None] + i[None, :]
+    tl.store(c_ptr + at, _matmul(tl.load(a_ptr + at), tl.load(b_ptr + at), PRECISION))
+
+
+def product(a, b):
+    c = torch.empty_like(a)
+    _product[(1,)](a, b, c, PRECISION="bf16x3", num_warps=1)
+    return c
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_products_of_split_numbers(scale):
+    """The solve's on NVIDIA: elsewhere, as in the interpreter, a call has none of them.
+
+    What is left of a number behind its first bf16 part is at most 2^-8 of it, and behind its second
+    2^-16: so are the products of both rests. The sums are of 48 products in fp32.
+    """
+    torch.manual_seed(0)
+    a = scale * torch.randn(16, 16, device=DEVICE)
+    b = torch.randn(16, 16, device=DEVICE)
+    magnitude = a.double().abs() @ b.double().abs()
+    error = (product(a, b).double() - a.double() @ b.double()).abs()
+    assert (error <= (3 * 2**-16 + 48 * 2**-24) * magnitude).all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, 0x7F800000], ids=hex)
+def test_products_of_split_numbers_that_are_none(bits):
+    """A NaN of any bits shows, and infinity as a NaN, and only in its row."""
+    if DEVICE == "cpu" and bits == 0x7FFFFFFF:
+        pytest.skip("the interpreter asserts that no sum of integers overflows")
+    a = torch.eye(16, device=DEVICE)
+    a.view(torch.int32)[3, 5] = bits
+    is_nan = product(a, torch.ones_like(a)).isnan()
+    assert is_nan[3].all() and is_nan.sum() == 16
 
 
 @pytest.mark.parametrize("kind", KINDS)
