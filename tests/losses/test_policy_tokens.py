@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import make_strided
@@ -198,6 +199,58 @@ def test_double_backward(loss_type):
         seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0])
     assert seconds[1].any()
     torch.testing.assert_close(*seconds, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_ratio():
+    """Up to the largest number, a ratio is finite, and a KL divergence."""
+    x = torch.linspace(79, 88.7, 300, device=DEVICE)
+    log_probs = torch.zeros_like(x)
+    tokens = TokenTensors(None, None, torch.full_like(x, -0.25), None, -x, x)
+    options = GRPOOptions(0.25)
+    expected = outcome(reference, log_probs, tokens, options)
+    actual = outcome(policy_terms, log_probs, tokens, options)
+    for name, y in expected.items():
+        assert y.isfinite().all()
+        torch.testing.assert_close(actual[name], y, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_tensors_made_in_inference_mode(create_graph):
+    """Old and reference log-probabilities often are; autograd saves no such tensor."""
+    log_probs, tokens = make_tokens()
+    mask = torch.arange(B * T, device=DEVICE).view(B, T) % 3 != 1
+    with torch.inference_mode():
+        inference_mask = mask.clone()
+        inference_tokens = tokens.map(torch.clone)
+    gradients = []
+    for m, t in (mask, tokens), (inference_mask, inference_tokens):
+        leaf = log_probs.clone().requires_grad_()
+        loss = policy_terms(leaf, t, GRPOOptions(0.1), m)[0]
+        gradients += torch.autograd.grad(loss.sum(), leaf, create_graph=create_graph)
+    assert torch.equal(*gradients) and gradients[0].requires_grad == create_graph
+
+
+@pytest.mark.parametrize("real", [np.float64, np.float32])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
+def test_numbers_of_numpy(loss_type, real):
+    """Such as a factor of KL from a schedule. A launch itself takes only Python's numbers."""
+    log_probs, tokens = make_tokens()
+
+    def options(real, integer, boolean):
+        return GRPOOptions(
+            real(0.25),
+            real(0.125),
+            real(0.5),
+            loss_type,
+            sapo_temperature_pos=integer(2),
+            sapo_temperature_neg=real(0.75),
+            delta=integer(2) if loss_type == "dapo" else None,
+            use_bias_correction_kl=boolean(True),
+        )
+
+    expected = outcome(policy_terms, log_probs, tokens, options(float, float, bool))
+    actual = outcome(policy_terms, log_probs, tokens, options(real, np.int64, np.bool_))
+    assert all(torch.equal(actual[name], x) for name, x in expected.items())
 
 
 def test_16_bit_log_probs_and_none():

@@ -95,8 +95,10 @@ SURROGATES = {
 
 @triton.jit
 def _exp(x):
-    """`exp`, and inf for inf."""
-    return exp(tl.where(x > 150.0, 150.0, x))
+    """`exp`, and inf for inf. Near the largest number, its 2ᵏ is inf before the product is."""
+    x = tl.where(x > 150.0, 150.0, x)
+    is_large = x > 80.0
+    return exp(tl.where(is_large, x - 8.0, x)) * tl.where(is_large, 2980.957987041728, 1.0)  # e⁸
 
 
 @triton.jit
@@ -231,6 +233,14 @@ def _launch(log_probs, mask, tokens, options, need_slope):
     lowest, highest = 1 - options.epsilon_low, 1 + options.epsilon_high
     if policy.surrogate is clipped_weight:
         highest = options.epsilon_high
+    numbers = (
+        lowest,
+        highest,
+        options.delta,
+        options.sapo_temperature_pos,
+        options.sapo_temperature_neg,
+        options.beta,
+    )
     _policy_terms[(cdiv(N, BLOCK),)](
         *inputs,
         *outputs,
@@ -238,19 +248,19 @@ def _launch(log_probs, mask, tokens, options, need_slope):
         N,
         shape[-1],
         *[math.log(limit) + 1 for limit in policy.limits(options)],
-        lowest,
-        highest,
-        options.delta,
-        options.sapo_temperature_pos,
-        options.sapo_temperature_neg,
-        options.beta,
+        *[x if x is None else float(x) for x in numbers],  # a launch takes none of NumPy's
         SURROGATE=SURROGATES[policy.surrogate],
-        CORRECT_KL=options.use_bias_correction_kl,
+        CORRECT_KL=bool(options.use_bias_correction_kl),
         AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
         BLOCK=BLOCK,
         num_warps=4,
     )
     return outputs
+
+
+def _copy_if_inference(x):
+    """Return x, or a copy if x was made in inference mode: autograd does not save such a tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
 
 
 class LigerPolicyTermsFunction(Function):
@@ -266,9 +276,12 @@ class LigerPolicyTermsFunction(Function):
     @staticmethod
     def forward(ctx, log_probs, mask, options, *tokens):
         devices.require_kernels("LigerPolicyTermsFunction", log_probs)
+        need_slope = ctx.needs_input_grad[0]
         loss, slope, kl, is_clipped = _launch(
-            log_probs, mask, TokenTensors(*tokens), options, ctx.needs_input_grad[0]
+            log_probs, mask, TokenTensors(*tokens), options, need_slope
         )
+        if need_slope:
+            mask, *tokens = (_copy_if_inference(x) for x in (mask, *tokens))
         ctx.save_for_backward(log_probs, mask, slope, *tokens)
         ctx.options = options
         ctx.mark_non_differentiable(*[x for x in (kl, is_clipped) if x is not None])
