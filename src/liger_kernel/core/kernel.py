@@ -17,10 +17,10 @@ A launch ``kernel[grid](tensors and numbers, NAME=constant, num_warps=...)`` is 
 last, and every one is given, by keyword; a boolean must be one of them; one argument at least is a
 tensor. The result is not to be used: it is None where the compiled kernel was looked up.
 
-``enable_fp_fusion`` is True unless given, whatever the version of Triton: the compiler may fuse a
-product and a sum into one instruction, which rounds once. It does so where it likes, and elsewhere
-in a kernel with other options. Kernels whose results must have equal bits in all their launches are
-launched with False, and call ``tl.fma`` where they gain by it.
+``enable_fp_fusion`` is True unless given, whatever Triton's version and environment say: the
+compiler may fuse a product and a sum into one instruction, which rounds once. It does so where it
+likes, and elsewhere in a kernel with other options. Kernels whose results must have equal bits in
+all their launches are launched with False, and call ``tl.fma`` where they gain by it.
 
 `tma_descriptor` makes a kernel argument through which TMA loads tiles.
 """

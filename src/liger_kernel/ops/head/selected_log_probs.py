@@ -152,7 +152,7 @@ class LigerSelectedLogProbsFunction(Function):
         in_place = ctx.in_place and logits.is_contiguous() and may_overwrite(ctx, logits)
         x = flatten_rows(logits)
         g = dy.new_empty(target.shape)
-        g[:, :-1] = dy  # nothing reads the last column, whose target is ignored
+        g[:, :-1] = dy  # of the last column, whose target is ignored, what is there is dropped
         g = g.view(-1)
         target = target.view(-1)
         scalars = _scalars(ctx.temperature)
@@ -216,7 +216,7 @@ def liger_selected_log_probs(
     run = LigerSelectedLogProbsFunction.reference
     if devices.has_kernels(logits):
         run = LigerSelectedLogProbsFunction.apply
-    return run(logits, ids, mask, temperature, in_place)
+    return run(logits, ids, None if mask is None else mask.detach(), temperature, in_place)
 
 
 # The case's functions multiply the logits by 1, since a leaf is never written over. A third of the
