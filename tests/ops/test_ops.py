@@ -137,13 +137,16 @@ def test_outputs_may_be_written_to(case):
 @BY_CASE
 @pytest.mark.thorough
 def test_compiles_whole(case):
+    """With the same results, to the rounding of sums of products that a graph takes in another
+    order: it is a share of the largest."""
     torch._dynamo.reset()
     compiled = torch.compile(case.fn, fullgraph=True, backend="aot_eager")
     for option in options_to_test(case):
         results, *_ = run(compiled, make_inputs(case, case.shapes[1], option))
         expected, *_ = run(case.fn, make_inputs(case, case.shapes[1], option))
-        for k in expected:
-            torch.testing.assert_close(results[k], expected[k], rtol=1e-6, atol=1e-6)
+        for k, x in expected.items():
+            largest = max(1.0, x.abs().max().item()) if x.is_floating_point() else 0
+            torch.testing.assert_close(results[k], x, rtol=1e-6, atol=1e-6 * largest)
 
 
 @BY_CASE
