@@ -15,6 +15,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+import draws
 import pytest
 import tiny
 import torch
@@ -328,7 +329,15 @@ def test_families(hub, monkeypatch, family):
     # no copy: a copy of a model has a copy of its rotary function, which nothing calls
     reference, kernelized = [zoo.build(family).to(DEVICE) for _ in range(2)]
     inputs = zoo.batch(reference)
-    expected = step(reference, **inputs)
+
+    def run(model):
+        out, gradients = step(model, **inputs)
+        return out["loss"].item(), gradients
+
+    exact = copy.deepcopy(reference).double()
+    exact.set_experts_implementation("eager")  # no other takes fp64
+    exact_step = run(exact)
+    bounds = draws.bounds(run, reference, exact_step)
     for module in kernelized.modules():
         for ending, name in NAMES.items():
             if type(module).__name__.endswith(ending):
@@ -341,7 +350,7 @@ def test_families(hub, monkeypatch, family):
     with hub.mapped({name: (layer, layer) for name, layer in layers.items()}):
         hub.kernelize(kernelized)
     calls = hub.count(monkeypatch)
-    assert_same_step(step(kernelized, **inputs), expected)
+    draws.assert_within(bounds, run(kernelized), exact_step)
     operators = FAMILIES[family] - ({"liger_rope"} if not hub.by_name else set())
     assert {name for name in calls if calls[name]} == operators, hub.report(kernelized)
 
