@@ -316,13 +316,12 @@ def policy_terms(log_probs, tokens, options, mask=None):
         l + β·KL, KL without a gradient (None without a reference), and 1 where l is clipped, else
         0: of the shape of ``log_probs``, in fp32 (fp64 for fp64).
     """
-    # in a graph, the compiler makes one kernel of the reference
-    given = [x for x in (log_probs, mask, *tokens) if x is not None]
+    tensors = [x for x in (log_probs, mask, *tokens) if x is not None]
     if (
         couples_tokens(options)
-        or is_compiling()
+        or is_compiling()  # the compiler makes one kernel of the reference
         or not devices.has_kernels(log_probs)
-        or any(type(x) not in PLAIN_TENSORS for x in given)  # such as DTensor
+        or any(type(x) not in PLAIN_TENSORS for x in tensors)  # such as DTensor
     ):
         return policy_terms_reference(log_probs, mask, tokens, options)
     return LigerPolicyTermsFunction.apply(log_probs, mask, options, *tokens)

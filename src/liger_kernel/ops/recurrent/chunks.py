@@ -90,6 +90,7 @@ class Problem(NamedTuple):
 
     @property
     def solve_precision(self) -> str:
+        """Of the products by which `solve` inverts: three of bf16 where U is rounded to bf16."""
         if self.nvidia and self.dtype == torch.bfloat16:
             return "bf16x3"
         return "tf32x3" if self.nvidia and self.dtype != torch.float32 else "ieee"
