@@ -5,9 +5,9 @@
     PYTHONPATH=src python -m bench.lora --curves [--rows lora,...] [--resume]
 
 Models of real shapes with random weights in bf16, or in 4 bits by bitsandbytes (nf4, its scales
-quantised, too); adapters in fp32 on all linear layers but the head; bf16 autocast, fused AdamW,
-random tokens without padding. Weights, adapters and tokens are the same for all. Gradient
-checkpointing is not reentrant; Unsloth's is its own.
+quantised, too); adapters in fp32 on all linear layers but the head; bf16 autocast; AdamW, fused or
+with states in 8 bits; random tokens without padding. Weights, adapters and tokens are the same for
+all. Gradient checkpointing is not reentrant; Unsloth's is its own.
 
 Each contestant of a row is a process of its own, on the import path of its package. They live at
 the same time, as many as fit into the GPU, and take turns of a few steps, in an order that changes.
@@ -74,6 +74,7 @@ class Row(NamedTuple):
     memory: float | None = None
     experts: bool = False
     search: bool = False
+    optimizer: str = "adamw"
 
 
 ROWS = {
@@ -106,7 +107,15 @@ ROWS = {
         "Llama-3-70B", "nf4", 32, 4096, 1, room=80, memory=80, contestants=PATCHES, steps=2
     ),
     "lora-experts": Row(
-        "Qwen3-30B-A3B", "bf16", 8, 2048, 1, room=80, experts=True, contestants=PATCHES
+        "Qwen3-30B-A3B",
+        "bf16",
+        8,
+        8192,
+        1,
+        room=80,
+        experts=True,
+        contestants=PATCHES,
+        optimizer="adamw8bit",
     ),
 }
 USUAL = "lora", "qlora", "qlora-long", "lora-short", "lora-kept"
@@ -193,7 +202,7 @@ class Measurements:
         self.end = time.monotonic() + args.limit
         described = processes.describe_machine()
         described |= {name: machine.version(name) for name in ("peft", "bitsandbytes")}
-        begin = dict(machine=described, optimizer=args.optimizer)
+        begin = dict(machine=described)
         earlier = machine.resumed(kind, begin, args.out) if args.resume else None
         self.data = earlier or begin | dict(rows=[])
 
@@ -223,7 +232,6 @@ class Measurements:
             layers=self.args.layers,
             steps=steps,
             lr=self.args.lr,
-            optimizer=self.args.optimizer,
             device=self.args.device,
             text=False,
             nudge=0,
@@ -382,7 +390,7 @@ def chosen_rows(args: argparse.Namespace) -> dict[str, Row]:
         )
     changes = {
         name: getattr(args, name)
-        for name in ("model", "sequence", "batch", "keep", "memory", "steps")
+        for name in ("model", "sequence", "batch", "keep", "memory", "optimizer", "steps")
         if getattr(args, name) is not None
     }
     rows = {}
@@ -413,7 +421,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="instead of the row's")
     parser.add_argument("--keep", type=int, help="layers that are not recomputed, as ours-kept has")
     parser.add_argument("--memory", type=float, help="GB that a process may take")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="instead of the row's")
     parser.add_argument("--lr", type=float, default=2e-4, help="(2e-4)")
     parser.add_argument("--warmup", type=int, default=2, help="first steps, not timed (2)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contestant (2)")

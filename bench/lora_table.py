@@ -33,6 +33,8 @@ def row_label(row: dict) -> str:
         parts.append(f"the last {row['keep']} layers kept")
     if row["memory"]:
         parts.append(f"{row['memory']:g} GB")
+    if row["optimizer"] == "adamw8bit":
+        parts.append("AdamW in 8 bits")
     return ", ".join(parts) + date_suffix(row)
 
 
@@ -137,10 +139,10 @@ def errors(rows: list[dict]) -> list[str]:
 
 def lora(data: dict) -> str:
     rows = data["rows"]
-    optimizer = {"adamw": "fused AdamW", "adamw8bit": "AdamW with states in 8 bits"}
     about = (
-        f"Adapters in fp32 on all linear layers but the head, trained under bf16 autocast by "
-        f"{optimizer[data['optimizer']]}. {software(data)}."
+        "Adapters in fp32 on all linear layers but the head (of a mixture of experts, on attention "
+        "and the experts' tables), trained under bf16 autocast by fused AdamW, if no other is "
+        f"named. {software(data)}."
     )
     parts = [heading(data), about, *speed_lines(rows), *longest_lines(rows), *errors(rows)]
     return "\n\n".join(parts)

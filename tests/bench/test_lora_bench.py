@@ -20,7 +20,6 @@ def make_spec(contestant="eager", **changes):
         layers=None,
         steps=4,
         lr=1e-3,
-        optimizer="adamw",
         device="cpu",
         text=False,
         nudge=0,
@@ -334,11 +333,11 @@ def test_the_tables(tmp_path):
     rows = [
         row | dict(name="lora", contestants=contestants),
         row | dict(name="lora-kept", keep=3, contestants={"ours-kept": entry(1600, 25)}),
+        row | dict(name="lora-8bit", optimizer="adamw8bit", contestants={"ours": entry(1550, 14)}),
     ]
     data = dict(
         kind="lora",
         machine=HERE | dict(peft="0.21", bitsandbytes=None),
-        optimizer="adamw",
         peer="0.8.5",
         unsloth="2026.10.9",
         rows=rows,
@@ -357,6 +356,7 @@ def test_the_tables(tmp_path):
         in text
     )
     assert "| M, bf16, r = 4, 2,048 × 4, the last 3 layers kept |" in text
+    assert "| M, bf16, r = 4, 2,048 × 4, AdamW in 8 bits |" in text
     assert "- M, bf16, r = 4, 2,048 × 4, liger-kernel: TypeError: no" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert len(widths) == 1
