@@ -33,6 +33,9 @@ _LLAMA3 = _rope(5e5) | dict(rms_norm_eps=1e-5, max_position_embeddings=8192)
 _MISTRAL = _rope(1e6) | dict(rms_norm_eps=1e-5, max_position_embeddings=32768, sliding_window=None)
 _QWEN = _rope(1e6) | dict(max_position_embeddings=32768)
 _QWEN3 = _rope(1e6) | dict(max_position_embeddings=40960, head_dim=128)
+_QWEN3_A3B = _QWEN3 | dict(
+    moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True
+)
 _GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256)
 _GRANITE = _rope(5e6) | dict(
     attention_multiplier=0.015625,
@@ -48,6 +51,7 @@ PRESETS = {
     "llama-3.2-1b": _preset("llama", 2048, 8192, 16, 32, 8, 128256, **_LLAMA32),
     "llama-3.2-3b": _preset("llama", 3072, 8192, 28, 24, 8, 128256, **_LLAMA32),
     "llama-3-8b": _preset("llama", 4096, 14336, 32, 32, 8, 128256, **_LLAMA3),
+    "llama-3-70b": _preset("llama", 8192, 28672, 80, 64, 8, 128256, **_LLAMA3),
     "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, 32768, **_MISTRAL),
     "qwen2.5-0.5b": _preset(
         "qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, **_QWEN
@@ -58,6 +62,7 @@ PRESETS = {
     ),
     "qwen3-4b": _preset("qwen3", 2560, 9728, 36, 32, 8, 151936, tie_word_embeddings=True, **_QWEN3),
     "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, 151936, **_QWEN3),
+    "qwen3-30b-a3b": _preset("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, **_QWEN3_A3B),
     "gemma-2-2b": _preset("gemma2", 2304, 9216, 26, 8, 4, 256000, **_GEMMA2),
     "gemma-2-9b": _preset("gemma2", 3584, 14336, 42, 16, 8, 256000, **_GEMMA2),
     "phi-3-mini": _preset("phi3", 3072, 8192, 32, 32, 32, 32064, rms_norm_eps=1e-5),
