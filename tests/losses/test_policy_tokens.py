@@ -203,10 +203,13 @@ def test_double_backward(loss_type):
 
 
 def test_a_large_ratio():
-    """Up to the largest number, a ratio is finite, and a KL divergence."""
+    """Up to the largest number, a ratio is finite, and a KL divergence.
+
+    It is smaller than the ratio by e, so that their gradients do not cancel.
+    """
     x = torch.linspace(79, 88.7, 300, device=DEVICE)
     log_probs = torch.zeros_like(x)
-    tokens = TokenTensors(None, None, torch.full_like(x, -0.25), None, -x, x)
+    tokens = TokenTensors(None, None, torch.full_like(x, -0.25), None, -x, x - 1)
     options = GRPOOptions(0.25)
     expected = outcome(reference, log_probs, tokens, options)
     actual = outcome(policy_terms, log_probs, tokens, options)
