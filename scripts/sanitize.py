@@ -1,9 +1,11 @@
 """Run every `Case` forward and backward at its small odd shapes, for compute-sanitizer.
 
-Run as a program: ``compute-sanitizer --tool memcheck python3 scripts/sanitize.py``. The shapes are
-small because compute-sanitizer slows everything down. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets it see
-the bounds of each tensor.
+Run as a program: ``compute-sanitizer --tool memcheck python3 scripts/sanitize.py [NAME...]``, with
+names of cases, or all of them. The shapes are small because compute-sanitizer slows everything
+down. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets it see the bounds of each tensor.
 """
+
+import sys
 
 import torch
 
@@ -31,8 +33,13 @@ def run(case, shape, option):
 
 
 def main():
+    names = sys.argv[1:] or [case.name for case in CASES]
+    if unknown := set(names) - {case.name for case in CASES}:
+        raise SystemExit(f"sanitize: no case {', '.join(sorted(unknown))}")
     calls = 0
     for case in CASES:
+        if case.name not in names:
+            continue
         for shape in case.shapes:
             for option in case.options:
                 run(case, shape, option)
