@@ -4,7 +4,11 @@
 
 Forward and backward in bf16: T tokens through K of E experts of H channels and I hidden ones.
 "skewed": the most popular expert has about 20 times the tokens of the least popular. A row's
-operations are those of its matrix products, 18·T·K·H·I."""
+operations are those of its matrix products, 18·T·K·H·I.
+
+The package sonic-moe takes part where it is installed, but for gpt-oss, whose activation it lacks.
+Its version 0.1.2.post1 asks for torch <= 2.9.1 and nvidia-cutlass-dsl 4.4.2. Beside a newer torch:
+``pip install --no-deps sonic-moe quack-kernels==0.3.11``, and what those import."""
 
 from __future__ import annotations
 
@@ -98,12 +102,39 @@ def our_experts(gpt_oss: bool):
     return call
 
 
+def sonic_moe(x, gate_up_weight, down_weight, index, routing):
+    """Run the layer with the kernels of SonicMoE, which are imported here."""
+    from sonicmoe import moe_general_routing_inputs
+    from sonicmoe.enums import ActivationType
+
+    T, K = index.shape
+    tokens = torch.arange(T, dtype=torch.int32, device=x.device).repeat_interleave(K)
+    output, _ = moe_general_routing_inputs(
+        x,
+        routing.flatten(),
+        tokens,
+        index.flatten().int(),
+        gate_up_weight.permute(1, 2, 0),
+        None,
+        down_weight.permute(1, 2, 0),
+        None,
+        E=len(down_weight),
+        stream_id=torch.cuda.current_stream().cuda_stream,
+        activation_type=ActivationType.SWIGLU,
+        concat_layout=True,
+    )
+    return output
+
+
 def contestants(gpt_oss: bool, T: int, *sizes: int) -> dict[str, Callable]:
-    return {
+    fns = {
         "grouped_mm": hugging_face(gpt_oss, "grouped_mm", *sizes),
         "eager": hugging_face(gpt_oss, "eager", *sizes),
         "ours": our_experts(gpt_oss),
     }
+    if not gpt_oss:
+        fns["sonicmoe"] = sonic_moe
+    return fns
 
 
 def ways() -> dict[str, Way]:
@@ -116,7 +147,9 @@ def ways() -> dict[str, Way]:
     return result
 
 
-def plan(layers: list[str], token_counts: list[int], seconds: float) -> list[dict]:
+def plan(
+    layers: list[str], token_counts: list[int], seconds: float, with_sonic_moe: bool = False
+) -> list[dict]:
     """Return a request for each layer, balanced and skewed, and for other numbers of tokens of the
     first two layers."""
     cases = [(name, TOKENS, routing) for name in layers for routing in SKEWS]
@@ -125,7 +158,11 @@ def plan(layers: list[str], token_counts: list[int], seconds: float) -> list[dic
     for name, T, routing in cases:
         H, I, E, K = LAYERS[name]  # noqa: E741
         way = f"{routing}, gpt-oss" if name.startswith("gpt-oss") else routing
-        with_loop = (T, routing) == (TOKENS, "balanced")
+        names = ["grouped_mm"]
+        if (T, routing) == (TOKENS, "balanced"):
+            names.append("eager")
+        if with_sonic_moe and not way.endswith("gpt-oss"):
+            names.append("sonicmoe")
         requests.append(
             {
                 "case": name,
@@ -135,7 +172,7 @@ def plan(layers: list[str], token_counts: list[int], seconds: float) -> list[dic
                 "against": "matmul",
                 "seconds": seconds,
                 "traffic": None,
-                "contestants": ["grouped_mm", *(["eager"] if with_loop else []), "ours"],
+                "contestants": [*names, "ours"],
                 "flops": 18 * T * K * H * I,
             }
         )
@@ -165,8 +202,12 @@ def main(argv: list[str] | None = None) -> None:
         )
     machine.require_gpu()
     token_counts = [int(count) for count in args.tokens.split(",") if count]
-    requests = plan(layers, token_counts, args.seconds)
-    data = run_requests("experts", requests, ways(), args, head_tables.experts_line)
+    sonic_moe_version = machine.version("sonic-moe")
+    if sonic_moe_version is None:
+        print("sonic-moe is not installed: it does not take part", flush=True)
+    requests = plan(layers, token_counts, args.seconds, sonic_moe_version is not None)
+    versions = {"sonicmoe": sonic_moe_version}
+    data = run_requests("experts", requests, ways(), args, head_tables.experts_line, versions)
     print("\n" + head_tables.experts(data))
 
 

@@ -15,6 +15,7 @@ VERSIONS = {
     "torch": "linear_cross_entropy of torch {}",
     "fla": "flash-linear-attention {}",
     "trl": "TRL {}",
+    "sonicmoe": "sonic-moe {}",
 }
 FURTHER = {  # contestants that few rows have
     "torch-lce": "linear_cross_entropy",
@@ -27,6 +28,7 @@ FURTHER = {  # contestants that few rows have
 }
 NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "grouped_mm": "grouped_mm",
+    "sonicmoe": "sonic-moe",
     "eager": "PyTorch eager",
     "compile": "torch.compile",
     "graphs": "torch.compile, CUDA graphs",

@@ -38,6 +38,9 @@ def test_a_row_and_the_table(on_the_host, monkeypatch):
         "grouped_mm",
         "ours",
     ]
+    names = [r["contestants"] for r in experts.plan(["Mixtral-8x7B", "gpt-oss-20b"], [], 0, True)]
+    assert ["sonicmoe" in of_row for of_row in names] == [True, True, False, False]
+    assert all(set(of_row) <= experts.ways()["balanced"].fns(*SIZE).keys() for of_row in names)
     request.pop("contestants")
     workers = {"ours": head.LocalWorker(HostCeilings(), "cpu", experts.ways())}
     row = ops.measure(request, ["eager", "ours"], workers, 1, lambda: 1)
