@@ -70,7 +70,7 @@ SHARED = {
     "ops.probability.rows", "ops.mlp.pointwise",
     "ops.norm.gated_norm_kernels", "ops.residual.coefficients", "ops.residual.streams",
     "ops.moe.routing", "ops.moe.expert_kernels", "ops.moe.lora_expert_kernels",
-    "ops.moe.grouped_matmul",
+    "ops.moe.grouped_matmul", "ops.moe.outer_products",
     "ops.moe.top_k", "ops.moe.hopper", "ops.moe.hopper_kernels",
     "ops.norm.group_norm_kernels", "ops.norm.group_norm_launch", "ops.head.hopper",
     "ops.head.hopper_kernels", "ops.rotary.arguments", "ops.rotary.rope_kernels",

@@ -46,7 +46,7 @@ VERSION = tuple(triton.__version__.split(".")[:2])
 GLUON = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
 HOPPER = ("sm_90",) if VERSION in GLUON else ()
 ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
-    "grouped_matmul._gather_rows": ("sm_90", "sm_100", "sm_120"),
+    "outer_products._gather_rows": ("sm_90", "sm_100", "sm_120"),
     "hopper.target_gradient_kernel": HOPPER,
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,
@@ -286,7 +286,7 @@ KNOWN_SPILLS = {
         ("coefficients._matmul", "sm_90"): 8,
         ("coefficients._matmul", "sm_100"): 8,
         ("logits_kernels.merge_kernel", "sm_100"): 8,
-        ("grouped_matmul._outer_products", "gfx1100"): 16,
+        ("outer_products._outer_products", "gfx1100"): 16,
     },
     ("3", "7"): {
         ("load_balancing._bwd", "sm_90"): 8,

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import devices
-from liger_kernel.ops.moe import experts, grouped_matmul
+from liger_kernel.ops.moe import experts, grouped_matmul, outer_products
 from liger_kernel.ops.moe.experts import (
     LigerExperts,
     LigerFusedMoEFunction,
@@ -242,17 +242,18 @@ def small_tiles(monkeypatch):
     Its argument says how products read their operands. Descriptors take 16 bits. An outer product
     has rows of tokens gathered for them, or reads those by pointers and the others by a descriptor.
     """
-    launch = grouped_matmul._choose_launch
-    monkeypatch.setattr(
-        grouped_matmul, "_choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
-    )
-    monkeypatch.setattr(grouped_matmul, "GATHER_BYTES", 1)
+    launch = grouped_matmul.choose_launch
+    for module in (grouped_matmul, outer_products):
+        monkeypatch.setattr(
+            module, "choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
+        )
+    monkeypatch.setattr(outer_products, "GATHER_BYTES", 1)
     monkeypatch.setattr(experts, "choose_tile_rows", lambda *args: 16)
     generator = torch.Generator().manual_seed(0)
 
     def make_inputs(operands, K):
         by_pointers = (ARCH,) if operands == "both" else ()
-        monkeypatch.setattr(grouped_matmul, "ROWS_IN_PLACE", by_pointers)
+        monkeypatch.setattr(outer_products, "ROWS_IN_PLACE", by_pointers)
         H, I = (50, 36) if operands == "pointers" else (264, 40)  # noqa: E741, N806
         dtype = torch.float32 if operands == "pointers" else torch.bfloat16
         shapes = dict(

@@ -7,7 +7,7 @@ import torch
 from hardware import DEVICE
 
 from liger_kernel.core import devices
-from liger_kernel.ops.moe import grouped_matmul, hopper
+from liger_kernel.ops.moe import hopper, outer_products
 from liger_kernel.ops.moe.experts import experts_reference, liger_experts
 from liger_kernel.ops.moe.routing import routing
 
@@ -174,7 +174,7 @@ def test_experts_take_it(transposed, monkeypatch):
     """Both outer products, in either layout of the weights."""
     calls = []
 
-    def outer_products(a, x, c, *rest):
+    def counted(a, x, c, *rest):
         assert c.is_contiguous() or c.mT.is_contiguous()
         calls.append(tuple(c.shape))
         real(a, x, c, *rest)
@@ -182,11 +182,11 @@ def test_experts_take_it(transposed, monkeypatch):
     real = outer_products_reference
     if ARCH == "sm_90" and hopper.kernels() is not None:
         real = hopper.kernels().outer_products
-    plain = types.SimpleNamespace(outer_products=outer_products)
+    plain = types.SimpleNamespace(outer_products=counted)
     monkeypatch.setattr(hopper, "kernels", lambda: plain)
     monkeypatch.setattr(hopper, "MIN_ROWS", 1)
     monkeypatch.setattr(hopper, "devices", types.SimpleNamespace(arch=lambda tensor: "sm_90"))
-    monkeypatch.setattr(grouped_matmul, "ROWS_IN_PLACE", (ARCH,))
+    monkeypatch.setattr(outer_products, "ROWS_IN_PLACE", (ARCH,))
     torch.manual_seed(0)
     H, I, E = 48, 32, 3  # noqa: E741, N806
     shapes = dict(x=(20, H), gate_up_proj=(E, 2 * I, H), down_proj=(E, H, I), top_k_weights=(20, 2))

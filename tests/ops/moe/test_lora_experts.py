@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.moe import grouped_matmul, lora_experts
+from liger_kernel.ops.moe import grouped_matmul, lora_experts, outer_products
 from liger_kernel.ops.moe.experts import experts_reference, liger_experts
 from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 
@@ -229,10 +229,11 @@ def test_without_kernels(reference_only):
 @pytest.mark.thorough
 def test_several_tiles_and_blocks(tma, monkeypatch):
     """Of rows, of columns and of ranks. Descriptors take 16 bits."""
-    launch = grouped_matmul._choose_launch
-    monkeypatch.setattr(
-        grouped_matmul, "_choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
-    )
+    launch = grouped_matmul.choose_launch
+    for module in (grouped_matmul, outer_products):
+        monkeypatch.setattr(
+            module, "choose_launch", lambda *args: (32, launch(*args)[1] | dict(BLOCK_K=16))
+        )
     monkeypatch.setattr(lora_experts, "choose_tile_rows", lambda *args: 16)
     sizes = dict(H=72, I=40) if tma else dict(H=50, I=36)
     inputs = random_inputs(rank=40, tokens=30, **sizes)

@@ -34,7 +34,8 @@ from liger_kernel.ops.mlp.pointwise import (
     CLAMP_HAS_GRADIENT_AT_LIMIT,
     clamp_has_gradient,
 )
-from liger_kernel.ops.moe.grouped_matmul import gate, grouped_matmul, grouped_outer_products
+from liger_kernel.ops.moe.grouped_matmul import gate, grouped_matmul
+from liger_kernel.ops.moe.outer_products import grouped_outer_products
 
 
 @kernel

@@ -13,11 +13,8 @@ import torch
 from liger_kernel.core.op import cast_if_needed, custom_op, flatten_rows
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.moe.expert_kernels import gate_backward, linear_layout, sum_by_token
-from liger_kernel.ops.moe.grouped_matmul import (
-    RANK_MULTIPLE,
-    grouped_matmul,
-    narrow_outer_products,
-)
+from liger_kernel.ops.moe.grouped_matmul import RANK_MULTIPLE, grouped_matmul
+from liger_kernel.ops.moe.outer_products import narrow_outer_products
 
 # ---- products of sorted rows ----
 

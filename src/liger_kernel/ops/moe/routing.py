@@ -6,7 +6,8 @@ counted in chunks:
     match(s, e) = 1 if index[s] = e, else 0
     count(c, e) = Σ_{s in chunk c} match(s, e),   total(e) = Σ_c count(c, e)
     offsets(e) = Σ_{e' < e} total(e'),   before(c, e) = Σ_{c' < c} count(c', e)
-    order[offsets(e) + before(c, e) + Σ_{s' < s, in chunk c} match(s', e)] = s   where index[s] = e
+    order[offsets(e) + before(c, e) + rank(s)] = s   where index[s] = e
+    rank(s) = Σ_{s' < s, in chunk c} 1 if index[s'] = index[s], else 0
 
 So the assignments of an expert stay in the order of the tokens. An index that is no expert's is
 dropped: in an expert-parallel group it marks what other ranks compute. The last entries of
@@ -48,38 +49,23 @@ def routing_reference(index, E, block):
     return order, offsets, torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
 
 
-@triton.jit
-def _matches(index_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return this program's assignments s (BLOCK_S, 1), experts e (1, BLOCK_E) and match(s, e)."""
-    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
-    i = tl.load(index_ptr + s, mask=s < S, other=0).to(tl.int64)
-    return s, e, ((i == e) & (s < S) & (e < E)).to(tl.int32)
-
-
 @kernel
 def _count(index_ptr, count_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
     """Count the assignments of BLOCK_E experts in one chunk."""
-    _, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
-    count_ptrs = count_ptr + tl.program_id(0) * E + e
-    tl.store(count_ptrs, tl.sum(match, axis=0, keep_dims=True), mask=e < E)
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    i = tl.load(index_ptr + s, mask=s < S, other=-1).to(tl.int64)
+    count = tl.sum((i == e).to(tl.int32), axis=0, keep_dims=True)
+    tl.store(count_ptr + tl.program_id(0) * E + e, count, mask=e < E)
 
 
 @kernel
 def _scan(
-    count_ptr,
-    before_ptr,
-    offset_ptr,
-    tile_end_ptr,
-    num_chunks,
-    E,
-    block,
-    BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    count_ptr, before_ptr, total_ptr, num_chunks, E, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Compute in one program before(c, e), offsets, and the end of each expert's tiles."""
+    """Compute before(c, e) and total(e) of BLOCK_E experts."""
     c = tl.arange(0, BLOCK_C)[:, None]
-    e = tl.arange(0, BLOCK_E)[None, :]
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     total = tl.zeros((1, BLOCK_E), dtype=tl.int32)
     for first in range(0, num_chunks, BLOCK_C):
         offsets = (first + c) * E + e
@@ -87,26 +73,12 @@ def _scan(
         count = tl.load(count_ptr + offsets, mask=mask, other=0)
         tl.store(before_ptr + offsets, total + tl.cumsum(count, axis=0) - count, mask=mask)
         total += tl.sum(count, axis=0, keep_dims=True)
-    tl.store(offset_ptr + e, tl.zeros((1, BLOCK_E), dtype=tl.int32), mask=e < 1)
-    tl.store(offset_ptr + 1 + e, tl.cumsum(total, axis=1), mask=e < E)
-    tl.store(tile_end_ptr + e, tl.cumsum((total + block - 1) // block, axis=1), mask=e < E)
-
-
-@kernel
-def _sort(
-    index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """Store one chunk's assignments of BLOCK_E experts in ``order``."""
-    s, e, match = _matches(index_ptr, S, E, BLOCK_S, BLOCK_E)
-    first = tl.load(offset_ptr + e, mask=e < E, other=0)
-    first += tl.load(before_ptr + tl.program_id(0) * E + e, mask=e < E, other=0)
-    position = first + tl.cumsum(match, axis=0) - 1
-    tl.store(order_ptr + position, s, mask=match > 0)
+    tl.store(total_ptr + e, total, mask=e < E)
 
 
 @kernel
 def _list_tiles(
-    tile_end_ptr,
+    total_ptr,
     offset_ptr,
     tile_ptr,
     num_tiles,
@@ -115,15 +87,54 @@ def _list_tiles(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write BLOCK_T entries of the table: the expert (-1: none) and the first row of each tile."""
+    """Write BLOCK_T entries of the table: the expert (-1: none) and the first row of each tile.
+
+    The first program writes offsets."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     e = tl.arange(0, BLOCK_E)[None, :]
-    tile_end = tl.load(tile_end_ptr + e, mask=e < E, other=2147483647)
-    expert = tl.sum((tile_end <= t).to(tl.int32), axis=1, keep_dims=True)
-    first_tile = tl.max(tl.where(tile_end <= t, tile_end, 0), axis=1, keep_dims=True)
-    row = tl.load(offset_ptr + expert, mask=expert < E, other=0) + (t - first_tile) * block
+    total = tl.load(total_ptr + e, mask=e < E, other=0)
+    offset = tl.cumsum(total, axis=1)
+    # columns from E on have no tile of their own: they end where the last expert's do
+    tile_end = tl.cumsum((total + block - 1) // block, axis=1)
+    if tl.program_id(0) == 0:
+        tl.store(offset_ptr + e, tl.zeros((1, BLOCK_E), dtype=tl.int32), mask=e < 1)
+        tl.store(offset_ptr + 1 + e, offset, mask=e < E)
+    is_before = tile_end <= t
+    expert = tl.sum((is_before & (e < E)).to(tl.int32), axis=1, keep_dims=True)
+    first_tile = tl.max(tl.where(is_before, tile_end, 0), axis=1, keep_dims=True)
+    first_row = tl.max(tl.where(is_before, offset, 0), axis=1, keep_dims=True)
+    row = first_row + (t - first_tile) * block
     tl.store(tile_ptr + 2 * t, tl.where(expert < E, expert, -1), mask=t < num_tiles)
     tl.store(tile_ptr + 2 * t + 1, tl.where(expert < E, row, 0), mask=t < num_tiles)
+
+
+@triton.jit
+def _load_experts(index_ptr, s, S, E):
+    """Return the experts of assignments s, or -1."""
+    e = tl.load(index_ptr + s, mask=s < S, other=-1).to(tl.int64)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@kernel
+def _sort(
+    index_ptr, before_ptr, offset_ptr, order_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr
+):
+    """Store one chunk's assignments in ``order``, and -1 in those of its entries that have none."""
+    i = tl.arange(0, BLOCK_S)
+    first = tl.program_id(0) * BLOCK_S
+    e = _load_experts(index_ptr, first + i, S, E)
+    rank = tl.zeros((BLOCK_S,), dtype=tl.int32)
+    for start in range(0, BLOCK_S, BLOCK_J):
+        j = start + tl.arange(0, BLOCK_J)
+        other = _load_experts(index_ptr, first + j, S, E)
+        is_earlier = (other[None, :] == e[:, None]) & (j[None, :] < i[:, None])
+        rank += tl.sum(is_earlier.to(tl.int32), axis=1)
+    position = tl.load(offset_ptr + e, mask=e >= 0, other=0)
+    position += tl.load(before_ptr + tl.program_id(0) * E + e, mask=e >= 0, other=0)
+    tl.store(order_ptr + position + rank, first + i, mask=e >= 0)
+    r = first + i
+    empty = (r >= tl.load(offset_ptr + E)) & (r < S)
+    tl.store(order_ptr + r, tl.full((BLOCK_S,), -1, dtype=tl.int32), mask=empty)
 
 
 def _empty_metadata(index, E, block):
@@ -143,33 +154,26 @@ def routing(
     that of order[r]. order is (T·K,), offsets (E + 1,), tiles (n, 2): of each tile of ``block``
     rows the expert, or -1, and the first row."""
     order, offsets, tiles = _empty_metadata(index, E, block)
-    order.fill_(-1)
     index, S = index.contiguous(), index.numel()
     block_s = 256  # assignments of a chunk
     block_e = next_power_of_2(E)
     block_e_of_chunk = min(block_e, 32)
+    block_e_of_scan = min(block_e, 8)
     num_chunks = cdiv(S, block_s)
-    grid = num_chunks, cdiv(E, block_e_of_chunk)
-    blocks = dict(BLOCK_S=block_s, BLOCK_E=block_e_of_chunk, num_warps=8)
-    count, before = offsets.new_empty((2, num_chunks, E))
-    tile_end = offsets.new_empty(E)
-    _count[grid](index, count, S, E, **blocks)
-    _scan[(1,)](
-        count,
-        before,
-        offsets,
-        tile_end,
-        num_chunks,
-        E,
-        block,
-        BLOCK_C=max(4096 // block_e, 1),
-        BLOCK_E=block_e,
-        num_warps=8,
-    )
-    _sort[grid](index, before, offsets, order, S, E, **blocks)
     num_tiles = tiles.shape[0]
-    _list_tiles[(cdiv(num_tiles, 32),)](
-        tile_end, offsets, tiles, num_tiles, E, block, BLOCK_T=32, BLOCK_E=block_e, num_warps=8
+    count, before = offsets.new_empty((2, num_chunks, E))
+    total = offsets.new_empty(E)
+    _count[num_chunks, cdiv(E, block_e_of_chunk)](
+        index, count, S, E, BLOCK_S=block_s, BLOCK_E=block_e_of_chunk, num_warps=8
+    )
+    _scan[(cdiv(E, block_e_of_scan),)](
+        count, before, total, num_chunks, E, BLOCK_C=512, BLOCK_E=block_e_of_scan, num_warps=8
+    )
+    _list_tiles[(max(cdiv(num_tiles, 32), 1),)](
+        total, offsets, tiles, num_tiles, E, block, BLOCK_T=32, BLOCK_E=block_e, num_warps=8
+    )
+    _sort[(num_chunks,)](
+        index, before, offsets, order, S, E, BLOCK_S=block_s, BLOCK_J=32, num_warps=8
     )
     return order, offsets, tiles
 
