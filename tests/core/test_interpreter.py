@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU interprets nothin
 
 PROGRAM = """
 import interpreter
-interpreter.shorten = lambda: None
+interpreter.speed_up = lambda: None
 import sys, torch, test_interpreter
 torch.save(test_interpreter.results(), sys.argv[1])
 """

@@ -189,6 +189,32 @@ def _cache_broadcast(broadcast):
     return call
 
 
+def _keep_tensors(to_cpu):
+    """Give a kernel the CPU's tensors themselves, not others made of the same memory."""
+
+    def call(self, args, kwargs):
+        if all(map(_needs_no_copy, (*args, *kwargs.values()))):
+            return args, kwargs
+        return to_cpu(self, args, kwargs)
+
+    return call
+
+
+def _needs_no_copy(arg):
+    if isinstance(arg, torch.Tensor):
+        return arg.device.type == "cpu"
+    # neither a tuple nor a descriptor, which may have tensors, nor a tensor's wrapper
+    return arg is None or isinstance(arg, (bool, int, float, str, core.constexpr, core.dtype))
+
+
+def _copy_back_others(from_cpu):
+    def call(self, args, cpu_args, kwargs, cpu_kwargs):
+        if cpu_args is not args:
+            from_cpu(self, args, cpu_args, kwargs, cpu_kwargs)
+
+    return call
+
+
 def _check_overflow(self, lhs, rhs, binary_op):
     """Check as Triton does, but by NumPy, that integers of less than 64 bits do not overflow."""
     dtype = lhs.dtype
@@ -220,6 +246,9 @@ def speed_up():
     interpreter._get_np_dtype = _cache_by_name(interpreter._get_np_dtype)
     _cache_instances(core.block_type)
     core.tensor.__init__ = _cache_attributes(core.tensor.__init__)
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = _keep_tensors(executor._init_args_hst)
+    executor._restore_args_dev = _copy_back_others(executor._restore_args_dev)
     TritonSemantic.binary_op_type_checking_impl = _skip_promotion(
         TritonSemantic.binary_op_type_checking_impl
     )
