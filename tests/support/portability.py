@@ -6,7 +6,8 @@ without TRITON_INTERPRET, because the kernels of one process are either compiled
 The targets are of one family (`portability_targets`), its head first. Of each kernel one launch is
 compiled for the head, from source to the binary; for sm_90 up to two, and some launches in fp32,
 with options and with single gradients go through the compiler's front half. For the targets of
-`ONLY_FOR`, some more head sizes of the gated delta rule, and heads of one token, go as far as LLVM.
+`ONLY_FOR`, heads of one token go as far as LLVM, and some more head sizes of the gated delta rule
+until their shared memory is known.
 Another target of the family takes the head's result of a launch that both have, and compiles the
 others and every matrix product itself. With PORTABILITY=complete every launch is compiled from
 source for every target; spills are looked at in the same launches.
@@ -36,6 +37,7 @@ import portability_xpu  # before the package, which needs what this adds
 import torch
 import torch._dynamo  # here once, and not in the process of each target
 import triton
+from triton._C.libtriton import llvm
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
@@ -91,6 +93,7 @@ class _CurrentRun:
     is_real_shape: bool  # a shape of a benchmark
     compile_fully: bool
     measure_shared: bool = False
+    to_llvm: bool = False
 
 
 class _Launched:
@@ -108,6 +111,7 @@ class _Launched:
         self.compile_fully = False
         self.compile_front_half = False
         self.measure_shared = False
+        self.to_llvm = False
 
     def launch_metadata(self, grid, stream, *args):
         return None
@@ -117,6 +121,7 @@ class _Launched:
         self.runs[self.current_run.description] = self.current_run.is_real_shape
         self.compile_fully |= self.current_run.compile_fully
         self.measure_shared |= self.current_run.measure_shared
+        self.to_llvm |= self.current_run.to_llvm
 
 
 def pretend(name):
@@ -328,7 +333,7 @@ def run_delta_rule_heads():
 def run_one_token():
     """Run heads of one token and of none in fp32, whose sums LLVM vectorises."""
     _Launched.current_run = _CurrentRun(
-        "one_token", is_real_shape=False, compile_fully=False, measure_shared=True
+        "one_token", is_real_shape=False, compile_fully=False, to_llvm=True
     )
     empty = functools.partial(torch.empty, device="meta")
     weight = empty(77, 24, requires_grad=True)
@@ -387,7 +392,7 @@ def resources(asm):
 def compile_front_half(target, src, options, last_stage=None):
     """Compile as `triton.compile` begins: to Triton's (or Gluon's) IR, checked and simplified.
 
-    Or go on to ``last_stage``. Returns what the stages noted: the shared memory, from "llir" on.
+    Or go on to ``last_stage``. Returns what the stages noted.
     """
     backend = make_backend(target)
     context = ir.context()
@@ -403,6 +408,27 @@ def compile_front_half(target, src, options, last_stage=None):
         if last_stage in (None, name):
             break
     return metadata
+
+
+class _SharedMemory(Exception):
+    """The shared memory of a launch, which is known where LLVM would begin."""
+
+
+def measure_shared(target, src, options):
+    """Return the bytes of shared memory of a launch. LLVM would take up to half of the time."""
+
+    def stop(module, context):
+        raise _SharedMemory(module.get_int_attr("ttg.shared"))
+
+    to_module = llvm.to_module
+    llvm.to_module = stop
+    try:
+        compile_front_half(target, src, options, "llir")
+    except _SharedMemory as measured:
+        return measured.args[0]
+    finally:
+        llvm.to_module = to_module
+    raise AssertionError("LLVM was not reached")
 
 
 def compile_launched(target, launched):
@@ -421,8 +447,10 @@ def compile_launched(target, launched):
     )
     try:
         if not launched.compile_fully:
-            if launched.measure_shared:
+            if launched.to_llvm:
                 result |= dict(shared=compile_front_half(target, src, options, "llir")["shared"])
+            elif launched.measure_shared:
+                result |= dict(shared=measure_shared(target, src, options))
             elif launched.compile_front_half:
                 compile_front_half(target, src, options)
             return result
