@@ -44,8 +44,8 @@ def results(fn, tensors, dtype=None):
     return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
 
-def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
-    """Compare the largest errors over three seeds, as a share of the largest value.
+def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0, seeds=3):
+    """Compare the largest errors over some seeds, as a share of the largest value.
 
     A mean in fp32 is off by up to half an ulp: 3e-4 of a standard deviation at -1e3 and 0.1, 5e-4
     at 1e4 and 1. That of a group in strips is off by up to one, since the means that it is made of
@@ -58,7 +58,7 @@ def assert_as_exact_as_pytorch(shape, groups, roundings=2, mean=0.0, std=1.0):
     ulp = float(size.nextafter(torch.tensor(torch.inf)) - size)
     one_program = group_norm_launch._choose_launch(shape[1] // groups, math.prod(shape[2:]), 16)
     mean_rounding = ulp / 2 if one_program else ulp
-    for seed in range(3):
+    for seed in range(seeds):
         tensors = random_inputs(shape, mean=mean, std=std, seed=seed)
 
         def reference(x, w, b):
@@ -94,7 +94,7 @@ def test_sums_are_taken_ahead(name, ahead, monkeypatch):
     monkeypatch.setattr(
         group_norm_launch, "_choose_strip_launch", lambda *args: (1, 4, 8192, ahead)
     )
-    assert_as_exact_as_pytorch((3, *shape[1:]), groups)
+    assert_as_exact_as_pytorch((3, *shape[1:]), groups, seeds=1)
     tensors = random_inputs((3, *shape[1:]))
     first = results(lambda x, w, b: liger_group_norm(x, w, b, shape[1], groups, 1e-6), tensors)
     monkeypatch.setattr(group_norm_launch, "_choose_strip_launch", lambda *args: (1, 4, 8192, 8192))
