@@ -35,7 +35,6 @@ from pathlib import Path
 import portability_targets
 import portability_xpu  # before the package, which needs what this adds
 import torch
-import torch._dynamo  # here once, and not in the process of each target
 import triton
 from triton._C.libtriton import llvm
 from triton.backends.compiler import GPUTarget
@@ -596,6 +595,8 @@ def compile_target(name, path, head_path):
 
 def main(folder, *names):
     """Compile for each target in a process of its own, which has imported everything already."""
+    import torch._dynamo  # noqa: F401  (takes seconds, and other programs import this module)
+
     head_path = None
     for name in names:
         path = Path(folder) / f"{name}.json"
