@@ -70,6 +70,14 @@ def run_process(rank, store, checks, reached):
     dist.destroy_process_group()
 
 
+def fork_processes(_, *args):
+    """Run `run_process` in processes that are forked from this one, which has imported all.
+
+    The imports of another process take as long as some checks. CUDA would not survive a fork.
+    """
+    multiprocessing.start_processes(run_process, args, nprocs=SIZE, start_method="fork")
+
+
 def reached_checks():
     """Return an array for `run_process`: the number of the check that each rank is at."""
     return multiprocessing.get_context("spawn").Array("i", SIZE)
@@ -92,8 +100,12 @@ def run(checks, folder):
         start = time.monotonic()
         reached = reached_checks()
         store = folder / f"store{len(failures)}"
+        args = str(store), checks, reached
         try:
-            multiprocessing.spawn(run_process, (str(store), checks, reached), nprocs=SIZE)
+            if DEVICE == "cpu":
+                multiprocessing.spawn(fork_processes, args, nprocs=1)
+            else:
+                multiprocessing.spawn(run_process, args, nprocs=SIZE)
             checks = []
         except (
             multiprocessing.ProcessRaisedException,
