@@ -790,6 +790,7 @@ def test_layers_that_are_not_linear():
     assert report.left_alone["lora.Conv1d", "its adapters are no linear layers"] == 1
 
 
+@pytest.mark.thorough
 def test_compiled_autograd(monkeypatch):
     reference, patched = small_pair(True, monkeypatch)
     expected = step(reference)

@@ -219,6 +219,7 @@ def test_code_that_is_another_one_when_it_is_loaded(changed, own):
     assert ("loaded unpatched" in done.stderr) == (changed != "nothing")
 
 
+@pytest.mark.thorough
 def test_in_a_fresh_process_and_without_this_package(tmp_path):
     """A patched model needs the package; one that was reverted, or its weights, do not."""
     reference = make_model("gpt_neox", hidden_act="gelu").train()
