@@ -127,6 +127,29 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature):
     torch.testing.assert_close(x.double(), expected_dx, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_kl_div_of_classes_without_probability(dtype):
+    """Where the student's logit is -inf, a probability of 0 adds nothing, and another one inf."""
+    torch.manual_seed(0)
+    x = torch.randn(77, 2, device=DEVICE).to(dtype).t()
+    x[:, 5] = -torch.inf
+    y = torch.rand(2, 77, device=DEVICE)
+    y[:, 3:6] = 0
+    y[1, 5] = 0.5
+    expected = F.kl_div(x[:1].double().log_softmax(-1), y[:1].double(), reduction="none")
+    expected = expected.nan_to_num(0).sum()  # torch has 0·inf in class 5
+    options = divergences.DistillationOptions(
+        "kl_div", 1e-10, 1.0, weight_hard=0.0, weight_soft=1.0
+    )
+    soft = torch.zeros(2, device=DEVICE)
+    norm = torch.ones((), device=DEVICE)
+    target = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    divergence_kernels.compute_divergence(x, y, target, norm, options, True, soft, None)
+    torch.testing.assert_close(soft[0].double(), expected, rtol=1e-5, atol=0)
+    assert soft[1] == torch.inf
+    assert not x[0, 5] and x.isfinite().all()
+
+
 @WITH_AND_WITHOUT_KERNELS
 @DIVERGENCE
 def test_no_channels(divergence):

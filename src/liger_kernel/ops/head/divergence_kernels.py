@@ -7,10 +7,10 @@ The formulas are in `divergences`. Both models' logits are read three times:
 2. `_compare` computes ΣD and ΣG of each token.
 3. `_compare` again writes the gradient over the student's logits.
 
-kl_div does without the third: ΣG = -Σp is one of the statistics, and ΣD comes with the gradient. As
-in `logits` the student's tokens are contiguous, each lane keeps its own maximum and sums, and a
-log-sum-exp is kept as its two parts, so that a confident row keeps its digits. The teacher's logits
-and p have any strides.
+kl_div does without the second: ΣG = -Σp is one of the statistics, and so is Σ p·log p; the rest of
+ΣD comes with the gradient. As in `logits` the student's tokens are contiguous, each lane keeps its
+own maximum and sums, and a log-sum-exp is kept as its two parts, so that a confident row keeps its
+digits. The teacher's logits and p have any strides.
 
 Names: x and s are the student's logits, y and z the teacher's (or its probabilities for kl_div). V
 and W are the numbers of the student's and the teacher's classes.
@@ -66,6 +66,7 @@ def _statistics(
     strip_size,
     ignore_index,
     scale,
+    beta,
     COSINE: tl.constexpr,
     KL_DIV: tl.constexpr,
     HARD_STATS: tl.constexpr,
@@ -77,7 +78,8 @@ def _statistics(
     """Compute the statistics of strip_size classes of BLOCK_T tokens: one program.
 
     Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t for
-    COSINE, or Σ p in place of z_t's for KL_DIV); with HARD_STATS also max z_s and Σ exp(z_s - max).
+    COSINE, or Σ p and Σ p·log max(p, beta) in place of z_t's for KL_DIV); with HARD_STATS also
+    max z_s and Σ exp(z_s - max).
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_ptr, first, begin, end = program_strip(x_ptr, more_ptr, split, W, strip_size)
@@ -97,6 +99,7 @@ def _statistics(
     top_hard, sum_hard = top_q, sum_q
     ss, tt, st = sum_q, sum_q, sum_q
     total_p = tl.zeros((PER_LANE, BLOCK_V * BLOCK_T), dtype=tl.float32)
+    total_d = total_p
     for start in range(0, end - begin, PER_LANE * BLOCK_V):
         c = begin + start + i
         inside = (c < end) & (t < T)[None, :]
@@ -128,6 +131,8 @@ def _statistics(
             top_q, sum_q = update_log_sum(top_q, sum_q, s, scale, EXACT)
             if KL_DIV:
                 total_p += z
+                log_p = log_or_log2(tl.maximum(z, beta), not EXACT)
+                total_d += z * log_p
             else:
                 top_p, sum_p = update_log_sum(top_p, sum_p, z, scale, EXACT)
         if HARD_STATS:
@@ -146,6 +151,8 @@ def _statistics(
         store_log_sum(partial, slot, top_q, sum_q, scale, mask, EXACT, BLOCK_T, BLOCK_V)
         if KL_DIV:
             tl.store(partial_p, sum_lanes(tl.sum(total_p, axis=0), BLOCK_T, BLOCK_V), mask=mask)
+            sum_d = sum_lanes(tl.sum(total_d, axis=0), BLOCK_T, BLOCK_V) / LOG_UNIT
+            tl.store(partial_p + slot, sum_d, mask=mask)
         else:
             store_log_sum(partial_p, slot, top_p, sum_p, scale, mask, EXACT, BLOCK_T, BLOCK_V)
     if HARD_STATS:
@@ -185,7 +192,8 @@ def _merge(
 
     The statistics (NUM_STATISTICS, T) become the maxima of `_statistics` and the logarithms of its
     sums. For COSINE they are the factors of z_t and z_s in the gradient. For KL_DIV, Σp and
-    Σp/Σ exp((z_s - max)/T) are in place of z_t's. CE goes to ``hard``, cosine's loss to ``soft``.
+    Σp/Σ exp((z_s - max)/T) are in place of z_t's. CE goes to ``hard``. The loss of cosine goes to
+    ``soft``, and so does Σ p·log p + Σp·log Σ exp((z_s - max)/T) of kl_div.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_range = t < T
@@ -221,6 +229,9 @@ def _merge(
             sum_p = tl.sum(tl.load(partial + 2 * slot, mask=mask, other=0.0), axis=0)
             tl.store(stats + 2 * T, tl.where(valid, sum_p, 0.0), mask=in_range)
             tl.store(stats + 3 * T, tl.where(valid, sum_p / total, 0.0), mask=in_range)
+            d = tl.sum(tl.load(partial + 3 * slot, mask=mask, other=0.0), axis=0)
+            d += log(total) * sum_p
+            tl.store(soft_ptr + t, tl.where(valid, d, 0.0), mask=in_range)
         else:
             top, total = load_log_sum(partial + 2 * slot, slot, scale, mask)
             store_pair(stats + 2 * T, T, top, total, valid, in_range)
@@ -272,9 +283,8 @@ def _compare(
     """Sum D, G and q over strip_size classes of BLOCK_T tokens: one program.
 
     With ENTROPY also q·log q, in a fourth sum. With GRADIENT it overwrites the student's logits
-    with their gradient instead. With KL_DIV, ΣG is known before, and it does both: the sum is ΣD
-    but for log Σ exp((z_s - max)/T)·Σp. Q_IS_SOFTMAX: softmax(z_s), which the gradient of CE needs,
-    is q.
+    with their gradient instead. With KL_DIV, ΣG is known before, and it does both: the sum is
+    Σ p·(max - z_s)/T. Q_IS_SOFTMAX: softmax(z_s), which the gradient of CE needs, is q.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_range = tokens < T
@@ -340,13 +350,17 @@ def _compare(
     total_g = total_d
     total_q = total_d
     total_e = total_d
+    total_kl = tl.zeros((PER_LANE, BLOCK_V * BLOCK_T), dtype=tl.float32)
     for start in range(0, end - begin, PER_LANE * BLOCK_V):
         c = begin + start + i
         inside = (c < end) & (t < T)[None, :]
         if more_ptr is not None:
             inside &= c >= first
         x_block = x + (row + start) * stride_x
-        s = tl.load(x_block, mask=inside & (c < V), other=-INF).to(tl.float32)
+        if GRADIENT:  # V is W, and what is outside is not stored
+            s = tl.load(x_block, mask=inside).to(tl.float32)
+        else:
+            s = tl.load(x_block, mask=inside & (c < V), other=-INF).to(tl.float32)
         z = load_teacher(
             y_ptr,
             stride_y,
@@ -357,22 +371,22 @@ def _compare(
             end,
             T,
             W,
-            0.0 if KL_DIV else -INF,
+            None if GRADIENT else -INF,
             CONTIGUOUS_Y,
             BLOCK_T,
             BLOCK_V,
             PER_LANE,
         )
-        if W > V:
-            s = tl.where(inside & (c >= V), 0.0, s)
+        if not GRADIENT:
+            if W > V:
+                s = tl.where(inside & (c >= V), 0.0, s)
         q = s
         if COSINE:
             dz = soft * (top_q[None, :] * z + log_sum_q[None, :] * s)
         elif KL_DIV:
             log_q = (s - top_q[None, :]) * scale
             dz = exp_or_exp2(log_q, EXACT) * log_sum_p[None, :] - soft * z
-            log_p = log_or_log2(tl.maximum(z, beta), not EXACT)
-            total_d += tl.sum(times(z, log_p - log_q), axis=0)
+            total_kl -= tl.where(inside & (z != 0.0), z * log_q, 0.0)
         else:
             log_p = (z - top_p[None, :]) * scale - log_sum_p[None, :]
             log_q = (s - top_q[None, :]) * scale - log_sum_q[None, :]
@@ -393,6 +407,8 @@ def _compare(
                 dz += hard * (q - (start + i == target).to(tl.float32))
             dz = tl.where(valid_lane, dz, 0.0).to(x_ptr.dtype.element_ty)
             tl.store(x_block, dz, mask=inside)
+    if KL_DIV:
+        total_d = tl.sum(total_kl, axis=0)
     if KL_DIV or not GRADIENT:
         sum_d = sum_lanes(total_d, BLOCK_T, BLOCK_V) / LOG_UNIT
         tl.store(sum_ptr + offset, tl.where(valid, sum_d, 0.0), mask=in_range)
@@ -446,8 +462,8 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
     Args:
         x: the student's logits (T, V), whose tokens are contiguous. They may be in two parts. With
             ``gradient`` they become the gradient of w_h·hard + w_s·soft, divided by ``norm``.
-        y: the teacher's logits (T, W), or its probabilities for kl_div. They have any strides but
-            those that `exceeds_int32_offsets` finds too large.
+        y: the teacher's logits (T, W), or its probabilities for kl_div, (T, V). They have any
+            strides but those that `exceeds_int32_offsets` finds too large.
         norm: a tensor of one element.
         options: `DistillationOptions`.
         entropy: (T,), to be filled with that of q; None: not asked for. cosine and kl_div have
@@ -467,7 +483,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
     partial = torch.empty((NUM_STATISTICS, strips, T), dtype=torch.float32, device=x.device)
     stats = torch.empty((NUM_STATISTICS, T), dtype=torch.float32, device=x.device)
 
-    per_lane = 2 if contiguous_y and not kl_div else PER_LANE_STATISTICS
+    per_lane = 2 if contiguous_y else PER_LANE_STATISTICS
     tokens, launch = _launch(x, per_lane, contiguous_y)
     _statistics[(cdiv(T, tokens), strips)](
         x,
@@ -483,6 +499,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
         STRIP_SIZE,
         options.ignore_index,
         scale,
+        options.beta,
         **kind,
         HARD_STATS=hard_stats,
         CONTIGUOUS_Y=contiguous_y,
@@ -555,7 +572,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
     sums = torch.empty((num_sums, strips, T), dtype=torch.float32, device=x.device)
     compare(sums, kl_div and gradient, W)
     sums = sums.sum(1)
-    soft.copy_(sums[0] + stats[1] * stats[2] if kl_div else sums[0])
+    soft.add_(sums[0]) if kl_div else soft.copy_(sums[0])
     if entropy is not None:
         torch.neg(sums[3], out=entropy)
     if gradient and not kl_div:

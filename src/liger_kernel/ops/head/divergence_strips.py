@@ -79,7 +79,9 @@ def load_teacher(
     BLOCK_V: tl.constexpr,
     PER_LANE: tl.constexpr,
 ):
-    """Load y (PER_LANE, lanes) of the classes from begin + start on. Others get ``fill``.
+    """Load y (PER_LANE, lanes) of the classes from begin + start on.
+
+    Others get ``fill``, or anything if it is None.
 
     If the classes of a token are contiguous (CONTIGUOUS_Y), a warp reads along these, and what is
     beyond ``end`` is loaded all the same: W may be known to be a multiple of 16, and then a load is
@@ -94,9 +96,10 @@ def load_teacher(
         t = tl.program_id(0) * BLOCK_T + j
         y = tl.load(y + (i * stride_v + j * stride_t), mask=(c < W) & (t < T))
         y = tl.reshape(y, (PER_LANE, BLOCK_V * BLOCK_T)).to(tl.float32)
-        i, t = lane_block(BLOCK_T, BLOCK_V, PER_LANE)
-        c = begin + start + i
-        y = tl.where((c >= first) & (c < end) & (t[None, :] < T), y, fill)
+        if fill is not None:
+            i, t = lane_block(BLOCK_T, BLOCK_V, PER_LANE)
+            c = begin + start + i
+            y = tl.where((c >= first) & (c < end) & (t[None, :] < T), y, fill)
     else:
         i, t = lane_block(BLOCK_T, BLOCK_V, PER_LANE)
         c = begin + start + i
