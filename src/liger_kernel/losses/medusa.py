@@ -7,7 +7,7 @@ r"""The loss of Medusa's heads, which predict further tokens, without their logi
 Head 0 is the model's own, Medusa's (arXiv:2401.10774) are 1, 2, ... The gradients are computed in
 forward, one head after the other. Heads that share hidden states or a weight share its gradient,
 too: each adds to it in place, as autograd would. A head's tokens are divided by n_k / c_k, so that
-its coefficient costs no rounding.
+its coefficient costs no rounding. `medusa_layers` does the same for heads that give their layers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import F, Function, flatten_to_2d, save_grads, saved_grads, saved_inputs
+from liger_kernel.losses.medusa_layers import Head, can_run_one_by_one, loss_of_heads
 from liger_kernel.ops.head.cross_entropy import check_options, check_targets
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_cross_entropy import (
@@ -170,6 +171,7 @@ def liger_medusa_loss(
     accum_dtype: torch.dtype | None = None,
     memory: int | str = "auto",
     drop_ignored: bool | None = None,
+    layers: Iterable[torch.nn.Module | None] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute Σ_k c_k·cross entropy of head k, which predicts the token k + 1 positions ahead.
 
@@ -198,6 +200,12 @@ def liger_medusa_loss(
         return_token_accuracy: return the share of each head's valid tokens that it predicts, too.
         drop_ignored: drop tokens for which no head has a label before the projections. This waits
             for the device once. None: only if the labels are on the CPU, where it costs nothing.
+        layers: a module (or None) for each head, such as its residual block. The head's projection
+            gets ``layers[k](hidden_states)``. As a rule a head's layers, its loss and all their
+            gradients are computed before the next head's, so that their activations are in memory
+            for one head at a time. Then there is no ``create_graph=True``. Layers with hooks or
+            shards of their own, fp16 and compiled graphs are computed as if ``hidden_states`` were
+            what they return.
 
     Returns:
         (loss, losses): the loss, 0-d in fp32, and each head's loss without its coefficient (N,),
@@ -219,7 +227,34 @@ def liger_medusa_loss(
         name, hidden_states, weights, biases, coefficients, first
     )
     N = len(coefficients)
+    layers = _check_layers(name, layers, N)
+    one_by_one = layers is not None and can_run_one_by_one(layers, hidden_states, weights)
+    if layers is not None and not one_by_one:
+        hidden_states = [
+            h if layer is None else layer(h) for layer, h in zip(layers, hidden_states, strict=True)
+        ]
     targets = _head_targets(name, hidden_states, labels, position_ids, first, N, ignore_index)
+
+    options = dict(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        return_token_accuracy=return_token_accuracy,
+        accum_dtype=accum_dtype,
+        memory=parse_memory(memory),
+    )
+    if one_by_one:
+        for k, w in enumerate(weights):
+            check_targets(f"{name}, head {first + k}", targets[k], w.shape[0], ignore_index)
+        targets, rows = _labelled_rows(hidden_states[0].device, targets, ignore_index, drop_ignored)
+        items = _items_of_heads(
+            name, num_items_in_batch, targets, ignore_index, hidden_states[0].dtype
+        )
+        columns = layers, hidden_states, weights, biases, targets, items, coefficients
+        heads = [Head(*column) for column in zip(*columns, strict=True)]
+        loss, *others = loss_of_heads(name, heads, rows, options)
+        return (loss, *others) if return_token_accuracy else (loss, others[0])
 
     # heads may share tensors: each tensor is an argument once
     tensors = []
@@ -253,17 +288,24 @@ def liger_medusa_loss(
         run = MedusaFunction.reference
     elif torch.compiler.is_compiling() and not torch.is_grad_enabled():  # in eager, apply does this
         tensors = [x.detach() for x in tensors]
-    options = (
-        ignore_index,
-        label_smoothing,
-        softcap,
-        logit_scale,
-        return_token_accuracy,
-        accum_dtype,
-        parse_memory(memory),
-    )
+    options = tuple(options[name] for name in OPTION_NAMES)
     loss, losses, accuracies = run(*tensors, targets, items, heads, options)
     return (loss, losses, accuracies) if return_token_accuracy else (loss, losses)
+
+
+def _check_layers(name, layers, N):
+    """Return the layers as a list, or None."""
+    if layers is None:
+        return None
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"{name}: layers is a {type(layers).__name__}, give a module for each head")
+    layers = list(layers)
+    for layer in layers:
+        if layer is not None and not isinstance(layer, torch.nn.Module):
+            raise TypeError(f"{name}: a layer is a {type(layer).__name__}, give a module or None")
+    if len(layers) != N:
+        raise ValueError(f"{name}: {len(layers)} layers for {N} heads, give one for each head")
+    return layers
 
 
 def _one_for_each_head(name, hidden_states, weights, biases, coefficients, first):
@@ -358,19 +400,28 @@ def _drop_ignored(tensors, hidden_places, targets, ignore_index, drop_ignored):
 
     The hidden states and the targets may lose the rows that no head has a label for.
     """
-    device = tensors[0].device
+    targets, rows = _labelled_rows(tensors[0].device, targets, ignore_index, drop_ignored)
+    if rows is not None:
+        tensors = [
+            x.index_select(0, rows) if place in hidden_places else x
+            for place, x in enumerate(tensors)
+        ]
+    return tensors, targets
+
+
+def _labelled_rows(device, targets, ignore_index, drop_ignored):
+    """Return the targets on the device, and the rows for which a head has one (None: all).
+
+    The targets of other rows are left out.
+    """
     on_host = targets.device.type == "cpu" and not torch.compiler.is_compiling()
     if not (on_host if drop_ignored is None else drop_ignored):
-        return tensors, targets.to(device)
+        return targets.to(device), None
     rows = (targets != ignore_index).any(0).nonzero().squeeze(1)
     if on_host and rows.numel() == targets.shape[1]:
-        return tensors, targets.to(device)
+        return targets.to(device), None
     targets = targets[:, rows].to(device, non_blocking=True)
-    rows = rows.to(device, non_blocking=True)
-    tensors = [
-        x.index_select(0, rows) if place in hidden_places else x for place, x in enumerate(tensors)
-    ]
-    return tensors, targets
+    return targets, rows.to(device, non_blocking=True)
 
 
 def _items_of_heads(name, num_items, targets, ignore_index, dtype):

@@ -266,7 +266,8 @@ def few_chunks(narrow, wide, memory):
     dW is rounded as often. The first chunk's logits lie in dW and in the room beyond it, later
     ones' in that room alone. So two chunks need room for half of the tokens that dW does not hold,
     three for a third. Three are for a loss that asks for them (``auto_chunks``), as those of
-    policies do, and for chunks that keep the matrix units busy. GRPO at 16384·4096·128256 in 8192 +
+    policies do, and for chunks that keep the matrix units busy. Up to four, of half as many tokens,
+    are for one that runs where memory is scarcest. GRPO at 16384·4096·128256 in 8192 +
     4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 77.8 -> 79.1 ms,
     dW's error 1.02 to 1.04x PyTorch's. A second sum that is rounded to bf16 made it 1.33x where dW
     grows with each chunk, for cross entropy (H200, 2026-11-21); hence `chunks.add_kernel` keeps
@@ -277,8 +278,9 @@ def few_chunks(narrow, wide, memory):
     if narrow.finished_tokens:  # dW is in fp32 in any case
         return None
     count = 2
-    if narrow.wave and narrow.M - narrow.dw_tokens >= 3 * CHUNK_TOKENS:
-        count = narrow.auto_chunks
+    if narrow.wave:
+        tokens = CHUNK_TOKENS if narrow.auto_chunks <= 3 else CHUNK_TOKENS // 2
+        count = min(max((narrow.M - narrow.dw_tokens) // tokens, 2), narrow.auto_chunks)
     return narrow.plan(narrow.room_for(count), count)
 
 
@@ -328,8 +330,8 @@ def plan(
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have
     16 bits), and each byte beyond it more of them. A chunk has at least `MIN_CHUNK_TOKENS` tokens
     and one unit, whatever the budget. The budget also has the copy of a weight of another dtype
-    (`cast_bytes`). ``auto_chunks``: two or three chunks, as long as "auto" does not need many
-    (`few_chunks`).
+    (`cast_bytes`). ``auto_chunks``: two chunks, or up to three or four, as long as "auto" does not
+    need many (`few_chunks`).
     """
     # all else that decides
     constants = (
