@@ -337,34 +337,43 @@ def float8_cell(entry: dict) -> str:
 
 
 def medusa(data: dict) -> str:
-    """Return the table of Medusa's heads on a frozen backbone."""
+    """Return the table of Medusa's heads."""
     names = contestants(data["rows"])
     others = [name for name in names if name != "ours"]
     lines = [
         [
             medusa_label(row),
-            *(contestant_cell(row, name, medusa_cell) for name in names),
+            *(
+                contestant_cell(row, name, medusa_cell if row["batch"] else medusa_batch_cell)
+                for name in names
+            ),
             *(medusa_gain(row, name) for name in others),
         ]
         for row in data["rows"]
     ]
     columns = [
-        "model, heads, sequence × batch",
+        "stage, model, heads, sequence × batch",
         *(NAMES[name] for name in names),
         *(f"ours against {NAMES[name]}" for name in others),
     ]
     parts = [
         heading(data),
         "Tokens per second (time of a step) and peak memory beyond all weights (without the "
-        "gradients of the heads' parameters and their optimizer's state):",
+        "gradients of what learns and its optimizer's state), and the batch where it is each one's "
+        "own largest:",
         table(columns, lines),
     ]
     return join_parts(parts, data["rows"], medusa_label)
 
 
+MEDUSA_STAGES = {"heads": "heads alone", "lora": "LoRA", "all": "all weights, states in 8 bits"}
+
+
 def medusa_label(row: dict) -> str:
-    size = f"{row['sequence']} × {row['batch']}"
-    return f"{row['model']}, {row['heads']} heads, {size}{date_suffix(row)}"
+    stage = MEDUSA_STAGES[row.get("stage", "heads")]
+    batch = row["batch"] or f"the largest in {row['card']} GB"
+    size = f"{row['sequence']} × {batch}"
+    return f"{stage}, {row['model']}, {row['heads']} heads, {size}{date_suffix(row)}"
 
 
 def beyond_weights(entry: dict) -> int:
@@ -381,9 +390,16 @@ def medusa_cell(entry: dict) -> str:
     return f"{speed_cell(entry)}, {memory}"
 
 
+def medusa_batch_cell(entry: dict) -> str:
+    """Return `medusa_cell` of a contestant's own largest batch."""
+    batch = f"× {entry['batch']}: " if "batch" in entry else ""
+    return batch + medusa_cell(entry)
+
+
 def medusa_line(row: dict, name: str) -> str:
     """Return one contestant as printed while the measurement runs."""
-    return f"{medusa_label(row)}, {title(name)}: {medusa_cell(row['contestants'][name])}"
+    cell = medusa_cell if row["batch"] else medusa_batch_cell
+    return f"{medusa_label(row)}, {title(name)}: {cell(row['contestants'][name])}"
 
 
 def medusa_gain(row: dict, reference: str) -> str:
@@ -392,6 +408,8 @@ def medusa_gain(row: dict, reference: str) -> str:
     if "tokens_per_s" not in ours or "tokens_per_s" not in base:
         return MISSING
     parts = [f"{ours['tokens_per_s'] / base['tokens_per_s']:.2f}× speed"]
+    if not row["batch"]:  # each has text of its own
+        return parts[0]
     if base["peak_bytes"]:
         parts.append(f"{beyond_weights(ours) / beyond_weights(base) - 1:+.0%} memory")
     parts.append(f"losses within {largest_difference(ours['losses'], base['losses']):.1g}")
