@@ -10,18 +10,21 @@ import torch
 import torch.nn.functional as F
 from cases import WITH_AND_WITHOUT_KERNELS
 from hardware import DEVICE
+from live_bytes import counted_tensors, peak_bytes
 
 from liger_kernel.chunked_loss import liger_medusa_loss
 from liger_kernel.losses import medusa, medusa_layers
+from liger_kernel.ops.head import planning
+from liger_kernel.ops.head.chunks import planned_bytes
 
 B, T, H, V = 2, 6, 24, 77
 COEFFICIENTS = [0.8, 0.0, 0.5]
 
 
 class Block(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, size=H, **options):
         super().__init__()
-        self.linear = torch.nn.Linear(H, H)
+        self.linear = torch.nn.Linear(size, size, **options)
 
     def forward(self, hidden):
         return hidden + F.silu(self.linear(hidden))
@@ -187,6 +190,35 @@ def test_one_head_at_a_time(one_by_one):
     made.clear()
     run(*heads, before=True)
     assert alive[2] > 0
+
+
+@pytest.mark.parametrize("tokens", [8192, 65536])
+def test_bytes_at_real_shapes(tokens, monkeypatch):
+    """Three tensors of the size of the hidden states beside the gradients and the last head's
+    chunks; those before it have the memory of the gradients that are still to come."""
+    size, classes = 4096, 128256
+    plans = []
+    plan = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    monkeypatch.setattr(medusa, "check_targets", lambda *args: None)  # it reads the labels
+    with counted_tensors(monkeypatch):
+        options = dict(dtype=torch.bfloat16, device=DEVICE)
+        hidden = torch.empty(1, tokens, size, **options)
+        labels = torch.empty(1, tokens, dtype=torch.long, device=DEVICE)
+        layers = [Block(size, **options) for _ in range(5)]
+        weights = [torch.empty(classes, size, **options).requires_grad_() for _ in range(5)]
+        parameters = [p for layer in layers for p in layer.parameters()] + weights
+
+        def call():
+            loss, _ = liger_medusa_loss(hidden, weights, labels, drop_ignored=False, layers=layers)
+            loss.backward()
+
+        peak = peak_bytes(call, hidden, labels, *parameters)
+        room = planned_bytes(hidden[0], weights[0], torch.bfloat16, plans[-1])
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    assert peak <= (gradients + 3 * hidden.nbytes + room) * 1.01
+    first, *_, last = (plan.chunks(tokens) for plan in plans)
+    assert len(first) < len(last)
 
 
 # ---- called before ----

@@ -19,7 +19,12 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import F, Function, flatten_to_2d, save_grads, saved_grads, saved_inputs
-from liger_kernel.losses.medusa_layers import Head, can_run_one_by_one, loss_of_heads
+from liger_kernel.losses.medusa_layers import (
+    Head,
+    can_run_one_by_one,
+    loss_of_heads,
+    spare_bytes,
+)
 from liger_kernel.ops.head.cross_entropy import check_options, check_targets
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_cross_entropy import (
@@ -90,6 +95,9 @@ class MedusaFunction(Function):
         losses, accuracies = [], []
         total = 0
         divisor = None
+        weights = [tensors[head.weight] for head in heads]
+        learns = [needs_grad[head.weight] and head.coefficient != 0 for head in heads]
+        spare = spare_bytes(weights, learns)
         for k, head in enumerate(heads):
             h, w, b = head.tensors(tensors)
             c = head.coefficient
@@ -103,6 +111,7 @@ class MedusaFunction(Function):
                 bias=b,
                 num_items=items[k] / c if c else items[k],
                 needs_grad=head_needs_grad,
+                spare=spare[k],
                 **options,
             )
             losses.append(loss / c if c else loss)

@@ -25,8 +25,6 @@ from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entrop
 from liger_kernel.ops.head.linear_head_reference import compute_dtype
 from liger_kernel.ops.head.token_log_probs import check_head
 
-# of the last head's chunks: beside it, the gradients of all others are in memory
-LAST_HEAD_CHUNKS = 4
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -88,9 +86,10 @@ def loss_of_heads(name: str, heads: Sequence[Head], rows, options):
     gradients = _Gradients()
     losses, accuracies = [], []
     total = 0
-    for k, head in enumerate(heads):
-        auto_chunks = LAST_HEAD_CHUNKS if k == len(heads) - 1 else 2
-        loss, accuracy = _run_head(name, head, rows, auto_chunks, options, gradients)
+    weights = [head.weight for head in heads]
+    learns = [head.weight.requires_grad and head.coefficient != 0 for head in heads]
+    for head, spare in zip(heads, spare_bytes(weights, learns), strict=True):
+        loss, accuracy = _run_head(name, head, rows, spare, options, gradients)
         c = head.coefficient
         losses.append(loss / c if c else loss)
         accuracies.append(accuracy)
@@ -107,7 +106,7 @@ def loss_of_heads(name: str, heads: Sequence[Head], rows, options):
     return total, losses, accuracies
 
 
-def _run_head(name, head, rows, auto_chunks, options, gradients):
+def _run_head(name, head, rows, spare, options, gradients):
     """Compute a head's loss times its coefficient, and its accuracy; add to ``gradients``."""
     layer, hidden, w, b, target, items, c = head
     leaf = hidden.detach().requires_grad_(hidden.requires_grad)
@@ -130,7 +129,7 @@ def _run_head(name, head, rows, auto_chunks, options, gradients):
         bias=None if b is None else b.detach(),
         num_items=items / c if c else items,
         needs_grad=needs,
-        auto_chunks=auto_chunks,
+        spare=spare,
         **options,
     )
     gradients.add(w, dw if needs[1] else None, owned=True)
@@ -143,6 +142,20 @@ def _run_head(name, head, rows, auto_chunks, options, gradients):
     for x, grad in zip(inputs, grads, strict=True):
         gradients.add(hidden if x is leaf else x, grad, owned=False)
     return loss, accuracy
+
+
+def spare_bytes(weights, learns) -> list[int]:
+    """Return for each of several heads the bytes of the gradients that the heads after it make.
+
+    Until then they are spare for its chunks. All are -1 if no head leaves anything to another.
+    ``learns``: if the weight gets a gradient.
+    """
+    spare = []
+    for k in range(len(weights)):
+        seen = {id(w) for w in weights[: k + 1]}
+        later = {id(w): w.nbytes for w, learn in zip(weights, learns, strict=True) if learn}
+        spare.append(sum(nbytes for key, nbytes in later.items() if key not in seen))
+    return spare if any(spare) else [-1] * len(spare)
 
 
 def _leaves(x) -> list[torch.Tensor]:

@@ -39,7 +39,9 @@ MAX_CONVERTED_ELEMENTS = 2**24
 ADD_BLOCK = 4096  # elements of dW that a program of `add_kernel` adds to
 
 
-def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, auto_chunks=2):
+def plan_for(
+    h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, auto_chunks=2, spare=-1
+):
     """Return `planning.plan` of this head on this device, for ``tokens`` tokens or all of h."""
     return planning.plan(
         h.shape[0] if tokens is None else tokens,
@@ -53,6 +55,7 @@ def plan_for(h, w, dtype, accum_dtype, memory, need_w, tokens=None, unit=64, aut
         devices.multiprocessors(h),
         unit,
         auto_chunks,
+        spare,
     )
 
 

@@ -117,9 +117,9 @@ def fused_linear_cross_entropy_forward(
     group=None,
     needs_grad=(False, False, False),
     keep=False,
-    auto_chunks=2,
+    spare=-1,
 ):
-    """Compute the loss and, if it is a scalar, its gradients. ``auto_chunks``: see `planning.plan`.
+    """Compute the loss and, if it is a scalar, its gradients. ``spare``: see `planning.plan`.
 
     Returns:
         (loss, z_loss, token_accuracy, predicted_tokens); (d_input, d_weight, d_bias); and a
@@ -147,7 +147,7 @@ def fused_linear_cross_entropy_forward(
         grads = (logits,)
     else:
         needs = needs_grad if is_scalar else (False, False, False)
-        rows, grads = run_forward(inputs, options, needs, num_items, auto_chunks)
+        rows, grads = run_forward(inputs, options, needs, num_items, spare)
     output_options = OutputOptions(
         reduction, return_z_loss, return_token_accuracy, return_predicted_tokens
     )

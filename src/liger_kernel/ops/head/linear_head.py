@@ -160,19 +160,19 @@ def _unflatten(
 # ---- forward ----
 
 
-def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, auto_chunks=2):
+def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
     """Compute each token's outputs, and the gradients of the sum of the losses, chunk by chunk.
 
     Args:
         needs: which of dh, dW and db to compute.
         num_items: 0-d; the losses are divided by it instead of the number of valid tokens.
-        auto_chunks: as in `planning.plan`.
+        spare: as in `planning.plan`.
 
     Returns:
         `HeadOutputs` and (dh, dW, db), empty where not needed. In fp16, which cannot hold gradients
         that are divided by the number of tokens, they are multiplied by n₀ (``norm[0]``).
     """
-    outputs = head_fwd(*inputs, num_items, *_flatten(options), auto_chunks, list(needs))
+    outputs = head_fwd(*inputs, num_items, *_flatten(options), spare, list(needs))
     num_outputs = len(HeadOutputs._fields)
     return HeadOutputs(*outputs[:num_outputs]), outputs[num_outputs:]
 
@@ -184,7 +184,7 @@ def run_forward_keeping_logits(inputs, options, num_items=None):
 
 
 def _empty_forward(hidden, weight, bias, target, class_weight, num_items, *flat):
-    *flat_options, auto_chunks, needs = flat
+    *flat_options, spare, needs = flat
     options = _unflatten(*flat_options)
     inputs = HeadInputs(hidden, weight, bias, target, class_weight)
     norm = hidden.new_empty(4, dtype=torch.float32)
@@ -209,7 +209,7 @@ def head_fwd(
     mean: bool,
     token_scaling: bool,
     requested: list[bool],
-    auto_chunks: int,
+    spare: int,
     needs: list[bool],
 ) -> tuple[(torch.Tensor,) * 12]:
     """Run `run_forward` with flat arguments. Returns the fields of `HeadOutputs`, dh, dW and db."""
@@ -217,7 +217,7 @@ def head_fwd(
     options = _unflatten(
         ignore_index, scalars, dtype, accum_dtype, memory, group, mean, token_scaling, requested
     )
-    plan = plan_for(hidden, weight, dtype, accum_dtype, memory, needs[1], auto_chunks=auto_chunks)
+    plan = plan_for(hidden, weight, dtype, accum_dtype, memory, needs[1], spare=spare)
     stores_logits = (
         any(needs)
         or reads_logits(options)

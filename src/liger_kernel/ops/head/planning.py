@@ -143,7 +143,7 @@ class _HeadSizes:
     """
 
     def __init__(
-        self, M, H, V, dtype, weight_dtype, finished, accum, processors, unit, auto_chunks
+        self, M, H, V, dtype, weight_dtype, finished, accum, processors, unit, auto_chunks, spare
     ):
         self.M = M
         self.H = H
@@ -151,6 +151,7 @@ class _HeadSizes:
         self.processors = processors
         self.unit = unit
         self.auto_chunks = auto_chunks
+        self.spare = spare
         self.dtypes = accum, finished
         self.copies_dw = accum != weight_dtype
         self.token_bytes = max(V * dtype.itemsize, 1)
@@ -252,11 +253,12 @@ class _HeadSizes:
 
 
 def one_chunk(narrow, wide, memory):
-    """For "auto", where all tokens take no more than `FREE_BYTES` beyond dW.
+    """For "auto", where all tokens take no more than `FREE_BYTES` beyond dW, or what is spare.
 
     dW is rounded once, as in PyTorch.
     """
-    if memory < 0 and (narrow.M - narrow.dw_tokens) * narrow.token_bytes <= FREE_BYTES:
+    free = max(FREE_BYTES, narrow.spare)
+    if memory < 0 and (narrow.M - narrow.dw_tokens) * narrow.token_bytes <= free:
         return Plan(narrow.M, 0, narrow.strip_for(narrow.M), 0, *narrow.dtypes)
 
 
@@ -267,11 +269,10 @@ def few_chunks(narrow, wide, memory):
     ones' in that room alone. So two chunks need room for half of the tokens that dW does not hold,
     three for a third. Three are for a loss that asks for them (``auto_chunks``), as those of
     policies do, and for chunks that keep the matrix units busy. Up to four, of half as many tokens,
-    are for one that runs where memory is scarcest. GRPO at 16384·4096·128256 in 8192 +
-    4096 + 4096 tokens, not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 77.8 -> 79.1 ms,
-    dW's error 1.02 to 1.04x PyTorch's. A second sum that is rounded to bf16 made it 1.33x where dW
-    grows with each chunk, for cross entropy (H200, 2026-11-21); hence `chunks.add_kernel` keeps
-    that sum fine.
+    are for a head where nothing is spare. GRPO at 16384·4096·128256 in 8192 + 4096 + 4096 tokens,
+    not 10304 + 6080, one H200, 2026-11-24: 2.62 -> 2.13 GiB, 77.8 -> 79.1 ms, dW's error 1.02 to
+    1.04x PyTorch's. A second sum that is rounded to bf16 made it 1.33x where dW grows with each
+    chunk, for cross entropy (H200, 2026-11-21); hence `chunks.add_kernel` keeps that sum fine.
     """
     if memory >= 0 or narrow.M > 5 * narrow.dw_tokens:
         return None
@@ -279,19 +280,25 @@ def few_chunks(narrow, wide, memory):
         return None
     count = 2
     if narrow.wave:
-        tokens = CHUNK_TOKENS if narrow.auto_chunks <= 3 else CHUNK_TOKENS // 2
-        count = min(max((narrow.M - narrow.dw_tokens) // tokens, 2), narrow.auto_chunks)
-    return narrow.plan(narrow.room_for(count), count)
+        tokens = CHUNK_TOKENS
+        most = narrow.auto_chunks
+        if narrow.spare == 0:
+            tokens = CHUNK_TOKENS // 2
+            most = 4
+        count = min(max((narrow.M - narrow.dw_tokens) // tokens, 2), most)
+    room = max(narrow.room_for(count), narrow.spare // narrow.token_bytes)
+    return narrow.plan(room, count)
 
 
 def chunks_of_4096(narrow, wide, memory):
     """For "auto" and more tokens: dW is added up in fp32.
 
-    The chunks keep the matrix units busy.
+    The chunks keep the matrix units busy. They have more tokens where more memory is spare.
     """
     if memory < 0:
         tokens = max(2 * CHUNK_TOKENS, wide.unit)
-        return wide.plan(max(tokens - wide.finished_tokens, 0) + wide.strip_tokens)
+        room = max(tokens - wide.finished_tokens, 0) + wide.strip_tokens
+        return wide.plan(max(room, wide.room_within(wide.spare)))
 
 
 def within_budget(narrow, wide, memory):
@@ -324,14 +331,18 @@ def plan(
     processors=132,
     unit=64,
     auto_chunks=2,
+    spare=-1,
 ) -> Plan:
     """Return the chunks of M tokens within ``memory`` bytes beyond dh and dW (-1: "auto").
 
     dW in the weight's dtype holds the logits of H tokens (2·H for one of fp32 where the logits have
     16 bits), and each byte beyond it more of them. A chunk has at least `MIN_CHUNK_TOKENS` tokens
     and one unit, whatever the budget. The budget also has the copy of a weight of another dtype
-    (`cast_bytes`). ``auto_chunks``: two chunks, or up to three or four, as long as "auto" does not
-    need many (`few_chunks`).
+    (`cast_bytes`).
+
+    Two arguments are for "auto". ``auto_chunks``: two or three chunks, as long as it does not need
+    many (`few_chunks`). ``spare``: bytes beyond dh and dW that are free until others take them; 0
+    where memory is scarcest, -1 if nothing is known.
     """
     # all else that decides
     constants = (
@@ -356,6 +367,7 @@ def plan(
         processors,
         unit,
         auto_chunks,
+        spare,
         constants,
     )
 
@@ -373,6 +385,7 @@ def _plan(
     processors,
     unit,
     auto_chunks,
+    spare,
     constants,
 ):
     parts = cast_classes(H, V, dtype, weight_dtype, memory)
@@ -389,7 +402,7 @@ def _plan(
 
     def sizes(accum):
         return _HeadSizes(
-            M, H, V, dtype, weight_dtype, finished, accum, processors, unit, auto_chunks
+            M, H, V, dtype, weight_dtype, finished, accum, processors, unit, auto_chunks, spare
         )
 
     narrow = sizes(finished)
