@@ -17,11 +17,23 @@ from common import Progress, arguments, autocast, batch, load, preferences, rows
 from liger_kernel.chunked_loss import liger_medusa_loss
 
 
+class Block(torch.nn.Module):
+    """A residual block that changes nothing at first."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear = torch.nn.Linear(size, size)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden):
+        return hidden + F.silu(self.linear(hidden))
+
+
 class Medusa(torch.nn.Module):
     """A causal language model and its heads, each a residual block and a copy of lm_head.
 
-    The blocks change nothing at first. The loss is computed in forward, where FSDP and ZeRO have
-    gathered the weights.
+    The loss is computed in forward, where FSDP and ZeRO have gathered the weights.
     """
 
     def __init__(self, model, heads):
@@ -29,12 +41,8 @@ class Medusa(torch.nn.Module):
         self.model = model
         head = model.get_output_embeddings()
         size = head.weight.shape[1]
-        blocks = (torch.nn.Linear(size, size) for _ in range(heads))
-        self.blocks = torch.nn.ModuleList(blocks).to(head.weight)
+        self.blocks = torch.nn.ModuleList(Block(size) for _ in range(heads)).to(head.weight)
         self.projections = torch.nn.ModuleList(copy.deepcopy(head) for _ in range(heads))
-        for block in self.blocks:
-            torch.nn.init.zeros_(block.weight)
-            torch.nn.init.zeros_(block.bias)
 
     def forward(self, ids, mask, labels, coefficients):
         """Return the loss, each head's own loss and its accuracy. With one coefficient more than
@@ -42,19 +50,20 @@ class Medusa(torch.nn.Module):
         hidden = self.model.base_model(
             input_ids=ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
-        states = [hidden + F.silu(block(hidden)) for block in self.blocks]
+        blocks = list(self.blocks)
         projections = list(self.projections)
-        with_own_head = len(coefficients) > len(states)
+        with_own_head = len(coefficients) > len(blocks)
         if with_own_head:
-            states.insert(0, hidden)
+            blocks.insert(0, None)
             projections.insert(0, self.model.get_output_embeddings())
         return liger_medusa_loss(
-            states,
+            hidden,
             [p.weight for p in projections],
             labels,
             [p.bias for p in projections],
             coefficients=coefficients,
             first=0 if with_own_head else 1,
+            layers=blocks,
             return_token_accuracy=True,
         )
 
