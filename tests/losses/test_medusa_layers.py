@@ -41,6 +41,27 @@ class Table(torch.nn.Module):
         return hidden + self.table
 
 
+class Detached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, factor):
+        return hidden * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Scaled(torch.nn.Module):
+    """Its backward gives its parameter None for a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, hidden):
+        return Detached.apply(hidden, self.factor)
+
+
 def make_heads(make_layers, dtype=torch.float32, seed=0):
     """Return layers, projections, hidden states and labels."""
     torch.manual_seed(seed)
@@ -148,6 +169,22 @@ def test_options(one_by_one):
     assert torch.equal(outputs[0][0], outputs[1][0])
 
 
+def test_a_parameter_without_a_gradient(one_by_one):
+    heads = make_heads(lambda: [Scaled(), Block(), Block()])
+    heads[2].requires_grad_()
+    grads = assert_as_before(heads)
+    assert "0.factor" not in grads and grads["hidden"].any() and one_by_one
+
+
+def test_a_shared_layer_in_autocast(one_by_one):
+    """Autocast keeps the weight's copy in 16 bits, which both heads' graphs have."""
+    heads = make_heads(shared_block)
+    heads[2].requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_as_before(heads, eps=torch.finfo(torch.bfloat16).eps)
+    assert one_by_one
+
+
 def test_a_second_backward(one_by_one):
     layers, projections, hidden, labels = make_heads(three_blocks)
     hidden.requires_grad_()
@@ -233,7 +270,11 @@ def hooked_parameter(layers, calls):
     layers[0].linear.weight.register_hook(lambda grad: calls.append(1) or 2 * grad)
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_parameter])
+def main_gradient(layers, calls):
+    layers[0].linear.weight.main_grad = None
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_parameter, main_gradient])
 def test_hooks(change, one_by_one):
     heads = make_heads(three_blocks)
     calls = []
@@ -241,6 +282,20 @@ def test_hooks(change, one_by_one):
     assert_as_before(heads)
     assert not one_by_one
     assert len(calls) == (2 if change is hooked_parameter else 0)
+
+
+def test_a_hook_of_all_modules(one_by_one):
+    heads = make_heads(three_blocks)
+    calls = []
+    hook = torch.nn.modules.module.register_module_full_backward_hook(
+        lambda module, *_: calls.append(module)
+    )
+    try:
+        liger_medusa_loss(heads[2], [p.weight for p in heads[1]], heads[3], layers=heads[0])
+        assert not calls
+    finally:
+        hook.remove()
+    assert not one_by_one
 
 
 def test_saved_tensor_hooks_and_no_gradient(one_by_one):
@@ -268,6 +323,19 @@ def test_fp16_and_compiled_graphs(one_by_one):
         [layer(hidden) for layer in layers], [p.weight for p in projections], labels
     )
     torch.testing.assert_close(compiled(hidden), expected)
+    assert not one_by_one
+
+
+class Half(Block):
+    def forward(self, hidden):
+        return super().forward(hidden.half()).float()
+
+
+def test_a_layer_in_fp16(one_by_one):
+    """Without the incoming gradient, which a scaler makes large, its gradients might be 0."""
+    heads = make_heads(lambda: [Block(), Half(), Block()])
+    heads[0][1].half()
+    assert_as_before(heads)
     assert not one_by_one
 
 

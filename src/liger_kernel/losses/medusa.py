@@ -97,7 +97,7 @@ class MedusaFunction(Function):
         divisor = None
         weights = [tensors[head.weight] for head in heads]
         learns = [needs_grad[head.weight] and head.coefficient != 0 for head in heads]
-        spare = spare_bytes(weights, learns)
+        spare = spare_bytes(weights, [head.weight for head in heads], learns)
         for k, head in enumerate(heads):
             h, w, b = head.tensors(tensors)
             c = head.coefficient

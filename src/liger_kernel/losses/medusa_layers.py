@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import (
@@ -52,20 +53,25 @@ def can_run_one_by_one(layers, hidden_states, weights) -> bool:
     """
     if torch.compiler.is_compiling() or in_func_transform() or not torch.is_grad_enabled():
         return False
-    if not no_saved_tensor_hooks():
+    if not no_saved_tensor_hooks() or _has_any_global_hook():
         return False
     for hidden, weight in zip(hidden_states, weights, strict=True):
         if not devices.has_kernels(hidden) or compute_dtype(hidden, weight) == torch.float16:
             return False
-    return not any(layer is not None and _is_hooked(layer) for layer in layers)
+    return not any(layer is not None and _must_run_before(layer) for layer in layers)
 
 
-def _is_hooked(layer) -> bool:
+def _must_run_before(layer) -> bool:
+    """Return True if this layer is to be called before the loss."""
     if any(getattr(module, hooks) for module in layer.modules() for hooks in HOOKS):
         return True
     for parameter in layer.parameters():
-        is_sharded = hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
-        if is_sharded or parameter._backward_hooks or parameter.grad_fn is not None:
+        # main_grad: a layer of Megatron's may add to it in its own backward
+        if any(hasattr(parameter, name) for name in ("device_mesh", "ds_id", "main_grad")):
+            return True
+        if parameter._backward_hooks or parameter.grad_fn is not None:
+            return True
+        if parameter.dtype == torch.float16:
             return True
     # FSDP1 has views of its flat parameter in place of parameters
     attributes = (value for module in layer.modules() for value in vars(module).values())
@@ -88,7 +94,8 @@ def loss_of_heads(name: str, heads: Sequence[Head], rows, options):
     total = 0
     weights = [head.weight for head in heads]
     learns = [head.weight.requires_grad and head.coefficient != 0 for head in heads]
-    for head, spare in zip(heads, spare_bytes(weights, learns), strict=True):
+    names = [id(w) for w in weights]
+    for head, spare in zip(heads, spare_bytes(weights, names, learns), strict=True):
         loss, accuracy = _run_head(name, head, rows, spare, options, gradients)
         c = head.coefficient
         losses.append(loss / c if c else loss)
@@ -138,23 +145,30 @@ def _run_head(name, head, rows, spare, options, gradients):
     grads = [None] * len(inputs)
     if needs[0]:
         with devices.without_autocast(states):
-            grads = torch.autograd.grad(states, inputs, dstates.to(states.dtype))
+            grads = torch.autograd.grad(states, inputs, dstates.to(states.dtype), allow_unused=True)
     for x, grad in zip(inputs, grads, strict=True):
-        gradients.add(hidden if x is leaf else x, grad, owned=False)
+        if grad is not None or not needs[0]:  # a backward may give a tensor None
+            gradients.add(hidden if x is leaf else x, grad, owned=False)
     return loss, accuracy
 
 
-def spare_bytes(weights, learns) -> list[int]:
+def spare_bytes(weights, names, learns) -> list[int]:
     """Return for each of several heads the bytes of the gradients that the heads after it make.
 
     Until then they are spare for its chunks. All are -1 if no head leaves anything to another.
-    ``learns``: if the weight gets a gradient.
+
+    Args:
+        names: of the weights, the same for heads that share one. (`id` is none where torch.compile
+            reads this.)
+        learns: if the weight gets a gradient from this head.
     """
     spare = []
     for k in range(len(weights)):
-        seen = {id(w) for w in weights[: k + 1]}
-        later = {id(w): w.nbytes for w, learn in zip(weights, learns, strict=True) if learn}
-        spare.append(sum(nbytes for key, nbytes in later.items() if key not in seen))
+        seen = set(names[: k + 1])
+        later = {
+            name: w.nbytes for w, name, learn in zip(weights, names, learns, strict=True) if learn
+        }
+        spare.append(sum(nbytes for name, nbytes in later.items() if name not in seen))
     return spare if any(spare) else [-1] * len(spare)
 
 
