@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.core import devices
 from liger_kernel.core.devices import AMD
+from liger_kernel.core.tile import cdiv, num_balanced_programs
 from liger_kernel.ops.head import token_log_probs
 from liger_kernel.ops.head.grouped_loss import linear_loss
 from liger_kernel.ops.head.linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -219,3 +220,18 @@ def test_no_product_reads_memory_that_nobody_wrote(M):
         token_log_probs.token_log_probs(h, w, y).sum().backward()
         linear_loss(lambda part, log_probs, entropy: -log_probs.sum(), h, w, y)[0].backward()
     assert mode.strided and all(t.grad.isfinite().all() for t in (h, w, b))
+
+
+def test_balanced_programs_take_the_fewest_turns():
+    """No fewer of them would do: the last turn is as full as it can be."""
+    assert num_balanced_programs(4096, 132) == 128
+    for num_blocks in range(40):
+        for max_programs in range(1, 12):
+            programs = num_balanced_programs(num_blocks, max_programs)
+            assert programs <= max_programs
+            if num_blocks:
+                turns = cdiv(num_blocks, max_programs)
+                assert cdiv(num_blocks, programs) == turns
+                assert programs == 1 or cdiv(num_blocks, programs - 1) > turns
+            else:
+                assert programs == 0
