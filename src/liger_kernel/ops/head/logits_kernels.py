@@ -182,9 +182,9 @@ def partials_kernel(
             index = tl.min(tl.where(z == higher[None, :], begin + start + i, 2147483647), axis=0)
             best = tl.where(higher > top, index, best)
         new, shift = online_max(top, higher)
-        keep = scaled_exp(top - shift, EXACT)
+        keep = scaled_exp(top - shift, EXACT, 1.0)
         z -= shift[None, :]
-        p = scaled_exp(z, EXACT)
+        p = scaled_exp(z, EXACT, 1.0)
         if ENTROPY:
             rescaled = times(keep, sum_pz + (finite_or_zero(top) - shift) * total)
             sum_pz = rescaled + tl.sum(times(p, z), axis=0)
@@ -458,8 +458,10 @@ def gradient_kernel(
 
     z = transform_logits(x, softcap, logit_scale, SCALED, SOFTCAP)
     log_p = (z - top[None, :]) - log_sum[None, :]
-    p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32)
-    d = a[None, :] * (p - (i == target_index[None, :]).to(tl.float32)) + b[None, :] * p
+    p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32, 1.0)
+    d = (a + b)[None, :] * p
+    if tl.max(target_index) >= 0:  # of all blocks of a token, one
+        d -= tl.where(i == target_index[None, :], a[None, :], 0.0)
     if SMOOTH:
         c = smoothing / V * g0
         if weight_ptr is not None:
@@ -474,5 +476,6 @@ def gradient_kernel(
     if SOFTCAP:
         _, slope = tanh(x * logit_scale / softcap)
         d *= slope
-    d = tl.where(valid[None, :], d, 0.0)
+    if BLOCK_T > 1:  # else the one token is valid
+        d = tl.where(valid[None, :], d, 0.0)
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
