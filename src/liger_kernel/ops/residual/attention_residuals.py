@@ -20,7 +20,16 @@ from liger_kernel.core import check, devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import CASES, Case, Function, custom_op, flatten_rows
 from liger_kernel.core.reduce import sum_rows
-from liger_kernel.core.tile import INF, exp, load_fp32, next_power_of_2, online_max, tl, triton
+from liger_kernel.core.tile import (
+    INF,
+    exp,
+    load_fp32,
+    next_power_of_2,
+    num_balanced_programs,
+    online_max,
+    tl,
+    triton,
+)
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
@@ -131,7 +140,7 @@ def _bwd(
             along = tl.where(n == i, tl.sum(query * v), along)
         ds = a * (da - tl.sum(a * da))
         along *= rstd * rstd / D
-        for i in range(N):  # a row is read again, from a cache
+        for i in tl.range(N, num_stages=STAGES):  # a row is read again, from a cache
             v = _load_row(v_ptr, i, m, M, stride_v, d, D)
             ds_i = _select(ds, n, i)
             rstd_i = _select(rstd, n, i)
@@ -227,7 +236,8 @@ def attn_res_bwd(
     M, N = a.shape
     D = v.shape[1]
     columns, warps, stages = _launch(D, 512, 16, 4, v)
-    programs = max(1, min(M, devices.multiprocessors(v) * max(16 // warps, 1)))
+    max_programs = devices.multiprocessors(v) * max(16 // warps, 1)
+    programs = max(1, num_balanced_programs(M, max_programs))
     partial_t = None
     if need_dq or need_dw:
         partial_t = v.new_empty((programs, D), dtype=torch.float32)
