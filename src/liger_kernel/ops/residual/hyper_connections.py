@@ -125,7 +125,14 @@ class LigerMHCCoeffsFunction(Function):
         u = flatten_rows(x.flatten(-2))
         options = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
         pre, post, res, raw, square = mhc_coeffs_fwd(
-            u, phi, b.contiguous(), alpha_pre, alpha_post, alpha_res, n, *options
+            u,
+            phi.contiguous(),
+            b.contiguous(),
+            alpha_pre,
+            alpha_post,
+            alpha_res,
+            n,
+            *options,
         )
         ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, raw, square)
         ctx.options = allow_fp32, *options
@@ -143,7 +150,7 @@ class LigerMHCCoeffsFunction(Function):
         _, tmax, rms_eps, _, sinkhorn_eps, post_mult = ctx.options
         need_dx, need_dphi, need_db, *need_dalphas = ctx.needs_input_grad[:6]
         n = x.shape[-2]
-        saved = phi, b.contiguous(), *alphas, raw, square
+        saved = phi.contiguous(), b.contiguous(), *alphas, raw, square
         du, dphi, (dz_sums, dz_mix_sums) = mhc_coeffs_bwd(
             _contiguous_rows(dpre, 1),
             _contiguous_rows(dpost, 1),
