@@ -8,7 +8,7 @@ import torch
 from hardware import DEVICE
 
 from liger_kernel.core import devices
-from liger_kernel.ops.norm import gated_norm_kernels
+from liger_kernel.ops.norm import gated_norm_launch
 from liger_kernel.ops.norm.gated_rms_norm import gated_rms_norm_reference, liger_gated_rms_norm
 from liger_kernel.ops.norm.rms_norm import rms_norm_reference
 from liger_kernel.transformers import LigerGatedRMSNorm
@@ -140,7 +140,7 @@ def test_backwards_loads_fit_into_shared_memory(width, dtype, kilobytes, monkeyp
 
     x, gate = random_tensors((3, width), (3, width), dtype=torch.bfloat16)
     y = liger_gated_rms_norm(x, gate.to(dtype))
-    monkeypatch.setattr(gated_norm_kernels, "_bwd", RecordLaunches())
+    monkeypatch.setattr(gated_norm_launch, "gated_norm_bwd_kernel", RecordLaunches())
     monkeypatch.setattr(
         devices, "_properties", lambda kind, index: ("sm_89", 128, 32, kilobytes * 1024)
     )

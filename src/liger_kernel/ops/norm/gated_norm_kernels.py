@@ -18,33 +18,9 @@ nothing is rounded. 1 + g is rounded to g's dtype."""
 
 from __future__ import annotations
 
-import functools
-
-import torch
-
-from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
-from liger_kernel.core.op import custom_op
-from liger_kernel.core.reduce import new_partial_sums, sum_rows
-from liger_kernel.core.tile import (
-    cdiv,
-    load_fp32,
-    next_power_of_2,
-    sigmoid,
-    silu,
-    silu_16_bit,
-    tl,
-    triton,
-)
+from liger_kernel.core.tile import load_fp32, tl, triton
 from liger_kernel.ops.norm.norm_kernels import LLAMA, add_offset, broadcast_columns
-
-GATES = {"silu": silu, "sigmoid": sigmoid, None: None}
-
-
-def _gate_function(act, x, g):
-    """Return the device function that computes f and f' of an activation."""
-    is_16_bit = x.element_size() == g.element_size() == 2
-    return silu_16_bit if act == "silu" and is_16_bit else GATES[act]
 
 
 @triton.jit
@@ -75,7 +51,7 @@ def _apply_weight(xhat, w, x_ptr, CASTING: tl.constexpr, ROUND: tl.constexpr):
 
 
 @kernel
-def _fwd(
+def gated_norm_fwd_kernel(
     x_ptr,
     g_ptr,
     w_ptr,
@@ -150,7 +126,59 @@ def _fwd(
 
 
 @kernel
-def _mean_dots(
+def gated_norm_shared_fwd_kernel(
+    x_ptr,
+    g_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    rstd_ptr,
+    stride_x,
+    stride_g,
+    stride_b,
+    T,
+    N,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Normalise T rows with one factor 1 + g. The programs of the first grid axis share them.
+
+    They load g, w and b once, and the next rows while they work."""
+    sample = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    f, slope = _load_factor(g_ptr, sample * stride_g + n, n < N, None)
+    w = None
+    if w_ptr is not None:
+        w = add_offset(load_fp32(w_ptr, n, n < N), offset)
+        if not ROUND:
+            f *= w
+            w = None
+    if b_ptr is not None:
+        b = load_fp32(b_ptr, sample * stride_b + n, n < N)
+    blocks = tl.cdiv(T, BLOCK_M)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=NUM_STAGES):
+        t = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        m = sample * T + t
+        mask = (t < T) & (n < N)
+        x = load_fp32(x_ptr, m * stride_x + n, mask)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
+        tl.store(rstd_ptr + m, rstd, mask=t < T)
+        _, y = _apply_weight(x * rstd, w, x_ptr, CASTING, ROUND)
+        y *= f
+        if b_ptr is not None:
+            if ROUND and g_ptr.dtype.element_ty == y_ptr.dtype.element_ty:
+                y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+            y += b
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def mean_dots_kernel(
     dy_ptr,
     x_ptr,
     g_ptr,
@@ -189,7 +217,7 @@ def _mean_dots(
 
 
 @kernel
-def _bwd(
+def gated_norm_bwd_kernel(
     dy_ptr,
     x_ptr,
     g_ptr,
@@ -211,6 +239,7 @@ def _bwd(
     ACT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     SHARED_GATE: tl.constexpr,
+    FACTORED: tl.constexpr,
     CASTING: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -221,8 +250,8 @@ def _bwd(
 
     There are G times T rows of x. Each row has its own row of g; or, with SHARED_GATE, T rows have
     one. SPLIT programs share T rows, and write a row each of the partial dg and db, if those are
-    sums. A group is one block; or mean(m·x̂) is in ``dot``, and the third grid axis goes over the
-    columns."""
+    sums. FACTORED: the factors that T rows share are taken out of their sums. A group is one block;
+    or mean(m·x̂) is in ``dot``, and the third grid axis goes over the columns."""
     pid = tl.program_id(0)
     group = tl.program_id(1)
     groups = tl.num_programs(1)
@@ -231,13 +260,15 @@ def _bwd(
     w = None
     if w_ptr is not None:
         w = add_offset(load_fp32(w_ptr, column, n < N), offset)
-    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dw = tl.zeros((1 if FACTORED else BLOCK_M, BLOCK_N), dtype=tl.float32)
     for shared in tl.range(pid // SPLIT, G, tl.num_programs(0) // SPLIT):
         first_row = tl.cast(shared, tl.int64) * T
         if SHARED_GATE:
             f, slope = _load_factor(
                 g_ptr, tl.cast(shared, tl.int64) * stride_g + column, n < N, ACT
             )
+        if FACTORED:
+            fw = f if w is None else f * w
         dg = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for block in tl.range(pid % SPLIT, tl.cdiv(T, BLOCK_M), SPLIT, num_stages=NUM_STAGES):
@@ -252,16 +283,21 @@ def _bwd(
                 f, slope = _load_factor(g_ptr, m * stride_g + column, mask, ACT)
             if GATE_FIRST:
                 xhat, e = x * f * rstd, dy
+            elif FACTORED:
+                xhat, e = x * rstd, dy * fw
             else:
                 xhat, e = x * rstd, dy * f
             cast_xhat, v = _apply_weight(xhat, w, x_ptr, CASTING, ROUND)
-            dw += e * cast_xhat
-            df = dy * v
+            if FACTORED:
+                df = dy * cast_xhat
+            else:
+                dw += e * cast_xhat
+                df = dy * v
             if not GATE_FIRST and not SHARED_GATE and dg_ptr is not None:
                 # stored before the mean, so that registers are free again
                 tl.store(dg_ptr + offsets, (df * slope).to(dg_ptr.dtype.element_ty), mask=mask)
             if dx_ptr is not None or GATE_FIRST:
-                if w_ptr is not None:
+                if w_ptr is not None and not FACTORED:
                     e *= w
                 if dot_ptr is None:
                     dot = tl.sum(e * xhat, axis=1, keep_dims=True) / N
@@ -274,13 +310,22 @@ def _bwd(
                 if dx_ptr is not None:
                     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if SHARED_GATE:
-                dg += df * slope
+                dg += df if FACTORED else df * slope
                 db += dy
             else:
                 if GATE_FIRST and dg_ptr is not None:
                     tl.store(dg_ptr + offsets, (df * slope).to(dg_ptr.dtype.element_ty), mask=mask)
                 if db_ptr is not None:
                     tl.store(db_ptr + offsets, dy.to(db_ptr.dtype.element_ty), mask=mask)
+        if FACTORED:  # dg is Σ dy·x̂ so far; f and w, which took registers, are loaded again
+            dg = tl.sum(dg, axis=0, keep_dims=True)
+            f, slope = _load_factor(
+                g_ptr, tl.cast(shared, tl.int64) * stride_g + column, n < N, ACT
+            )
+            dw += dg * f
+            dg *= slope
+            if w_ptr is not None:
+                dg *= add_offset(load_fp32(w_ptr, column, n < N), offset)
         if SHARED_GATE:
             offsets = (tl.cast(pid % SPLIT, tl.int64) * G + shared) * N + n
             if dg_ptr is not None:
@@ -296,236 +341,3 @@ def _bwd(
             dw.to(dw_ptr.dtype.element_ty),
             mask=n < N,
         )
-
-
-MAX_BLOCK_N = 8192  # a wider group does not fit into registers and is processed in blocks
-
-
-@functools.cache
-def _choose_fwd_launch(N):
-    """Return (BLOCK_M, BLOCK_N, num_warps) of the forward kernel.
-
-    bf16, share of the copy rate (H200, 2026-11-24): gated 1048576x128 1.01, with 2 to 4 warps as
-    well; 32768x4096 with 2, 4, 8 warps 0.92, 1.00, 1.01; 8192x8192 with 4, 8, 16 0.86, 0.94, 0.86.
-    In TB/s (2026-11-23): modulated 65536x1152 with 2, 4 2.50, 2.31; 32768x3072 with 4, 8 3.07,
-    2.90."""
-    block_n = min(next_power_of_2(N), MAX_BLOCK_N)
-    return max(1, 1024 // block_n), block_n, max(block_n // 1024, 1)
-
-
-@functools.cache
-def _choose_bwd_launch(N, max_block_n):
-    """Return (BLOCK_M, BLOCK_N, num_warps) of the backward kernel.
-
-    Its sums dw, dg and db stay in registers. A group of more than ``max_block_n`` columns does not
-    fit there. It is read twice, once by `_mean_dots`.
-
-    bf16, share of the copy rate with 3 and with 4 stages of loads (H200, 2026-11-24): 1048576x128
-    0.86, 0.92; 32768x4096 with 8 warps 0.85, 0.92, with 16 0.86, 0.95; 8192x8192 with 3 0.88, read
-    twice 0.55 (0.62, 0.55 with the gate before the norm)."""
-    block_n = next_power_of_2(N) if N <= max_block_n else 2048
-    return max(1, 4096 // block_n), block_n, 16 if block_n >= 4096 else 8
-
-
-@functools.lru_cache(1024)
-def _split_programs(G, num_blocks, max_programs):
-    """Return (SPLIT, number of programs), the fastest split of the rows of each row of g.
-
-    ``num_blocks`` blocks of rows belong to each of G rows of g. If G is 16 and there are 132
-    programs, 8 share each. With 9, 14 rows of g would be processed first, and then 2. A row of
-    partial sums takes about as long as two blocks."""
-
-    def time(split):
-        return cdiv(G, max_programs // split) * (cdiv(num_blocks, split) + 2)
-
-    split = min(range(1, max(1, min(num_blocks, max_programs)) + 1), key=time)
-    return split, split * max(1, min(G, max_programs // split))
-
-
-def _empty_outputs(x, g, w, b, eps, offset, act, gate_first, casting, rounds, groups):
-    return x.new_empty(x.shape), x.new_empty(x.shape[0] * groups, dtype=torch.float32)
-
-
-def _empty_gradients(
-    dy,
-    x,
-    g,
-    w,
-    b,
-    rstd,
-    offset,
-    act,
-    gate_first,
-    casting,
-    rounds,
-    groups,
-    need_dx,
-    need_dg,
-    need_dw,
-    need_db,
-):
-    needs = (x, need_dx), (g, need_dg), (w, need_dw), (b, need_db)
-    return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
-
-
-@custom_op("gated_norm", _empty_outputs)
-def gated_norm_fwd(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    w: torch.Tensor | None,
-    b: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    act: str | None,
-    gate_first: bool,
-    casting: int,
-    rounds: bool,
-    groups: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y (M, H) and rstd (M·groups,) in fp32.
-
-    x is (M, H), g and b (M // T, H) with unit stride in H, w (H,) contiguous. act is "silu",
-    "sigmoid" or None, for a factor of 1 + g. For gate_first, casting and rounds see the formulas:
-    GATE_FIRST, the index in `rms_norm.CASTINGS`, ROUND."""
-    y, rstd = _empty_outputs(x, g, w, b, eps, offset, act, gate_first, casting, rounds, groups)
-    M, N = x.shape[0], x.shape[1] // groups
-    block_m, block_n, num_warps = _choose_fwd_launch(N)
-    if M and N:
-        _fwd[(cdiv(M, block_m), groups)](
-            x,
-            g,
-            w,
-            b,
-            y,
-            rstd,
-            x.stride(0),
-            g.stride(0),
-            0 if b is None else b.stride(0),
-            M,
-            M // g.shape[0],
-            N,
-            eps,
-            offset or None,
-            ACT=_gate_function(act, x, g),
-            GATE_FIRST=gate_first,
-            CASTING=casting,
-            ROUND=rounds,
-            ONE_BLOCK=block_n >= N,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=devices.limit_warps(num_warps, x),
-            # fused with the sum with b, a product of 16 bits would not be rounded
-            enable_fp_fusion=not rounds or b is None,
-        )
-    return y, rstd
-
-
-@custom_op("gated_norm_backward", _empty_gradients)
-def gated_norm_bwd(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    g: torch.Tensor,
-    w: torch.Tensor | None,
-    b: torch.Tensor | None,
-    rstd: torch.Tensor,
-    offset: float,
-    act: str | None,
-    gate_first: bool,
-    casting: int,
-    rounds: bool,
-    groups: int,
-    need_dx: bool,
-    need_dg: bool,
-    need_dw: bool,
-    need_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dx, dg, dw and db, contiguous; None for a gradient that is not needed.
-
-    dy is like x, the other arguments are those of `gated_norm_fwd`."""
-    grads = _empty_gradients(
-        dy,
-        x,
-        g,
-        w,
-        b,
-        rstd,
-        offset,
-        act,
-        gate_first,
-        casting,
-        rounds,
-        groups,
-        need_dx,
-        need_dg,
-        need_dw,
-        need_db,
-    )
-    dx, dg, dw, db = grads
-    M, H = x.shape
-    N = H // groups
-    if not N:
-        return grads
-    shared_gate = g.shape[0] != M
-    G, T = (g.shape[0], M // g.shape[0]) if shared_gate else (1, M)
-    max_block_n = 4096 if shared_gate else 16384 // x.element_size()
-    block_m, block_n, num_warps = _choose_bwd_launch(N, max_block_n)
-    strides = dy.stride(0), x.stride(0), g.stride(0)
-    dot = None
-    if block_n < N and (need_dx or gate_first and need_dg):
-        dot = torch.empty_like(rstd)
-        if M:
-            _mean_dots[(M, groups)](
-                dy,
-                x,
-                g,
-                w,
-                rstd,
-                dot,
-                *strides,
-                T if shared_gate else 1,
-                N,
-                offset or None,
-                ACT=_gate_function(act, x, g),
-                GATE_FIRST=gate_first,
-                BLOCK_N=4096,
-                num_warps=devices.limit_warps(8, x),
-            )
-    max_programs = max(1, devices.multiprocessors(x) // groups)
-    split, num_programs = _split_programs(G, cdiv(T, block_m), max_programs)
-
-    element_bytes = 2 * x.element_size() + (0 if shared_gate else g.element_size())
-    loaded_bytes = block_m * block_n * element_bytes  # in an iteration
-    partial_dg = new_partial_sums(dg, split if shared_gate else 1)
-    partial_db = new_partial_sums(db, split if shared_gate else 1)
-    partial_dw = new_partial_sums(dw, num_programs)
-    _bwd[(num_programs, groups, cdiv(N, block_n))](
-        dy,
-        x,
-        g,
-        w,
-        rstd,
-        dot,
-        dx,
-        partial_dg,
-        partial_dw,
-        partial_db,
-        *strides,
-        G,
-        T,
-        N,
-        split,
-        offset or None,
-        ACT=_gate_function(act, x, g),
-        GATE_FIRST=gate_first,
-        SHARED_GATE=shared_gate,
-        CASTING=casting,
-        ROUND=rounds,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        NUM_STAGES=devices.choose_num_stages(loaded_bytes, x, 3 if shared_gate else 4),
-        num_warps=devices.limit_warps(num_warps, x),
-    )
-    sum_rows(partial_dg, dg)
-    sum_rows(partial_dw, dw)
-    sum_rows(partial_db, db)
-    return grads

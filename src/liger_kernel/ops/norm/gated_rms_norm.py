@@ -21,7 +21,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, flatten_rows
-from liger_kernel.ops.norm.gated_norm_kernels import gated_norm_bwd, gated_norm_fwd
+from liger_kernel.ops.norm.gated_norm_launch import gated_norm_bwd, gated_norm_fwd
 from liger_kernel.ops.norm.norm_kernels import reshape_output
 from liger_kernel.ops.norm.rms_norm import (
     CASTINGS,

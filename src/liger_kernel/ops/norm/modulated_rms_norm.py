@@ -21,7 +21,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, flatten_rows
-from liger_kernel.ops.norm.gated_norm_kernels import gated_norm_bwd, gated_norm_fwd
+from liger_kernel.ops.norm.gated_norm_launch import gated_norm_bwd, gated_norm_fwd
 from liger_kernel.ops.norm.norm_kernels import reshape_output
 from liger_kernel.ops.norm.rms_norm import (
     CASTINGS,
@@ -239,7 +239,7 @@ CASES.append(
             modulated_rms_norm_reference(x, w, scale, shift, 1e-6, offset, casting)
         ),
         inputs=_inputs,
-        shapes=((1, 8), (5, 123), (2, 7, 512), (2, 1, 8200)),
+        shapes=((1, 8), (5, 123), (2, 7, 512), (2, 1, 8200), (2, 17, 40)),
         options=(dict(), dict(casting="gemma", offset=1.0), dict(w=None, shift=None)),
         bench=((16, 4096, 1152), (8, 4096, 3072)),
         traffic=lambda t: tuple(n * t["x"].numel() * t["x"].element_size() for n in (2, 3)),
