@@ -154,8 +154,11 @@ def _launch_backward(x):
     """Return (columns, warps, stages, programs of a multiprocessor) of backward.
 
     The programs are all resident, and few enough for `sum_rows` to read their partial sums at once.
+    8192x14336, bf16, 197 µs; 213 with 1 stage, 225 with 4096 columns and 16 warps, 255 with 4
+    programs (H200, 2026-11-28, Triton 3.6).
     """
-    return 2048, 8, 1, 3
+    columns = 2048
+    return columns, 8, devices.choose_num_stages(2 * columns * x.element_size(), x), 3
 
 
 def split_constants(beta, eps):
