@@ -173,6 +173,17 @@ def _launch(D, columns_per_warp, max_warps, max_stages, v):
     return columns, warps, devices.choose_num_stages(columns * v.element_size(), v, max_stages)
 
 
+def _launch_backward(D, v):
+    """Return `_launch`'s of backward.
+
+    With 4 and 5 stages (bf16, H200, 2026-11-28, Triton 3.6): 8 blocks of 8192x4096 408, 403 µs; 12
+    blocks of 8192x7168 1198, 1188, with 8 instead of 16 warps 1147, -.
+    """
+    if v.element_size() == 2 and devices.arch(v) == "sm_90":
+        return _launch(D, 1024 if 4096 < D <= 8192 else 512, 16, 5, v)
+    return _launch(D, 512, 16, 4, v)
+
+
 def _empty_outputs(v, q, w, num_blocks, eps):
     M = v.shape[0] // num_blocks
     a = v.new_empty((M, num_blocks), dtype=torch.float32)
@@ -235,7 +246,7 @@ def attn_res_bwd(
     dv = v.new_empty(v.shape) if need_dv else None
     M, N = a.shape
     D = v.shape[1]
-    columns, warps, stages = _launch(D, 512, 16, 4, v)
+    columns, warps, stages = _launch_backward(D, v)
     max_programs = devices.multiprocessors(v) * max(16 // warps, 1)
     programs = max(1, num_balanced_programs(M, max_programs))
     partial_t = None
