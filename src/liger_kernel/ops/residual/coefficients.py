@@ -417,6 +417,15 @@ def _u_block_columns(u):
     return 64 if u.dtype == torch.float32 or devices.arch(u).startswith("sm_8") else 128
 
 
+def _uses_warp_groups(u, exact):
+    """Return True where a product of 64 rows runs on Hopper's faster instructions.
+
+    8192 rows of 4 streams of 4096 channels in bf16, with 32 and 64 rows a program: forward 245, 108
+    µs. With 64 and 128 rows of phi's gradient: backward 417, 313 µs (H200, 2026-11-28, Triton 3.6).
+    """
+    return u.element_size() == 2 and not exact and devices.arch(u) == "sm_90"
+
+
 def _empty_outputs(u, phi, b, alpha_pre, alpha_post, alpha_res, n, *_):
     M = u.shape[0]
     P = phi.shape[1]
@@ -447,7 +456,8 @@ def mhc_coeffs_fwd(
     M, K = u.shape
     if M:
         exact = torch.float32 in (u.dtype, phi.dtype)
-        blocks = 32, _phi_block_columns(phi.shape[1]), _u_block_columns(u)
+        block_m = 64 if _uses_warp_groups(u, exact) else 32
+        blocks = block_m, _phi_block_columns(phi.shape[1]), _u_block_columns(u)
         _launch_matmul(u, phi, raw, blocks, exact, square=square)
         rows, streams, warps = _coefficients_launch(n, u)
         _coefficients_fwd[(cdiv(M, rows),)](
@@ -593,11 +603,12 @@ def mhc_coeffs_bwd(
     if need_du and M:
         _launch_input_gradient(draw, phi, along, u, du)
     if need_dphi and K:
-        blocks = 64, _phi_block_columns(P), 64 if _loads_ahead(u) else 32
-        dphi_blocks = cdiv(K, blocks[0]) * cdiv(P, blocks[1])
-        splits = max(1, min(2 * multiprocessors // dphi_blocks, M // 256))
-        dphi_splits = dphi if splits == 1 else raw.new_empty((splits, K * P))
         exact = phi.dtype == torch.float32
+        block_k, programs_per_sm = (128, 1) if _uses_warp_groups(u, exact) else (64, 2)
+        blocks = block_k, _phi_block_columns(P), 64 if _loads_ahead(u) else 32
+        dphi_blocks = cdiv(K, blocks[0]) * cdiv(P, blocks[1])
+        splits = max(1, min(programs_per_sm * multiprocessors // dphi_blocks, M // 256))
+        dphi_splits = dphi if splits == 1 else raw.new_empty((splits, K * P))
         _launch_matmul(u.t(), draw, dphi_splits, blocks, exact, splits)
         if splits > 1:
             sum_rows(dphi_splits, dphi)
