@@ -48,6 +48,15 @@ def test_dtypes(dtype):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8])
+def test_no_index_past_the_last_is_counted(dtype):
+    """256 experts, of which uint8 has each: the last chunk of assignments is not full."""
+    index = random_index(5, 2, 100).to(dtype)
+    order, offsets, _ = routing(index, 256, 16)
+    expected_order, expected_offsets, _ = routing_reference(index, 256, 16)
+    assert torch.equal(offsets, expected_offsets) and torch.equal(order, expected_order)
+
+
 def test_by_hand():
     index = torch.tensor([[2, 0], [2, 7], [-1, 2], [2, 0]], device=DEVICE)
     order, offsets, tiles = routing(index, 4, 2)

@@ -49,13 +49,19 @@ def routing_reference(index, E, block):
     return order, offsets, torch.tensor(tiles, dtype=torch.int32, device=index.device).view(-1, 2)
 
 
+@triton.jit
+def _load_experts(index_ptr, s, S, E):
+    """Return the experts of assignments s, or -1."""
+    e = tl.load(index_ptr + s, mask=s < S, other=0).to(tl.int64)  # uint8 has no -1
+    return tl.where((s < S) & (e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
 @kernel
 def _count(index_ptr, count_ptr, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
     """Count the assignments of BLOCK_E experts in one chunk."""
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
-    i = tl.load(index_ptr + s, mask=s < S, other=-1).to(tl.int64)
-    count = tl.sum((i == e).to(tl.int32), axis=0, keep_dims=True)
+    count = tl.sum((_load_experts(index_ptr, s, S, E) == e).to(tl.int32), axis=0, keep_dims=True)
     tl.store(count_ptr + tl.program_id(0) * E + e, count, mask=e < E)
 
 
@@ -106,13 +112,6 @@ def _list_tiles(
     row = first_row + (t - first_tile) * block
     tl.store(tile_ptr + 2 * t, tl.where(expert < E, expert, -1), mask=t < num_tiles)
     tl.store(tile_ptr + 2 * t + 1, tl.where(expert < E, row, 0), mask=t < num_tiles)
-
-
-@triton.jit
-def _load_experts(index_ptr, s, S, E):
-    """Return the experts of assignments s, or -1."""
-    e = tl.load(index_ptr + s, mask=s < S, other=-1).to(tl.int64)
-    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
 
 
 @kernel
