@@ -5,6 +5,7 @@ import pytest
 import torch
 from hardware import DEVICE
 
+from liger_kernel.ops.norm import gated_norm_launch
 from liger_kernel.ops.norm.modulated_rms_norm import (
     liger_modulated_rms_norm,
     modulated_rms_norm_reference,
@@ -49,6 +50,24 @@ def test_rows_that_share_a_scale(x, scale):
         *(torch.autograd.grad(out, tensors, dy) for out in outs), strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("samples", [65535, 65536])
+def test_a_sample_for_each_program_of_a_grids_second_axis(samples, monkeypatch):
+    """CUDA has at most 65,535. Nothing runs: only the grid is looked at."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    for name in ("gated_norm_shared_fwd_kernel", "gated_norm_fwd_kernel"):
+        monkeypatch.setattr(gated_norm_launch, name, Recorder())
+    x = torch.zeros(samples * 16, 1, device=DEVICE)
+    g = torch.zeros(samples, 1, device=DEVICE)
+    gated_norm_launch.gated_norm_fwd(x, g, None, None, 1e-6, 0.0, None, False, 0, False, 1)
+    assert len(grids) == 1 and grids[0][1] <= 65535
 
 
 def test_rows_of_a_matrix_of_scales():

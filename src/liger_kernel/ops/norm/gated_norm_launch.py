@@ -50,6 +50,7 @@ def _choose_fwd_launch(N):
 
 MAX_SHARED_BLOCK_N = 4096  # the factor and b stay in registers
 MIN_SHARED_ROWS = 16  # of fewer rows that share a factor, its loads are no matter
+MAX_SHARED_FACTORS = 65535  # programs along a grid's second axis
 
 
 def _choose_shared_launch(N):
@@ -155,7 +156,8 @@ def gated_norm_fwd(
     GATE_FIRST, the index in `rms_norm.CASTINGS`, ROUND."""
     y, rstd = _empty_outputs(x, g, w, b, eps, offset, act, gate_first, casting, rounds, groups)
     M, N = x.shape[0], x.shape[1] // groups
-    if M and N and act is None and N <= MAX_SHARED_BLOCK_N and M >= MIN_SHARED_ROWS * g.shape[0]:
+    shares_factor = act is None and MIN_SHARED_ROWS * g.shape[0] <= M
+    if M and N and shares_factor and N <= MAX_SHARED_BLOCK_N and g.shape[0] <= MAX_SHARED_FACTORS:
         _launch_fwd_shared(x, g, w, b, y, rstd, eps, offset, casting, rounds)
         return y, rstd
     block_m, block_n, num_warps = _choose_fwd_launch(N)
