@@ -50,8 +50,9 @@ def _softplus(x):
 def _below(x, eps, EXACT: tl.constexpr):
     """Return exp(m) - 1 - x and exp(m), for x ≤ 0; by a series where that would cancel.
 
-    If not EXACT, for results of 16 bits, it is within 4e-5 with half of the instructions, which
-    would otherwise take longer than the memory.
+    If not EXACT, for results of 16 bits, it takes half of the instructions, which would otherwise
+    take longer than the memory. The first is then relatively within 4e-5, but for x from -0.004 to
+    0, where it is within half an ulp of x, as PyTorch's own in fp32.
     """
     m = tl.where(x > eps, eps, x)
     e = scaled_exp(m, EXACT, 1.0)  # without a scale it takes four instructions more
@@ -153,7 +154,7 @@ def _launch():
 def _launch_backward(x):
     """Return (columns, warps, stages, programs of a multiprocessor) of backward.
 
-    The programs are all resident, and few enough for `sum_rows` to read their partial sums at once.
+    The programs are all resident, and few enough for their partial sums to be read at once.
     8192x14336, bf16, 197 µs; 213 with 1 stage, 225 with 4096 columns and 16 warps, 255 with 4
     programs (H200, 2026-11-28, Triton 3.6).
     """

@@ -8,9 +8,9 @@ With u, all streams in one row of K = n·C, and the columns of mix in parts of n
 
     draw = alpha·dz·rstd,   du = draw·phiᵀ - u·rstd²/K·Σ alpha·dz·mix,   dphi = uᵀ·draw
 
-The three matrix products share a kernel. Sinkhorn: y = softmax of each row + ε; then the columns
-are divided by (their sum + ε); then tmax - 1 times the rows and the columns. With s, the divisor of
-y, a division is undone by
+raw and dphi are products of one kernel, du has one of its own. Sinkhorn: y = softmax of each row +
+ε; then the columns are divided by (their sum + ε); then tmax - 1 times the rows and the columns.
+With s, the divisor of y, a division is undone by
 
     dy ← (dy - Σ dy·y) / s, summed as s was;   y ← y·s
 
