@@ -123,8 +123,8 @@ def test_directories(monkeypatch, tmp_path):
     assert peers.directories(args) == {"peer": tmp_path / "a", "cute": tmp_path / "b"}
     assert peers.contestants(args) == ["peer", *calls.CUTE]
     assert set(peers.LINES) <= set(tables.NAMES) and set(tables.FURTHER) < set(peers.LINES)
-    # TRL, beside which `bench.trl_head` times the head, is imported, not given as a directory
-    assert set(tables.VERSIONS) == {*peers.SIDES, "trl"}
+    # TRL and sonic-moe, beside which a head and experts are timed, are imported, not directories
+    assert set(tables.VERSIONS) == {*peers.SIDES, "trl", "sonicmoe"}
 
 
 WORKER = """

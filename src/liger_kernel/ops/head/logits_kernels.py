@@ -458,10 +458,8 @@ def gradient_kernel(
 
     z = transform_logits(x, softcap, logit_scale, SCALED, SOFTCAP)
     log_p = (z - top[None, :]) - log_sum[None, :]
-    p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32, 1.0)
-    d = (a + b)[None, :] * p
-    if tl.max(target_index) >= 0:  # of all blocks of a token, one
-        d -= tl.where(i == target_index[None, :], a[None, :], 0.0)
+    p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32)
+    d = a[None, :] * (p - (i == target_index[None, :]).to(tl.float32)) + b[None, :] * p
     if SMOOTH:
         c = smoothing / V * g0
         if weight_ptr is not None:
@@ -476,6 +474,5 @@ def gradient_kernel(
     if SOFTCAP:
         _, slope = tanh(x * logit_scale / softcap)
         d *= slope
-    if BLOCK_T > 1:  # else the one token is valid
-        d = tl.where(valid[None, :], d, 0.0)
+    d = tl.where(valid[None, :], d, 0.0)
     tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
