@@ -124,17 +124,11 @@ class LigerMHCCoeffsFunction(Function):
         n = x.shape[-2]
         u = flatten_rows(x.flatten(-2))
         options = tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        alphas = alpha_pre, alpha_post, alpha_res
         pre, post, res, raw, square = mhc_coeffs_fwd(
-            u,
-            phi.contiguous(),
-            b.contiguous(),
-            alpha_pre,
-            alpha_post,
-            alpha_res,
-            n,
-            *options,
+            u, phi.contiguous(), b.contiguous(), *alphas, n, *options
         )
-        ctx.save_for_backward(x, phi, b, alpha_pre, alpha_post, alpha_res, raw, square)
+        ctx.save_for_backward(x, phi, b, *alphas, raw, square)
         ctx.options = allow_fp32, *options
         h_pre = reshape_output(pre, x.shape[:-1])
         h_post = reshape_output(post, x.shape[:-1])
