@@ -105,31 +105,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 # ---- planned memory ----
 
-PLAN_OPTIONS = {  # option of `liger-kernel plan` -> size in bench.models
-    "--hidden-size": "hidden_size",
-    "--heads": "num_attention_heads",
-    "--kv-heads": "num_key_value_heads",
-    "--intermediate-size": "intermediate_size",
-    "--vocab-size": "vocab_size",
-}
-
 
 def planned(spec: dict) -> dict[str, int]:
-    """Return the bytes of one GPU's peak, by side, as `liger-kernel plan` counts them; of Llamas,
-    with adapters as here."""
+    """Return the bytes of one GPU's peak, by side, as `liger-kernel plan` counts them, with
+    adapters as here; the model is one of its presets."""
     from liger_kernel.cli import plan
 
-    sizes = models.SIZES[spec["model"]]
-    options = {option: sizes[name] for option, name in PLAN_OPTIONS.items()}
-    options["--layers"] = spec["layers"]
-    options["--gpus"] = spec["gpus"]
-    options["--batch"] = spec["batch"]
-    options["--sequence"] = spec["sequence"]
-    if spec["lora"]:
-        options["--lora"] = spec["lora"]
-    argv = ["llama-3-8b"]
-    for option, value in options.items():
-        argv += [option, str(value)]
+    argv = [spec["model"].lower()]
+    for name in ("layers", "gpus", "batch", "sequence", "lora"):
+        if spec[name]:
+            argv += [f"--{name}", str(spec[name])]
     if spec["checkpointing"]:
         argv.append("--checkpointing")
     argv += ["--optimizer", spec.get("optimizer", "adamw")]
@@ -146,11 +131,14 @@ def planned(spec: dict) -> dict[str, int]:
 
 
 def add_plans(data: dict, gpu_counts: list[int]) -> None:
-    """Add to ``data`` the planned memory of all models that were measured."""
+    """Add to ``data`` the planned memory of the trainings that were measured and that
+    `liger-kernel plan` knows."""
+    from liger_kernel.cli.presets import PRESETS
+
     plans = data.setdefault("plans", [])
     for run in data["runs"]:
         spec = {key: value for key, value in run["spec"].items() if key not in ("gpus", "side")}
-        if models.SIZES[spec["model"]]["model_type"] != "llama":
+        if spec["model"].lower() not in PRESETS or "parallel" in spec:
             continue
         for gpus in gpu_counts:
             plan_spec = spec | dict(gpus=gpus)

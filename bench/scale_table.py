@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from .tables import MISSING, error_type, heading, table
 
 NAMES = {"huggingface": "Hugging Face", "peer": "liger-kernel", "patched": "ours"}
@@ -24,9 +26,10 @@ def place(spec: dict) -> str:
 
 
 def tokens_per_s(run: dict) -> float:
-    """Return the tokens per second of one GPU."""
-    seconds = run["figures"]["seconds"][WARMUP:]
-    return run["spec"]["batch"] * run["spec"]["sequence"] * len(seconds) / sum(seconds)
+    """Return the tokens per second of one GPU in the median step."""
+    spec = run["spec"]
+    seconds = statistics.median(run["figures"]["seconds"][WARMUP:])
+    return spec["batch"] * spec["sequence"] / seconds
 
 
 def memory(run: dict) -> str:
@@ -44,26 +47,24 @@ def run_line(run: dict) -> str:
     return f"{place(spec)}, {spec['gpus']} GPUs, {NAMES[spec['side']]}: {result}"
 
 
-def cell(run: dict | None, first: dict | None) -> str:
-    """Return speed and memory, and the speed as a share of that on the fewest GPUs."""
+def format_percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0:+.1f}%"  # + 0: -0.0 is 0
+
+
+def cell(run: dict | None, first: dict | None, planned: int | None) -> str:
+    """Return speed and memory, the speed as a share of that on the fewest GPUs, the memory beside
+    what was planned, in bytes."""
+    planned_memory = f"planned {planned / 1e9:.1f} GB" if planned else ""
     if run is None:
-        return MISSING
+        return planned_memory or MISSING
     if "figures" not in run:
         return error_type(run)
     share = ""
     if first is not None and first is not run and "figures" in first:
         share = f" ({tokens_per_s(run) / tokens_per_s(first):.0%})"
-    return f"{tokens_per_s(run):,.0f}{share}{memory(run)}"
-
-
-def planned_cell(plan: dict, side: str, run: dict | None) -> str:
-    """Return the planned memory, and how far that is from a run's, if there is one."""
-    if side not in plan["peak_bytes"]:
-        return MISSING
-    planned = plan["peak_bytes"][side]
-    peak = run["figures"]["peak_bytes"] if run is not None and "figures" in run else 0
-    off = f" ({planned / peak - 1:+.0%})" if peak else ""
-    return f"{planned / 1e9:.1f} GB{off}"
+    peak = run["figures"]["peak_bytes"]
+    off = f" (planned {format_percent(planned / peak - 1)})" if planned and peak else ""
+    return f"{tokens_per_s(run):,.0f}{share}{memory(run)}{off}"
 
 
 def scale(data: dict) -> str:
@@ -74,25 +75,27 @@ def scale(data: dict) -> str:
     for run in data["runs"]:
         runs = runs_by_place.setdefault(place(run["spec"]), {})
         runs[run["spec"]["gpus"], run["spec"]["side"]] = run
+    plans_by_place = {}
+    for plan in data.get("plans", []):
+        plans = plans_by_place.setdefault(place(plan["spec"]), {})
+        for side, peak in plan["peak_bytes"].items():
+            plans[plan["spec"]["gpus"], side] = peak
     rows = []
     for name, runs in runs_by_place.items():
-        gpu_counts = sorted({gpus for gpus, _ in runs})
-        for gpus in gpu_counts:
+        plans = plans_by_place.get(name, {})
+        fewest = min(gpus for gpus, _ in runs)
+        for gpus in sorted({gpus for gpus, _ in [*runs, *plans]}):
             cells = [
-                cell(runs.get((gpus, side)), runs.get((gpu_counts[0], side))) for side in sides
+                cell(runs.get((gpus, side)), runs.get((fewest, side)), plans.get((gpus, side)))
+                for side in sides
             ]
             rows.append([name, str(gpus), *cells])
-        for plan in data.get("plans", []):
-            if place(plan["spec"]) == name:
-                gpus = plan["spec"]["gpus"]
-                cells = [planned_cell(plan, side, runs.get((gpus, side))) for side in sides]
-                rows.append([name, f"{gpus}, planned", *cells])
     return "\n\n".join(
         [
             heading(data),
-            "Tokens per second of one GPU (as a share of that on the fewest GPUs), and a GPU's "
-            "peak memory (GB = 10⁹ bytes); the memory that `liger-kernel plan` counts, and how far "
-            "that is from what was measured:",
+            "Tokens per second of one GPU in the median step (as a share of that on the fewest "
+            "GPUs), and a GPU's peak memory (GB = 10⁹ bytes), beside what `liger-kernel plan` "
+            "counts:",
             table(["model, batch", "GPUs", *(NAMES[side] for side in sides)], rows),
         ]
     )

@@ -208,10 +208,10 @@ def test_the_table_of_scale():
     text = scale_table.scale(dict(machine=dict(gpu="GPU X", date="today"), runs=runs, plans=plans))
     assert "a GPU | 1 | – | 200, 30.0 GB |" in text
     assert "a GPU | 2 | out of memory | 160 (80%), 30.0 GB |" in text
-    assert "a GPU | 8, planned | 2.0 GB | 1.0 GB |" in text
+    assert "a GPU | 8 | planned 2.0 GB | planned 1.0 GB |" in text
     plans.append(dict(spec=spec | dict(gpus=2), peak_bytes=dict(patched=33 * 10**9)))
     text = scale_table.scale(dict(machine=dict(gpu="GPU X", date="today"), runs=runs, plans=plans))
-    assert "a GPU | 2, planned | – | 33.0 GB (+10%) |" in text
+    assert "a GPU | 2 | out of memory | 160 (80%), 30.0 GB (planned +10.0%) |" in text
 
 
 def scale_runs(*argv, num_gpus=8):
@@ -274,22 +274,33 @@ def test_what_was_never_tried_is_first():
     assert measured == [2, 2, 1, 1]
 
 
-def test_what_is_planned(monkeypatch, tmp_path):
-    """More GPUs hold less each."""
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
+def test_what_is_planned(model):
+    """More GPUs hold less each, and states in 8 bits less than in 16."""
     spec = dict(
         case="scale",
-        model="tiny",
+        model=model,
         layers=2,
         lora=0,
         batch=1,
         sequence=64,
         checkpointing=False,
         gpus=2,
+        optimizer="adamw8bit",
     )
     two = scale.planned(spec)
     eight = scale.planned(spec | dict(gpus=8))
-    assert 0 < eight["patched"] < two["patched"] <= two["huggingface"]
-    data = dict(runs=[dict(spec=spec | dict(side=side)) for side in scale_table.NAMES])
+    large_states = scale.planned(spec | dict(optimizer="adamw"))
+    for side in ("huggingface", "patched"):
+        assert 0 < eight[side] < two[side] < large_states[side]
+
+
+def test_plans_are_of_what_was_measured(monkeypatch, tmp_path):
+    """Once each; not of experts that are spread, which `plan` does not count."""
+    spec = dict(model="Llama-3-8B", gpus=2)
+    specs = [spec | dict(side=side) for side in scale_table.NAMES]
+    specs += [spec | dict(parallel="experts"), spec | dict(model="tiny")]
+    data = dict(runs=[dict(spec=spec) for spec in specs])
     monkeypatch.setattr(scale, "planned", lambda spec: dict(patched=spec["gpus"]))
     for _ in "twice":
         scale.add_plans(data, [8, 16])

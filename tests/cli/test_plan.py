@@ -10,7 +10,7 @@ import torch
 from plans import SIZES, SMALL, planned_step, total
 from programs import ROOT
 
-from bench import models
+from bench import models, scale
 from liger_kernel.cli import build, memory, meta, parser, plan
 from liger_kernel.cli.presets import PRESETS
 from liger_kernel.core import devices, kernel
@@ -19,6 +19,7 @@ from liger_kernel.transformers import apply_liger_kernel
 
 pytest.importorskip("transformers")
 WITHIN = 0.08  # of a measured peak: what the command promises
+WITHIN_FSDP2 = 0.05  # the same, on several GPUs
 GIB = 2**30
 
 
@@ -61,13 +62,38 @@ def test_enough_was_measured():
 @pytest.mark.parametrize(
     "argv, peak",
     [  # H200, 2026-11-22
-        pytest.param("--gpus 2 --batch 4", 82.5, id="two GPUs, FSDP2"),
+        pytest.param("--gpus 2 --batch 4", 82.5, id="four sequences on two GPUs"),
         pytest.param("--layers 8 --sequence 65536 --checkpointing", 29.7, id="checkpoints"),
     ],
 )
 def test_measured_with_other_options(argv, peak):
     counted = total("llama-3-8b", *argv.split(), patched=True) / GIB
     assert abs(counted / peak - 1) < WITHIN, counted
+
+
+def measured_on_ranks():
+    """(spec, bytes by side) of every training under FSDP2 in bench/results that `plan` knows."""
+    data = json.loads((ROOT / "bench" / "results" / "scale.json").read_text())
+    peaks = {}
+    for run in data["runs"]:
+        spec = dict(run["spec"])
+        side = spec.pop("side")
+        if side != "peer" and "parallel" not in spec and "figures" in run:
+            peaks.setdefault(json.dumps(spec), {})[side] = run["figures"]["peak_bytes"]
+    for text, peak_bytes in peaks.items():
+        spec = json.loads(text)
+        name = f"{spec['model']} on {spec['gpus']}"
+        marks = () if name == "Llama-3-8B on 4" else pytest.mark.thorough
+        yield pytest.param(spec, peak_bytes, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("spec, peak_bytes", measured_on_ranks())
+def test_measured_under_fsdp2(spec, peak_bytes):
+    if spec["lora"]:
+        pytest.importorskip("peft")
+    counted = scale.planned(spec)
+    for side, peak in peak_bytes.items():
+        assert abs(counted[side] / peak - 1) < WITHIN_FSDP2, (side, counted[side] / peak)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
