@@ -11,27 +11,39 @@ from .tables import BLUE, GREY, drawing, heading, table
 PICTURE = "parity.svg"  # beside the page
 OURS = "ours"
 HUGGING_FACE = "Hugging Face"
+EXACT = "in fp32"  # Hugging Face's model, without roundings to bf16
 
 
 class Distance(NamedTuple):
-    """How far one run's losses are from those of the Hugging Face runs (itself left out)."""
+    """How far one run's losses are from those of other runs."""
 
     mean: float  # over all steps and all these runs
     largest: float  # at any step, from any of these runs
 
 
+def distance(curve: list[float], references: list[list[float]]) -> Distance | None:
+    """Return the distance of a run's losses from those of ``references``, None if there are
+    none."""
+    gaps = [
+        abs(loss - reference_loss)
+        for reference in references
+        for loss, reference_loss in zip(curve, reference, strict=True)
+    ]
+    return Distance(mean=statistics.fmean(gaps), largest=max(gaps)) if gaps else None
+
+
 def distances(curves: dict[str, list[float]]) -> dict[str, Distance]:
-    """Return the distance of every run that has a Hugging Face run beside it."""
+    """Return the distance of every run in bf16 from the (other) Hugging Face runs, where there are
+    such."""
     result = {}
     for name, curve in curves.items():
-        gaps = [
-            abs(loss - reference_loss)
+        references = [
+            reference
             for reference_name, reference in curves.items()
-            if reference_name not in (name, OURS)
-            for loss, reference_loss in zip(curve, reference, strict=True)
+            if reference_name not in (name, OURS, EXACT)
         ]
-        if gaps:
-            result[name] = Distance(mean=statistics.fmean(gaps), largest=max(gaps))
+        if name != EXACT and references:
+            result[name] = distance(curve, references)
     return result
 
 

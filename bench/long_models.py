@@ -108,6 +108,24 @@ def bitsandbytes_linear(module: torch.nn.Linear, weight, device: str):
     return linear
 
 
+def dequantise(model) -> None:
+    """Put a dense layer in fp32, of the same values, in the place of each of bitsandbytes'."""
+    import bitsandbytes
+
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(
+                module.weight.data, module.weight.quant_state
+            )
+            linear = torch.nn.Linear(
+                module.in_features, module.out_features, bias=False, device="meta"
+            )
+            weight = weight.float().view(linear.weight.shape)
+            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+            model.set_submodule(path, linear)
+    model.is_loaded_in_4bit = False
+
+
 def add_adapters(model, rank: int):
     """Return the model with PEFT's adapters in bf16: PEFT would keep them, and compute with them,
     in fp32."""

@@ -18,8 +18,8 @@ A row with ``search`` looks for the longest sequence that fits into the memory t
 take: doubling, then bisection to an eighth, each try a process that does two steps.
 
 ``--curves`` trains each row for ``--steps`` steps on text: Hugging Face's model, the same with one
-ulp added to a few weights, by seed, and ours (see `bench.parity`). Its results are a file of their
-own.
+ulp added to a few weights, by seed, and ours (see `bench.parity`); and Hugging Face's in fp32,
+which all of these round. Its results are a file of their own.
 
 Results are saved after each group of contestants that ran together; ``--resume`` goes on with what
 the file lacks. For Unsloth the model is written to a temporary folder first."""
@@ -40,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from . import longest, lora_table, machine, ops, parity, processes, runs, train
+from . import curves, longest, lora_table, machine, ops, parity, processes, runs, train
 from .finetune_table import OUT_OF_MEMORY
 from .lora_worker import CONTESTANTS, MAX_POSITIONS, OPTIMIZERS
 
@@ -345,14 +345,16 @@ class Measurements:
     # ---- curves ----
 
     def curves(self, name: str, row: Row) -> None:
-        """Train Hugging Face's model, with nudged weights too, and ours."""
+        """Train Hugging Face's model, with nudged weights and in fp32 too, and ours."""
         entry = self.entry_of(name, row, results="curves")
-        for run, arguments in parity.plan(self.args.seeds).items():
+        for run, arguments in [*parity.plan(self.args.seeds).items(), (curves.EXACT, {})]:
             if run in entry["curves"]:
                 continue
-            self.check_time()
             contestant = "ours" if "patch" in arguments else "eager"
+            if run == curves.EXACT:
+                contestant = "exact"
             nudge = arguments.get("seed", 0)
+            self.check_time()
             process = self.process(contestant, row, row.steps, text=True, nudge=nudge)
             with self.entrants({run: process}) as entrants:
                 entrants[run].ask({}, append=False)

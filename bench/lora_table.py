@@ -8,6 +8,7 @@ from .training_tables import gain, gigabytes, readme_cell, readme_cell_of_ours, 
 
 NAMES = {  # contestant -> its name in a table; the order is that of the columns
     "eager": "Hugging Face, PEFT",
+    "exact": "Hugging Face, PEFT, fp32",
     "peer": "liger-kernel",
     "unsloth": "Unsloth",
     "unsloth-offload": "Unsloth, offloading",
@@ -171,21 +172,33 @@ def readme(data: dict) -> str:
     return f"{text}\n\n{table(columns, lines)}\n\n{heading(data)}"
 
 
+def distance_cells(distance: distances_of_curves.Distance | None) -> list[str]:
+    if distance is None:
+        return [MISSING, MISSING]
+    return [f"{distance.mean:.2g}", f"{distance.largest:.2g}"]
+
+
 def curves(data: dict) -> str:
-    """Return how far the runs of each row are from Hugging Face's, and the verdicts."""
+    """Return how far the runs of each row are from Hugging Face's and from fp32, and the
+    verdicts."""
     lines = []
     verdicts = []
     words = {True: "within", False: "OUTSIDE", None: "not known yet: runs are missing"}
     for row in data["rows"]:
         label = f"{row_label(row)}, {row['steps']:,} steps"
+        exact = [
+            row["curves"][name] for name in [distances_of_curves.EXACT] if name in row["curves"]
+        ]
         for name, distance in distances_of_curves.distances(row["curves"]).items():
-            lines.append([label, name, f"{distance.mean:.2g}", f"{distance.largest:.2g}"])
+            from_exact = distances_of_curves.distance(row["curves"][name], exact)
+            lines.append([label, name, *distance_cells(distance), *distance_cells(from_exact)])
         verdicts.append(f"- {label}: {words[distances_of_curves.within_spread(row['curves'])]}")
     columns = ["model, weights, rank, sequence × batch", "run", "mean difference", "largest"]
     parts = [
         heading(data),
-        "How far each run's losses are from those of the (other) Hugging Face runs:",
-        table(columns, lines),
+        "How far each run's losses are from those of the (other) Hugging Face runs, and from those "
+        "of Hugging Face's model in fp32:",
+        table([*columns, "mean, from fp32", "largest"], lines),
         "Whether ours lies within the spread of the Hugging Face runs:\n" + "\n".join(verdicts),
     ]
     return "\n\n".join(parts)

@@ -110,12 +110,25 @@ def trained_parameters(model) -> list[torch.nn.Parameter]:
 # ---- contestants: (spec, options) -> (model, report of our patch) ----
 
 
-def eager(spec: dict, options: dict):
-    model = add_adapters(base_model(spec), spec)
+def adapted(model, spec: dict):
+    """Return the model with adapters, and with Hugging Face's checkpoints if asked for."""
+    model = add_adapters(model, spec)
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         model.enable_input_require_grads()  # as the Trainer does
-    return model, None
+    return model
+
+
+def eager(spec: dict, options: dict):
+    return adapted(base_model(spec), spec), None
+
+
+def exact(spec: dict, options: dict):
+    """Return Hugging Face's model in fp32, with the values of the others' weights."""
+    model = base_model(spec)
+    if spec["weights"] == "nf4":
+        long_models.dequantise(model)
+    return adapted(model.float(), spec), None
 
 
 def peer(spec: dict, options: dict):
@@ -159,12 +172,14 @@ def unsloth(spec: dict, options: dict):
 class Contestant(NamedTuple):
     make: Callable[[dict, dict], tuple[torch.nn.Module, str | None]]
     options: dict = {}
+    autocast: bool = True  # to bf16
     kept: str | None = None  # the option that is the number of the row's last, kept layers
     package: str | None = None  # what it needs from the folder of the option by this name
 
 
 CONTESTANTS = {
     "eager": Contestant(eager),
+    "exact": Contestant(exact, autocast=False),
     "peer": Contestant(peer, package="peer"),
     "unsloth": Contestant(unsloth, dict(use_gradient_checkpointing=True), package="unsloth"),
     "unsloth-offload": Contestant(
@@ -209,7 +224,7 @@ class Training:
     def __init__(self, spec: dict):
         longest.cap_memory(spec)
         self.device = spec["device"]
-        make, options, kept, package = CONTESTANTS[spec["contestant"]]
+        make, options, self.autocast, kept, package = CONTESTANTS[spec["contestant"]]
         if kept:
             options = options | {kept: spec["keep"]}
         self.model, report = make(spec, options)
@@ -229,7 +244,7 @@ class Training:
             torch.cuda.reset_peak_memory_stats()
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.autocast):
             loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
         self.optimizer.step()

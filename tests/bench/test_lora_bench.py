@@ -57,6 +57,21 @@ def test_contestants_train_the_same(checkpointing, reference_only):
     assert losses["eager"].unique().numel() == 4
 
 
+@pytest.mark.parametrize("weights", ["bf16", "nf4"])
+def test_exact_losses(weights, reference_only):
+    """In fp32 nothing is rounded to bf16, and the weights have the values of the others'."""
+    if weights == "nf4":
+        pytest.importorskip(
+            "bitsandbytes",
+            reason="bitsandbytes is not installed: make test-bitsandbytes installs it",
+        )
+    losses, training = losses_of("exact", weights=weights)
+    assert {p.dtype for p in training.model.parameters()} == {torch.float32}
+    rounded, _ = losses_of("eager", weights=weights)
+    assert not torch.equal(losses, rounded)
+    torch.testing.assert_close(losses, rounded, rtol=2e-3, atol=0)
+
+
 def test_our_switches():
     for contestant, layers in (("ours", 0), ("ours-kept", 1)):
         report = lora_worker.Training(make_spec(contestant, keep=1)).built["patched"]
@@ -82,9 +97,11 @@ def test_weights_in_4_bits(reference_only):
         restored = dequantize_4bit(parameter, parameter.quant_state)
         assert (restored - weight).abs().max() < 0.2 * weight.abs().max()
     losses = {
-        contestant: losses_of(contestant, weights="nf4")[0] for contestant in ("eager", "ours")
+        contestant: losses_of(contestant, weights="nf4")[0]
+        for contestant in ("eager", "exact", "ours")
     }
-    torch.testing.assert_close(losses["ours"], losses["eager"], rtol=2e-3, atol=0)
+    for contestant in ("exact", "ours"):
+        torch.testing.assert_close(losses[contestant], losses["eager"], rtol=2e-3, atol=0)
 
 
 def test_adapters_of_experts(monkeypatch, reference_only):
@@ -245,18 +262,24 @@ def test_the_longest_sequence(tmp_path, monkeypatch):
 
 
 def test_curves(tmp_path, monkeypatch):
-    fakes = {"ours": lambda row: FakeProcess(), "eager": lambda row: FakeProcess()}
+    fakes = {name: lambda row: FakeProcess() for name in ("ours", "eager", "exact")}
     options = "--curves", "--steps", "60", "--seeds", "2"
     curves, made = measurements(tmp_path, monkeypatch, fakes, *options)
     curves.curves("lora", ROW._replace(steps=60))
     assert [(contestant, changes["nudge"]) for contestant, *_, changes in made] == [
-        ("eager", 0), ("eager", 1), ("eager", 2), ("ours", 0),
+        ("eager", 0), ("eager", 1), ("eager", 2), ("ours", 0), ("exact", 0),
     ]  # fmt: skip
     assert all(changes["text"] for *_, changes in made)
     assert {len(curve) for curve in curves.data["rows"][0]["curves"].values()} == {60}
     text = report.KINDS["lora_curves"](curves.data)
-    assert "| tiny, bf16, r = 4, 24 × 2, 60 steps | ours | 0 | 0 |" in text
+    assert "| tiny, bf16, r = 4, 24 × 2, 60 steps | ours | 0 | 0 | 0 | 0 |" in text
     assert "- tiny, bf16, r = 4, 24 × 2, 60 steps: within" in text
+    exact = curves.data["rows"][0]["curves"]["in fp32"]
+    exact[7] += 0.5  # nothing is held against it but the last columns
+    text = report.KINDS["lora_curves"](curves.data)
+    assert "| ours | 0 | 0 | 0.0083 | 0.5 |" in text and "24 × 2, 60 steps: within" in text
+    del curves.data["rows"][0]["curves"]["in fp32"]
+    assert "| ours | 0 | 0 | – | – |" in report.KINDS["lora_curves"](curves.data)
 
 
 def test_a_nudge_changes_little():
