@@ -31,6 +31,8 @@ from liger_kernel.ops.head.linear_cross_entropy import (
     fused_linear_cross_entropy_forward,
     fused_linear_cross_entropy_in_chunks,
 )
+from liger_kernel.ops.head.linear_head import divides_at_end
+from liger_kernel.ops.head.linear_head_reference import compute_dtype
 from liger_kernel.ops.head.planning import parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head
 
@@ -94,7 +96,8 @@ class MedusaFunction(Function):
         grads = [None] * len(tensors)
         losses, accuracies = [], []
         total = 0
-        divisor = None
+        # only gradients that have one divisor can be added
+        divisor = items.max() if _divide_at_end(heads, tensors) else None
         weights = [tensors[head.weight] for head in heads]
         learns = [needs_grad[head.weight] and head.coefficient != 0 for head in heads]
         spare = spare_bytes(weights, [head.weight for head in heads], learns)
@@ -118,14 +121,11 @@ class MedusaFunction(Function):
             accuracies.append(accuracy)
             if c:
                 total = total + loss
-            if state.options.dtype == torch.float16:
-                # these gradients are not divided yet, and only what has one divisor can be added
-                divisor = items.max()
             for place, needed, grad in zip(head[:3], head_needs_grad, head_grads, strict=True):
                 if not needed:
                     continue
                 if divisor is not None:
-                    factor = divisor / state.norm[0]
+                    factor = divisor if state.divisor is None else divisor / state.divisor
                     grad = scale_gradient(grad, factor, grad.dtype, in_place=True)
                 grads[place] = grad if grads[place] is None else grads[place].add_(grad)
             del head_grads, grad  # before the next head's are computed
@@ -160,6 +160,15 @@ class MedusaFunction(Function):
             else:
                 grad_inputs.append(scale_gradient(grad, grad_output, dtype, in_place))
         return *grad_inputs, None, None, None, None
+
+
+def _divide_at_end(heads, tensors) -> bool:
+    """Return True if the gradients of some head are not divided in forward."""
+    for head in heads:
+        hidden, weight, _ = head.tensors(tensors)
+        if divides_at_end(hidden, weight, compute_dtype(hidden, weight)):
+            return True
+    return False
 
 
 def liger_medusa_loss(

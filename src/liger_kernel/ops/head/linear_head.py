@@ -160,6 +160,15 @@ def _unflatten(
 # ---- forward ----
 
 
+def divides_at_end(hidden, weight, dtype) -> bool:
+    """Return True if gradients that forward computes are divided by n₀ at the end, by the caller.
+
+    It does so in fp32, with the incoming gradient, which a scaler makes large. fp16 can't hold what
+    is divided alone, be it the logits' ``dtype`` or that of a gradient.
+    """
+    return torch.float16 in (hidden.dtype, weight.dtype, dtype)
+
+
 def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
     """Compute each token's outputs, and the gradients of the sum of the losses, chunk by chunk.
 
@@ -169,8 +178,8 @@ def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
         spare: as in `planning.plan`.
 
     Returns:
-        `HeadOutputs` and (dh, dW, db), empty where not needed. In fp16, which cannot hold gradients
-        that are divided by the number of tokens, they are multiplied by n₀ (``norm[0]``).
+        `HeadOutputs` and (dh, dW, db), empty where not needed. If `divides_at_end`, they are
+        multiplied by n₀ (``norm[0]``).
     """
     outputs = head_fwd(*inputs, num_items, *_flatten(options), spare, list(needs))
     num_outputs = len(HeadOutputs._fields)
@@ -273,10 +282,9 @@ def _forward(for_each_chunk, inputs, options, needs, num_items):
     }
     if options.token_scaling and any(needs) and "target_prob" not in extra_outputs:
         extra_outputs["target_prob"] = torch.empty_like(outputs.loss)
-    in_fp16 = options.dtype == torch.float16
-    # the gradients in fp16 are divided by n₀ at the end, by the caller
+    undivided = divides_at_end(hidden, weight, options.dtype)
     chunk_norm = norm
-    if in_fp16:
+    if undivided:
         chunk_norm = torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
 
     def logits_to_gradient(rows, x):
@@ -326,7 +334,7 @@ def _forward(for_each_chunk, inputs, options, needs, num_items):
             )
 
     grads = for_each_chunk(logits_to_gradient)
-    if in_fp16:
+    if undivided:
         outputs.loss.div_(norm[0])
         if options.requested.z_loss:
             outputs.z_loss.div_(norm[0])

@@ -98,7 +98,9 @@ def weight_grad_dtype(dtype, weight_dtype, accum_dtype):
 
     fp16 can't hold what is not yet divided by the number of tokens.
     """
-    return (torch.float32 if dtype == torch.float16 else accum_dtype) or weight_dtype
+    if torch.float16 in (dtype, weight_dtype):
+        return torch.float32
+    return accum_dtype or weight_dtype
 
 
 def cast_classes(H, V, dtype, weight_dtype, memory):
@@ -397,7 +399,7 @@ def _plan(
         return Plan(0, rows, 0, 0, weight_dtype, weight_dtype, cast_classes=parts)
     finished = weight_grad_dtype(dtype, weight_dtype, accum_dtype)
     wide_accum = torch.promote_types(weight_dtype, torch.float32)
-    if dtype == torch.float16 or accum_dtype:
+    if torch.float16 in (dtype, weight_dtype) or accum_dtype:
         wide_accum = finished
 
     def sizes(accum):
