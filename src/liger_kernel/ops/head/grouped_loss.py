@@ -42,7 +42,7 @@ from liger_kernel.ops.head.grouped_log_probs import (
     classes_and_rest,
     log_softmax_of_few,
 )
-from liger_kernel.ops.head.linear_head import HeadOptions
+from liger_kernel.ops.head.linear_head import HeadOptions, divides_at_end
 from liger_kernel.ops.head.linear_head_reference import (
     ROWS_WITHOUT_KERNELS,
     compute_dtype,
@@ -318,7 +318,8 @@ def _run_with_kernels(groups, h, w, b, needs):
     ends = groups.ends
     needs_grad = any(needs)
     log_probs_class = TopKLogProbs if groups.is_top_k else TokenLogProbs
-    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], head.dtype, needs_grad, b)
+    undivided = divides_at_end(h, w, head.dtype)
+    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], undivided, needs_grad, b)
     even = isinstance(ends, range)
     if even:
         largest_group = ends.step
