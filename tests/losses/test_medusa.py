@@ -304,7 +304,8 @@ def test_small_gradients_of_fp16_hidden_states(dtypes, layers):
     hidden = [torch.randn(B, T, H).to(DEVICE, dtype).requires_grad_() for dtype in dtypes]
     w = (torch.randn(V, H) * 2 / H**0.5).to(DEVICE).requires_grad_()
     labels = torch.randint(V, (B, T), device=DEVICE)
-    num_items, scaler = 2**23, 2.0**20
+    num_items = 2**23
+    scaler = 2.0**20
     loss, _ = liger_medusa_loss(
         hidden,
         w,

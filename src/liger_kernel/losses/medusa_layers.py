@@ -23,8 +23,8 @@ from liger_kernel.core.op import (
 )
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_forward
-from liger_kernel.ops.head.linear_head import divides_at_end
 from liger_kernel.ops.head.linear_head_reference import compute_dtype
+from liger_kernel.ops.head.planning import divides_at_end
 from liger_kernel.ops.head.token_log_probs import check_head
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -93,7 +93,8 @@ def loss_of_heads(name: str, heads: Sequence[Head], rows, options):
         The loss, the losses (N,), and the accuracies (N,) or None.
     """
     gradients = _Gradients()
-    losses, accuracies = [], []
+    losses = []
+    accuracies = []
     total = 0
     weights = [head.weight for head in heads]
     learns = [head.weight.requires_grad and head.coefficient != 0 for head in heads]

@@ -171,7 +171,8 @@ def test_autocast_and_mixed_dtypes():
     torch.testing.assert_close(loss, F.cross_entropy(h.float() @ w.T, y), rtol=1e-5, atol=1e-5)
 
 
-SMALL, LARGE = 2.0**-23, 2.0**20  # of one token's share of the loss, and of a scaler
+SMALL = 2.0**-23  # one token's share of the loss
+LARGE = 2.0**20  # a scaler's factor
 
 
 def small_gradients(h, w, y):

@@ -123,7 +123,8 @@ def test_near_zero(dtype, beta):
 
 def test_numbers_in_memory():
     """They are read when the kernels run, and nothing may be written to them until backward."""
-    x, beta = torch.randn(40, device=DEVICE, requires_grad=True), torch.tensor(0.25, device=DEVICE)
+    x = torch.randn(40, device=DEVICE, requires_grad=True)
+    beta = torch.tensor(0.25, device=DEVICE)
     eps = torch.tensor([-0.125], dtype=torch.float64, device=DEVICE)
     for number in (0.25, -2.0):
         beta.fill_(number)
@@ -148,7 +149,8 @@ def test_nan_stays_nan():
 
 def test_only_some_gradients():
     torch.manual_seed(0)
-    x, dy = torch.randn(7, 5, device=DEVICE), torch.randn(5, 7, device=DEVICE).t()
+    x = torch.randn(7, 5, device=DEVICE)
+    dy = torch.randn(5, 7, device=DEVICE).t()
     for needed in range(1, 8):
         tensors = [x, *raw(0.1, 0.2)]
         tensors = [t.detach().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors)]
@@ -161,7 +163,8 @@ def test_only_some_gradients():
 
 
 def test_errors():
-    x, (p, n) = torch.randn(4, device=DEVICE), raw(0.0, 0.0)
+    x = torch.randn(4, device=DEVICE)
+    p, n = raw(0.0, 0.0)
     for args, kind, message in (
         ((x.int(), p, n), TypeError, "liger_xielu: x is torch.int32"),
         ((x, p.expand(2), n), ValueError, r"liger_xielu: alpha_p has shape \(2,\)"),

@@ -31,10 +31,9 @@ from liger_kernel.ops.head.cross_entropy import check_targets, random_labels
 from liger_kernel.ops.head.divergence_kernels import compute_divergence, exceeds_int32_offsets
 from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions, soft_and_hard_sums
 from liger_kernel.ops.head.forward_gradients import gradient_in_forward, gradients_in_chunks
-from liger_kernel.ops.head.linear_head import divides_at_end
 from liger_kernel.ops.head.linear_head_reference import ROWS_WITHOUT_KERNELS, compute_dtype
 from liger_kernel.ops.head.logits import normalisers
-from liger_kernel.ops.head.planning import align, parse_memory
+from liger_kernel.ops.head.planning import align, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head, drop_ignored_rows
 
 TEACHER_ROWS = 1024  # tokens whose logits of the teacher are in memory

@@ -42,7 +42,7 @@ from liger_kernel.ops.head.grouped_log_probs import (
     classes_and_rest,
     log_softmax_of_few,
 )
-from liger_kernel.ops.head.linear_head import HeadOptions, divides_at_end
+from liger_kernel.ops.head.linear_head import HeadOptions
 from liger_kernel.ops.head.linear_head_reference import (
     ROWS_WITHOUT_KERNELS,
     compute_dtype,
@@ -50,7 +50,7 @@ from liger_kernel.ops.head.linear_head_reference import (
     token_reference,
 )
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import CHUNK_TOKENS, parse_memory
+from liger_kernel.ops.head.planning import CHUNK_TOKENS, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head
 
 

@@ -43,7 +43,6 @@ from liger_kernel.ops.head.linear_head import (
     Statistics,
     TokenGradients,
     cast_gradients,
-    divides_at_end,
     reads_logits,
     run_backward,
     run_backward_from_logits,
@@ -58,7 +57,7 @@ from liger_kernel.ops.head.linear_head_reference import (
     linear_cross_entropy_by_pytorch,
 )
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import FREE_BYTES, parse_memory
+from liger_kernel.ops.head.planning import FREE_BYTES, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import (
     check_head,
     drop_ignored_rows,

@@ -43,6 +43,7 @@ from liger_kernel.ops.head.logits import (
     token_gradient,
     token_loss,
 )
+from liger_kernel.ops.head.planning import divides_at_end
 
 NO_GRADIENTS = (False, False, False)
 
@@ -160,15 +161,6 @@ def _unflatten(
 # ---- forward ----
 
 
-def divides_at_end(hidden, weight, dtype) -> bool:
-    """Return True if gradients that forward computes are divided by n₀ at the end, by the caller.
-
-    It does so in fp32, with the incoming gradient, which a scaler makes large. fp16 can't hold what
-    is divided alone, be it the logits' ``dtype`` or that of a gradient.
-    """
-    return torch.float16 in (hidden.dtype, weight.dtype, dtype)
-
-
 def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
     """Compute each token's outputs, and the gradients of the sum of the losses, chunk by chunk.
 
@@ -178,8 +170,8 @@ def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
         spare: as in `planning.plan`.
 
     Returns:
-        `HeadOutputs` and (dh, dW, db), empty where not needed. If `divides_at_end`, they are
-        multiplied by n₀ (``norm[0]``).
+        `HeadOutputs` and (dh, dW, db), empty where not needed. They are multiplied by n₀
+        (``norm[0]``) if `planning.divides_at_end`.
     """
     outputs = head_fwd(*inputs, num_items, *_flatten(options), spare, list(needs))
     num_outputs = len(HeadOutputs._fields)

@@ -93,6 +93,15 @@ def wave_classes(classes, H, processors, waves=1):
     return waves * processors // across * DW_TILE[0]
 
 
+def divides_at_end(hidden, weight, dtype) -> bool:
+    """Return True if backward divides the gradients that forward computed by the number of tokens.
+
+    It does so in fp32, with the incoming gradient, which a scaler makes large. fp16 can't hold what
+    is divided alone, be it the gradient of the logits, which are in ``dtype``, or dh or dW.
+    """
+    return torch.float16 in (hidden.dtype, weight.dtype, dtype)
+
+
 def weight_grad_dtype(dtype, weight_dtype, accum_dtype):
     """Return the dtype of the finished dW, for logits in ``dtype``.
 

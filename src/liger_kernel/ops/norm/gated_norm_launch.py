@@ -141,7 +141,8 @@ def gated_norm_fwd(
     "sigmoid" or None, for a factor of 1 + g. For gate_first, casting and rounds see the formulas:
     GATE_FIRST, the index in `rms_norm.CASTINGS`, ROUND."""
     y, rstd = _empty_outputs(x, groups)
-    M, N = x.shape[0], x.shape[1] // groups
+    M = x.shape[0]
+    N = x.shape[1] // groups
     if not M or not N:
         return y, rstd
     G = g.shape[0]
