@@ -69,7 +69,7 @@ SHARED = {
     "ops.head.unit_gradients", "ops.head.token_divergence",
     "ops.probability.rows", "ops.mlp.pointwise",
     "ops.norm.gated_norm_kernels", "ops.norm.gated_norm_launch", "ops.residual.coefficients",
-    "ops.residual.streams",
+    "ops.residual.coefficient_products", "ops.residual.streams",
     "ops.moe.routing", "ops.moe.expert_kernels", "ops.moe.lora_expert_kernels",
     "ops.moe.grouped_matmul", "ops.moe.outer_products",
     "ops.moe.top_k", "ops.moe.hopper", "ops.moe.hopper_kernels",

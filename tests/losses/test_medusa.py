@@ -294,6 +294,45 @@ def test_autocast():
         assert (t.grad - d).abs().max() <= torch.finfo(B16).eps * d.abs().max(), k
 
 
+@pytest.mark.parametrize("layers", [None, [torch.nn.Identity()] * 2])
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32), (F32, F16)], ids=str)
+def test_small_gradients_of_fp16_hidden_states(dtypes, layers):
+    """fp16 can't hold them before a scaler's factor, also where the logits are in fp32.
+
+    Heads whose hidden states have other dtypes add up their gradients of one weight."""
+    torch.manual_seed(0)
+    hidden = [torch.randn(B, T, H).to(DEVICE, dtype).requires_grad_() for dtype in dtypes]
+    w = (torch.randn(V, H) * 2 / H**0.5).to(DEVICE).requires_grad_()
+    labels = torch.randint(V, (B, T), device=DEVICE)
+    num_items = 2**23
+    scaler = 2.0**20
+    loss, _ = liger_medusa_loss(
+        hidden,
+        w,
+        labels,
+        coefficients=[1.0, 1.0],
+        num_items_in_batch=num_items,
+        layers=layers,
+    )
+    *dhidden, dw = torch.autograd.grad(loss * scaler, [*hidden, w])
+    fp32 = 128 * 2.0**-24  # the roundings of sums of up to 77 terms
+    exact_dw = dw_terms = 0
+    for shift, h, dh in zip((2, 3), hidden, dhidden, strict=True):
+        h = h.detach().double()
+        dlogits = (h @ w.double().T).softmax(-1)
+        dlogits[:, :-shift] -= F.one_hot(labels[:, shift:], V)
+        dlogits[:, -shift:] = 0
+        dlogits *= scaler / num_items
+        exact = dlogits @ w.double()
+        bound = fp32 * (dlogits.abs() @ w.double().abs())
+        if dh.dtype == F16:  # rounded before and after the factor
+            bound += 2 * 2.0**-11 * exact.abs() + 2.0**-24
+        assert ((dh.double() - exact).abs() <= bound).all()
+        exact_dw += torch.einsum("btv,bth->vh", dlogits, h)
+        dw_terms += torch.einsum("btv,bth->vh", dlogits.abs(), h.abs())
+    assert ((dw.double() - exact_dw).abs() <= fp32 * dw_terms).all()
+
+
 @pytest.mark.thorough
 def test_a_graph_of_the_gradients():
     tensors = cast(draw_tensors(shared=True), F32)

@@ -339,6 +339,17 @@ def test_a_layer_in_fp16(one_by_one):
     assert not one_by_one
 
 
+class ToHalf(Block):
+    def forward(self, hidden):
+        return super().forward(hidden).half()
+
+
+def test_a_layer_that_returns_fp16(one_by_one):
+    """Rounded once in forward, and its gradient before or after it is multiplied by 1/2."""
+    assert_as_before(make_heads(lambda: [ToHalf(), Block(), Block()]), eps=2.0**-10)
+    assert one_by_one
+
+
 # ---- errors ----
 
 

@@ -283,14 +283,14 @@ TILES_OF_REGISTERS = {
 KNOWN_SPILLS = {
     ("3", "6"): {
         ("load_balancing._bwd", "sm_90"): 8,
-        ("coefficients._matmul", "sm_90"): 8,
-        ("coefficients._matmul", "sm_100"): 8,
+        ("coefficient_products._matmul", "sm_90"): 8,
+        ("coefficient_products._matmul", "sm_100"): 8,
         ("logits_kernels.merge_kernel", "sm_100"): 8,
         ("outer_products._outer_products", "gfx1100"): 16,
     },
     ("3", "7"): {
         ("load_balancing._bwd", "sm_90"): 8,
-        ("coefficients._matmul", "sm_90"): 8,
+        ("coefficient_products._matmul", "sm_90"): 8,
         ("load_balancing._fwd", "sm_100"): 8,
         ("group_norm_kernels.group_norm_bwd_strips_kernel", "sm_100"): 8,
         ("norm_kernels._bwd_wide", "sm_100"): 320,  # rms_norm of 3x17000

@@ -31,7 +31,8 @@ from liger_kernel.ops.head.linear_cross_entropy import (
     fused_linear_cross_entropy_forward,
     fused_linear_cross_entropy_in_chunks,
 )
-from liger_kernel.ops.head.planning import parse_memory
+from liger_kernel.ops.head.linear_head_reference import compute_dtype
+from liger_kernel.ops.head.planning import divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head
 
 COEFFICIENT_DECAY = 0.8  # from head to head
@@ -74,7 +75,8 @@ class MedusaFunction(Function):
     def reference(*args):
         *tensors, targets, items, heads, options = args
         options = dict(zip(OPTION_NAMES, options, strict=True))
-        losses, accuracies = [], []
+        losses = []
+        accuracies = []
         for k, head in enumerate(heads):
             h, w, b = head.tensors(tensors)
             loss, _, accuracy, _ = fused_linear_cross_entropy_in_chunks(
@@ -92,9 +94,11 @@ class MedusaFunction(Function):
         options = dict(zip(OPTION_NAMES, option_values, strict=True))
         needs_grad = ctx.needs_input_grad[: len(tensors)]
         grads = [None] * len(tensors)
-        losses, accuracies = [], []
+        losses = []
+        accuracies = []
         total = 0
-        divisor = None
+        # only gradients that have one divisor can be added
+        divisor = items.max() if _divide_at_end(heads, tensors) else None
         weights = [tensors[head.weight] for head in heads]
         learns = [needs_grad[head.weight] and head.coefficient != 0 for head in heads]
         spare = spare_bytes(weights, [head.weight for head in heads], learns)
@@ -118,14 +122,11 @@ class MedusaFunction(Function):
             accuracies.append(accuracy)
             if c:
                 total = total + loss
-            if state.options.dtype == torch.float16:
-                # these gradients are not divided yet, and only what has one divisor can be added
-                divisor = items.max()
             for place, needed, grad in zip(head[:3], head_needs_grad, head_grads, strict=True):
                 if not needed:
                     continue
                 if divisor is not None:
-                    factor = divisor / state.norm[0]
+                    factor = divisor if state.divisor is None else divisor / state.divisor
                     grad = scale_gradient(grad, factor, grad.dtype, in_place=True)
                 grads[place] = grad if grads[place] is None else grads[place].add_(grad)
             del head_grads, grad  # before the next head's are computed
@@ -133,7 +134,8 @@ class MedusaFunction(Function):
         if not isinstance(total, torch.Tensor):
             total = losses.new_zeros(())
         accuracies = torch.stack(accuracies) if options["return_token_accuracy"] else None
-        ctx.heads, ctx.options = heads, option_values
+        ctx.heads = heads
+        ctx.options = option_values
         ctx.shapes_and_dtypes = [(x.shape, x.dtype) for x in tensors]
         save_grads(ctx, (*grads, divisor), (*tensors, targets, items))
         ctx.mark_non_differentiable(*(x for x in (losses, accuracies) if x is not None))
@@ -160,6 +162,15 @@ class MedusaFunction(Function):
             else:
                 grad_inputs.append(scale_gradient(grad, grad_output, dtype, in_place))
         return *grad_inputs, None, None, None, None
+
+
+def _divide_at_end(heads, tensors) -> bool:
+    """Return True if the gradients of some head are not divided in forward."""
+    for head in heads:
+        hidden, weight, _ = head.tensors(tensors)
+        if divides_at_end(hidden, weight, compute_dtype(hidden, weight)):
+            return True
+    return False
 
 
 def liger_medusa_loss(
@@ -262,8 +273,8 @@ def liger_medusa_loss(
         )
         columns = layers, hidden_states, weights, biases, targets, items, coefficients
         heads = [Head(*column) for column in zip(*columns, strict=True)]
-        loss, *others = loss_of_heads(name, heads, rows, options)
-        return (loss, *others) if return_token_accuracy else (loss, others[0])
+        loss, losses, accuracies = loss_of_heads(name, heads, rows, options)
+        return (loss, losses, accuracies) if return_token_accuracy else (loss, losses)
 
     # heads may share tensors: each tensor is an argument once
     tensors = []

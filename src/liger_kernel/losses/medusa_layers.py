@@ -24,6 +24,7 @@ from liger_kernel.core.op import (
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_cross_entropy import fused_linear_cross_entropy_forward
 from liger_kernel.ops.head.linear_head_reference import compute_dtype
+from liger_kernel.ops.head.planning import divides_at_end
 from liger_kernel.ops.head.token_log_probs import check_head
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -56,7 +57,9 @@ def can_run_one_by_one(layers, hidden_states, weights) -> bool:
     if not no_saved_tensor_hooks() or _has_any_global_hook():
         return False
     for hidden, weight in zip(hidden_states, weights, strict=True):
-        if not devices.has_kernels(hidden) or compute_dtype(hidden, weight) == torch.float16:
+        if not devices.has_kernels(hidden):
+            return False
+        if divides_at_end(hidden, weight, compute_dtype(hidden, weight)):
             return False
     return not any(layer is not None and _must_run_before(layer) for layer in layers)
 
@@ -90,7 +93,8 @@ def loss_of_heads(name: str, heads: Sequence[Head], rows, options):
         The loss, the losses (N,), and the accuracies (N,) or None.
     """
     gradients = _Gradients()
-    losses, accuracies = [], []
+    losses = []
+    accuracies = []
     total = 0
     weights = [head.weight for head in heads]
     learns = [head.weight.requires_grad and head.coefficient != 0 for head in heads]
@@ -124,6 +128,8 @@ def _run_head(name, head, rows, spare, options, gradients):
             f"{tuple(hidden.shape)}, give one that keeps the tokens"
         )
     states = flatten_to_2d(states)
+    if states.dtype == torch.float16:  # whose gradient would not be divided in forward
+        states = states.float()
     if rows is not None:
         states = states.index_select(0, rows)
     check_head(name, states, w, b, target, None)

@@ -171,6 +171,49 @@ def test_autocast_and_mixed_dtypes():
     torch.testing.assert_close(loss, F.cross_entropy(h.float() @ w.T, y), rtol=1e-5, atol=1e-5)
 
 
+SMALL = 2.0**-23  # one token's share of the loss
+LARGE = 2.0**20  # a scaler's factor
+
+
+def small_gradients(h, w, y):
+    loss = liger_fused_linear_cross_entropy(h, w, y, num_items=1 / SMALL)
+    return torch.autograd.grad(loss * LARGE, (h, w))
+
+
+def test_small_gradients_of_fp16_hidden_states():
+    """fp16 can't hold them before a scaler's factor, also where the logits are in fp32."""
+    torch.manual_seed(0)
+    h = torch.randn(40, 24).to(DEVICE, torch.float16).requires_grad_()
+    w = (torch.randn(77, 24) * 0.4).to(DEVICE).requires_grad_()
+    y = torch.randint(77, (40,), device=DEVICE)
+    dh, dw = small_gradients(h, w, y)
+    dlogits = (h.double() @ w.double().T).softmax(1) - F.one_hot(y, 77)
+    dlogits *= SMALL * LARGE
+    fp32 = 128 * 2.0**-24  # the roundings of sums of up to 77 terms
+    expected_dh = dlogits @ w.double()
+    # rounded to fp16 before and after the factor; half of the smallest number, twice
+    bound = 2 * 2.0**-11 * expected_dh.abs() + 2.0**-24 + fp32 * (dlogits.abs() @ w.double().abs())
+    assert ((dh.double() - expected_dh).abs() <= bound).all()
+    bound = fp32 * (dlogits.abs().T @ h.double().abs())
+    assert ((dw.double() - dlogits.T @ h.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("fp16_hidden", [True, False])
+def test_small_gradients_of_fp16_weights_under_autocast(fp16_hidden):
+    """As of the same numbers in fp32, whose logits and products are the same."""
+    torch.manual_seed(0)
+    h = torch.randn(40, 24, device=DEVICE).half()
+    w = (torch.randn(77, 24, device=DEVICE) * 0.4).half()
+    y = torch.randint(77, (40,), device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = small_gradients(h.float().requires_grad_(), w.float().requires_grad_(), y)
+        h = h.requires_grad_() if fp16_hidden else h.bfloat16().requires_grad_()
+        grads = small_gradients(h, w.requires_grad_(), y)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        # a product may be rounded to bf16 on its way
+        assert ((grad - expected_grad).abs() <= 2.0**-7 * expected_grad.abs() + 2.0**-24).all()
+
+
 # ---- memory ----
 
 

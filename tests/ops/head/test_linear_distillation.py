@@ -324,6 +324,21 @@ def test_small_gradients_in_fp16():
             assert error < 1e-3 * largest
 
 
+def test_small_gradients_of_fp16_hidden_states():
+    """Beside those of the same numbers in fp32, under a weight in fp32."""
+    M = 512
+    tensors = cast(make_tensors(M, 16, 100), F32)
+    gradients = []
+    for dtype in F16, F32:
+        student = tensors["student"].detach().half().to(dtype).requires_grad_()
+        loss, *_ = linear_distillation(**tensors | dict(student=student), divergence="forward_kl")
+        gradients.append(torch.autograd.grad(loss * M, student)[0])
+    actual, expected = gradients
+    # rounded to fp16 before and after M divides and multiplies it; half of the smallest, twice
+    bound = 2 * 2.0**-11 * expected.abs() + 2.0**-24
+    assert ((actual - expected).abs() <= bound).all()
+
+
 # ---- chunks and memory ----
 
 

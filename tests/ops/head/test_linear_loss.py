@@ -99,6 +99,24 @@ def test_against_float64(kind, option, dtype):
     assert_as_exact_as_pytorch(draws)
 
 
+def test_small_gradients_of_fp16_hidden_states():
+    """Beside those of the same numbers in fp32, under a weight in fp32."""
+    M = 512
+    torch.manual_seed(0)
+    hidden = torch.randn(M, 16, device=DEVICE).half()
+    weight = torch.randn(100, 16, device=DEVICE, requires_grad=True)
+    target = torch.randint(100, (M,), device=DEVICE)
+    gradients = []
+    for dtype in torch.float16, torch.float32:
+        h = hidden.to(dtype).requires_grad_()
+        loss, *_ = loss_of(lambda _, log_probs, *__: -log_probs.sum() / M, h, weight, target)
+        gradients.append(torch.autograd.grad(loss * M, (h, weight))[0])
+    actual, expected = gradients
+    # rounded to fp16 before and after M divides and multiplies it; half of the smallest, twice
+    bound = 2 * 2.0**-11 * expected.abs() + 2.0**-24
+    assert ((actual - expected).abs() <= bound).all()
+
+
 def outcome(fn, tensors):
     return run(fn, tensors)[0]
 

@@ -74,9 +74,57 @@ def test_hard_values(dtype):
             torch.testing.assert_close(a.double(), b, rtol=max(eps_of, 1e-6), atol=1e-6)
 
 
+def near_zero(dtype):
+    """Return numbers up to 1e-3 of both signs: zeros, subnormals, and some around -2⁻²⁰."""
+    info = torch.finfo(dtype)
+    magnitudes = torch.cat(
+        (
+            info.smallest_normal * torch.tensor([0.0, 1 / 64, 0.5, 0.75, 1.0, 2.0]),
+            torch.tensor([2.0**-21, 0.75 * 2.0**-20, 2.0**-20, 1.25 * 2.0**-20, 2.0**-19]),
+            torch.logspace(-8, -3, 61),
+        )
+    )
+    return torch.cat((magnitudes, -magnitudes)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_near_zero(dtype, beta):
+    """Without beta, the result is a square also below zero, where exp(x) - 1 - x cancels."""
+    x = near_zero(dtype).requires_grad_()
+    alphas = raw(0.3, -1.0)
+    eps = -(2.0**-20)
+    y = liger_xielu(x, *alphas, beta, eps)
+    dx, dp, dn = torch.autograd.grad(y.float().sum(), [x, *alphas])
+    exact = [t.detach().double().requires_grad_() for t in (x, *alphas)]
+    expected = xielu_reference(*exact, beta, eps)
+    expected_dx, expected_dp, expected_dn = torch.autograd.grad(expected.sum(), exact)
+    info = torch.finfo(dtype)
+    rounding = info.eps / 2
+    least = info.eps * info.tiny  # the smallest number
+    fp32 = 2.0**-24
+
+    # about ten roundings of fp32, of which those of the terms with alpha and beta may cancel
+    terms = (expected - beta * exact[0]).abs() + (beta * exact[0]).abs()
+    bound = rounding * expected.abs() + 16 * fp32 * terms + least
+    assert ((y.double() - expected).abs() <= bound).all()
+    # dx is αn·exp(x) + (beta - αn), as in PyTorch, with exp in 16 bits within four roundings
+    bound = rounding * expected_dx.abs() + 16 * fp32 * (1 + beta) + least
+    assert ((dx.double() - expected_dx).abs() <= bound).all()
+
+    # the terms of dalpha_p and dalpha_n as of the formula; a sum of N has log2(N) roundings
+    z = exact[0].detach()
+    below = (torch.expm1(z.clamp(max=eps)) - z).where(z <= 0, 0.0)
+    above = (z * z).where(z > 0, 0.0)
+    for d, expected_d, entries in ((dp, expected_dp, above), (dn, expected_dn, below)):
+        bound = 32 * fp32 * entries.abs().sum()
+        assert ((d.double() - expected_d).abs() <= bound).all()
+
+
 def test_numbers_in_memory():
     """They are read when the kernels run, and nothing may be written to them until backward."""
-    x, beta = torch.randn(40, device=DEVICE, requires_grad=True), torch.tensor(0.25, device=DEVICE)
+    x = torch.randn(40, device=DEVICE, requires_grad=True)
+    beta = torch.tensor(0.25, device=DEVICE)
     eps = torch.tensor([-0.125], dtype=torch.float64, device=DEVICE)
     for number in (0.25, -2.0):
         beta.fill_(number)
@@ -101,7 +149,8 @@ def test_nan_stays_nan():
 
 def test_only_some_gradients():
     torch.manual_seed(0)
-    x, dy = torch.randn(7, 5, device=DEVICE), torch.randn(5, 7, device=DEVICE).t()
+    x = torch.randn(7, 5, device=DEVICE)
+    dy = torch.randn(5, 7, device=DEVICE).t()
     for needed in range(1, 8):
         tensors = [x, *raw(0.1, 0.2)]
         tensors = [t.detach().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors)]
@@ -114,7 +163,8 @@ def test_only_some_gradients():
 
 
 def test_errors():
-    x, (p, n) = torch.randn(4, device=DEVICE), raw(0.0, 0.0)
+    x = torch.randn(4, device=DEVICE)
+    p, n = raw(0.0, 0.0)
     for args, kind, message in (
         ((x.int(), p, n), TypeError, "liger_xielu: x is torch.int32"),
         ((x, p.expand(2), n), ValueError, r"liger_xielu: alpha_p has shape \(2,\)"),

@@ -33,7 +33,7 @@ from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions, 
 from liger_kernel.ops.head.forward_gradients import gradient_in_forward, gradients_in_chunks
 from liger_kernel.ops.head.linear_head_reference import ROWS_WITHOUT_KERNELS, compute_dtype
 from liger_kernel.ops.head.logits import normalisers
-from liger_kernel.ops.head.planning import align, parse_memory
+from liger_kernel.ops.head.planning import align, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head, drop_ignored_rows
 
 TEACHER_ROWS = 1024  # tokens whose logits of the teacher are in memory
@@ -181,12 +181,12 @@ def distillation_fwd(
         needs: which of dh, dW, db are needed.
 
     Returns:
-        loss, soft, hard, n (0-d each), dh, dW, db. The gradients are those of the loss. In fp16,
-        which cannot hold them divided by n, they are those of the loss times n.
+        loss, soft, hard, n (0-d each), dh, dW, db. The gradients are those of the loss, or of the
+        loss times n if `divides_at_end`.
     """
     options = DistillationOptions(divergence, *scalars, ignore_index)
     n = normalisers(target, None, w.shape[0], ignore_index, True)[0]
-    norm = torch.ones_like(n) if dtype == torch.float16 else n
+    norm = torch.ones_like(n) if divides_at_end(h, w, dtype) else n
     soft = h.new_zeros(h.shape[0], dtype=torch.float32)
     hard = torch.zeros_like(soft) if with_hard else None
     teacher = Teacher(teacher, teacher_weight, teacher_bias, teacher_logits)
@@ -462,7 +462,8 @@ def run_distillation(
             memory,
             needs,
         )
-        return tuple(outputs), (dh, dw, db), n if dtype == torch.float16 else None
+        divisor = n if divides_at_end(h, w, dtype) else None
+        return tuple(outputs), (dh, dw, db), divisor
 
     def without_kernels(h, w, b, needs):
         n = (labels != ignore_index).sum().clamp(min=1)

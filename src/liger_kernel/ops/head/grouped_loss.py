@@ -50,7 +50,7 @@ from liger_kernel.ops.head.linear_head_reference import (
     token_reference,
 )
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import CHUNK_TOKENS, parse_memory
+from liger_kernel.ops.head.planning import CHUNK_TOKENS, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import check_head
 
 
@@ -318,7 +318,8 @@ def _run_with_kernels(groups, h, w, b, needs):
     ends = groups.ends
     needs_grad = any(needs)
     log_probs_class = TopKLogProbs if groups.is_top_k else TokenLogProbs
-    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], head.dtype, needs_grad, b)
+    undivided = divides_at_end(h, w, head.dtype)
+    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], undivided, needs_grad, b)
     even = isinstance(ends, range)
     if even:
         largest_group = ends.step

@@ -57,7 +57,7 @@ from liger_kernel.ops.head.linear_head_reference import (
     linear_cross_entropy_by_pytorch,
 )
 from liger_kernel.ops.head.logits import TokenOptions
-from liger_kernel.ops.head.planning import FREE_BYTES, parse_memory
+from liger_kernel.ops.head.planning import FREE_BYTES, divides_at_end, parse_memory
 from liger_kernel.ops.head.token_log_probs import (
     check_head,
     drop_ignored_rows,
@@ -93,6 +93,7 @@ class ForwardState(NamedTuple):
     norm: torch.Tensor
     target_prob: torch.Tensor
     options: HeadOptions
+    divisor: torch.Tensor | None  # of the gradients that forward computes; None: 1
 
 
 def fused_linear_cross_entropy_forward(
@@ -123,8 +124,8 @@ def fused_linear_cross_entropy_forward(
 
     Returns:
         (loss, z_loss, token_accuracy, predicted_tokens); (d_input, d_weight, d_bias); and a
-        `ForwardState`. The gradients are those of loss·n₀ for fp16. They are empty where not needed
-        or where ``reduction`` is "none". With ``keep`` the logits are in their place: (logits,).
+        `ForwardState`. The gradients are those of loss·divisor. They are empty where not needed or
+        where ``reduction`` is "none". With ``keep`` the logits are in their place: (logits,).
     """
     is_scalar = reduction != "none"
     options = HeadOptions(
@@ -162,7 +163,8 @@ def fused_linear_cross_entropy_forward(
         rows.loss.dtype,
         _input.dtype,
     )
-    return outputs, grads, ForwardState(rows.stats, rows.norm, rows.target_prob, options)
+    divisor = rows.norm[0] if divides_at_end(_input, weight, options.dtype) else None
+    return outputs, grads, ForwardState(rows.stats, rows.norm, rows.target_prob, options, divisor)
 
 
 def fused_linear_cross_entropy_backward(
@@ -280,8 +282,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         ctx.in_forward = reduction != "none" and not keep  # the gradients are
         inputs = _input, weight, bias, target, ce_weight, num_items
         if ctx.in_forward:
-            divisor = state.norm[0] if state.options.dtype == torch.float16 else None
-            store_gradients(ctx, grads, inputs, ctx.needs, divisor=divisor)
+            store_gradients(ctx, grads, inputs, ctx.needs, divisor=state.divisor)
         else:
             logits = grads if keep else ()
             ctx.save_for_backward(*inputs, state.norm, state.stats, state.target_prob, *logits)

@@ -43,6 +43,7 @@ from liger_kernel.ops.head.logits import (
     token_gradient,
     token_loss,
 )
+from liger_kernel.ops.head.planning import divides_at_end
 
 NO_GRADIENTS = (False, False, False)
 
@@ -169,8 +170,8 @@ def run_forward(inputs, options, needs=NO_GRADIENTS, num_items=None, spare=-1):
         spare: as in `planning.plan`.
 
     Returns:
-        `HeadOutputs` and (dh, dW, db), empty where not needed. In fp16, which cannot hold gradients
-        that are divided by the number of tokens, they are multiplied by n₀ (``norm[0]``).
+        `HeadOutputs` and (dh, dW, db), empty where not needed. They are multiplied by n₀
+        (``norm[0]``) if `planning.divides_at_end`.
     """
     outputs = head_fwd(*inputs, num_items, *_flatten(options), spare, list(needs))
     num_outputs = len(HeadOutputs._fields)
@@ -273,10 +274,9 @@ def _forward(for_each_chunk, inputs, options, needs, num_items):
     }
     if options.token_scaling and any(needs) and "target_prob" not in extra_outputs:
         extra_outputs["target_prob"] = torch.empty_like(outputs.loss)
-    in_fp16 = options.dtype == torch.float16
-    # the gradients in fp16 are divided by n₀ at the end, by the caller
+    undivided = divides_at_end(hidden, weight, options.dtype)
     chunk_norm = norm
-    if in_fp16:
+    if undivided:
         chunk_norm = torch.stack((norm[0] / norm[0], norm[1] / norm[0], norm[2], norm[3]))
 
     def logits_to_gradient(rows, x):
@@ -326,7 +326,7 @@ def _forward(for_each_chunk, inputs, options, needs, num_items):
             )
 
     grads = for_each_chunk(logits_to_gradient)
-    if in_fp16:
+    if undivided:
         outputs.loss.div_(norm[0])
         if options.requested.z_loss:
             outputs.z_loss.div_(norm[0])

@@ -93,12 +93,23 @@ def wave_classes(classes, H, processors, waves=1):
     return waves * processors // across * DW_TILE[0]
 
 
+def divides_at_end(hidden, weight, dtype) -> bool:
+    """Return True if backward divides the gradients that forward computed by the number of tokens.
+
+    It does so in fp32, with the incoming gradient, which a scaler makes large. fp16 can't hold what
+    is divided alone, be it the gradient of the logits, which are in ``dtype``, or dh or dW.
+    """
+    return torch.float16 in (hidden.dtype, weight.dtype, dtype)
+
+
 def weight_grad_dtype(dtype, weight_dtype, accum_dtype):
     """Return the dtype of the finished dW, for logits in ``dtype``.
 
     fp16 can't hold what is not yet divided by the number of tokens.
     """
-    return (torch.float32 if dtype == torch.float16 else accum_dtype) or weight_dtype
+    if torch.float16 in (dtype, weight_dtype):
+        return torch.float32
+    return accum_dtype or weight_dtype
 
 
 def cast_classes(H, V, dtype, weight_dtype, memory):
@@ -397,7 +408,7 @@ def _plan(
         return Plan(0, rows, 0, 0, weight_dtype, weight_dtype, cast_classes=parts)
     finished = weight_grad_dtype(dtype, weight_dtype, accum_dtype)
     wide_accum = torch.promote_types(weight_dtype, torch.float32)
-    if dtype == torch.float16 or accum_dtype:
+    if torch.float16 in (dtype, weight_dtype) or accum_dtype:
         wide_accum = finished
 
     def sizes(accum):

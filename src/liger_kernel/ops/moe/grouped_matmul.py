@@ -245,10 +245,12 @@ def _grouped_matmul(
     if e < 0:
         return
     row = row.to(tl.int64)
-    if half_ptr is not None:
-        if row + BLOCK_M // 2 >= end:
+    is_half = False if half_ptr is None else row + BLOCK_M // 2 >= end
+    # the whole and the half tile: both are compiled, one runs
+    for HALF in tl.static_range(1 if half_ptr is None else 2):
+        if is_half == HALF:
             _multiply_tile(
-                half_ptr,
+                half_ptr if HALF else a_ptr,
                 b_ptr,
                 bias_ptr,
                 c_ptr,
@@ -275,7 +277,7 @@ def _grouped_matmul(
                 INTERLEAVED,
                 USE_TMA,
                 K_CONTIGUOUS,
-                BLOCK_M // 2,
+                BLOCK_M >> HALF,
                 BLOCK_N,
                 BLOCK_K,
                 EVEN_K,
@@ -284,44 +286,6 @@ def _grouped_matmul(
                 PRECISION,
                 NUM_STAGES,
             )
-            return
-    _multiply_tile(
-        a_ptr,
-        b_ptr,
-        bias_ptr,
-        c_ptr,
-        z_ptr,
-        t_ptr,
-        v_ptr,
-        order_ptr,
-        e,
-        row,
-        end,
-        block,
-        stride_a,
-        stride_be,
-        stride_bk,
-        stride_bn,
-        TOP_K,
-        K,
-        N,
-        limit,
-        alpha,
-        shift,
-        GATHER,
-        ACT,
-        INTERLEAVED,
-        USE_TMA,
-        K_CONTIGUOUS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_K,
-        RANK,
-        BLOCK_R,
-        PRECISION,
-        NUM_STAGES,
-    )
 
 
 def choose_tile_rows(S, E, x):

@@ -109,29 +109,15 @@ def _split_programs(G, num_blocks, max_programs):
     return split, split * max(1, min(G, max_programs // split))
 
 
-def _empty_outputs(x, g, w, b, eps, offset, act, gate_first, casting, rounds, groups):
+def _empty_outputs(x, *options):
+    """Return y and rstd. The last of the options is groups, the others don't count."""
+    *_, groups = options
     return x.new_empty(x.shape), x.new_empty(x.shape[0] * groups, dtype=torch.float32)
 
 
-def _empty_gradients(
-    dy,
-    x,
-    g,
-    w,
-    b,
-    rstd,
-    offset,
-    act,
-    gate_first,
-    casting,
-    rounds,
-    groups,
-    need_dx,
-    need_dg,
-    need_dw,
-    need_db,
-):
-    needs = (x, need_dx), (g, need_dg), (w, need_dw), (b, need_db)
+def _empty_gradients(dy, x, g, w, b, *options):
+    """Return dx, dg, dw and db. The last four options are their needs, the others don't count."""
+    needs = zip((x, g, w, b), options[-4:], strict=True)
     return tuple(t.new_empty(t.shape) if need else None for t, need in needs)
 
 
@@ -154,72 +140,55 @@ def gated_norm_fwd(
     x is (M, H), g and b (M // T, H) with unit stride in H, w (H,) contiguous. act is "silu",
     "sigmoid" or None, for a factor of 1 + g. For gate_first, casting and rounds see the formulas:
     GATE_FIRST, the index in `rms_norm.CASTINGS`, ROUND."""
-    y, rstd = _empty_outputs(x, g, w, b, eps, offset, act, gate_first, casting, rounds, groups)
-    M, N = x.shape[0], x.shape[1] // groups
-    shares_factor = act is None and MIN_SHARED_ROWS * g.shape[0] <= M
-    if M and N and shares_factor and N <= MAX_SHARED_BLOCK_N and g.shape[0] <= MAX_SHARED_FACTORS:
-        _launch_fwd_shared(x, g, w, b, y, rstd, eps, offset, casting, rounds)
+    y, rstd = _empty_outputs(x, groups)
+    M = x.shape[0]
+    N = x.shape[1] // groups
+    if not M or not N:
         return y, rstd
-    block_m, block_n, num_warps = _choose_fwd_launch(N)
-    if M and N:
-        gated_norm_fwd_kernel[(cdiv(M, block_m), groups)](
-            x,
-            g,
-            w,
-            b,
-            y,
-            rstd,
-            x.stride(0),
-            g.stride(0),
-            0 if b is None else b.stride(0),
-            M,
-            M // g.shape[0],
+    G = g.shape[0]
+    stride_b = 0 if b is None else b.stride(0)
+    arguments = x, g, w, b, y, rstd, x.stride(0), g.stride(0), stride_b
+    constants = dict(
+        CASTING=casting,
+        ROUND=rounds,
+        # fused with the sum with b, a product of 16 bits would not be rounded
+        enable_fp_fusion=not rounds or b is None,
+    )
+    shares_factor = act is None and MIN_SHARED_ROWS * G <= M
+    if shares_factor and N <= MAX_SHARED_BLOCK_N and G <= MAX_SHARED_FACTORS:
+        block_m, block_n, num_warps, programs_per_sm = _choose_shared_launch(N)
+        max_programs = max(programs_per_sm * devices.multiprocessors(x) // G, 1)
+        num_programs = num_balanced_programs(cdiv(M // G, block_m), max_programs)
+        gated_norm_shared_fwd_kernel[(num_programs, G)](
+            *arguments,
+            M // G,
             N,
             eps,
             offset or None,
-            ACT=_gate_function(act, x, g),
-            GATE_FIRST=gate_first,
-            CASTING=casting,
-            ROUND=rounds,
-            ONE_BLOCK=block_n >= N,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            NUM_STAGES=devices.choose_num_stages(block_m * block_n * x.element_size(), x),
             num_warps=devices.limit_warps(num_warps, x),
-            # fused with the sum with b, a product of 16 bits would not be rounded
-            enable_fp_fusion=not rounds or b is None,
+            **constants,
         )
-    return y, rstd
-
-
-def _launch_fwd_shared(x, g, w, b, y, rstd, eps, offset, casting, rounds):
-    M, N = x.shape
-    G = g.shape[0]
-    T = M // G
-    block_m, block_n, num_warps, programs_per_sm = _choose_shared_launch(N)
-    max_programs = max(programs_per_sm * devices.multiprocessors(x) // G, 1)
-    gated_norm_shared_fwd_kernel[(num_balanced_programs(cdiv(T, block_m), max_programs), G)](
-        x,
-        g,
-        w,
-        b,
-        y,
-        rstd,
-        x.stride(0),
-        g.stride(0),
-        0 if b is None else b.stride(0),
-        T,
+        return y, rstd
+    block_m, block_n, num_warps = _choose_fwd_launch(N)
+    gated_norm_fwd_kernel[(cdiv(M, block_m), groups)](
+        *arguments,
+        M,
+        M // G,
         N,
         eps,
         offset or None,
-        CASTING=casting,
-        ROUND=rounds,
+        ACT=_gate_function(act, x, g),
+        GATE_FIRST=gate_first,
+        ONE_BLOCK=block_n >= N,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        NUM_STAGES=devices.choose_num_stages(block_m * block_n * x.element_size(), x),
         num_warps=devices.limit_warps(num_warps, x),
-        # as in `gated_norm_fwd`
-        enable_fp_fusion=not rounds or b is None,
+        **constants,
     )
+    return y, rstd
 
 
 @custom_op("gated_norm_backward", _empty_gradients)
@@ -244,24 +213,7 @@ def gated_norm_bwd(
     """Return dx, dg, dw and db, contiguous; None for a gradient that is not needed.
 
     dy is like x, the other arguments are those of `gated_norm_fwd`."""
-    grads = _empty_gradients(
-        dy,
-        x,
-        g,
-        w,
-        b,
-        rstd,
-        offset,
-        act,
-        gate_first,
-        casting,
-        rounds,
-        groups,
-        need_dx,
-        need_dg,
-        need_dw,
-        need_db,
-    )
+    grads = _empty_gradients(dy, x, g, w, b, need_dx, need_dg, need_dw, need_db)
     dx, dg, dw, db = grads
     M, H = x.shape
     N = H // groups
