@@ -40,7 +40,12 @@ GPU_COUNTS = 1, 2, 4, 8
 TRAININGS = {  # name -> model, numbers of GPUs, what differs from the options' defaults
     "8b": dict(model="Llama-3-8B", gpus=GPU_COUNTS),
     "70b-lora": dict(model="Llama-3-70B", gpus=(2, 4, 8), lora=16, checkpointing=True),
-    "70b": dict(model="Llama-3-70B", gpus=(8,), optimizer="adamw8bit", checkpointing=True, batch=1),
+    "70b": dict(
+        model="Llama-3-70B", gpus=(4, 8), optimizer="adamw8bit", checkpointing=True, batch=1
+    ),
+    "30b-a3b-8bit": dict(
+        model="Qwen3-30B-A3B", gpus=(2,), optimizer="adamw8bit", checkpointing=True
+    ),
     "30b-a3b": dict(model="Qwen3-30B-A3B", gpus=(4, 8), checkpointing=True),
     "30b-a3b-experts": dict(
         model="Qwen3-30B-A3B", gpus=(4, 8), checkpointing=True, parallel="experts"
