@@ -79,9 +79,12 @@ SHARED = {
     "ops.linear.frozen_layers", "ops.linear.four_bit", "ops.mlp.glu_low_rank",
     "ops.recurrent.conv_kernels", "ops.recurrent.chunks", "ops.recurrent.solve",
     "ops.recurrent.states", "ops.recurrent.scores", "ops.recurrent.outputs",
+    "ops.recurrent.hopper", "ops.recurrent.hopper_kernels",
 }  # fmt: skip
 # In Gluon; imported where that architecture and its Triton are found.
-ONE_ARCHITECTURE = {"ops.head.hopper_kernels", "ops.moe.hopper_kernels"}
+ONE_ARCHITECTURE = {
+    "ops.head.hopper_kernels", "ops.moe.hopper_kernels", "ops.recurrent.hopper_kernels",
+}  # fmt: skip
 OPERATORS = [
     n for n in TREES if layer(n) == "ops" and not n.endswith("__init__") and n not in SHARED
 ]

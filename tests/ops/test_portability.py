@@ -51,6 +51,7 @@ ONLY = {  # kernels for some of the targets: those that have descriptors, and Ho
     "hopper_kernels.forward_kernel": HOPPER,
     "hopper_kernels.gradient_kernel": HOPPER,
     "hopper_kernels.outer_products_kernel": HOPPER,
+    "hopper_kernels.key_gradients_kernel": HOPPER,
 }
 PRODUCTS_ALONE = {"lora_linear"}  # cases that launch no kernel
 pytestmark = pytest.mark.thorough  # minutes of compiling
@@ -243,6 +244,8 @@ def faults(launch, target):
     key = launch["kernel"], target
     allowed = KNOWN_SPILLS.get(key, 0 if launch["real"] else MAX_SPILLED)
     allowed = max(allowed, TILES_OF_REGISTERS.get(key, 0))
+    if launch["signature"].get("k_ptr") == "*fp32":
+        allowed = max(allowed, FP32_TILES_OF_REGISTERS.get(key, 0))
     if launch["chosen"] and launch.get("spilled", 0) > allowed:
         spilled, registers = launch["spilled"], launch["registers"]
         yield f"{spilled} spilled of {registers} registers, {allowed} are allowed"
@@ -279,6 +282,9 @@ TILES_OF_REGISTERS = {
     ("outputs._output", "gfx1201"): 72,
     ("states._state_gradients", "gfx1201"): 64,
 }
+# The same in fp32, whose products take their operands from registers on Hopper, too. Only of this
+# kernel a launch in fp32 is looked at there: the first in bf16 is of Hopper's own kernel.
+FP32_TILES_OF_REGISTERS = {("outputs._key_gradients", "sm_90"): 1712}
 # by version of Triton: the spills of a kernel on a target, of few bytes but for one very wide row
 KNOWN_SPILLS = {
     ("3", "6"): {
@@ -303,6 +309,7 @@ KNOWN_SPILLS = {
         ("load_balancing._fwd", "sm_120"): 8,
     },
     ("3", "9"): {
+        ("hopper_kernels.key_gradients_kernel", "sm_90"): 40,  # of 255 registers
         ("load_balancing._fwd", "sm_120"): 8,  # so that a thread has 64 registers
     },
 }.get(VERSION, {})

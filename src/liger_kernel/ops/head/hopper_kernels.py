@@ -38,15 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_kernel.core import devices
+from liger_kernel.core.gluon import barrier, tma_descriptor, tma_load, tma_store
 from liger_kernel.core.tile import cdiv
-
-# the names of Triton 3.9, or those of 3.6
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 BM = gl.constexpr(64)  # tokens of a consumer's tile
 BN = gl.constexpr(256)  # classes of a tile
@@ -87,8 +82,8 @@ def _load_tiles(h_desc, w_desc, h_bufs, w_bufs, full, empty, MT, NT, KT):
             bar = full.index(stage)
             mbarrier.expect(bar, (2 * BM + BN) * BK * 2)
             for c in gl.static_range(2):
-                _load(h_desc, [(2 * m + c) * BM, k * BK], bar, h_bufs.index(stage * 2 + c))
-            _load(w_desc, [n * BN, k * BK], bar, w_bufs.index(stage))
+                tma_load(h_desc, [(2 * m + c) * BM, k * BK], bar, h_bufs.index(stage * 2 + c))
+            tma_load(w_desc, [n * BN, k * BK], bar, w_bufs.index(stage))
             stage += 1
             if stage == S:
                 stage = 0
@@ -110,14 +105,14 @@ def _multiply_tile(h_bufs, w_bufs, full, empty, stage, phase, KT, c: gl.constexp
             h_bufs.index(stage * 2 + c), w_bufs.index(stage).permute((1, 0)), acc, is_async=True
         )
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(_previous_stage(stage)), count=1, pred=k > 0)
         stage += 1
         if stage == S:
             stage = 0
             phase ^= 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _barrier()
+    barrier()
     mbarrier.arrive(empty.index(_previous_stage(stage)), count=1)
     return acc, stage, phase
 
@@ -136,7 +131,7 @@ def _allocate_stages(h_desc, w_desc):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
-    _barrier()
+    barrier()
     return h_bufs, w_bufs, full, empty
 
 
@@ -345,11 +340,11 @@ def _store_gradient(
         d += p * gl.maximum(x, -1000.0) * gl.expand_dims(e, 1)
     d = gl.where(gl.expand_dims(base == INF, 1), 0.0, d)
     tma.store_wait(0)
-    _barrier()
+    barrier()
     store_buffer.permute((1, 0)).store(d.to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
-    _store(x_desc, [column, row], store_buffer)
+    barrier()
+    tma_store(x_desc, [column, row], store_buffer)
 
 
 @gluon.jit
@@ -504,19 +499,13 @@ def gradient_kernel(
     )
 
 
-def _tma_descriptor(x, rows, columns):
-    block = [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
 def _launch(kernel, h, w, *args, **constants):
     """Launch as many programs on the device of h as it has multiprocessors."""
     grid = min(devices.multiprocessors(h), cdiv(len(h), 128) * cdiv(len(w), 256))
     with devices.device_guard(h):
         kernel[(grid,)](
-            _tma_descriptor(h, 64, 64),
-            _tma_descriptor(w, 256, 64),
+            tma_descriptor(h, [64, 64]),
+            tma_descriptor(w, [256, 64]),
             *args,
             **constants,
             num_warps=4,
@@ -563,7 +552,7 @@ def gradient(h, w, bias, target, rows, x, zy, first, logit_scale):
         gradient_kernel,
         h,
         w,
-        _tma_descriptor(x, 128, 64),
+        tma_descriptor(x, [128, 64]),
         target,
         rows,
         zy,

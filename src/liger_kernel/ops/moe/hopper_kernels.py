@@ -25,16 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_kernel.core import devices
+from liger_kernel.core.gluon import barrier, cp_async, tma_descriptor, tma_load, tma_store
 from liger_kernel.core.tile import cdiv
-
-# the names of Triton 3.9, or those of 3.6
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BM = gl.constexpr(64)  # columns of a, of a consumer's tile
 BN = gl.constexpr(256)  # columns of x
@@ -69,7 +63,7 @@ def _copy_last_rows(a_ptr, a_bufs, stage, row, end, column, stride_a, M):
         m = column + c * BM + j
         pointers = gl.expand_dims(a_ptr + r.to(gl.int64) * stride_a, 1) + gl.expand_dims(m, 0)
         mask = gl.expand_dims(r < end, 1) & gl.expand_dims(m < M, 0)
-        _copy(a_bufs.index(stage * 2 + c), pointers, mask=mask)
+        cp_async(a_bufs.index(stage * 2 + c), pointers, mask=mask)
 
 
 @gluon.jit
@@ -82,7 +76,7 @@ def _copy_tokens(x_ptr, x_buf, s, r, end, column, stride_x, N, TOP_K: gl.constex
     """Copy the tokens' rows of assignments s, with zeros from an expert's end on."""
     pointers = gl.expand_dims(x_ptr + (s // TOP_K).to(gl.int64) * stride_x, 1)
     mask = gl.expand_dims(r < end, 1) & gl.expand_dims(column < N, 0)
-    _copy(x_buf, pointers + gl.expand_dims(column, 0), mask=mask)
+    cp_async(x_buf, pointers + gl.expand_dims(column, 0), mask=mask)
 
 
 @gluon.jit
@@ -124,7 +118,7 @@ def _copy_tiles(
             if row + BK <= end:
                 mbarrier.expect(bar, 2 * BM * BK * 2)
                 for c in gl.static_range(2):
-                    _load(a_desc, [row, (2 * m + c) * BM], bar, a_bufs.index(stage * 2 + c))
+                    tma_load(a_desc, [row, (2 * m + c) * BM], bar, a_bufs.index(stage * 2 + c))
             else:
                 _copy_last_rows(a_ptr, a_bufs, stage, row, end, 2 * m * BM, stride_a, M)
                 mbarrier.arrive(bar, count=1)
@@ -148,17 +142,17 @@ def _copy_tiles(
 def _store_half(part, box, c_desc, e, m, n, TRANSPOSED: gl.constexpr):
     """Store half of a tile by TMA. The box is free once the last store has read it."""
     tma.store_wait(0)
-    _barrier()
+    barrier()
     if TRANSPOSED:
         box.reshape([BN // 2, BM]).permute((1, 0)).store(part.to(gl.bfloat16))
     else:
         box.reshape([BM, BN // 2]).store(part.to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
+    barrier()
     if TRANSPOSED:
-        _store(c_desc, [e, n, m], box)
+        tma_store(c_desc, [e, n, m], box)
     else:
-        _store(c_desc, [e, m, n], box)
+        tma_store(c_desc, [e, m, n], box)
 
 
 @gluon.jit
@@ -189,14 +183,14 @@ def _multiply_tiles(
             a = a_bufs.index(stage * 2 + c).permute((1, 0))
             acc = warpgroup_mma(a, x_bufs.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(_previous_stage(stage)), count=1, pred=k > 0)
             stage += 1
             if stage == S:
                 stage = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index(_previous_stage(stage)), count=1, pred=steps > 0)
         # the same threads' registers
         left, right = gl.split(gl.permute(gl.reshape(acc, [BM, 2, BN // 2]), (0, 2, 1)))
@@ -241,7 +235,7 @@ def outer_products_kernel(
         mbarrier.init(full.index(s), count=1 + 128)
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
-    _barrier()
+    barrier()
     gl.warp_specialize(
         [
             (
@@ -306,22 +300,17 @@ def outer_products_kernel(
     )
 
 
-def _tma_descriptor(x, block):
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
 def outer_products(a, x, c, top_k, order, offsets):
     """Write c (E, M, N): Σ_r a_r ⊗ x_t over each expert's rows, t = order[r] // top_k.
 
     a is (S, M), x (T, N), and c is contiguous, or c.mT is."""
     E, M, N = c.shape
     transposed = c.stride(2) != 1
-    c_desc = _tma_descriptor(c.mT, [1, 128, 64]) if transposed else _tma_descriptor(c, [1, 64, 128])
+    c_desc = tma_descriptor(c.mT, [1, 128, 64]) if transposed else tma_descriptor(c, [1, 64, 128])
     num_tiles = E * cdiv(M, 128) * cdiv(N, 256)
     with devices.device_guard(a):
         outer_products_kernel[(min(devices.multiprocessors(a), num_tiles),)](
-            _tma_descriptor(a, [64, 64]),
+            tma_descriptor(a, [64, 64]),
             c_desc,
             a,
             x,

@@ -17,13 +17,15 @@ group's value heads in fp32:
 A program sums r_q·dq̂ and r_k·dk̂, since r_q·E·r_k and r_k·N·r_k are what `scores` has stored.
 K·S is not computed again: rowsum(dR∘(K·S)) = rowsum(K∘(dR·Sᵀ)). Nothing is added by several
 programs, so the same bits come out every time. The gradients are made by several kernels, since one
-would keep more tiles than there are registers.
+would keep more tiles than there are registers. Those of the keys have another kernel on Hopper: see
+`hopper_kernels`.
 """
 
 from __future__ import annotations
 
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import cdiv, tl, triton
+from liger_kernel.ops.recurrent import hopper
 from liger_kernel.ops.recurrent.chunks import (
     C,
     chunk_span,
@@ -401,11 +403,8 @@ def gradients(
     _, gates, norms = solution
     dq, dk, dv, dg, dbeta = outs
     e, n, partial = score_gradients(p, q, k, v, do, delta, dr, gates, norms, table, scale, dv)
-    sizes = p.T, p.B * p.T, p.H, p.HV
-    constants = dict(**p.constants, V=p.V, NORM=normalize)
-    grid = (p.chunks * p.H,)
     block_v, warps, stages = _query_gradients_launch(p)
-    _query_gradients[grid](
+    _query_gradients[(p.chunks * p.H,)](
         q,
         k,
         do,
@@ -420,16 +419,49 @@ def gradients(
         *k.stride()[:3],
         *do.stride()[:3],
         *dq.stride()[:3],
-        *sizes,
+        p.T,
+        p.B * p.T,
+        p.H,
+        p.HV,
         scale,
+        **p.constants,
+        V=p.V,
         BLOCK_V=block_v,
+        NORM=normalize,
         STAGES=stages,
-        **constants,
         num_warps=warps,
         **_query_gradients_registers(p),
     )
+    tensors = q, k, delta, dr, s, ds, e, n, gates, norms, partial, dk, dg, dbeta
+    if hopper.applies(p, q, k, table):
+        hopper.kernels().key_gradients(p, *tensors, normalize)
+    else:
+        key_gradients(p, *tensors, normalize, table)
+
+
+def key_gradients(
+    problem,
+    q,
+    k,
+    delta,
+    dr,
+    s,
+    ds,
+    e,
+    n,
+    gates,
+    norms,
+    partial,
+    dk,
+    dg,
+    dbeta,
+    normalize,
+    table=None,
+):
+    """Write dk, dg and dbeta by the kernel for every device."""
+    p = problem
     block_v, warps, stages = _key_gradients_launch(p)
-    _key_gradients[grid](
+    _key_gradients[(p.chunks * p.H,)](
         q,
         k,
         delta,
@@ -448,9 +480,14 @@ def gradients(
         *q.stride()[:3],
         *k.stride()[:3],
         *dk.stride()[:3],
-        *sizes,
+        p.T,
+        p.B * p.T,
+        p.H,
+        p.HV,
+        **p.constants,
+        V=p.V,
         BLOCK_V=block_v,
+        NORM=normalize,
         STAGES=stages,
-        **constants,
         num_warps=warps,
     )

@@ -1,0 +1,62 @@
+"""Gradients of keys on Hopper: when its own kernel (`hopper_kernels`) is taken."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from liger_kernel.ops.head import hopper
+from liger_kernel.ops.recurrent.chunks import CHUNK
+
+HEAD_DIM = 128  # entries of a key and of a value
+# chunks times key heads, each of which is a program: half of those that were measured. With fewer
+# the host, which makes eight descriptors, may be what takes the time
+MIN_PROGRAMS = 1024
+
+
+@functools.cache
+def kernels():
+    """Return the module of the Gluon kernels, or None where they can't be compiled, or the
+    environment turns them off."""
+    if not hopper.compiles_gluon():
+        return None
+    try:
+        from liger_kernel.ops.recurrent import hopper_kernels
+    except (ImportError, AttributeError):  # a build of Triton without Gluon
+        return None
+    return hopper_kernels
+
+
+def _is_readable_by_tma(x):
+    """Return True if all tokens of x (B, T, heads, entries) are rows of one matrix, which begin at
+    multiples of 16 bytes."""
+    B, T, heads, entries = x.shape
+    return (
+        x.stride(3) == 1
+        and (heads == 1 or x.stride(2) == entries)
+        and x.stride(1) >= heads * entries
+        and x.stride(1) % 8 == 0
+        and (B == 1 or x.stride(0) == T * x.stride(1))
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def applies(problem, q, k, table) -> bool:
+    """Return True if `hopper_kernels.key_gradients` takes this problem.
+
+    ``table`` is that of packed sequences, or None. What the kernel reads besides q and k, and what
+    it writes, `outputs.gradients` has allocated itself: contiguous, from multiples of 16 bytes on.
+    """
+    p = problem
+    return (
+        p.arch == "sm_90"
+        and p.dtype == torch.bfloat16  # of q and k as well
+        and p.K == p.V == HEAD_DIM
+        and table is None
+        and p.T % CHUNK == 0
+        and p.chunks * p.H >= MIN_PROGRAMS
+        and _is_readable_by_tma(q)
+        and _is_readable_by_tma(k)
+        and kernels() is not None
+    )
