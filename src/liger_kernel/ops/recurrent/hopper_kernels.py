@@ -17,7 +17,7 @@ ready[2]  k in round 0; E, N and q in round 1
 
 No round is over before all warps have waited for it: a barrier comes before each further load.
 
-2 x 4,096 tokens of 16 key and 32 value heads: 161 µs, `outputs._key_gradients` 278 (H200,
+2 x 4,096 tokens of 16 key and 32 value heads: 137 µs, `outputs._key_gradients` 278 (H200,
 2026-11-28, Triton 3.6).
 """
 
