@@ -179,26 +179,30 @@ def distance_cells(distance: distances_of_curves.Distance | None) -> list[str]:
 
 
 def curves(data: dict) -> str:
-    """Return how far the runs of each row are from Hugging Face's and from fp32, and the
-    verdicts."""
+    """Return how far the runs of each row are from Hugging Face's, and from fp32 where that was
+    run, and the verdicts."""
     lines = []
     verdicts = []
     words = {True: "within", False: "OUTSIDE", None: "not known yet: runs are missing"}
-    for row in data["rows"]:
-        label = f"{row_label(row)}, {row['steps']:,} steps"
-        exact = [
-            row["curves"][name] for name in [distances_of_curves.EXACT] if name in row["curves"]
-        ]
-        for name, distance in distances_of_curves.distances(row["curves"]).items():
-            from_exact = distances_of_curves.distance(row["curves"][name], exact)
-            lines.append([label, name, *distance_cells(distance), *distance_cells(from_exact)])
-        verdicts.append(f"- {label}: {words[distances_of_curves.within_spread(row['curves'])]}")
     columns = ["model, weights, rank, sequence × batch", "run", "mean difference", "largest"]
+    exact_curves = [row["curves"].get(distances_of_curves.EXACT) for row in data["rows"]]
+    if any(exact_curves):
+        columns += ["mean, from Hugging Face's in fp32", "largest"]
+    for row, exact in zip(data["rows"], exact_curves, strict=True):
+        label = f"{row_label(row)}, {row['steps']:,} steps"
+        for name, distance in distances_of_curves.distances(row["curves"]).items():
+            cells = distance_cells(distance)
+            if any(exact_curves):
+                references = [exact] if exact else []
+                cells += distance_cells(
+                    distances_of_curves.distance(row["curves"][name], references)
+                )
+            lines.append([label, name, *cells])
+        verdicts.append(f"- {label}: {words[distances_of_curves.within_spread(row['curves'])]}")
     parts = [
         heading(data),
-        "How far each run's losses are from those of the (other) Hugging Face runs, and from those "
-        "of Hugging Face's model in fp32:",
-        table([*columns, "mean, from fp32", "largest"], lines),
+        "How far each run's losses are from those of the (other) Hugging Face runs:",
+        table(columns, lines),
         "Whether ours lies within the spread of the Hugging Face runs:\n" + "\n".join(verdicts),
     ]
     return "\n\n".join(parts)
